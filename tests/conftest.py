@@ -1,0 +1,42 @@
+"""Hypothesis profiles, and a fixture that runs a program in a fresh interpreter.
+
+``HYPOTHESIS_PROFILE`` picks a profile: ``dev`` (the default), ``ci`` (the same examples on every
+run, and a blob that reproduces a failure) or ``long`` (many more and longer programs).
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+settings.register_profile("dev", deadline=None, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile(
+    "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Run source text in a fresh interpreter; a crash, a message or a nonzero status fails."""
+
+    def run(source, *, quiet=True, timeout=120):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(source))
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-W", "error::ResourceWarning", str(script)],
+            capture_output=True, text=True, timeout=timeout, cwd=tmp_path,
+        )
+        report = f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, report
+        if quiet:
+            assert not done.stderr, report
+        return done.stdout
+
+    return run

@@ -1,0 +1,67 @@
+"""What several test files share: a source whose memory the test owns, and raw eyes and hands.
+
+``peek`` and ``poke`` go through the address and never through the code under test, so looking at
+a block neither exports it nor keeps it alive.
+"""
+
+import ctypes
+import mmap
+
+import arenapy
+
+PAGE = mmap.PAGESIZE
+MAX_ALIGN = 2 << 20
+
+
+def peek(address, nbytes):
+    """The bytes at `address`, read without an export."""
+    return ctypes.string_at(address, nbytes)
+
+
+def poke(address, nbytes, byte):
+    """Write `byte` over `nbytes` bytes at `address`, without an export."""
+    ctypes.memset(address, byte, nbytes)
+
+
+def round_up(value, align):
+    return -(-value // align) * align
+
+
+class Pages:
+    """A source of exactly the bytes asked for, `skew` bytes after a multiple of 2 MiB.
+
+    The memory is unmapped when the region is gone, so a byte read too late is a crash and not a
+    lucky pass. `fail_on` names the one call (from 1) that raises `OutOfMemory`.
+    """
+
+    def __init__(self, skew=0, fail_on=None):
+        self.skew = skew
+        self.fail_on = fail_on
+        self.calls = 0
+
+    def region(self, nbytes):
+        self.calls += 1
+        if self.calls == self.fail_on:
+            raise arenapy.OutOfMemory(f"planned failure of region {self.calls} ({nbytes} bytes)")
+        backing = mmap.mmap(-1, nbytes + self.skew + MAX_ALIGN)
+        anchor = (ctypes.c_char * len(backing)).from_buffer(backing)
+        start = round_up(ctypes.addressof(anchor), MAX_ALIGN) + self.skew
+        return arenapy.Region.from_address(start, nbytes, owner=anchor)
+
+
+def exact(nbytes, **options):
+    """A Bump over exactly `nbytes` bytes that start on a 2 MiB boundary."""
+    return arenapy.Bump(nbytes, source=Pages(), **options)
+
+
+def unchanged_view(arena):
+    """Everything an arena says about itself; a refused call must leave it equal."""
+    return (
+        arena.used,
+        arena.remaining,
+        arena.retired,
+        arena.peak,
+        arena.capacity,
+        arena.stats(),
+        [(region.address, region.nbytes) for region in arena.regions],
+    )
