@@ -1,0 +1,84 @@
+# Functions that the steps share. No step is named here.
+
+PASSED=() FAILED=() SKIPPED=() TIMES=()
+
+# Runs one step in a subshell that stops at its first error, and notes how it went. A step that
+# cannot apply to this machine ends with `not_here REASON`, which is shown in the summary.
+run_step() {
+    local name=$1 begun=$SECONDS code=0
+    printf '\n===== %s =====\n' "$name"
+    rm -f "$WORK/not-here"
+    set +e
+    (set -euo pipefail; "step_$name") </dev/null
+    code=$?
+    set -e
+    local line
+    line=$(printf '%-16s %4d s' "$name" $((SECONDS - begun)))
+    if [[ $code -ne 0 ]]; then
+        FAILED+=("$name"); TIMES+=("FAILED  $line  exit status $code")
+    elif [[ -e $WORK/not-here ]]; then
+        SKIPPED+=("$name"); TIMES+=("skipped $line  $(<"$WORK/not-here")")
+    else
+        PASSED+=("$name"); TIMES+=("passed  $line")
+    fi
+    printf -- '----- %s\n' "${TIMES[-1]}"
+}
+
+not_here() {
+    printf '%s' "$1" >"$WORK/not-here"
+    exit 0
+}
+
+summary() {
+    printf '\n===== summary =====\n'
+    printf '%s\n' "${TIMES[@]}" "total $SECONDS s"
+    printf 'steps: %d passed, %d failed, %d skipped\n' \
+        ${#PASSED[@]} ${#FAILED[@]} ${#SKIPPED[@]}
+    [[ ${#FAILED[@]} -eq 0 ]]
+}
+
+# Makes sure that the machine has a command: need COMMAND PACKAGE...
+need() {
+    local command=$1
+    shift
+    command -v "$command" >/dev/null && return
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y "$@"
+}
+
+# Copies what git would commit (and has not been told to ignore) into a new directory.
+copy_tree() {
+    mkdir -p "$1"
+    (cd "$ROOT" && git ls-files -z --cached --others --exclude-standard) |
+        (cd "$ROOT" && tar --create --null --files-from=- --ignore-failed-read) |
+        tar --extract --directory="$1"
+}
+
+# A virtual environment with the package installed for its tests: test_environment DIR PYTHON
+test_environment() {
+    copy_tree "$1"
+    "$2" -m venv "$1/.venv"
+    (cd "$1" && .venv/bin/pip install --quiet --editable '.[test]')
+}
+
+# Every CPython >= 3.11 but the one that runs CI, one of each minor version, GIL builds or not:
+# other_pythons gil|nogil
+other_pythons() {
+    local python version seen
+    seen=" $(python_version python3) "
+    for python in $(compgen -c python3. | sort -u) "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python; do
+        version=$(python_version "$python") || continue
+        [[ $version == *"-$1" && $seen != *" $version "* ]] || continue
+        seen+="$version "
+        echo "$python"
+    done
+}
+
+# Prints as 3.13-gil or 3.13-nogil; fails for what is not a CPython >= 3.11.
+python_version() {
+    "$1" -c '
+import sys, sysconfig
+assert sys.implementation.name == "cpython" and sys.version_info >= (3, 11)
+kind = "nogil" if sysconfig.get_config_var("Py_GIL_DISABLED") else "gil"
+print("%d.%d-%s" % (*sys.version_info[:2], kind))' 2>/dev/null
+}

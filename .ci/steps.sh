@@ -1,0 +1,169 @@
+# The steps, one function each, in the order in which they run. README is where the test command
+# is stated, so it is read from there.
+
+README_TREE=$WORK/readme
+PYTHON=$README_TREE/.venv/bin/python    # has the package installed in editable form
+
+step_tools() {
+    need git git
+    need gcc gcc libc6-dev
+    need python3 python3 python3-dev python3-venv
+    python3 -c 'import ensurepip, venv' || { apt-get update -qq && apt-get install -qq -y python3-venv; }
+    local header
+    header=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+    [[ -e $header ]] || { apt-get update -qq && apt-get install -qq -y python3-dev; }
+    git config --global --get-all safe.directory | grep -qxF "$ROOT" ||
+        git config --global --add safe.directory "$ROOT"
+    gcc --version | head -1
+    python3 --version
+    echo "other CPythons: $(other_pythons gil | tr '\n' ' ') $(other_pythons nogil | tr '\n' ' ')"
+}
+
+step_readme() {
+    local command
+    command=$(grep -m1 -E '^python3 -m venv .* -m pytest$' README.md) ||
+        { echo 'README.md has no line "python3 -m venv ... -m pytest"'; return 1; }
+    copy_tree "$README_TREE"
+    cd "$README_TREE"
+    echo "$command"
+    bash -c "$command"
+}
+
+step_lint() {
+    "$PYTHON" -m pip install --quiet --editable "$README_TREE[lint]"
+    cd "$README_TREE"
+    "$PYTHON" -m ruff check .
+    "$PYTHON" -m ruff format --check .
+}
+
+step_cython_lint() {
+    cd "$README_TREE"
+    .venv/bin/cython-lint arenapy tests
+}
+
+step_types() {
+    cd "$README_TREE"
+    "$PYTHON" -m mypy
+}
+
+step_stubs() {
+    cd "$README_TREE"
+    "$PYTHON" -m mypy.stubtest arenapy --mypy-config-file pyproject.toml \
+        --allowlist .ci/stubtest-allowlist.txt
+}
+
+# The sdist is built from the tree and the wheel from the sdist, so both are known to be whole.
+step_wheel() {
+    copy_tree "$WORK/wheel"
+    python3 -m venv "$WORK/build-venv"
+    "$WORK/build-venv/bin/pip" install --quiet build
+    "$WORK/build-venv/bin/python" -m build --outdir "$WORK/dist" "$WORK/wheel" >"$WORK/build.log" 2>&1 ||
+        { tail -40 "$WORK/build.log"; return 1; }
+    ls -l "$WORK/dist"
+    ! grep -iE 'warning: [^:]*arenapy|setuptoolsdeprecationwarning' "$WORK/build.log"
+}
+
+# A package of somebody else's compiles against the installed wheel: no source tree in sight.
+step_downstream() {
+    local venv=$WORK/downstream-venv
+    python3 -m venv "$venv"
+    "$venv/bin/pip" install --quiet "$WORK"/dist/*.whl pytest 'setuptools>=80' 'cython>=3.1'
+    cp -r "$ROOT/tests/downstream" "$WORK/downstream"
+    cd "$WORK/downstream"
+    "$venv/bin/pip" install --quiet --no-build-isolation .
+    cd tests
+    ARENAPY_SOURCE=$ROOT/arenapy "$venv/bin/python" -m pytest -ra
+}
+
+# What a newcomer types first, from the wheel.
+step_commands() {
+    cd "$WORK"
+    "$WORK/downstream-venv/bin/arenapy" info
+    "$WORK/downstream-venv/bin/arenapy" --help
+}
+
+step_docs() {
+    "$PYTHON" -m pip install --quiet --editable "$README_TREE[docs]"
+    cd "$README_TREE"
+    "$PYTHON" -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+    "$PYTHON" -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
+    tail -8 docs/_build/doctest/output.txt
+}
+
+step_benchmarks() {
+    "$PYTHON" -m pip install --quiet --editable "$README_TREE[bench]"
+    cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
+    cd "$README_TREE/asv_benches"
+    "$PYTHON" -m asv check --python=same
+}
+
+# Other CPythons run the same suite; the property tests take the profile with fewer examples.
+step_other_pythons() {
+    local python tree found=()
+    mapfile -t found < <(other_pythons gil)
+    [[ ${#found[@]} -gt 0 ]] || not_here "no other CPython >= 3.11 on this machine"
+    for python in "${found[@]}"; do
+        tree=$WORK/$(python_version "$python")
+        echo "--- $("$python" --version)"
+        test_environment "$tree" "$python"
+        (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q)
+    done
+}
+
+# AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules. Leaks are not looked
+# for: CPython and NumPy keep what they like until exit. Tests marked `no_sanitizer` are left out:
+# they limit the address space or count page faults, and AddressSanitizer does both itself.
+step_sanitizers() {
+    local tree=$WORK/sanitizers
+    local flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g'
+    CFLAGS=$flags LDFLAGS=$flags test_environment "$tree" python3
+    cd "$tree"
+    LD_PRELOAD=$(gcc -print-file-name=libasan.so) PYTHONMALLOC=malloc \
+        ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:allocator_may_return_null=1 \
+        UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+        HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} ARENAPY_SANITIZERS=1 \
+        .venv/bin/python -m pytest -q -m 'not no_sanitizer'
+}
+
+step_long_properties() {
+    cd "$README_TREE"
+    HYPOTHESIS_PROFILE=long "$PYTHON" -m pytest tests
+}
+
+step_oldest_numpy() {
+    local tree=$WORK/oldest-numpy
+    test_environment "$tree" python3
+    cd "$tree"
+    .venv/bin/pip install --quiet 'numpy==2.0.*'
+    .venv/bin/python -m pytest -q
+}
+
+step_valgrind() {
+    need valgrind valgrind
+    cd "$WORK/downstream/tests"
+    PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=9 --leak-check=no \
+        --suppressions="$ROOT/.ci/valgrind.supp" \
+        "$WORK/downstream-venv/bin/python" -m pytest -q test_use.py
+}
+
+# The GIL must stay off after every module was imported, and the suite must pass without it.
+step_free_threaded() {
+    local python tree found=()
+    mapfile -t found < <(other_pythons nogil)
+    [[ ${#found[@]} -gt 0 ]] || not_here "no free-threaded CPython on this machine"
+    for python in "${found[@]}"; do
+        tree=$WORK/$(python_version "$python")
+        echo "--- $("$python" --version)"
+        test_environment "$tree" "$python"
+        cd "$tree"
+        .venv/bin/python -W error::RuntimeWarning - <<'PYTHON'
+import importlib, pkgutil, sys
+import arenapy
+for module in pkgutil.walk_packages(arenapy.__path__, "arenapy."):
+    if not module.name.endswith(("_build", "__main__")):
+        importlib.import_module(module.name)
+        assert not sys._is_gil_enabled(), f"{module.name} turned the GIL on"
+PYTHON
+        .venv/bin/python -m pytest -q
+    done
+}

@@ -1,0 +1,7 @@
+"""The number of the C interface; abi.pxd says what it is for."""
+
+ABI = ARENAPY_ABI
+
+
+cdef void built_for_arenapy_abi_1() noexcept nogil:
+    pass

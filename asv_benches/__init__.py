@@ -1,0 +1,1 @@
+"""Benchmarks for asv; asv.conf.json beside this file says how they are run."""

@@ -1,0 +1,1 @@
+"""Stands for a package written by somebody else against an installed arenapy."""

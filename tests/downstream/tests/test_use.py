@@ -1,0 +1,70 @@
+"""The C interface, called from a package that was compiled against the installed one."""
+
+import sys
+
+import pytest
+from downstream_of_arenapy import use
+
+import arenapy
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("align", [1, 64, 4096])
+@pytest.mark.parametrize("nbytes", [1, 100, 4096])
+def test_frames_without_the_gil(nbytes, align):
+    arena = arenapy.Bump(MIB)
+    rounds = 10_000
+    assert use.frames(arena, rounds, nbytes, align) == rounds * nbytes * 3
+    assert arena.used == 0
+    arena.check()
+
+
+def test_c_calls_leave_python_blocks_alone():
+    arena = arenapy.Bump(MIB)
+    kept = arena.alloc(1000)
+    memoryview(kept)[:] = b"\x07" * 1000
+    used = arena.used
+    use.frames(arena, 1000, 500, 64)
+    assert bytes(kept) == b"\x07" * 1000
+    assert arena.used == used
+    arena.check()
+
+
+def test_exhaustion_is_null_and_changes_nothing():
+    arena = arenapy.Bump(MIB)
+    assert use.until_exhausted(arena, 4096) == arena.capacity // 4096
+    assert arena.used == 0
+    assert use.until_exhausted(arena, arena.capacity + 1) == 0
+    assert use.until_exhausted(arena, sys.maxsize * 2 + 1) == 0
+    arena.check()
+
+
+def test_double_free_is_detected():
+    arena = arenapy.Bump(MIB)
+    first, second = use.free_twice(arena, 128)
+    assert first == 0
+    assert second != 0
+    arena.check()
+
+
+def test_stale_mark_is_refused():
+    arena = arenapy.Bump(MIB)
+    assert use.reset_to_stale_mark(arena) != 0
+    arena.check()
+
+
+def test_buffer_from_typed_code():
+    arena = arenapy.Bump(MIB)
+    buffer = use.take(arena, 100)
+    assert type(buffer) is arenapy.Buffer
+    assert buffer.nbytes == 100
+    assert buffer.address % 64 == 0
+    assert buffer.allocator is arena
+    memoryview(buffer)[:] = bytes(range(100))
+    assert bytes(buffer) == bytes(range(100))
+
+
+def test_wrong_type_is_refused():
+    with pytest.raises(TypeError, match="Bump"):
+        use.take(bytearray(10), 1)
