@@ -38,7 +38,7 @@ step_lint() {
 
 step_cython_lint() {
     cd "$README_TREE"
-    .venv/bin/cython-lint arenapy tests
+    PATH=$PWD/.venv/bin:$PATH cython-lint arenapy tests    # it runs pycodestyle by name
 }
 
 step_types() {

@@ -37,7 +37,7 @@ DIRECTIVES: dict[str, Any] = {
 }
 
 
-class build_ext(_build_ext):  # type: ignore[misc]  # noqa: N801 (setuptools' own name)
+class build_ext(_build_ext):  # type: ignore[misc]
     """Cythonize and compile on all cores, and again only what a change touches."""
 
     def finalize_options(self) -> None:
@@ -55,7 +55,7 @@ class build_ext(_build_ext):  # type: ignore[misc]  # noqa: N801 (setuptools' ow
 
     def build_extensions(self) -> None:
         """Turn .pyx into .c, out of the source tree, then compile."""
-        # Temporary, while modules are being added: those whose source is not there yet are left out.
+        # Temporary, while modules are being added: those without a source yet are left out.
         self.extensions[:] = [e for e in self.extensions if Path(e.sources[0]).exists()]
         for extension in self.extensions:
             extension.extra_compile_args = COMPILE_ARGS + extension.extra_compile_args

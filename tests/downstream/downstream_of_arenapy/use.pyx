@@ -33,7 +33,7 @@ def frames(Bump arena not None, int rounds, size_t nbytes, size_t align):
     cdef int i = 0
     cdef const char* wrong = NULL
     with nogil:
-        for i in range(rounds):
+        for i in range(rounds):  # no-cython-lint (named in the error below)
             mark = bump_mark(arena)
             first = <unsigned char*> bump_alloc(arena, nbytes, align)
             second = <unsigned char*> bump_alloc(arena, nbytes, align)

@@ -1,0 +1,33 @@
+"""Sphinx configuration. The reference is made from the installed package, so install it first."""
+
+import arenapy
+
+project = "arenapy"
+author = "The arenapy developers"
+copyright = author
+version = release = arenapy.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.intersphinx",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"arenapy {version}"
+
+autodoc_member_order = "groupwise"
+autodoc_typehints = "none"  # numpydoc's Parameters sections say it in words
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+
+# No inventories are fetched: the documentation builds without a network.
+intersphinx_mapping: dict[str, tuple[str, str | None]] = {}
+
+doctest_global_setup = "import arenapy\nimport numpy as np"
