@@ -66,7 +66,8 @@ test_environment() {
 other_pythons() {
     local python version seen
     seen=" $(python_version python3) "
-    for python in $(compgen -c python3. | sort -u) "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python; do
+    for python in $(compgen -c python3. | grep -E '^python3\.1[1-9]t?$' | sort -u) \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python /opt/python*/bin/python3; do
         version=$(python_version "$python") || continue
         [[ $version == *"-$1" && $seen != *" $version "* ]] || continue
         seen+="$version "
