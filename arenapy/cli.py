@@ -1,0 +1,88 @@
+"""The ``arenapy`` command: finds the subcommand, and ends as a Unix command should.
+
+A subcommand is a module with ``main(argv) -> int`` and a line in `COMMANDS`. It is imported when it
+is the one asked for, so that ``arenapy --version`` costs nothing and a missing extra of one
+subcommand does not break another. What a subcommand prints is its own business; how a command ends
+is decided here: 0 for success, 1 for a failure told in one line on standard error, 2 for wrong
+arguments (argparse), 130 for Ctrl-C, and SIGPIPE when the reader has gone away.
+"""
+
+import argparse
+import contextlib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from arenapy._version import __version__
+
+__all__ = ["main"]
+
+#: Subcommand: (module with ``main(argv)``, what it does, for the help).
+COMMANDS = {
+    "info": ("arenapy.info", "what this machine offers: pages, limits, NUMA nodes, the kernel"),
+    "demo": ("arenapy.demo", "an arena at work: NumPy with and without page faults, measured"),
+}
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="arenapy",
+        usage="%(prog)s [--help] [--version] COMMAND ...",
+        description="Memory that was faulted in beforehand, for NumPy and friends.",
+        epilog="\n".join(["commands:", *lines, "", "arenapy COMMAND --help says more."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"arenapy {__version__}")
+    parser.add_argument(
+        "command", metavar="COMMAND", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``arenapy`` command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments, without the program's name. None: those of this process.
+
+    Returns
+    -------
+    int
+        The exit status.
+
+    Raises
+    ------
+    SystemExit
+        From argparse: after ``--help`` and ``--version``, and with status 2 for wrong arguments.
+    """
+    if argv is None:
+        # The reader of a pipe going away ends a command as it ends any other on Unix. Only for
+        # the process's own command line: a caller in Python keeps its signal handlers.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        parser = _parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help(sys.stderr)
+            return EXIT_USAGE
+        module, _ = COMMANDS[arguments.command]
+        status: int = importlib.import_module(module).main(arguments.arguments)
+        sys.stdout.flush()  # so that a full disk is noticed here, and not ignored at exit
+        return status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (MemoryError, OSError) as error:
+        with contextlib.suppress(OSError):
+            print(f"arenapy: {error}", file=sys.stderr)
+        return EXIT_FAILURE

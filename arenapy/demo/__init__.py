@@ -1,0 +1,160 @@
+"""``arenapy demo``: what an arena is good for, measured on this machine.
+
+`workloads` says what is computed, `ways` where its temporaries live, `measure` how it is timed and
+checked, `report` and `chart` how it is shown. This file is the command: its options, its order, its
+exit status.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from arenapy.errors import OutOfMemory
+from arenapy.memory_info import check_request
+
+from . import report
+from .measure import Result, ResultsDiffer, measure
+from .workloads import Digits, Temporaries, Workload
+
+__all__ = ["main"]
+
+SIZES = (500, 1000, 2000, 3000, 4000)
+ROUNDS, QUICK_ROUNDS = 11, 3
+WAYS = 3
+ARRAYS_ALIVE = 10  # N x N arrays: two operands, and the temporaries of three ways, at most
+QUICK_SHARE = 10  # --quick does a tenth of the iterations
+
+#: When a block that came straight from the kernel is freed, glibc's malloc keeps blocks up to its
+#: size from then on (M_MMAP_THRESHOLD in mallopt(3), 32 MiB at most). What was freed before is
+#: therefore part of a measurement: we go through the sizes in ascending order, then teach malloc
+#: with a block of this size and go once more through those that it has now learnt.
+LEARNT_BYTES = 31 << 20
+
+NO_MATPLOTLIB = """\
+--plot needs matplotlib, which cannot be imported ({error}). Install it:
+  python -m pip install matplotlib
+or, in a clone of arenapy, with the extra of this package: python -m pip install '.[plot]'"""
+
+
+def _at_least_one(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="arenapy demo",
+        description="Train a small network on real handwritten digits, and run the classic loop "
+        "of N x N float32 temporaries, with the temporaries in three places: plain NumPy, an "
+        "arena, and buffers preallocated by hand. Shows time, page faults and when the arena has "
+        "paid for itself; checks that all three compute the same bits.",
+        epilog="Exit status: 0, or 1 if the results differ or memory runs out.",
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=_at_least_one, default=SIZES, metavar="N",
+        help=f"sizes of the N x N loop (default: {' '.join(map(str, SIZES))})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=_at_least_one, metavar="R",
+        help=f"rounds to take the median of (default: {ROUNDS}, with --quick {QUICK_ROUNDS})",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="a few seconds, and noisier figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a chart, as PNG")
+    return parser
+
+
+def _refuse_unwritable(parser: argparse.ArgumentParser, option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, now and not after the measuring."""
+    if path is None:
+        return
+    if path.is_dir():
+        parser.error(f"{option}: {path} is a directory; name a file")
+    if not path.parent.is_dir():
+        parser.error(f"{option}: there is no directory {path.parent}; make it first")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``arenapy demo`` with the arguments `argv` and return the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    _refuse_unwritable(parser, "--json", options.json)
+    _refuse_unwritable(parser, "--plot", options.plot)
+    if options.plot is not None:
+        if options.plot.suffix.lower() != ".png":
+            parser.error(f"--plot writes PNG, so {options.plot} must end in .png")
+        try:
+            from . import chart
+        except ImportError as error:
+            print("arenapy demo:", NO_MATPLOTLIB.format(error=error), file=sys.stderr)
+            return 1
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    console = Console(highlight=False)
+    report.show_intro(console)
+    try:
+        measured = _measure_all(
+            sorted(set(options.sizes)), rounds, QUICK_SHARE if options.quick else 1
+        )
+    except ResultsDiffer as error:
+        print(f"arenapy demo: {error}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        remedy = "" if isinstance(error, OutOfMemory) else ". Choose smaller --sizes."
+        print(f"arenapy demo: {error}{remedy}", file=sys.stderr)
+        return 1
+    report.show(console, measured)
+    if options.json is not None:
+        report.write_json(options.json, measured)
+        print(f"figures: {options.json}", file=sys.stderr)
+    if options.plot is not None:
+        chart.save(options.plot, measured.results, report.conditions())
+        print(f"chart: {options.plot}", file=sys.stderr)
+    return 0
+
+
+def _teach_malloc() -> None:
+    np.empty(LEARNT_BYTES, "u1")  # and freed: that is the lesson
+
+
+def _measure_all(sizes: Sequence[int], rounds: int, share: int) -> report.Report:
+    """Measure every workload, one after the other, behind a progress bar on standard error.
+
+    One at a time, so that the memory needed is that of the largest and not of all. `sizes` ascend,
+    so that malloc meets no size after a larger one (see `LEARNT_BYTES`).
+    """
+    needed = ARRAYS_ALIVE * Temporaries.array_bytes(sizes[-1])
+    check_request(needed, f"The demo with N = {sizes[-1]}", "choose smaller --sizes")
+    small = [n for n in sizes if Temporaries.array_bytes(n) <= LEARNT_BYTES]
+    blocks = WAYS * rounds * (2 + len(sizes) + len(small))
+    terminal = Console(stderr=True)
+    # Drawn by us between the blocks: a thread of its own would fault and compute while we measure.
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=terminal, auto_refresh=False, transient=True, disable=not terminal.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("", total=blocks)
+
+        def one(workload: Workload) -> Result:
+            progress.update(task, description=f"{workload.name:<14}", refresh=True)
+            iterations = max(1, workload.iterations // share)
+            result, job = measure(
+                workload, rounds, iterations, lambda: progress.update(task, advance=1, refresh=True)
+            )
+            if isinstance(workload, Digits):
+                result.accuracy = workload.accuracy(job)
+            return result
+
+        first = [one(Digits()), *(one(Temporaries(n)) for n in sizes)]
+        _teach_malloc()
+        later = [one(Digits()), *(one(Temporaries(n)) for n in small)]
+    return report.Report(rounds, LEARNT_BYTES, first, later)
