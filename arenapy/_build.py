@@ -14,6 +14,7 @@ from typing import Any
 import Cython
 from Cython.Build import cythonize
 from setuptools.command.build_ext import build_ext as _build_ext
+from setuptools.command.sdist import sdist as _sdist
 from setuptools.errors import PlatformError
 
 HERE = Path(__file__).parent
@@ -82,6 +83,20 @@ class build_ext(_build_ext):  # type: ignore[misc]
         for extension, new in zip(self.extensions, translated, strict=True):
             extension.sources = new.sources
             extension.depends = [*new.depends, __file__]
+
+
+class sdist(_sdist):  # type: ignore[misc]
+    """A source distribution with everything that a clone has, so that it can be tested."""
+
+    def make_distribution(self) -> None:
+        """Add what setuptools does not know to be part of the sources."""
+        self.filelist.include("CHANGELOG.md")
+        for directory in ("asv_benches", "docs", "tests"):
+            for pattern in ("*.json", "*.md", "*.py", "*.pyx", "*.toml"):
+                self.filelist.recursive_include(directory, pattern)
+        for product in ("asv_benches/.asv", "docs/_build", "tests/downstream/build"):
+            self.filelist.prune(product)
+        super().make_distribution()
 
 
 def add_numpy(extension: Any) -> None:
