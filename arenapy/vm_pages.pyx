@@ -2,8 +2,8 @@
 """Filling pages before they are needed, and asking the kernel which ones it gave.
 
 MADV_POPULATE_WRITE reports as an errno what a touch would turn into a SIGBUS, and makes the kernel
-fill a range without returning to user space for each page. It is called for slices that threads pull
-from a counter, so that a signal is noticed soon and no thread waits long for another.
+fill a range without returning to user space for each page. It is called for slices that threads
+pull from a counter, so that a signal is noticed soon and no thread waits long for another.
 
 What may not live here: mappings (`vm`) and policy (`source.py`).
 
@@ -282,7 +282,10 @@ cdef int64_t scanned_huge_bytes(size_t address, size_t nbytes) noexcept nogil:
 
 
 def smaps_huge_bytes(size_t address, size_t nbytes, path="/proc/self/smaps"):
-    """`huge_bytes` from smaps; None where a mapping reaches beyond the range and is only partly huge."""
+    """`huge_bytes` from smaps.
+
+    None where a mapping that reaches beyond the range is huge in part: smaps does not say which.
+    """
     cdef size_t end = address + nbytes
     total = 0
     overlap = size = huge = 0
