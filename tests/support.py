@@ -65,3 +65,12 @@ def unchanged_view(arena):
         arena.stats(),
         [(region.address, region.nbytes) for region in arena.regions],
     )
+
+
+def readonly_buffer(data):
+    """A read-only Buffer that holds `data`."""
+    keep = ctypes.create_string_buffer(data, len(data))
+    region = arenapy.Region.from_address(
+        ctypes.addressof(keep), len(data), owner=keep, readonly=True
+    )
+    return region.buffer()

@@ -135,7 +135,7 @@ class BumpMachine(AllocatorMachine):
             if young > serial and not self.survives(block):
                 self.closed.extend(block.handles)
         super().end_blocks(serial)
-        self.floating = {key: val for key, val in self.floating.items() if key < serial}
+        self.floating = {key: val for key, val in self.floating.items() if key <= serial}
         for handle in self.closed:
             assert handle.closed, "a reset left a Buffer open that nobody held"
 

@@ -1,0 +1,163 @@
+"""The ``arenapy`` command: finding subcommands, and ending as a Unix command should."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+import arenapy
+from arenapy import cli
+
+COMMAND = [sys.executable, "-m", "arenapy"]
+QUIET = {name: value for name, value in os.environ.items()
+         if name not in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS")}  # fmt: skip
+TIMEOUT = 120
+A_LONG_TIME = ["demo", "--rounds", "1000"]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, env=QUIET, timeout=TIMEOUT, **options
+    )
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Make a function the subcommand ``probe``."""
+
+    def install(function):
+        module = types.ModuleType("arenapy_test_probe")
+        module.main = function
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(cli.COMMANDS, "probe", (module.__name__, "a probe"))
+
+    return install
+
+
+def test_version():
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"arenapy {arenapy.__version__}\n", "")
+
+
+def test_info_says_something_without_control_codes():
+    done = run("info")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "huge" in done.stdout.lower()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)
+
+
+def test_help_names_every_command():
+    done = run("--help")
+    assert done.returncode == 0
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
+        assert run(name, "--help").stdout.startswith(f"usage: arenapy {name}")
+
+
+def test_no_command_prints_the_help_and_fails():
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == run("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["nope"], "'nope'"), (["--nope"], "--nope"), (["demo", "--nope"], "--nope")],
+)
+def test_wrong_arguments_are_named(arguments, named):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert named in done.stderr.splitlines()[-1]
+
+
+def test_subcommands_are_imported_when_asked_for():
+    program = (
+        "import sys, arenapy.cli; heavy = {'rich', 'matplotlib', 'arenapy.demo', 'arenapy.info'}\n"
+        "print(*heavy & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT, check=True
+    )
+    assert done.stdout == "\n"
+
+
+def test_arguments_and_status_pass_through(command):
+    seen = []
+    command(lambda argv: seen.append(argv) or 7)
+    assert cli.main(["probe", "--option", "-x", "--", "--version"]) == 7
+    assert seen == [["--option", "-x", "--", "--version"]]
+
+
+@pytest.mark.parametrize("error", [MemoryError("too much"), OSError("no such thing")])
+def test_failures_are_one_line(command, capsys, error):
+    def fail(argv):
+        raise error
+
+    command(fail)
+    assert cli.main(["probe"]) == 1
+    assert capsys.readouterr() == ("", f"arenapy: {error}\n")
+
+
+def test_a_bug_is_not_hidden(command):
+    command(lambda argv: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_a_caller_in_python_keeps_its_signal_handlers(command):
+    command(lambda argv: 0)
+    before = signal.getsignal(signal.SIGPIPE)
+    assert cli.main(["probe"]) == 0
+    assert signal.getsignal(signal.SIGPIPE) is before
+
+
+def test_interrupt_is_quiet_and_130(command, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert cli.main(["probe"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_ends_a_running_demo():
+    program = (  # Python ignores SIGINT where its parent did, as for a background job of a shell
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from arenapy.cli import main; sys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *A_LONG_TIME],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUIET,
+    ) as process:  # fmt: skip
+        process.stdout.readline()  # the introduction: it is running
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, errors) == (130, "")
+
+
+@pytest.mark.parametrize("arguments", [["info"], A_LONG_TIME])
+def test_a_reader_that_goes_away(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=write, stderr=subprocess.PIPE, env=QUIET, timeout=TIMEOUT
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_a_full_disk_is_noticed():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "info"], stdout=full, stderr=subprocess.PIPE, text=True, env=QUIET,
+            timeout=TIMEOUT,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("arenapy: [Errno 28]")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,198 @@
+"""Fork, section 4 of the design: whose copy the child has, and what is closed there.
+
+Every program runs in an interpreter of its own, so that no thread of the test run is forked.
+"""
+
+import pytest
+
+PRELUDE = """
+import gc, os, sys, threading, traceback
+import numpy as np
+import arenapy
+from arenapy import Bump, Existing, File, Host, Shared
+
+def in_child(function):
+    '''Run `function` in a forked child; its exception or crash fails the parent.'''
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"the child ended with status {status}"
+
+def refuses(call, *errors):
+    try:
+        call()
+    except errors as error:
+        assert str(error), "an error without a reason"
+        return
+    raise AssertionError("accepted")
+"""
+
+CLOSED = {
+    "skip": "Host(fork='skip')",
+    "shared": "Shared()",
+    "file": "File(path, 'r+')",
+}
+
+
+def test_over_host_memory_the_child_has_its_own_copy(run_script):
+    run_script(PRELUDE + """
+arena = Bump(1 << 16, max_bytes=1 << 20)
+array = arena.empty(100, "u1"); array[:] = 1
+buffer = arena.alloc(100); view = memoryview(buffer); view[:] = b"\\1" * 100
+mark = arena.mark()
+
+def child():
+    assert (array == 1).all() and bytes(view) == b"\\1" * 100
+    array[:] = 2
+    view[:] = b"\\2" * 100
+    with arena.scope():
+        arena.alloc(200_000).fill(3)
+    arena.reset(mark)
+    arena.reset()
+    arena.check()
+    assert (array == 2).all() and arena.retired == 200
+    assert not buffer.closed
+
+in_child(child)
+assert (array == 1).all() and bytes(view) == b"\\1" * 100
+assert arena.retired == 0
+arena.reset(mark)
+arena.check()
+""")
+
+
+def test_a_child_of_a_child(run_script):
+    run_script(PRELUDE + """
+arena = Bump(1 << 16)
+array = arena.zeros(10)
+def grandchild():
+    array[:] += 1
+    arena.reset()
+    assert array.sum() == 20
+def child():
+    array[:] = 1
+    in_child(grandchild)
+    assert array.sum() == 10
+in_child(child)
+assert array.sum() == 0
+""")
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_elsewhere_the_allocator_is_closed_in_the_child(run_script, tmp_path, kind):
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(1 << 16))
+    run_script(PRELUDE + f"""
+path = {str(path)!r}
+arena = Bump(1 << 16, source={CLOSED[kind]})
+array = arena.empty(100, "u1"); array[:] = 1
+unheld = arena.alloc(100)
+mark = arena.mark()
+
+def child():
+    for use in (lambda: arena.alloc(8), lambda: arena.empty(3), lambda: arena.zeros(3),
+                lambda: arena.alloc_many([3]), arena.mark, arena.reset, lambda: arena.reset(mark),
+                lambda: arena.copy([1]), lambda: arena.grow(unheld, 200),
+                lambda: arena.scope().__enter__()):
+        refuses(use, ValueError, RuntimeError)
+
+in_child(child)
+array[:] += 1
+assert (array == 2).all() and not unheld.closed
+with arena.scope():
+    arena.alloc(100)
+arena.reset()
+arena.check()
+assert arena.retired == 100
+""")
+
+
+def test_dropping_everything_in_the_child_leaves_the_parent_alone(run_script):
+    run_script(PRELUDE + """
+arenas = [Bump(1 << 16), Bump(1 << 16, source=Host(fork="skip")), Bump(1 << 16, source=Shared()),
+          Bump(1 << 16, source=Existing(bytearray(1 << 16)))]
+arrays = [arena.empty(100, "u1") for arena in arenas]
+for array in arrays:
+    array[:] = 7
+def child():
+    arrays.clear()
+    arenas.clear()
+    gc.collect()
+in_child(child)
+for arena, array in zip(arenas, arrays, strict=True):
+    assert (array == 7).all()
+    arena.alloc(100).fill(1)
+    arena.reset()
+    arena.check()
+""")
+
+
+def test_the_child_of_a_busy_program_is_not_locked(run_script):
+    run_script(PRELUDE + """
+stop = threading.Event()
+shared = Bump(1 << 20)
+def work():
+    arena = Bump(1 << 16)
+    while not stop.is_set():
+        with arena.scope():
+            arena.empty(10)[:] = 1
+            shared.alloc(8)
+            shared.empty(9)
+            shared.reset()
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+def child():
+    fresh = Bump(1 << 16)
+    with fresh.scope():
+        fresh.empty(100)[:] = 1
+    fresh.check()
+    shared.alloc(8)
+    shared.reset()
+    shared.check()
+try:
+    for _ in range(20):
+        in_child(child)
+finally:
+    stop.set()
+    for thread in threads:
+        thread.join()
+""", quiet=False)
+
+
+def test_the_childs_exit_runs_every_finalizer(run_script):
+    run_script(PRELUDE + """
+arena = Bump(1 << 16, source=Host(fork="skip"))
+array = arena.empty(100)
+cycle = [array, arena, memoryview(arena.alloc(9))]
+cycle.append(cycle)
+child = os.fork()
+if not child:
+    sys.exit(0)  # an orderly exit, with all that the parent held
+assert os.waitpid(child, 0)[1] == 0
+array[:] = 1
+""")
+
+
+def test_multiprocessing_fork(run_script):
+    run_script(PRELUDE + """
+import multiprocessing
+arena = Bump(1 << 16)
+array = arena.empty(10); array[:] = 3
+def work(pipe):
+    pipe.send(float(array.sum()))
+    arena.reset()
+context = multiprocessing.get_context("fork")
+here, there = context.Pipe()
+process = context.Process(target=work, args=(there,))
+process.start()
+assert here.recv() == 30
+process.join()
+assert process.exitcode == 0
+""")
