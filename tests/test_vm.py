@@ -1,0 +1,487 @@
+"""The operating system layer: each call's effect is read back from the kernel."""
+
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from arenapy import vm
+from arenapy.memory_info import huge_pools
+
+MIB = 1 << 20
+PAGE = vm.PAGE_SIZE
+MADV_POPULATE_WRITE = 23  # not in the mmap module before Python 3.13
+EHWPOISON = 133  # a page of memory is broken; not in errno before Python 3.14
+
+needs_populate = pytest.mark.skipif(not vm.can_populate(), reason="needs MADV_POPULATE_WRITE")
+
+
+def smaps(address):
+    """The smaps entry of the mapping that has `address`: its lines by name."""
+    entry = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            if entry is not None:
+                return entry
+            start, stop = (int(word, 16) for word in words[0].split("-"))
+            if start <= address < stop:
+                entry = {"range": (start, stop), "permissions": words[1]}
+        elif entry is not None:
+            entry[words[0].rstrip(":")] = words[1:]
+    return entry
+
+
+def is_mapped(address):
+    entry = smaps(address)
+    return entry is not None
+
+
+def fill(address, nbytes, step=PAGE):
+    """Write one byte of each page."""
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    for offset in range(0, nbytes, step):
+        memory[offset] = b"\x5a"
+
+
+def faults_of(call, *args):
+    before = vm.minor_faults()
+    call(*args)
+    return vm.minor_faults() - before
+
+
+@pytest.fixture
+def mapping():
+    """Call it as `vm.map_memory`; it unmaps at the end and gives the address."""
+    mapped = []
+
+    def make(nbytes, **options):
+        address, *whole = vm.map_memory(nbytes, **options)
+        mapped.append(whole)
+        return address
+
+    yield make
+    for whole in mapped:
+        vm.unmap(*whole)
+
+
+@pytest.fixture
+def populate_error():
+    """Make populating fail, until the test ends."""
+    yield vm.inject_populate_error
+    vm.inject_populate_error(0)
+
+
+@pytest.fixture
+def memfd():
+    fds = []
+
+    def make(nbytes, name=b"arenapy test"):
+        fds.append(vm.memfd(name, nbytes))
+        return fds[-1]
+
+    yield make
+    for fd in fds:
+        os.close(fd)
+
+
+# ---- mappings
+
+
+@pytest.mark.parametrize("align", [0, 2 * MIB, 64 * MIB])
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 3])
+def test_mapping_is_aligned_and_nothing_else_stays(nbytes, guard, align):
+    address, map_address, map_nbytes = vm.map_memory(nbytes, align=align, guard=guard)
+    pages = -(-nbytes // PAGE) * PAGE
+    assert address % max(align, PAGE) == 0
+    assert map_nbytes == pages + (2 * PAGE if guard else 0)
+    assert map_address == address - (PAGE if guard else 0)
+    fill(address, nbytes)
+    if guard:
+        assert smaps(address - 1)["permissions"] == "---p"
+        assert smaps(address + pages)["permissions"] == "---p"
+    vm.unmap(map_address, map_nbytes)
+    assert not any(is_mapped(at) for at in (map_address, address, map_address + map_nbytes - 1))
+
+
+def mapped_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+
+def test_failed_mapping_leaves_nothing():
+    vm.map_memory(PAGE)  # whatever the first call needs
+    before = mapped_bytes()
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        vm.map_memory(64 * MIB, fd=1 << 20, shared=True)
+    assert caught.value.errno == errno.EBADF
+    with pytest.raises(OSError, match="memory"):
+        vm.map_memory(1 << 62)
+    assert mapped_bytes() == before
+
+
+@pytest.mark.parametrize("nbytes", [0, (1 << 63) + 1])
+def test_sizes_that_cannot_be(nbytes):
+    with pytest.raises(ValueError, match=f"cannot map {nbytes} bytes"):
+        vm.map_memory(nbytes)
+    with pytest.raises(OverflowError):
+        vm.map_memory(-1)
+
+
+@pytest.mark.parametrize(("end", "offset"), [("lower", -1), ("upper", 4096)])
+def test_guard_page_is_a_segfault(run_script, end, offset):
+    out = run_script(f"""
+        import ctypes, os, signal
+        from arenapy import vm
+        address, _, _ = vm.map_memory(4096, guard=True)
+        offset = vm.PAGE_SIZE if {end!r} == "upper" else -1
+        ctypes.memset(address, 1, 4096)
+        child = os.fork()
+        if not child:
+            import faulthandler; faulthandler.disable()
+            ctypes.memset(address + offset, 1, 1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        print(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV)
+    """)
+    assert out.strip() == "True"
+
+
+def test_hugetlb_without_pages_is_an_error_and_with_pages_is_huge(mapping):
+    for size, pool in huge_pools().items():
+        if pool.free:
+            address = mapping(size, page_size=size, guard=True)
+            vm.prefault(address, size)
+            assert vm.huge_bytes(address, size) == size
+            assert "ht" in smaps(address)["VmFlags"]
+        elif not pool.surplus:
+            with pytest.raises(OSError, match="memory") as caught:
+                mapping(size, page_size=size)
+            assert caught.value.errno == errno.ENOMEM
+
+
+def test_advise_lock_and_bind_show_in_smaps(mapping):
+    address = mapping(4 * MIB, align=2 * MIB)
+    assert not {"hg", "dc", "lo"} & set(smaps(address)["VmFlags"])
+    vm.advise(address, 4 * MIB, mmap.MADV_HUGEPAGE)
+    vm.advise(address, 4 * MIB, mmap.MADV_DONTFORK)
+    assert {"hg", "dc"} <= set(smaps(address)["VmFlags"])
+    vm.lock(address, PAGE)
+    assert "lo" in smaps(address)["VmFlags"]
+    assert smaps(address)["Rss"][0] == "0"  # locked when faulted in, not now
+    if os.path.exists("/proc/self/numa_maps"):
+        vm.bind(address + MIB, MIB, 0)
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+        assert any(line.startswith(f"{address + MIB:x} bind:0") for line in lines)
+
+
+def test_bind_to_a_node_that_is_not_there(mapping):
+    address = mapping(PAGE)
+    with pytest.raises(OSError, match="Invalid argument"):
+        vm.bind(address, PAGE, 1023)
+    with pytest.raises(ValueError, match="1024"):
+        vm.bind(address, PAGE, 1024)
+
+
+def test_advise_error_is_an_oserror(mapping):
+    with pytest.raises(OSError, match="Invalid argument"):
+        vm.advise(mapping(PAGE) + 1, PAGE, mmap.MADV_DONTFORK)
+    with pytest.raises(OSError, match="Invalid argument"):
+        vm.unmap(1, PAGE)
+
+
+# ---- memfds, files
+
+
+def test_memfd_is_sealed_and_closed_on_exec(memfd):
+    fd = memfd(3 * PAGE)
+    assert vm.file_nbytes(fd) == 3 * PAGE
+    assert not os.get_inheritable(fd)
+    for size in (PAGE, 4 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    assert vm.file_nbytes(fd) == 3 * PAGE
+
+
+def test_memfd_failure_closes_it():
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Invalid argument"):
+        vm.memfd(b"x", (1 << 64) - 1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        vm.memfd(b"x" * 250, PAGE)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_shared_maps_are_one_memory_and_private_ones_are_not(memfd, mapping):
+    fd = memfd(2 * PAGE)
+    one = mapping(2 * PAGE, fd=fd, shared=True)
+    two = mapping(PAGE, fd=fd, shared=True, offset=PAGE)
+    private = mapping(2 * PAGE, fd=fd)
+    readonly = mapping(2 * PAGE, fd=fd, shared=True, writable=False)
+    ctypes.memset(one + PAGE, 7, 1)
+    ctypes.memset(private, 9, 1)
+    assert ctypes.string_at(two, 1) == ctypes.string_at(readonly + PAGE, 1) == b"\x07"
+    assert ctypes.string_at(one, 1) == b"\x00"
+    assert smaps(readonly)["permissions"] == "r--s"
+
+
+def test_file_nbytes_of_a_closed_descriptor():
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        vm.file_nbytes(1 << 20)
+
+
+def test_address_of():
+    data = bytearray(b"abcdef")
+    assert ctypes.string_at(vm.address_of(memoryview(data)[2:]), 4) == b"cdef"
+    with pytest.raises(TypeError):
+        vm.address_of(data)
+
+
+# ---- prefault
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 5, 1000])
+@pytest.mark.parametrize("error", [0, errno.EINVAL])
+@pytest.mark.parametrize("nbytes", [1, 3 * MIB + 1])
+def test_prefaulted_memory_does_not_fault(mapping, populate_error, nbytes, error, threads):
+    fresh, ready = mapping(nbytes), mapping(nbytes)
+    pages = -(-nbytes // PAGE)
+    fill(fresh, 1)
+    populate_error(error)
+    vm.prefault(ready, nbytes, threads=threads, slice_nbytes=MIB // 4)
+    assert faults_of(fill, fresh, nbytes) >= pages - 1
+    assert faults_of(fill, ready, nbytes) <= 2  # the interpreter's own
+
+
+@pytest.mark.parametrize("error", [0, errno.EINVAL])
+@pytest.mark.parametrize("shared", [False, True])
+def test_prefault_keeps_contents(memfd, mapping, populate_error, shared, error):
+    fd = memfd(MIB)
+    content = os.urandom(MIB)
+    os.pwrite(fd, content, 0)
+    address = mapping(MIB, fd=fd, shared=shared)
+    populate_error(error)
+    vm.prefault(address, MIB, threads=2, slice_nbytes=PAGE)
+    assert ctypes.string_at(address, MIB) == content
+    assert faults_of(fill, address, MIB) <= 2
+
+
+@pytest.mark.parametrize("error", [0, errno.EINVAL])
+def test_prefault_of_a_readonly_map_reads(memfd, mapping, populate_error, error):
+    fd = memfd(MIB)
+    os.pwrite(fd, b"x" * MIB, 0)
+    address = mapping(MIB, fd=fd, shared=True, writable=False)
+    populate_error(error)
+    vm.prefault(address, MIB, writable=False)
+    assert faults_of(ctypes.string_at, address, MIB) < 32  # a fault maps at most 64 KiB around
+
+
+def test_touching_does_not_lose_concurrent_writes(memfd, mapping, populate_error):
+    """The fallback writes to pages that another thread is counting in."""
+    fd = memfd(64 * PAGE)
+    ours, theirs = (mapping(64 * PAGE, fd=fd, shared=True) for _ in range(2))
+    cells = [ctypes.c_uint8.from_address(theirs + i * PAGE) for i in range(64)]
+    stop = threading.Event()
+    wrong = []
+
+    def count():
+        n = 0
+        while not stop.is_set():
+            n = (n + 1) & 255
+            for cell in cells:
+                cell.value = n
+            wrong.extend(cell.value for cell in cells if cell.value != n)
+
+    writer = threading.Thread(target=count)
+    populate_error(errno.EINVAL)
+    writer.start()
+    for _ in range(300):
+        vm.prefault(ours, 64 * PAGE, threads=4, slice_nbytes=PAGE)
+    stop.set()
+    writer.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_interrupted_slices_are_done_again(mapping, populate_error, error, threads):
+    address = mapping(4 * MIB)
+    populate_error(error, 50)
+    vm.prefault(address, 4 * MIB, threads=threads, slice_nbytes=MIB // 2)
+    assert faults_of(fill, address, 4 * MIB) <= 2
+
+
+@pytest.mark.parametrize("error", [errno.EFAULT, errno.ENOMEM, EHWPOISON])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_failed_slice_is_an_oserror_and_ends_all_threads(mapping, populate_error, error, threads):
+    address = mapping(64 * MIB)
+    populate_error(error, 1)
+    with pytest.raises(OSError, match="Errno") as caught:
+        vm.prefault(address, 64 * MIB, threads=threads, slice_nbytes=64 * PAGE)
+    assert caught.value.errno == error
+    assert len(os.listdir("/proc/self/task")) == threading.active_count()
+
+
+@needs_populate
+def test_populating_a_hole_is_efault_not_a_crash(tmp_path, mapping):
+    path = tmp_path / "short"
+    path.write_bytes(b"x")
+    with open(path, "r+b") as file:
+        address = mapping(4 * PAGE, fd=file.fileno(), shared=True)
+        with pytest.raises(OSError, match="Bad address"):
+            vm.prefault(address, 4 * PAGE)
+
+
+def test_ctrl_c_stops_all_threads(mapping, populate_error):
+    """Populating that never ends (each slice wants to be retried) ends at the signal."""
+    address = mapping(64 * MIB)
+    populate_error(errno.EINTR)
+    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        vm.prefault(address, 64 * MIB, threads=4)
+    assert 0.1 < time.monotonic() - start < 5
+    timer.join()
+    assert len(os.listdir("/proc/self/task")) == threading.active_count()
+
+
+def test_prefault_lets_other_threads_run(mapping, populate_error):
+    """The GIL is released: a thread counts while this one is stuck."""
+    address = mapping(MIB)
+    populate_error(errno.EAGAIN)
+    counted = []
+
+    def count():
+        counted.extend(range(10_000))
+        vm.inject_populate_error(0)
+
+    threading.Timer(0.05, count).start()
+    vm.prefault(address, MIB)
+    assert len(counted) == 10_000
+
+
+# ---- what the kernel says
+
+
+def test_huge_bytes_is_what_was_given(mapping):
+    address = mapping(8 * MIB, align=2 * MIB)
+    vm.advise(address, 8 * MIB, mmap.MADV_NOHUGEPAGE)
+    vm.prefault(address, 8 * MIB)
+    assert vm.huge_bytes(address, 8 * MIB) == 0
+    other = mapping(8 * MIB, align=2 * MIB)
+    vm.advise(other, 8 * MIB, mmap.MADV_HUGEPAGE)
+    vm.prefault(other, 4 * MIB)
+    given = int(smaps(other)["AnonHugePages"][0]) << 10
+    if given == 4 * MIB:  # not where transparent huge pages are off or memory is fragmented
+        assert vm.huge_bytes(other, 8 * MIB) == 4 * MIB
+        assert vm.huge_bytes(other, 3 * MIB) == 3 * MIB
+        assert vm.huge_bytes(other + 4 * MIB, 4 * MIB) == 0
+        # A read maps the shared huge zero page, which backs nothing.
+        ctypes.string_at(other + 4 * MIB, 1)
+        assert vm.huge_bytes(other, 8 * MIB) == 4 * MIB
+
+
+SMAPS = """\
+7f0000000000-7f0000400000 rw-p 00000000 00:00 0
+Size:               4096 kB
+AnonHugePages:      {anon} kB
+ShmemPmdMapped:     {shmem} kB
+FilePmdMapped:         0 kB
+Shared_Hugetlb:        0 kB
+Private_Hugetlb:    {hugetlb} kB
+VmFlags: rd wr
+7f0000400000-7f0000600000 rw-p 00000000 00:00 0 [name: of it]
+AnonHugePages:      2048 kB
+VmFlags: rd wr
+"""
+
+
+@pytest.mark.parametrize(
+    ("figures", "first", "nbytes", "huge"),
+    [
+        ((4096, 0, 0), 0, 4 * MIB, 4 * MIB),
+        ((2048, 0, 0), 0, 4 * MIB, 2 * MIB),
+        ((0, 2048, 2048), 0, 4 * MIB, 4 * MIB),
+        ((2048, 0, 0), 0, 6 * MIB, 4 * MIB),
+        ((4096, 0, 0), MIB, MIB, MIB),  # a part of what is all huge
+        ((0, 0, 0), MIB, MIB, 0),
+        ((2048, 0, 0), MIB, MIB, None),  # which half of it is huge, smaps does not say
+        ((0, 0, 0), 16 * MIB, MIB, 0),
+    ],
+)
+def test_smaps_fallback(tmp_path, figures, first, nbytes, huge):
+    anon, shmem, hugetlb = figures
+    path = tmp_path / "smaps"
+    path.write_text(SMAPS.format(anon=anon, shmem=shmem, hugetlb=hugetlb))
+    assert vm.smaps_huge_bytes(0x7F0000000000 + first, nbytes, str(path)) == huge
+
+
+@pytest.mark.skipif(not vm.can_scan_pages(), reason="needs PAGEMAP_SCAN to compare with")
+def test_smaps_agrees_with_the_scan(mapping):
+    address = mapping(8 * MIB, align=2 * MIB, guard=True)  # guards: neighbours do not merge
+    vm.advise(address, 8 * MIB, mmap.MADV_HUGEPAGE)
+    vm.prefault(address, 6 * MIB)
+    assert vm.smaps_huge_bytes(address, 8 * MIB) == vm.huge_bytes(address, 8 * MIB)
+
+
+def test_can_populate_agrees_with_the_kernel(mapping):
+    try:
+        vm.advise(mapping(PAGE), PAGE, MADV_POPULATE_WRITE)
+        works = True
+    except OSError:
+        works = False
+    assert vm.can_populate() == works
+
+
+# ---- leases
+
+
+def test_lease_is_seen_by_other_descriptions_until_closed(memfd):
+    fd = memfd(PAGE)
+    ours = vm.reopen(fd)
+    assert not os.get_inheritable(ours)
+    vm.lease(ours, 100, 50)
+    assert vm.first_lease(fd, 0, PAGE) == (100, 50)
+    assert vm.first_lease(fd, 149, 1) == (100, 50)
+    assert vm.first_lease(fd, 0, 100) is None
+    assert vm.first_lease(fd, 150, PAGE) is None
+    assert vm.first_lease(ours, 0, PAGE) is None  # a description does not see its own
+    duplicate = os.dup(ours)
+    os.close(ours)
+    assert vm.first_lease(fd, 0, PAGE) == (100, 50)  # the description is still open
+    os.close(duplicate)
+    assert vm.first_lease(fd, 0, PAGE) is None
+
+
+def test_lease_of_a_killed_process_ends(memfd):
+    fd = memfd(PAGE)
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        vm.lease(vm.reopen(fd), 0, 10)
+        os.write(tell, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    assert vm.first_lease(fd, 5, 1) == (0, 10)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert vm.first_lease(fd, 0, PAGE) is None
+    os.close(ready)
+    os.close(tell)
+
+
+def test_lease_errors():
+    for offset, nbytes in ((-1, 1), (0, 0), (0, -1)):
+        with pytest.raises(ValueError, match=f"{nbytes} bytes at {offset}"):
+            vm.lease(0, offset, nbytes)
+    for call in (vm.reopen, lambda fd: vm.lease(fd, 0, 1), lambda fd: vm.first_lease(fd, 0, 1)):
+        with pytest.raises(OSError, match="Errno"):
+            call(1 << 20)
