@@ -1,8 +1,8 @@
 """``arenapy demo``: what an arena is good for, measured on this machine.
 
-`workloads` says what is computed, `ways` where its temporaries live, `measure` how it is timed and
-checked, `report` and `chart` how it is shown. This file is the command: its options, its order, its
-exit status.
+`workloads` says what is computed, `ways` where its temporaries live, `measuring` how it is timed
+and checked, `report` and `chart` how it is shown. This file is the command: its options, its order,
+its exit status.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from arenapy.errors import OutOfMemory
 from arenapy.memory_info import check_request
 
 from . import report
-from .measure import Result, ResultsDiffer, measure
-from .workloads import Digits, Temporaries, Workload
+from .measuring import Result, ResultsDiffer, measure
+from .workloads import Digits, Network, Temporaries, Workload
 
 __all__ = ["main"]
 
@@ -150,8 +150,8 @@ def _measure_all(sizes: Sequence[int], rounds: int, share: int) -> report.Report
             result, job = measure(
                 workload, rounds, iterations, lambda: progress.update(task, advance=1, refresh=True)
             )
-            if isinstance(workload, Digits):
-                result.accuracy = workload.accuracy(job)
+            if isinstance(job, Network):
+                result.accuracy = job.accuracy()
             return result
 
         first = [one(Digits()), *(one(Temporaries(n)) for n in sizes)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from .measure import Result
+from .measuring import Result
 
 __all__ = ["save"]
 

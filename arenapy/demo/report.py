@@ -16,7 +16,7 @@ from rich.text import Text
 
 from arenapy._version import __version__
 
-from .measure import PREFAULT_REPEATS, Result, Timing
+from .measuring import PREFAULT_REPEATS, Result, Timing
 
 __all__ = ["Report", "conditions", "show", "show_intro", "write_json"]
 
@@ -37,6 +37,11 @@ PLACES = (
     ("arena", "out=arena.empty(shape)", "arena.scope() gives all back at once"),
     ("preallocated", "out=made_before", "by hand, before the loop: the limit"),
 )
+
+BUSY = """\
+{result.name}: slow here, so a round had {result.iterations} iterations instead of \
+{result.planned_iterations}. Is the machine busy? Then OPENBLAS_NUM_THREADS=1 keeps a BLAS from \
+waiting for its threads."""
 
 LEARNT = """\
 The same again, after an array of {mib} MiB was freed. From that malloc learns to keep memory for \
@@ -93,6 +98,9 @@ def show(console: Console, report: Report) -> None:
         "Prefault: making an arena as large as one iteration needs, median of "
         f"{PREFAULT_REPEATS}. Saved: by each iteration, against plain NumPy."
     )
+    for result in report.results:
+        if result.iterations < result.planned_iterations:
+            caption(BUSY.format(result=result))
     _show_no_gain(console, report.results, "")
     console.print(Text(LEARNT.format(mib=report.learnt_bytes // MIB)))
     console.print(_times(report.later))

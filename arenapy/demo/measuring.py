@@ -30,7 +30,7 @@ PREFAULT_REPEATS = 3
 CALIBRATIONS = 3
 MOST_BLOCK_MS = 150.0
 #: An iteration must get this much faster to be called a gain, and in this share of the rounds.
-GAIN_AT_LEAST = 1.02
+GAIN_AT_LEAST = 1.05
 GAIN_IN_SHARE_OF_ROUNDS = 0.75
 
 
@@ -61,6 +61,7 @@ class Result:
 
     name: str
     iterations: int
+    planned_iterations: int
     arena_bytes: int
     prefault_ms: float
     plain: Timing
@@ -133,7 +134,7 @@ def _digest(way: Way, job: Job) -> str:
 def _hash(arrays: tuple[Array, ...]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for array in arrays:
-        total.update(array)
+        total.update(array.data)
     return total.hexdigest()
 
 
@@ -213,10 +214,11 @@ def measure(
     bump, prefault_ms = _prefaulted_arena(needed)
     arena = Arena(bump)
 
-    iterations = _affordable(prepared, iterations)
+    planned, iterations = iterations, _affordable(prepared, iterations)
     result = Result(
         name=workload.name,
         iterations=iterations,
+        planned_iterations=planned,
         arena_bytes=bump.capacity,
         prefault_ms=prefault_ms,
         plain=Timing(plain.name),
