@@ -34,18 +34,25 @@ class Limit:
     ----------
     name : str
         What sets it, e.g. ``cgroup /a/b (memory.max)``.
-    nbytes, used, available : int
-        The bound, what counts against it now, and what is free; memory that the kernel can reclaim
-        from cached files counts as free.
+    nbytes, used : int
+        The bound, and what counts against it now, without what the kernel can reclaim from cached
+        files.
     remedy : str
         What raises it.
+    counts_mappings : bool
+        Whether it counts memory that is mapped, rather than what has been touched of it.
     """
 
     name: str
     nbytes: int
     used: int
-    available: int
     remedy: str
+    counts_mappings: bool = False
+
+    @property
+    def available(self) -> int:
+        """What is free."""
+        return max(self.nbytes - self.used, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +195,11 @@ def check_request(
     binding = min(limits, key=lambda limit: limit.available)
     needed = nbytes + nbytes // PAGE_TABLE_SHARE
     if needed > binding.available:
+        turn = "" if binding.counts_mappings else f"{turn}, "
         raise OutOfMemory(
             f"{what} of {format_bytes(nbytes)} ({nbytes} bytes) needs {format_bytes(needed)} with "
             f"its page tables, and {binding.name} has {format_bytes(binding.available)} free of "
-            f"{format_bytes(binding.nbytes)}. Ask for less, {turn}, or {binding.remedy}."
+            f"{format_bytes(binding.nbytes)}. Ask for less, {turn}or {binding.remedy}."
         )
 
 
@@ -202,13 +210,15 @@ def read_limits(proc: Path = PROC) -> Iterator[Limit]:
         "the machine (MemAvailable)",
         machine["MemTotal"],
         machine["MemTotal"] - machine["MemAvailable"],
-        machine["MemAvailable"],
         "end other programs",
     )
     if _read(proc / "sys/vm/overcommit_memory") == "2":
-        limit, used = machine["CommitLimit"], machine["Committed_AS"]
-        yield _limit(
-            "vm.overcommit_memory=2 (CommitLimit)", limit, used, "raise vm.overcommit_ratio"
+        yield Limit(
+            "vm.overcommit_memory=2 (CommitLimit)",
+            machine["CommitLimit"],
+            machine["Committed_AS"],
+            "raise vm.overcommit_ratio",
+            counts_mappings=True,
         )
     yield from _cgroup_limits(proc)
     pages = (_read(proc / "self/statm") or "").split()
@@ -216,7 +226,7 @@ def read_limits(proc: Path = PROC) -> Iterator[Limit]:
         bound = _rlimit(getattr(resource, kind))
         if bound is not None and len(pages) > field:
             used = int(pages[field]) * resource.getpagesize()
-            yield _limit(kind, bound, used, f"raise it with `ulimit {option}`")
+            yield Limit(kind, bound, used, f"raise it with `ulimit {option}`", counts_mappings=True)
 
 
 def huge_pools(sys: Path = SYS) -> dict[int, HugePool]:
@@ -252,10 +262,8 @@ def _node_limits(sys: Path, node: int) -> Iterator[Limit]:
         figures[words[2].rstrip(":")] = int(words[3]) << 10
     if "MemTotal" in figures and "MemFree" in figures:
         files = figures.get("Active(file)", 0) + figures.get("Inactive(file)", 0)
-        total, available = figures["MemTotal"], figures["MemFree"] + files
-        yield Limit(
-            f"NUMA node {node}", total, total - available, available, "choose another numa_node"
-        )
+        used = figures["MemTotal"] - figures["MemFree"] - files
+        yield Limit(f"NUMA node {node}", figures["MemTotal"], used, "choose another numa_node")
 
 
 # ---- cgroups -------------------------------------------------------------------------------
@@ -334,7 +342,7 @@ def _cgroup_limit(group: Path, version: _Version) -> Limit | None:
         return None
     used = _number(group / version.usage) or 0
     reclaimable = sum(stat.get(name, 0) for name in version.files)
-    return _limit(
+    return Limit(
         f"cgroup {group} ({version.limit})",
         nbytes,
         max(used - reclaimable, 0),
@@ -343,10 +351,6 @@ def _cgroup_limit(group: Path, version: _Version) -> Limit | None:
 
 
 # ---- reading -------------------------------------------------------------------------------
-
-
-def _limit(name: str, nbytes: int, used: int, remedy: str) -> Limit:
-    return Limit(name, nbytes, used, max(nbytes - used, 0), remedy)
 
 
 def _read(path: Path) -> str | None:

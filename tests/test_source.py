@@ -1,0 +1,675 @@
+"""Sources: what each option does, read back from the kernel, and each error.
+
+Limits that cannot be lowered for one test alone are lowered in a process of their own.
+"""
+
+import array
+import copy
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import pickle
+import re
+import signal
+import threading
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arenapy import memory_info, request, vm
+from arenapy.errors import OutOfMemory
+from arenapy.memory_info import HugePool, Limit
+from arenapy.region import Region
+from arenapy.source import Existing, File, Host, Shared, Source
+
+MIB = 1 << 20
+PAGE = vm.PAGE_SIZE
+PREFAULTING = [Host(), Host(huge_pages=None), Shared(), Shared(huge_pages=None)]
+
+
+def vm_flags(address):
+    """The VmFlags of the mapping that has `address`; empty if there is none."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            start, stop = (int(word, 16) for word in words[0].split("-"))
+            inside = start <= address < stop
+        elif inside and words[0] == "VmFlags:":
+            return set(words[1:])
+    return set()
+
+
+def write_pages(region):
+    """Write to each page; gives the number of page faults that took."""
+    memory = (ctypes.c_char * region.nbytes).from_address(region.address)
+    before = vm.minor_faults()
+    for offset in range(0, region.nbytes, PAGE):
+        memory[offset] = b"x"
+    return vm.minor_faults() - before
+
+
+def content(region, nbytes=None):
+    return ctypes.string_at(region.address, nbytes or region.nbytes)
+
+
+def closed_in_child(region):
+    """Whether a forked child finds its copy of the region closed."""
+    child = os.fork()
+    if not child:
+        os._exit(region.closed)
+    return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.fixture
+def nothing_leaks():
+    """As many descriptors and mapped bytes after the test as before."""
+
+    def state():
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return len(os.listdir("/proc/self/fd")), pages
+
+    before = state()
+    yield
+    fds, pages = state()
+    assert fds == before[0]
+    assert (pages - before[1]) * PAGE < 8 * MIB  # the interpreter's own growth
+
+
+@pytest.fixture
+def populate_error():
+    yield vm.inject_populate_error
+    vm.inject_populate_error(0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(range(256)) * 64)
+    return path
+
+
+# ---- every source
+
+
+@pytest.mark.parametrize("source", [*PREFAULTING, Existing(bytearray(1)), File("x")], ids=repr)
+def test_is_a_source(source):
+    assert isinstance(source, Source)
+
+
+@pytest.mark.parametrize("source", PREFAULTING, ids=repr)
+@pytest.mark.parametrize("nbytes", [1, PAGE + 1, 3 * MIB + 5])
+def test_region_is_prefaulted_and_as_large_as_asked(source, nbytes):
+    region = source.region(nbytes)
+    assert isinstance(region, Region)
+    assert region.nbytes == nbytes
+    assert region.page_size == PAGE
+    assert region.address % PAGE == 0
+    assert region.kind == type(source).__name__.lower()
+    assert not region.readonly
+    assert write_pages(region) <= 2  # the interpreter's own
+    assert not content(region).strip(b"\0x")
+
+
+@pytest.mark.parametrize("source", [Host(prefault=False), Shared(prefault=False)], ids=repr)
+def test_without_prefault_pages_come_on_touch(source):
+    region = source.region(64 * PAGE)
+    assert write_pages(region) >= 4  # a fault may map several pages
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (1 << 63, ValueError),
+        (1 << 100, ValueError),
+        (1.0, TypeError),
+        ("1", TypeError),
+        (True, TypeError),
+    ],
+)
+@pytest.mark.parametrize("make", [Host, Shared, lambda: Existing(bytearray(9)), None])
+def test_bad_size_names_it(make, nbytes, error, path):
+    source = make() if make else File(path)
+    with pytest.raises(error, match=re.escape(f"nbytes={nbytes!r}")):
+        source.region(nbytes)
+
+
+def test_numpy_ints_are_sizes():
+    assert Host().region(np.int64(PAGE)).nbytes == PAGE
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"huge_pages": "4M"}, ValueError, "'4M'.*'auto', '2M', '1G', None"),
+        ({"huge_pages": 2}, ValueError, "huge_pages=2"),
+        ({"huge_pages": ["2M"]}, ValueError, "huge_pages="),
+        ({"prefault": 1}, TypeError, "prefault=1"),
+        ({"lock": "yes"}, TypeError, "lock='yes'"),
+        ({"numa_node": 512}, ValueError, "numa_node=512 has no memory"),
+        ({"numa_node": -1}, ValueError, "numa_node=-1"),
+        ({"numa_node": "0"}, TypeError, "numa_node='0'"),
+        ({"guard": None}, TypeError, "guard=None"),
+        ({"fork": "copy"}, ValueError, "fork='copy'.*'inherit', 'skip'"),
+        ({"threads": 0}, ValueError, "threads=0"),
+        ({"threads": 1.5}, TypeError, "threads=1.5"),
+    ],
+)
+def test_bad_option_is_refused_at_construction(options, error, match):
+    with pytest.raises(error, match=match):
+        Host(**options)
+    if not options.keys() & {"guard", "fork", "threads"}:
+        with pytest.raises(error, match=match):
+            Shared(**options)
+
+
+def test_sources_are_values():
+    assert Host(lock=True) == Host(lock=True) != Host()
+    assert hash(Shared("a")) == hash(Shared("a"))
+    with pytest.raises(AttributeError):
+        Host().lock = True
+    for source in (Host(threads=2), Shared("a"), File("x", "r+")):
+        assert pickle.loads(pickle.dumps(source)) == copy.deepcopy(source) == source
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_huge_pages_option(make):
+    auto, none = make(huge_pages="auto"), make(huge_pages=None)
+    large = auto.region(5 * MIB)
+    assert large.address % (2 * MIB) == 0
+    assert "hg" in vm_flags(large.address)
+    assert "hg" not in vm_flags(none.region(5 * MIB).address)
+    assert "hg" not in vm_flags(auto.region(MIB).address)  # cannot have one
+    assert large.huge_fraction == vm.huge_bytes(large.address, 5 * MIB) / (5 * MIB)
+
+
+def test_guard_pages_lie_around():
+    region = Host(guard=True).region(PAGE + 1)
+    low, high = region.address - PAGE, region.address + 2 * PAGE
+    for guard in (low, high):
+        flags = vm_flags(guard)
+        assert flags
+        assert not flags & {"rd", "wr"}
+    assert {"rd", "wr"} <= vm_flags(high - 1)
+    region.close()
+    assert not any(vm_flags(at) for at in (low, low + PAGE, high))
+
+
+def test_guard_is_a_segfault(run_script):
+    out = run_script("""
+        import ctypes, faulthandler, os
+        from arenapy.source import Host
+        region = Host(guard=True).region(4096)
+        child = os.fork()
+        if not child:
+            faulthandler.disable()
+            ctypes.memset(region.address, 1, 4097)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """)
+    assert int(out) == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("prefault", [True, False])
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_lock(make, prefault):
+    region = make(lock=True, prefault=prefault).region(4 * PAGE)
+    assert "lo" in vm_flags(region.address)
+    locked = lambda: re.search(r"VmLck:\s+(\d+)", Path("/proc/self/status").read_text())  # noqa: E731
+    assert int(locked()[1]) << 10 >= 4 * PAGE
+    region.close()
+    assert int(locked()[1]) << 10 < 4 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "number"),
+    [(0, "PermissionError", errno.EPERM), (64 << 10, "OutOfMemory", None)],
+)
+def test_lock_beyond_the_limit(run_script, limit, error, number):
+    out = run_script(f"""
+        import ctypes, os, resource
+        from arenapy.source import Host, Shared
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))
+        if os.getuid() == 0:          # root may lock regardless
+            os.setresuid(65534, 65534, 65534)
+        from pathlib import Path
+        pages = lambda: int(Path("/proc/self/statm").read_text().split()[0])
+        before = pages(), os.listdir("/proc/self/fd")
+        for source in (Host(lock=True), Shared(lock=True)):
+            try:
+                source.region(1 << 20)
+            except Exception as error:
+                print(type(error).__name__, getattr(error, "errno", None), error)
+        assert os.listdir("/proc/self/fd") == before[1]
+        assert pages() - before[0] < 256
+    """)
+    lines = out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"{error} {number} ")
+        for part in ("1 MiB", "RLIMIT_MEMLOCK is", "ulimit -l", "lock=False"):
+            assert part in line
+    assert ("64 KiB" if limit else "0 bytes") in lines[0]
+
+
+def test_numa_node():
+    node = memory_info.numa_nodes()[0] if memory_info.numa_nodes() else None
+    if node is None or not os.path.exists("/proc/self/numa_maps"):
+        pytest.skip("a kernel without NUMA")
+    for source in (Host(numa_node=node), Shared(numa_node=node)):
+        region = source.region(MIB)
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+        line = next(line for line in lines if line.startswith(f"{region.address:x} "))
+        assert f"bind:{node}" in line
+        assert f"N{node}={MIB // PAGE}" in line
+
+
+def test_numa_node_that_the_kernel_refuses(monkeypatch, nothing_leaks):
+    monkeypatch.setattr(request, "numa_nodes", lambda: (0, 1023))
+    with pytest.raises(OSError, match=r"numa_node=1023: .* the nodes 0, 1023") as caught:
+        Shared(numa_node=1023).region(PAGE)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_fork_option():
+    kept, skipped = Host().region(PAGE), Host(fork="skip").region(PAGE)
+    assert "dc" not in vm_flags(kept.address)
+    assert "dc" in vm_flags(skipped.address)
+    assert not closed_in_child(kept)
+    assert closed_in_child(skipped)
+    assert closed_in_child(Shared().region(PAGE))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_option(threads, monkeypatch):
+    seen = []
+    real = vm.prefault
+    monkeypatch.setattr(
+        vm, "prefault", lambda *args, **options: (seen.append(options), real(*args, **options))
+    )
+    region = Host(threads=threads).region(8 * MIB)
+    assert seen[0]["threads"] == threads
+    assert write_pages(region) <= 2
+
+
+def test_shared_is_a_sealed_memfd_by_name():
+    region = Shared("pictures").region(PAGE + 1)
+    link = os.readlink(f"/proc/self/fd/{region.fd}")
+    assert "memfd:pictures" in link
+    assert vm.file_nbytes(region.fd) == 2 * PAGE
+    with pytest.raises(PermissionError):
+        os.ftruncate(region.fd, PAGE)
+    address, *whole = vm.map_memory(PAGE, fd=region.fd, shared=True)
+    ctypes.memset(region.address, 7, 1)
+    assert ctypes.string_at(address, 1) == b"\7"
+    vm.unmap(*whole)
+    fd = region.fd
+    region.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("a\0b", ValueError), ("é" * 125, ValueError), (b"x", TypeError)]
+)
+def test_bad_shared_name(name, error):
+    with pytest.raises(error, match="name="):
+        Shared(name)
+    assert Shared("x" * 249).region(1).nbytes == 1
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize("source", [Host(), Host(prefault=False, lock=True), Shared()], ids=repr)
+def test_more_than_there_is_is_refused_before_anything_is_mapped(
+    source, monkeypatch, nothing_leaks
+):
+    def never(*_args, **_options):
+        raise AssertionError("mapped")
+
+    monkeypatch.setattr(vm, "map_memory", never)
+    monkeypatch.setattr(vm, "memfd", never)
+    total = memory_info.memory_info().total
+    with pytest.raises(OutOfMemory) as caught:
+        source.region(total)
+    for part in (f"({total} bytes)", type(source).__name__, "free of", "prefault=False"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value, MemoryError)
+
+
+def test_a_tight_cgroup_is_named(monkeypatch):
+    group = Limit("cgroup /sys/fs/cgroup/job (memory.max)", 8 * MIB, 0, "raise its max")
+    monkeypatch.setattr(memory_info, "read_limits", lambda _proc: [group])
+    assert Host().region(4 * MIB).nbytes == 4 * MIB
+    with pytest.raises(OutOfMemory, match=r"job \(memory.max\) has 8 MiB free.*raise its max"):
+        Host().region(9 * MIB)
+    assert Host(prefault=False).region(9 * MIB).nbytes == 9 * MIB
+
+
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_what_the_kernel_refuses_to_map(make, nothing_leaks):
+    with pytest.raises((OutOfMemory, OSError), match="4 EiB"):
+        make(prefault=False).region(1 << 62)
+
+
+@pytest.mark.parametrize("prefault", [True, False])
+def test_address_space_limit_is_named(run_script, prefault):
+    out = run_script(f"""
+        import resource
+        from arenapy.errors import OutOfMemory
+        from arenapy.source import Host, Shared
+        from pathlib import Path
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+        for source in (Host(prefault={prefault}), Shared(prefault={prefault})):
+            try:
+                source.region(128 << 20)
+            except OutOfMemory as error:
+                print(error)
+            assert source.region(1 << 20).nbytes == 1 << 20
+    """)
+    lines = out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "RLIMIT_AS" in line
+        assert "128 MiB" in line
+        assert "ulimit -v" in line
+        assert "prefault=False" not in line  # would not help: mappings count, touched or not
+
+
+@pytest.mark.parametrize("make", [Host, Shared])
+@pytest.mark.parametrize(("choice", "size"), [("2M", 2 * MIB), ("1G", 1024 * MIB)])
+def test_hugetlb(make, choice, size, nothing_leaks):
+    pool = memory_info.huge_pools().get(size)
+    source = make(huge_pages=choice, prefault=False)
+    if pool is None:
+        with pytest.raises(OSError, match=choice) as caught:
+            source.region(1)
+        assert caught.value.errno == errno.EOPNOTSUPP
+    elif pool.free:
+        region = source.region(1)
+        assert (region.nbytes, region.page_size) == (1, size)
+        assert vm.huge_bytes(region.address, size) == size  # there, although prefault=False
+        assert "ht" in vm_flags(region.address)
+        region.close()
+    elif not pool.surplus:
+        with pytest.raises(OutOfMemory) as caught:
+            source.region(size + 1)
+        for part in (choice, "needs 2 pages", "0 are free", "nr_hugepages", 'huge_pages="auto"'):
+            assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_hugetlb_pages_gone_between_check_and_map(make, monkeypatch, nothing_leaks):
+    """What the check saw is gone when the kernel is asked: still the error that explains it."""
+    if any(pool.free or pool.surplus for pool in memory_info.huge_pools().values()):
+        pytest.skip("hugetlbfs has pages")
+    monkeypatch.setattr(request, "huge_pools", lambda: {2 * MIB: HugePool(2 * MIB, 9, 9, 0)})
+    with pytest.raises(OutOfMemory, match=r"the kernel refused.*nr_hugepages"):
+        make(huge_pages="2M").region(4 * MIB)
+
+
+def test_hugetlb_without_support(monkeypatch):
+    monkeypatch.setattr(request, "huge_pools", dict)
+    with pytest.raises(OSError, match="no such pages in hugetlbfs") as caught:
+        Host(huge_pages="1G").region(1)
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+# ---- failures half way
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "match"),
+    [
+        (errno.ENOMEM, OutOfMemory, "cannot fault in .* 64 MiB .*prefault=False"),
+        (errno.EFAULT, OSError, "Bad address"),
+        (133, OSError, "hardware"),
+    ],
+)
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_failed_prefault_gives_everything_back(
+    make, number, error, match, populate_error, nothing_leaks
+):
+    populate_error(number)
+    with pytest.raises(error, match=match) as caught:
+        make().region(64 * MIB)
+    assert getattr(caught.value, "errno", number) in (number, None)
+
+
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_ctrl_c_gives_everything_back(make, populate_error, monkeypatch):
+    populate_error(errno.EAGAIN)
+    mapped = []
+    real = vm.map_memory
+
+    def map_memory(nbytes, **options):
+        mapped.append(real(nbytes, **options))
+        return mapped[-1]
+
+    monkeypatch.setattr(vm, "map_memory", map_memory)
+    fds = os.listdir("/proc/self/fd")
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        make().region(64 * MIB)
+    timer.join()
+    assert not vm_flags(mapped[0][0])
+    assert os.listdir("/proc/self/fd") == fds
+
+
+class Broken:
+    """Stands for `Region` and cannot be made."""
+
+    @staticmethod
+    def from_address(*_args, **_options):
+        raise RuntimeError("no region")
+
+
+@pytest.mark.parametrize("name", ["host", "shared", "r", "r+", "c", "w+", "existing"])
+def test_failed_region_gives_everything_back(name, path, monkeypatch, nothing_leaks):
+    makers = {"host": Host, "shared": Shared, "existing": lambda: Existing(bytearray(16 * MIB))}
+    source = makers[name]() if name in makers else File(path, name)
+    with monkeypatch.context() as patch:
+        patch.setattr("arenapy.source.Region", Broken)
+        with pytest.raises(RuntimeError, match="no region"):
+            source.region(PAGE)
+    assert source.region(PAGE).nbytes == PAGE  # nor is it taken for in use
+
+
+# ---- files
+
+
+def test_file_read_only(path):
+    region = File(path).region()
+    assert content(region) == path.read_bytes()
+    assert region.readonly
+    assert region.nbytes == path.stat().st_size
+    assert "wr" not in vm_flags(region.address)
+    assert not closed_in_child(region)
+
+
+def test_file_read_write(path):
+    region = File(str(path), "r+").region(100)
+    assert region.nbytes == 100
+    assert not region.readonly
+    ctypes.memset(region.address, 0xEE, 2)
+    assert path.read_bytes()[:3] == b"\xee\xee\x02"
+    assert closed_in_child(region)
+
+
+def test_file_copy_on_write(path):
+    before = path.read_bytes()
+    source = File(os.fsencode(path), "c")
+    one, two = source.region(), source.region()  # each has its own bytes
+    ctypes.memset(one.address, 0xEE, 2)
+    assert content(one, 3) == b"\xee\xee\x02"
+    assert content(two) == path.read_bytes() == before
+    assert not closed_in_child(one)
+
+
+def test_file_new(tmp_path):
+    path = tmp_path / "new"
+    region = File(path, "w+").region(3 * PAGE + 1)
+    status = path.stat()
+    assert status.st_size == 3 * PAGE + 1
+    assert status.st_blocks * 512 >= status.st_size  # no hole: the disk cannot run out later
+    assert not content(region).strip(b"\0")
+    ctypes.memset(region.address, 1, 1)
+    region.close()
+    assert path.read_bytes()[:2] == b"\1\0"
+    assert content(File(path, "w+").region(PAGE), 1) == b"\0"  # emptied
+    assert path.stat().st_size == PAGE
+
+
+@pytest.mark.parametrize("mode", ["r+", "w+"])
+def test_writable_file_has_one_region_at_a_time(path, mode):
+    source = File(path, mode)
+    region = source.region(PAGE)
+    ctypes.memset(region.address, 3, 1)
+    with pytest.raises(OutOfMemory, match=r"File\(.*already has a region"):
+        source.region(PAGE)
+    assert content(region, 1) == b"\3"  # in particular, not emptied
+    region.close()
+    region = source.region(PAGE)
+    del region
+    assert source.region(PAGE).nbytes == PAGE
+
+
+def test_file_errors(path, tmp_path, nothing_leaks):
+    size = path.stat().st_size
+    empty = tmp_path / "empty"
+    empty.touch()
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match=r"empty'\)? is empty"):
+        File(empty).region()
+    for mode in ("r", "r+", "c"):
+        with pytest.raises(ValueError, match=f"{size + 1} bytes.*which has {size}.*w\\+"):
+            File(path, mode).region(size + 1)
+    for mode in ("r", "w+"):
+        for other in (tmp_path, tmp_path / "fifo"):
+            with pytest.raises(ValueError, match="not a regular file"):
+                File(other, mode).region(1)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        File(tmp_path / "nowhere", "r+").region()
+    with pytest.raises(ValueError, match="needs nbytes"):
+        File(tmp_path / "nowhere", "w+").region()
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(ValueError, match=r"mode='w'.*'r', 'r\+', 'c', 'w\+'"):
+        File(path, "w")
+    with pytest.raises(TypeError, match="path=3"):
+        File(3)
+
+
+def test_new_file_without_room_is_removed(tmp_path, nothing_leaks):
+    path = tmp_path / "large"
+    with pytest.raises(OSError, match=r"cannot reserve .* on disk") as caught:
+        File(path, "w+").region(1 << 60)
+    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
+    assert not path.exists()
+
+
+def test_file_that_shrinks_is_a_clear_error(path):
+    region = File(path).region()
+    size = region.nbytes
+    os.truncate(path, PAGE)
+    assert vm.file_nbytes(region.fd) == PAGE
+    with pytest.raises(BufferError, match=f"{PAGE}.*{size}"):
+        region.buffer()
+
+
+# ---- existing memory
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        bytearray(100),
+        array.array("d", [1.0] * 10),
+        np.zeros((3, 4), "i4"),
+        memoryview(bytearray(100))[7:],
+        (ctypes.c_int * 9)(),
+        mmap.mmap(-1, PAGE),
+    ],
+    ids=lambda obj: type(obj).__name__,
+)
+def test_existing_is_the_memory_of_the_object(obj):
+    view = memoryview(obj)
+    region = Existing(obj).region()
+    assert region.kind == "existing"
+    assert region.nbytes == view.nbytes
+    ctypes.memset(region.address, 0x41, region.nbytes)
+    assert view.tobytes() == b"A" * view.nbytes
+
+
+def test_existing_stays_exported_while_the_region_lives():
+    data = bytearray(100)
+    source = Existing(data)
+    data += b"more"  # a recipe alone holds nothing
+    region = source.region()
+    assert region.nbytes == 104
+    with pytest.raises(BufferError):
+        data.append(1)
+    region.close()
+    data.append(1)
+    region = source.region()
+    del region
+    data.append(1)
+
+
+def test_existing_has_one_region_at_a_time():
+    source = Existing(bytearray(100))
+    region = source.region(50)
+    with pytest.raises(OutOfMemory, match=r"Existing\(bytearray\) already has a region"):
+        source.region(50)
+    region.close()
+    assert source.region(100).nbytes == 100
+
+
+def test_existing_errors():
+    with pytest.raises(TypeError, match="int has none"):
+        Existing(3)
+    with pytest.raises(BufferError, match=r"bytes is read-only.*readonly=True"):
+        Existing(b"abc")
+    with pytest.raises(BufferError, match="ndarray is not C-contiguous"):
+        Existing(np.zeros((4, 4))[:, ::2])
+    with pytest.raises(BufferError, match="ndarray is not C-contiguous"):
+        Existing(np.zeros((4, 4), order="F"))
+    with pytest.raises(ValueError, match="bytearray is empty"):
+        Existing(bytearray())
+    with pytest.raises(TypeError, match="readonly=1"):
+        Existing(b"abc", readonly=1)
+    with pytest.raises(OutOfMemory, match="has 3 bytes, and 4"):
+        Existing(bytearray(3)).region(4)
+
+
+def test_existing_read_only():
+    data = b"abc" * 50
+    region = Existing(data, readonly=True).region()
+    assert region.readonly
+    assert content(region) == data
+
+
+def test_existing_shared_memory_is_not_the_childs():
+    """After a fork both would hand out the same bytes."""
+    assert not closed_in_child(Existing(bytearray(PAGE)).region())
+    shared = shared_memory.SharedMemory(create=True, size=PAGE)
+    try:
+        region = Existing(shared.buf).region()
+        closed = closed_in_child(region)
+        region.close()
+        assert closed
+    finally:
+        shared.close()
+        shared.unlink()
