@@ -188,6 +188,9 @@ class Shared:
             As `Host.region` does.
         """
         nbytes = checked_size(nbytes)
+        from arenapy import shared  # imports multiprocessing, which only sharing needs
+
+        shared.install()
         request = Request(self, "a Shared region", nbytes, private=False)
         request.check()
         try:

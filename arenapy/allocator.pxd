@@ -1,0 +1,12 @@
+# What every allocator has in common, for the modules that implement one.
+from arenapy.buffer cimport Buffer
+
+cdef enum:
+    HOST_ALIGN = 64          # a cache line, and an AVX-512 register
+
+
+cdef class Allocator:
+    cdef object __weakref__
+
+    # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)

@@ -1,0 +1,74 @@
+# Atomics and the object lock, in one leaf that everything may cimport.
+#
+# The C11 atomics of <stdatomic.h> change the type of a field (`_Atomic`), which a Cython
+# struct cannot say; the compiler's builtins work on plain integers, so they stand here.
+#
+# `arenapy_lock` guards one object's state against other Python threads. On builds with a
+# GIL every Python-level call already holds it, so the lock is empty and costs nothing. On
+# free-threaded builds it is a PyMutex. No Python API is called while it is held.
+from libc.stdint cimport uint64_t
+
+cdef extern from *:
+    """
+    #ifndef ARENAPY_ATOMIC_H
+    #define ARENAPY_ATOMIC_H
+    #include <stdint.h>
+    #include <string.h>
+    static inline uint64_t arenapy_load(uint64_t *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline void arenapy_store(uint64_t *p, uint64_t v) {
+        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    }
+    static inline int arenapy_cas(uint64_t *p, uint64_t *expected, uint64_t desired) {
+        return __atomic_compare_exchange_n(p, expected, desired, 0,
+                                           __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    }
+    static inline uint64_t arenapy_add(uint64_t *p, uint64_t v) {
+        return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+    }
+    static inline uint64_t arenapy_sub(uint64_t *p, uint64_t v) {
+        return __atomic_fetch_sub(p, v, __ATOMIC_ACQ_REL);
+    }
+    static inline void *arenapy_load_ptr(void **p) {
+        return __atomic_load_n(p, __ATOMIC_RELAXED);
+    }
+    static inline void *arenapy_take_ptr(void **p) {
+        return __atomic_exchange_n(p, (void *)0, __ATOMIC_ACQUIRE);
+    }
+    static inline int arenapy_cas_ptr(void **p, void **expected, void *desired) {
+        return __atomic_compare_exchange_n(p, expected, desired, 0,
+                                           __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+    }
+    #ifdef Py_GIL_DISABLED
+    typedef PyMutex arenapy_lock;
+    #define arenapy_lock_acquire(l) PyMutex_Lock(l)
+    #define arenapy_lock_release(l) PyMutex_Unlock(l)
+    #define ARENAPY_GIL 0
+    #else
+    typedef unsigned char arenapy_lock;
+    #define arenapy_lock_acquire(l) ((void)(l))
+    #define arenapy_lock_release(l) ((void)(l))
+    #define ARENAPY_GIL 1
+    #endif
+    #if PY_VERSION_HEX >= 0x030D0000
+    #define arenapy_finalizing() Py_IsFinalizing()
+    #else
+    #define arenapy_finalizing() _Py_IsFinalizing()
+    #endif
+    #endif
+    """
+    ctypedef struct arenapy_lock:
+        pass
+    const bint ARENAPY_GIL
+    uint64_t arenapy_load(uint64_t* p) noexcept nogil
+    void arenapy_store(uint64_t* p, uint64_t v) noexcept nogil
+    bint arenapy_cas(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept nogil
+    uint64_t arenapy_add(uint64_t* p, uint64_t v) noexcept nogil
+    uint64_t arenapy_sub(uint64_t* p, uint64_t v) noexcept nogil
+    void* arenapy_load_ptr(void** p) noexcept nogil
+    void* arenapy_take_ptr(void** p) noexcept nogil
+    bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
+    void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil
+    void arenapy_lock_release(arenapy_lock* lock) noexcept nogil
+    bint arenapy_finalizing() noexcept nogil

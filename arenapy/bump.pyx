@@ -1,0 +1,673 @@
+"""Bump: an arena as the user holds it.
+
+What lives here: arguments, errors, growth, marks and scopes. What does not: address arithmetic
+and what a reset frees (bump_core), arrays (allocator).
+
+Every method makes the Python objects it needs first, then calls the core under its lock, so
+that a call that raises has changed nothing, and no Python code runs in between.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+import sys
+import weakref
+
+from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.allocator cimport HOST_ALIGN, Allocator
+from arenapy.buffer cimport (
+    Buffer, Hold, acquire, as_align, as_size, born_held, check_open, new_hold, new_root,
+    no_stream, unacquire,
+)
+from arenapy.bump_core cimport BumpCore, Frame, rewind, take
+from arenapy.region cimport Region
+
+from arenapy.errors import OutOfMemory
+from arenapy.stats import BumpStats
+
+cdef extern from "Python.h":
+    bint PyLong_CheckExact(object o)
+    # -1 with an exception set, which alloc() clears to say it better.
+    Py_ssize_t quick_size "PyLong_AsSsize_t" (object o) noexcept
+    void PyErr_Clear()
+
+cdef enum:
+    GROWTH = 2               # each further region is this many times the one before
+    NAMED = 4                # blocks that a message names at most
+
+
+@cython.final
+@cython.no_gc_clear          # the core is needed to the last
+cdef class Mark:
+    """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`."""
+
+    def __init__(self):
+        raise TypeError("a Mark is made by Bump.mark(), not by calling the class")
+
+    def __dealloc__(self):
+        if self.core is not None:
+            arenapy_lock_acquire(&self.core.lock)
+            _end_mark(self)
+            arenapy_lock_release(&self.core.lock)
+
+    def __repr__(self):
+        return f"<Mark {self.id}{'' if self.valid else ', ended'}>"
+
+
+cdef void _begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept:
+    mark.id = frame.id
+    mark.valid = True
+    mark.older = core.last_mark
+    if mark.older != NULL:
+        (<Mark>mark.older).newer = <PyObject*>mark
+    core.last_mark = <PyObject*>mark
+    core.live_mark = mark.id
+
+
+cdef void _end_mark(Mark mark) noexcept:
+    if not mark.valid:
+        return
+    mark.valid = False
+    if mark.older != NULL:
+        (<Mark>mark.older).newer = mark.newer
+    if mark.newer != NULL:
+        (<Mark>mark.newer).older = mark.older
+    else:
+        mark.core.last_mark = mark.older
+        mark.core.live_mark = (<Mark>mark.older).id if mark.older != NULL else 0
+    mark.older = mark.newer = NULL
+
+
+@cython.final
+cdef class Scope:
+    """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
+
+    cdef readonly Bump arena
+    cdef Mark mark
+
+    def __init__(self):
+        raise TypeError("a scope is made by Bump.scope(), not by calling the class")
+
+    def __enter__(self):
+        if self.mark is not None:
+            raise ValueError("this scope is entered already; call arena.scope() for another one")
+        self.mark = self.arena.mark()
+        return self.arena
+
+    def __exit__(self, kind, value, traceback):
+        cdef Mark mark = self.mark
+        cdef BumpCore c = self.arena.core
+        self.mark = None
+        try:
+            # An outer reset may have ended it; a region may have been closed, a fork happened.
+            if mark.valid and c.find_frame(mark.id) >= 0 and not c.shut:
+                # An exception on its way is never masked: a strict arena then retires.
+                self.arena.rewind_to(mark, self.arena.strict and kind is None)
+        finally:
+            arenapy_lock_acquire(&c.lock)
+            _end_mark(mark)
+            c.prune()
+            arenapy_lock_release(&c.lock)
+
+
+@cython.final
+cdef class Bump(Allocator):
+    """An arena: allocation moves a cursor, and freeing moves it back.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of the first region.
+    source : source, optional
+        Where memory comes from; by default ``Host()``, prefaulted.
+    max_bytes : int, optional
+        Grow by further regions, each twice the one before, up to this many bytes in all.
+        By default the arena does not grow.
+    strict : bool
+        A reset that would retire held blocks raises BufferError instead.
+    debug : bool
+        Fill what is given back with 0xDB, and check the bookkeeping after every reset.
+    stream : None
+        Host memory is not ordered by streams.
+
+    Thread-safety: one thread at a time. Buffers and arrays may be dropped on any thread.
+    ``PerThread`` gives every thread an arena of its own.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.Bump(1 << 20)
+    >>> with arena.scope():
+    ...     x = arena.empty((4, 4), "f4")
+    ...     x[...] = 1
+    ...     total = float(x.sum())
+    ...     del x
+    >>> total, arena.used
+    (16.0, 0)
+    """
+
+    def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=False, *,
+                 stream=None):
+        cdef BumpCore core
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Py_ssize_t most
+        if self.core is not None:
+            raise TypeError("this Bump is made already; make another one")
+        if n == 0:
+            raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
+        if max_bytes is not None:
+            most = as_size(max_bytes, "max_bytes")
+            if most < n:
+                raise ValueError(f"max_bytes={max_bytes} is less than the first region, {n} bytes")
+        if source is None:
+            from arenapy.source import Host
+            source = Host()
+        core = BumpCore.__new__(BumpCore)
+        core.open(_make_region(source, n))
+        no_stream(core, stream)
+        core.debug = debug
+        core.allocator = weakref.ref(self)
+        self.source = source
+        self.max_bytes = max_bytes
+        self.strict = strict
+        self.debug = debug
+        self.core = core
+
+    # -- allocation
+
+    def alloc(self, nbytes, align=None, stream=None):
+        """Allocate a block.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes; 0 gives a distinct empty Buffer.
+        align : int, optional
+            A power of two up to 2 MiB; by default 64.
+        stream : None
+            Host memory is not ordered by streams.
+
+        Returns
+        -------
+        Buffer
+            Uninitialized. If it is never exported, the next reset closes it.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a size or an alignment out of range.
+        OutOfMemory
+            If it does not fit; nothing has changed then.
+        """
+        cdef BumpCore c = self.core
+        cdef Py_ssize_t n = quick_size(nbytes) if PyLong_CheckExact(nbytes) else -1
+        cdef Py_ssize_t a = HOST_ALIGN
+        cdef Buffer b
+        cdef void* start
+        if n < 0:
+            PyErr_Clear()
+            n = as_size(nbytes, "nbytes")
+        if align is not None:
+            a = as_align(align)
+        if stream is not None:
+            no_stream(c, stream)
+        b = new_root(c, NULL, n, 0, 0)
+        arenapy_lock_acquire(&c.lock)
+        if c.ended_list != NULL:
+            c.drain()
+        start = take(c, n, a, &b.pad)
+        b.ptr = <char*>start
+        b.tag = c.tag
+        arenapy_lock_release(&c.lock)
+        return b if start != NULL else self.slow_block(b, n, a)
+
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        cdef BumpCore c = self.core
+        cdef Buffer b = new_root(c, NULL, n, 0, 0)
+        cdef Hold* hold = new_hold() if held else NULL
+        cdef void* start
+        arenapy_lock_acquire(&c.lock)
+        if c.ended_list != NULL:
+            c.drain()
+        start = take(c, n, align, &b.pad)
+        b.ptr = <char*>start
+        b.tag = c.tag
+        if start != NULL and held:
+            born_held(b, hold)
+        arenapy_lock_release(&c.lock)
+        if start == NULL:
+            free(hold)
+            self.slow_block(b, n, align)
+            if held:
+                acquire(b, False)
+        return b
+
+    cdef Buffer slow_block(self, Buffer b, Py_ssize_t n, Py_ssize_t align):
+        """Grow until the block fits, then complete `b`; raises if it cannot."""
+        cdef BumpCore c = self.core
+        cdef void* start = NULL
+        if c.may_lease:
+            self._settle()                   # another process may have let go
+            start = take(c, n, align, &b.pad)
+            b.ptr = <char*>start
+            b.tag = c.tag
+        while start == NULL:
+            self.more(n, align)
+            arenapy_lock_acquire(&c.lock)
+            start = take(c, n, align, &b.pad)
+            b.ptr = <char*>start
+            b.tag = c.tag
+            arenapy_lock_release(&c.lock)
+        return b
+
+    cdef int more(self, size_t n, size_t align) except -1:
+        """Add a region that has room for the request, or raise OutOfMemory."""
+        cdef BumpCore c = self.core
+        cdef size_t page = 4096
+        cdef size_t least = (n + align - 1 + page) & ~(page - 1)
+        cdef size_t left = 0
+        cdef size_t size
+        cdef Region region
+        self.open_check()
+        if self.max_bytes is not None and <size_t>self.max_bytes > c.capacity:
+            left = <size_t>self.max_bytes - c.capacity
+        least = min(least, max(left, n + (n == 0)))
+        if least > left:
+            raise OutOfMemory(self._full(n, align))
+        size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
+        region = _make_region(self.source, size)
+        arenapy_lock_acquire(&c.lock)
+        try:
+            c.add_region(region)
+        finally:
+            arenapy_lock_release(&c.lock)
+        if region.size < least:              # a source may round; it may not give less
+            raise OutOfMemory(self._full(n, align))
+        return 0
+
+    def _full(self, n, align):
+        cdef BumpCore c = self.core
+        limit = (
+            f"it may not grow beyond max_bytes={self.max_bytes}" if self.max_bytes is not None
+            else "it does not grow unless max_bytes is given"
+        )
+        return (
+            f"{n} bytes aligned to {align} do not fit: the arena has {c.capacity} bytes, "
+            f"{c.used()} used, {c.retired_bytes} retired (held across a reset), "
+            f"{c.free_bytes()} free with {c.largest_free()} in one piece, and {limit}. "
+            "Reset it, drop arrays that hold memory, or make it larger"
+        )
+
+    cdef int open_check(self) except -1:
+        cdef BumpCore c = self.core
+        if c.shut:
+            if (<Region>c.regions[0]).gone == 1:
+                raise ValueError("the region of this arena was closed; make a new arena")
+            raise ValueError(
+                f"this arena over {c.kind} memory belongs to the process that made it, and this "
+                "is a forked child: make a new arena here"
+            )
+        return 0
+
+    def alloc_many(self, sizes):
+        """Allocate a block for each size, 64-byte aligned: all of them, or none.
+
+        Parameters
+        ----------
+        sizes : iterable of int
+            Sizes in bytes.
+
+        Returns
+        -------
+        list of Buffer
+
+        Raises
+        ------
+        As :meth:`alloc`; then no block was allocated.
+        """
+        cdef list wanted = [as_size(n, "sizes") for n in sizes]
+        cdef list blocks = []
+        cdef Buffer b
+        try:
+            for n in wanted:
+                blocks.append(self.block(n, HOST_ALIGN, False))
+        except BaseException:
+            while blocks:                    # newest first: each moves the cursor back
+                b = blocks.pop()
+                b.release()
+            raise
+        return blocks
+
+    def grow(self, Buffer buffer not None, nbytes):
+        """Make a block larger, keeping its contents.
+
+        Parameters
+        ----------
+        buffer : Buffer
+            A block of this arena, not a slice.
+        nbytes : int
+            The size in bytes to have in all, not less than now.
+
+        Returns
+        -------
+        Buffer
+            The same one if it is the newest block, no mark is newer and there is room behind
+            it; else a new one with the contents, and the old one is released.
+
+        Raises
+        ------
+        BufferError
+            If it has to move and has live exports. Nothing changes.
+        ValueError, OutOfMemory
+        """
+        cdef BumpCore c = self.core
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Buffer new
+        cdef bint done = False
+        cdef uintptr_t start, end
+        cdef size_t align
+        check_open(buffer)
+        if buffer.is_view or <PyObject*>buffer.keeper != <PyObject*>c:
+            raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
+        if n < buffer.size:
+            raise ValueError(
+                f"nbytes={n} is less than the {buffer.size} bytes it has; slice it instead"
+            )
+        self.open_check()
+        arenapy_lock_acquire(&c.lock)
+        c.drain()
+        start = <uintptr_t>buffer.ptr
+        end = start + buffer.size + (buffer.size == 0)
+        if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
+            if buffer.size == 0 and n > 0:
+                c.padding -= 1
+                if buffer.hold != NULL:
+                    buffer.hold.flags &= ~<uint32_t>2      # HOLD_EMPTY
+            c.cursor = start + n + (n == 0)
+            buffer.size = n
+            if buffer.hold != NULL:
+                buffer.hold.end = c.cursor
+            done = True
+        arenapy_lock_release(&c.lock)
+        if done:
+            return buffer
+        if buffer.word >= 4:                 # ONE_EXPORT
+            raise BufferError(
+                f"{buffer!r} has to move to grow, and has live exports; drop them first"
+            )
+        # The alignment it has, as far as one could have asked for it.
+        align = min(max(start & -start, HOST_ALIGN), 4096)
+        new = self.block(n, align, False)
+        memcpy(new.ptr, buffer.ptr, buffer.size)
+        buffer.release()
+        return new
+
+    # -- marks
+
+    def mark(self):
+        """Remember the position, for :meth:`reset`. Marks nest."""
+        cdef BumpCore c = self.core
+        cdef Mark m = Mark.__new__(Mark)
+        cdef Frame* frame
+        arenapy_lock_acquire(&c.lock)
+        if c.ended_list != NULL:
+            c.drain()
+        frame = c.push_frame() if not c.shut else NULL
+        if frame != NULL:
+            m.core = c
+            _begin_mark(m, c, frame)
+        arenapy_lock_release(&c.lock)
+        if frame == NULL:
+            self.open_check()
+            raise MemoryError("no memory for another mark")
+        return m
+
+    def reset(self, mark=None, stream=None):
+        """Free everything allocated since a mark that nobody holds.
+
+        Held blocks keep their bytes and are retired: those come back when they are dropped.
+        Buffers that were never exported are closed. Marks newer than this one end; this one
+        stays valid.
+
+        Parameters
+        ----------
+        mark : Mark, optional
+            By default everything is freed and all marks end.
+        stream : None
+            Host memory is not ordered by streams.
+
+        Raises
+        ------
+        ValueError
+            For a mark that has ended, or is of another arena.
+        BufferError
+            In a strict arena, if blocks are held; it names them. Nothing changes.
+        """
+        if stream is not None:
+            no_stream(self.core, stream)
+        if mark is not None and type(mark) is not Mark:
+            raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
+        self.rewind_to(<Mark>mark, self.strict)
+
+    cdef int rewind_to(self, Mark mark, bint strict) except -1:
+        cdef BumpCore c = self.core
+        cdef Py_ssize_t f = 0
+        cdef Py_ssize_t held = 0
+        cdef int status = 0
+        cdef int named = 0
+        cdef Hold* hold
+        cdef Py_ssize_t i
+        cdef (uintptr_t, size_t)[4] names
+        if c.shut:
+            self.open_check()
+        if c.may_lease:
+            _settle_sends()
+        if mark is not None and <PyObject*>mark.core != <PyObject*>c:
+            raise ValueError(f"{mark!r} is of another arena; reset the arena that made it")
+        arenapy_lock_acquire(&c.lock)
+        if mark is not None:
+            f = c.find_frame(mark.id) if mark.valid else -1
+        if f >= 0 and strict:
+            held = c.survivors(f)
+            for i in range(f, c.n_frames):
+                hold = c.frames[i].holds
+                while hold != NULL and named < NAMED:
+                    names[named] = (hold.start, hold.end - hold.start)
+                    named += 1
+                    hold = hold.next
+        if f >= 0 and held == 0:
+            status = rewind(c, f)
+            if status == 0:
+                while c.last_mark != NULL and c.last_mark != <PyObject*>mark:
+                    _end_mark(<Mark>c.last_mark)
+        arenapy_lock_release(&c.lock)
+        if f < 0:
+            raise ValueError(f"{mark!r} was ended by a reset to an older one; take a new mark")
+        if status < 0:
+            raise MemoryError("no memory for the bookkeeping of a reset")
+        if held:
+            blocks = ", ".join([f"{names[i][1]} bytes at {names[i][0]:#x}" for i in range(named)])
+            raise BufferError(
+                f"{held} held blocks would outlive this strict reset: {blocks}"
+                f"{', ...' if held > named else ''}; drop the arrays and views of them first"
+            )
+        if self.debug:
+            self.check()
+        return 0
+
+    def scope(self):
+        """A context manager that marks on entry and resets to that mark on exit.
+
+        It gives the arena. It never masks an exception, and does nothing if a reset to an
+        older mark has already ended it.
+        """
+        cdef Scope s = Scope.__new__(Scope)
+        s.arena = self
+        return s
+
+    # -- figures
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all regions."""
+        return self.core.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes of live blocks, padding included."""
+        self._settle()
+        return self.core.used()
+
+    @property
+    def peak(self) -> int:
+        """The most that `used` has been, in bytes."""
+        self._settle()
+        return max(self.core.peak_bytes, self.core.used())
+
+    @property
+    def remaining(self) -> int:
+        """Free bytes of all extents, without growth."""
+        self._settle()
+        return self.core.free_bytes()
+
+    @property
+    def retired(self) -> int:
+        """Bytes of held blocks that outlived a reset."""
+        self._settle()
+        return self.core.retired_bytes
+
+    @property
+    def regions(self) -> tuple:
+        """The regions, in order of growth."""
+        return tuple(self.core.regions)
+
+    @property
+    def kind(self) -> str:
+        """Kind of memory, as its Buffers report it."""
+        return self.core.kind
+
+    def _settle(self):
+        """Take note of Buffers that died, and of bytes that other processes let go of."""
+        cdef BumpCore c = self.core
+        if c.may_lease:
+            _settle_sends()
+        arenapy_lock_acquire(&c.lock)
+        if not c.shut:
+            c.drain()
+            c.settle_leases()
+        arenapy_lock_release(&c.lock)
+
+    def stats(self):
+        """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
+        cdef BumpCore c = self.core
+        self._settle()
+        return BumpStats(
+            capacity=c.capacity,
+            live_bytes=c.used() - c.padding,
+            free_bytes=c.free_bytes(),
+            largest_free_extent=c.largest_free(),
+            retired_bytes=c.retired_bytes,
+            pending_bytes=c.leased_bytes,
+            padding_bytes=c.padding,
+            peak_bytes=self.peak,
+            held_buffers=c.n_held,
+            marks=c.n_frames - 1,
+            regions=c.n_regions,
+            total_allocations=c.total,
+        )
+
+    def check(self):
+        """Verify the bookkeeping; O(extents + held blocks).
+
+        Raises
+        ------
+        AssertionError
+            Naming the ranges that overlap, are missing or lie outside.
+        """
+        from arenapy.bump_check import verify
+        self._settle()
+        verify(self.core)
+
+    def __repr__(self):
+        cdef BumpCore c = self.core
+        return (
+            f"<Bump {c.kind} {c.capacity} bytes, {c.used()} used, {c.retired_bytes} retired"
+            f"{', closed' if c.shut else ''}>"
+        )
+
+    def __reduce__(self):
+        raise TypeError("a Bump is not pickled; only the process that made it allocates from it")
+
+
+cdef int _settle_sends() except -1:
+    """Messages that have arrived need not be kept open here any more."""
+    shared = sys.modules.get("arenapy.shared")
+    if shared is not None:
+        shared.settle()
+    return 0
+
+
+cdef Region _make_region(object source, Py_ssize_t n):
+    region = source.region(n)
+    if not isinstance(region, Region):
+        raise TypeError(
+            f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "
+            "sources make one with Region.from_address"
+        )
+    if (<Region>region).size < <size_t>n:
+        raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
+    return <Region>region
+
+
+# ---- the C calls -------------------------------------------------------------------------
+
+cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
+    cdef uint32_t pad
+    if arena.core.shut or not _grown(arena, nbytes, align):
+        return NULL
+    return take(arena.core, nbytes, align, &pad)
+
+
+cdef bint _grown(Bump arena, size_t nbytes, size_t align) noexcept with gil:
+    if arena.max_bytes is None:
+        return False
+    try:
+        arena.more(nbytes, align)
+    except Exception:
+        return False
+    return True
+
+
+cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
+    cdef uintptr_t start = <uintptr_t>block
+    cdef uintptr_t end = start + nbytes + (nbytes == 0)
+    cdef uintptr_t run_end
+    cdef Py_ssize_t i
+    if arena.core.move_back(start, end, arena.core.tag, 0, nbytes == 0):
+        return 0
+    for i in range(arena.core.n_runs):
+        run_end = arena.core.runs[i].end if i < arena.core.n_runs - 1 else arena.core.cursor
+        if arena.core.runs[i].start <= start and end <= run_end:
+            return 1
+    return -1
+
+
+cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil:
+    cdef BumpMark mark
+    cdef Frame* frame = arena.core.push_frame() if not arena.core.shut else NULL
+    if frame == NULL:
+        return BumpMark(0, 0)
+    arena.core.stamp += 1
+    frame.c_marks = arena.core.stamp
+    return BumpMark(frame.id, frame.c_marks)
+
+
+cdef int bump_reset_slow(Bump arena, BumpMark mark) noexcept nogil:
+    cdef Py_ssize_t f = arena.core.find_frame(mark.id)
+    if arena.core.shut or mark.id == 0 or f < 0 or mark.serial > arena.core.frames[f].c_marks:
+        return -1
+    if rewind(arena.core, f) < 0:
+        return -1
+    arena.core.frames[f].c_marks = mark.serial
+    return 0

@@ -1,0 +1,160 @@
+"""The validity check of a Bump's bookkeeping: what `Bump.check` does.
+
+The invariants stand at the top of bump_core.pyx. Everything is copied out first, under the
+lock, so that no Python code runs while it is held.
+"""
+from libc.stdlib cimport free, malloc
+from libc.stdint cimport uintptr_t
+
+from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.buffer cimport Hold
+from arenapy.bump_core cimport BumpCore, Extent, Frame
+from arenapy.region cimport Region
+
+cdef enum:
+    RUN = 0
+    CURRENT = 1
+    FREE = 2
+    RETIRED = 3
+    LEASED = 4
+    HELD = 5
+
+cdef tuple NAMES = ("run", "current extent", "free extent", "retired block", "leased range", "block")
+
+cdef struct Range:
+    uintptr_t start
+    uintptr_t end
+    Py_ssize_t region
+    int what
+
+
+cdef Py_ssize_t _count(Hold* hold) noexcept nogil:
+    cdef Py_ssize_t n = 0
+    while hold != NULL:
+        n += 1
+        hold = hold.next
+    return n
+
+
+def verify(BumpCore c not None):
+    """Raise AssertionError unless every invariant of the arena holds."""
+    cdef Range* ranges
+    cdef Hold* hold
+    cdef Py_ssize_t i, n = 0, most
+    cdef list frames = []
+    arenapy_lock_acquire(&c.lock)
+    most = c.n_runs + 1 + c.n_free + _count(c.retired) + _count(c.leased)
+    for i in range(c.n_frames):
+        most += _count(c.frames[i].holds)
+    ranges = <Range*>malloc(most * sizeof(Range))
+    if ranges == NULL:
+        arenapy_lock_release(&c.lock)
+        raise MemoryError("no memory to check with")
+    for i in range(c.n_runs):
+        ranges[n] = Range(c.runs[i].start, c.runs[i].end, c.runs[i].region, RUN)
+        n += 1
+    ranges[n - 1].end = c.cursor
+    ranges[n] = Range(c.cursor, c.limit, c.runs[c.n_runs - 1].region, CURRENT)
+    n += 1
+    for i in range(c.n_free):
+        ranges[n] = Range(c.free[i].start, c.free[i].end, c.free[i].region, FREE)
+        n += 1
+    hold = c.retired
+    while hold != NULL:
+        ranges[n] = Range(hold.start, hold.end, hold.region, RETIRED)
+        n += 1
+        hold = hold.next
+    hold = c.leased
+    while hold != NULL:
+        ranges[n] = Range(hold.start, hold.end, hold.region, LEASED)
+        n += 1
+        hold = hold.next
+    for i in range(c.n_frames):
+        hold = c.frames[i].holds
+        while hold != NULL:
+            ranges[n] = Range(hold.start, hold.end, -1, HELD)
+            n += 1
+            hold = hold.next
+    figures = (c.capacity, c.used(), c.free_bytes(), c.retired_bytes, c.leased_bytes, c.padding)
+    shut = c.shut
+    arenapy_lock_release(&c.lock)
+    try:
+        copies = [(ranges[i].region, ranges[i].start, ranges[i].end, ranges[i].what)
+                  for i in range(n)]
+    finally:
+        free(ranges)
+    if not shut:                            # the limit of a closed arena is drawn in
+        _verify_tiling(c, copies)
+        _verify_figures(copies, figures)
+    _verify_held(copies)
+    for i in range(c.n_frames):
+        frames.append((c.frames[i].content, c.frames[i].id, c.frames[i].run))
+    _verify_frames(frames, c.n_runs, c.tag)
+
+
+def _name(entry):
+    _, start, end, what = entry
+    return f"{NAMES[what]} [{start:#x}, {end:#x})"
+
+
+def _verify_tiling(BumpCore c, copies):
+    """Runs, free extents, retired and leased ranges tile the regions without gap or overlap."""
+    tiles = sorted(t for t in copies if t[3] != HELD and t[1] != t[2])
+    by_region = {}
+    for tile in tiles:
+        assert tile[1] < tile[2], f"{_name(tile)} ends before it starts"
+        by_region.setdefault(tile[0], []).append(tile)
+    for index, region in enumerate(c.regions):
+        at = (<Region>region).address
+        before = None
+        for tile in by_region.get(index, []):
+            assert tile[1] >= at, f"{_name(tile)} overlaps what ends at {at:#x}: {before}"
+            assert tile[1] == at, f"nobody owns [{at:#x}, {tile[1]:#x}), before {_name(tile)}"
+            assert not (before is not None and before[3] == FREE and tile[3] == FREE), (
+                f"{_name(before)} and {_name(tile)} are adjacent and not merged"
+            )
+            at = tile[2]
+            before = tile
+        stop = region.address + region.nbytes
+        assert at == stop, f"nobody owns [{at:#x}, {stop:#x}) at the end of {region!r}"
+    assert set(by_region) <= set(range(len(c.regions))), "a range is in no region"
+
+
+def _verify_figures(copies, figures):
+    capacity, used, free_, retired, leased, padding = figures
+    sizes = [0] * len(NAMES)
+    for _, start, end, what in copies:
+        sizes[what] += end - start
+    assert sizes[RUN] == used, f"used is {used}, and the runs have {sizes[RUN]} bytes"
+    assert sizes[RETIRED] == retired, f"retired is {retired}, and blocks have {sizes[RETIRED]}"
+    assert sizes[LEASED] == leased, f"leased is {leased}, and ranges have {sizes[LEASED]}"
+    assert sizes[FREE] + sizes[CURRENT] == free_, f"free is {free_}, not the extents' sum"
+    assert used + free_ + retired + leased == capacity, f"{figures} do not add up"
+    assert 0 <= padding <= used, f"padding is {padding} of {used} used"
+
+
+def _verify_held(copies):
+    """Held blocks are disjoint, and those of standing frames lie in runs."""
+    held = sorted((t[1], t[2]) for t in copies if t[3] in (HELD, RETIRED))
+    for one, other in zip(held, held[1:]):
+        assert one[1] <= other[0], (
+            f"blocks [{one[0]:#x}, {one[1]:#x}) and [{other[0]:#x}, {other[1]:#x}) overlap"
+        )
+    runs = sorted((t[1], t[2]) for t in copies if t[3] == RUN)
+    i = 0
+    for start, end in sorted((t[1], t[2]) for t in copies if t[3] == HELD):
+        while i < len(runs) and runs[i][1] < end:
+            i += 1
+        assert i < len(runs) and runs[i][0] <= start, (
+            f"block [{start:#x}, {end:#x}) is in no run"
+        )
+
+
+def _verify_frames(frames, n_runs, tag):
+    for older, newer in zip(frames, frames[1:]):
+        assert older[0] < newer[0] and older[1] < newer[1] and older[2] <= newer[2], (
+            f"frames {older} and {newer} are out of order"
+        )
+    last = frames[len(frames) - 1]
+    assert last[0] == tag, f"the tag is {tag}, and the last frame's is {last[0]}"
+    assert last[2] < n_runs, f"frame {last} names a run beyond the {n_runs}"

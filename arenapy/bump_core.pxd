@@ -1,0 +1,119 @@
+# The C surface of the bump algorithm. BumpCore is what Buffers keep alive; Bump (bump.pyx) is
+# what the user holds. The layout is baked into downstream inlines: see ARENAPY_ABI.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from arenapy.buffer cimport Buffer, Hold, Keeper
+from arenapy.region cimport Region
+
+# [start, end) of one region. start <= end.
+cdef struct Extent:
+    uintptr_t start
+    uintptr_t end
+    Py_ssize_t region        # index into BumpCore.regions
+
+# What was allocated since a mark (the base frame: since the last full reset).
+cdef struct Frame:
+    uint64_t content         # tag of the Buffers allocated in it; new after every reset to it
+    uint64_t id              # carried by its marks; grows along the frames
+    Py_ssize_t run           # the run that was current at the mark, and where the cursor stood
+    uintptr_t cursor
+    size_t padding           # BumpCore.padding at the mark
+    Hold* holds              # held blocks allocated in it, not retired
+    uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
+
+
+cdef class BumpCore(Keeper):
+    # The current run is [runs[n_runs - 1].start, cursor); [cursor, limit) is free and next.
+    cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
+    cdef uintptr_t limit
+    cdef uint64_t tag        # frames[n_frames - 1].content
+    cdef size_t padding      # bytes of the runs that no block uses
+    cdef uint64_t total      # allocations ever
+    cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
+    cdef uint64_t stamp      # the last content or id given out
+    cdef Extent* runs        # bytes handed out contiguously, oldest first; n_runs >= 1
+    cdef Py_ssize_t n_runs, cap_runs
+    cdef Extent* free        # ordered by (region, start), never adjacent; without [cursor, limit)
+    cdef Py_ssize_t n_free, cap_free
+    cdef Frame* frames       # n_frames >= 1; frames[0] is the base
+    cdef Py_ssize_t n_frames, cap_frames
+    cdef Hold* retired       # held blocks that outlived a reset
+    cdef Hold* leased        # bytes that only another process still sees
+    cdef size_t retired_bytes, leased_bytes, capacity, peak_bytes
+    cdef Py_ssize_t n_held   # holds that have not been drained
+    cdef bint pristine       # nothing was retired since everything was last free
+    cdef bint may_lease      # a Buffer was sent, or the process forked, over shared memory
+    cdef bint shut           # a forked child, or a closed region: refuses every call
+    cdef bint debug
+    cdef PyObject* last_mark # the newest live Mark (bump.pyx), borrowed: a list through Mark.older
+    cdef uint64_t live_mark  # its id; 0: none
+    cdef list regions        # in order of growth; keeps them
+    cdef PyObject** region   # the same n_regions, borrowed, for use without the GIL
+    cdef Py_ssize_t n_regions, cap_regions
+    cdef object allocator    # weakref to the Bump
+
+    cdef int open(self, Region region) except -1
+    cdef int add_region(self, Region region) except -1
+    cdef size_t used(self) noexcept nogil
+    cdef size_t free_bytes(self) noexcept nogil
+    cdef size_t largest_free(self) noexcept nogil
+    cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
+    cdef void drain(self) noexcept nogil
+    cdef bint is_last(self, uintptr_t end, uint64_t tag) noexcept nogil
+    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
+                        bint empty) noexcept nogil
+    cdef Frame* push_frame(self) noexcept nogil
+    cdef void prune(self) noexcept nogil
+    cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil
+    cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
+    cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
+    # internal
+    cdef Py_ssize_t bisect(self, Py_ssize_t region, uintptr_t at) noexcept nogil
+    cdef void insert(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
+    cdef void remove(self, Py_ssize_t i) noexcept nogil
+    cdef void carve(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
+    cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil
+    cdef void pop_run(self) noexcept nogil
+    cdef bint run_is_spare(self) noexcept nogil
+    cdef bint is_empty(self, Frame* frame) noexcept nogil
+    cdef bint free_room(self, Py_ssize_t more) noexcept nogil
+    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil
+    cdef void note_peak(self) noexcept nogil
+    cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
+    cdef void free_or_lease(self, Hold* hold) noexcept nogil
+    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
+                          uintptr_t* at, uintptr_t* stop) noexcept nogil
+    cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
+    cdef void settle_leases(self) noexcept nogil
+    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil
+    cdef void poison_free(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
+
+
+# The hot path: everything a hit needs, and nothing else.
+cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+    cdef uintptr_t start = (c.cursor + (align - 1)) & ~<uintptr_t>(align - 1)
+    cdef size_t size = n + (n == 0)      # a 0-byte block has an address of its own
+    if start <= c.limit and size <= c.limit - start:
+        pad[0] = <uint32_t>(start - c.cursor)
+        c.padding += (start - c.cursor) + (n == 0)
+        c.total += 1
+        c.cursor = start + size
+        return <void*>start
+    return c.take_slow(n, align, pad)
+
+
+# Rewind to frame `f`: by moving the cursor, if nothing held or moved since. 0, or -1 (no memory
+# for the bookkeeping; nothing changed).
+cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
+    cdef Frame* frame = &c.frames[f]
+    if (c.ended_list == NULL and f == c.n_frames - 1 and frame.run == c.n_runs - 1
+            and frame.holds == NULL and c.pristine and not c.may_lease and not c.debug):
+        if c.used() > c.peak_bytes:
+            c.peak_bytes = c.used()
+        c.cursor = frame.cursor
+        c.padding = frame.padding
+        c.stamp += 1
+        c.tag = frame.content = c.stamp
+        return 0
+    return c.rewind_slow(f)

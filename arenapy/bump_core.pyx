@@ -1,0 +1,623 @@
+"""The bump algorithm: where blocks go, what a reset frees, what outlives it.
+
+What lives here: address arithmetic over regions, without the GIL and without Python objects
+but for the region list. What does not: argument parsing, marks as objects, growth (bump.pyx);
+how regions come to be (source); streams.
+
+The state. The capacity is tiled exactly by five kinds of range, which `verify` checks:
+
+* runs: what was handed out contiguously, in order; the newest one ends at the cursor;
+* the current extent [cursor, limit): free, and next to be handed out;
+* other free extents, ordered by address within their region, coalesced;
+* retired: held blocks that outlived a reset of their frame;
+* leased: bytes that only another process still sees.
+
+Blocks themselves are not recorded, which is why an allocation costs a few instructions: what
+is recorded is a *held* block, from its first export to the death of its Buffer. A reset turns
+the runs of its frames into free extents, less the held blocks, which it retires.
+
+A frame is what was allocated since a mark. Its `content` stamp is the tag of its Buffers, and
+a reset gives it a new one: so a Buffer is valid if its tag is still some frame's content, or
+if it is held. Stamps only grow, hence along the frames too, and are found by bisection.
+
+Holds end on any thread: `ended` pushes onto a lock-free list, which the owner drains.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memmove, memset
+
+from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
+from arenapy.buffer cimport (
+    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Buffer, Hold, Keeper,
+)
+from arenapy.region cimport Region
+from arenapy.vm cimport vm_lease
+
+cdef enum:
+    FREED_BYTE = 0xDB        # debug: what given-back memory is filled with
+
+
+cdef bint _room(void** array, Py_ssize_t* cap, Py_ssize_t wanted, size_t item) noexcept nogil:
+    """Make `array` hold `wanted` items; False (and nothing changed) if there is no memory."""
+    cdef Py_ssize_t more
+    cdef void* new
+    if wanted <= cap[0]:
+        return True
+    more = max(wanted, 2 * cap[0], 16)
+    new = realloc(array[0], more * item)
+    if new == NULL:
+        return False
+    array[0], cap[0] = new, more
+    return True
+
+
+cdef inline void _unlink(Hold** head, Hold* hold) noexcept nogil:
+    if hold.prev != NULL:
+        hold.prev.next = hold.next
+    else:
+        head[0] = hold.next
+    if hold.next != NULL:
+        hold.next.prev = hold.prev
+
+
+cdef inline void _link(Hold** head, Hold* hold) noexcept nogil:
+    hold.prev = NULL
+    hold.next = head[0]
+    if head[0] != NULL:
+        head[0].prev = hold
+    head[0] = hold
+
+
+# no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
+# user's object too, which the collector can clear.
+@cython.final
+@cython.no_gc_clear
+cdef class BumpCore(Keeper):
+    """The memory and bookkeeping of a Bump. Internal; Buffers keep it alive."""
+
+    def __cinit__(self):
+        self.regions = []
+        self.pristine = True
+
+    def __dealloc__(self):
+        cdef Hold* lists[2]
+        cdef Hold* hold
+        cdef Py_ssize_t i
+        # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
+        self.debug = self.may_lease = False
+        if self.frames != NULL:
+            self.drain()
+        lists[0], lists[1] = self.retired, self.leased
+        for i in range(2):
+            while lists[i] != NULL:
+                hold = lists[i]
+                lists[i] = hold.next
+                free(hold)
+        for i in range(self.n_regions):
+            (<Region>self.region[i]).detach()
+        free(self.region)
+        free(self.runs)
+        free(self.free)
+        free(self.frames)
+
+    cdef int open(self, Region region) except -1:
+        """Take the first region. Called once, before anything else."""
+        if not (_room(<void**>&self.runs, &self.cap_runs, 16, sizeof(Extent))
+                and _room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
+            raise MemoryError("no memory for the bookkeeping of an arena")
+        self.add_region(region)
+        self.kind, self.device_id = region.kind, region.device_id
+        self.host_accessible = region.host_accessible
+        self.device_accessible = region.device_accessible
+        self.runs[0].start = self.runs[0].end = <uintptr_t>region.ptr
+        self.runs[0].region = 0
+        self.n_runs = 1
+        memset(self.frames, 0, sizeof(Frame))
+        self.frames[0].cursor = <uintptr_t>region.ptr
+        self.stamp = self.tag = self.frames[0].content = 1
+        self.n_frames = 1
+        self.continue_at(self.frames[0].cursor, 0)
+        return 0
+
+    cdef int add_region(self, Region region) except -1:
+        """Grow: the region becomes a free extent behind all others."""
+        if not (self.free_room(1) and _room(
+                <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*))):
+            raise MemoryError("no memory for the bookkeeping of an arena")
+        region.attach(self, self.n_regions == 0)
+        self.regions.append(region)
+        self.region[self.n_regions] = <PyObject*>region
+        self.foreign = self.foreign or region.foreign
+        self.checked = self.checked or region.checked
+        self.capacity += region.size
+        self.n_regions += 1
+        self.insert(<uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size, self.n_regions - 1)
+        return 0
+
+    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
+        """Index of the region that `at`, an address of ours, is in."""
+        cdef Py_ssize_t i
+        for i in range(self.n_regions - 1):
+            if at - <uintptr_t>(<Region>self.region[i]).ptr < (<Region>self.region[i]).size:
+                return i
+        return self.n_regions - 1
+
+    # -- figures
+
+    cdef size_t used(self) noexcept nogil:
+        """Bytes of the runs: live blocks and padding."""
+        cdef size_t n = self.cursor - self.runs[self.n_runs - 1].start
+        cdef Py_ssize_t i
+        for i in range(self.n_runs - 1):
+            n += self.runs[i].end - self.runs[i].start
+        return n
+
+    cdef size_t free_bytes(self) noexcept nogil:
+        cdef size_t n = self.limit - self.cursor
+        cdef Py_ssize_t i
+        for i in range(self.n_free):
+            n += self.free[i].end - self.free[i].start
+        return n
+
+    cdef size_t largest_free(self) noexcept nogil:
+        """The largest free range; what joins the current extent on a miss counts with it."""
+        cdef size_t most = self.limit - self.cursor
+        cdef size_t current = most
+        cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
+        cdef Extent e
+        cdef Py_ssize_t i
+        for i in range(self.n_free):
+            e = self.free[i]
+            if e.region == here and (e.start == self.limit or e.end == self.cursor):
+                current += e.end - e.start
+            most = max(most, e.end - e.start)
+        return max(most, current)
+
+    # -- free extents
+
+    cdef Py_ssize_t bisect(self, Py_ssize_t region, uintptr_t at) noexcept nogil:
+        """Index of the first free extent that starts behind (region, at)."""
+        cdef Py_ssize_t low = 0, high = self.n_free, middle
+        while low < high:
+            middle = (low + high) // 2
+            if (self.free[middle].region < region
+                    or (self.free[middle].region == region and self.free[middle].start <= at)):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef void insert(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil:
+        """Add a free range and coalesce it; there is room for one extent more."""
+        cdef Py_ssize_t i
+        cdef bint left, right
+        if start == end:
+            return
+        i = self.bisect(region, start)
+        left = i > 0 and self.free[i - 1].region == region and self.free[i - 1].end == start
+        right = i < self.n_free and self.free[i].region == region and self.free[i].start == end
+        if left and right:
+            self.free[i - 1].end = self.free[i].end
+            self.remove(i)
+        elif left:
+            self.free[i - 1].end = end
+        elif right:
+            self.free[i].start = start
+        else:
+            memmove(&self.free[i + 1], &self.free[i], (self.n_free - i) * sizeof(Extent))
+            self.free[i].start, self.free[i].end, self.free[i].region = start, end, region
+            self.n_free += 1
+
+    cdef void remove(self, Py_ssize_t i) noexcept nogil:
+        self.n_free -= 1
+        memmove(&self.free[i], &self.free[i + 1], (self.n_free - i) * sizeof(Extent))
+
+    cdef void carve(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil:
+        """Take [start, end) out of the free extent around it; room for one extent more."""
+        cdef Py_ssize_t i = self.bisect(region, start) - 1
+        cdef uintptr_t behind = self.free[i].end
+        if self.free[i].start == start:
+            self.remove(i)
+        else:
+            self.free[i].end = start
+        self.insert(end, behind, region)
+
+    cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil:
+        """Make the free bytes from `at` on, if any, the current extent of the current run."""
+        cdef Py_ssize_t i = self.bisect(region, at) - 1
+        cdef uintptr_t end
+        self.cursor = self.limit = at
+        if i >= 0 and self.free[i].region == region and self.free[i].end > at:
+            end = self.free[i].end
+            self.carve(at, end, region)
+            self.limit = end
+
+    cdef bint free_room(self, Py_ssize_t more) noexcept nogil:
+        return _room(<void**>&self.free, &self.cap_free, self.n_free + more, sizeof(Extent))
+
+    # A spare run is an empty last run that no frame refers to.
+
+    cdef bint run_is_spare(self) noexcept nogil:
+        cdef Py_ssize_t last = self.n_runs - 1
+        return (self.cursor == self.runs[last].start
+                and last > self.frames[self.n_frames - 1].run)
+
+    cdef void pop_run(self) noexcept nogil:
+        """Drop a spare run and go on behind the one before it; room for one extent more."""
+        cdef Py_ssize_t last = self.n_runs - 1
+        self.insert(self.cursor, self.limit, self.runs[last].region)
+        self.n_runs = last
+        self.continue_at(self.runs[last - 1].end, self.runs[last - 1].region)
+
+    # -- allocation
+
+    cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+        """The current extent is too small: the first other that fits, else NULL."""
+        cdef size_t size = n + (n == 0)
+        cdef uintptr_t start
+        cdef Py_ssize_t i, here
+        cdef Extent e
+        if self.shut or size > self.capacity:
+            return NULL
+        self.drain()
+        self.settle_leases()
+        if not (self.free_room(3) and _room(
+                <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
+            return NULL
+        here = self.runs[self.n_runs - 1].region
+        self.insert(self.cursor, self.limit, here)    # it may join what was freed beside it
+        for i in range(self.n_free):
+            e = self.free[i]
+            start = (e.start + (align - 1)) & ~<uintptr_t>(align - 1)
+            if start >= e.end or size > e.end - start:
+                continue
+            if e.region != here or e.start != self.cursor:
+                self.runs[self.n_runs - 1].end = self.cursor
+                if not self.run_is_spare():
+                    self.n_runs += 1
+                self.runs[self.n_runs - 1] = Extent(e.start, e.start, e.region)
+            self.remove(i)
+            self.limit = e.end
+            self.cursor = start + size
+            self.padding += (start - e.start) + (n == 0)
+            self.total += 1
+            pad[0] = <uint32_t>(start - e.start)
+            return <void*>start
+        self.continue_at(self.cursor, here)
+        return NULL
+
+    # -- freeing by moving back
+
+    cdef bint is_last(self, uintptr_t end, uint64_t tag) noexcept nogil:
+        return end == self.cursor and tag == self.tag
+
+    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
+                        bint empty) noexcept nogil:
+        """Free the newest block by moving the cursor over it, unless a mark is newer."""
+        cdef uintptr_t at, stop
+        if self.shut or not self.free_room(2):
+            return False
+        if tag != self.tag:
+            self.prune()
+        if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
+            self.pop_run()
+        if not self.is_last(end, tag) or (self.may_lease and self.leased_part(
+                start, end, self.runs[self.n_runs - 1].region, &at, &stop)):
+            return False
+        self.note_peak()
+        self.poison(start, end)
+        self.cursor = start - pad
+        self.padding -= pad + empty
+        if self.run_is_spare():
+            self.pop_run()
+        return True
+
+    cdef void note_peak(self) noexcept nogil:
+        self.peak_bytes = max(self.peak_bytes, self.used())
+
+    # -- held blocks
+
+    cdef bint alive(self, Buffer root) noexcept nogil:
+        """Is the frame that an unheld Buffer was allocated in still there?"""
+        cdef Py_ssize_t i = self.frame_of(root.tag)
+        return i >= 0 and self.frames[i].content == root.tag
+
+    cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil:
+        """Index of the last frame whose content stamp is at most this one."""
+        cdef Py_ssize_t low = 0, high = self.n_frames, middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.frames[middle].content <= content:
+                low = middle + 1
+            else:
+                high = middle
+        return low - 1
+
+    cdef void enlist(self, Hold* hold) noexcept nogil:
+        self.n_held += 1
+        _link(&self.frames[self.frame_of(hold.tag)].holds, hold)
+
+    cdef void give_back(self, Buffer root) noexcept nogil:
+        cdef uintptr_t start = <uintptr_t>root.ptr
+        cdef bint empty = root.size == 0
+        self.move_back(start, start + root.size + empty, root.tag, root.pad, empty)
+
+    cdef void ended(self, Hold* hold) noexcept nogil:
+        cdef void* head = arenapy_load_ptr(&self.ended_list)
+        hold.ended_next = <Hold*>head
+        while not arenapy_cas_ptr(&self.ended_list, &head, hold):
+            hold.ended_next = <Hold*>head
+
+    cdef void drain(self) noexcept nogil:
+        """Account for the holds that ended, in the order in which they did."""
+        cdef Hold* hold
+        cdef Hold* other
+        cdef Hold* queue = NULL
+        if arenapy_load_ptr(&self.ended_list) == NULL:
+            return
+        hold = <Hold*>arenapy_take_ptr(&self.ended_list)
+        while hold != NULL:                  # newest first: reverse
+            other = hold.ended_next
+            hold.ended_next = queue
+            queue = hold
+            hold = other
+        while queue != NULL:
+            hold = queue
+            queue = hold.ended_next
+            self.n_held -= 1
+            if hold.flags & HOLD_RETIRED:
+                _unlink(&self.retired, hold)
+                self.retired_bytes -= hold.end - hold.start
+                self.free_or_lease(hold)
+            else:
+                _unlink(&self.frames[self.frame_of(hold.tag)].holds, hold)
+                # If it is not the newest, its bytes come back at the next reset.
+                self.move_back(hold.start, hold.end, hold.tag, hold.pad,
+                               hold.flags & HOLD_EMPTY != 0)
+                free(hold)
+
+    cdef bint has_holds(self) noexcept nogil:
+        self.drain()
+        return self.n_held > 0
+
+    cdef void free_or_lease(self, Hold* hold) noexcept nogil:
+        """A range that nobody here sees any more: free, unless another process sees it."""
+        cdef uintptr_t at, stop
+        if (self.may_lease and self.leased_part(hold.start, hold.end, hold.region, &at, &stop)
+                ) or not self.free_room(3):
+            self.leased_bytes += hold.end - hold.start
+            _link(&self.leased, hold)
+            return
+        self.poison(hold.start, hold.end)
+        self.insert(hold.start, hold.end, hold.region)
+        free(hold)
+
+    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
+        """Debug mode: what was given back reads as FREED_BYTE."""
+        if self.debug and self.host_accessible and not self.shut:
+            memset(<void*>start, FREED_BYTE, end - start)
+
+    # -- leases of other processes
+
+    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
+                          uintptr_t* at, uintptr_t* stop) noexcept nogil:
+        return (<Region>self.region[region]).leases(start, end, at, stop) != 0
+
+    cdef void carve_leases(
+        self, uintptr_t start, uintptr_t end, Py_ssize_t region
+    ) noexcept nogil:
+        """Take what other processes see out of the free parts of [start, end)."""
+        cdef uintptr_t at, stop, first, last
+        cdef Py_ssize_t i
+        cdef Hold* hold
+        while start < end:
+            i = self.bisect(region, start) - 1
+            if i < 0 or self.free[i].region != region or self.free[i].end <= start:
+                i += 1
+            if (i == self.n_free or self.free[i].region != region
+                    or self.free[i].start >= end):
+                return
+            first, last = max(self.free[i].start, start), min(self.free[i].end, end)
+            start = last
+            if not self.leased_part(first, last, region, &at, &stop):
+                continue
+            hold = <Hold*>calloc(1, sizeof(Hold))
+            if hold == NULL or not self.free_room(3):
+                free(hold)
+                self.shut = True             # the lease cannot be recorded: hand out nothing
+                return
+            self.carve(at, stop, region)
+            hold.start, hold.end, hold.region = at, stop, region
+            self.leased_bytes += stop - at
+            _link(&self.leased, hold)
+            start = stop
+
+    cdef void settle_leases(self) noexcept nogil:
+        """Free what other processes have let go of."""
+        cdef Hold* hold = self.leased
+        cdef Hold* next
+        while hold != NULL:
+            next = hold.next
+            _unlink(&self.leased, hold)
+            self.leased_bytes -= hold.end - hold.start
+            self.free_or_lease(hold)
+            hold = next
+
+    # -- frames
+
+    cdef bint is_empty(self, Frame* frame) noexcept nogil:
+        """Was nothing allocated since the mark, or everything since freed?"""
+        cdef Py_ssize_t last = self.n_runs - 1
+        if frame.holds != NULL:
+            return False
+        if last == frame.run:
+            return self.cursor == frame.cursor
+        return (last == frame.run + 1 and self.runs[frame.run].end == frame.cursor
+                and self.cursor == self.runs[last].start)
+
+    cdef Frame* push_frame(self) noexcept nogil:
+        """The frame of a new mark: the last one if it is empty; NULL without memory."""
+        cdef Frame* frame = &self.frames[self.n_frames - 1]
+        if self.n_frames > 1 and self.is_empty(frame):
+            return frame
+        if not _room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
+            return NULL
+        frame = &self.frames[self.n_frames]
+        self.n_frames += 1
+        self.stamp += 1
+        frame.content = frame.id = self.tag = self.stamp
+        frame.run = self.n_runs - 1
+        frame.cursor = self.cursor
+        frame.padding = self.padding
+        frame.holds = NULL
+        frame.c_marks = 0
+        return frame
+
+    cdef void prune(self) noexcept nogil:
+        """Forget the last frames if they are empty and no mark refers to them any more."""
+        cdef Frame* frame = &self.frames[self.n_frames - 1]
+        while (self.n_frames > 1 and frame.c_marks == 0 and frame.id > self.live_mark
+                and self.is_empty(frame)):
+            self.n_frames -= 1
+            frame -= 1
+            self.tag = frame.content
+
+    cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil:
+        """Index of the frame of a mark, -1 if that was ended."""
+        cdef Py_ssize_t low = 0, high = self.n_frames - 1, middle
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.frames[middle].id <= id:
+                low = middle
+            else:
+                high = middle - 1
+        return low if self.frames[low].id == id else -1
+
+    cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil:
+        """How many held blocks a reset to frame `f` would retire."""
+        cdef Py_ssize_t n = 0
+        cdef Hold* hold
+        self.drain()
+        for f in range(f, self.n_frames):
+            hold = self.frames[f].holds
+            while hold != NULL:
+                n += 1
+                hold = hold.next
+        return n
+
+    cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil:
+        cdef Frame* frame = &self.frames[f]
+        cdef Hold* hold
+        cdef Hold* next
+        cdef Py_ssize_t held = self.survivors(f)
+        cdef Py_ssize_t i, last, home
+        cdef uintptr_t start
+        # All memory first: from here on nothing can fail.
+        if not (self.free_room(self.n_runs - frame.run + held + 4) and _room(
+                <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
+            return -1
+        self.settle_leases()
+        self.note_peak()
+        last = self.n_runs - 1
+        home = self.runs[frame.run].region
+        self.insert(self.cursor, self.limit, self.runs[last].region)
+        self.runs[last].end = self.cursor
+        for i in range(frame.run, self.n_runs):
+            start = frame.cursor if i == frame.run else self.runs[i].start
+            self.insert(start, self.runs[i].end, self.runs[i].region)
+        for i in range(f, self.n_frames):
+            hold = self.frames[i].holds
+            while hold != NULL:
+                next = hold.next
+                hold.region = self.region_of(hold.start)
+                hold.flags |= HOLD_RETIRED
+                self.carve(hold.start, hold.end, hold.region)
+                self.retired_bytes += hold.end - hold.start
+                _link(&self.retired, hold)
+                hold = next
+        for i in range(frame.run, self.n_runs):
+            start = frame.cursor if i == frame.run else self.runs[i].start
+            if self.may_lease:
+                self.carve_leases(start, self.runs[i].end, self.runs[i].region)
+            if self.debug:
+                self.poison_free(start, self.runs[i].end, self.runs[i].region)
+        self.n_runs = frame.run + 1
+        self.runs[frame.run].end = frame.cursor
+        self.n_frames = f + 1
+        frame.holds = NULL
+        self.padding = frame.padding
+        self.stamp += 1
+        self.tag = frame.content = self.stamp
+        if self.retired != NULL or self.leased != NULL:
+            self.pristine = False
+        elif f == 0:
+            self.pristine = True
+        # Where nothing was ever retired the cursor returns to the mark; else it takes the
+        # lowest free extent, so that memory stays hot and gaps are used.
+        if self.pristine or self.n_free == 0 or (
+                self.free[0].region == home and self.free[0].start == frame.cursor):
+            self.continue_at(frame.cursor, home)
+        else:
+            self.runs[self.n_runs] = Extent(
+                self.free[0].start, self.free[0].start, self.free[0].region)
+            self.cursor, self.limit = self.free[0].start, self.free[0].end
+            self.n_runs += 1
+            self.remove(0)
+        return 0
+
+    cdef void poison_free(
+        self, uintptr_t start, uintptr_t end, Py_ssize_t region
+    ) noexcept nogil:
+        """Poison the free parts of [start, end)."""
+        cdef Py_ssize_t i
+        for i in range(self.n_free):
+            if (self.free[i].region == region and self.free[i].start < end
+                    and start < self.free[i].end):
+                self.poison(max(start, self.free[i].start), min(end, self.free[i].end))
+
+    # -- the end of a region, and fork
+
+    cdef void disable(self, int why) noexcept nogil:
+        self.gone = why
+        self.shut = True
+        self.limit = self.cursor
+
+    cdef void forked(self, bint unmapped) noexcept nogil:
+        self.disable(GONE_FORKED if unmapped else GONE_NOT)
+
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+        """Lease every byte of `region` that is not free to whoever keeps `fd`."""
+        cdef uintptr_t first = <uintptr_t>(<Region>region).ptr
+        cdef long long base = (<Region>region).file_offset - <long long>first
+        cdef uintptr_t at = first
+        cdef uintptr_t end = at + (<Region>region).size
+        cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
+        cdef uintptr_t start
+        cdef Py_ssize_t i
+        cdef int status = 0
+        if self.shut:
+            return 0
+        if not self.free_room(3):
+            return -1
+        self.may_lease = True
+        self.insert(self.cursor, self.limit, here)
+        for i in range(self.n_free + 1):
+            if i < self.n_free and self.region[self.free[i].region] != region:
+                continue
+            start = self.free[i].start if i < self.n_free else end
+            if start > at and vm_lease(
+                    fd, base + <long long>at, <long long>(start - at)) < 0:
+                status = -1
+            at = self.free[i].end if i < self.n_free else end
+        self.continue_at(self.cursor, here)
+        return status
+
+    cdef int check(self) except -1:
+        for region in self.regions:
+            (<Region>region).check()
+        return 0
+
+    cdef object owner_of(self):
+        return None if self.allocator is None else self.allocator()

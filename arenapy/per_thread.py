@@ -1,0 +1,63 @@
+"""One allocator for each thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from arenapy.allocator import Allocator
+
+__all__ = ["PerThread"]
+
+A = TypeVar("A", bound=Allocator)
+
+
+class PerThread(Generic[A]):
+    """Gives every thread an allocator of its own, made when the thread first asks.
+
+    Attributes and methods are those of the calling thread's allocator. When a thread ends, so
+    does its allocator; what it handed out lives on until it is dropped.
+
+    Parameters
+    ----------
+    factory : callable
+        Makes an allocator; called once in each thread. What it raises is passed on.
+
+    Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.PerThread(lambda: arenapy.Bump(1 << 20))
+    >>> with arena.scope():
+    ...     total = float(arena.zeros(10).sum())
+    >>> total
+    0.0
+    """
+
+    def __init__(self, factory: Callable[[], A]) -> None:
+        if not callable(factory):
+            raise TypeError(
+                f"factory={factory!r} is not callable; give one, like lambda: Bump(1 << 20)"
+            )
+        self._factory = factory
+        self._local = threading.local()
+
+    def get(self) -> A:
+        """The calling thread's allocator."""
+        try:
+            allocator: A = self._local.allocator
+        except AttributeError:
+            allocator = self._local.allocator = self._factory()
+        return allocator
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up `name` in the calling thread's allocator."""
+        if name.startswith("_"):  # not ours to pass on: pickling and copying probe for these
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.get(), name)
+
+    def __repr__(self) -> str:
+        """Say what this thread has."""
+        return f"<PerThread {getattr(self._local, 'allocator', 'not made in this thread yet')!r}>"

@@ -1,0 +1,35 @@
+# The C surface of Region: one contiguous address range.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t, uintptr_t
+
+from arenapy.buffer cimport Keeper
+
+cdef enum:
+    FORK_INHERIT = 0     # a forked child has its own copy
+    FORK_SKIP = 1        # not mapped in a forked child
+    FORK_CLOSED = 2      # mapped in both: allocators over it are closed in the child
+
+
+cdef class Region(Keeper):
+    cdef char* ptr
+    cdef size_t size
+    cdef readonly Py_ssize_t page_size
+    cdef int fork
+    cdef int descriptor                   # owned; -1: none
+    cdef readonly long long file_offset   # of the first byte, in the descriptor's file
+    cdef size_t map_ptr                   # [map_ptr, map_ptr + map_size) is unmapped at the end
+    cdef size_t map_size
+    cdef object owner                     # keeps memory that is not ours to unmap, or None
+    cdef bint received                    # came from another process: its Buffers take leases
+    cdef uint64_t holds                   # atomic: held Buffers whose keeper this region is
+    cdef PyObject* user                   # the allocator's core over it, which keeps this alive
+    cdef bint leads                       # the first of its user's regions
+    cdef bint lease_lost                  # a fork could not be recorded: every byte is leased
+    cdef int fork_descriptor              # the child's lease, between prepare and parent
+    cdef PyObject* next                   # the registry of live regions, in no order
+    cdef PyObject* prev
+
+    cdef int _unmap(self) noexcept
+    cdef int attach(self, Keeper core, bint first) except -1
+    cdef void detach(self) noexcept
+    cdef int leases(self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
