@@ -1,0 +1,143 @@
+"""Getting 1 GiB ready for use: our prefault against the usual ways, each from a new mapping.
+
+The kernel zeroes every page, whoever asks; what differs is how often it is entered and how large the
+pages are. A virtual machine's host may fault too when memory is used that was not for a while, and
+that takes longer than all else: so each way is run once as a warm-up, then in rounds of random
+order, and medians are compared.
+
+What this does not show: other sizes, other memory (shared, hugetlbfs), fragmented memory.
+
+    python asv_benches/bench_prefault.py [MiB] [rounds]
+"""
+
+import ctypes
+import mmap
+import random
+import statistics
+import sys
+import time
+
+from arenapy import vm
+
+MIB = 1 << 20
+THP_SIZE = 2 * MIB
+SIZE = 1024 * MIB
+PEERS = ("MAP_POPULATE", "touch each page", "MADV_HUGEPAGE, memset")
+WAYS = {"prefault, 1 thread": 1, "prefault, 2 threads": 2}
+MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+
+def prepare(way, nbytes):
+    """What is not measured: the mapping, as (address, mapped range); None if it is the way itself."""
+    if way == "MAP_POPULATE":
+        return None
+    address, *whole = vm.map_memory(nbytes, align=THP_SIZE)
+    if way != "touch each page":
+        vm.advise(address, nbytes, mmap.MADV_HUGEPAGE)
+    return address, whole
+
+
+def carry_out(way, nbytes, mapping):
+    """What is measured; gives the range to unmap."""
+    if way == "MAP_POPULATE":
+        address = libc.mmap(
+            None,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_POPULATE,
+            -1,
+            0,
+        )
+        return address, nbytes
+    address, whole = mapping
+    if way == "touch each page":
+        # In C, without the interpreter between two touches: prefault's own fallback.
+        vm.prefault(address, nbytes, threads=1)
+    elif way in WAYS:
+        vm.prefault(address, nbytes, threads=WAYS[way])
+    else:
+        ctypes.memset(address, 0, nbytes)
+    return whole
+
+
+def measure(way, nbytes):
+    """Seconds of one run."""
+    mapping = prepare(way, nbytes)
+    if way == "touch each page":
+        vm.inject_populate_error(22)  # EINVAL: as on a kernel that cannot populate
+    try:
+        start = time.perf_counter()
+        whole = carry_out(way, nbytes, mapping)
+        seconds = time.perf_counter() - start
+    finally:
+        vm.inject_populate_error(0)
+    vm.unmap(*whole)
+    return seconds
+
+
+def medians(nbytes, rounds):
+    """Seconds of each way, over shuffled rounds after a warm-up."""
+    ways = [*PEERS, *WAYS]
+    seconds = {way: [] for way in ways}
+    for way in ways:
+        measure(way, nbytes)
+    for _ in range(rounds):
+        for way in random.sample(ways, len(ways)):
+            seconds[way].append(measure(way, nbytes))
+    return {way: statistics.median(seconds[way]) for way in ways}
+
+
+class Prefault:
+    """asv: one way each; asv's own rounds take the place of ours."""
+
+    params = [*PEERS, *WAYS]
+    param_names = ("way",)
+    timeout = 300
+    number = 1
+    repeat = (3, 10, 30.0)
+    warmup_time = 0.5
+
+    def setup(self, way):
+        """A new mapping for each call (asv calls it before each when number is 1)."""
+        self.whole = None
+        self.mapping = prepare(way, SIZE)
+        if way == "touch each page":
+            vm.inject_populate_error(22)
+
+    def time_one_gib(self, way):
+        """Fault all of it in."""
+        if self.whole is not None:  # the warm-up calls again without setup
+            self.teardown(way)
+            self.setup(way)
+        self.whole = carry_out(way, SIZE, self.mapping)
+
+    def teardown(self, way):
+        """Give it back."""
+        vm.inject_populate_error(0)
+        whole = self.whole or (self.mapping and self.mapping[1])
+        if whole:
+            vm.unmap(*whole)
+        self.whole = self.mapping = None
+
+
+def main():
+    """Print medians and ratios."""
+    nbytes = (int(sys.argv[1]) if len(sys.argv) > 1 else SIZE // MIB) * MIB
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 15
+    found = medians(nbytes, rounds)
+    best = min(PEERS, key=found.get)
+    print(f"{nbytes // MIB} MiB, medians of {rounds} shuffled rounds after a warm-up")
+    for way, seconds in found.items():
+        rate = nbytes / seconds / 2**30
+        print(f"  {way:24} {seconds * 1e3:8.1f} ms  {rate:6.1f} GiB/s")
+    one, two = (found[way] for way in WAYS)
+    print(f"  one thread is {found[best] / one:.2f} times as fast as the best peer ({best})")
+    print(f"  two threads are {one / two:.2f} times as fast as one")
+
+
+if __name__ == "__main__":
+    main()
