@@ -1,9 +1,9 @@
 """Getting 1 GiB ready for use: our prefault against the usual ways, each from a new mapping.
 
-The kernel zeroes every page, whoever asks; what differs is how often it is entered and how large the
-pages are. A virtual machine's host may fault too when memory is used that was not for a while, and
-that takes longer than all else: so each way is run once as a warm-up, then in rounds of random
-order, and medians are compared.
+The kernel zeroes every page, whoever asks; what differs is how often it is entered and how large
+the pages are. A virtual machine's host faults too when memory is used that was not for a while, and
+that can take longer than all else: so as much memory is faulted in and given back, unmeasured, just
+before each run, ways follow each other in random order, and medians are compared.
 
 What this does not show: other sizes, other memory (shared, hugetlbfs), fragmented memory.
 
@@ -32,7 +32,11 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 
 
 def prepare(way, nbytes):
-    """What is not measured: the mapping, as (address, mapped range); None if it is the way itself."""
+    """What is not measured: (address, range to unmap) of a mapping; None if that is the way."""
+    address, *whole = vm.map_memory(nbytes, align=THP_SIZE)
+    vm.advise(address, nbytes, mmap.MADV_HUGEPAGE)
+    vm.prefault(address, nbytes)  # so that the host has these pages
+    vm.unmap(*whole)
     if way == "MAP_POPULATE":
         return None
     address, *whole = vm.map_memory(nbytes, align=THP_SIZE)
@@ -80,7 +84,7 @@ def measure(way, nbytes):
 
 
 def medians(nbytes, rounds):
-    """Seconds of each way, over shuffled rounds after a warm-up."""
+    """Seconds of each way, over shuffled rounds after one for warming up."""
     ways = [*PEERS, *WAYS]
     seconds = {way: [] for way in ways}
     for way in ways:
@@ -94,7 +98,7 @@ def medians(nbytes, rounds):
 class Prefault:
     """asv: one way each; asv's own rounds take the place of ours."""
 
-    params = [*PEERS, *WAYS]
+    params = (*PEERS, *WAYS)
     param_names = ("way",)
     timeout = 300
     number = 1
