@@ -409,9 +409,18 @@ def test_large_figures_fit(width):
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_noise_is_called_noise():
+    text = said(result([4] * 6, [1] * 4 + [9] * 2))
+    assert "4.00x faster" in text
+    assert "N = 7: no gain; faster in 4 of 6 rounds, which is noise.\n" in text
+    assert "never" in text
+
+
 def test_a_busy_machine_is_named():
-    assert "5 iterations instead of 150" in said(result([4] * 3, [2] * 3, planned_iterations=150))
-    assert "instead of" not in said(result([4] * 3, [2] * 3))
+    text = said(result([4] * 3, [2] * 3, planned_iterations=150))
+    assert "N = 7 to 5 of 150 iterations" in text
+    assert "OPENBLAS_NUM_THREADS=1" in text
+    assert "shortened" not in said(result([4] * 3, [2] * 3))
 
 
 # --- bad input ---------------------------------------------------------------------------------

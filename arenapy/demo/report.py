@@ -16,7 +16,7 @@ from rich.text import Text
 
 from arenapy._version import __version__
 
-from .measuring import PREFAULT_REPEATS, Result, Timing
+from .measuring import GAIN_AT_LEAST, PREFAULT_REPEATS, Result, Timing
 
 __all__ = ["Report", "conditions", "show", "show_intro", "write_json"]
 
@@ -39,9 +39,8 @@ PLACES = (
 )
 
 BUSY = """\
-{result.name}: slow here, so a round had {result.iterations} iterations instead of \
-{result.planned_iterations}. Is the machine busy? Then OPENBLAS_NUM_THREADS=1 keeps a BLAS from \
-waiting for its threads."""
+Slow here, so rounds were shortened: {shortened}. Is the machine busy? OPENBLAS_NUM_THREADS=1 \
+keeps the network's matrix products from waiting for threads."""
 
 LEARNT = """\
 The same again, after an array of {mib} MiB was freed. From that malloc learns to keep memory for \
@@ -98,9 +97,13 @@ def show(console: Console, report: Report) -> None:
         "Prefault: making an arena as large as one iteration needs, median of "
         f"{PREFAULT_REPEATS}. Saved: by each iteration, against plain NumPy."
     )
-    for result in report.results:
-        if result.iterations < result.planned_iterations:
-            caption(BUSY.format(result=result))
+    shortened = [
+        f"{result.name} to {result.iterations} of {result.planned_iterations} iterations"
+        for result in report.results
+        if result.iterations < result.planned_iterations
+    ]
+    if shortened:
+        caption(BUSY.format(shortened=", ".join(shortened)))
     _show_no_gain(console, report.results, "")
     console.print(Text(LEARNT.format(mib=report.learnt_bytes // MIB)))
     console.print(_times(report.later))
@@ -118,13 +121,14 @@ def _show_no_gain(console: Console, results: Sequence[Result], when: str) -> Non
     """Say of each workload that did not gain that it did not, and why if the figures say so."""
     without = [result for result in results if not result.gain]
     for result in without:
-        no_faults = result.plain.faults < 1
-        console.print(
-            Text.assemble(
-                (f"{result.name}: no gain{when}", "yellow"),
-                "; plain NumPy does not fault either." if no_faults else ".",
-            )
-        )
+        if result.speedup(result.arena) >= GAIN_AT_LEAST:
+            rounds = len(result.arena.rounds_ms)
+            why = f"; faster in {result.rounds_won} of {rounds} rounds, which is noise."
+        elif result.plain.faults < 1:
+            why = "; plain NumPy does not fault either."
+        else:
+            why = "."
+        console.print(Text.assemble((f"{result.name}: no gain{when}", "yellow"), why))
     if without:
         console.print()
 
