@@ -1,5 +1,6 @@
 """Limits are read from fake /proc, /sys and cgroup trees, and once from the real ones."""
 
+import importlib
 import os
 import resource
 import subprocess
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from arenapy import memory_info as module
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import (
     UNLIMITED,
     HugePool,
+    MemoryInfo,
     check_request,
     format_bytes,
     huge_pools,
@@ -20,6 +21,9 @@ from arenapy.memory_info import (
     numa_nodes,
     read_limits,
 )
+
+# The package's attribute of this name is the function.
+module = importlib.import_module("arenapy.memory_info")
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -76,7 +80,7 @@ class Tree:
         self.write(folder / "memory.current", f"{usage}\n")
         self.write(folder / "memory.stat", f"anon 5\ninactive_file {files}\nactive_file {files}\n")
 
-    def info(self) -> module.MemoryInfo:
+    def info(self) -> MemoryInfo:
         return module._memory_info(self.proc)
 
 
