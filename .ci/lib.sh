@@ -83,3 +83,13 @@ assert sys.implementation.name == "cpython" and sys.version_info >= (3, 11)
 kind = "nogil" if sysconfig.get_config_var("Py_GIL_DISABLED") else "gil"
 print("%d.%d-%s" % (*sys.version_info[:2], kind))' 2>/dev/null
 }
+
+# Installs what one extra of the package asks for, without building the package again:
+# install_extra PYTHON EXTRA
+install_extra() {
+    "$1" - "$2" <<'PYTHON' | "$1" -m pip install --quiet --requirement /dev/stdin
+import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
+PYTHON
+}

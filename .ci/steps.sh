@@ -35,7 +35,7 @@ step_readme() {
 }
 
 step_lint() {
-    "$PYTHON" -m pip install --quiet --editable "$README_TREE[lint]"
+    install_extra "$PYTHON" lint
     cd "$README_TREE"
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .
@@ -93,7 +93,7 @@ step_newcomer() {
 }
 
 step_docs() {
-    "$PYTHON" -m pip install --quiet --editable "$README_TREE[docs]"
+    install_extra "$PYTHON" docs
     cd "$README_TREE"
     "$PYTHON" -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
     "$PYTHON" -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
@@ -101,7 +101,7 @@ step_docs() {
 }
 
 step_benchmarks() {
-    "$PYTHON" -m pip install --quiet --editable "$README_TREE[bench]"
+    install_extra "$PYTHON" bench
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same

@@ -5,13 +5,13 @@ yet. What lives here: the platform check, the flags and Cython directives that e
 module shares, NumPy's headers for the one module that may see them, and where generated files go.
 """
 
+import importlib.metadata
 import os
 import runpy
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-import Cython
 from Cython.Build import cythonize
 from setuptools.command.build_ext import build_ext as _build_ext
 from setuptools.command.sdist import sdist as _sdist
@@ -41,6 +41,8 @@ DIRECTIVES: dict[str, Any] = {
 class build_ext(_build_ext):  # type: ignore[misc]
     """Cythonize and compile on all cores, and again only what a change touches."""
 
+    parallel: int | None
+
     def finalize_options(self) -> None:
         """Refuse other platforms; give an editable install a build directory that stays."""
         try:
@@ -56,8 +58,6 @@ class build_ext(_build_ext):  # type: ignore[misc]
 
     def build_extensions(self) -> None:
         """Turn .pyx into .c, out of the source tree, then compile."""
-        # Temporary, while modules are being added: those without a source yet are left out.
-        self.extensions[:] = [e for e in self.extensions if Path(e.sources[0]).exists()]
         for extension in self.extensions:
             extension.extra_compile_args = COMPILE_ARGS + extension.extra_compile_args
             if extension.name in NUMPY_MODULES:
@@ -68,7 +68,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
 
     def cythonize(self) -> None:
         """Replace each extension's sources by the generated ones, current with every .pxd."""
-        generated = Path("build", f"cython-{Cython.__version__}")
+        generated = Path("build", f"cython-{importlib.metadata.version('cython')}")
         hook_changed = any(
             c_file.stat().st_mtime < Path(__file__).stat().st_mtime
             for c_file in generated.rglob("*.c")
