@@ -1,5 +1,27 @@
 from typing import Final
 
+__all__ = [
+    "PAGE_SIZE",
+    "address_of",
+    "advise",
+    "bind",
+    "can_populate",
+    "can_scan_pages",
+    "file_nbytes",
+    "first_lease",
+    "huge_bytes",
+    "inject_populate_error",
+    "lease",
+    "lock",
+    "map_memory",
+    "memfd",
+    "minor_faults",
+    "prefault",
+    "reopen",
+    "smaps_huge_bytes",
+    "unmap",
+]
+
 PAGE_SIZE: Final[int]
 
 def map_memory(

@@ -3,26 +3,23 @@
 Limits that cannot be lowered for one test alone are lowered in a process of their own.
 """
 
-import array
 import copy
 import ctypes
 import errno
-import gc
 import importlib
-import mmap
 import os
 import pickle
 import re
 import signal
 import threading
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import numpy as np
 import pytest
 from arenapy.region import Region
+from kernel_view import closed_in_child, nothing_leaks, numa_map, vm_flags
 
-from arenapy import Bump, request, vm
+from arenapy import request, vm
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import HugePool, Limit
 from arenapy.source import Existing, File, Host, Shared, Source
@@ -33,19 +30,6 @@ memory_info = importlib.import_module("arenapy.memory_info")
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE
 PREFAULTING = [Host(), Host(huge_pages=None), Shared(), Shared(huge_pages=None)]
-
-
-def vm_flags(address):
-    """The VmFlags of the mapping that has `address`; empty if there is none."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            start, stop = (int(word, 16) for word in words[0].split("-"))
-            inside = start <= address < stop
-        elif inside and words[0] == "VmFlags:":
-            return set(words[1:])
-    return set()
 
 
 def write_pages(region):
@@ -61,35 +45,10 @@ def content(region, nbytes=None):
     return ctypes.string_at(region.address, nbytes or region.nbytes)
 
 
-def closed_in_child(source):
-    """Whether a forked child finds an allocator over the source's memory closed."""
-    arena = Bump(100, source=source)
-    child = os.fork()
-    if not child:
-        try:
-            arena.alloc(1)
-        except ValueError:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 1)
-    return bool(status)
-
-
-@pytest.fixture
-def nothing_leaks():
-    """As many descriptors and mapped bytes after the test as before."""
-
-    def state():
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        return len(os.listdir("/proc/self/fd")), pages
-
-    before = state()
-    yield
-    fds, pages = state()
-    assert fds == before[0]
-    assert (pages - before[1]) * PAGE < 8 * MIB  # the interpreter's own growth
+@pytest.fixture(name="nothing_leaks")
+def _nothing_leaks(monkeypatch):
+    with nothing_leaks(monkeypatch):
+        yield
 
 
 @pytest.fixture
@@ -276,12 +235,11 @@ def test_lock_beyond_the_limit(run_script, limit, error, number):
 
 def test_numa_node():
     node = memory_info.numa_nodes()[0] if memory_info.numa_nodes() else None
-    if node is None or not os.path.exists("/proc/self/numa_maps"):
+    if node is None:
         pytest.skip("a kernel without NUMA")
     for source in (Host(numa_node=node), Shared(numa_node=node)):
         region = source.region(MIB)
-        lines = Path("/proc/self/numa_maps").read_text().splitlines()
-        line = next(line for line in lines if line.startswith(f"{region.address:x} "))
+        line = numa_map(region.address)
         assert f"bind:{node}" in line
         assert f"N{node}={MIB // PAGE}" in line
 
@@ -461,24 +419,13 @@ def test_failed_prefault_gives_everything_back(
 
 
 @pytest.mark.parametrize("make", [Host, Shared])
-def test_ctrl_c_gives_everything_back(make, populate_error, monkeypatch):
+def test_ctrl_c_gives_everything_back(make, populate_error, nothing_leaks):
     populate_error(errno.EAGAIN)
-    mapped = []
-    real = vm.map_memory
-
-    def map_memory(nbytes, **options):
-        mapped.append(real(nbytes, **options))
-        return mapped[-1]
-
-    monkeypatch.setattr(vm, "map_memory", map_memory)
-    fds = os.listdir("/proc/self/fd")
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         make().region(64 * MIB)
     timer.join()
-    assert not vm_flags(mapped[0][0])
-    assert os.listdir("/proc/self/fd") == fds
 
 
 class Broken:
@@ -498,186 +445,3 @@ def test_failed_region_gives_everything_back(name, path, monkeypatch, nothing_le
         with pytest.raises(RuntimeError, match="no region"):
             source.region(PAGE)
     assert source.region(PAGE).nbytes == PAGE  # nor is it taken for in use
-
-
-# ---- files
-
-
-def test_file_read_only(path):
-    region = File(path).region()
-    assert content(region) == path.read_bytes()
-    assert region.readonly
-    assert region.nbytes == path.stat().st_size
-    assert "wr" not in vm_flags(region.address)
-
-
-def test_file_read_write(path):
-    region = File(str(path), "r+").region(100)
-    assert region.nbytes == 100
-    assert not region.readonly
-    ctypes.memset(region.address, 0xEE, 2)
-    assert path.read_bytes()[:3] == b"\xee\xee\x02"
-    assert closed_in_child(File(path, "r+"))
-
-
-def test_file_copy_on_write(path):
-    before = path.read_bytes()
-    source = File(os.fsencode(path), "c")
-    one, two = source.region(), source.region()  # each has its own bytes
-    ctypes.memset(one.address, 0xEE, 2)
-    assert content(one, 3) == b"\xee\xee\x02"
-    assert content(two) == path.read_bytes() == before
-    assert not closed_in_child(source)
-
-
-def test_file_new(tmp_path):
-    path = tmp_path / "new"
-    region = File(path, "w+").region(3 * PAGE + 1)
-    status = path.stat()
-    assert status.st_size == 3 * PAGE + 1
-    assert status.st_blocks * 512 >= status.st_size  # no hole: the disk cannot run out later
-    assert not content(region).strip(b"\0")
-    ctypes.memset(region.address, 1, 1)
-    region.close()
-    assert path.read_bytes()[:2] == b"\1\0"
-    assert content(File(path, "w+").region(PAGE), 1) == b"\0"  # emptied
-    assert path.stat().st_size == PAGE
-
-
-@pytest.mark.parametrize("mode", ["r+", "w+"])
-def test_writable_file_has_one_region_at_a_time(path, mode):
-    source = File(path, mode)
-    region = source.region(PAGE)
-    ctypes.memset(region.address, 3, 1)
-    with pytest.raises(OutOfMemory, match=r"File\(.*already has a region"):
-        source.region(PAGE)
-    assert content(region, 1) == b"\3"  # in particular, not emptied
-    region.close()
-    region = source.region(PAGE)
-    del region
-    assert source.region(PAGE).nbytes == PAGE
-
-
-def test_file_errors(path, tmp_path, nothing_leaks):
-    size = path.stat().st_size
-    empty = tmp_path / "empty"
-    empty.touch()
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match=r"empty'\)? is empty"):
-        File(empty).region()
-    for mode in ("r", "r+", "c"):
-        with pytest.raises(ValueError, match=f"{size + 1} bytes.*which has {size}.*w\\+"):
-            File(path, mode).region(size + 1)
-    for mode in ("r", "w+"):
-        for other in (tmp_path, tmp_path / "fifo"):
-            with pytest.raises(ValueError, match="not a regular file"):
-                File(other, mode).region(1)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        File(tmp_path / "nowhere", "r+").region()
-    with pytest.raises(ValueError, match="needs nbytes"):
-        File(tmp_path / "nowhere", "w+").region()
-    assert not (tmp_path / "nowhere").exists()
-    with pytest.raises(ValueError, match=r"mode='w'.*'r', 'r\+', 'c', 'w\+'"):
-        File(path, "w")
-    with pytest.raises(TypeError, match="path=3"):
-        File(3)
-
-
-def test_new_file_without_room_is_removed(tmp_path, nothing_leaks):
-    path = tmp_path / "large"
-    with pytest.raises(OSError, match=r"cannot reserve .* on disk") as caught:
-        File(path, "w+").region(1 << 60)
-    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
-    assert not path.exists()
-
-
-def test_file_that_shrinks_is_a_clear_error(path):
-    region = File(path).region()
-    size = region.nbytes
-    os.truncate(path, PAGE)
-    assert vm.file_nbytes(region.fd) == PAGE
-    with pytest.raises(BufferError, match=f"{PAGE}.*{size}"):
-        region.buffer()
-
-
-# ---- existing memory
-
-
-@pytest.mark.parametrize(
-    "obj",
-    [
-        bytearray(100),
-        array.array("d", [1.0] * 10),
-        np.zeros((3, 4), "i4"),
-        memoryview(bytearray(100))[7:],
-        (ctypes.c_int * 9)(),
-        mmap.mmap(-1, PAGE),
-    ],
-    ids=lambda obj: type(obj).__name__,
-)
-def test_existing_is_the_memory_of_the_object(obj):
-    view = memoryview(obj)
-    region = Existing(obj).region()
-    assert region.kind == "existing"
-    assert region.nbytes == view.nbytes
-    ctypes.memset(region.address, 0x41, region.nbytes)
-    assert view.tobytes() == b"A" * view.nbytes
-
-
-def test_existing_stays_exported_while_the_region_lives():
-    data = bytearray(100)
-    source = Existing(data)
-    data += b"more"  # a recipe alone holds nothing
-    region = source.region()
-    assert region.nbytes == 104
-    with pytest.raises(BufferError):
-        data.append(1)
-    region.close()
-    data.append(1)
-    region = source.region()
-    del region
-    data.append(1)
-
-
-def test_existing_has_one_region_at_a_time():
-    source = Existing(bytearray(100))
-    region = source.region(50)
-    with pytest.raises(OutOfMemory, match=r"Existing\(bytearray\) already has a region"):
-        source.region(50)
-    region.close()
-    assert source.region(100).nbytes == 100
-
-
-def test_existing_errors():
-    with pytest.raises(TypeError, match="int has none"):
-        Existing(3)
-    with pytest.raises(BufferError, match=r"bytes is read-only.*readonly=True"):
-        Existing(b"abc")
-    with pytest.raises(BufferError, match="ndarray is not C-contiguous"):
-        Existing(np.zeros((4, 4))[:, ::2])
-    with pytest.raises(BufferError, match="ndarray is not C-contiguous"):
-        Existing(np.zeros((4, 4), order="F"))
-    with pytest.raises(ValueError, match="bytearray is empty"):
-        Existing(bytearray())
-    with pytest.raises(TypeError, match="readonly=1"):
-        Existing(b"abc", readonly=1)
-    with pytest.raises(OutOfMemory, match="has 3 bytes, and 4"):
-        Existing(bytearray(3)).region(4)
-
-
-def test_existing_read_only():
-    data = b"abc" * 50
-    region = Existing(data, readonly=True).region()
-    assert region.readonly
-    assert content(region) == data
-
-
-def test_existing_shared_memory_is_not_the_childs():
-    """After a fork both would hand out the same bytes."""
-    assert not closed_in_child(Existing(bytearray(PAGE)))
-    shared = shared_memory.SharedMemory(create=True, size=PAGE)
-    try:
-        assert closed_in_child(Existing(shared.buf))
-    finally:
-        shared.close()
-        shared.unlink()

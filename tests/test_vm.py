@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kernel_view import is_mapped, numa_map, smaps
 
 from arenapy import vm
 from arenapy.memory_info import huge_pools
@@ -20,27 +21,6 @@ MADV_POPULATE_WRITE = 23  # not in the mmap module before Python 3.13
 EHWPOISON = 133  # a page of memory is broken; not in errno before Python 3.14
 
 needs_populate = pytest.mark.skipif(not vm.can_populate(), reason="needs MADV_POPULATE_WRITE")
-
-
-def smaps(address):
-    """The smaps entry of the mapping that has `address`: its lines by name."""
-    entry = None
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            if entry is not None:
-                return entry
-            start, stop = (int(word, 16) for word in words[0].split("-"))
-            if start <= address < stop:
-                entry = {"range": (start, stop), "permissions": words[1]}
-        elif entry is not None:
-            entry[words[0].rstrip(":")] = words[1:]
-    return entry
-
-
-def is_mapped(address):
-    entry = smaps(address)
-    return entry is not None
 
 
 def fill(address, nbytes, step=PAGE):
@@ -175,10 +155,9 @@ def test_advise_lock_and_bind_show_in_smaps(mapping):
     vm.lock(address, PAGE)
     assert "lo" in smaps(address)["VmFlags"]
     assert smaps(address)["Rss"][0] == "0"  # locked when faulted in, not now
-    if os.path.exists("/proc/self/numa_maps"):
+    if numa_map(address):
         vm.bind(address + MIB, MIB, 0)
-        lines = Path("/proc/self/numa_maps").read_text().splitlines()
-        assert any(line.startswith(f"{address + MIB:x} bind:0") for line in lines)
+        assert "bind:0" in numa_map(address + MIB)
 
 
 def test_bind_to_a_node_that_is_not_there(mapping):

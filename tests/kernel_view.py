@@ -1,0 +1,79 @@
+"""What the kernel says about this process's memory, for tests of the code that asked for it."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from arenapy import Bump, vm
+
+
+def smaps(address):
+    """The smaps entry of the mapping that has `address`, its words by name; None if there is none.
+
+    Beside the kernel's names: "range" (first and last + 1) and "permissions".
+    """
+    entry = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if words[0].endswith(":"):
+            if entry is not None:
+                entry[words[0].rstrip(":")] = words[1:]
+            continue
+        if entry is not None:
+            break
+        start, stop = (int(word, 16) for word in words[0].split("-"))
+        if start <= address < stop:
+            entry = {"range": (start, stop), "permissions": words[1]}
+    return entry
+
+
+def vm_flags(address):
+    """The VmFlags of the mapping that has `address`; empty if there is none."""
+    entry = smaps(address)
+    return set(entry["VmFlags"]) if entry else set()
+
+
+def is_mapped(address):
+    return smaps(address) is not None
+
+
+def numa_map(address):
+    """The line of numa_maps that begins at `address`; None in a kernel without NUMA."""
+    path = Path("/proc/self/numa_maps")
+    if not path.exists():
+        return None
+    lines = path.read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{address:x} "))
+
+
+@contextlib.contextmanager
+def nothing_leaks(monkeypatch):
+    """What is mapped inside is unmapped at the end, and no file descriptor stays open."""
+    mapped = []
+    real = vm.map_memory
+
+    def map_memory(nbytes, **options):
+        mapped.append(real(nbytes, **options))
+        return mapped[-1]
+
+    fds = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(vm, "map_memory", map_memory)
+    yield
+    for address, first, nbytes in mapped:
+        assert not any(is_mapped(at) for at in (first, address, first + nbytes - 1))
+    assert sorted(os.listdir("/proc/self/fd")) == fds
+
+
+def closed_in_child(source):
+    """Whether a forked child finds an allocator over the source's memory closed."""
+    arena = Bump(100, source=source)
+    child = os.fork()
+    if not child:
+        try:
+            arena.alloc(1)
+        except ValueError:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 1)
+    return bool(status)
