@@ -419,7 +419,9 @@ def test_noise_is_called_noise():
 def test_a_busy_machine_is_named():
     text = said(result([4] * 3, [2] * 3, planned_iterations=150))
     assert "N = 7 to 5 of 150 iterations" in text
-    assert "OPENBLAS_NUM_THREADS=1" in text
+    assert "OPENBLAS_NUM_THREADS" not in text  # the loop uses no BLAS
+    network = result([4] * 3, [2] * 3, planned_iterations=150, name="net", accuracy=0.9)
+    assert "OPENBLAS_NUM_THREADS=1" in said(network)
     assert "shortened" not in said(result([4] * 3, [2] * 3))
 
 

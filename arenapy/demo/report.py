@@ -38,9 +38,9 @@ PLACES = (
     ("preallocated", "out=made_before", "by hand, before the loop: the limit"),
 )
 
-BUSY = """\
-Slow here, so rounds were shortened: {shortened}. Is the machine busy? OPENBLAS_NUM_THREADS=1 \
-keeps the network's matrix products from waiting for threads."""
+BUSY = "Slow here, so rounds were shortened: {shortened}. Is the machine busy?"
+BUSY_BLAS = """ \
+OPENBLAS_NUM_THREADS=1 keeps the network's matrix products from waiting for threads."""
 
 LEARNT = """\
 The same again, after an array of {mib} MiB was freed. From that malloc learns to keep memory for \
@@ -98,12 +98,15 @@ def show(console: Console, report: Report) -> None:
         f"{PREFAULT_REPEATS}. Saved: by each iteration, against plain NumPy."
     )
     shortened = [
-        f"{result.name} to {result.iterations} of {result.planned_iterations} iterations"
-        for result in report.results
-        if result.iterations < result.planned_iterations
+        result for result in report.results if result.iterations < result.planned_iterations
     ]
     if shortened:
-        caption(BUSY.format(shortened=", ".join(shortened)))
+        names = (
+            f"{result.name} to {result.iterations} of {result.planned_iterations} iterations"
+            for result in shortened
+        )
+        network = any(result.accuracy is not None for result in shortened)
+        caption(BUSY.format(shortened=", ".join(names)) + (BUSY_BLAS if network else ""))
     _show_no_gain(console, report.results, "")
     console.print(Text(LEARNT.format(mib=report.learnt_bytes // MIB)))
     console.print(_times(report.later))
