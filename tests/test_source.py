@@ -358,6 +358,23 @@ def test_address_space_limit_is_named(run_script, prefault):
         assert "prefault=False" not in line  # would not help: mappings count, touched or not
 
 
+def test_data_limit_binds_private_memory_only(run_script):
+    out = run_script("""
+        import resource
+        from pathlib import Path
+        from arenapy.errors import OutOfMemory
+        from arenapy.source import Host, Shared
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20),) * 2)
+        print(Shared().region(96 << 20).nbytes)
+        try:
+            Host().region(96 << 20)
+        except OutOfMemory as error:
+            print("RLIMIT_DATA" in str(error))
+    """)
+    assert out.split() == [str(96 * MIB), "True"]
+
+
 @pytest.mark.parametrize("make", [Host, Shared])
 @pytest.mark.parametrize(("choice", "size"), [("2M", 2 * MIB), ("1G", 1024 * MIB)])
 def test_hugetlb(make, choice, size, nothing_leaks):
@@ -378,6 +395,21 @@ def test_hugetlb(make, choice, size, nothing_leaks):
             source.region(size + 1)
         for part in (choice, "needs 2 pages", "0 are free", "nr_hugepages", 'huge_pages="auto"'):
             assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [Host, Shared])
+def test_hugetlb_is_prefaulted_whatever_the_option_says(make, monkeypatch):
+    """A page missing later would be a SIGBUS. Ordinary pages stand for huge ones."""
+    monkeypatch.setattr(request, "huge_pools", lambda: {2 * MIB: HugePool(2 * MIB, 9, 9, 0)})
+    map_memory, memfd = vm.map_memory, vm.memfd
+    monkeypatch.setattr(
+        vm,
+        "map_memory",
+        lambda nbytes, **options: map_memory(nbytes, **{**options, "page_size": 0}),
+    )
+    monkeypatch.setattr(vm, "memfd", lambda name, nbytes, _page_size: memfd(name, nbytes))
+    region = make(huge_pages="2M", prefault=False).region(2 * MIB)
+    assert write_pages(region) <= 2
 
 
 @pytest.mark.parametrize("make", [Host, Shared])
@@ -442,6 +474,8 @@ def test_failed_region_gives_everything_back(name, path, monkeypatch, nothing_le
     source = makers[name]() if name in makers else File(path, name)
     with monkeypatch.context() as patch:
         patch.setattr("arenapy.source.Region", Broken)
-        with pytest.raises(RuntimeError, match="no region"):
+        with pytest.raises(RuntimeError, match="no region") as caught:
             source.region(PAGE)
-    assert source.region(PAGE).nbytes == PAGE  # nor is it taken for in use
+    # Nor is it taken for in use, although the traceback still has what the region would own.
+    assert caught.tb
+    assert source.region(PAGE).nbytes == PAGE
