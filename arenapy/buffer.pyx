@@ -339,6 +339,9 @@ cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, 
 
 # ---- the object --------------------------------------------------------------------------
 
+# no_gc_clear: the dealloc needs the keeper to the last. A cycle through a Buffer goes through
+# a user's object too, which the collector can clear.
+@cython.no_gc_clear
 cdef class Buffer:
     """A block of memory, handed out by an allocator or viewed in a region.
 
@@ -566,8 +569,6 @@ cdef class Buffer:
         Large fills run without the GIL.
         """
         cdef Py_ssize_t byte
-        cdef char* ptr = self.ptr
-        cdef Py_ssize_t n = self.size
         try:
             byte = value
         except OverflowError:
@@ -576,13 +577,7 @@ cdef class Buffer:
             raise ValueError(f"value={value!r} is not a byte: give a number from 0 to 255")
         no_stream(self.keeper, stream)
         _writable(self)
-        acquire(self, True)
-        if n >= NOGIL_BYTES:
-            with nogil:
-                memset(ptr, <int>byte, n)
-        else:
-            memset(ptr, <int>byte, n)
-        unacquire(self)
+        _move(self, self.ptr, NULL, self.size, <int>byte)
 
     def copy_from(self, source, stream=None):
         """Copy the bytes of `source` (any contiguous buffer of the same size) into this Buffer.
@@ -596,11 +591,7 @@ cdef class Buffer:
         """
         no_stream(self.keeper, stream)
         _writable(self)
-        acquire(self, True)
-        try:
-            _copy(self, source, True)
-        finally:
-            unacquire(self)
+        _copy(self, source, True)
         return self
 
     def copy_to(self, target, stream=None):
@@ -609,11 +600,8 @@ cdef class Buffer:
         Errors as for :meth:`copy_from`.
         """
         no_stream(self.keeper, stream)
-        acquire(self, True)
-        try:
-            _copy(self, target, False)
-        finally:
-            unacquire(self)
+        _host_only(self)
+        _copy(self, target, False)
         return target
 
     # -- exports
@@ -626,7 +614,7 @@ cdef class Buffer:
             raise BufferError(f"{_name(self)} is read-only; ask for a read-only view, or copy it")
         v = <View>self if self.is_view else None
         if v is not None:
-            if flags & PyBUF_FORMAT and not flags & PyBUF_ND and v.format != b"B":
+            if flags & PyBUF_FORMAT and not flags & PyBUF_ND and v.descr is not None:
                 raise BufferError(
                     f"{_name(self)} is typed {v.typestr!r}: ask for its shape (ND) too, or "
                     "for plain bytes without a format"
@@ -702,6 +690,7 @@ cdef class Buffer:
 arenapy_set_dealloc(Buffer, _root_dealloc)
 
 
+@cython.no_gc_clear
 cdef class View(Buffer):
     """A slice or a typed view of a Buffer: same block, own layout. See :class:`Buffer`."""
 
@@ -778,9 +767,8 @@ cdef dict _interface(Buffer buffer):
 
 
 cdef int _copy(Buffer buffer, object other, bint inward) except -1:
-    """Copy between `buffer`, which is acquired, and `other`, both ways."""
+    """Copy between `buffer` and `other`, another object with a buffer, either way."""
     cdef Py_buffer o
-    cdef char* mine = buffer.ptr
     PyObject_GetBuffer(other, &o, PyBUF_ANY_CONTIGUOUS | (0 if inward else PyBUF_WRITABLE))
     try:
         if o.len != buffer.size:
@@ -788,17 +776,50 @@ cdef int _copy(Buffer buffer, object other, bint inward) except -1:
                 f"{_name(buffer)} has {buffer.size} bytes and the other side has {o.len}; "
                 "slice the larger one"
             )
-        if o.len < NOGIL_BYTES:
-            if inward:
-                memmove(mine, o.buf, o.len)
-            else:
-                memmove(o.buf, mine, o.len)
+        if inward:
+            _move(buffer, buffer.ptr, <char*>o.buf, o.len, 0)
         else:
-            with nogil:
-                if inward:
-                    memmove(mine, o.buf, o.len)
-                else:
-                    memmove(o.buf, mine, o.len)
+            _move(buffer, <char*>o.buf, buffer.ptr, o.len, 0)
     finally:
         PyBuffer_Release(&o)
     return 0
+
+
+cdef int _move(Buffer buffer, char* to, const char* source, Py_ssize_t n, int byte) except -1:
+    """Move n bytes (or set them, without a source), none of which `buffer` loses meanwhile.
+
+    Small moves happen under the keeper's lock; large ones without the GIL, for which the
+    Buffer has to be held, and stays so as after an export.
+    """
+    cdef Keeper keeper = root_of(buffer).keeper
+    cdef bint valid
+    if keeper.checked:
+        keeper.check()
+    if n < NOGIL_BYTES:
+        valid = is_open(buffer)
+        arenapy_lock_acquire(&keeper.lock)
+        valid = valid and (buffer_is_held(buffer) or keeper.alive(root_of(buffer)))
+        if valid:
+            move_or_set(to, source, n, byte)
+        arenapy_lock_release(&keeper.lock)
+        if not valid:
+            raise ValueError(_why_closed(buffer))
+        return 0
+    acquire(buffer, True)
+    with nogil:
+        move_or_set(to, source, n, byte)
+    unacquire(buffer)
+    return 0
+
+
+cdef inline bint buffer_is_held(Buffer buffer) noexcept:
+    return arenapy_load(&root_of(buffer).word) & HELD != 0
+
+
+cdef inline void move_or_set(
+    char* to, const char* source, Py_ssize_t n, int byte
+) noexcept nogil:
+    if source == NULL:
+        memset(to, byte, n)
+    else:
+        memmove(to, source, n)

@@ -328,14 +328,16 @@ cdef class Bump(Allocator):
         """
         cdef list wanted = [as_size(n, "sizes") for n in sizes]
         cdef list blocks = []
-        cdef Buffer b
+        cdef BumpCore c = self.core
+        cdef size_t peak = max(c.peak_bytes, c.used())
+        cdef uint64_t total = c.total
         try:
             for n in wanted:
                 blocks.append(self.block(n, HOST_ALIGN, False))
         except BaseException:
             while blocks:                    # newest first: each moves the cursor back
-                b = blocks.pop()
-                b.release()
+                (<Buffer>blocks.pop()).release()
+            c.peak_bytes, c.total = peak, total
             raise
         return blocks
 
@@ -609,7 +611,12 @@ cdef int _settle_sends() except -1:
 
 
 cdef Region _make_region(object source, Py_ssize_t n):
-    region = source.region(n)
+    make = getattr(source, "region", None)
+    if not callable(make) or isinstance(source, type):
+        raise TypeError(
+            f"source={source!r} has no region(nbytes) method; give a source, like arenapy.Host()"
+        )
+    region = make(n)
     if not isinstance(region, Region):
         raise TypeError(
             f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "

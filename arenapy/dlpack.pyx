@@ -14,6 +14,8 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
+import numpy as np
+
 from arenapy.atomic cimport arenapy_finalizing
 from arenapy.buffer cimport Buffer, View, acquire, check_open, is_readonly, unacquire
 
@@ -23,6 +25,7 @@ cdef enum:
     KIND_CUDA_HOST = 3
     KIND_CUDA_MANAGED = 13
     FLAG_READ_ONLY = 1
+    FLAG_IS_COPIED = 2
     MAJOR = 1
     MINOR = 0
 
@@ -154,10 +157,12 @@ def capsule(Buffer buffer, stream, max_version, dl_device, copy):
     cdef DLManagedTensor* old
     cdef DLManagedTensorVersioned* new
     cdef DLDataType dtype
-    cdef bint versioned = max_version is not None and max_version[0] >= MAJOR
+    cdef bint versioned = _is_versioned(max_version)
     cdef size_t numbers
     check_open(buffer)
     here = device(buffer)
+    if copy not in (None, True, False):
+        raise ValueError(f"copy={copy!r} is not True, False or None")
     if stream is not None:
         raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")
     if dl_device is not None and tuple(dl_device) != here:
@@ -166,8 +171,7 @@ def capsule(Buffer buffer, stream, max_version, dl_device, copy):
         )
     dtype = _dtype(buffer)
     if copy:
-        # NumPy owns the copy, and marks the capsule as one.
-        return buffer.array().copy().__dlpack__(max_version=max_version)
+        return _copied(buffer, versioned, max_version)
     if is_readonly(buffer) and not versioned:
         raise BufferError(
             "the Buffer is read-only, which DLPack can say only since 1.0: the consumer has to "
@@ -191,6 +195,31 @@ def capsule(Buffer buffer, stream, max_version, dl_device, copy):
     old.deleter = _delete
     _fill(&old.tensor, buffer, dtype, <int64_t*>(old + 1))
     return _as_capsule(buffer, old, False)
+
+
+cdef bint _is_versioned(object max_version) except -1:
+    if max_version is None:
+        return False
+    try:
+        major, minor = max_version
+        return major >= MAJOR and minor >= 0
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"max_version={max_version!r} is not a pair of numbers, like (1, 0)"
+        ) from None
+
+
+cdef object _copied(Buffer buffer, bint versioned, object max_version):
+    """A capsule of a copy, which NumPy owns."""
+    if buffer.is_view:
+        copy = np.empty((<View>buffer).shape, (<View>buffer).typestr)
+    else:
+        copy = np.empty(buffer.size, "u1")
+    capsule = buffer.copy_to(copy).__dlpack__(max_version=max_version)
+    if versioned:
+        (<DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+         ).flags |= FLAG_IS_COPIED
+    return capsule
 
 
 cdef object _as_capsule(Buffer buffer, void* managed, bint versioned):

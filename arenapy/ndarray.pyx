@@ -30,7 +30,7 @@ cnp.import_array()
 
 cdef object last_argument = None
 cdef object last_dtype = None
-cdef dict described = {}          # dtype -> what describe() returns
+cdef dict described = {}          # dtype -> (itemsize, typestr, format)
 
 
 cdef object _as_dtype(object argument):
@@ -126,14 +126,14 @@ def describe(dtype):
             format = memoryview(np.empty((), descr)).format.encode()
         except ValueError:
             format = None
-        entry = (descr, descr.itemsize, descr.str, format)
+        entry = (descr.itemsize, descr.str, format)
         if len(described) < 1024:
             described[descr] = entry
-    return entry
+    return (descr, *entry)               # not the key: equal dtypes may differ in their names
 
 
 def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
-    """The shape as a tuple without -1, checked to take in exactly `nbytes`."""
+    """The shape as a tuple without -1, checked to take in no more than `nbytes`."""
     cdef Py_ssize_t known = itemsize
     cdef Py_ssize_t n, unknown = -1
     cdef Py_ssize_t i
@@ -160,10 +160,10 @@ def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
             )
         lengths[unknown] = nbytes // known
         known = nbytes
-    if known != nbytes:
+    if known > nbytes:
         raise ValueError(
             f"shape={shape!r} of {dtype} takes {known} bytes and the Buffer has {nbytes}; "
-            "slice the Buffer or change the shape"
+            "give a smaller shape"
         )
     return tuple(lengths)
 

@@ -351,7 +351,10 @@ cdef class Region(Keeper):
 
 
 cdef size_t _address(object value) except? 0:
-    n = value.__index__()
+    try:
+        n = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{value!r} is not an address: give an integer") from None
     if n < 0 or n >= 1 << 64:
         raise ValueError(f"{value!r} is not an address")
     return n
