@@ -98,15 +98,14 @@ cdef class Allocator:
         cdef size_t total = 0
         cdef Buffer b
         layout = []
-        if not fields:
-            raise ValueError("fields is empty: name at least one, like {'x': 'f4'}")
         for name, dtype in fields.items():
             descr = parse(n, dtype, "C", &spec)
             layout.append((name, descr, total))
             total += (<size_t>spec.nbytes + HOST_ALIGN - 1) & ~<size_t>(HOST_ALIGN - 1)
             if total > (<size_t>-1) >> 1:
                 raise ValueError(f"n={n} records overflow: no address space holds them")
-        b = self.block(<Py_ssize_t>total, HOST_ALIGN, True)
+        # A byte more than needed where all is empty: NumPy takes no offset into nothing.
+        b = self.block(<Py_ssize_t>max(total, 1), HOST_ALIGN, True)
         bytes_ = b.array()
         arrays = {}
         for name, descr, start in layout:

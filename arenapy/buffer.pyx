@@ -646,9 +646,9 @@ cdef class Buffer:
             view.format = <char*>v.format if flags & PyBUF_FORMAT else NULL
             # Without ND the consumer takes the memory as one line of bytes.
             view.ndim = v.ndim if flags & PyBUF_ND else 1
-            view.shape = v.dims if flags & PyBUF_ND else NULL
+            view.shape = v.dims if flags & PyBUF_ND and v.ndim else NULL
             view.strides = (
-                v.dims + v.ndim if flags & PyBUF_STRIDES == PyBUF_STRIDES else NULL
+                v.dims + v.ndim if flags & PyBUF_STRIDES == PyBUF_STRIDES and v.ndim else NULL
             )
         view.obj = self
 

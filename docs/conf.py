@@ -14,7 +14,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.intersphinx",
 ]
-source_suffix = {".md": "markdown"}
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -26,6 +26,8 @@ autodoc_member_order = "groupwise"
 autodoc_typehints = "none"  # numpydoc's Parameters sections say it in words
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
+# Parameters documented are those that exist, all of them, in their order.
+numpydoc_validation_checks = {"PR01", "PR02", "PR03"}
 
 # No inventories are fetched: the documentation builds without a network.
 intersphinx_mapping: dict[str, tuple[str, str | None]] = {}

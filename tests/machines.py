@@ -311,6 +311,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     # Invariants ------------------------------------------------------------------------------
 
     @invariant()
+    def all_is_well(self):
+        self.look()
+
+    def look(self):
+        """What must hold after every step; subclasses add to it."""
+        self.contents_survive()
+        self.blocks_are_disjoint()
+
     def contents_survive(self):
         for serial, block in self.live.items():
             seen = peek(block.start, block.nbytes)
@@ -320,7 +328,6 @@ class AllocatorMachine(RuleBasedStateMachine):
                     f"block {serial}, byte {at} of {block.nbytes}: {seen[at]}, not {block.fill}"
                 )
 
-    @invariant()
     def blocks_are_disjoint(self):
         last = None
         for block in sorted(self.live.values(), key=lambda block: block.start):

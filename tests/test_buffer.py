@@ -141,10 +141,11 @@ def test_taking_a_slice_or_view_is_no_export(arena, buffer):
     ("shape", "dtype"), [((100,), "u1"), ((25,), "f4"), ((5, 5), "<i4"), ((2, 5, 5), "i2"),
                          ((10, 1), "V10"), (100, "i1"), ((), "V100"), ((0, 7), "f8")])
 def test_view_has_that_shape_and_type(buffer, shape, dtype):
-    view = buffer.view(shape, dtype)
+    peer = np.empty(shape, dtype)
+    view = buffer[: peer.nbytes].view(shape, dtype)
     assert isinstance(view, Buffer) and view.address == buffer.address
     got = np.asarray(view)
-    assert got.dtype == np.dtype(dtype) and got.shape == np.empty(shape, "V0").shape
+    assert got.dtype == np.asarray(memoryview(peer)).dtype and got.shape == peer.shape
     assert view.nbytes == got.nbytes
     assert got.tobytes() == PATTERN[: got.nbytes]
     interface = view.__array_interface__
@@ -160,8 +161,21 @@ def test_array_is_a_zero_copy_ndarray(buffer):
     assert peek(buffer.address, 100) == np.ones(25, "f4").tobytes()
 
 
+def test_one_length_may_be_left_open_and_a_prefix_is_enough(buffer):
+    assert buffer.view((5, -1), "f4").__array_interface__["shape"] == (5, 5)
+    assert buffer.array(-1, "i2").shape == (50,)
+    assert buffer.array((3, 2), "u1").tobytes() == PATTERN[:6]
+
+
+def test_a_view_is_sliced_along_its_first_dimension(buffer):
+    view = buffer.view((5, 5), "i4")
+    assert len(view) == 5 and view.nbytes == 100
+    part = view[1:3]
+    assert part.address == buffer.address + 20 and np.asarray(part).shape == (2, 5)
+
+
 @pytest.mark.parametrize("make", ["view", "array"])
-@pytest.mark.parametrize("shape", [(26,), (2**40, 2**40), (-1,), (2**62,), (2**64,)])
+@pytest.mark.parametrize("shape", [(26,), (2**40, 2**40), (-2,), (-1, -1), (3, -1), (2**62,), (2**64,)])
 def test_a_shape_that_does_not_fit_is_refused(buffer, make, shape):
     with pytest.raises(ValueError):
         getattr(buffer, make)(shape, "f4")
@@ -332,7 +346,9 @@ def test_never_exported_bytes_go_back_at_release(arena):
     assert arena.alloc(4096).address == where
 
 
-def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena, buffer):
+def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena):
+    buffer = arena.alloc(100)
+    ctypes.memmove(buffer.address, PATTERN, 100)
     # np.ndarray(buffer=) keeps a reference and no export: the case an export count misses.
     seen = np.ndarray((100,), "u1", buffer=buffer)
     buffer.release()
@@ -356,7 +372,9 @@ def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena, buffer):
     "export", [memoryview, np.asarray, np.from_dlpack, lambda b: b.__dlpack__(max_version=(1, 0)),
                lambda b: b.__dlpack__(), lambda b: b.__array_interface__, bytes,
                lambda b: b.array((100,), "u1"), lambda b: np.ndarray(100, "u1", buffer=b)])
-def test_held_is_ever_exported_while_the_object_lives(arena, buffer, export):
+def test_held_is_ever_exported_while_the_object_lives(arena, export):
+    buffer = arena.alloc(100)
+    ctypes.memmove(buffer.address, PATTERN, 100)
     export(buffer)
     assert buffer.held
     assert arena.stats().held_buffers == 1

@@ -61,9 +61,9 @@ SHAPES = [((100,), "u1"), ((25,), "f4"), ((5, 5), "i4"), ((2, 5, 10), "u1"), ((1
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 @pytest.mark.parametrize("writable", [True, False])
 def test_every_combination_of_flags(shape, dtype, writable):
-    buffer = exact(4096).alloc(100) if writable else readonly_buffer(bytes(100))
-    view = buffer.view(shape, dtype)
     array = np.zeros(shape, dtype)
+    buffer = exact(4096).alloc(100) if writable else readonly_buffer(bytes(100))
+    view = buffer[: array.nbytes].view(shape, dtype)
     array.flags.writeable = writable
     for flags in ALL_FLAGS:
         got = get_buffer(view, flags)

@@ -39,7 +39,6 @@ HOLDS = {
     "stale mark": lambda arena: (arena.mark(), arena.reset())[0],
     "scope": lambda arena: arena.scope(),
     "region": lambda arena: arena.regions,
-    "region's buffer": lambda arena: arena.regions[0].buffer(0, 10),
     "bound method": lambda arena: arena.alloc,
     "released": lambda arena: (b := arena.alloc(64), b.release())[0],
     "reset": lambda arena: (b := arena.alloc(64), arena.reset())[0],
