@@ -125,7 +125,7 @@ step_other_pythons() {
 # they limit the address space or count page faults, and AddressSanitizer does both itself.
 step_sanitizers() {
     local tree=$WORK/sanitizers
-    local flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g'
+    local flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1'
     CFLAGS=$flags LDFLAGS=$flags test_environment "$tree" python3
     cd "$tree"
     LD_PRELOAD=$(gcc -print-file-name=libasan.so) PYTHONMALLOC=malloc \

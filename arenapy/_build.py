@@ -21,9 +21,11 @@ HERE = Path(__file__).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 NUMPY_MODULES = {"arenapy.ndarray"}
 
-# CFLAGS come before these on the compiler's command line and stay in force (sanitizer builds rely
-# on it). Hidden visibility: modules call each other through Cython's capsules, never by symbol.
-COMPILE_ARGS = ["-O3", "-fvisibility=hidden"]
+# These follow CFLAGS on the compiler's command line, so a level of optimization chosen there is left
+# alone. Hidden visibility: modules call each other through Cython's capsules, never by symbol.
+COMPILE_ARGS = ["-fvisibility=hidden"]
+if "-O" not in os.environ.get("CFLAGS", ""):
+    COMPILE_ARGS.append("-O3")
 
 DIRECTIVES: dict[str, Any] = {
     "language_level": 3,

@@ -1,7 +1,8 @@
 """Hypothesis profiles, and a fixture that runs a program in a fresh interpreter.
 
 ``HYPOTHESIS_PROFILE`` picks a profile: ``dev`` (the default), ``ci`` (the same examples on every
-run, and a blob that reproduces a failure) or ``long`` (many more and longer programs).
+run, and a blob that reproduces a failure), ``quick`` (the same with few examples) or ``long`` (many
+more and longer programs).
 """
 
 import os
@@ -16,6 +17,7 @@ SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.fi
 
 settings.register_profile("dev", deadline=None, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 settings.register_profile(
     "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
 )
