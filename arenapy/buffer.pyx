@@ -20,7 +20,7 @@ from cpython.buffer cimport (
     PyBuffer_ToContiguous,
 )
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from cpython.object cimport PyObject, PyTypeObject
+from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from cpython.slice cimport PySlice_AdjustIndices, PySlice_Unpack
 from libc.stdlib cimport free, malloc
@@ -34,9 +34,7 @@ from arenapy.atomic cimport (
 cdef extern from "Python.h":
     void PyObject_GC_Track(PyObject* o)
     void PyObject_GC_UnTrack(PyObject* o)
-    PyObject* PyObject_Init(PyObject* o, PyTypeObject* type)
     void PyObject_GC_Del(void* o)
-    void Py_DecRef(PyObject* o)
     bint PyLong_CheckExact(object o)
     Py_ssize_t PyLong_AsSsize_t(object o) except? -1
 
@@ -44,9 +42,15 @@ cdef extern from *:
     """
     /* tp_dealloc has no Cython spelling. */
     #define arenapy_set_dealloc(t, f) (((PyTypeObject *)(t))->tp_dealloc = (f))
+    /* A dead object of a static type, its type and method table in place: alive again. */
+    static inline PyObject *arenapy_revive(PyObject *o) {
+        _Py_NewReference(o);
+        return o;
+    }
     """
     ctypedef void (*destructor)(PyObject*) noexcept
     void arenapy_set_dealloc(object type, destructor f)
+    object arenapy_revive(PyObject* o)
 
 cdef enum:
     CLOSED = 1
@@ -152,13 +156,10 @@ cdef class Keeper:
 
 cdef Buffer new_root(Keeper keeper, char* ptr, Py_ssize_t size, uint64_t tag, uint32_t pad):
     cdef Buffer b
-    cdef PyObject* o
     global n_kept
     if ARENAPY_GIL and n_kept > 0:
         n_kept -= 1
-        o = PyObject_Init(kept[n_kept], <PyTypeObject*>Buffer)
-        b = <Buffer>o
-        Py_DecRef(o)              # the reference that Init made is now b's
+        b = <Buffer>arenapy_revive(kept[n_kept])
     else:
         b = Buffer.__new__(Buffer)
         PyObject_GC_UnTrack(<PyObject*>b)
@@ -180,7 +181,8 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     """
     global n_kept
     cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
-    PyObject_GC_UnTrack(o)
+    if (<Keeper>keeper).foreign:
+        PyObject_GC_UnTrack(o)
     if (<Buffer>o).hold != NULL:
         (<Keeper>keeper).ended((<Buffer>o).hold)
         (<Buffer>o).hold = NULL

@@ -38,6 +38,7 @@ cdef enum:
 
 
 @cython.final
+@cython.freelist(64)
 @cython.no_gc_clear          # the core is needed to the last
 cdef class Mark:
     """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`."""
