@@ -1,0 +1,57 @@
+from typing import Any, Literal, SupportsIndex, TypeVar, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+from typing_extensions import disjoint_base
+
+from arenapy.ndarray import _Shape
+
+_DTypeT = TypeVar("_DTypeT", bound=np.dtype[Any])
+_ScalarT = TypeVar("_ScalarT", bound=np.generic)
+_ShapeT = TypeVar("_ShapeT", bound=tuple[int, ...])
+
+@disjoint_base
+class Allocator:
+    @overload
+    def empty(
+        self, shape: _Shape, dtype: Literal["f8"] = "f8", order: Literal["C", "F"] = "C"
+    ) -> NDArray[np.float64]: ...
+    @overload
+    def empty(
+        self,
+        shape: _Shape,
+        dtype: type[_ScalarT] | np.dtype[_ScalarT],
+        order: Literal["C", "F"] = "C",
+    ) -> NDArray[_ScalarT]: ...
+    @overload
+    def empty(
+        self, shape: _Shape, dtype: DTypeLike, order: Literal["C", "F"] = "C"
+    ) -> NDArray[Any]: ...
+    @overload
+    def zeros(
+        self, shape: _Shape, dtype: Literal["f8"] = "f8", order: Literal["C", "F"] = "C"
+    ) -> NDArray[np.float64]: ...
+    @overload
+    def zeros(
+        self,
+        shape: _Shape,
+        dtype: type[_ScalarT] | np.dtype[_ScalarT],
+        order: Literal["C", "F"] = "C",
+    ) -> NDArray[_ScalarT]: ...
+    @overload
+    def zeros(
+        self, shape: _Shape, dtype: DTypeLike, order: Literal["C", "F"] = "C"
+    ) -> NDArray[Any]: ...
+    @overload
+    def copy(self, array_like: np.ndarray[_ShapeT, _DTypeT]) -> np.ndarray[_ShapeT, _DTypeT]: ...
+    @overload
+    def copy(self, array_like: ArrayLike) -> NDArray[Any]: ...
+    @overload
+    def struct_of_arrays(
+        self, fields: dict[str, DTypeLike], n: SupportsIndex
+    ) -> dict[str, NDArray[Any]]: ...
+    # A dict of type names made beforehand is none of DTypeLike: dict is invariant.
+    @overload
+    def struct_of_arrays(
+        self, fields: dict[str, str], n: SupportsIndex
+    ) -> dict[str, NDArray[Any]]: ...

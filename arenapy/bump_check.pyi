@@ -1,0 +1,3 @@
+from arenapy.bump_core import BumpCore
+
+def verify(c: BumpCore) -> None: ...
