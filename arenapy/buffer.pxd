@@ -1,6 +1,7 @@
 # The C surface of Buffer, and of Keeper, which is whatever a Buffer's bytes belong to.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport malloc
 
 from arenapy.atomic cimport arenapy_lock
 
@@ -38,6 +39,7 @@ cdef class Keeper:
     cdef bint checked                    # check() has something to check
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
+    cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock
 
     # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
     cdef bint alive(self, Buffer root) noexcept nogil
@@ -87,7 +89,20 @@ cdef bint is_readonly(Buffer buffer) noexcept
 # Mark the root held and count one live export (or, with count False, only mark it).
 cdef int acquire(Buffer buffer, bint count) except -1
 cdef void unacquire(Buffer buffer) noexcept
-cdef Hold* new_hold() except NULL
+# A hold for a new export, reused or allocated; lock held; NULL without memory.
+cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
+    cdef Hold* hold = keeper.spare
+    if hold == NULL:
+        return <Hold*>malloc(sizeof(Hold))
+    keeper.spare = hold.next
+    return hold
+
+
+cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
+    hold.next = keeper.spare
+    keeper.spare = hold
+
+
 # For an allocator that exports at birth: link an already made hold (lock held, cannot fail).
 cdef void born_held(Buffer root, Hold* hold) noexcept nogil
 cdef Py_ssize_t as_size(object value, str what) except -1

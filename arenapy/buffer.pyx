@@ -23,7 +23,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from cpython.slice cimport PySlice_AdjustIndices, PySlice_Unpack
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
 
 from arenapy.atomic cimport (
@@ -119,6 +119,13 @@ cdef class Keeper:
         self.kind = "host"
         self.device_id = -1
         self.host_accessible = True
+
+    def __dealloc__(self):
+        cdef Hold* hold
+        while self.spare != NULL:
+            hold = self.spare
+            self.spare = hold.next
+            free(hold)
 
     cdef bint alive(self, Buffer root) noexcept nogil:
         return True
@@ -242,7 +249,7 @@ cdef int acquire(Buffer buffer, bint count) except -1:
     cdef uint64_t step = ONE_EXPORT if count else 0
     cdef uint64_t word
     cdef Hold* hold
-    cdef bint held = False
+    cdef bint held = False, no_memory = False
     check_open(buffer)
     if root.keeper.checked:
         root.keeper.check()
@@ -250,31 +257,27 @@ cdef int acquire(Buffer buffer, bint count) except -1:
     while not held and word & (HELD | CLOSED) == HELD:
         held = arenapy_cas(&root.word, &word, word + step)
     if not held:
-        hold = new_hold()
         arenapy_lock_acquire(&root.keeper.lock)
         word = arenapy_load(&root.word)
         if word == 0 and root.keeper.alive(root) and not root.keeper.gone:
-            born_held(root, hold)
-            arenapy_add(&root.word, step)
-            held = True
-            hold = NULL
+            hold = new_hold(root.keeper)
+            if hold != NULL:
+                born_held(root, hold)
+                arenapy_add(&root.word, step)
+                held = True
+            else:
+                no_memory = True
         elif word & (HELD | CLOSED) == HELD:     # another thread was first
             arenapy_add(&root.word, step)
             held = True
         arenapy_lock_release(&root.keeper.lock)
-        free(hold)
+    if no_memory:
+        raise MemoryError("no memory for the record of an export")
     if not held:
         raise ValueError(_why_closed(buffer))
     if root is not buffer and count:
         arenapy_add(&buffer.word, ONE_EXPORT)
     return 0
-
-
-cdef Hold* new_hold() except NULL:
-    cdef Hold* hold = <Hold*>malloc(sizeof(Hold))
-    if hold == NULL:
-        raise MemoryError("no memory for the record of an export")
-    return hold
 
 
 cdef void born_held(Buffer root, Hold* hold) noexcept nogil:

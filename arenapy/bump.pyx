@@ -9,7 +9,6 @@ that a call that raises has changed nothing, and no Python code runs in between.
 cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free
 from libc.string cimport memcpy
 import sys
 import weakref
@@ -226,7 +225,7 @@ cdef class Bump(Allocator):
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
         cdef Buffer b = new_root(c, NULL, n, 0, 0)
-        cdef Hold* hold = new_hold() if held else NULL
+        cdef Hold* hold = NULL
         cdef void* start
         arenapy_lock_acquire(&c.lock)
         if c.ended_list != NULL:
@@ -235,13 +234,14 @@ cdef class Bump(Allocator):
         b.ptr = <char*>start
         b.tag = c.tag
         if start != NULL and held:
-            born_held(b, hold)
+            hold = new_hold(c)
+            if hold != NULL:
+                born_held(b, hold)
         arenapy_lock_release(&c.lock)
         if start == NULL:
-            free(hold)
             self.slow_block(b, n, align)
-            if held:
-                acquire(b, False)
+        if held and hold == NULL:
+            acquire(b, False)
         return b
 
     cdef Buffer slow_block(self, Buffer b, Py_ssize_t n, Py_ssize_t align):

@@ -30,7 +30,7 @@ from libc.string cimport memmove, memset
 
 from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
 from arenapy.buffer cimport (
-    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Buffer, Hold, Keeper,
+    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Buffer, Hold, Keeper, drop_hold,
 )
 from arenapy.region cimport Region
 from arenapy.vm cimport vm_lease
@@ -376,7 +376,7 @@ cdef class BumpCore(Keeper):
                 # If it is not the newest, its bytes come back at the next reset.
                 self.move_back(hold.start, hold.end, hold.tag, hold.pad,
                                hold.flags & HOLD_EMPTY != 0)
-                free(hold)
+                drop_hold(self, hold)
 
     cdef bint has_holds(self) noexcept nogil:
         self.drain()
@@ -392,7 +392,7 @@ cdef class BumpCore(Keeper):
             return
         self.poison(hold.start, hold.end)
         self.insert(hold.start, hold.end, hold.region)
-        free(hold)
+        drop_hold(self, hold)
 
     cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
         """Debug mode: what was given back reads as FREED_BYTE."""

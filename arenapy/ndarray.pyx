@@ -20,6 +20,15 @@ cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)
     Py_ssize_t PyLong_AsSsize_t(object o) except? -1
 
+cdef extern from *:
+    """
+    static inline int arenapy_product(Py_ssize_t *product, Py_ssize_t factor) {
+        return __builtin_mul_overflow(*product, factor, product);
+    }
+    """
+    # Multiplies in place; true if that overflowed. (A division would cost as much as the array.)
+    bint arenapy_product(Py_ssize_t* product, Py_ssize_t factor) noexcept nogil
+
 cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(
         object subtype, object descr, int nd, cnp.npy_intp* dims, cnp.npy_intp* strides,
@@ -28,6 +37,7 @@ cdef extern from "numpy/arrayobject.h":
 
 cnp.import_array()
 
+cdef object ndarray_type = np.ndarray
 cdef object last_argument = None
 cdef object last_dtype = None
 cdef dict described = {}          # dtype -> (itemsize, typestr, format)
@@ -92,10 +102,8 @@ cdef object parse(object shape, object dtype, object order, Spec* spec):
         spec.dims[i] = n
         if n == 0:
             empty = 1
-        elif nbytes and n > <Py_ssize_t>((<size_t>-1) >> 1) // nbytes:
+        elif arenapy_product(&nbytes, n):
             raise ValueError(f"shape={shape!r} of {descr} overflows: no address space holds it")
-        else:
-            nbytes *= n
     spec.nbytes = 0 if empty else nbytes
     return descr
 
@@ -108,7 +116,7 @@ cdef object wrap(Buffer buffer, object dtype, Spec* spec):
     flags |= cnp.NPY_ARRAY_F_CONTIGUOUS if spec.fortran else cnp.NPY_ARRAY_C_CONTIGUOUS
     Py_INCREF(dtype)                      # NewFromDescr takes a reference
     array = PyArray_NewFromDescr(
-        np.ndarray, dtype, spec.ndim, <cnp.npy_intp*>spec.dims, NULL, buffer.ptr, flags, None
+        ndarray_type, dtype, spec.ndim, <cnp.npy_intp*>spec.dims, NULL, buffer.ptr, flags, None
     )
     cnp.set_array_base(array, buffer)
     return array
@@ -150,9 +158,8 @@ def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
             continue
         n = _length(lengths[i], shape)
         lengths[i] = n
-        if n and known > <Py_ssize_t>((<size_t>-1) >> 1) // n:
+        if arenapy_product(&known, n):
             raise ValueError(f"shape={shape!r} of {dtype} overflows: no address space holds it")
-        known *= n
     if unknown >= 0:
         if known == 0 or nbytes % known:
             raise ValueError(
