@@ -37,6 +37,7 @@ cdef class Keeper:
     cdef readonly bint device_accessible
     cdef bint foreign                    # reaches a user's object: its Buffers join the cycle collector
     cdef bint checked                    # check() has something to check
+    cdef bint may_lease                  # other processes may see bytes: ask before reuse
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock

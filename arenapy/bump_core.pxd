@@ -43,7 +43,6 @@ cdef class BumpCore(Keeper):
     cdef size_t retired_bytes, leased_bytes, capacity, peak_bytes
     cdef Py_ssize_t n_held   # holds that have not been drained
     cdef bint pristine       # nothing was retired since everything was last free
-    cdef bint may_lease      # a Buffer was sent, or the process forked, over shared memory
     cdef bint shut           # a forked child, or a closed region: refuses every call
     cdef bint debug
     cdef PyObject* last_mark # the newest live Mark (bump.pyx), borrowed: a list through Mark.older

@@ -58,8 +58,7 @@ def reduce_buffer(Buffer buffer not None):
     if region is None or buffer.size == 0:
         return buffer.__reduce_ex__(2)
     acquire(buffer, False)
-    if isinstance(keeper, BumpCore):
-        (<BumpCore>keeper).may_lease = True
+    keeper.may_lease = True
     offset = buffer.ptr - region.ptr + region.file_offset
     fd = vm.reopen(region.descriptor)
     try:
@@ -77,6 +76,8 @@ def reduce_region(Region region not None):
     """A handle of the whole region. It leases nothing: Buffers made from it there do."""
     if region.kind != "shared" or region.descriptor < 0 or region.gone:
         return region.__reduce_ex__(2)         # says why not
+    if region.user != NULL:
+        (<Keeper>region.user).may_lease = True
     fd = vm.reopen(region.descriptor)
     try:
         handle = _send(fd)

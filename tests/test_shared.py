@@ -1,0 +1,339 @@
+"""Shared memory between processes: handles, leases, and what may not be handed out again.
+
+The other processes are real ones, of every start method. They talk through pipes, so that each
+step is known to have happened before the next; nothing here waits for a time to pass.
+"""
+
+import gc
+import multiprocessing as mp
+import os
+import pickle
+import signal
+
+import numpy as np
+import pytest
+
+from arenapy import Bump, Host, Shared, vm
+
+METHODS = ["spawn", "fork", "forkserver"]
+
+
+def receiver(pipe):
+    """Serve commands: keep what is sent, read it, write it, drop it."""
+    kept = {}
+    while True:
+        command, *arguments = pipe.recv()
+        if command == "keep":
+            kept[arguments[0]] = arguments[1]
+            buffer = arguments[1]
+            pipe.send((buffer.nbytes, buffer.kind, buffer.allocator is None, buffer.readonly))
+        elif command == "read":
+            pipe.send(bytes(kept[arguments[0]]))
+        elif command == "write":
+            kept[arguments[0]].fill(arguments[1])
+            pipe.send(None)
+        elif command == "faults":
+            np.frombuffer(bytes(1 << 20), "u1")[::4096].sum()  # the code itself is faulted in
+            start = vm.minor_faults()
+            total = int(np.frombuffer(kept[arguments[0]], "u1")[::4096].sum())
+            pipe.send((vm.minor_faults() - start, total))
+        elif command == "region":
+            kept["region"] = arguments[0]
+            pipe.send(arguments[0].nbytes)
+        elif command == "cut":
+            kept[arguments[2]] = kept["region"].buffer(arguments[0], arguments[1])
+            pipe.send(None)
+        elif command == "drop":
+            del kept[arguments[0]]
+            buffer = None
+            arguments.clear()
+            gc.collect()
+            pipe.send(None)
+        elif command == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            return
+
+
+class Other:
+    """A receiver process."""
+
+    def __init__(self, method):
+        context = mp.get_context(method)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=receiver, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __call__(self, *command):
+        self.pipe.send(command)
+        assert self.pipe.poll(60), "the other process does not answer"
+        return self.pipe.recv()
+
+    def kill(self):
+        self.pipe.send(("die",))
+        self.process.join(60)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def close(self):
+        if self.process.is_alive():
+            self.pipe.send(("stop",))
+        self.process.join(60)
+        self.pipe.close()
+
+
+@pytest.fixture(params=METHODS)
+def other(request):
+    process = Other(request.param)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def arena():
+    return Bump(1 << 20, source=Shared())
+
+
+def account(arena):
+    arena.check()
+    s = arena.stats()
+    total = s.live_bytes + s.free_bytes + s.retired_bytes + s.pending_bytes + s.padding_bytes
+    assert total == s.capacity
+    return s
+
+
+def overlaps(arena, address, nbytes):
+    """Can the arena hand out a byte of this range? Fills all of it with blocks to see."""
+    blocks, found = [], False
+    mark = arena.mark()
+    while arena.remaining:
+        block = arena.alloc(min(arena.stats().largest_free_extent, 4096), 1)
+        found |= block.address < address + nbytes and address < block.address + block.nbytes
+        blocks.append(block)
+    arena.reset(mark)
+    return found
+
+
+def test_a_buffer_crosses_without_a_copy(arena, other):
+    buffer = arena.alloc(5000)
+    buffer.fill(3)
+    assert other("keep", "a", buffer) == (5000, "shared", True, False)
+    assert other("read", "a") == bytes([3]) * 5000
+    buffer.fill(4)
+    assert other("read", "a") == bytes([4]) * 5000
+    other("write", "a", 5)
+    assert bytes(buffer) == bytes([5]) * 5000
+
+
+def test_slices_and_views_cross_as_what_they_are(arena, other):
+    buffer = arena.alloc(4096)
+    buffer.array((1024,), "f4")[:] = np.arange(1024)
+    assert other("keep", "slice", buffer[100:164])[0] == 64
+    assert other("read", "slice") == bytes(buffer[100:164])
+    view = buffer.view((32, 32), "f4")
+    assert other("keep", "view", view)[0] == 4096
+    assert other("read", "view") == bytes(view)
+
+
+def test_the_receiver_finds_the_pages_populated(arena, other):
+    buffer = arena.alloc(900_000)
+    buffer.fill(1)
+    other("keep", "a", buffer)
+    faults, total = other("faults", "a")
+    assert total == len(range(0, 900_000, 4096))
+    assert faults < 40, f"{faults} faults for 220 pages"
+
+
+def test_sent_bytes_are_not_reused_until_the_receiver_lets_go(arena, other):
+    buffer = arena.alloc(3000)
+    address = buffer.address
+    buffer.fill(7)
+    other("keep", "a", buffer)
+    assert buffer.held
+    del buffer
+    arena.reset()
+    stats = account(arena)
+    assert stats.pending_bytes == 3000
+    assert not overlaps(arena, address, 3000)
+    assert other("read", "a") == bytes([7]) * 3000
+    other("drop", "a")
+    arena.reset()
+    assert account(arena).pending_bytes == 0 and arena.remaining == arena.capacity
+    assert overlaps(arena, address, 3000)
+
+
+def test_a_killed_receiver_lets_go(arena, other):
+    buffer = arena.alloc(3000)
+    other("keep", "a", buffer)
+    del buffer
+    arena.reset()
+    assert account(arena).pending_bytes == 3000
+    other.kill()
+    assert arena.remaining == arena.capacity
+    assert account(arena).pending_bytes == 0
+
+
+def test_a_message_under_way_is_a_lease(arena):
+    """Between the sender's pickling and the receiver's unpickling the bytes are safe."""
+    ours, theirs = mp.Pipe()
+    buffer = arena.alloc(3000)
+    address = buffer.address
+    buffer.fill(9)
+    ours.send(buffer)
+    del buffer
+    arena.reset()
+    assert account(arena).pending_bytes == 3000
+    assert not overlaps(arena, address, 3000)
+    received = theirs.recv()
+    assert bytes(received) == bytes([9]) * 3000 and received.address != address
+    arena.reset()
+    assert account(arena).pending_bytes == 3000
+    del received
+    assert account(arena).pending_bytes == 0
+    ours.close()
+    theirs.close()
+
+
+def test_newest_block_is_not_moved_back_over_while_leased(arena, other):
+    buffer = arena.alloc(100)
+    other("keep", "a", buffer)
+    used = arena.used
+    buffer.release()
+    del buffer
+    assert arena.used == used
+    assert arena.alloc(100).address != arena.regions[0].address
+    account(arena)
+
+
+def test_the_sender_outlived_by_its_buffer(other):
+    arena = Bump(1 << 16, source=Shared())
+    buffer = arena.alloc(1000)
+    buffer.fill(1)
+    other("keep", "a", buffer)
+    del arena, buffer
+    gc.collect()
+    assert other("read", "a") == bytes([1]) * 1000
+
+
+def test_a_region_crosses_and_its_buffers_there_are_leases(arena, other):
+    block = arena.alloc(4096)
+    offset = block.address - arena.regions[0].address
+    block.fill(6)
+    assert other("region", arena.regions[0]) == 1 << 20
+    other("cut", offset, 4096, "part")
+    assert other("read", "part") == bytes([6]) * 4096
+    address = block.address
+    del block
+    arena.reset()
+    assert account(arena).pending_bytes == 4096
+    assert not overlaps(arena, address, 4096)
+    other("drop", "part")
+    assert account(arena).pending_bytes == 0 and arena.remaining == arena.capacity
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_buffer_as_an_argument_of_a_process(arena, method):
+    context = mp.get_context(method)
+    ours, theirs = context.Pipe()
+    buffer = arena.alloc(2000)
+    process = context.Process(target=fill_and_say, args=(buffer, theirs))
+    process.start()
+    assert ours.poll(60) and ours.recv() == "filled"
+    assert bytes(buffer) == bytes([8]) * 2000
+    del buffer
+    arena.reset()
+    assert account(arena).pending_bytes == 2000
+    ours.send("go")
+    process.join(60)
+    assert process.exitcode == 0
+    assert account(arena).pending_bytes == 0
+
+
+def fill_and_say(buffer, pipe):
+    buffer.fill(8)
+    pipe.send("filled")
+    assert pipe.recv() == "go"
+
+
+def test_no_descriptor_is_leaked(arena):
+    ours, theirs = mp.Pipe()
+    ours.send(arena.alloc(10))  # multiprocessing starts its helper thread and sockets
+    del_ = theirs.recv()
+    del del_
+    arena.reset()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        ours.send(arena.alloc(100))
+        received = theirs.recv()
+        received.fill(1)
+        del received
+        arena.reset()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert arena.remaining == arena.capacity
+
+
+def test_a_forked_child_keeps_what_it_inherited(arena):
+    """Even Buffers never exported: the child has handles of them."""
+    buffer = arena.alloc(3000)
+    address = buffer.address
+    buffer.fill(2)
+    r, w = os.pipe()
+    r2, w2 = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            try:
+                arena.alloc(1)
+            except ValueError as error:
+                status = 2 if "fork" in str(error) else 3
+            os.write(w2, b"x")
+            os.read(r, 1)
+            if status == 2 and bytes(buffer) == bytes([2]) * 3000:
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.read(r2, 1) == b"x"
+    buffer.release()
+    del buffer
+    arena.reset()
+    assert account(arena).pending_bytes >= 3000
+    assert not overlaps(arena, address, 3000)
+    os.write(w, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert account(arena).pending_bytes == 0 and arena.remaining == arena.capacity
+    for fd in (r, w, r2, w2):
+        os.close(fd)
+
+
+def test_plain_pickle_copies(arena):
+    buffer = arena.alloc(100)
+    buffer.fill(1)
+    copy = pickle.loads(pickle.dumps(buffer))
+    buffer.fill(2)
+    assert bytes(copy) == bytes([1]) * 100 and copy.kind == "existing"
+    with pytest.raises(TypeError, match="multiprocessing"):
+        pickle.dumps(arena.regions[0])
+    with pytest.raises(TypeError, match="process that made it"):
+        pickle.dumps(arena)
+
+
+def test_buffers_of_other_kinds_cross_as_copies():
+    ours, theirs = mp.Pipe()
+    buffer = Bump(1 << 16, source=Host()).alloc(100)
+    buffer.fill(3)
+    ours.send(buffer)
+    ours.send(Bump(1 << 16, source=Shared()).alloc(0))
+    assert bytes(theirs.recv()) == bytes([3]) * 100
+    assert theirs.recv().nbytes == 0
+
+
+def test_debug_filling_spares_what_another_process_sees(other):
+    arena = Bump(1 << 16, source=Shared(), debug=True)
+    with arena.scope():
+        buffer = arena.alloc(500)
+        buffer.fill(5)
+        other("keep", "a", buffer)
+        del buffer
+    assert other("read", "a") == bytes([5]) * 500
+    account(arena)
