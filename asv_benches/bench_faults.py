@@ -1,0 +1,128 @@
+"""Page faults: how many a loop of scopes takes, and what not taking them saves.
+
+An iteration enters a scope, makes one array and writes all of it. The name of the array outlives
+the scope, as in most programs, so that two of them are alive at times: the arena has twice the
+room. NumPy's own arrays, shown beside, fault when malloc returns and takes memory by the call.
+
+What this does not show: the price of prefaulting, paid once; see bench_prefault.
+"""
+
+import numpy as np
+
+import arenapy
+from arenapy import vm
+
+from . import native
+from .rounds import Line, Way, medians
+
+KIB = 1 << 10
+MIB = 1 << 20
+SIZES = tuple(4 * KIB << 2 * i for i in range(9))  # 4 KiB to 256 MiB
+ITERATIONS = 1_000
+PEER_ITERATIONS = 20
+WARM_UP = 3  # iterations: the interpreter's own memory, malloc's thresholds
+TOUCHED = 64 * MIB
+PAGE = 4 * KIB
+
+TOUCH = {
+    "arena.empty(64 MiB) + touch": Way(
+        "touch(empty(n, 'u1'), 4096)", "arena.reset(); empty = arena.empty; touch = loops.touch"
+    ),
+    "np.empty(64 MiB) + touch": Way(
+        "touch(empty(n, 'u1'), 4096)", "empty = np.empty; touch = loops.touch"
+    ),
+}
+
+
+def text(nbytes):
+    """A size as people write it."""
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
+def arena_faults(nbytes, iterations):
+    """Minor faults of so many iterations with an arena."""
+    arena = arenapy.Bump(2 * nbytes)
+    for i in range(-WARM_UP, iterations):
+        if i == 0:
+            before = vm.minor_faults()
+        with arena.scope():
+            array = arena.empty(nbytes, "u1")
+            array.fill(i & 255)
+    faults = vm.minor_faults() - before
+    assert array[0] == array[-1] == (iterations - 1) & 255
+    return faults
+
+
+def numpy_faults(nbytes, iterations):
+    """The same with arrays of NumPy's own."""
+    for i in range(-WARM_UP, iterations):
+        if i == 0:
+            before = vm.minor_faults()
+        array = np.empty(nbytes, "u1")
+        array.fill(i & 255)
+    return vm.minor_faults() - before
+
+
+def namespace():
+    """The names that the statements use."""
+    return {
+        "arena": arenapy.Bump(TOUCHED),
+        "loops": native.load(),
+        "np": np,
+        "n": TOUCHED,
+    }
+
+
+class Faults:
+    """asv: minor faults of 1,000 iterations; up to a minute each."""
+
+    params = (SIZES,)
+    param_names = ("nbytes",)
+    timeout = 600
+
+    def track_arena(self, nbytes):
+        """Scope, allocate, write all."""
+        return arena_faults(nbytes, ITERATIONS)
+
+    def track_numpy(self, nbytes):
+        """Of 20 iterations only, times 50."""
+        return numpy_faults(nbytes, PEER_ITERATIONS) * (ITERATIONS // PEER_ITERATIONS)
+
+    track_arena.unit = track_numpy.unit = "faults"
+
+
+class FirstTouch:
+    """asv: 64 MiB, one byte written a page."""
+
+    params = tuple(TOUCH)
+    param_names = ("way",)
+    number = 1
+    timeout = 300
+
+    def setup(self, way):
+        """A new arena."""
+        self.loop = TOUCH[way].loop(namespace())
+
+    def time_64_mib(self, way):
+        """Make, touch and drop."""
+        self.loop.timeit(1)
+
+
+def lines(quick):
+    """The report's lines."""
+    iterations = 100 if quick else ITERATIONS
+    for nbytes in SIZES:
+        faults = arena_faults(nbytes, iterations)
+        what = f"{iterations} iterations of {text(nbytes)}"
+        yield Line("faults", what, faults, "faults", 0, timed=False)
+    for nbytes in SIZES:
+        faults = numpy_faults(nbytes, PEER_ITERATIONS) / PEER_ITERATIONS
+        yield Line("faults", f"np.empty of {text(nbytes)}, an iteration", faults, "faults")
+    names = namespace()
+    found = medians(TOUCH, names, 1, 11 if quick else 51)
+    for name, seconds in found.items():
+        yield Line("faults", name, seconds * 1e3, "ms")
+    ours, theirs = found.values()
+    yield Line(
+        "faults", "np.empty(64 MiB) + touch / arena's", theirs / ours, "x", 20, at_least=True
+    )

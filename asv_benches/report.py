@@ -1,0 +1,127 @@
+"""Every performance promise in one run: measured, beside its peers, with the verdict.
+
+    python asv_benches/report.py [--quick] [--json FILE] [--only SECTION ...]
+
+Rounds of what is compared follow each other in random order within this one process. Run it on an
+idle machine; the load is printed, as are the processor and the versions. The exit status is 1 if
+a promise is not kept.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a script; behind what is installed
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import arenapy
+from asv_benches import (
+    bench_c,
+    bench_faults,
+    bench_latency,
+    bench_layout,
+    bench_lifetime,
+    bench_prefault,
+)
+from asv_benches.rounds import Line
+
+
+def prefault_lines(quick):
+    """bench_prefault's figures as lines of the report."""
+    found = bench_prefault.medians(bench_prefault.SIZE, 3 if quick else 15)
+    for way, seconds in found.items():
+        yield Line("prefault", f"1 GiB, {way}", seconds * 1e3, "ms")
+    best = min(bench_prefault.PEERS, key=found.get)
+    one, two = (found[way] for way in bench_prefault.WAYS)
+    yield Line("prefault", f"{best} / 1 thread", found[best] / one, "x", 1.0, at_least=True)
+    limit = 1.3 if len(os.sched_getaffinity(0)) >= 2 else None
+    yield Line("prefault", "1 thread / 2 threads", one / two, "x", limit, at_least=True)
+
+
+SECTIONS = {
+    "latency": bench_latency.lines,
+    "c": bench_c.lines,
+    "faults": bench_faults.lines,
+    "layout": bench_layout.lines,
+    "lifetime": bench_lifetime.lines,
+    "prefault": prefault_lines,
+}
+
+
+def machine():
+    """What the figures depend on."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "arenapy": arenapy.__version__,
+        "load": os.getloadavg()[0],
+    }
+
+
+def figure(value):
+    """Three digits, or all of a whole number."""
+    return f"{value:.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
+
+
+def show(console, section, lines):
+    """One section as a table."""
+    table = Table(title=section, title_justify="left", title_style="bold")
+    for name, justify in (("", "left"), ("measured", "right"), ("target", "right"), ("", "left")):
+        table.add_column(name, justify=justify)
+    for line in lines:
+        sense = "≥" if line.at_least else "≤"
+        target = "" if line.limit is None else f"{sense} {line.limit:g} {line.unit}"
+        style = {"met": "green", "MISSED": "bold red"}.get(line.verdict, "dim")
+        value = f"{figure(line.value)} {line.unit}" if line.value < float("inf") else "out of room"
+        table.add_row(line.what, value, target, line.verdict, style=style)
+    console.print(table)
+
+
+def main():
+    """Run, print, and say by the exit status whether all is met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it runs")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options = parser.parse_args()
+    console = Console()
+    about = machine()
+    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
+    found = []
+    start = time.perf_counter()
+    for section in options.only:
+        lines = list(SECTIONS[section](options.quick))
+        show(console, section, lines)
+        found += lines
+    missed = [line for line in found if line.verdict == "MISSED"]
+    promises = [line for line in found if line.limit is not None]
+    seconds = time.perf_counter() - start
+    console.print(
+        f"{len(promises) - len(missed)} of {len(promises)} promises kept, {seconds:.0f} s, "
+        f"load at the end {os.getloadavg()[0]:.1f}"
+    )
+    if options.json:
+        lines = [dataclasses.asdict(line) | {"verdict": line.verdict} for line in found]
+        Path(options.json).write_text(json.dumps({"machine": about, "lines": lines}, indent=1))
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
