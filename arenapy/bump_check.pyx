@@ -8,7 +8,7 @@ from libc.stdint cimport uintptr_t
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer cimport Hold
-from arenapy.bump_core cimport BumpCore, Extent, Frame
+from arenapy.bump_core cimport BumpCore
 from arenapy.region cimport Region
 
 cdef enum:
@@ -43,7 +43,7 @@ def verify(BumpCore c not None):
     cdef Py_ssize_t i, n = 0, most
     cdef list frames = []
     arenapy_lock_acquire(&c.lock)
-    most = c.n_runs + 1 + c.n_free + _count(c.retired) + _count(c.leased)
+    most = c.n_runs + 1 + c.free.n + _count(c.retired) + _count(c.leased)
     for i in range(c.n_frames):
         most += _count(c.frames[i].holds)
     ranges = <Range*>malloc(most * sizeof(Range))
@@ -56,8 +56,8 @@ def verify(BumpCore c not None):
     ranges[n - 1].end = c.cursor
     ranges[n] = Range(c.cursor, c.limit, c.runs[c.n_runs - 1].region, CURRENT)
     n += 1
-    for i in range(c.n_free):
-        ranges[n] = Range(c.free[i].start, c.free[i].end, c.free[i].region, FREE)
+    for i in range(c.free.n):
+        ranges[n] = Range(c.free.items[i].start, c.free.items[i].end, c.free.items[i].region, FREE)
         n += 1
     hold = c.retired
     while hold != NULL:

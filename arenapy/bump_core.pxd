@@ -4,13 +4,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from arenapy.buffer cimport Buffer, Hold, Keeper
+from arenapy.extents cimport Extent, Extents
 from arenapy.region cimport Region
-
-# [start, end) of one region. start <= end.
-cdef struct Extent:
-    uintptr_t start
-    uintptr_t end
-    Py_ssize_t region        # index into BumpCore.regions
 
 # What was allocated since a mark (the base frame: since the last full reset).
 cdef struct Frame:
@@ -34,8 +29,7 @@ cdef class BumpCore(Keeper):
     cdef uint64_t stamp      # the last content or id given out
     cdef Extent* runs        # bytes handed out contiguously, oldest first; n_runs >= 1
     cdef Py_ssize_t n_runs, cap_runs
-    cdef Extent* free        # ordered by (region, start), never adjacent; without [cursor, limit)
-    cdef Py_ssize_t n_free, cap_free
+    cdef Extents free        # what is free beside [cursor, limit)
     cdef Frame* frames       # n_frames >= 1; frames[0] is the base
     cdef Py_ssize_t n_frames, cap_frames
     cdef Hold* retired       # held blocks that outlived a reset
@@ -68,15 +62,10 @@ cdef class BumpCore(Keeper):
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
     cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
     # internal
-    cdef Py_ssize_t bisect(self, Py_ssize_t region, uintptr_t at) noexcept nogil
-    cdef void insert(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
-    cdef void remove(self, Py_ssize_t i) noexcept nogil
-    cdef void carve(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
     cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil
     cdef void pop_run(self) noexcept nogil
     cdef bint run_is_spare(self) noexcept nogil
     cdef bint is_empty(self, Frame* frame) noexcept nogil
-    cdef bint free_room(self, Py_ssize_t more) noexcept nogil
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil
     cdef void note_peak(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil

@@ -25,32 +25,22 @@ Holds end on any thread: `ended` pushes onto a lock-free list, which the owner d
 cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, realloc
-from libc.string cimport memmove, memset
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
 from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
 from arenapy.buffer cimport (
     GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Buffer, Hold, Keeper, drop_hold,
+)
+from arenapy.extents cimport (
+    Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
+    extents_room, make_room,
 )
 from arenapy.region cimport Region
 from arenapy.vm cimport vm_lease
 
 cdef enum:
     FREED_BYTE = 0xDB        # debug: what given-back memory is filled with
-
-
-cdef bint _room(void** array, Py_ssize_t* cap, Py_ssize_t wanted, size_t item) noexcept nogil:
-    """Make `array` hold `wanted` items; False (and nothing changed) if there is no memory."""
-    cdef Py_ssize_t more
-    cdef void* new
-    if wanted <= cap[0]:
-        return True
-    more = max(wanted, 2 * cap[0], 16)
-    new = realloc(array[0], more * item)
-    if new == NULL:
-        return False
-    array[0], cap[0] = new, more
-    return True
 
 
 cdef inline void _unlink(Hold** head, Hold* hold) noexcept nogil:
@@ -99,13 +89,13 @@ cdef class BumpCore(Keeper):
             (<Region>self.region[i]).detach()
         free(self.region)
         free(self.runs)
-        free(self.free)
+        free(self.free.items)
         free(self.frames)
 
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""
-        if not (_room(<void**>&self.runs, &self.cap_runs, 16, sizeof(Extent))
-                and _room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
+        if not (make_room(<void**>&self.runs, &self.cap_runs, 16, sizeof(Extent))
+                and make_room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
             raise MemoryError("no memory for the bookkeeping of an arena")
         self.add_region(region)
         self.kind, self.device_id = region.kind, region.device_id
@@ -123,7 +113,7 @@ cdef class BumpCore(Keeper):
 
     cdef int add_region(self, Region region) except -1:
         """Grow: the region becomes a free extent behind all others."""
-        if not (self.free_room(1) and _room(
+        if not (extents_room(&self.free, 1) and make_room(
                 <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*))):
             raise MemoryError("no memory for the bookkeeping of an arena")
         region.attach(self, self.n_regions == 0)
@@ -133,7 +123,7 @@ cdef class BumpCore(Keeper):
         self.checked = self.checked or region.checked
         self.capacity += region.size
         self.n_regions += 1
-        self.insert(<uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size, self.n_regions - 1)
+        extents_insert(&self.free, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size, self.n_regions - 1)
         return 0
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
@@ -155,11 +145,7 @@ cdef class BumpCore(Keeper):
         return n
 
     cdef size_t free_bytes(self) noexcept nogil:
-        cdef size_t n = self.limit - self.cursor
-        cdef Py_ssize_t i
-        for i in range(self.n_free):
-            n += self.free[i].end - self.free[i].start
-        return n
+        return self.limit - self.cursor + extents_bytes(&self.free)
 
     cdef size_t largest_free(self) noexcept nogil:
         """The largest free range; what joins the current extent on a miss counts with it."""
@@ -168,8 +154,8 @@ cdef class BumpCore(Keeper):
         cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
         cdef Extent e
         cdef Py_ssize_t i
-        for i in range(self.n_free):
-            e = self.free[i]
+        for i in range(self.free.n):
+            e = self.free.items[i]
             if e.region == here and (e.start == self.limit or e.end == self.cursor):
                 current += e.end - e.start
             most = max(most, e.end - e.start)
@@ -177,65 +163,15 @@ cdef class BumpCore(Keeper):
 
     # -- free extents
 
-    cdef Py_ssize_t bisect(self, Py_ssize_t region, uintptr_t at) noexcept nogil:
-        """Index of the first free extent that starts behind (region, at)."""
-        cdef Py_ssize_t low = 0, high = self.n_free, middle
-        while low < high:
-            middle = (low + high) // 2
-            if (self.free[middle].region < region
-                    or (self.free[middle].region == region and self.free[middle].start <= at)):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    cdef void insert(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil:
-        """Add a free range and coalesce it; there is room for one extent more."""
-        cdef Py_ssize_t i
-        cdef bint left, right
-        if start == end:
-            return
-        i = self.bisect(region, start)
-        left = i > 0 and self.free[i - 1].region == region and self.free[i - 1].end == start
-        right = i < self.n_free and self.free[i].region == region and self.free[i].start == end
-        if left and right:
-            self.free[i - 1].end = self.free[i].end
-            self.remove(i)
-        elif left:
-            self.free[i - 1].end = end
-        elif right:
-            self.free[i].start = start
-        else:
-            memmove(&self.free[i + 1], &self.free[i], (self.n_free - i) * sizeof(Extent))
-            self.free[i].start, self.free[i].end, self.free[i].region = start, end, region
-            self.n_free += 1
-
-    cdef void remove(self, Py_ssize_t i) noexcept nogil:
-        self.n_free -= 1
-        memmove(&self.free[i], &self.free[i + 1], (self.n_free - i) * sizeof(Extent))
-
-    cdef void carve(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil:
-        """Take [start, end) out of the free extent around it; room for one extent more."""
-        cdef Py_ssize_t i = self.bisect(region, start) - 1
-        cdef uintptr_t behind = self.free[i].end
-        if self.free[i].start == start:
-            self.remove(i)
-        else:
-            self.free[i].end = start
-        self.insert(end, behind, region)
-
     cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil:
         """Make the free bytes from `at` on, if any, the current extent of the current run."""
-        cdef Py_ssize_t i = self.bisect(region, at) - 1
+        cdef Py_ssize_t i = extents_after(&self.free, region, at) - 1
         cdef uintptr_t end
         self.cursor = self.limit = at
-        if i >= 0 and self.free[i].region == region and self.free[i].end > at:
-            end = self.free[i].end
-            self.carve(at, end, region)
+        if i >= 0 and self.free.items[i].region == region and self.free.items[i].end > at:
+            end = self.free.items[i].end
+            extents_carve(&self.free, at, end, region)
             self.limit = end
-
-    cdef bint free_room(self, Py_ssize_t more) noexcept nogil:
-        return _room(<void**>&self.free, &self.cap_free, self.n_free + more, sizeof(Extent))
 
     # A spare run is an empty last run that no frame refers to.
 
@@ -247,7 +183,7 @@ cdef class BumpCore(Keeper):
     cdef void pop_run(self) noexcept nogil:
         """Drop a spare run and go on behind the one before it; room for one extent more."""
         cdef Py_ssize_t last = self.n_runs - 1
-        self.insert(self.cursor, self.limit, self.runs[last].region)
+        extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
         self.n_runs = last
         self.continue_at(self.runs[last - 1].end, self.runs[last - 1].region)
 
@@ -263,13 +199,13 @@ cdef class BumpCore(Keeper):
             return NULL
         self.drain()
         self.settle_leases()
-        if not (self.free_room(3) and _room(
+        if not (extents_room(&self.free, 3) and make_room(
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return NULL
         here = self.runs[self.n_runs - 1].region
-        self.insert(self.cursor, self.limit, here)    # it may join what was freed beside it
-        for i in range(self.n_free):
-            e = self.free[i]
+        extents_insert(&self.free, self.cursor, self.limit, here)    # it may join what was freed beside it
+        for i in range(self.free.n):
+            e = self.free.items[i]
             start = (e.start + (align - 1)) & ~<uintptr_t>(align - 1)
             if start >= e.end or size > e.end - start:
                 continue
@@ -278,7 +214,7 @@ cdef class BumpCore(Keeper):
                 if not self.run_is_spare():
                     self.n_runs += 1
                 self.runs[self.n_runs - 1] = Extent(e.start, e.start, e.region)
-            self.remove(i)
+            extents_remove(&self.free, i)
             self.limit = e.end
             self.cursor = start + size
             self.padding += (start - e.start) + (n == 0)
@@ -297,7 +233,7 @@ cdef class BumpCore(Keeper):
                         bint empty) noexcept nogil:
         """Free the newest block by moving the cursor over it, unless a mark is newer."""
         cdef uintptr_t at, stop
-        if self.shut or not self.free_room(2):
+        if self.shut or not extents_room(&self.free, 2):
             return False
         if tag != self.tag:
             self.prune()
@@ -386,12 +322,12 @@ cdef class BumpCore(Keeper):
         """A range that nobody here sees any more: free, unless another process sees it."""
         cdef uintptr_t at, stop
         if (self.may_lease and self.leased_part(hold.start, hold.end, hold.region, &at, &stop)
-                ) or not self.free_room(3):
+                ) or not extents_room(&self.free, 3):
             self.leased_bytes += hold.end - hold.start
             _link(&self.leased, hold)
             return
         self.poison(hold.start, hold.end)
-        self.insert(hold.start, hold.end, hold.region)
+        extents_insert(&self.free, hold.start, hold.end, hold.region)
         drop_hold(self, hold)
 
     cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
@@ -413,22 +349,22 @@ cdef class BumpCore(Keeper):
         cdef Py_ssize_t i
         cdef Hold* hold
         while start < end:
-            i = self.bisect(region, start) - 1
-            if i < 0 or self.free[i].region != region or self.free[i].end <= start:
+            i = extents_after(&self.free, region, start) - 1
+            if i < 0 or self.free.items[i].region != region or self.free.items[i].end <= start:
                 i += 1
-            if (i == self.n_free or self.free[i].region != region
-                    or self.free[i].start >= end):
+            if (i == self.free.n or self.free.items[i].region != region
+                    or self.free.items[i].start >= end):
                 return
-            first, last = max(self.free[i].start, start), min(self.free[i].end, end)
+            first, last = max(self.free.items[i].start, start), min(self.free.items[i].end, end)
             start = last
             if not self.leased_part(first, last, region, &at, &stop):
                 continue
             hold = <Hold*>calloc(1, sizeof(Hold))
-            if hold == NULL or not self.free_room(3):
+            if hold == NULL or not extents_room(&self.free, 3):
                 free(hold)
                 self.shut = True             # the lease cannot be recorded: hand out nothing
                 return
-            self.carve(at, stop, region)
+            extents_carve(&self.free, at, stop, region)
             hold.start, hold.end, hold.region = at, stop, region
             self.leased_bytes += stop - at
             _link(&self.leased, hold)
@@ -462,7 +398,7 @@ cdef class BumpCore(Keeper):
         cdef Frame* frame = &self.frames[self.n_frames - 1]
         if self.n_frames > 1 and self.is_empty(frame):
             return frame
-        if not _room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
+        if not make_room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
             return NULL
         frame = &self.frames[self.n_frames]
         self.n_frames += 1
@@ -515,25 +451,25 @@ cdef class BumpCore(Keeper):
         cdef Py_ssize_t i, last, home
         cdef uintptr_t start
         # All memory first: from here on nothing can fail.
-        if not (self.free_room(self.n_runs - frame.run + held + 4) and _room(
+        if not (extents_room(&self.free, self.n_runs - frame.run + held + 4) and make_room(
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return -1
         self.settle_leases()
         self.note_peak()
         last = self.n_runs - 1
         home = self.runs[frame.run].region
-        self.insert(self.cursor, self.limit, self.runs[last].region)
+        extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
         self.runs[last].end = self.cursor
         for i in range(frame.run, self.n_runs):
             start = frame.cursor if i == frame.run else self.runs[i].start
-            self.insert(start, self.runs[i].end, self.runs[i].region)
+            extents_insert(&self.free, start, self.runs[i].end, self.runs[i].region)
         for i in range(f, self.n_frames):
             hold = self.frames[i].holds
             while hold != NULL:
                 next = hold.next
                 hold.region = self.region_of(hold.start)
                 hold.flags |= HOLD_RETIRED
-                self.carve(hold.start, hold.end, hold.region)
+                extents_carve(&self.free, hold.start, hold.end, hold.region)
                 self.retired_bytes += hold.end - hold.start
                 _link(&self.retired, hold)
                 hold = next
@@ -556,15 +492,15 @@ cdef class BumpCore(Keeper):
             self.pristine = True
         # Where nothing was ever retired the cursor returns to the mark; else it takes the
         # lowest free extent, so that memory stays hot and gaps are used.
-        if self.pristine or self.n_free == 0 or (
-                self.free[0].region == home and self.free[0].start == frame.cursor):
+        if self.pristine or self.free.n == 0 or (
+                self.free.items[0].region == home and self.free.items[0].start == frame.cursor):
             self.continue_at(frame.cursor, home)
         else:
             self.runs[self.n_runs] = Extent(
-                self.free[0].start, self.free[0].start, self.free[0].region)
-            self.cursor, self.limit = self.free[0].start, self.free[0].end
+                self.free.items[0].start, self.free.items[0].start, self.free.items[0].region)
+            self.cursor, self.limit = self.free.items[0].start, self.free.items[0].end
             self.n_runs += 1
-            self.remove(0)
+            extents_remove(&self.free, 0)
         return 0
 
     cdef void poison_free(
@@ -572,10 +508,10 @@ cdef class BumpCore(Keeper):
     ) noexcept nogil:
         """Poison the free parts of [start, end)."""
         cdef Py_ssize_t i
-        for i in range(self.n_free):
-            if (self.free[i].region == region and self.free[i].start < end
-                    and start < self.free[i].end):
-                self.poison(max(start, self.free[i].start), min(end, self.free[i].end))
+        for i in range(self.free.n):
+            if (self.free.items[i].region == region and self.free.items[i].start < end
+                    and start < self.free.items[i].end):
+                self.poison(max(start, self.free.items[i].start), min(end, self.free.items[i].end))
 
     # -- the end of a region, and fork
 
@@ -599,18 +535,18 @@ cdef class BumpCore(Keeper):
         cdef int status = 0
         if self.shut:
             return 0
-        if not self.free_room(3):
+        if not extents_room(&self.free, 3):
             return -1
         self.may_lease = True
-        self.insert(self.cursor, self.limit, here)
-        for i in range(self.n_free + 1):
-            if i < self.n_free and self.region[self.free[i].region] != region:
+        extents_insert(&self.free, self.cursor, self.limit, here)
+        for i in range(self.free.n + 1):
+            if i < self.free.n and self.region[self.free.items[i].region] != region:
                 continue
-            start = self.free[i].start if i < self.n_free else end
+            start = self.free.items[i].start if i < self.free.n else end
             if start > at and vm_lease(
                     fd, base + <long long>at, <long long>(start - at)) < 0:
                 status = -1
-            at = self.free[i].end if i < self.n_free else end
+            at = self.free.items[i].end if i < self.free.n else end
         self.continue_at(self.cursor, here)
         return status
 
