@@ -15,10 +15,11 @@ import weakref
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator cimport HOST_ALIGN, Allocator
-from arenapy.buffer cimport (
-    Buffer, Hold, acquire, as_align, as_size, born_held, check_open, new_hold, new_root,
-    no_stream, unacquire,
+from arenapy.arguments cimport as_align, as_size
+from arenapy.block cimport (
+    GONE_CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
+from arenapy.buffer cimport Buffer, new_root
 from arenapy.bump_core cimport BumpCore, Frame, rewind, take
 from arenapy.region cimport Region
 
@@ -303,7 +304,7 @@ cdef class Bump(Allocator):
     cdef int open_check(self) except -1:
         cdef BumpCore c = self.core
         if c.shut:
-            if (<Region>c.regions[0]).gone == 1:
+            if (<Region>c.regions[0]).gone == GONE_CLOSED:
                 raise ValueError("the region of this arena was closed; make a new arena")
             raise ValueError(
                 f"this arena over {c.kind} memory belongs to the process that made it, and this "
@@ -371,7 +372,7 @@ cdef class Bump(Allocator):
         cdef uintptr_t start, end
         cdef size_t align
         check_open(buffer)
-        if buffer.is_view or <PyObject*>buffer.keeper != <PyObject*>c:
+        if buffer.root is not None or <PyObject*>buffer.keeper != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
         if n < buffer.size:
             raise ValueError(
@@ -386,7 +387,7 @@ cdef class Bump(Allocator):
             if buffer.size == 0 and n > 0:
                 c.padding -= 1
                 if buffer.hold != NULL:
-                    buffer.hold.flags &= ~<uint32_t>2      # HOLD_EMPTY
+                    buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
             c.cursor = start + n + (n == 0)
             buffer.size = n
             if buffer.hold != NULL:
@@ -395,7 +396,7 @@ cdef class Bump(Allocator):
         arenapy_lock_release(&c.lock)
         if done:
             return buffer
-        if buffer.word >= 4:                 # ONE_EXPORT
+        if buffer.word >= ONE_EXPORT:
             raise BufferError(
                 f"{buffer!r} has to move to grow, and has live exports; drop them first"
             )

@@ -7,7 +7,7 @@ from libc.stdlib cimport free, malloc
 from libc.stdint cimport uintptr_t
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
-from arenapy.buffer cimport Hold
+from arenapy.block cimport Hold
 from arenapy.bump_core cimport BumpCore
 from arenapy.region cimport Region
 

@@ -3,7 +3,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from arenapy.buffer cimport Buffer, Hold, Keeper
+from arenapy.block cimport Block, Hold, Keeper
 from arenapy.extents cimport Extent, Extents
 from arenapy.region cimport Region
 

@@ -29,8 +29,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
-from arenapy.buffer cimport (
-    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Buffer, Hold, Keeper, drop_hold,
+from arenapy.block cimport (
+    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Block, Hold, Keeper, drop_hold,
 )
 from arenapy.extents cimport (
     Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
@@ -255,7 +255,7 @@ cdef class BumpCore(Keeper):
 
     # -- held blocks
 
-    cdef bint alive(self, Buffer root) noexcept nogil:
+    cdef bint alive(self, Block root) noexcept nogil:
         """Is the frame that an unheld Buffer was allocated in still there?"""
         cdef Py_ssize_t i = self.frame_of(root.tag)
         return i >= 0 and self.frames[i].content == root.tag
@@ -275,7 +275,7 @@ cdef class BumpCore(Keeper):
         self.n_held += 1
         _link(&self.frames[self.frame_of(hold.tag)].holds, hold)
 
-    cdef void give_back(self, Buffer root) noexcept nogil:
+    cdef void give_back(self, Block root) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>root.ptr
         cdef bint empty = root.size == 0
         self.move_back(start, start + root.size + empty, root.tag, root.pad, empty)

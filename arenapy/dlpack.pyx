@@ -17,7 +17,8 @@ from libc.stdlib cimport free, malloc
 import numpy as np
 
 from arenapy.atomic cimport arenapy_finalizing
-from arenapy.buffer cimport Buffer, View, acquire, check_open, is_readonly, unacquire
+from arenapy.block cimport acquire, check_open, is_readonly, unacquire
+from arenapy.buffer cimport Buffer, View
 
 cdef enum:
     KIND_CPU = 1
@@ -109,14 +110,14 @@ def device(Buffer buffer):
 
 cdef DLDataType _dtype(Buffer buffer) except *:
     cdef DLDataType t
-    cdef str typestr = (<View>buffer).typestr if buffer.is_view else "|u1"
+    cdef str typestr = (<View>buffer).typestr if buffer.root is not None else "|u1"
     code = CODES.get(typestr[1])
     if code is None or typestr[0] == ">":
         raise BufferError(
             f"DLPack has no type for {typestr!r}; view the Buffer as a native number or as 'u1'"
         )
     t.code = code
-    t.bits = 8 * ((<View>buffer).itemsize if buffer.is_view else 1)
+    t.bits = 8 * ((<View>buffer).itemsize if buffer.root is not None else 1)
     t.lanes = 1
     return t
 
@@ -129,7 +130,7 @@ cdef void _fill(DLTensor* tensor, Buffer buffer, DLDataType dtype, int64_t* numb
     tensor.dtype = dtype
     tensor.byte_offset = 0
     tensor.shape = numbers
-    if buffer.is_view:
+    if buffer.root is not None:
         v = <View>buffer
         tensor.ndim = v.ndim
         for i in range(v.ndim):
@@ -177,7 +178,7 @@ def capsule(Buffer buffer, stream, max_version, dl_device, copy):
             "the Buffer is read-only, which DLPack can say only since 1.0: the consumer has to "
             "pass max_version=(1, 0) or later, or copy=True"
         )
-    numbers = 2 * ((<View>buffer).ndim if buffer.is_view else 1) * sizeof(int64_t)
+    numbers = 2 * ((<View>buffer).ndim if buffer.root is not None else 1) * sizeof(int64_t)
     if versioned:
         new = <DLManagedTensorVersioned*>malloc(sizeof(DLManagedTensorVersioned) + numbers)
         if new == NULL:
@@ -211,7 +212,7 @@ cdef bint _is_versioned(object max_version) except -1:
 
 cdef object _copied(Buffer buffer, bint versioned, object max_version):
     """A capsule of a copy, which NumPy owns."""
-    if buffer.is_view:
+    if buffer.root is not None:
         copy = np.empty((<View>buffer).shape, (<View>buffer).typestr)
     else:
         copy = np.empty(buffer.size, "u1")

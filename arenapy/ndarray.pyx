@@ -14,7 +14,8 @@ import numpy as np
 cimport numpy as cnp
 
 from arenapy.atomic cimport ARENAPY_GIL
-from arenapy.buffer cimport Buffer, View, acquire, check_open, is_readonly
+from arenapy.block cimport acquire, check_open, is_readonly
+from arenapy.buffer cimport Buffer, View
 
 cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)

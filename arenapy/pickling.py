@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from arenapy.buffer import Buffer
+from arenapy.buffer import Buffer, View
 
 __all__ = ["rebuild_buffer", "reduce_buffer"]
 
 
 def layout_of(buffer: Buffer) -> tuple[Any, Any] | None:
     """The (shape, dtype) of a typed view, None for plain bytes."""
-    return (buffer.shape, buffer.dtype) if hasattr(buffer, "shape") else None
+    return (buffer.shape, buffer.dtype) if isinstance(buffer, View) else None
 
 
 def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:

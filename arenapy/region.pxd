@@ -2,7 +2,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
-from arenapy.buffer cimport Keeper
+from arenapy.block cimport Keeper
 
 cdef enum:
     FORK_INHERIT = 0     # a forked child has its own copy

@@ -22,9 +22,9 @@ from arenapy.atomic cimport (
     arenapy_add, arenapy_finalizing, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
     arenapy_sub,
 )
-from arenapy.buffer cimport (
-    GONE_CLOSED, GONE_FORKED, GONE_NOT, Buffer, Hold, Keeper, as_size, new_root,
-)
+from arenapy.arguments cimport as_size
+from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper
+from arenapy.buffer cimport new_root
 from arenapy.vm cimport (
     vm_file_nbytes, vm_first_lease, vm_lease, vm_reopen, vm_unmap,
 )

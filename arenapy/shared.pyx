@@ -17,7 +17,8 @@ from multiprocessing import context, reduction
 
 from arenapy import vm
 from arenapy.buffer import View as _View
-from arenapy.buffer cimport Buffer, Keeper, acquire, check_open, new_root, root_of
+from arenapy.block cimport Keeper, acquire, check_open, root_of
+from arenapy.buffer cimport Buffer
 from arenapy.bump_core cimport BumpCore
 from arenapy.pickling import layout_of
 from arenapy.region cimport Region

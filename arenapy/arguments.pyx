@@ -1,0 +1,38 @@
+"""Sizes and alignments as Python gives them, checked; errors name the value and the range."""
+
+cdef extern from "Python.h":
+    Py_ssize_t PyLong_AsSsize_t(object o) except? -1
+
+cdef enum:
+    MAX_ALIGN = 2 << 20
+
+
+cdef Py_ssize_t as_size(object value, str what) except -1:
+    """A count of bytes: an integer from 0 to the largest Py_ssize_t."""
+    cdef object index
+    cdef Py_ssize_t n
+    try:
+        index = value.__index__()
+    except AttributeError:
+        raise TypeError(
+            f"{what}={value!r} is of type {type(value).__name__}; give a whole number of bytes"
+        ) from None
+    try:
+        n = PyLong_AsSsize_t(index)
+    except OverflowError:
+        n = -1
+        if index > 0:
+            raise ValueError(
+                f"{what}={index} is more than any address space holds; "
+                f"the largest possible is {<Py_ssize_t>((<size_t>-1) >> 1)}"
+            ) from None
+    if n < 0:
+        raise ValueError(f"{what}={index} is negative; give 0 or more bytes")
+    return n
+
+
+cdef Py_ssize_t as_align(object value) except -1:
+    cdef Py_ssize_t n = as_size(value, "align")
+    if n <= 0 or n & (n - 1) or n > MAX_ALIGN:
+        raise ValueError(f"align={value} is not a power of two from 1 to {MAX_ALIGN}")
+    return n

@@ -1,0 +1,106 @@
+# The state of a Buffer, and Keeper, which is whatever a Buffer's bytes belong to.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport malloc
+
+from arenapy.atomic cimport arenapy_lock
+
+cdef enum:
+    CLOSED = 1           # bits of Block.word
+    HELD = 2
+    ONE_EXPORT = 4
+
+    GONE_NOT = 0
+    GONE_CLOSED = 1      # the region was closed
+    GONE_FORKED = 2      # this process is a forked child and the memory stayed with the parent
+
+    HOLD_RETIRED = 1     # outlived a reset of its frame
+    HOLD_EMPTY = 2       # a 0-byte block
+
+# One held block: a root Buffer that was ever exported. Owned by the Buffer until `ended`
+# passes it to the keeper. start < end always: a 0-byte block occupies one byte.
+cdef struct Hold:
+    Hold* next           # in its frame's, the retired or the leased list
+    Hold* prev
+    Hold* ended_next     # in the keeper's list of ended holds
+    uintptr_t start
+    uintptr_t end
+    uint64_t tag         # the Buffer's tag
+    uint32_t pad         # bytes skipped before start for alignment
+    uint32_t flags       # HOLD_*
+    Py_ssize_t region    # the keeper's: which region it is in, once retired or leased
+
+
+# What bytes belong to: a Region, or the core of an allocator. It keeps them mapped, knows
+# whether an unheld Buffer is still valid, and is told when a held one ends.
+cdef class Keeper:
+    cdef readonly str kind
+    cdef readonly int device_id          # -1: the host
+    cdef readonly bint readonly
+    cdef readonly bint host_accessible
+    cdef readonly bint device_accessible
+    cdef bint foreign                    # reaches a user's object: its Buffers join the cycle collector
+    cdef bint checked                    # check() has something to check
+    cdef bint may_lease                  # other processes may see bytes: ask before reuse
+    cdef int gone                        # GONE_*
+    cdef arenapy_lock lock
+    cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock
+
+    # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
+    cdef bint alive(self, Block root) noexcept nogil
+    cdef void enlist(self, Hold* hold) noexcept nogil
+    cdef void give_back(self, Block root) noexcept nogil
+    cdef void ended(self, Hold* hold) noexcept nogil
+    # For allocators' cores: the end of a region, and fork (see region.pyx).
+    cdef bint has_holds(self) noexcept nogil
+    cdef void disable(self, int why) noexcept nogil
+    cdef void forked(self, bint unmapped) noexcept nogil
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil
+    cdef int check(self) except -1
+    cdef object owner_of(self)
+
+
+# `word` is the whole state of a root, changed as one atomic: bit 0 CLOSED, bit 1 HELD (was ever
+# exported), the rest: live exports in units of ONE_EXPORT, those of its slices and views
+# included. A slice or view has a word of its own, without HELD.
+cdef class Block:
+    cdef char* ptr
+    cdef Py_ssize_t size
+    cdef uint64_t word
+    cdef uint64_t tag                    # the keeper's: which frame or slot the block is in
+    cdef uint32_t pad                    # the keeper's: bytes skipped before ptr
+    cdef bint sealed                     # read-only although the memory is not
+    cdef Hold* hold                      # not NULL once HELD; ended by the dealloc
+    cdef Keeper keeper                   # keeps the bytes mapped
+    cdef Block root                      # None: this is a root; else what counts as held
+
+
+cdef Block root_of(Block block) noexcept
+cdef bint is_open(Block block) noexcept
+cdef int check_open(Block block) except -1
+cdef bint is_readonly(Block block) noexcept
+cdef str name_of(Block block)
+# Mark the root held and count one live export (or, with count False, only mark it).
+cdef int acquire(Block block, bint count) except -1
+cdef void unacquire(Block block) noexcept
+cdef int no_stream(Keeper keeper, object stream) except -1
+# Move n bytes (without a source: set them to `byte`) in or out of an open block.
+cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int byte) except -1
+# Copy the whole block from (inward) or to another object with a buffer of the same size.
+cdef int copy_bytes(Block block, object other, bint inward) except -1
+# A hold for a new export, reused or allocated; lock held; NULL without memory.
+cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
+    cdef Hold* hold = keeper.spare
+    if hold == NULL:
+        return <Hold*>malloc(sizeof(Hold))
+    keeper.spare = hold.next
+    return hold
+
+
+cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
+    hold.next = keeper.spare
+    keeper.spare = hold
+
+
+# For an allocator that exports at birth: link a new hold; lock held.
+cdef void born_held(Block root, Hold* hold) noexcept nogil

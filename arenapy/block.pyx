@@ -1,0 +1,271 @@
+"""Block: what a Buffer is underneath, and Keeper: what its bytes belong to.
+
+What lives here: the one-word state of a block (closed, held, live exports) and moving bytes in
+and out under its protection. What does not: how Python sees a block (buffer), where bytes come
+from (region), who hands them out (allocators).
+
+The invariant kept here is the second of the design: a byte that somebody can still see is
+never handed out again. Every way to see bytes goes through `acquire`, which marks the root
+HELD under the keeper's lock, after asking the keeper whether the block is still valid. From
+then on only the death of the Buffer object ends the hold (see buffer.pyx).
+"""
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_ANY_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memmove, memset
+
+from arenapy.atomic cimport (
+    arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
+    arenapy_store, arenapy_sub,
+)
+
+cdef enum:
+    NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
+
+
+cdef class Keeper:
+    """What a Buffer's bytes belong to. Internal: a Region or an allocator's core."""
+
+    def __cinit__(self, *args, **kwargs):
+        self.kind = "host"
+        self.device_id = -1
+        self.host_accessible = True
+
+    def __dealloc__(self):
+        cdef Hold* hold
+        while self.spare != NULL:
+            hold = self.spare
+            self.spare = hold.next
+            free(hold)
+
+    cdef bint alive(self, Block root) noexcept nogil:
+        return True
+
+    cdef void enlist(self, Hold* hold) noexcept nogil:
+        pass
+
+    cdef void give_back(self, Block root) noexcept nogil:
+        pass
+
+    cdef void ended(self, Hold* hold) noexcept nogil:
+        free(hold)
+
+    cdef bint has_holds(self) noexcept nogil:
+        return False
+
+    cdef void disable(self, int why) noexcept nogil:
+        self.gone = why
+
+    cdef void forked(self, bint unmapped) noexcept nogil:
+        if unmapped:
+            self.gone = GONE_FORKED
+
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+        return 0
+
+    cdef int check(self) except -1:
+        return 0
+
+    cdef object owner_of(self):
+        return None
+
+
+# no_gc_clear: the dealloc needs the keeper to the last. A cycle through a block goes through a
+# user's object too, which the collector can clear.
+@cython.no_gc_clear
+cdef class Block:
+    """The state of a Buffer. Internal: what users see is Buffer."""
+
+    def __cinit__(self):
+        self.word = CLOSED        # until its maker opens it
+
+    def __init__(self):
+        raise TypeError(
+            "a Buffer is made by an allocator's alloc(), a region's buffer() or a slice, "
+            "not by calling the class"
+        )
+
+
+# ---- state -------------------------------------------------------------------------------
+
+cdef Block root_of(Block block) noexcept:
+    return block if block.root is None else block.root
+
+
+cdef bint _root_open(Block root) noexcept:
+    cdef uint64_t word = arenapy_load(&root.word)
+    cdef bint valid
+    if word & CLOSED or root.keeper.gone:
+        return False
+    if word & HELD:
+        return True
+    arenapy_lock_acquire(&root.keeper.lock)
+    valid = root.keeper.alive(root) or arenapy_load(&root.word) & HELD != 0
+    arenapy_lock_release(&root.keeper.lock)
+    return valid
+
+
+cdef bint is_open(Block block) noexcept:
+    if block.root is not None and arenapy_load(&block.word) & CLOSED:
+        return False
+    return _root_open(root_of(block))
+
+
+cdef int check_open(Block block) except -1:
+    if not is_open(block):
+        raise ValueError(why_closed(block))
+    return 0
+
+
+cdef str why_closed(Block block):
+    cdef Keeper keeper = root_of(block).keeper
+    cdef str why = "it was released, or its frame was reset"
+    if keeper is not None and keeper.gone == GONE_CLOSED:
+        why = "its region was closed"
+    elif keeper is not None and keeper.gone == GONE_FORKED:
+        why = "its memory stayed with the parent process when this one was forked"
+    return f"{name_of(block)} is closed: {why}; allocate a new Buffer"
+
+
+cdef bint is_readonly(Block block) noexcept:
+    return block.sealed or block.keeper.readonly
+
+
+cdef int acquire(Block block, bint count) except -1:
+    cdef Block root = root_of(block)
+    cdef uint64_t step = ONE_EXPORT if count else 0
+    cdef uint64_t word
+    cdef Hold* hold
+    cdef bint held = False, no_memory = False
+    check_open(block)
+    if root.keeper.checked:
+        root.keeper.check()
+    word = arenapy_load(&root.word)
+    while not held and word & (HELD | CLOSED) == HELD:
+        held = arenapy_cas(&root.word, &word, word + step)
+    if not held:
+        arenapy_lock_acquire(&root.keeper.lock)
+        word = arenapy_load(&root.word)
+        if word == 0 and root.keeper.alive(root) and not root.keeper.gone:
+            hold = new_hold(root.keeper)
+            if hold != NULL:
+                born_held(root, hold)
+                arenapy_add(&root.word, step)
+                held = True
+            else:
+                no_memory = True
+        elif word & (HELD | CLOSED) == HELD:     # another thread was first
+            arenapy_add(&root.word, step)
+            held = True
+        arenapy_lock_release(&root.keeper.lock)
+    if no_memory:
+        raise MemoryError("no memory for the record of an export")
+    if not held:
+        raise ValueError(why_closed(block))
+    if root is not block and count:
+        arenapy_add(&block.word, ONE_EXPORT)
+    return 0
+
+
+cdef void born_held(Block root, Hold* hold) noexcept nogil:
+    hold.start = <uintptr_t>root.ptr
+    hold.end = hold.start + <size_t>root.size + (root.size == 0)   # a 0-byte block occupies one
+    hold.tag = root.tag
+    hold.pad = root.pad
+    hold.flags = HOLD_EMPTY if root.size == 0 else 0
+    root.hold = hold
+    root.keeper.enlist(hold)
+    arenapy_store(&root.word, HELD)
+
+
+cdef void unacquire(Block block) noexcept:
+    if block.root is not None:
+        arenapy_sub(&block.word, ONE_EXPORT)
+    arenapy_sub(&root_of(block).word, ONE_EXPORT)
+
+
+cdef str name_of(Block block):
+    """How messages call it: enough to find the block."""
+    cdef Keeper keeper = root_of(block).keeper
+    if keeper is None:
+        return "a Buffer without memory"
+    owner = keeper.owner_of()
+    return (
+        f"the {keeper.kind} Buffer of {block.size} bytes at {<uintptr_t>block.ptr:#x}"
+        + (f" of {type(owner).__name__}" if owner is not None else "")
+    )
+
+
+cdef int no_stream(Keeper keeper, object stream) except -1:
+    """Host memory is not ordered by streams: say so instead of ignoring the argument."""
+    if stream is not None:
+        raise ValueError(
+            f"stream={stream!r}: {keeper.kind} memory is not ordered by a stream; pass None, "
+            "or use a source of arenapy.cuda"
+        )
+    return 0
+
+
+# ---- moving bytes ------------------------------------------------------------------------
+
+cdef int copy_bytes(Block block, object other, bint inward) except -1:
+    """Copy between `block` and `other`, another object with a block, either way."""
+    cdef Py_buffer o
+    PyObject_GetBuffer(other, &o, PyBUF_ANY_CONTIGUOUS | (0 if inward else PyBUF_WRITABLE))
+    try:
+        if o.len != block.size:
+            raise ValueError(
+                f"{name_of(block)} has {block.size} bytes and the other side has {o.len}; "
+                "slice the larger one"
+            )
+        if inward:
+            move_bytes(block, block.ptr, <char*>o.buf, o.len, 0)
+        else:
+            move_bytes(block, <char*>o.buf, block.ptr, o.len, 0)
+    finally:
+        PyBuffer_Release(&o)
+    return 0
+
+
+cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int byte) except -1:
+    """Move n bytes (or set them, without a source), none of which `block` loses meanwhile.
+
+    Small moves happen under the keeper's lock; large ones without the GIL, for which the
+    Buffer has to be held, and stays so as after an export.
+    """
+    cdef Keeper keeper = root_of(block).keeper
+    cdef bint valid
+    if keeper.checked:
+        keeper.check()
+    if n < NOGIL_BYTES:
+        valid = is_open(block)
+        arenapy_lock_acquire(&keeper.lock)
+        valid = valid and (is_held(block) or keeper.alive(root_of(block)))
+        if valid:
+            _move_or_set(to, source, n, byte)
+        arenapy_lock_release(&keeper.lock)
+        if not valid:
+            raise ValueError(why_closed(block))
+        return 0
+    acquire(block, True)
+    with nogil:
+        _move_or_set(to, source, n, byte)
+    unacquire(block)
+    return 0
+
+
+cdef inline bint is_held(Block block) noexcept:
+    return arenapy_load(&root_of(block).word) & HELD != 0
+
+
+cdef inline void _move_or_set(
+    char* to, const char* source, Py_ssize_t n, int byte
+) noexcept nogil:
+    if source == NULL:
+        memset(to, byte, n)
+    else:
+        memmove(to, source, n)
