@@ -13,8 +13,9 @@ require_supported()
 from arenapy._version import __version__  # noqa: E402
 from arenapy.allocator import Allocator  # noqa: E402
 from arenapy.buffer import Buffer  # noqa: E402
-from arenapy.bump import Bump, Mark  # noqa: E402
+from arenapy.bump import Bump  # noqa: E402
 from arenapy.errors import OutOfMemory  # noqa: E402
+from arenapy.mark import Mark  # noqa: E402
 from arenapy.memory_info import MemoryInfo, memory_info  # noqa: E402
 from arenapy.per_thread import PerThread  # noqa: E402
 from arenapy.region import Region  # noqa: E402

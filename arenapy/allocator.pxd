@@ -1,5 +1,6 @@
 # What every allocator has in common, for the modules that implement one.
 from arenapy.buffer cimport Buffer
+from arenapy.region cimport Region
 
 cdef enum:
     HOST_ALIGN = 64          # a cache line, and an AVX-512 register
@@ -10,3 +11,7 @@ cdef class Allocator:
 
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+
+
+# The region that a source makes, checked to be one of at least n bytes.
+cdef Region make_region(object source, Py_ssize_t n)

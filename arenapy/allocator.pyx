@@ -3,19 +3,28 @@
 What lives here: everything that can be said with `block`, the one thing that differs. Arrays
 are such a thing: an array is a block, held from birth, with an ndarray over it.
 """
+cimport cython
 from libc.string cimport memset
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from arenapy.buffer cimport Buffer
 from arenapy.ndarray cimport Spec, parse, wrap
+from arenapy.region cimport Region
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
 
 
+@cython.auto_pickle(False)
 cdef class Allocator:
     """The base of all allocators. Not to be made: use Bump."""
+
+    def __cinit__(self, *args, **kwargs):
+        if type(self) is Allocator:
+            raise TypeError("Allocator is the base of allocators; make a Bump")
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         raise NotImplementedError(type(self).__name__)
@@ -77,14 +86,14 @@ cdef class Allocator:
         target[...] = source
         return target
 
-    def struct_of_arrays(self, dict fields, n):
+    def struct_of_arrays(self, fields, n):
         """One array a field, in one block: the layout that loops over single fields want.
 
         Each array starts on a cache line of its own.
 
         Parameters
         ----------
-        fields : dict of str to dtype-like
+        fields : mapping of str to dtype-like
             Names and types.
         n : int
             Length of every array.
@@ -98,6 +107,10 @@ cdef class Allocator:
         cdef size_t total = 0
         cdef Buffer b
         layout = []
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"fields={fields!r} is not a mapping of names to dtypes")
+        if not fields:
+            raise ValueError("fields is empty: name at least one, like {'x': 'f4'}")
         for name, dtype in fields.items():
             descr = parse(n, dtype, "C", &spec)
             layout.append((name, descr, total))
@@ -111,3 +124,20 @@ cdef class Allocator:
         for name, descr, start in layout:
             arrays[name] = np.ndarray(n, descr, bytes_, start)
         return arrays
+
+
+cdef Region make_region(object source, Py_ssize_t n):
+    make = getattr(source, "region", None)
+    if not callable(make) or isinstance(source, type):
+        raise TypeError(
+            f"source={source!r} has no region(nbytes) method; give a source, like arenapy.Host()"
+        )
+    region = make(n)
+    if not isinstance(region, Region):
+        raise TypeError(
+            f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "
+            "sources make one with Region.from_address"
+        )
+    if (<Region>region).size < <size_t>n:
+        raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
+    return <Region>region

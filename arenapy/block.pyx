@@ -27,6 +27,7 @@ cdef enum:
     NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
 
 
+@cython.auto_pickle(False)
 cdef class Keeper:
     """What a Buffer's bytes belong to. Internal: a Region or an allocator's core."""
 
@@ -34,6 +35,9 @@ cdef class Keeper:
         self.kind = "host"
         self.device_id = -1
         self.host_accessible = True
+
+    def __init__(self):
+        raise TypeError(f"{type(self).__name__} is internal; make a source's region, or a Bump")
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -76,6 +80,7 @@ cdef class Keeper:
 
 # no_gc_clear: the dealloc needs the keeper to the last. A cycle through a block goes through a
 # user's object too, which the collector can clear.
+@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Block:
     """The state of a Buffer. Internal: what users see is Buffer."""

@@ -80,7 +80,8 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     """
     global n_kept
     cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
-    if (<Keeper>keeper).foreign:
+    # Tracked: over foreign memory, and where only __new__ was called.
+    if keeper == <PyObject*>None or (<Keeper>keeper).foreign:
         PyObject_GC_UnTrack(o)
     if (<Buffer>o).hold != NULL:
         (<Keeper>keeper).ended((<Buffer>o).hold)

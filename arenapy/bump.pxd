@@ -1,21 +1,10 @@
-# The C surface of Bump: nogil calls for modules that `cimport arenapy`.
-#
-# Thread-safety: none. Whoever calls these owns the arena for the time, as with any bump
-# allocator; only Buffers may die on other threads meanwhile.
-#
-# What these hand out is raw: a reset takes it back whoever still looks. Not to dangle is what
-# Buffers are for.
-from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+# The C surface of Bump. (Calls without the GIL: bump_calls.pxd.)
+from libc.stdint cimport uint64_t
 
 from arenapy.allocator cimport Allocator
 from arenapy.buffer cimport Buffer
-from arenapy.bump_core cimport BumpCore, Frame, rewind, take
-
-# A position, valid until a reset to an older one.
-cdef struct BumpMark:
-    uint64_t id               # of its frame
-    uint64_t serial           # among the marks of that frame
+from arenapy.bump_core cimport BumpCore
+from arenapy.mark cimport Mark
 
 
 cdef class Bump(Allocator):
@@ -28,41 +17,6 @@ cdef class Bump(Allocator):
     cdef Buffer slow_block(self, Buffer b, Py_ssize_t n, Py_ssize_t align)
     cdef int more(self, size_t n, size_t align) except -1
     cdef int open_check(self) except -1
+    cdef int settle(self) except -1
+    cdef str full(self, size_t n, size_t align)
     cdef int rewind_to(self, Mark mark, bint strict) except -1
-
-
-cdef class Mark:
-    cdef BumpCore core
-    cdef uint64_t id          # of its frame
-    cdef bint valid           # not ended; then it is in the list that starts at core.last_mark
-    cdef PyObject* older      # borrowed, as a mark leaves the list before it dies
-    cdef PyObject* newer
-
-
-# Grows if max_bytes allows it (takes the GIL for that), else NULL.
-cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil
-# Free a block by moving back over it. 0: done. 1: it is not the newest, or a mark is newer; a
-# reset will free it. -1: not a block in use (freed twice, or of another arena).
-cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil
-cdef int bump_reset_slow(Bump arena, BumpMark mark) noexcept nogil
-cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil
-
-
-cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept nogil:
-    """nbytes at a multiple of align (a power of two up to 2 MiB); NULL: exhausted, unchanged."""
-    cdef uint32_t pad
-    cdef void* block = take(arena.core, nbytes, align, &pad)
-    return block if block != NULL else bump_alloc_slow(arena, nbytes, align)
-
-
-cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:
-    """The current position. id 0 (never valid): no memory for it."""
-    return bump_mark_slow(arena)
-
-
-cdef inline int bump_reset(Bump arena, BumpMark mark) noexcept nogil:
-    """Free all since the mark that nobody holds. 0: done; -1: a stale mark, nothing changed."""
-    cdef Frame* frame = &arena.core.frames[arena.core.n_frames - 1]
-    if frame.id == mark.id and mark.serial == frame.c_marks and arena.core.live_mark <= mark.id:
-        return rewind(arena.core, arena.core.n_frames - 1)
-    return bump_reset_slow(arena, mark)

@@ -14,13 +14,14 @@ import sys
 import weakref
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
-from arenapy.allocator cimport HOST_ALIGN, Allocator
+from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size
 from arenapy.block cimport (
     GONE_CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
 from arenapy.buffer cimport Buffer, new_root
 from arenapy.bump_core cimport BumpCore, Frame, rewind, take
+from arenapy.mark cimport Mark, begin_mark, end_mark
 from arenapy.region cimport Region
 
 from arenapy.errors import OutOfMemory
@@ -37,49 +38,7 @@ cdef enum:
     NAMED = 4                # blocks that a message names at most
 
 
-@cython.final
-@cython.freelist(64)
-@cython.no_gc_clear          # the core is needed to the last
-cdef class Mark:
-    """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`."""
-
-    def __init__(self):
-        raise TypeError("a Mark is made by Bump.mark(), not by calling the class")
-
-    def __dealloc__(self):
-        if self.core is not None:
-            arenapy_lock_acquire(&self.core.lock)
-            _end_mark(self)
-            arenapy_lock_release(&self.core.lock)
-
-    def __repr__(self):
-        return f"<Mark {self.id}{'' if self.valid else ', ended'}>"
-
-
-cdef void _begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept:
-    mark.id = frame.id
-    mark.valid = True
-    mark.older = core.last_mark
-    if mark.older != NULL:
-        (<Mark>mark.older).newer = <PyObject*>mark
-    core.last_mark = <PyObject*>mark
-    core.live_mark = mark.id
-
-
-cdef void _end_mark(Mark mark) noexcept:
-    if not mark.valid:
-        return
-    mark.valid = False
-    if mark.older != NULL:
-        (<Mark>mark.older).newer = mark.newer
-    if mark.newer != NULL:
-        (<Mark>mark.newer).older = mark.older
-    else:
-        mark.core.last_mark = mark.older
-        mark.core.live_mark = (<Mark>mark.older).id if mark.older != NULL else 0
-    mark.older = mark.newer = NULL
-
-
+@cython.auto_pickle(False)
 @cython.final
 cdef class Scope:
     """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
@@ -99,6 +58,8 @@ cdef class Scope:
     def __exit__(self, kind, value, traceback):
         cdef Mark mark = self.mark
         cdef BumpCore c = self.arena.core
+        if mark is None:
+            raise ValueError("this scope is not entered")
         self.mark = None
         try:
             # An outer reset may have ended it; a region may have been closed, a fork happened.
@@ -107,7 +68,7 @@ cdef class Scope:
                 self.arena.rewind_to(mark, self.arena.strict and kind is None)
         finally:
             arenapy_lock_acquire(&c.lock)
-            _end_mark(mark)
+            end_mark(mark)
             c.prune()
             arenapy_lock_release(&c.lock)
 
@@ -148,24 +109,24 @@ cdef class Bump(Allocator):
     (16.0, 0)
     """
 
-    def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=False, *,
-                 stream=None):
+    def __cinit__(self, nbytes, source=None, max_bytes=None, strict=False, debug=False, *,
+                  stream=None):
         cdef BumpCore core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t most
-        if self.core is not None:
-            raise TypeError("this Bump is made already; make another one")
         if n == 0:
             raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
         if max_bytes is not None:
             most = as_size(max_bytes, "max_bytes")
+            max_bytes = most
             if most < n:
                 raise ValueError(f"max_bytes={max_bytes} is less than the first region, {n} bytes")
         if source is None:
             from arenapy.source import Host
             source = Host()
         core = BumpCore.__new__(BumpCore)
-        core.open(_make_region(source, n))
+        region = make_region(source, n)
+        core.open(region)
         no_stream(core, stream)
         core.debug = debug
         core.allocator = weakref.ref(self)
@@ -250,7 +211,7 @@ cdef class Bump(Allocator):
         cdef BumpCore c = self.core
         cdef void* start = NULL
         if c.may_lease:
-            self._settle()                   # another process may have let go
+            self.settle()                   # another process may have let go
             start = take(c, n, align, &b.pad)
             b.ptr = <char*>start
             b.tag = c.tag
@@ -276,19 +237,19 @@ cdef class Bump(Allocator):
             left = <size_t>self.max_bytes - c.capacity
         least = min(least, max(left, n + (n == 0)))
         if least > left:
-            raise OutOfMemory(self._full(n, align))
+            raise OutOfMemory(self.full(n, align))
         size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
-        region = _make_region(self.source, size)
+        region = make_region(self.source, size)
         arenapy_lock_acquire(&c.lock)
         try:
             c.add_region(region)
         finally:
             arenapy_lock_release(&c.lock)
         if region.size < least:              # a source may round; it may not give less
-            raise OutOfMemory(self._full(n, align))
+            raise OutOfMemory(self.full(n, align))
         return 0
 
-    def _full(self, n, align):
+    cdef str full(self, size_t n, size_t align):
         cdef BumpCore c = self.core
         limit = (
             f"it may not grow beyond max_bytes={self.max_bytes}" if self.max_bytes is not None
@@ -420,7 +381,7 @@ cdef class Bump(Allocator):
         frame = c.push_frame() if not c.shut else NULL
         if frame != NULL:
             m.core = c
-            _begin_mark(m, c, frame)
+            begin_mark(m, c, frame)
         arenapy_lock_release(&c.lock)
         if frame == NULL:
             self.open_check()
@@ -484,7 +445,7 @@ cdef class Bump(Allocator):
             status = rewind(c, f)
             if status == 0:
                 while c.last_mark != NULL and c.last_mark != <PyObject*>mark:
-                    _end_mark(<Mark>c.last_mark)
+                    end_mark(<Mark>c.last_mark)
         arenapy_lock_release(&c.lock)
         if f < 0:
             raise ValueError(f"{mark!r} was ended by a reset to an older one; take a new mark")
@@ -520,25 +481,25 @@ cdef class Bump(Allocator):
     @property
     def used(self) -> int:
         """Bytes of live blocks, padding included."""
-        self._settle()
+        self.settle()
         return self.core.used()
 
     @property
     def peak(self) -> int:
         """The most that `used` has been, in bytes."""
-        self._settle()
+        self.settle()
         return max(self.core.peak_bytes, self.core.used())
 
     @property
     def remaining(self) -> int:
         """Free bytes of all extents, without growth."""
-        self._settle()
+        self.settle()
         return self.core.free_bytes()
 
     @property
     def retired(self) -> int:
         """Bytes of held blocks that outlived a reset."""
-        self._settle()
+        self.settle()
         return self.core.retired_bytes
 
     @property
@@ -551,7 +512,7 @@ cdef class Bump(Allocator):
         """Kind of memory, as its Buffers report it."""
         return self.core.kind
 
-    def _settle(self):
+    cdef int settle(self) except -1:
         """Take note of Buffers that died, and of bytes that other processes let go of."""
         cdef BumpCore c = self.core
         if c.may_lease:
@@ -561,11 +522,12 @@ cdef class Bump(Allocator):
             c.drain()
             c.settle_leases()
         arenapy_lock_release(&c.lock)
+        return 0
 
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
         cdef BumpCore c = self.core
-        self._settle()
+        self.settle()
         return BumpStats(
             capacity=c.capacity,
             live_bytes=c.used() - c.padding,
@@ -590,7 +552,7 @@ cdef class Bump(Allocator):
             Naming the ranges that overlap, are missing or lie outside.
         """
         from arenapy.bump_check import verify
-        self._settle()
+        self.settle()
         verify(self.core)
 
     def __repr__(self):
@@ -612,71 +574,3 @@ cdef int _settle_sends() except -1:
     return 0
 
 
-cdef Region _make_region(object source, Py_ssize_t n):
-    make = getattr(source, "region", None)
-    if not callable(make) or isinstance(source, type):
-        raise TypeError(
-            f"source={source!r} has no region(nbytes) method; give a source, like arenapy.Host()"
-        )
-    region = make(n)
-    if not isinstance(region, Region):
-        raise TypeError(
-            f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "
-            "sources make one with Region.from_address"
-        )
-    if (<Region>region).size < <size_t>n:
-        raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
-    return <Region>region
-
-
-# ---- the C calls -------------------------------------------------------------------------
-
-cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
-    cdef uint32_t pad
-    if arena.core.shut or not _grown(arena, nbytes, align):
-        return NULL
-    return take(arena.core, nbytes, align, &pad)
-
-
-cdef bint _grown(Bump arena, size_t nbytes, size_t align) noexcept with gil:
-    if arena.max_bytes is None:
-        return False
-    try:
-        arena.more(nbytes, align)
-    except Exception:
-        return False
-    return True
-
-
-cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
-    cdef uintptr_t start = <uintptr_t>block
-    cdef uintptr_t end = start + nbytes + (nbytes == 0)
-    cdef uintptr_t run_end
-    cdef Py_ssize_t i
-    if arena.core.move_back(start, end, arena.core.tag, 0, nbytes == 0):
-        return 0
-    for i in range(arena.core.n_runs):
-        run_end = arena.core.runs[i].end if i < arena.core.n_runs - 1 else arena.core.cursor
-        if arena.core.runs[i].start <= start and end <= run_end:
-            return 1
-    return -1
-
-
-cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil:
-    cdef BumpMark mark
-    cdef Frame* frame = arena.core.push_frame() if not arena.core.shut else NULL
-    if frame == NULL:
-        return BumpMark(0, 0)
-    arena.core.stamp += 1
-    frame.c_marks = arena.core.stamp
-    return BumpMark(frame.id, frame.c_marks)
-
-
-cdef int bump_reset_slow(Bump arena, BumpMark mark) noexcept nogil:
-    cdef Py_ssize_t f = arena.core.find_frame(mark.id)
-    if arena.core.shut or mark.id == 0 or f < 0 or mark.serial > arena.core.frames[f].c_marks:
-        return -1
-    if rewind(arena.core, f) < 0:
-        return -1
-    arena.core.frames[f].c_marks = mark.serial
-    return 0

@@ -103,7 +103,7 @@ cdef void _drop_versioned(object capsule) noexcept:
         )
 
 
-def device(Buffer buffer):
+def device(Buffer buffer not None):
     """The ``(device_type, device_id)`` of a Buffer's memory."""
     return DEVICES.get(buffer.keeper.kind, KIND_CPU), max(buffer.keeper.device_id, 0)
 
@@ -144,7 +144,7 @@ cdef void _fill(DLTensor* tensor, Buffer buffer, DLDataType dtype, int64_t* numb
     tensor.strides = numbers + tensor.ndim
 
 
-def capsule(Buffer buffer, stream, max_version, dl_device, copy):
+def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     """What ``Buffer.__dlpack__`` returns.
 
     Raises

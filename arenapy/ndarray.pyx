@@ -39,7 +39,7 @@ cdef extern from "numpy/arrayobject.h":
 cnp.import_array()
 
 cdef object ndarray_type = np.ndarray
-cdef object last_argument = None
+cdef object last_argument = object()     # equal to no argument
 cdef object last_dtype = None
 cdef dict described = {}          # dtype -> (itemsize, typestr, format)
 
@@ -80,6 +80,16 @@ cdef Py_ssize_t _length(object value, object shape) except -1:
     return n
 
 
+cdef tuple _as_tuple(object shape):
+    """Any sequence of lengths, or one length."""
+    if hasattr(shape, "__index__"):
+        return (shape,)
+    try:
+        return tuple(shape)
+    except TypeError:
+        raise TypeError(f"shape={shape!r} is neither a length nor a sequence of lengths") from None
+
+
 cdef object parse(object shape, object dtype, object order, Spec* spec):
     cdef Py_ssize_t n, nbytes
     cdef Py_ssize_t empty = 0
@@ -92,7 +102,7 @@ cdef object parse(object shape, object dtype, object order, Spec* spec):
     else:
         raise ValueError(f"order={order!r} is neither 'C' nor 'F'")
     if type(shape) is not tuple:
-        shape = tuple(shape) if isinstance(shape, (list, tuple)) else (shape,)
+        shape = _as_tuple(shape)
     n = PyTuple_GET_SIZE(shape)
     if n > MAX_DIMS:
         raise ValueError(f"a shape of {n} dimensions; NumPy has at most {MAX_DIMS}")
@@ -148,9 +158,7 @@ def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
     cdef Py_ssize_t i
     if shape is None:
         shape = (-1,)
-    elif not isinstance(shape, (tuple, list)):
-        shape = (shape,)
-    lengths = list(shape)
+    lengths = list(_as_tuple(shape))
     if len(lengths) > MAX_DIMS:
         raise ValueError(f"a shape of {len(lengths)} dimensions; at most {MAX_DIMS}")
     for i in range(len(lengths)):
@@ -176,7 +184,7 @@ def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
     return tuple(lengths)
 
 
-def view_as_array(View view):
+def view_as_array(View view not None):
     """The ndarray over a typed view; its base is the view, which keeps the block held."""
     cdef Spec spec
     cdef int i

@@ -76,6 +76,7 @@ cdef class Region(Keeper):
     def __cinit__(self):
         self.descriptor = -1
         self.fork_descriptor = -1
+        self.gone = GONE_CLOSED          # until from_address opens it
 
     def __init__(self):
         raise TypeError(
@@ -84,7 +85,7 @@ cdef class Region(Keeper):
 
     @classmethod
     def from_address(
-        cls, address, nbytes, *, str kind="host", owner=None, readonly=False, int device_id=-1,
+        cls, address, nbytes, *, str kind not None="host", owner=None, readonly=False, int device_id=-1,
         host_accessible=True, device_accessible=False, page_size=4096, str fork="inherit",
         int fd=-1, long long file_offset=0, map_address=0, map_nbytes=0,
     ):
@@ -143,6 +144,7 @@ cdef class Region(Keeper):
         self.file_offset = file_offset
         self.checked = kind == "file" and fd >= 0
         self.descriptor = fd
+        self.gone = GONE_NOT
         _register(self)
         return self
 
