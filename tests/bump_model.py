@@ -9,13 +9,13 @@ import ctypes
 import threading
 from dataclasses import dataclass, field, replace
 
+import arenapy
 import numpy as np
 from hypothesis import event
 from hypothesis import strategies as st
+
 from machines import AllocatorMachine, Block
 from support import PAGE, Pages, unchanged_view
-
-import arenapy
 
 LIVE, REFERENCE, UNSURE = "live", "reference", "unsure"
 EXPORTS = {
@@ -182,8 +182,10 @@ class BumpModel(AllocatorMachine):
             event("a strict arena refuses a reset")
             after = self.snapshot()
             if marks_may_change:
-                before, after = ([replace(x, marks=0) if isinstance(x, arenapy.BumpStats) else x
-                                  for x in view] for view in (before, after))
+                before, after = (
+                    [replace(x, marks=0) if isinstance(x, arenapy.BumpStats) else x for x in view]
+                    for view in (before, after)
+                )
             assert after == before, "a refused reset changed something"
             assert str(error)
             return False

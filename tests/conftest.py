@@ -8,20 +8,29 @@ more and longer programs).
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+PHASES = [phase for phase in Phase if phase is not Phase.explain]  # it triples a failing run
 
-settings.register_profile("dev", deadline=None, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile(
+    "dev", max_examples=200, deadline=None, suppress_health_check=SLOW_IS_FINE, phases=PHASES
+)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 settings.register_profile(
     "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_report_header():
+    trace = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
+    return f"a crash inside a state machine leaves its steps in {trace}"
 
 
 @pytest.fixture
@@ -33,7 +42,10 @@ def run_script(tmp_path):
         script.write_text(textwrap.dedent(source))
         done = subprocess.run(
             [sys.executable, "-X", "faulthandler", "-W", "error::ResourceWarning", str(script)],
-            capture_output=True, text=True, timeout=timeout, cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=tmp_path,
         )
         report = f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert done.returncode == 0, report

@@ -33,6 +33,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
 from support import PAGE, peek, poke
 
 DEFAULT_ALIGN = 64
@@ -116,9 +117,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     bad_request = (ValueError, MemoryError)
     configs = st.fixed_dictionaries({"nbytes": st.integers(1, 24).map(lambda n: n * PAGE)})
     sizes = st.one_of(st.integers(0, 300), st.integers(0, PAGE), st.integers(0, 8 * PAGE))
-    alignments = st.none() | st.one_of(
-        st.integers(0, 8), st.integers(0, MAX_ALIGN_LOG2)
-    ).map(lambda log2: 1 << log2)
+    alignments = st.none() | st.one_of(st.integers(0, 8), st.integers(0, MAX_ALIGN_LOG2)).map(
+        lambda log2: 1 << log2
+    )
 
     def __init__(self):
         super().__init__()
@@ -318,6 +319,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         """What must hold after every step; subclasses add to it."""
         self.contents_survive()
         self.blocks_are_disjoint()
+        if self.used is not None and self.marks and not self.retired_ever:
+            used = self.used(self.allocator)
+            assert used >= self.marks[-1].used, "the cursor moved back over a mark"
 
     def contents_survive(self):
         for serial, block in self.live.items():

@@ -1,13 +1,15 @@
 """Bad input: the exact error of section 11, naming the value, and nothing changed."""
 
+import copy
 import os
-
-import numpy as np
-import pytest
-from support import PAGE, Pages, exact, unchanged_view
+import pickle
 
 import arenapy
+import numpy as np
+import pytest
 from arenapy import Bump, Existing, Host, OutOfMemory
+
+from support import PAGE, Pages, exact, unchanged_view
 
 
 @pytest.fixture
@@ -68,17 +70,27 @@ def test_alignments_that_are_no_integers(arena, align):
 
 @pytest.mark.parametrize("make", ["empty", "zeros"])
 @pytest.mark.parametrize(
-    "shape", [(-1,), -1, (3, -2), (2**40, 2**40), (2**63,), 2**63, (2**62, 2), (10**30,),
-              (2**32, 2**32, 0, -1), (1,) * 65])
+    "shape",
+    [
+        (-1,),
+        -1,
+        (3, -2),
+        (2**40, 2**40),
+        (2**63,),
+        2**63,
+        (2**62, 2),
+        (10**30,),
+        (2**32, 2**32, 0, -1),
+        (1,) * 65,
+    ],
+)
 def test_shapes_out_of_range(arena, make, shape):
     refuse(arena, ValueError, lambda: getattr(arena, make)(shape, "f8"))
 
 
 @pytest.mark.parametrize("make", ["empty", "zeros"])
-@pytest.mark.parametrize("shape", ["abc", 1.5, (1.5,), None, (None,), {}, ("3",)])
+@pytest.mark.parametrize("shape", ["abc", 1.5, (1.5,), None, (None,), ("3",)])
 def test_shapes_that_are_none(arena, make, shape):
-    if shape == {}:
-        pytest.skip("NumPy takes an empty mapping for ()")
     refuse(arena, (TypeError, ValueError), lambda: getattr(arena, make)(shape, "f8"))
 
 
@@ -89,9 +101,12 @@ def test_a_shape_that_overflows_only_with_its_zero(arena):
 
 @pytest.mark.parametrize("dtype", ["O", object, "i4,O", [("x", "f4"), ("y", "O")], "(2,)O"])
 def test_object_dtypes_are_refused_with_the_reason(arena, dtype):
-    for call in (lambda: arena.empty(3, dtype), lambda: arena.zeros(3, dtype),
-                 lambda: arena.struct_of_arrays({"x": dtype}, 3),
-                 lambda: arena.copy(np.empty(3, dtype))):
+    for call in (
+        lambda: arena.empty(3, dtype),
+        lambda: arena.zeros(3, dtype),
+        lambda: arena.struct_of_arrays({"x": dtype}, 3),
+        lambda: arena.copy(np.empty(3, dtype)),
+    ):
         refuse(arena, (TypeError, ValueError), call, "object")
 
 
@@ -106,18 +121,22 @@ def test_dtypes_that_are_none(arena, dtype):
     refuse(arena, (TypeError, ValueError), lambda: arena.empty(3, dtype))
 
 
-@pytest.mark.parametrize("order", ["X", "", "CF", 3, None, b"C", "é"])
+@pytest.mark.parametrize("order", ["X", "", "CF", 3, b"C", "é"])
 def test_orders(arena, order):
-    if order is None:
-        return  # NumPy reads None as C; either is fine
     refuse(arena, (TypeError, ValueError), lambda: arena.empty((3, 3), "f4", order))
 
 
 @pytest.mark.parametrize(
     ("fields", "count", "errors"),
-    [({"x": "f4"}, -1, ValueError), ({"x": "f4"}, 2**62, ValueError), ({"x": "f4"}, 1.5, TypeError),
-     ({"x": "nonsense"}, 1, (TypeError, ValueError)), ("xy", 3, (TypeError, ValueError, AttributeError)),
-     ({"x": "f4", "y": "f8"}, 1 << 20, OutOfMemory)])
+    [
+        ({"x": "f4"}, -1, ValueError),
+        ({"x": "f4"}, 2**62, ValueError),
+        ({"x": "f4"}, 1.5, TypeError),
+        ({"x": "nonsense"}, 1, (TypeError, ValueError)),
+        ("xy", 3, (TypeError, ValueError)),
+        ({"x": "f4", "y": "f8"}, 1 << 20, OutOfMemory),
+    ],
+)
 def test_struct_of_arrays(arena, fields, count, errors):
     refuse(arena, errors, lambda: arena.struct_of_arrays(fields, count))
 
@@ -189,8 +208,17 @@ def test_huge_pages_that_are_not_there():
         Bump(1 << 30, source=Host(huge_pages="1G"))
 
 
-@pytest.mark.parametrize("options", [{"huge_pages": "3M"}, {"huge_pages": 2}, {"fork": "maybe"},
-                                     {"numa_node": -1}, {"numa_node": 10**6}, {"no_such": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"huge_pages": "3M"},
+        {"huge_pages": 2},
+        {"fork": "maybe"},
+        {"numa_node": -1},
+        {"numa_node": 10**6},
+        {"no_such": 1},
+    ],
+)
 def test_host_options(options):
     with pytest.raises((ValueError, TypeError, OSError)):
         Host(**options).region(PAGE)
@@ -226,11 +254,22 @@ def test_existing_keeps_its_object_exported():
 
 
 @pytest.mark.parametrize(
-    ("offset", "nbytes"), [(-1, 1), (0, PAGE + 1), (PAGE, 1), (PAGE + 1, 0), (0, -1), (2**63, 1),
-                           (1, 2**63), (2**64, None), (1, 2**64 - 1)])
+    ("offset", "nbytes"),
+    [
+        (-1, 1),
+        (0, PAGE + 1),
+        (PAGE, 1),
+        (PAGE + 1, 0),
+        (0, -1),
+        (2**63, 1),
+        (1, 2**63),
+        (2**64, None),
+        (1, 2**64 - 1),
+    ],
+)
 def test_a_region_views_only_what_it_has(offset, nbytes):
     region = Pages().region(PAGE)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"offset|nbytes"):
         region.buffer(offset, nbytes)
     assert region.buffer().nbytes == PAGE and region.buffer(PAGE).nbytes == 0
 
@@ -288,16 +327,16 @@ def test_figures_are_read_only(arena, name):
 
 
 def test_an_arena_does_not_pickle_or_copy(arena):
-    import copy
-    import pickle
-
-    for call in (lambda: pickle.dumps(arena), lambda: copy.deepcopy(arena),
-                 lambda: pickle.dumps(arena.regions[0])):
+    for call in (
+        lambda: pickle.dumps(arena),
+        lambda: copy.deepcopy(arena),
+        lambda: pickle.dumps(arena.regions[0]),
+    ):
         with pytest.raises(TypeError):
             call()
 
 
 def test_the_errors_name_no_path_of_the_build(arena):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="-1") as caught:
         arena.alloc(-1)
     assert os.sep not in str(caught.value)

@@ -4,14 +4,12 @@ The buffer protocol, DLPack and pickling have files of their own.
 """
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
-from support import exact, peek, poke, readonly_buffer
+from arenapy import Buffer
 
-import arenapy
-from arenapy import Buffer, Bump
+from support import exact, peek, poke, readonly_buffer
 
 PATTERN = bytes(range(100))
 
@@ -86,8 +84,17 @@ def test_repr_does_not_export(buffer):
 
 @pytest.mark.parametrize(
     "key",
-    [slice(None), slice(10, 20), slice(-10, None), slice(None, -95), slice(50, 50), slice(60, 20),
-     slice(0, 1000), slice(100, 200), slice(3, 90, 1)],
+    [
+        slice(None),
+        slice(10, 20),
+        slice(-10, None),
+        slice(None, -95),
+        slice(50, 50),
+        slice(60, 20),
+        slice(0, 1000),
+        slice(100, 200),
+        slice(3, 90, 1),
+    ],
 )
 def test_slicing_is_what_bytes_would_give(buffer, key):
     part = buffer[key]
@@ -118,10 +125,20 @@ def test_a_slice_is_zero_copy_and_keeps_its_root(arena, buffer):
     assert arena.retired == 100
 
 
-@pytest.mark.parametrize("below", [lambda b: b[3:4], lambda b: b[1:][1:2], lambda b: b.view((25,), "f4")])
 @pytest.mark.parametrize(
-    "export", [memoryview, np.asarray, np.from_dlpack, lambda b: b.__array_interface__,
-               lambda b: b.__dlpack__(), lambda b: np.ndarray(b.nbytes, "u1", buffer=b)])
+    "below", [lambda b: b[3:4], lambda b: b[1:][1:2], lambda b: b.view((25,), "f4")]
+)
+@pytest.mark.parametrize(
+    "export",
+    [
+        memoryview,
+        np.asarray,
+        np.from_dlpack,
+        lambda b: b.__array_interface__,
+        lambda b: b.__dlpack__(),
+        lambda b: np.ndarray(b.nbytes, "u1", buffer=b),
+    ],
+)
 def test_any_export_below_marks_the_root(arena, buffer, below, export):
     assert not buffer.held
     export(below(buffer))  # dropped at once: "was ever exported" is enough
@@ -138,8 +155,18 @@ def test_taking_a_slice_or_view_is_no_export(arena, buffer):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((100,), "u1"), ((25,), "f4"), ((5, 5), "<i4"), ((2, 5, 5), "i2"),
-                         ((10, 1), "V10"), (100, "i1"), ((), "V100"), ((0, 7), "f8")])
+    ("shape", "dtype"),
+    [
+        ((100,), "u1"),
+        ((25,), "f4"),
+        ((5, 5), "<i4"),
+        ((2, 5, 5), "i2"),
+        ((10, 1), "V10"),
+        (100, "i1"),
+        ((), "V100"),
+        ((0, 7), "f8"),
+    ],
+)
 def test_view_has_that_shape_and_type(buffer, shape, dtype):
     peer = np.empty(shape, dtype)
     view = buffer[: peer.nbytes].view(shape, dtype)
@@ -175,9 +202,11 @@ def test_a_view_is_sliced_along_its_first_dimension(buffer):
 
 
 @pytest.mark.parametrize("make", ["view", "array"])
-@pytest.mark.parametrize("shape", [(26,), (2**40, 2**40), (-2,), (-1, -1), (3, -1), (2**62,), (2**64,)])
+@pytest.mark.parametrize(
+    "shape", [(26,), (2**40, 2**40), (-2,), (-1, -1), (3, -1), (2**62,), (2**64,)]
+)
 def test_a_shape_that_does_not_fit_is_refused(buffer, make, shape):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shape"):
         getattr(buffer, make)(shape, "f4")
     assert not buffer.held
 
@@ -185,7 +214,7 @@ def test_a_shape_that_does_not_fit_is_refused(buffer, make, shape):
 @pytest.mark.parametrize("make", ["view", "array"])
 @pytest.mark.parametrize("dtype", ["O", "i4,O"])
 def test_object_dtypes_are_refused_with_the_reason(buffer, make, dtype):
-    with pytest.raises((ValueError, TypeError), match="(?i)object"):
+    with pytest.raises((ValueError, TypeError), match=r"(?i)object"):
         getattr(buffer, make)((2,), dtype)
 
 
@@ -244,7 +273,7 @@ def test_read_only_memory_is_not_written():
     buffer = readonly_buffer(b"abcd")
     assert buffer.readonly and bytes(buffer) == b"abcd"
     for write in (lambda: buffer.fill(0), lambda: buffer.copy_from(b"wxyz")):
-        with pytest.raises((BufferError, ValueError, TypeError), match="read-only|readonly"):
+        with pytest.raises((BufferError, ValueError, TypeError), match=r"read-?only"):
             write()
     with pytest.raises((BufferError, ValueError)):
         exact(4096).alloc(4).copy_to(buffer)
@@ -257,9 +286,17 @@ def test_read_only_memory_is_not_written():
 # Release ---------------------------------------------------------------------------------------
 
 USES = [
-    memoryview, bytes, np.asarray, lambda b: b[0:1], lambda b: b.view((1,), "u1"),
-    lambda b: b.array((1,), "u1"), lambda b: b.fill(0), lambda b: b.copy_from(bytes(100)),
-    lambda b: b.copy_to(bytearray(100)), lambda b: b.__dlpack__(), lambda b: b.__array_interface__,
+    memoryview,
+    bytes,
+    np.asarray,
+    lambda b: b[0:1],
+    lambda b: b.view((1,), "u1"),
+    lambda b: b.array((1,), "u1"),
+    lambda b: b.fill(0),
+    lambda b: b.copy_from(bytes(100)),
+    lambda b: b.copy_to(bytearray(100)),
+    lambda b: b.__dlpack__(),
+    lambda b: b.__array_interface__,
     lambda b: b.__enter__(),
 ]
 
@@ -277,14 +314,22 @@ def test_any_use_of_a_closed_buffer_raises_value_error(arena, buffer, use, how):
         arena.reset()
     for handle in (buffer, part):
         assert handle.closed
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="closed"):
             use(handle)
 
 
 @pytest.mark.parametrize(
-    "export", [memoryview, np.asarray, np.from_dlpack, lambda b: memoryview(b[3:5]),
-               lambda b: b.__dlpack__(), lambda b: np.frombuffer(b[5:6], "u1"),
-               lambda b: np.from_dlpack(b.view((5, 5), "f4"))])
+    "export",
+    [
+        memoryview,
+        np.asarray,
+        np.from_dlpack,
+        lambda b: memoryview(b[3:5]),
+        lambda b: b.__dlpack__(),
+        lambda b: np.frombuffer(b[5:6], "u1"),
+        lambda b: np.from_dlpack(b.view((5, 5), "f4")),
+    ],
+)
 def test_release_with_live_exports_raises_and_changes_nothing(arena, buffer, export):
     alive = export(buffer)
     before = arena.stats(), arena.used
@@ -301,7 +346,7 @@ def test_a_second_release_is_a_no_op(arena, buffer):
     buffer.release()
     before = arena.stats()
     buffer.release()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="closed"):
         memoryview(buffer)
     assert arena.stats() == before
 
@@ -320,7 +365,7 @@ def test_release_of_a_slice_closes_that_slice_only(arena, buffer):
     part.release()
     assert part.closed and not buffer.closed and not other.closed
     assert arena.used == used and bytes(other) == PATTERN[50:]
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="closed"):
         memoryview(part)
 
 
@@ -358,107 +403,9 @@ def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena):
     for other in others:
         poke(other.address, 100, 0)
     assert seen.tobytes() == PATTERN
-    assert not any(o.address < seen.ctypes.data + 100 and seen.ctypes.data < o.address + 100
-                   for o in others)
+    assert not any(
+        o.address < seen.ctypes.data + 100 and seen.ctypes.data < o.address + 100 for o in others
+    )
     del buffer, seen, other, others
     arena.reset()
     assert arena.remaining == arena.capacity
-
-
-# Held ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "export", [memoryview, np.asarray, np.from_dlpack, lambda b: b.__dlpack__(max_version=(1, 0)),
-               lambda b: b.__dlpack__(), lambda b: b.__array_interface__, bytes,
-               lambda b: b.array((100,), "u1"), lambda b: np.ndarray(100, "u1", buffer=b)])
-def test_held_is_ever_exported_while_the_object_lives(arena, export):
-    buffer = arena.alloc(100)
-    ctypes.memmove(buffer.address, PATTERN, 100)
-    export(buffer)
-    assert buffer.held
-    assert arena.stats().held_buffers == 1
-    arena.reset()
-    assert not buffer.closed and arena.retired == 100
-    assert bytes(buffer) == PATTERN
-    del buffer
-    assert arena.retired == 0
-
-
-def test_a_reset_closes_what_is_not_held_and_leaves_what_is(arena):
-    unheld, held = arena.alloc(10), arena.alloc(10)
-    view = memoryview(held)
-    arena.reset()
-    assert unheld.closed and not held.closed
-    view[:] = bytes(10)
-    held.fill(1)
-    assert held[2:3].nbytes == 1 and bytes(view) == b"\x01" * 10
-
-
-def test_arrays_of_empty_have_the_buffer_as_base(arena):
-    array = arena.empty((4, 4), "f4")
-    assert isinstance(array.base, Buffer) and array.base.held
-    part = array[1:, 2]
-    del array
-    arena.reset()
-    assert arena.retired == 64
-    block = arena.alloc(arena.stats().largest_free_extent, 1)
-    part[:] = 3
-    poke(block.address, block.nbytes, 0)
-    assert (part == 3).all()
-    del part
-    assert arena.retired == 0
-
-
-@pytest.mark.parametrize("kind", ["host", "existing"])
-def test_default_alignment_is_64(kind):
-    source = None if kind == "host" else arenapy.Existing(bytearray(1 << 16))
-    arena = Bump(1 << 16, source=source) if source else Bump(1 << 16)
-    for nbytes in (1, 3, 64, 65, 100, 0):
-        assert arena.alloc(nbytes).address % 64 == 0
-        assert arena.empty(nbytes, "u1").ctypes.data % 64 == 0
-
-
-# Dying -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("last", ["buffer", "view"])
-def test_buffers_may_die_on_any_thread(arena, last):
-    box = [arena.alloc(128)]
-    box.append(memoryview(box[0]))
-    arena.reset()
-    assert arena.retired == 128
-    del box[0 if last == "view" else 1]
-    thread = threading.Thread(target=box.clear)
-    thread.start()
-    thread.join()
-    assert arena.retired == 0 and arena.remaining == arena.capacity
-    arena.check()
-
-
-def test_a_region_is_unmapped_when_its_last_buffer_is_gone():
-    arena = exact(4096)
-    (region,) = arena.regions
-    view = memoryview(arena.alloc(16))
-    view[:] = b"x" * 16
-    with pytest.raises(BufferError):
-        region.close()
-    del arena
-    assert not region.closed and bytes(view) == b"x" * 16
-
-
-def test_closing_a_region_with_buffers_that_were_ever_exported_raises():
-    region = arenapy.Host(huge_pages=None).region(1 << 16)
-    buffer = region.buffer(64, 128)
-    assert (buffer.address, buffer.nbytes) == (region.address + 64, 128)
-    assert buffer.allocator is None
-    np.ndarray((128,), "u1", buffer=buffer)  # gone already, and no export is live
-    with pytest.raises(BufferError):
-        region.close()
-    assert not region.closed and bytes(buffer[0:1]) == b"\0"
-    del buffer
-    region.close()
-    assert region.closed
-    with pytest.raises(ValueError):
-        region.buffer()
-    region.close()

@@ -1,15 +1,15 @@
 """Programs that a `Bump` must survive: who holds what, marks, scopes, growth, the arena's end."""
 
+import arenapy
 import numpy as np
 import pytest
-from bump_model import EXPORTS, LIVE, UNSURE, BumpModel
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+
+from bump_model import EXPORTS, LIVE, UNSURE, BumpModel
 from machines import MarkRecord, choice, needs, step
 from support import PAGE, peek, poke
-
-import arenapy
 
 
 class BumpMachine(BumpModel):
@@ -72,9 +72,12 @@ class BumpMachine(BumpModel):
         assert array.dtype == source.dtype and (array == source).all()
         self.admit(array, array.nbytes, None, array.ctypes.data)
 
-    @rule(fields=st.dictionaries(
-            st.sampled_from("xyz"), st.sampled_from(["u1", "f4", "f8"]), min_size=1),
-          count=st.integers(1, 200))
+    @rule(
+        fields=st.dictionaries(
+            st.sampled_from("xyz"), st.sampled_from(["u1", "f4", "f8"]), min_size=1
+        ),
+        count=st.integers(1, 200),
+    )
     @step
     def struct_of_arrays(self, fields, count):
         try:
@@ -120,7 +123,9 @@ class BumpMachine(BumpModel):
             self.live[serial].exported = True
 
     @needs("live")
-    @rule(serial=choice("live"), which=st.integers(0, 3), ends=st.tuples(*[st.integers(-50, 50)] * 2))
+    @rule(
+        serial=choice("live"), which=st.integers(0, 3), ends=st.tuples(*[st.integers(-50, 50)] * 2)
+    )
     @step
     def slice(self, serial, which, ends):
         handles = self.open_handles(serial)
@@ -210,6 +215,21 @@ class BumpMachine(BumpModel):
             self.closed.extend(block.handles)
             self.gone(serial)
 
+    @rule(nbytes=st.integers(1, 300), below=st.booleans())
+    @step
+    def release_behind_an_array(self, nbytes, below):
+        """The case that an export count misses: `np.ndarray(buffer=)` keeps only a reference."""
+        serial = self.request(nbytes, None)
+        if serial is not None:
+            block = self.live[serial]
+            if below:
+                block.handles.append(block.root[: nbytes // 2])
+            how, call = EXPORTS["ndarray"]
+            block.exports.append((how, call(block.handles[-1])))
+            block.exported = True
+            block.root.release()
+            self.was_released(serial)
+
     @needs("live")
     @rule(serial=choice("live"))
     @step
@@ -232,8 +252,12 @@ class BumpMachine(BumpModel):
     @step
     def use_closed(self, index):
         handle = self.closed[index]
-        for use in (memoryview, lambda b: b[0:1], lambda b: b.__array_interface__,
-                    lambda b: b.fill(0)):
+        for use in (
+            memoryview,
+            lambda b: b[0:1],
+            lambda b: b.__array_interface__,
+            lambda b: b.fill(0),
+        ):
             with self.refused(ValueError):
                 use(handle)
         handle.release()
@@ -349,8 +373,11 @@ class BumpMachine(BumpModel):
     def exit_scope(self, index, raising):
         scope, record = self.scopes.pop(index)
         error = KeyError("on the way out") if raising else None
-        leave = (lambda: scope.__exit__(KeyError, error, None)) if raising else (
-            lambda: scope.__exit__(None, None, None))
+        leave = (
+            (lambda: scope.__exit__(KeyError, error, None))
+            if raising
+            else (lambda: scope.__exit__(None, None, None))
+        )
         if record not in self.marks:
             event("an outer reset ended the scope")
             with self.unchanged():
@@ -358,8 +385,9 @@ class BumpMachine(BumpModel):
         elif raising:
             assert not leave(), "a scope swallowed an exception"
             self.end_frame(record, keep=False)
-        elif not self.reset_or_refuse(record.serial, leave, record, keep=False,
-                                      marks_may_change=True):
+        elif not self.reset_or_refuse(
+            record.serial, leave, record, keep=False, marks_may_change=True
+        ):
             self.marks.remove(record)  # its blocks are the outer frame's now
 
     # Rules: the end of an arena ----------------------------------------------------------------

@@ -7,6 +7,7 @@ from ctypes import POINTER, Structure, c_int32, c_int64, c_uint8, c_uint16, c_ui
 
 import numpy as np
 import pytest
+
 from support import exact, peek, poke, readonly_buffer
 
 OLD, NEW = b"dltensor", b"dltensor_versioned"
@@ -17,9 +18,16 @@ INT, UINT, FLOAT, COMPLEX, BOOL = 0, 1, 2, 5, 6
 
 class DLTensor(Structure):
     _fields_ = [
-        ("data", c_uint64), ("device_type", c_int32), ("device_id", c_int32), ("ndim", c_int32),
-        ("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16), ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)), ("byte_offset", c_uint64),
+        ("data", c_uint64),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("ndim", c_int32),
+        ("code", c_uint8),
+        ("bits", c_uint8),
+        ("lanes", c_uint16),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", c_uint64),
     ]
 
 
@@ -33,8 +41,12 @@ class Managed(Structure):
 
 class ManagedVersioned(Structure):
     _fields_ = [
-        ("major", c_uint32), ("minor", c_uint32), ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p), ("flags", c_uint64), ("tensor", DLTensor),
+        ("major", c_uint32),
+        ("minor", c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", c_uint64),
+        ("tensor", DLTensor),
     ]
 
 
@@ -97,7 +109,8 @@ def tensor_of(capsule):
 
 @pytest.mark.parametrize(
     ("max_version", "name"),
-    [(None, OLD), ((0, 8), OLD), ((1, 0), NEW), ((1, 1), NEW), ((2, 0), NEW), ((99, 0), NEW)])
+    [(None, OLD), ((0, 8), OLD), ((1, 0), NEW), ((1, 1), NEW), ((2, 0), NEW), ((99, 0), NEW)],
+)
 def test_max_version_picks_the_capsule(buffer, max_version, name):
     capsule = buffer.__dlpack__(max_version=max_version)
     assert capsule_name(capsule) == name
@@ -109,10 +122,20 @@ def test_max_version_picks_the_capsule(buffer, max_version, name):
 @pytest.mark.parametrize("max_version", [None, (1, 0)])
 @pytest.mark.parametrize(
     ("shape", "dtype", "code", "bits"),
-    [((96,), "u1", UINT, 8), ((24,), "f4", FLOAT, 32), ((3, 4), "f8", FLOAT, 64),
-     ((2, 3, 2), "c8", COMPLEX, 64), ((6,), "c16", COMPLEX, 128), ((96,), "?", BOOL, 8),
-     ((48,), "i2", INT, 16), ((12,), "u8", UINT, 64), ((48,), "f2", FLOAT, 16),
-     ((0, 4), "f4", FLOAT, 32), ((), "f4", FLOAT, 32)])
+    [
+        ((96,), "u1", UINT, 8),
+        ((24,), "f4", FLOAT, 32),
+        ((3, 4), "f8", FLOAT, 64),
+        ((2, 3, 2), "c8", COMPLEX, 64),
+        ((6,), "c16", COMPLEX, 128),
+        ((96,), "?", BOOL, 8),
+        ((48,), "i2", INT, 16),
+        ((12,), "u8", UINT, 64),
+        ((48,), "f2", FLOAT, 16),
+        ((0, 4), "f4", FLOAT, 32),
+        ((), "f4", FLOAT, 32),
+    ],
+)
 def test_the_tensor_says_what_the_view_is(buffer, max_version, shape, dtype, code, bits):
     nbytes = np.empty(shape, dtype).nbytes
     view = buffer[:nbytes].view(shape, dtype)
@@ -184,8 +207,16 @@ def test_the_device_asked_for(buffer, copy):
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"max_version": 1}, {"max_version": (1,)}, {"dl_device": 1}, {"copy": "x"},
-                 {"max_version": ("a", "b")}, {"no_such": 1}])
+    "keywords",
+    [
+        {"max_version": 1},
+        {"max_version": (1,)},
+        {"dl_device": 1},
+        {"copy": "x"},
+        {"max_version": ("a", "b")},
+        {"no_such": 1},
+    ],
+)
 def test_nonsense_keywords_are_refused(buffer, keywords):
     with pytest.raises((TypeError, ValueError)):
         buffer.__dlpack__(**keywords)
@@ -196,7 +227,7 @@ def test_nonsense_keywords_are_refused(buffer, keywords):
 def test_read_only_needs_a_versioned_capsule():
     buffer = readonly_buffer(b"abcd")
     for max_version in (None, (0, 8)):
-        with pytest.raises(BufferError, match="(?i)read-?only"):
+        with pytest.raises(BufferError, match=r"(?i)read-?only"):
             buffer.__dlpack__(max_version=max_version)
     capsule = buffer.__dlpack__(max_version=(1, 0))
     assert ManagedVersioned.from_address(capsule_pointer(capsule, NEW)).flags == READ_ONLY

@@ -34,8 +34,19 @@ scope = arena.scope()
 scope.__enter__()
 region = arena.regions[0]
 """
-NAMES = ["buffer", "view", "array", "part", "seen", "tensor", "capsule", "mark", "scope", "region",
-         "arena"]
+NAMES = [
+    "buffer",
+    "view",
+    "array",
+    "part",
+    "seen",
+    "tensor",
+    "capsule",
+    "mark",
+    "scope",
+    "region",
+    "arena",
+]
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -54,23 +65,34 @@ def test_explicit_orders(run_script, order):
 def test_globals_cleared_in_an_odd_order(run_script, pair):
     """Module globals that start with one underscore go first: rename to choose the order."""
     first, second = pair
-    run_script(PRELUDE + MAKE["host"] + HOLD
-               + f"_first = {first}; zz_last = {second}; del {first}, {second}\n"
-               + "sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')\n"
-               + "module.kept = [_first, module]\n")
+    run_script(
+        PRELUDE
+        + MAKE["host"]
+        + HOLD
+        + f"_first = {first}; zz_last = {second}; del {first}, {second}\n"
+        + "sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')\n"
+        + "module.kept = [_first, module]\n"
+    )
 
 
 def test_modules_torn_out_from_under_live_buffers(run_script):
-    run_script(PRELUDE + MAKE["host"] + HOLD + """
+    run_script(
+        PRELUDE
+        + MAKE["host"]
+        + HOLD
+        + """
 for name in [name for name in sys.modules if name.split('.')[0] in ('arenapy', 'numpy')]:
     del sys.modules[name]
 del arenapy, np, Bump, Existing, Host
 gc.collect()
-""")
+"""
+    )
 
 
 def test_cycles(run_script):
-    run_script(PRELUDE + """
+    run_script(
+        PRELUDE
+        + """
 class Owner(bytearray):
     pass
 class Loud:
@@ -84,11 +106,16 @@ for _ in range(10):
     owner.content = [arena, arena.alloc(9), memoryview(arena.alloc(9)), arena.mark(), owner]
     loud = Loud(arena.alloc(4), arena.empty(4))
     gc.disable()
-""")
+"""
+    )
 
 
 def test_use_in_atexit(run_script):
-    out = run_script(PRELUDE + MAKE["host"] + HOLD + """
+    out = run_script(
+        PRELUDE
+        + MAKE["host"]
+        + HOLD
+        + """
 def late():
     with arena.scope():
         arena.empty(10)[:] = 1
@@ -97,13 +124,18 @@ def late():
     arena.check()
     print("late", array.sum() is not None, arena.retired > 0)
 atexit.register(late)
-""")
+"""
+    )
     assert out == "late True True\n"
 
 
 def test_use_in_finalizers_during_shutdown(run_script):
     """Allocating, releasing and resetting while modules are already being cleared."""
-    run_script(PRELUDE + MAKE["growing"] + HOLD + """
+    run_script(
+        PRELUDE
+        + MAKE["growing"]
+        + HOLD
+        + """
 class Late:
     def __init__(self, *things): self.things = things
     def __del__(self):
@@ -118,11 +150,14 @@ late.cycle = late
 sys.late = Late(arena, array, buffer)
 import builtins
 builtins.late = Late(arena, array, buffer)
-""")
+"""
+    )
 
 
 def test_thread_locals(run_script):
-    run_script(PRELUDE + """
+    run_script(
+        PRELUDE
+        + """
 local = threading.local()
 arenas = arenapy.PerThread(lambda: Bump(1 << 16))
 ready, stay = threading.Barrier(4), threading.Event()
@@ -136,28 +171,42 @@ for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 ready.wait()
 local.mine = arenas.get(), arenas.alloc(9), arenas.empty(3)
-""")
+"""
+    )
 
 
 @pytest.mark.parametrize("busy", ["asleep", "allocating", "dropping", "consuming"])
 def test_daemon_threads(run_script, busy):
     body = {
         "asleep": "stay.wait()",
-        "allocating": "\n".join([
-            "arena = Bump(1 << 16)",
-            "    while True:",
-            "        with arena.scope():",
-            "            arena.empty(10)[:] = 1; memoryview(arena.alloc(9))"]),
-        "dropping": "\n".join([
-            "arena = Bump(1 << 20)",
-            "    while True:",
-            "        arena.reset(); kept = [arena.empty(9) for _ in range(50)]; kept.clear()"]),
-        "consuming": "\n".join([
-            "arena = Bump(1 << 20)",
-            "    while True:",
-            "        arena.reset(); np.from_dlpack(arena.alloc(50)); arena.alloc(9).__dlpack__()"]),
+        "allocating": "\n".join(
+            [
+                "arena = Bump(1 << 16)",
+                "    while True:",
+                "        with arena.scope():",
+                "            arena.empty(10)[:] = 1; memoryview(arena.alloc(9))",
+            ]
+        ),
+        "dropping": "\n".join(
+            [
+                "arena = Bump(1 << 20)",
+                "    while True:",
+                "        arena.reset(); kept = [arena.empty(9) for _ in range(50)]; kept.clear()",
+            ]
+        ),
+        "consuming": "\n".join(
+            [
+                "arena = Bump(1 << 20)",
+                "    while True:",
+                "        arena.reset(); np.from_dlpack(arena.alloc(5)); arena.alloc(9).__dlpack__()",
+            ]
+        ),
     }[busy]
-    run_script(PRELUDE + MAKE["host"] + HOLD + f"""
+    run_script(
+        PRELUDE
+        + MAKE["host"]
+        + HOLD
+        + f"""
 stay, ready = threading.Event(), threading.Barrier(4)
 def work(array, view):
     held = array, view, np.ndarray(5, "u1", buffer=view)
@@ -166,12 +215,15 @@ def work(array, view):
 for _ in range(3):
     threading.Thread(target=work, args=(array, view), daemon=True).start()
 ready.wait()
-""")
+"""
+    )
 
 
 def test_the_wrong_thread_at_exit(run_script):
     """The last reference dies on another thread, after the main thread has finished."""
-    run_script(PRELUDE + """
+    run_script(
+        PRELUDE
+        + """
 import time
 arena = Bump(1 << 16)
 def late(box):
@@ -181,28 +233,40 @@ def late(box):
     box.clear()
     del array, view
 threading.Thread(target=late, args=([arena.empty(10), memoryview(arena.alloc(9))],)).start()
-""")
+"""
+    )
 
 
 def test_sys_exit_inside_scopes(run_script):
-    run_script(PRELUDE + MAKE["host"] + """
+    run_script(
+        PRELUDE
+        + MAKE["host"]
+        + """
 with arena.scope(), arena.scope():
     kept = arena.empty(9)
     sys.exit(0)
-""")
+"""
+    )
 
 
 def test_exit_in_a_forked_child(run_script):
-    run_script(PRELUDE + MAKE["growing"] + HOLD + """
+    run_script(
+        PRELUDE
+        + MAKE["growing"]
+        + HOLD
+        + """
 import os
 if os.fork():
     assert os.wait()[1] == 0
-""")
+"""
+    )
 
 
 def test_a_consumer_deletes_its_tensor_during_finalization(run_script):
     """A C library may keep a tensor past the end of the interpreter's modules."""
-    run_script(PRELUDE + """
+    run_script(
+        PRELUDE
+        + """
 import builtins
 class Managed(ctypes.Structure):
     _fields_ = [("tensor", ctypes.c_char * 48), ("context", ctypes.c_void_p),
@@ -222,11 +286,14 @@ class Consumer:
 builtins.kept = consumer = Consumer(Bump(1 << 12).alloc(64).__dlpack__())
 consumer.cycle = consumer
 sys.last = Consumer(Bump(1 << 12).alloc(64).__dlpack__())
-""")
+"""
+    )
 
 
 def test_subinterpreters_are_refused_or_work(run_script):
-    run_script(PRELUDE + """
+    run_script(
+        PRELUDE
+        + """
 try:
     import _xxsubinterpreters as interpreters
 except ImportError:
@@ -242,4 +309,6 @@ except Exception:
     pass  # a refusal with a reason is as good
 interpreters.destroy(number)
 arena.alloc(9).fill(1)
-""", quiet=False)
+""",
+        quiet=False,
+    )

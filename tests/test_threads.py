@@ -1,5 +1,6 @@
 """Threads: buffers may die anywhere, and misuse of one arena by many is slow and never unsafe."""
 
+import contextlib
 import queue
 import random
 import sys
@@ -7,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-from support import exact, peek, poke
-
 from arenapy import PerThread
+
+from support import exact, peek, poke
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +41,14 @@ def run_all(*targets):
         raise errors[0]
 
 
-HOLDS = [memoryview, np.asarray, np.from_dlpack, lambda b: b.__dlpack__(), lambda b: b[1:9].array((8,), "u1"),
-         lambda b: np.ndarray(b.nbytes, "u1", buffer=b)]
+HOLDS = [
+    memoryview,
+    np.asarray,
+    np.from_dlpack,
+    lambda b: b.__dlpack__(),
+    lambda b: b[1:9].array((8,), "u1"),
+    lambda b: np.ndarray(b.nbytes, "u1", buffer=b),
+]
 
 
 def test_buffers_die_on_other_threads_while_the_owner_allocates():
@@ -117,17 +124,13 @@ def test_release_races_with_export():
 
         def exporter(block=block, views=views, barrier=barrier):
             barrier.wait()
-            try:
+            with contextlib.suppress(ValueError):
                 views.append(memoryview(block))
-            except ValueError:
-                pass
 
         def releaser(block=block, barrier=barrier):
             barrier.wait()
-            try:
+            with contextlib.suppress(BufferError):
                 block.release()
-            except BufferError:
-                pass
 
         run_all(exporter, exporter, releaser)
         arena.reset()
