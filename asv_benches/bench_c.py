@@ -8,7 +8,7 @@ cursor goes through memory each time. No block is touched, and arenas are reset 
 import arenapy
 
 from . import native
-from .rounds import Line, Way, medians
+from .rounds import CLOCK, Line, Way, medians
 
 CALLS = 100_000
 PLAIN = "bump_alloc(64)"
@@ -33,6 +33,7 @@ class Calls:
     params = tuple(WAYS)
     param_names = ("call",)
     number = 1
+    timer = CLOCK
     repeat = (5, 100, 2.0)
     timeout = 300
 

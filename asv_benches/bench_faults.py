@@ -13,7 +13,7 @@ import arenapy
 from arenapy import vm
 
 from . import native
-from .rounds import Line, Way, medians
+from .rounds import CLOCK, Line, Way, medians
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -97,6 +97,7 @@ class FirstTouch:
     params = tuple(TOUCH)
     param_names = ("way",)
     number = 1
+    timer = CLOCK
     timeout = 300
 
     def setup(self, way):

@@ -13,14 +13,14 @@ import numpy as np
 import arenapy
 
 from . import native
-from .rounds import Line, Way, medians
+from .rounds import CLOCK, Line, Way, medians
 
 try:
     import pyarrow
 except ImportError:
     pyarrow = None
 
-CALLS = 50_000
+CALLS = 10_000
 ARENA = CALLS * 64 + (1 << 20)
 
 OURS = "arena.alloc(64)"
@@ -80,12 +80,13 @@ def namespace():
 
 
 class Ways:
-    """asv: one way each, 50,000 operations at a time."""
+    """asv: one way each, 10,000 operations at a time."""
 
     param_names = ("way",)
     number = 1
     repeat = (5, 50, 2.0)
     timeout = 300
+    timer = CLOCK
     ways = None
 
     def setup(self, way):
@@ -101,7 +102,7 @@ class Block(Ways):
     ways = BLOCKS
     params = tuple(BLOCKS)
 
-    def time_50_000(self, way):
+    def time_10_000(self, way):
         """Make and drop."""
         self.loop.timeit(CALLS)
 
@@ -112,7 +113,7 @@ class Array(Ways):
     ways = ARRAYS
     params = tuple(ARRAYS)
 
-    def time_50_000(self, way):
+    def time_10_000(self, way):
         """Make and drop."""
         self.loop.timeit(CALLS)
 
@@ -123,7 +124,7 @@ class MarkReset(Ways):
     ways = MARKS
     params = tuple(MARKS)
 
-    def time_50_000(self, way):
+    def time_10_000(self, way):
         """Mark and go back."""
         self.loop.timeit(CALLS)
 
@@ -134,14 +135,14 @@ class Export(Ways):
     ways = EXPORTS
     params = tuple(EXPORTS)
 
-    def time_50_000(self, way):
+    def time_10_000(self, way):
         """Export and drop."""
         self.loop.timeit(CALLS)
 
 
 def lines(quick):
     """The report's lines."""
-    rounds = 15 if quick else 151
+    rounds = 51 if quick else 501
     names = namespace()
     blocks = {name: way for name, way in BLOCKS.items() if name != ARROW or pyarrow}
     found = {}

@@ -15,7 +15,7 @@ import numpy as np
 import arenapy
 
 from . import native
-from .rounds import Line, Way, medians
+from .rounds import CLOCK, Line, Way, medians
 
 FIELDS = 16
 RECORDS = 1 << 22  # 256 MiB of records, 16 MiB a field
@@ -76,6 +76,7 @@ class Layout:
     params = (tuple(WAYS), tuple(PAGES))
     param_names = ("loop", "pages")
     number = 1
+    timer = CLOCK
     repeat = (5, 20, 2.0)
     timeout = 300
 
