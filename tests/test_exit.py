@@ -198,7 +198,8 @@ def test_daemon_threads(run_script, busy):
             [
                 "arena = Bump(1 << 20)",
                 "    while True:",
-                "        arena.reset(); np.from_dlpack(arena.alloc(5)); arena.alloc(9).__dlpack__()",
+                "        arena.reset()",
+                "        np.from_dlpack(arena.alloc(5)); arena.alloc(9).__dlpack__()",
             ]
         ),
     }[busy]
