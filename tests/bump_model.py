@@ -9,13 +9,13 @@ import ctypes
 import threading
 from dataclasses import dataclass, field, replace
 
-import arenapy
 import numpy as np
 from hypothesis import event
 from hypothesis import strategies as st
-
 from machines import AllocatorMachine, Block
 from support import PAGE, Pages, unchanged_view
+
+import arenapy
 
 LIVE, REFERENCE, UNSURE = "live", "reference", "unsure"
 EXPORTS = {

@@ -33,7 +33,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-
 from support import PAGE, peek, poke
 
 DEFAULT_ALIGN = 64

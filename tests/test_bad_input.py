@@ -4,12 +4,12 @@ import copy
 import os
 import pickle
 
-import arenapy
 import numpy as np
 import pytest
-from arenapy import Bump, Existing, Host, OutOfMemory
-
 from support import PAGE, Pages, exact, unchanged_view
+
+import arenapy
+from arenapy import Bump, Existing, Host, OutOfMemory
 
 
 @pytest.fixture

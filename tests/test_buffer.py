@@ -7,9 +7,9 @@ import ctypes
 
 import numpy as np
 import pytest
-from arenapy import Buffer
-
 from support import exact, peek, poke, readonly_buffer
+
+from arenapy import Buffer
 
 PATTERN = bytes(range(100))
 

@@ -3,12 +3,12 @@
 import ctypes
 import threading
 
-import arenapy
 import numpy as np
 import pytest
-from arenapy import Buffer, Bump
-
 from support import exact, poke
+
+import arenapy
+from arenapy import Buffer, Bump
 
 PATTERN = bytes(range(100))
 

@@ -12,7 +12,6 @@ import sys
 
 import numpy as np
 import pytest
-
 from support import exact, peek, poke, readonly_buffer
 
 BITS = {

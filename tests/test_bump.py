@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from arenapy import BumpStats, OutOfMemory
-
 from support import MAX_ALIGN, PAGE, exact, peek, poke, unchanged_view
+
+from arenapy import BumpStats, OutOfMemory
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import itertools
 import resource
 import threading
 
-import arenapy
 import pytest
-from arenapy import Bump, Host, OutOfMemory, PerThread
-
 from support import PAGE, Pages, exact, peek, poke, unchanged_view
+
+import arenapy
+from arenapy import Bump, Host, OutOfMemory, PerThread
 
 
 @pytest.fixture

@@ -1,15 +1,15 @@
 """Programs that a `Bump` must survive: who holds what, marks, scopes, growth, the arena's end."""
 
-import arenapy
 import numpy as np
 import pytest
+from bump_model import EXPORTS, LIVE, UNSURE, BumpModel
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-
-from bump_model import EXPORTS, LIVE, UNSURE, BumpModel
 from machines import MarkRecord, choice, needs, step
 from support import PAGE, peek, poke
+
+import arenapy
 
 
 class BumpMachine(BumpModel):

@@ -11,12 +11,12 @@ import ctypes
 import gc
 import weakref
 
-import arenapy
 import numpy as np
 import pytest
-from arenapy import Bump, Existing
-
 from support import exact
+
+import arenapy
+from arenapy import Bump, Existing
 
 
 class Owner(bytearray):

@@ -7,7 +7,6 @@ from ctypes import POINTER, Structure, c_int32, c_int64, c_uint8, c_uint16, c_ui
 
 import numpy as np
 import pytest
-
 from support import exact, peek, poke, readonly_buffer
 
 OLD, NEW = b"dltensor", b"dltensor_versioned"

@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-from arenapy import PerThread
-
 from support import exact, peek, poke
+
+from arenapy import PerThread
 
 
 @pytest.fixture(autouse=True)
