@@ -1,5 +1,6 @@
 # What every allocator has in common, for the modules that implement one.
 from arenapy.buffer cimport Buffer
+from arenapy.mark cimport Mark
 from arenapy.region cimport Region
 
 cdef enum:
@@ -11,6 +12,8 @@ cdef class Allocator:
 
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+    # The end of a scope that began with `mark` (an arenapy.mark.Mark), by an exception or not.
+    cdef int leave(self, Mark mark, bint failed) except -1
 
 
 # The region that a source makes, checked to be one of at least n bytes.

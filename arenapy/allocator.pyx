@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from arenapy.buffer cimport Buffer
+from arenapy.mark cimport Mark
 from arenapy.ndarray cimport Spec, parse, wrap
 from arenapy.region cimport Region
 
@@ -27,6 +28,9 @@ cdef class Allocator:
             raise TypeError("Allocator is the base of allocators; make a Bump")
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        raise NotImplementedError(type(self).__name__)
+
+    cdef int leave(self, Mark mark, bint failed) except -1:
         raise NotImplementedError(type(self).__name__)
 
     def empty(self, shape, dtype="f8", order="C"):

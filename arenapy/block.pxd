@@ -80,6 +80,9 @@ cdef bint is_open(Block block) noexcept
 cdef int check_open(Block block) except -1
 cdef bint is_readonly(Block block) noexcept
 cdef str name_of(Block block)
+# Raise unless it is open and the host may read it; write it.
+cdef int host_only(Block block) except -1
+cdef int writable(Block block) except -1
 # Mark the root held and count one live export (or, with count False, only mark it).
 cdef int acquire(Block block, bint count) except -1
 cdef void unacquire(Block block) noexcept

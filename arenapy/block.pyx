@@ -215,6 +215,22 @@ cdef int no_stream(Keeper keeper, object stream) except -1:
     return 0
 
 
+cdef int host_only(Block block) except -1:
+    check_open(block)
+    if not block.keeper.host_accessible:
+        raise BufferError(
+            f"{name_of(block)} cannot be read by the host; copy it with copy_to(host_buffer)"
+        )
+    return 0
+
+
+cdef int writable(Block block) except -1:
+    host_only(block)
+    if is_readonly(block):
+        raise BufferError(f"{name_of(block)} is read-only; copy it to a writable Buffer")
+    return 0
+
+
 # ---- moving bytes ------------------------------------------------------------------------
 
 cdef int copy_bytes(Block block, object other, bint inward) except -1:

@@ -22,7 +22,8 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport (
     CLOSED, HELD, ONE_EXPORT, Block, Keeper, acquire, check_open, copy_bytes, is_open,
-    is_readonly, move_bytes, name_of, no_stream, root_of, unacquire,
+    host_only, is_readonly, move_bytes, name_of, no_stream, root_of, unacquire,
+    writable,
 )
 
 cdef extern from "Python.h":
@@ -328,7 +329,7 @@ cdef class Buffer(Block):
 
         Parameters and errors as for :meth:`view`; BufferError on device memory.
         """
-        _host_only(self)
+        host_only(self)
         if shape is None and dtype is None and self.root is not None:
             return _numpy().view_as_array(self)
         return _numpy().view_as_array(self.view(shape, dtype))
@@ -348,7 +349,7 @@ cdef class Buffer(Block):
         if not 0 <= byte <= 255:
             raise ValueError(f"value={value!r} is not a byte: give a number from 0 to 255")
         no_stream(self.keeper, stream)
-        _writable(self)
+        writable(self)
         move_bytes(self, self.ptr, NULL, self.size, <int>byte)
 
     def copy_from(self, source, stream=None):
@@ -362,7 +363,7 @@ cdef class Buffer(Block):
             If this Buffer is read-only.
         """
         no_stream(self.keeper, stream)
-        _writable(self)
+        writable(self)
         copy_bytes(self, source, True)
         return self
 
@@ -372,7 +373,7 @@ cdef class Buffer(Block):
         Errors as for :meth:`copy_from`.
         """
         no_stream(self.keeper, stream)
-        _host_only(self)
+        host_only(self)
         copy_bytes(self, target, False)
         return target
 
@@ -381,7 +382,7 @@ cdef class Buffer(Block):
     def __getbuffer__(self, Py_buffer* view, int flags):
         cdef View v
         view.obj = None
-        _host_only(self)
+        host_only(self)
         if flags & PyBUF_WRITABLE and is_readonly(self):
             raise BufferError(f"{name_of(self)} is read-only; ask for a read-only view, or copy it")
         v = <View>self if self.root is not None else None
@@ -496,22 +497,6 @@ cdef object _dl():
         from arenapy import dlpack
         _dlpack = dlpack
     return _dlpack
-
-
-cdef int _host_only(Buffer buffer) except -1:
-    check_open(buffer)
-    if not buffer.keeper.host_accessible:
-        raise BufferError(
-            f"{name_of(buffer)} cannot be read by the host; copy it with copy_to(host_buffer)"
-        )
-    return 0
-
-
-cdef int _writable(Buffer buffer) except -1:
-    _host_only(buffer)
-    if is_readonly(buffer):
-        raise BufferError(f"{name_of(buffer)} is read-only; copy it to a writable Buffer")
-    return 0
 
 
 cdef bint _f_contiguous(View v) noexcept:

@@ -10,18 +10,17 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
-import sys
 import weakref
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size
 from arenapy.block cimport (
-    GONE_CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
+    HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
 from arenapy.buffer cimport Buffer, new_root
 from arenapy.bump_core cimport BumpCore, Frame, rewind, take
-from arenapy.mark cimport Mark, begin_mark, end_mark
+from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.region cimport Region
 
 from arenapy.errors import OutOfMemory
@@ -36,41 +35,6 @@ cdef extern from "Python.h":
 cdef enum:
     GROWTH = 2               # each further region is this many times the one before
     NAMED = 4                # blocks that a message names at most
-
-
-@cython.auto_pickle(False)
-@cython.final
-cdef class Scope:
-    """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
-
-    cdef readonly Bump arena
-    cdef Mark mark
-
-    def __init__(self):
-        raise TypeError("a scope is made by Bump.scope(), not by calling the class")
-
-    def __enter__(self):
-        if self.mark is not None:
-            raise ValueError("this scope is entered already; call arena.scope() for another one")
-        self.mark = self.arena.mark()
-        return self.arena
-
-    def __exit__(self, kind, value, traceback):
-        cdef Mark mark = self.mark
-        cdef BumpCore c = self.arena.core
-        if mark is None:
-            raise ValueError("this scope is not entered")
-        self.mark = None
-        try:
-            # An outer reset may have ended it; a region may have been closed, a fork happened.
-            if mark.valid and c.find_frame(mark.id) >= 0 and not c.shut:
-                # An exception on its way is never masked: a strict arena then retires.
-                self.arena.rewind_to(mark, self.arena.strict and kind is None)
-        finally:
-            arenapy_lock_acquire(&c.lock)
-            end_mark(mark)
-            c.prune()
-            arenapy_lock_release(&c.lock)
 
 
 @cython.final
@@ -232,7 +196,7 @@ cdef class Bump(Allocator):
         cdef size_t left = 0
         cdef size_t size
         cdef Region region
-        self.open_check()
+        self.core.open_check()
         if self.max_bytes is not None and <size_t>self.max_bytes > c.capacity:
             left = <size_t>self.max_bytes - c.capacity
         least = min(least, max(left, n + (n == 0)))
@@ -261,17 +225,6 @@ cdef class Bump(Allocator):
             f"{c.free_bytes()} free with {c.largest_free()} in one piece, and {limit}. "
             "Reset it, drop arrays that hold memory, or make it larger"
         )
-
-    cdef int open_check(self) except -1:
-        cdef BumpCore c = self.core
-        if c.shut:
-            if (<Region>c.regions[0]).gone == GONE_CLOSED:
-                raise ValueError("the region of this arena was closed; make a new arena")
-            raise ValueError(
-                f"this arena over {c.kind} memory belongs to the process that made it, and this "
-                "is a forked child: make a new arena here"
-            )
-        return 0
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
@@ -339,7 +292,7 @@ cdef class Bump(Allocator):
             raise ValueError(
                 f"nbytes={n} is less than the {buffer.size} bytes it has; slice it instead"
             )
-        self.open_check()
+        self.core.open_check()
         arenapy_lock_acquire(&c.lock)
         c.drain()
         start = <uintptr_t>buffer.ptr
@@ -384,7 +337,7 @@ cdef class Bump(Allocator):
             begin_mark(m, c, frame)
         arenapy_lock_release(&c.lock)
         if frame == NULL:
-            self.open_check()
+            self.core.open_check()
             raise MemoryError("no memory for another mark")
         return m
 
@@ -425,9 +378,8 @@ cdef class Bump(Allocator):
         cdef Py_ssize_t i
         cdef (uintptr_t, size_t)[4] names
         if c.shut:
-            self.open_check()
-        if c.may_lease:
-            _settle_sends()
+            self.core.open_check()
+        c.settle_sends()
         if mark is not None and <PyObject*>mark.core != <PyObject*>c:
             raise ValueError(f"{mark!r} is of another arena; reset the arena that made it")
         arenapy_lock_acquire(&c.lock)
@@ -461,15 +413,27 @@ cdef class Bump(Allocator):
             self.check()
         return 0
 
+    cdef int leave(self, Mark mark, bint failed) except -1:
+        """End a scope: reset to its mark, unless a reset to an older one did."""
+        cdef BumpCore c = self.core
+        try:
+            # A region may have been closed, or a fork happened: then there is nothing to free.
+            if mark.valid and c.find_frame(mark.id) >= 0 and not c.shut:
+                # An exception on its way is never masked: a strict arena then retires.
+                self.rewind_to(mark, self.strict and not failed)
+        finally:
+            arenapy_lock_acquire(&c.lock)
+            end_mark(mark)
+            c.prune()
+            arenapy_lock_release(&c.lock)
+
     def scope(self):
         """A context manager that marks on entry and resets to that mark on exit.
 
         It gives the arena. It never masks an exception, and does nothing if a reset to an
         older mark has already ended it.
         """
-        cdef Scope s = Scope.__new__(Scope)
-        s.arena = self
-        return s
+        return new_scope(self)
 
     # -- figures
 
@@ -515,8 +479,7 @@ cdef class Bump(Allocator):
     cdef int settle(self) except -1:
         """Take note of Buffers that died, and of bytes that other processes let go of."""
         cdef BumpCore c = self.core
-        if c.may_lease:
-            _settle_sends()
+        c.settle_sends()
         arenapy_lock_acquire(&c.lock)
         if not c.shut:
             c.drain()
@@ -564,13 +527,3 @@ cdef class Bump(Allocator):
 
     def __reduce__(self):
         raise TypeError("a Bump is not pickled; only the process that made it allocates from it")
-
-
-cdef int _settle_sends() except -1:
-    """Messages that have arrived need not be kept open here any more."""
-    shared = sys.modules.get("arenapy.shared")
-    if shared is not None:
-        shared.settle()
-    return 0
-
-

@@ -3,9 +3,10 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from arenapy.block cimport Block, Hold, Keeper
-from arenapy.extents cimport Extent, Extents
+from arenapy.block cimport Block, Hold
+from arenapy.extents cimport Extent
 from arenapy.region cimport Region
+from arenapy.space cimport Space
 
 # What was allocated since a mark (the base frame: since the last full reset).
 cdef struct Frame:
@@ -18,7 +19,7 @@ cdef struct Frame:
     uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
 
 
-cdef class BumpCore(Keeper):
+cdef class BumpCore(Space):
     # The current run is [runs[n_runs - 1].start, cursor); [cursor, limit) is free and next.
     cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
     cdef uintptr_t limit
@@ -29,25 +30,15 @@ cdef class BumpCore(Keeper):
     cdef uint64_t stamp      # the last content or id given out
     cdef Extent* runs        # bytes handed out contiguously, oldest first; n_runs >= 1
     cdef Py_ssize_t n_runs, cap_runs
-    cdef Extents free        # what is free beside [cursor, limit)
     cdef Frame* frames       # n_frames >= 1; frames[0] is the base
     cdef Py_ssize_t n_frames, cap_frames
-    cdef Hold* retired       # held blocks that outlived a reset
-    cdef Hold* leased        # bytes that only another process still sees
-    cdef size_t retired_bytes, leased_bytes, capacity, peak_bytes
+    cdef size_t peak_bytes
     cdef Py_ssize_t n_held   # holds that have not been drained
     cdef bint pristine       # nothing was retired since everything was last free
-    cdef bint shut           # a forked child, or a closed region: refuses every call
-    cdef bint debug
     cdef PyObject* last_mark # the newest live Mark (bump.pyx), borrowed: a list through Mark.older
     cdef uint64_t live_mark  # its id; 0: none
-    cdef list regions        # in order of growth; keeps them
-    cdef PyObject** region   # the same n_regions, borrowed, for use without the GIL
-    cdef Py_ssize_t n_regions, cap_regions
-    cdef object allocator    # weakref to the Bump
 
     cdef int open(self, Region region) except -1
-    cdef int add_region(self, Region region) except -1
     cdef size_t used(self) noexcept nogil
     cdef size_t free_bytes(self) noexcept nogil
     cdef size_t largest_free(self) noexcept nogil
@@ -66,16 +57,8 @@ cdef class BumpCore(Keeper):
     cdef void pop_run(self) noexcept nogil
     cdef bint run_is_spare(self) noexcept nogil
     cdef bint is_empty(self, Frame* frame) noexcept nogil
-    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil
     cdef void note_peak(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
-    cdef void free_or_lease(self, Hold* hold) noexcept nogil
-    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
-                          uintptr_t* at, uintptr_t* stop) noexcept nogil
-    cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
-    cdef void settle_leases(self) noexcept nogil
-    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil
-    cdef void poison_free(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
 
 
 # The hot path: everything a hit needs, and nothing else.

@@ -25,71 +25,34 @@ Holds end on any thread: `ended` pushes onto a lock-free list, which the owner d
 cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
-from arenapy.block cimport (
-    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, Block, Hold, Keeper, drop_hold,
-)
+from arenapy.block cimport HOLD_EMPTY, HOLD_RETIRED, Block, Hold, drop_hold
 from arenapy.extents cimport (
     Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
     extents_room, make_room,
 )
 from arenapy.region cimport Region
-from arenapy.vm cimport vm_lease
-
-cdef enum:
-    FREED_BYTE = 0xDB        # debug: what given-back memory is filled with
+from arenapy.space cimport Space, link_hold, unlink_hold
 
 
-cdef inline void _unlink(Hold** head, Hold* hold) noexcept nogil:
-    if hold.prev != NULL:
-        hold.prev.next = hold.next
-    else:
-        head[0] = hold.next
-    if hold.next != NULL:
-        hold.next.prev = hold.prev
-
-
-cdef inline void _link(Hold** head, Hold* hold) noexcept nogil:
-    hold.prev = NULL
-    hold.next = head[0]
-    if head[0] != NULL:
-        head[0].prev = hold
-    head[0] = hold
-
-
-# no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
-# user's object too, which the collector can clear.
+@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
-cdef class BumpCore(Keeper):
+cdef class BumpCore(Space):
     """The memory and bookkeeping of a Bump. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
-        self.regions = []
         self.pristine = True
 
     def __dealloc__(self):
-        cdef Hold* lists[2]
-        cdef Hold* hold
-        cdef Py_ssize_t i
         # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
         self.debug = self.may_lease = False
         if self.frames != NULL:
             self.drain()
-        lists[0], lists[1] = self.retired, self.leased
-        for i in range(2):
-            while lists[i] != NULL:
-                hold = lists[i]
-                lists[i] = hold.next
-                free(hold)
-        for i in range(self.n_regions):
-            (<Region>self.region[i]).detach()
-        free(self.region)
         free(self.runs)
-        free(self.free.items)
         free(self.frames)
 
     cdef int open(self, Region region) except -1:
@@ -98,9 +61,6 @@ cdef class BumpCore(Keeper):
                 and make_room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
             raise MemoryError("no memory for the bookkeeping of an arena")
         self.add_region(region)
-        self.kind, self.device_id = region.kind, region.device_id
-        self.host_accessible = region.host_accessible
-        self.device_accessible = region.device_accessible
         self.runs[0].start = self.runs[0].end = <uintptr_t>region.ptr
         self.runs[0].region = 0
         self.n_runs = 1
@@ -110,29 +70,6 @@ cdef class BumpCore(Keeper):
         self.n_frames = 1
         self.continue_at(self.frames[0].cursor, 0)
         return 0
-
-    cdef int add_region(self, Region region) except -1:
-        """Grow: the region becomes a free extent behind all others."""
-        if not (extents_room(&self.free, 1) and make_room(
-                <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*))):
-            raise MemoryError("no memory for the bookkeeping of an arena")
-        region.attach(self, self.n_regions == 0)
-        self.regions.append(region)
-        self.region[self.n_regions] = <PyObject*>region
-        self.foreign = self.foreign or region.foreign
-        self.checked = self.checked or region.checked
-        self.capacity += region.size
-        self.n_regions += 1
-        extents_insert(&self.free, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size, self.n_regions - 1)
-        return 0
-
-    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
-        """Index of the region that `at`, an address of ours, is in."""
-        cdef Py_ssize_t i
-        for i in range(self.n_regions - 1):
-            if at - <uintptr_t>(<Region>self.region[i]).ptr < (<Region>self.region[i]).size:
-                return i
-        return self.n_regions - 1
 
     # -- figures
 
@@ -273,7 +210,7 @@ cdef class BumpCore(Keeper):
 
     cdef void enlist(self, Hold* hold) noexcept nogil:
         self.n_held += 1
-        _link(&self.frames[self.frame_of(hold.tag)].holds, hold)
+        link_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
 
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>root.ptr
@@ -304,11 +241,11 @@ cdef class BumpCore(Keeper):
             queue = hold.ended_next
             self.n_held -= 1
             if hold.flags & HOLD_RETIRED:
-                _unlink(&self.retired, hold)
+                unlink_hold(&self.retired, hold)
                 self.retired_bytes -= hold.end - hold.start
                 self.free_or_lease(hold)
             else:
-                _unlink(&self.frames[self.frame_of(hold.tag)].holds, hold)
+                unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
                 # If it is not the newest, its bytes come back at the next reset.
                 self.move_back(hold.start, hold.end, hold.tag, hold.pad,
                                hold.flags & HOLD_EMPTY != 0)
@@ -317,69 +254,6 @@ cdef class BumpCore(Keeper):
     cdef bint has_holds(self) noexcept nogil:
         self.drain()
         return self.n_held > 0
-
-    cdef void free_or_lease(self, Hold* hold) noexcept nogil:
-        """A range that nobody here sees any more: free, unless another process sees it."""
-        cdef uintptr_t at, stop
-        if (self.may_lease and self.leased_part(hold.start, hold.end, hold.region, &at, &stop)
-                ) or not extents_room(&self.free, 3):
-            self.leased_bytes += hold.end - hold.start
-            _link(&self.leased, hold)
-            return
-        self.poison(hold.start, hold.end)
-        extents_insert(&self.free, hold.start, hold.end, hold.region)
-        drop_hold(self, hold)
-
-    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
-        """Debug mode: what was given back reads as FREED_BYTE."""
-        if self.debug and self.host_accessible and not self.shut:
-            memset(<void*>start, FREED_BYTE, end - start)
-
-    # -- leases of other processes
-
-    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
-                          uintptr_t* at, uintptr_t* stop) noexcept nogil:
-        return (<Region>self.region[region]).leases(start, end, at, stop) != 0
-
-    cdef void carve_leases(
-        self, uintptr_t start, uintptr_t end, Py_ssize_t region
-    ) noexcept nogil:
-        """Take what other processes see out of the free parts of [start, end)."""
-        cdef uintptr_t at, stop, first, last
-        cdef Py_ssize_t i
-        cdef Hold* hold
-        while start < end:
-            i = extents_after(&self.free, region, start) - 1
-            if i < 0 or self.free.items[i].region != region or self.free.items[i].end <= start:
-                i += 1
-            if (i == self.free.n or self.free.items[i].region != region
-                    or self.free.items[i].start >= end):
-                return
-            first, last = max(self.free.items[i].start, start), min(self.free.items[i].end, end)
-            start = last
-            if not self.leased_part(first, last, region, &at, &stop):
-                continue
-            hold = <Hold*>calloc(1, sizeof(Hold))
-            if hold == NULL or not extents_room(&self.free, 3):
-                free(hold)
-                self.shut = True             # the lease cannot be recorded: hand out nothing
-                return
-            extents_carve(&self.free, at, stop, region)
-            hold.start, hold.end, hold.region = at, stop, region
-            self.leased_bytes += stop - at
-            _link(&self.leased, hold)
-            start = stop
-
-    cdef void settle_leases(self) noexcept nogil:
-        """Free what other processes have let go of."""
-        cdef Hold* hold = self.leased
-        cdef Hold* next
-        while hold != NULL:
-            next = hold.next
-            _unlink(&self.leased, hold)
-            self.leased_bytes -= hold.end - hold.start
-            self.free_or_lease(hold)
-            hold = next
 
     # -- frames
 
@@ -471,7 +345,7 @@ cdef class BumpCore(Keeper):
                 hold.flags |= HOLD_RETIRED
                 extents_carve(&self.free, hold.start, hold.end, hold.region)
                 self.retired_bytes += hold.end - hold.start
-                _link(&self.retired, hold)
+                link_hold(&self.retired, hold)
                 hold = next
         for i in range(frame.run, self.n_runs):
             start = frame.cursor if i == frame.run else self.runs[i].start
@@ -503,57 +377,18 @@ cdef class BumpCore(Keeper):
             extents_remove(&self.free, 0)
         return 0
 
-    cdef void poison_free(
-        self, uintptr_t start, uintptr_t end, Py_ssize_t region
-    ) noexcept nogil:
-        """Poison the free parts of [start, end)."""
-        cdef Py_ssize_t i
-        for i in range(self.free.n):
-            if (self.free.items[i].region == region and self.free.items[i].start < end
-                    and start < self.free.items[i].end):
-                self.poison(max(start, self.free.items[i].start), min(end, self.free.items[i].end))
-
-    # -- the end of a region, and fork
-
     cdef void disable(self, int why) noexcept nogil:
-        self.gone = why
-        self.shut = True
-        self.limit = self.cursor
-
-    cdef void forked(self, bint unmapped) noexcept nogil:
-        self.disable(GONE_FORKED if unmapped else GONE_NOT)
+        Space.disable(self, why)
+        self.limit = self.cursor             # no hit
 
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
-        """Lease every byte of `region` that is not free to whoever keeps `fd`."""
-        cdef uintptr_t first = <uintptr_t>(<Region>region).ptr
-        cdef long long base = (<Region>region).file_offset - <long long>first
-        cdef uintptr_t at = first
-        cdef uintptr_t end = at + (<Region>region).size
         cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
-        cdef uintptr_t start
-        cdef Py_ssize_t i
-        cdef int status = 0
+        cdef int status
         if self.shut:
             return 0
         if not extents_room(&self.free, 3):
             return -1
-        self.may_lease = True
         extents_insert(&self.free, self.cursor, self.limit, here)
-        for i in range(self.free.n + 1):
-            if i < self.free.n and self.region[self.free.items[i].region] != region:
-                continue
-            start = self.free.items[i].start if i < self.free.n else end
-            if start > at and vm_lease(
-                    fd, base + <long long>at, <long long>(start - at)) < 0:
-                status = -1
-            at = self.free.items[i].end if i < self.free.n else end
+        status = self.lease_all(region, fd)
         self.continue_at(self.cursor, here)
         return status
-
-    cdef int check(self) except -1:
-        for region in self.regions:
-            (<Region>region).check()
-        return 0
-
-    cdef object owner_of(self):
-        return None if self.allocator is None else self.allocator()

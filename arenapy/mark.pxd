@@ -2,6 +2,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
+from arenapy.allocator cimport Allocator
 from arenapy.bump_core cimport BumpCore, Frame
 
 
@@ -16,3 +17,11 @@ cdef class Mark:
 # With the core's lock held.
 cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept
 cdef void end_mark(Mark mark) noexcept
+
+
+cdef class Scope:
+    cdef readonly Allocator arena
+    cdef Mark mark                # None: not entered
+
+
+cdef Scope new_scope(Allocator arena)

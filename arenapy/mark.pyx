@@ -1,4 +1,4 @@
-"""Mark: a position in a Bump.
+"""Mark: a position in a Bump; Scope: a mark for the time of a with block.
 
 Marks with nothing allocated between them share a frame of the core, and are told apart by
 their order in a list of the live ones, newest first: a reset ends those that are newer.
@@ -6,6 +6,7 @@ their order in a list of the live ones, newest first: a reset ends those that ar
 cimport cython
 from cpython.object cimport PyObject
 
+from arenapy.allocator cimport Allocator
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 
 
@@ -51,3 +52,31 @@ cdef void end_mark(Mark mark) noexcept:
         mark.core.last_mark = mark.older
         mark.core.live_mark = (<Mark>mark.older).id if mark.older != NULL else 0
     mark.older = mark.newer = NULL
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Scope:
+    """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
+
+    def __init__(self):
+        raise TypeError("a scope is made by Bump.scope(), not by calling the class")
+
+    def __enter__(self):
+        if self.mark is not None:
+            raise ValueError("this scope is entered already; call arena.scope() for another one")
+        self.mark = self.arena.mark()
+        return self.arena
+
+    def __exit__(self, kind, value, traceback):
+        cdef Mark mark = self.mark
+        if mark is None:
+            raise ValueError("this scope is not entered")
+        self.mark = None
+        self.arena.leave(mark, kind is not None)
+
+
+cdef Scope new_scope(Allocator arena):
+    cdef Scope scope = Scope.__new__(Scope)
+    scope.arena = arena
+    return scope
