@@ -121,18 +121,25 @@ step_other_pythons() {
 }
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules. Leaks are not looked
-# for: CPython and NumPy keep what they like until exit. Tests marked `no_sanitizer` are left out:
-# they limit the address space or count page faults, and AddressSanitizer does both itself.
+# for: CPython and NumPy keep what they like until exit. Left out are the tests without extension
+# modules in them, and those that count page faults, limit the address space or wait for a SIGSEGV:
+# AddressSanitizer does each of these itself. libstdc++ is named for matplotlib's exceptions.
 step_sanitizers() {
-    local tree=$WORK/sanitizers
-    local flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1'
-    CFLAGS=$flags LDFLAGS=$flags test_environment "$tree" python3
+    local tree=$WORK/sanitizers code=0
+    local flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
+    CFLAGS="$flags -g -O1" LDFLAGS=$flags test_environment "$tree" python3
     cd "$tree"
-    LD_PRELOAD=$(gcc -print-file-name=libasan.so) PYTHONMALLOC=malloc \
-        ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:allocator_may_return_null=1 \
-        UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-        HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} ARENAPY_SANITIZERS=1 \
-        .venv/bin/python -m pytest -q -m 'not no_sanitizer'
+    env LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
+        PYTHONMALLOC=malloc \
+        ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:log_path=$tree/report" \
+        UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
+        HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-quick}" \
+        .venv/bin/python -m pytest -q -m 'not no_sanitizer' \
+        --ignore=tests/test_{cli,demo,info,memory_info,packaging}.py \
+        -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
+    # A test that expects its child to fail may hide a report.
+    ! cat report.* 2>/dev/null || code=1
+    return $code
 }
 
 step_long_properties() {
