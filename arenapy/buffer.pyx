@@ -50,8 +50,7 @@ cdef enum:
 
 cdef PyObject* kept[KEPT_OBJECTS]
 cdef int n_kept = 0
-cdef object _ndarray = None   # arenapy.ndarray, imported when first needed
-cdef object _dlpack = None
+cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
 cdef Buffer new_root(Keeper keeper, char* ptr, Py_ssize_t size, uint64_t tag, uint32_t pad):
@@ -190,9 +189,6 @@ cdef class Buffer(Block):
             return (<View>self).dims[0]
         return self.size
 
-    def __bool__(self):
-        return True
-
     def __repr__(self):
         cdef Buffer root = root_of(self)
         cdef uint64_t word = arenapy_load(&root.word)
@@ -265,7 +261,7 @@ cdef class Buffer(Block):
         Raises
         ------
         ValueError
-            On memory that no stream orders (every kind of this host-only family).
+            On memory that no stream orders.
         """
         check_open(self)
         if stream is None:
@@ -368,10 +364,7 @@ cdef class Buffer(Block):
         return self
 
     def copy_to(self, target, stream=None):
-        """Copy this Buffer's bytes into `target`, a writable contiguous buffer of the same size.
-
-        Errors as for :meth:`copy_from`.
-        """
+        """Copy the bytes into `target`, a writable buffer; sizes and errors as in copy_from."""
         no_stream(self.keeper, stream)
         host_only(self)
         copy_bytes(self, target, False)
@@ -385,8 +378,8 @@ cdef class Buffer(Block):
         host_only(self)
         if flags & PyBUF_WRITABLE and is_readonly(self):
             raise BufferError(f"{name_of(self)} is read-only; ask for a read-only view, or copy it")
-        v = <View>self if self.root is not None else None
-        if v is not None:
+        if self.root is not None:
+            v = <View>self
             if flags & PyBUF_FORMAT and not flags & PyBUF_ND and v.descr is not None:
                 raise BufferError(
                     f"{name_of(self)} is typed {v.typestr!r}: ask for its shape (ND) too, or "
@@ -406,7 +399,7 @@ cdef class Buffer(Block):
         view.readonly = is_readonly(self)
         view.suboffsets = NULL
         view.internal = NULL
-        if v is None:
+        if self.root is None:
             view.itemsize = 1
             view.ndim = 1
             view.format = <char*>b"B" if flags & PyBUF_FORMAT else NULL
@@ -434,7 +427,7 @@ cdef class Buffer(Block):
         if self.keeper is None or not self.keeper.host_accessible:
             raise AttributeError(f"{name_of(self)} is not on the host; copy_to() brings it there")
         acquire(self, False)
-        return _interface(self)
+        return _numpy().interface(self)
 
     @property
     def __cuda_array_interface__(self):
@@ -442,7 +435,7 @@ cdef class Buffer(Block):
         if self.keeper is None or not self.keeper.device_accessible:
             raise AttributeError(f"{name_of(self)} is not accessible to a CUDA device")
         acquire(self, False)
-        return dict(_interface(self), stream=1)
+        return dict(_numpy().interface(self), stream=1)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         """A DLPack capsule of this memory (see :mod:`arenapy.dlpack`)."""
@@ -483,19 +476,19 @@ cdef class View(Buffer):
 
 # ---- helpers -----------------------------------------------------------------------------
 
+# Imported when first needed: both import this module.
+
 cdef object _numpy():
     global _ndarray
     if _ndarray is None:
-        from arenapy import ndarray
-        _ndarray = ndarray
+        from arenapy import ndarray as _ndarray
     return _ndarray
 
 
 cdef object _dl():
     global _dlpack
     if _dlpack is None:
-        from arenapy import dlpack
-        _dlpack = dlpack
+        from arenapy import dlpack as _dlpack
     return _dlpack
 
 
@@ -507,17 +500,3 @@ cdef bint _f_contiguous(View v) noexcept:
             return True
         long_dims += v.dims[i] > 1
     return long_dims <= 1
-
-
-cdef dict _interface(Buffer buffer):
-    cdef bint typed = buffer.root is not None
-    cdef dict fields = {}
-    if typed and (<View>buffer).descr is not None and (<View>buffer).descr.names is not None:
-        fields["descr"] = (<View>buffer).descr.descr
-    return fields | {
-        "version": 3,
-        "shape": (<View>buffer).shape if typed else (buffer.size,),
-        "typestr": (<View>buffer).typestr if typed else "|u1",
-        "data": (<uintptr_t>buffer.ptr, bool(is_readonly(buffer))),
-        "strides": None,
-    }

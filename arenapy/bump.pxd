@@ -16,6 +16,4 @@ cdef class Bump(Allocator):
 
     cdef Buffer slow_block(self, Buffer b, Py_ssize_t n, Py_ssize_t align)
     cdef int more(self, size_t n, size_t align) except -1
-    cdef int settle(self) except -1
-    cdef str full(self, size_t n, size_t align)
     cdef int rewind_to(self, Mark mark, bint strict) except -1

@@ -175,7 +175,7 @@ cdef class Bump(Allocator):
         cdef BumpCore c = self.core
         cdef void* start = NULL
         if c.may_lease:
-            self.settle()                   # another process may have let go
+            self.core.settle()                   # another process may have let go
             start = take(c, n, align, &b.pad)
             b.ptr = <char*>start
             b.tag = c.tag
@@ -201,7 +201,7 @@ cdef class Bump(Allocator):
             left = <size_t>self.max_bytes - c.capacity
         least = min(least, max(left, n + (n == 0)))
         if least > left:
-            raise OutOfMemory(self.full(n, align))
+            raise OutOfMemory(c.full(n, align, self.max_bytes))
         size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
         region = make_region(self.source, size)
         arenapy_lock_acquire(&c.lock)
@@ -210,37 +210,13 @@ cdef class Bump(Allocator):
         finally:
             arenapy_lock_release(&c.lock)
         if region.size < least:              # a source may round; it may not give less
-            raise OutOfMemory(self.full(n, align))
+            raise OutOfMemory(c.full(n, align, self.max_bytes))
         return 0
-
-    cdef str full(self, size_t n, size_t align):
-        cdef BumpCore c = self.core
-        limit = (
-            f"it may not grow beyond max_bytes={self.max_bytes}" if self.max_bytes is not None
-            else "it does not grow unless max_bytes is given"
-        )
-        return (
-            f"{n} bytes aligned to {align} do not fit: the arena has {c.capacity} bytes, "
-            f"{c.used()} used, {c.retired_bytes} retired (held across a reset), "
-            f"{c.free_bytes()} free with {c.largest_free()} in one piece, and {limit}. "
-            "Reset it, drop arrays that hold memory, or make it larger"
-        )
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
 
-        Parameters
-        ----------
-        sizes : iterable of int
-            Sizes in bytes.
-
-        Returns
-        -------
-        list of Buffer
-
-        Raises
-        ------
-        As :meth:`alloc`; then no block was allocated.
+        Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
         """
         cdef list wanted = [as_size(n, "sizes") for n in sizes]
         cdef list blocks = []
@@ -445,25 +421,25 @@ cdef class Bump(Allocator):
     @property
     def used(self) -> int:
         """Bytes of live blocks, padding included."""
-        self.settle()
+        self.core.settle()
         return self.core.used()
 
     @property
     def peak(self) -> int:
         """The most that `used` has been, in bytes."""
-        self.settle()
+        self.core.settle()
         return max(self.core.peak_bytes, self.core.used())
 
     @property
     def remaining(self) -> int:
         """Free bytes of all extents, without growth."""
-        self.settle()
+        self.core.settle()
         return self.core.free_bytes()
 
     @property
     def retired(self) -> int:
         """Bytes of held blocks that outlived a reset."""
-        self.settle()
+        self.core.settle()
         return self.core.retired_bytes
 
     @property
@@ -476,21 +452,10 @@ cdef class Bump(Allocator):
         """Kind of memory, as its Buffers report it."""
         return self.core.kind
 
-    cdef int settle(self) except -1:
-        """Take note of Buffers that died, and of bytes that other processes let go of."""
-        cdef BumpCore c = self.core
-        c.settle_sends()
-        arenapy_lock_acquire(&c.lock)
-        if not c.shut:
-            c.drain()
-            c.settle_leases()
-        arenapy_lock_release(&c.lock)
-        return 0
-
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
         cdef BumpCore c = self.core
-        self.settle()
+        self.core.settle()
         return BumpStats(
             capacity=c.capacity,
             live_bytes=c.used() - c.padding,
@@ -515,7 +480,7 @@ cdef class Bump(Allocator):
             Naming the ranges that overlap, are missing or lie outside.
         """
         from arenapy.bump_check import verify
-        self.settle()
+        self.core.settle()
         verify(self.core)
 
     def __repr__(self):

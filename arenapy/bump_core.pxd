@@ -39,6 +39,9 @@ cdef class BumpCore(Space):
     cdef uint64_t live_mark  # its id; 0: none
 
     cdef int open(self, Region region) except -1
+    # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
+    cdef int settle(self) except -1
+    cdef str full(self, size_t n, size_t align, object max_bytes)
     cdef size_t used(self) noexcept nogil
     cdef size_t free_bytes(self) noexcept nogil
     cdef size_t largest_free(self) noexcept nogil

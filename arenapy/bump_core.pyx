@@ -28,7 +28,10 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
+from arenapy.atomic cimport (
+    arenapy_cas_ptr, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
+    arenapy_take_ptr,
+)
 from arenapy.block cimport HOLD_EMPTY, HOLD_RETIRED, Block, Hold, drop_hold
 from arenapy.extents cimport (
     Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
@@ -123,6 +126,31 @@ cdef class BumpCore(Space):
         extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
         self.n_runs = last
         self.continue_at(self.runs[last - 1].end, self.runs[last - 1].region)
+
+    # -- Python's side
+
+    cdef int settle(self) except -1:
+        """Take note of Buffers that died, and of bytes that other processes let go of."""
+        self.settle_sends()
+        arenapy_lock_acquire(&self.lock)
+        if not self.shut:
+            self.drain()
+            self.settle_leases()
+        arenapy_lock_release(&self.lock)
+        return 0
+
+    cdef str full(self, size_t n, size_t align, object max_bytes):
+        """Why a request failed, and what to do."""
+        limit = (
+            f"it may not grow beyond max_bytes={max_bytes}" if max_bytes is not None
+            else "it does not grow unless max_bytes is given"
+        )
+        return (
+            f"{n} bytes aligned to {align} do not fit: the arena has {self.capacity} bytes, "
+            f"{self.used()} used, {self.retired_bytes} retired (held across a reset), "
+            f"{self.free_bytes()} free with {self.largest_free()} in one piece, and {limit}. "
+            "Reset it, drop arrays that hold memory, or make it larger"
+        )
 
     # -- allocation
 

@@ -9,6 +9,7 @@ object), so that most calls skip NumPy's dtype parser, which costs as much as th
 """
 from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdint cimport uintptr_t
 
 import numpy as np
 cimport numpy as cnp
@@ -196,3 +197,18 @@ def view_as_array(View view not None):
         spec.dims[i] = view.dims[i]
     acquire(view, False)
     return wrap(view, np.dtype(view.typestr) if view.descr is None else view.descr, &spec)
+
+
+def interface(Buffer buffer not None):
+    """The dict of NumPy's array interface, version 3; the caller has acquired the buffer."""
+    cdef bint typed = buffer.root is not None
+    cdef dict fields = {}
+    if typed and (<View>buffer).descr is not None and (<View>buffer).descr.names is not None:
+        fields["descr"] = (<View>buffer).descr.descr
+    return fields | {
+        "version": 3,
+        "shape": (<View>buffer).shape if typed else (buffer.size,),
+        "typestr": (<View>buffer).typestr if typed else "|u1",
+        "data": (<uintptr_t>buffer.ptr, bool(is_readonly(buffer))),
+        "strides": None,
+    }
