@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 import numpy as np
@@ -46,12 +47,6 @@ class Allocator:
     def copy(self, array_like: np.ndarray[_ShapeT, _DTypeT]) -> np.ndarray[_ShapeT, _DTypeT]: ...
     @overload
     def copy(self, array_like: ArrayLike) -> NDArray[Any]: ...
-    @overload
     def struct_of_arrays(
-        self, fields: dict[str, DTypeLike], n: SupportsIndex
-    ) -> dict[str, NDArray[Any]]: ...
-    # A dict of type names made beforehand is none of DTypeLike: dict is invariant.
-    @overload
-    def struct_of_arrays(
-        self, fields: dict[str, str], n: SupportsIndex
+        self, fields: Mapping[str, Any], n: SupportsIndex
     ) -> dict[str, NDArray[Any]]: ...

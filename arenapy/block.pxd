@@ -39,7 +39,7 @@ cdef class Keeper:
     cdef readonly bint readonly
     cdef readonly bint host_accessible
     cdef readonly bint device_accessible
-    cdef bint foreign                    # reaches a user's object: its Buffers join the cycle collector
+    cdef bint foreign                    # reaches a user's object: Buffers are then GC-tracked
     cdef bint checked                    # check() has something to check
     cdef bint may_lease                  # other processes may see bytes: ask before reuse
     cdef int gone                        # GONE_*

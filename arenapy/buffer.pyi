@@ -1,5 +1,5 @@
 from types import TracebackType
-from typing import Any, Literal, Never, Self, SupportsIndex, TypeVar, overload
+from typing import Any, Self, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -7,28 +7,14 @@ from typing_extensions import Buffer as _Exporter
 from typing_extensions import CapsuleType, disjoint_base
 
 from arenapy.allocator import Allocator
+from arenapy.block import Block
 from arenapy.ndarray import _Shape
 
 _ExporterT = TypeVar("_ExporterT", bound=_Exporter)
 _ScalarT = TypeVar("_ScalarT", bound=np.generic)
 
 @disjoint_base
-class Keeper:
-    @property
-    def kind(self) -> str: ...
-    @property
-    def device_id(self) -> int: ...
-    @property
-    def readonly(self) -> bool: ...
-    @property
-    def host_accessible(self) -> bool: ...
-    @property
-    def device_accessible(self) -> bool: ...
-
-@disjoint_base
-class Buffer:
-    # Nothing can be passed: allocators, regions and slices make Buffers, the class does not.
-    def __init__(self, not_called: Never, /) -> None: ...
+class Buffer(Block):
     @property
     def nbytes(self) -> int: ...
     @property
@@ -46,7 +32,6 @@ class Buffer:
     @property
     def held(self) -> bool: ...
     def __len__(self) -> int: ...
-    def __bool__(self) -> Literal[True]: ...
     def release(self, stream: None = None) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(

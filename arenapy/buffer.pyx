@@ -185,7 +185,7 @@ cdef class Buffer(Block):
     def __len__(self):
         if self.root is not None:
             if (<View>self).ndim == 0:
-                raise TypeError(f"{name_of(self)} has no dimension, so no len(); nbytes is its size")
+                raise TypeError(f"{name_of(self)} has no dimension, so no len(); see nbytes")
             return (<View>self).dims[0]
         return self.size
 

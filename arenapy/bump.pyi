@@ -1,30 +1,12 @@
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Never, NoReturn, SupportsIndex, final
+from typing import NoReturn, SupportsIndex, final
 
 from arenapy.allocator import Allocator
 from arenapy.buffer import Buffer
+from arenapy.mark import Mark, Scope
 from arenapy.region import Region
 from arenapy.source import Source
 from arenapy.stats import BumpStats
-
-@final
-class Mark:
-    # Nothing can be passed: Bump.mark() makes Marks, Bump.scope() Scopes.
-    def __init__(self, not_called: Never, /) -> None: ...
-
-@final
-class Scope:
-    def __init__(self, not_called: Never, /) -> None: ...
-    @property
-    def arena(self) -> Bump: ...
-    def __enter__(self) -> Bump: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
 
 @final
 class Bump(Allocator):

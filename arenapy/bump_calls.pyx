@@ -1,5 +1,4 @@
 """The C calls of a Bump: what `cimport arenapy` gives, but for what is inline."""
-from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.bump cimport Bump
@@ -38,7 +37,6 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
 
 
 cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil:
-    cdef BumpMark mark
     cdef Frame* frame = arena.core.push_frame() if not arena.core.shut else NULL
     if frame == NULL:
         return BumpMark(0, 0)

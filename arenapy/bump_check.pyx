@@ -19,7 +19,9 @@ cdef enum:
     LEASED = 4
     HELD = 5
 
-cdef tuple NAMES = ("run", "current extent", "free extent", "retired block", "leased range", "block")
+cdef tuple NAMES = (
+    "run", "current extent", "free extent", "retired block", "leased range", "block",
+)
 
 cdef struct Range:
     uintptr_t start

@@ -35,7 +35,7 @@ cdef class BumpCore(Space):
     cdef size_t peak_bytes
     cdef Py_ssize_t n_held   # holds that have not been drained
     cdef bint pristine       # nothing was retired since everything was last free
-    cdef PyObject* last_mark # the newest live Mark (bump.pyx), borrowed: a list through Mark.older
+    cdef PyObject* last_mark   # the newest live Mark, borrowed: a list through Mark.older
     cdef uint64_t live_mark  # its id; 0: none
 
     cdef int open(self, Region region) except -1

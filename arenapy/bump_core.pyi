@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.buffer import Keeper
+from arenapy.space import Space
 
 @final
-class BumpCore(Keeper): ...
+class BumpCore(Space): ...

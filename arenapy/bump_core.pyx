@@ -168,7 +168,8 @@ cdef class BumpCore(Space):
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return NULL
         here = self.runs[self.n_runs - 1].region
-        extents_insert(&self.free, self.cursor, self.limit, here)    # it may join what was freed beside it
+        # The rest of the current extent may join what was freed beside it.
+        extents_insert(&self.free, self.cursor, self.limit, here)
         for i in range(self.free.n):
             e = self.free.items[i]
             start = (e.start + (align - 1)) & ~<uintptr_t>(align - 1)

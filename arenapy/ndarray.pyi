@@ -3,7 +3,7 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from arenapy.buffer import View
+from arenapy.buffer import Buffer, View
 
 _Shape: TypeAlias = SupportsIndex | tuple[SupportsIndex, ...] | list[int]
 
@@ -12,3 +12,4 @@ def fit(
     shape: _Shape | None, itemsize: SupportsIndex, nbytes: SupportsIndex, dtype: object
 ) -> tuple[int, ...]: ...
 def view_as_array(view: View) -> NDArray[Any]: ...
+def interface(buffer: Buffer) -> dict[str, Any]: ...

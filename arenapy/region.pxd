@@ -32,4 +32,5 @@ cdef class Region(Keeper):
     cdef int _unmap(self) noexcept
     cdef int attach(self, Keeper core, bint first) except -1
     cdef void detach(self) noexcept
-    cdef int leases(self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+    cdef int leases(
+        self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil

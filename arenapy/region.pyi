@@ -2,7 +2,8 @@ from typing import Literal, Never, NoReturn, SupportsIndex
 
 from typing_extensions import disjoint_base
 
-from arenapy.buffer import Buffer, Keeper
+from arenapy.block import Keeper
+from arenapy.buffer import Buffer
 
 @disjoint_base
 class Region(Keeper):

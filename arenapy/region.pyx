@@ -15,7 +15,7 @@ The kernel drops it when the child exits, however it ends.
 """
 from cpython.object cimport PyObject
 from libc.errno cimport errno
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 from posix.unistd cimport close as close_fd
 
 from arenapy.atomic cimport (
@@ -26,7 +26,7 @@ from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper
 from arenapy.buffer cimport new_root
 from arenapy.vm cimport (
-    vm_file_nbytes, vm_first_lease, vm_lease, vm_reopen, vm_unmap,
+    vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap,
 )
 from libc.stdlib cimport free
 
@@ -85,9 +85,9 @@ cdef class Region(Keeper):
 
     @classmethod
     def from_address(
-        cls, address, nbytes, *, str kind not None="host", owner=None, readonly=False, int device_id=-1,
-        host_accessible=True, device_accessible=False, page_size=4096, str fork="inherit",
-        int fd=-1, long long file_offset=0, map_address=0, map_nbytes=0,
+        cls, address, nbytes, *, str kind not None="host", owner=None, readonly=False,
+        int device_id=-1, host_accessible=True, device_accessible=False, page_size=4096,
+        str fork="inherit", int fd=-1, long long file_offset=0, map_address=0, map_nbytes=0,
     ):
         """Make a region of memory that something else has allocated: how sources are written.
 

@@ -50,6 +50,7 @@ cdef class Space(Keeper):
 
     cdef int add_region(self, Region region) except -1:
         """Grow (or begin): the region becomes a free extent behind all others."""
+        cdef uintptr_t start = <uintptr_t>region.ptr
         if not (extents_room(&self.free, 1) and make_room(
                 <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*))):
             raise MemoryError("no memory for the bookkeeping of an arena")
@@ -63,8 +64,8 @@ cdef class Space(Keeper):
         self.foreign = self.foreign or region.foreign
         self.checked = self.checked or region.checked
         self.capacity += region.size
+        extents_insert(&self.free, start, start + region.size, self.n_regions)
         self.n_regions += 1
-        extents_insert(&self.free, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size, self.n_regions - 1)
         return 0
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
@@ -91,8 +92,9 @@ cdef class Space(Keeper):
     cdef void free_or_lease(self, Hold* hold) noexcept nogil:
         """A range that nobody here sees any more: free, unless another process sees it."""
         cdef uintptr_t at, stop
-        if (self.may_lease and self.leased_part(hold.start, hold.end, hold.region, &at, &stop)
-                ) or not extents_room(&self.free, 3):
+        cdef bint leased = self.may_lease and self.leased_part(
+            hold.start, hold.end, hold.region, &at, &stop)
+        if leased or not extents_room(&self.free, 3):
             self.leased_bytes += hold.end - hold.start
             link_hold(&self.leased, hold)
             return
@@ -104,7 +106,6 @@ cdef class Space(Keeper):
         """Debug mode: what was given back reads as FREED_BYTE."""
         if self.debug and self.host_accessible and not self.shut:
             memset(<void*>start, FREED_BYTE, end - start)
-
 
     cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
                           uintptr_t* at, uintptr_t* stop) noexcept nogil:

@@ -1,0 +1,23 @@
+from typing import Never
+
+from typing_extensions import disjoint_base
+
+@disjoint_base
+class Keeper:
+    # Nothing can be passed: sources make Regions, and allocators their cores.
+    def __init__(self, not_called: Never, /) -> None: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def readonly(self) -> bool: ...
+    @property
+    def host_accessible(self) -> bool: ...
+    @property
+    def device_accessible(self) -> bool: ...
+
+@disjoint_base
+class Block:
+    # Nothing can be passed: allocators, regions and slices make Buffers, the class does not.
+    def __init__(self, not_called: Never, /) -> None: ...

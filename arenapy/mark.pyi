@@ -1,0 +1,22 @@
+from types import TracebackType
+from typing import Never, final
+
+from arenapy.bump import Bump
+
+@final
+class Mark:
+    # Nothing can be passed: Bump.mark() makes Marks, Bump.scope() Scopes.
+    def __init__(self, not_called: Never, /) -> None: ...
+
+@final
+class Scope:
+    def __init__(self, not_called: Never, /) -> None: ...
+    @property
+    def arena(self) -> Bump: ...
+    def __enter__(self) -> Bump: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
