@@ -62,10 +62,10 @@ cdef class Noop:
 
 def alloc(Bump arena not None, Py_ssize_t calls, size_t nbytes, size_t align):
     """bump_alloc in a loop; the blocks are not touched."""
-    cdef Py_ssize_t i
+    cdef Py_ssize_t _i
     cdef void* block = NULL
     with nogil:
-        for i in range(calls):
+        for _i in range(calls):
             block = bump_alloc(arena, nbytes, align)
             USE(block)
     if block == NULL:
@@ -74,10 +74,10 @@ def alloc(Bump arena not None, Py_ssize_t calls, size_t nbytes, size_t align):
 
 def alloc_and_store(Bump arena not None, Py_ssize_t calls, size_t nbytes, size_t align):
     """The same among code that the compiler cannot see: each call loads and stores the cursor."""
-    cdef Py_ssize_t i
+    cdef Py_ssize_t _i
     cdef void* block = NULL
     with nogil:
-        for i in range(calls):
+        for _i in range(calls):
             block = bump_alloc(arena, nbytes, align)
             USE_AND_STORE(block)
     if block == NULL:
@@ -87,10 +87,10 @@ def alloc_and_store(Bump arena not None, Py_ssize_t calls, size_t nbytes, size_t
 def mark_reset(Bump arena not None, Py_ssize_t calls):
     """bump_mark and bump_reset to it in a loop."""
     cdef BumpMark mark
-    cdef Py_ssize_t i
+    cdef Py_ssize_t _i
     cdef int status = 0
     with nogil:
-        for i in range(calls):
+        for _i in range(calls):
             mark = bump_mark(arena)
             status |= bump_reset(arena, mark)
     if status:
