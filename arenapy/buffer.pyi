@@ -13,7 +13,6 @@ from arenapy.ndarray import _Shape
 _ExporterT = TypeVar("_ExporterT", bound=_Exporter)
 _ScalarT = TypeVar("_ScalarT", bound=np.generic)
 
-@disjoint_base
 class Buffer(Block):
     @property
     def nbytes(self) -> int: ...

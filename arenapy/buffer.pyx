@@ -474,8 +474,6 @@ cdef class View(Buffer):
         return tuple([self.dims[self.ndim + i] for i in range(self.ndim)])
 
 
-# ---- helpers -----------------------------------------------------------------------------
-
 # Imported when first needed: both import this module.
 
 cdef object _numpy():

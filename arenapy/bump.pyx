@@ -23,6 +23,7 @@ from arenapy.bump_core cimport BumpCore, Frame, rewind, take
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.region cimport Region
 
+from arenapy.bump_check import verify
 from arenapy.errors import OutOfMemory
 from arenapy.stats import BumpStats
 
@@ -73,11 +74,16 @@ cdef class Bump(Allocator):
     (16.0, 0)
     """
 
-    def __cinit__(self, nbytes, source=None, max_bytes=None, strict=False, debug=False, *,
-                  stream=None):
-        cdef BumpCore core
+    def __cinit__(self, *args, **kwargs):
+        self.core = BumpCore.__new__(BumpCore)
+
+    def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=False, *,
+                 stream=None):
+        cdef BumpCore core = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t most
+        if core.n_regions:
+            raise TypeError("this Bump is made already; make another one")
         if n == 0:
             raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
         if max_bytes is not None:
@@ -88,17 +94,15 @@ cdef class Bump(Allocator):
         if source is None:
             from arenapy.source import Host
             source = Host()
-        core = BumpCore.__new__(BumpCore)
         region = make_region(source, n)
+        no_stream(region, stream)
         core.open(region)
-        no_stream(core, stream)
         core.debug = debug
         core.allocator = weakref.ref(self)
         self.source = source
         self.max_bytes = max_bytes
         self.strict = strict
         self.debug = debug
-        self.core = core
 
     # -- allocation
 
@@ -195,6 +199,7 @@ cdef class Bump(Allocator):
         cdef size_t least = (n + align - 1 + page) & ~(page - 1)
         cdef size_t left = 0
         cdef size_t size
+        cdef uintptr_t start
         cdef Region region
         self.core.open_check()
         if self.max_bytes is not None and <size_t>self.max_bytes > c.capacity:
@@ -204,13 +209,15 @@ cdef class Bump(Allocator):
             raise OutOfMemory(c.full(n, align, self.max_bytes))
         size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
         region = make_region(self.source, size)
+        start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
+        if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
+            # max_bytes left no room to align in, and this one does not happen to lie well.
+            raise OutOfMemory(c.full(n, align, self.max_bytes))
         arenapy_lock_acquire(&c.lock)
         try:
             c.add_region(region)
         finally:
             arenapy_lock_release(&c.lock)
-        if region.size < least:              # a source may round; it may not give less
-            raise OutOfMemory(c.full(n, align, self.max_bytes))
         return 0
 
     def alloc_many(self, sizes):
@@ -223,25 +230,24 @@ cdef class Bump(Allocator):
         cdef BumpCore c = self.core
         cdef size_t peak = max(c.peak_bytes, c.used())
         cdef uint64_t total = c.total
+        cdef Py_ssize_t regions = c.n_regions
         try:
             for n in wanted:
                 blocks.append(self.block(n, HOST_ALIGN, False))
         except BaseException:
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
+            arenapy_lock_acquire(&c.lock)
             c.peak_bytes, c.total = peak, total
+            c.drop_regions(regions)
+            arenapy_lock_release(&c.lock)
             raise
         return blocks
 
     def grow(self, Buffer buffer not None, nbytes):
         """Make a block larger, keeping its contents.
 
-        Parameters
-        ----------
-        buffer : Buffer
-            A block of this arena, not a slice.
-        nbytes : int
-            The size in bytes to have in all, not less than now.
+        `buffer` is a block of this arena, not a slice; `nbytes` what it is to have in all.
 
         Returns
         -------
@@ -479,7 +485,6 @@ cdef class Bump(Allocator):
         AssertionError
             Naming the ranges that overlap, are missing or lie outside.
         """
-        from arenapy.bump_check import verify
         self.core.settle()
         verify(self.core)
 

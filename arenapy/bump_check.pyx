@@ -44,8 +44,6 @@ def verify(BumpCore c not None):
     cdef Hold* hold
     cdef Py_ssize_t i, n = 0, most
     cdef list frames = []
-    if c.n_runs == 0:
-        return                              # not opened
     arenapy_lock_acquire(&c.lock)
     most = c.n_runs + 1 + c.free.n + _count(c.retired) + _count(c.leased)
     for i in range(c.n_frames):

@@ -48,7 +48,16 @@ cdef class BumpCore(Space):
     """The memory and bookkeeping of a Bump. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
+        """Valid, empty and shut until `open`."""
+        if not (make_room(<void**>&self.runs, &self.cap_runs, 16, sizeof(Extent))
+                and make_room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
+            raise MemoryError("no memory for the bookkeeping of an arena")
+        memset(self.runs, 0, sizeof(Extent))
+        memset(self.frames, 0, sizeof(Frame))
+        self.n_runs = self.n_frames = 1
+        self.stamp = self.tag = self.frames[0].content = 1
         self.pristine = True
+        self.shut = True
 
     def __dealloc__(self):
         # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
@@ -60,18 +69,10 @@ cdef class BumpCore(Space):
 
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""
-        if not (make_room(<void**>&self.runs, &self.cap_runs, 16, sizeof(Extent))
-                and make_room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
-            raise MemoryError("no memory for the bookkeeping of an arena")
         self.add_region(region)
-        self.runs[0].start = self.runs[0].end = <uintptr_t>region.ptr
-        self.runs[0].region = 0
-        self.n_runs = 1
-        memset(self.frames, 0, sizeof(Frame))
-        self.frames[0].cursor = <uintptr_t>region.ptr
-        self.stamp = self.tag = self.frames[0].content = 1
-        self.n_frames = 1
-        self.continue_at(self.frames[0].cursor, 0)
+        self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
+        self.continue_at(<uintptr_t>region.ptr, 0)
+        self.shut = False
         return 0
 
     # -- figures

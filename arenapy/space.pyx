@@ -12,7 +12,7 @@ from libc.string cimport memset
 
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper, drop_hold
 from arenapy.extents cimport (
-    extents_after, extents_carve, extents_insert, extents_room, make_room,
+    Extent, extents_after, extents_carve, extents_insert, extents_room, make_room,
 )
 from arenapy.region cimport Region
 from arenapy.vm cimport vm_lease
@@ -68,6 +68,24 @@ cdef class Space(Keeper):
         self.n_regions += 1
         return 0
 
+    cdef int drop_regions(self, Py_ssize_t keep) except -1:
+        """Undo growth: give back regions from the last one to index `keep`, if they are free."""
+        cdef Region region
+        cdef uintptr_t start
+        cdef Extent e
+        while self.n_regions > keep and self.free.n:
+            e = self.free.items[self.free.n - 1]
+            region = <Region>self.region[self.n_regions - 1]
+            start = <uintptr_t>region.ptr
+            if e.region != self.n_regions - 1 or e.end - e.start != region.size:
+                break
+            self.regions.pop()
+            extents_carve(&self.free, start, start + region.size, self.n_regions - 1)
+            self.n_regions -= 1
+            self.capacity -= region.size
+            region.detach()
+        return 0
+
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
         """Index of the region that `at`, an address of ours, is in."""
         cdef Py_ssize_t i
@@ -80,6 +98,8 @@ cdef class Space(Keeper):
         """Raise ValueError if this allocator no longer allocates."""
         if not self.shut:
             return 0
+        if not self.regions:
+            raise ValueError("this arena was never made: call the class, not only its __new__")
         if (<Region>self.regions[0]).gone == GONE_CLOSED:
             raise ValueError("the region of this arena was closed; make a new arena")
         raise ValueError(
