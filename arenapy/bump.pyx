@@ -19,7 +19,7 @@ from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
 from arenapy.buffer cimport Buffer, new_root
-from arenapy.bump_core cimport BumpCore, Frame, rewind, take
+from arenapy.bump_core cimport BumpCore, Frame, rewind, take, used
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.region cimport Region
 
@@ -228,7 +228,7 @@ cdef class Bump(Allocator):
         cdef list wanted = [as_size(n, "sizes") for n in sizes]
         cdef list blocks = []
         cdef BumpCore c = self.core
-        cdef size_t peak = max(c.peak_bytes, c.used())
+        cdef size_t peak = max(c.peak_bytes, used(c))
         cdef uint64_t total = c.total
         cdef Py_ssize_t regions = c.n_regions
         try:
@@ -428,13 +428,13 @@ cdef class Bump(Allocator):
     def used(self) -> int:
         """Bytes of live blocks, padding included."""
         self.core.settle()
-        return self.core.used()
+        return used(self.core)
 
     @property
     def peak(self) -> int:
         """The most that `used` has been, in bytes."""
         self.core.settle()
-        return max(self.core.peak_bytes, self.core.used())
+        return max(self.core.peak_bytes, used(self.core))
 
     @property
     def remaining(self) -> int:
@@ -464,7 +464,7 @@ cdef class Bump(Allocator):
         self.core.settle()
         return BumpStats(
             capacity=c.capacity,
-            live_bytes=c.used() - c.padding,
+            live_bytes=used(c) - c.padding,
             free_bytes=c.free_bytes(),
             largest_free_extent=c.largest_free(),
             retired_bytes=c.retired_bytes,
@@ -491,7 +491,7 @@ cdef class Bump(Allocator):
     def __repr__(self):
         cdef BumpCore c = self.core
         return (
-            f"<Bump {c.kind} {c.capacity} bytes, {c.used()} used, {c.retired_bytes} retired"
+            f"<Bump {c.kind} {c.capacity} bytes, {used(c)} used, {c.retired_bytes} retired"
             f"{', closed' if c.shut else ''}>"
         )
 

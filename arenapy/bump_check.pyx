@@ -8,7 +8,7 @@ from libc.stdint cimport uintptr_t
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.block cimport Hold
-from arenapy.bump_core cimport BumpCore
+from arenapy.bump_core cimport BumpCore, used
 from arenapy.region cimport Region
 
 cdef enum:
@@ -77,7 +77,7 @@ def verify(BumpCore c not None):
             ranges[n] = Range(hold.start, hold.end, -1, HELD)
             n += 1
             hold = hold.next
-    figures = (c.capacity, c.used(), c.free_bytes(), c.retired_bytes, c.leased_bytes, c.padding)
+    figures = (c.capacity, used(c), c.free_bytes(), c.retired_bytes, c.leased_bytes, c.padding)
     shut = c.shut
     arenapy_lock_release(&c.lock)
     try:

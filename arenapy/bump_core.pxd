@@ -30,6 +30,7 @@ cdef class BumpCore(Space):
     cdef uint64_t stamp      # the last content or id given out
     cdef Extent* runs        # bytes handed out contiguously, oldest first; n_runs >= 1
     cdef Py_ssize_t n_runs, cap_runs
+    cdef size_t before       # bytes of all runs but the last
     cdef Frame* frames       # n_frames >= 1; frames[0] is the base
     cdef Py_ssize_t n_frames, cap_frames
     cdef size_t peak_bytes
@@ -42,7 +43,6 @@ cdef class BumpCore(Space):
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
     cdef int settle(self) except -1
     cdef str full(self, size_t n, size_t align, object max_bytes)
-    cdef size_t used(self) noexcept nogil
     cdef size_t free_bytes(self) noexcept nogil
     cdef size_t largest_free(self) noexcept nogil
     cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
@@ -60,8 +60,18 @@ cdef class BumpCore(Space):
     cdef void pop_run(self) noexcept nogil
     cdef bint run_is_spare(self) noexcept nogil
     cdef bint is_empty(self, Frame* frame) noexcept nogil
-    cdef void note_peak(self) noexcept nogil
+    cdef void count_runs(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
+
+
+# Bytes of the runs: live blocks and padding.
+cdef inline size_t used(BumpCore c) noexcept nogil:
+    return c.before + (c.cursor - c.runs[c.n_runs - 1].start)
+
+
+cdef inline void note_peak(BumpCore c) noexcept nogil:
+    if used(c) > c.peak_bytes:
+        c.peak_bytes = used(c)
 
 
 # The hot path: everything a hit needs, and nothing else.
@@ -83,8 +93,7 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
     cdef Frame* frame = &c.frames[f]
     if (c.ended_list == NULL and f == c.n_frames - 1 and frame.run == c.n_runs - 1
             and frame.holds == NULL and c.pristine and not c.may_lease and not c.debug):
-        if c.used() > c.peak_bytes:
-            c.peak_bytes = c.used()
+        note_peak(c)
         c.cursor = frame.cursor
         c.padding = frame.padding
         c.stamp += 1

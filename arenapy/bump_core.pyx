@@ -77,13 +77,12 @@ cdef class BumpCore(Space):
 
     # -- figures
 
-    cdef size_t used(self) noexcept nogil:
-        """Bytes of the runs: live blocks and padding."""
-        cdef size_t n = self.cursor - self.runs[self.n_runs - 1].start
+    cdef void count_runs(self) noexcept nogil:
+        """After the runs have changed."""
         cdef Py_ssize_t i
+        self.before = 0
         for i in range(self.n_runs - 1):
-            n += self.runs[i].end - self.runs[i].start
-        return n
+            self.before += self.runs[i].end - self.runs[i].start
 
     cdef size_t free_bytes(self) noexcept nogil:
         return self.limit - self.cursor + extents_bytes(&self.free)
@@ -126,6 +125,7 @@ cdef class BumpCore(Space):
         cdef Py_ssize_t last = self.n_runs - 1
         extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
         self.n_runs = last
+        self.count_runs()
         self.continue_at(self.runs[last - 1].end, self.runs[last - 1].region)
 
     # -- Python's side
@@ -148,7 +148,7 @@ cdef class BumpCore(Space):
         )
         return (
             f"{n} bytes aligned to {align} do not fit: the arena has {self.capacity} bytes, "
-            f"{self.used()} used, {self.retired_bytes} retired (held across a reset), "
+            f"{used(self)} used, {self.retired_bytes} retired (held across a reset), "
             f"{self.free_bytes()} free with {self.largest_free()} in one piece, and {limit}. "
             "Reset it, drop arrays that hold memory, or make it larger"
         )
@@ -181,6 +181,7 @@ cdef class BumpCore(Space):
                 if not self.run_is_spare():
                     self.n_runs += 1
                 self.runs[self.n_runs - 1] = Extent(e.start, e.start, e.region)
+                self.count_runs()
             extents_remove(&self.free, i)
             self.limit = e.end
             self.cursor = start + size
@@ -209,16 +210,13 @@ cdef class BumpCore(Space):
         if not self.is_last(end, tag) or (self.may_lease and self.leased_part(
                 start, end, self.runs[self.n_runs - 1].region, &at, &stop)):
             return False
-        self.note_peak()
+        note_peak(self)
         self.poison(start, end)
         self.cursor = start - pad
         self.padding -= pad + empty
         if self.run_is_spare():
             self.pop_run()
         return True
-
-    cdef void note_peak(self) noexcept nogil:
-        self.peak_bytes = max(self.peak_bytes, self.used())
 
     # -- held blocks
 
@@ -359,7 +357,7 @@ cdef class BumpCore(Space):
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return -1
         self.settle_leases()
-        self.note_peak()
+        note_peak(self)
         last = self.n_runs - 1
         home = self.runs[frame.run].region
         extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
@@ -405,6 +403,7 @@ cdef class BumpCore(Space):
             self.cursor, self.limit = self.free.items[0].start, self.free.items[0].end
             self.n_runs += 1
             extents_remove(&self.free, 0)
+        self.count_runs()
         return 0
 
     cdef void disable(self, int why) noexcept nogil:
