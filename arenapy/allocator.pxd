@@ -12,6 +12,8 @@ cdef class Allocator:
 
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+    # The beginning of a scope
+    cdef Mark enter(self)
     # The end of a scope that began with `mark` (an arenapy.mark.Mark), by an exception or not.
     cdef int leave(self, Mark mark, bint failed) except -1
 

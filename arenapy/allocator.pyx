@@ -30,6 +30,9 @@ cdef class Allocator:
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         raise NotImplementedError(type(self).__name__)
 
+    cdef Mark enter(self):
+        raise NotImplementedError(type(self).__name__)
+
     cdef int leave(self, Mark mark, bint failed) except -1:
         raise NotImplementedError(type(self).__name__)
 

@@ -1,6 +1,4 @@
 # The C surface of Buffer.
-from libc.stdint cimport uint32_t, uint64_t
-
 from arenapy.block cimport Block, Keeper
 
 
@@ -21,5 +19,7 @@ cdef class View(Buffer):
     cdef bytes format                    # PEP 3118; None: the type has no such code
 
 
-# An open, unheld root; ptr, tag and pad may be filled in later.
-cdef Buffer new_root(Keeper keeper, char* ptr, Py_ssize_t size, uint64_t tag, uint32_t pad)
+# An open, unheld root. The caller fills in ptr, tag and pad, at once: they are not set.
+cdef Buffer new_block(Keeper keeper, Py_ssize_t size)
+# An open, unheld root over a range of a region.
+cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size)

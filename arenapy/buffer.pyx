@@ -14,7 +14,7 @@ from cpython.buffer cimport (
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.slice cimport PySlice_AdjustIndices, PySlice_Unpack
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
@@ -53,7 +53,7 @@ cdef int n_kept = 0
 cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
-cdef Buffer new_root(Keeper keeper, char* ptr, Py_ssize_t size, uint64_t tag, uint32_t pad):
+cdef Buffer new_block(Keeper keeper, Py_ssize_t size):
     cdef Buffer b
     global n_kept
     if ARENAPY_GIL and n_kept > 0:
@@ -62,14 +62,19 @@ cdef Buffer new_root(Keeper keeper, char* ptr, Py_ssize_t size, uint64_t tag, ui
     else:
         b = Buffer.__new__(Buffer)
         PyObject_GC_UnTrack(<PyObject*>b)
-    b.ptr = ptr
     b.size = size
     b.word = 0
-    b.tag = tag
-    b.pad = pad
     b.keeper = keeper
     if keeper.foreign:
         PyObject_GC_Track(<PyObject*>b)
+    return b
+
+
+cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size):
+    cdef Buffer b = new_block(keeper, size)
+    b.ptr = ptr
+    b.tag = 0
+    b.pad = 0
     return b
 
 

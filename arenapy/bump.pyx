@@ -18,7 +18,7 @@ from arenapy.arguments cimport as_align, as_size
 from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
-from arenapy.buffer cimport Buffer, new_root
+from arenapy.buffer cimport Buffer, new_block
 from arenapy.bump_core cimport BumpCore, Frame, rewind, take, used
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.region cimport Region
@@ -27,11 +27,21 @@ from arenapy.bump_check import verify
 from arenapy.errors import OutOfMemory
 from arenapy.stats import BumpStats
 
-cdef extern from "Python.h":
-    bint PyLong_CheckExact(object o)
-    # -1 with an exception set, which alloc() clears to say it better.
-    Py_ssize_t quick_size "PyLong_AsSsize_t" (object o) noexcept
-    void PyErr_Clear()
+cdef extern from *:
+    """
+    /* A small non-negative int, else something negative: as_size() then looks closer. */
+    static inline Py_ssize_t arenapy_quick_size(PyObject *o) {
+        if (!PyLong_CheckExact(o)) return -1;
+    #if PY_VERSION_HEX >= 0x030C0000
+        return PyUnstable_Long_IsCompact((PyLongObject *)o)
+            ? PyUnstable_Long_CompactValue((PyLongObject *)o) : -1;
+    #else
+        return Py_SIZE(o) == 1 ? (Py_ssize_t)((PyLongObject *)o)->ob_digit[0]
+            : Py_SIZE(o) == 0 ? 0 : -1;
+    #endif
+    }
+    """
+    Py_ssize_t arenapy_quick_size(object o) noexcept
 
 cdef enum:
     GROWTH = 2               # each further region is this many times the one before
@@ -131,18 +141,17 @@ cdef class Bump(Allocator):
             If it does not fit; nothing has changed then.
         """
         cdef BumpCore c = self.core
-        cdef Py_ssize_t n = quick_size(nbytes) if PyLong_CheckExact(nbytes) else -1
+        cdef Py_ssize_t n = arenapy_quick_size(nbytes)
         cdef Py_ssize_t a = HOST_ALIGN
         cdef Buffer b
         cdef void* start
         if n < 0:
-            PyErr_Clear()
             n = as_size(nbytes, "nbytes")
         if align is not None:
             a = as_align(align)
         if stream is not None:
             no_stream(c, stream)
-        b = new_root(c, NULL, n, 0, 0)
+        b = new_block(c, n)
         arenapy_lock_acquire(&c.lock)
         if c.ended_list != NULL:
             c.drain()
@@ -150,11 +159,13 @@ cdef class Bump(Allocator):
         b.ptr = <char*>start
         b.tag = c.tag
         arenapy_lock_release(&c.lock)
-        return b if start != NULL else self.slow_block(b, n, a)
+        if start == NULL:
+            return self.slow_block(b, n, a)
+        return b
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
-        cdef Buffer b = new_root(c, NULL, n, 0, 0)
+        cdef Buffer b = new_block(c, n)
         cdef Hold* hold = NULL
         cdef void* start
         arenapy_lock_acquire(&c.lock)
@@ -280,14 +291,13 @@ cdef class Bump(Allocator):
         start = <uintptr_t>buffer.ptr
         end = start + buffer.size + (buffer.size == 0)
         if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
-            if buffer.size == 0 and n > 0:
-                c.padding -= 1
-                if buffer.hold != NULL:
-                    buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
             c.cursor = start + n + (n == 0)
+            c.live += n - buffer.size
             buffer.size = n
             if buffer.hold != NULL:
                 buffer.hold.end = c.cursor
+                if n > 0:
+                    buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
             done = True
         arenapy_lock_release(&c.lock)
         if done:
@@ -307,6 +317,9 @@ cdef class Bump(Allocator):
 
     def mark(self):
         """Remember the position, for :meth:`reset`. Marks nest."""
+        return self.enter()
+
+    cdef Mark enter(self):
         cdef BumpCore c = self.core
         cdef Mark m = Mark.__new__(Mark)
         cdef Frame* frame
@@ -464,12 +477,12 @@ cdef class Bump(Allocator):
         self.core.settle()
         return BumpStats(
             capacity=c.capacity,
-            live_bytes=used(c) - c.padding,
+            live_bytes=c.live,
             free_bytes=c.free_bytes(),
             largest_free_extent=c.largest_free(),
             retired_bytes=c.retired_bytes,
             pending_bytes=c.leased_bytes,
-            padding_bytes=c.padding,
+            padding_bytes=used(c) - c.live,
             peak_bytes=self.peak,
             held_buffers=c.n_held,
             marks=c.n_frames - 1,

@@ -33,6 +33,12 @@ cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept n
 
 cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:
     """The current position. id 0 (never valid): no memory for it."""
+    cdef Frame* frame = &arena.core.frames[arena.core.n_frames - 1]
+    if (frame.id and frame.run == arena.core.n_runs - 1 and frame.cursor == arena.core.cursor
+            and frame.holds == NULL and not arena.core.shut):
+        arena.core.stamp += 1        # the frame is empty: one more mark of it
+        frame.c_marks = arena.core.stamp
+        return BumpMark(frame.id, frame.c_marks)
     return bump_mark_slow(arena)
 
 

@@ -77,7 +77,7 @@ def verify(BumpCore c not None):
             ranges[n] = Range(hold.start, hold.end, -1, HELD)
             n += 1
             hold = hold.next
-    figures = (c.capacity, used(c), c.free_bytes(), c.retired_bytes, c.leased_bytes, c.padding)
+    figures = (c.capacity, used(c), c.free_bytes(), c.retired_bytes, c.leased_bytes, c.live)
     shut = c.shut
     arenapy_lock_release(&c.lock)
     try:
@@ -123,7 +123,7 @@ def _verify_tiling(BumpCore c, copies):
 
 
 def _verify_figures(copies, figures):
-    capacity, used, free_, retired, leased, padding = figures
+    capacity, used, free_, retired, leased, live = figures
     sizes = [0] * len(NAMES)
     for _, start, end, what in copies:
         sizes[what] += end - start
@@ -132,7 +132,7 @@ def _verify_figures(copies, figures):
     assert sizes[LEASED] == leased, f"leased is {leased}, and ranges have {sizes[LEASED]}"
     assert sizes[FREE] + sizes[CURRENT] == free_, f"free is {free_}, not the extents' sum"
     assert used + free_ + retired + leased == capacity, f"{figures} do not add up"
-    assert 0 <= padding <= used, f"padding is {padding} of {used} used"
+    assert live <= used, f"live is {live} of {used} used"
 
 
 def _verify_held(copies):

@@ -14,7 +14,7 @@ cdef struct Frame:
     uint64_t id              # carried by its marks; grows along the frames
     Py_ssize_t run           # the run that was current at the mark, and where the cursor stood
     uintptr_t cursor
-    size_t padding           # BumpCore.padding at the mark
+    size_t live              # BumpCore.live at the mark
     Hold* holds              # held blocks allocated in it, not retired
     uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
 
@@ -24,7 +24,7 @@ cdef class BumpCore(Space):
     cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
     cdef uintptr_t limit
     cdef uint64_t tag        # frames[n_frames - 1].content
-    cdef size_t padding      # bytes of the runs that no block uses
+    cdef size_t live         # bytes of the blocks in the runs; what else is there is padding
     cdef uint64_t total      # allocations ever
     cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
     cdef uint64_t stamp      # the last content or id given out
@@ -80,7 +80,7 @@ cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexce
     cdef size_t size = n + (n == 0)      # a 0-byte block has an address of its own
     if start <= c.limit and size <= c.limit - start:
         pad[0] = <uint32_t>(start - c.cursor)
-        c.padding += (start - c.cursor) + (n == 0)
+        c.live += n
         c.total += 1
         c.cursor = start + size
         return <void*>start
@@ -95,7 +95,7 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
             and frame.holds == NULL and c.pristine and not c.may_lease and not c.debug):
         note_peak(c)
         c.cursor = frame.cursor
-        c.padding = frame.padding
+        c.live = frame.live
         c.stamp += 1
         c.tag = frame.content = c.stamp
         return 0

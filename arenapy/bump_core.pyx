@@ -185,7 +185,7 @@ cdef class BumpCore(Space):
             extents_remove(&self.free, i)
             self.limit = e.end
             self.cursor = start + size
-            self.padding += (start - e.start) + (n == 0)
+            self.live += n
             self.total += 1
             pad[0] = <uint32_t>(start - e.start)
             return <void*>start
@@ -213,7 +213,7 @@ cdef class BumpCore(Space):
         note_peak(self)
         self.poison(start, end)
         self.cursor = start - pad
-        self.padding -= pad + empty
+        self.live -= end - start - empty
         if self.run_is_spare():
             self.pop_run()
         return True
@@ -308,7 +308,7 @@ cdef class BumpCore(Space):
         frame.content = frame.id = self.tag = self.stamp
         frame.run = self.n_runs - 1
         frame.cursor = self.cursor
-        frame.padding = self.padding
+        frame.live = self.live
         frame.holds = NULL
         frame.c_marks = 0
         return frame
@@ -385,7 +385,7 @@ cdef class BumpCore(Space):
         self.runs[frame.run].end = frame.cursor
         self.n_frames = f + 1
         frame.holds = NULL
-        self.padding = frame.padding
+        self.live = frame.live
         self.stamp += 1
         self.tag = frame.content = self.stamp
         if self.retired != NULL or self.leased != NULL:

@@ -56,6 +56,7 @@ cdef void end_mark(Mark mark) noexcept:
 
 @cython.auto_pickle(False)
 @cython.final
+@cython.freelist(64)
 cdef class Scope:
     """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
 
@@ -65,7 +66,7 @@ cdef class Scope:
     def __enter__(self):
         if self.mark is not None:
             raise ValueError("this scope is entered already; call arena.scope() for another one")
-        self.mark = self.arena.mark()
+        self.mark = self.arena.enter()
         return self.arena
 
     def __exit__(self, kind, value, traceback):

@@ -24,7 +24,7 @@ from arenapy.atomic cimport (
 )
 from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper
-from arenapy.buffer cimport new_root
+from arenapy.buffer cimport new_range
 from arenapy.vm cimport (
     vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap,
 )
@@ -248,8 +248,8 @@ cdef class Region(Keeper):
         self.check()
         if self.received and n:
             from arenapy.shared import leased_window
-            return new_root(leased_window(self, at, n), self.ptr + at, n, 0, 0)
-        return new_root(self, self.ptr + at, n, 0, 0)
+            return new_range(leased_window(self, at, n), self.ptr + at, n)
+        return new_range(self, self.ptr + at, n)
 
     def close(self):
         """Unmap now. A second close does nothing.
