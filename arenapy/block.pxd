@@ -45,6 +45,8 @@ cdef class Keeper:
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock
+    cdef PyObject* kept                  # dead roots for reuse, linked by ptr; GIL builds only
+    cdef int n_kept
 
     # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
     cdef bint alive(self, Block root) noexcept nogil

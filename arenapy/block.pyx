@@ -23,6 +23,9 @@ from arenapy.atomic cimport (
     arenapy_store, arenapy_sub,
 )
 
+cdef extern from "Python.h":
+    void PyObject_GC_Del(void* o)
+
 cdef enum:
     NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
 
@@ -41,6 +44,11 @@ cdef class Keeper:
 
     def __dealloc__(self):
         cdef Hold* hold
+        cdef PyObject* root
+        while self.kept != NULL:
+            root = self.kept
+            self.kept = <PyObject*>(<Block>root).ptr
+            PyObject_GC_Del(root)
         while self.spare != NULL:
             hold = self.spare
             self.spare = hold.next

@@ -1,4 +1,7 @@
 # The C surface of Buffer.
+from cpython.object cimport PyObject
+
+from arenapy.atomic cimport ARENAPY_GIL
 from arenapy.block cimport Block, Keeper
 
 
@@ -19,7 +22,45 @@ cdef class View(Buffer):
     cdef bytes format                    # PEP 3118; None: the type has no such code
 
 
+cdef extern from *:
+    """
+    #ifndef ARENAPY_REVIVE
+    #define ARENAPY_REVIVE
+    /* A dead object of a static type, its type and method table in place: alive again. (What
+       _Py_NewReference does more is for tracemalloc, which does not see freelists.) */
+    static CYTHON_INLINE PyObject *arenapy_revive(PyObject *o) {
+    #if defined(Py_REF_DEBUG) || defined(Py_TRACE_REFS)
+        _Py_NewReference(o);
+    #else
+        Py_SET_REFCNT(o, 1);
+    #endif
+        return o;
+    }
+    #endif
+    """
+    object arenapy_revive(PyObject* o)
+    void count_up "Py_INCREF" (PyObject* o) noexcept
+
+
+# A root not from the freelist; new_block's.
+cdef Buffer fresh_block(Keeper keeper)
+
+
 # An open, unheld root. The caller fills in ptr, tag and pad, at once: they are not set.
-cdef Buffer new_block(Keeper keeper, Py_ssize_t size)
+cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
+    cdef Buffer b
+    cdef PyObject* o = keeper.kept
+    if ARENAPY_GIL and o != NULL:
+        keeper.kept = <PyObject*>(<Buffer>o).ptr
+        keeper.n_kept -= 1
+        count_up(<PyObject*>keeper)
+        b = <Buffer>arenapy_revive(o)
+    else:
+        b = fresh_block(keeper)
+    b.size = size
+    b.word = 0
+    return b
+
+
 # An open, unheld root over a range of a region.
 cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size)

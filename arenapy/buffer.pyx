@@ -3,8 +3,8 @@
 What lives here: the object's life, the buffer protocol, slices and views. What does not: the
 state behind it (block), NumPy (ndarray), DLPack (dlpack).
 
-Why it is fast: a root Buffer is born from a freelist with its method table in place, is not
-tracked by the cycle collector (what it keeps alive cannot reach a user's object, except over
+Why it is fast: a root Buffer is born from its keeper's freelist with keeper and method table in
+place, is not tracked by the cycle collector (what it keeps alive cannot reach a user's object, except over
 foreign regions, where it is tracked), and its death is one function, `_root_dealloc`.
 """
 cimport cython
@@ -27,46 +27,29 @@ from arenapy.block cimport (
 )
 
 cdef extern from "Python.h":
-    void PyObject_GC_Track(PyObject* o)
     void PyObject_GC_UnTrack(PyObject* o)
     void PyObject_GC_Del(void* o)
+    void count_down "Py_DECREF" (PyObject* o) noexcept
 
 cdef extern from *:
     """
     /* tp_dealloc has no Cython spelling. */
     #define arenapy_set_dealloc(t, f) (((PyTypeObject *)(t))->tp_dealloc = (f))
-    /* A dead object of a static type, its type and method table in place: alive again. */
-    static inline PyObject *arenapy_revive(PyObject *o) {
-        _Py_NewReference(o);
-        return o;
-    }
     """
     ctypedef void (*destructor)(PyObject*) noexcept
     void arenapy_set_dealloc(object type, destructor f)
-    object arenapy_revive(PyObject* o)
 
 cdef enum:
-    KEPT_OBJECTS = 256        # dead roots kept for reuse, about 30 KB
+    KEPT_OBJECTS = 256        # dead roots that a keeper keeps for reuse, about 30 KB
 
-cdef PyObject* kept[KEPT_OBJECTS]
-cdef int n_kept = 0
 cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
-cdef Buffer new_block(Keeper keeper, Py_ssize_t size):
-    cdef Buffer b
-    global n_kept
-    if ARENAPY_GIL and n_kept > 0:
-        n_kept -= 1
-        b = <Buffer>arenapy_revive(kept[n_kept])
-    else:
-        b = Buffer.__new__(Buffer)
+cdef Buffer fresh_block(Keeper keeper):
+    cdef Buffer b = Buffer.__new__(Buffer)
+    if not keeper.foreign:
         PyObject_GC_UnTrack(<PyObject*>b)
-    b.size = size
-    b.word = 0
     b.keeper = keeper
-    if keeper.foreign:
-        PyObject_GC_Track(<PyObject*>b)
     return b
 
 
@@ -81,22 +64,24 @@ cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size):
 cdef void _root_dealloc(PyObject* o) noexcept:
     """Ends the hold, if any, on whatever thread this is; then keeps the object for reuse.
 
-    `o` has no references: nothing here may make one, so fields are read through casts.
+    `o` has no references: nothing here may make one, so fields are read through casts. One that
+    is kept still points to its keeper, uncounted: the keeper frees it before it goes.
     """
-    global n_kept
     cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
     # Tracked: over foreign memory, and where only __new__ was called.
-    if keeper == <PyObject*>None or (<Keeper>keeper).foreign:
+    cdef bint tracked = keeper == <PyObject*>None or (<Keeper>keeper).foreign
+    if tracked:
         PyObject_GC_UnTrack(o)
     if (<Buffer>o).hold != NULL:
         (<Keeper>keeper).ended((<Buffer>o).hold)
         (<Buffer>o).hold = NULL
-    (<Buffer>o).keeper = None     # may end the keeper, and its region
-    if ARENAPY_GIL and n_kept < KEPT_OBJECTS:
-        kept[n_kept] = o
-        n_kept += 1
+    if ARENAPY_GIL and not tracked and (<Keeper>keeper).n_kept < KEPT_OBJECTS:
+        (<Buffer>o).ptr = <char*>(<Keeper>keeper).kept
+        (<Keeper>keeper).kept = o
+        (<Keeper>keeper).n_kept += 1
     else:
         PyObject_GC_Del(o)
+    count_down(keeper)            # may end the keeper, and its region
 
 
 cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,

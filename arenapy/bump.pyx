@@ -12,13 +12,13 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 import weakref
 
-from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size
 from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
-from arenapy.buffer cimport Buffer, new_block
+from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block
 from arenapy.bump_core cimport BumpCore, Frame, rewind, take, used
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.region cimport Region
@@ -41,7 +41,7 @@ cdef extern from *:
     #endif
     }
     """
-    Py_ssize_t arenapy_quick_size(object o) noexcept
+    Py_ssize_t arenapy_quick_size(PyObject* o) noexcept
 
 cdef enum:
     GROWTH = 2               # each further region is this many times the one before
@@ -140,28 +140,32 @@ cdef class Bump(Allocator):
         OutOfMemory
             If it does not fit; nothing has changed then.
         """
-        cdef BumpCore c = self.core
-        cdef Py_ssize_t n = arenapy_quick_size(nbytes)
-        cdef Py_ssize_t a = HOST_ALIGN
-        cdef Buffer b
+        # The usual call, with a GIL: no lock, no call but take_slow's, and borrowed references,
+        # since counting them takes as long as moving the cursor.
+        cdef PyObject* core = <PyObject*>self.core
+        cdef PyObject* o = (<BumpCore>core).kept
+        cdef Py_ssize_t n = arenapy_quick_size(<PyObject*>nbytes)
         cdef void* start
-        if n < 0:
-            n = as_size(nbytes, "nbytes")
-        if align is not None:
-            a = as_align(align)
-        if stream is not None:
-            no_stream(c, stream)
-        b = new_block(c, n)
-        arenapy_lock_acquire(&c.lock)
-        if c.ended_list != NULL:
-            c.drain()
-        start = take(c, n, a, &b.pad)
-        b.ptr = <char*>start
-        b.tag = c.tag
-        arenapy_lock_release(&c.lock)
+        if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None
+                or (<BumpCore>core).ended_list != NULL):
+            return self.careful_alloc(nbytes, align, stream)
+        start = take(<BumpCore>core, n, HOST_ALIGN, &(<Buffer>o).pad)
         if start == NULL:
-            return self.slow_block(b, n, a)
-        return b
+            return self.careful_alloc(nbytes, align, stream)
+        (<BumpCore>core).kept = <PyObject*>(<Buffer>o).ptr
+        (<BumpCore>core).n_kept -= 1
+        (<Buffer>o).ptr = <char*>start
+        (<Buffer>o).size = n
+        (<Buffer>o).word = 0
+        (<Buffer>o).tag = (<BumpCore>core).tag
+        count_up(core)
+        return arenapy_revive(o)
+
+    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Py_ssize_t a = HOST_ALIGN if align is None else as_align(align)
+        no_stream(self.core, stream)
+        return self.block(n, a, False)
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
