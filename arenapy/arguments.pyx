@@ -1,6 +1,7 @@
 """Sizes and alignments as Python gives them, checked; errors name the value and the range."""
 
 cdef extern from "Python.h":
+    object PyNumber_Index(object o)
     Py_ssize_t PyLong_AsSsize_t(object o) except? -1
 
 cdef enum:
@@ -12,22 +13,20 @@ cdef Py_ssize_t as_size(object value, str what) except -1:
     cdef object index
     cdef Py_ssize_t n
     try:
-        index = value.__index__()
-    except AttributeError:
+        index = PyNumber_Index(value)
+    except TypeError:
         raise TypeError(
             f"{what}={value!r} is of type {type(value).__name__}; give a whole number of bytes"
         ) from None
+    if index < 0:
+        raise ValueError(f"{what}={index} is negative; give 0 or more bytes")
     try:
         n = PyLong_AsSsize_t(index)
     except OverflowError:
-        n = -1
-        if index > 0:
-            raise ValueError(
-                f"{what}={index} is more than any address space holds; "
-                f"the largest possible is {<Py_ssize_t>((<size_t>-1) >> 1)}"
-            ) from None
-    if n < 0:
-        raise ValueError(f"{what}={index} is negative; give 0 or more bytes")
+        raise ValueError(
+            f"{what}={index} is more than any address space holds; "
+            f"the largest possible is {<Py_ssize_t>((<size_t>-1) >> 1)}"
+        ) from None
     return n
 
 

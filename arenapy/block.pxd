@@ -56,6 +56,7 @@ cdef class Keeper:
     # For allocators' cores: the end of a region, and fork (see region.pyx).
     cdef bint has_holds(self) noexcept nogil
     cdef void disable(self, int why) noexcept nogil
+    cdef void expect_leases(self) noexcept nogil      # sets may_lease, for good
     cdef void forked(self, bint unmapped) noexcept nogil
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil
     cdef int check(self) except -1

@@ -72,6 +72,9 @@ cdef class Keeper:
     cdef void disable(self, int why) noexcept nogil:
         self.gone = why
 
+    cdef void expect_leases(self) noexcept nogil:
+        self.may_lease = True
+
     cdef void forked(self, bint unmapped) noexcept nogil:
         if unmapped:
             self.gone = GONE_FORKED

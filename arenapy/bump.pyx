@@ -106,8 +106,8 @@ cdef class Bump(Allocator):
             source = Host()
         region = make_region(source, n)
         no_stream(region, stream)
-        core.open(region)
         core.debug = debug
+        core.open(region)
         core.allocator = weakref.ref(self)
         self.source = source
         self.max_bytes = max_bytes
@@ -146,9 +146,11 @@ cdef class Bump(Allocator):
         cdef PyObject* o = (<BumpCore>core).kept
         cdef Py_ssize_t n = arenapy_quick_size(<PyObject*>nbytes)
         cdef void* start
-        if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None
-                or (<BumpCore>core).ended_list != NULL):
+        if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None
+                or stream is not None):
             return self.careful_alloc(nbytes, align, stream)
+        if (<BumpCore>core).ended_list != NULL:
+            (<BumpCore>core).drain()
         start = take(<BumpCore>core, n, HOST_ALIGN, &(<Buffer>o).pad)
         if start == NULL:
             return self.careful_alloc(nbytes, align, stream)

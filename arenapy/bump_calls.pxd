@@ -33,9 +33,9 @@ cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept n
 
 cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:
     """The current position. id 0 (never valid): no memory for it."""
-    cdef Frame* frame = &arena.core.frames[arena.core.n_frames - 1]
-    if (frame.id and frame.run == arena.core.n_runs - 1 and frame.cursor == arena.core.cursor
-            and frame.holds == NULL and not arena.core.shut):
+    cdef Frame* frame = arena.core.top
+    if (arena.core.plain and frame.cursor == arena.core.cursor and frame.holds == NULL
+            and frame.run == arena.core.n_runs - 1 and frame.id):
         arena.core.stamp += 1        # the frame is empty: one more mark of it
         frame.c_marks = arena.core.stamp
         return BumpMark(frame.id, frame.c_marks)
@@ -44,7 +44,8 @@ cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:
 
 cdef inline int bump_reset(Bump arena, BumpMark mark) noexcept nogil:
     """Free all since the mark that nobody holds. 0: done; -1: a stale mark, nothing changed."""
-    cdef Frame* frame = &arena.core.frames[arena.core.n_frames - 1]
-    if frame.id == mark.id and mark.serial == frame.c_marks and arena.core.live_mark <= mark.id:
+    cdef Frame* frame = arena.core.top
+    if (frame.id == mark.id and frame.c_marks == mark.serial
+            and arena.core.live_mark <= mark.id and not arena.core.shut):
         return rewind(arena.core, arena.core.n_frames - 1)
     return bump_reset_slow(arena, mark)

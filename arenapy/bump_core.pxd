@@ -32,10 +32,12 @@ cdef class BumpCore(Space):
     cdef Py_ssize_t n_runs, cap_runs
     cdef size_t before       # bytes of all runs but the last
     cdef Frame* frames       # n_frames >= 1; frames[0] is the base
+    cdef Frame* top          # &frames[n_frames - 1]
     cdef Py_ssize_t n_frames, cap_frames
     cdef size_t peak_bytes
     cdef Py_ssize_t n_held   # holds that have not been drained
     cdef bint pristine       # nothing was retired since everything was last free
+    cdef bint plain          # pristine, not shut, not debug, no leases: rewind() may be short
     cdef PyObject* last_mark   # the newest live Mark, borrowed: a list through Mark.older
     cdef uint64_t live_mark  # its id; 0: none
 
@@ -61,6 +63,7 @@ cdef class BumpCore(Space):
     cdef bint run_is_spare(self) noexcept nogil
     cdef bint is_empty(self, Frame* frame) noexcept nogil
     cdef void count_runs(self) noexcept nogil
+    cdef void set_plain(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
 
 
@@ -91,8 +94,8 @@ cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexce
 # for the bookkeeping; nothing changed).
 cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
     cdef Frame* frame = &c.frames[f]
-    if (c.ended_list == NULL and f == c.n_frames - 1 and frame.run == c.n_runs - 1
-            and frame.holds == NULL and c.pristine and not c.may_lease and not c.debug):
+    if (c.plain and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
+            and c.ended_list == NULL):
         note_peak(c)
         c.cursor = frame.cursor
         c.live = frame.live

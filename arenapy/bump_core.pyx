@@ -58,6 +58,7 @@ cdef class BumpCore(Space):
         self.stamp = self.tag = self.frames[0].content = 1
         self.pristine = True
         self.shut = True
+        self.set_plain()
 
     def __dealloc__(self):
         # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
@@ -73,9 +74,19 @@ cdef class BumpCore(Space):
         self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
         self.continue_at(<uintptr_t>region.ptr, 0)
         self.shut = False
+        self.set_plain()
         return 0
 
     # -- figures
+
+    cdef void set_plain(self) noexcept nogil:
+        """After what it depends on has changed."""
+        self.top = &self.frames[self.n_frames - 1]
+        self.plain = self.pristine and not (self.shut or self.debug or self.may_lease)
+
+    cdef void expect_leases(self) noexcept nogil:
+        self.may_lease = True
+        self.set_plain()
 
     cdef void count_runs(self) noexcept nogil:
         """After the runs have changed."""
@@ -297,12 +308,12 @@ cdef class BumpCore(Space):
 
     cdef Frame* push_frame(self) noexcept nogil:
         """The frame of a new mark: the last one if it is empty; NULL without memory."""
-        cdef Frame* frame = &self.frames[self.n_frames - 1]
+        cdef Frame* frame = self.top
         if self.n_frames > 1 and self.is_empty(frame):
             return frame
         if not make_room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
             return NULL
-        frame = &self.frames[self.n_frames]
+        self.top = frame = &self.frames[self.n_frames]
         self.n_frames += 1
         self.stamp += 1
         frame.content = frame.id = self.tag = self.stamp
@@ -315,11 +326,11 @@ cdef class BumpCore(Space):
 
     cdef void prune(self) noexcept nogil:
         """Forget the last frames if they are empty and no mark refers to them any more."""
-        cdef Frame* frame = &self.frames[self.n_frames - 1]
+        cdef Frame* frame = self.top
         while (self.n_frames > 1 and frame.c_marks == 0 and frame.id > self.live_mark
                 and self.is_empty(frame)):
             self.n_frames -= 1
-            frame -= 1
+            self.top = frame = frame - 1
             self.tag = frame.content
 
     cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil:
@@ -392,6 +403,7 @@ cdef class BumpCore(Space):
             self.pristine = False
         elif f == 0:
             self.pristine = True
+        self.set_plain()
         # Where nothing was ever retired the cursor returns to the mark; else it takes the
         # lowest free extent, so that memory stays hot and gaps are used.
         if self.pristine or self.free.n == 0 or (
@@ -409,6 +421,7 @@ cdef class BumpCore(Space):
     cdef void disable(self, int why) noexcept nogil:
         Space.disable(self, why)
         self.limit = self.cursor             # no hit
+        self.set_plain()
 
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
         cdef Py_ssize_t here = self.runs[self.n_runs - 1].region

@@ -59,7 +59,7 @@ def reduce_buffer(Buffer buffer not None):
     if region is None or buffer.size == 0:
         return buffer.__reduce_ex__(2)
     acquire(buffer, False)
-    keeper.may_lease = True
+    keeper.expect_leases()
     offset = buffer.ptr - region.ptr + region.file_offset
     fd = vm.reopen(region.descriptor)
     try:
@@ -78,7 +78,7 @@ def reduce_region(Region region not None):
     if region.kind != "shared" or region.descriptor < 0 or region.gone:
         return region.__reduce_ex__(2)         # says why not
     if region.user != NULL:
-        (<Keeper>region.user).may_lease = True
+        (<Keeper>region.user).expect_leases()
     fd = vm.reopen(region.descriptor)
     try:
         handle = _send(fd)

@@ -207,7 +207,7 @@ cdef class Space(Keeper):
         cdef uintptr_t start
         cdef Py_ssize_t i
         cdef int status = 0
-        self.may_lease = True
+        self.expect_leases()
         for i in range(self.free.n + 1):
             if i < self.free.n and self.region[self.free.items[i].region] != region:
                 continue
