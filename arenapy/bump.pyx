@@ -14,7 +14,7 @@ import weakref
 
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
-from arenapy.arguments cimport as_align, as_size
+from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
 )
@@ -26,22 +26,6 @@ from arenapy.region cimport Region
 from arenapy.bump_check import verify
 from arenapy.errors import OutOfMemory
 from arenapy.stats import BumpStats
-
-cdef extern from *:
-    """
-    /* A small non-negative int, else something negative: as_size() then looks closer. */
-    static inline Py_ssize_t arenapy_quick_size(PyObject *o) {
-        if (!PyLong_CheckExact(o)) return -1;
-    #if PY_VERSION_HEX >= 0x030C0000
-        return PyUnstable_Long_IsCompact((PyLongObject *)o)
-            ? PyUnstable_Long_CompactValue((PyLongObject *)o) : -1;
-    #else
-        return Py_SIZE(o) == 1 ? (Py_ssize_t)((PyLongObject *)o)->ob_digit[0]
-            : Py_SIZE(o) == 0 ? 0 : -1;
-    #endif
-    }
-    """
-    Py_ssize_t arenapy_quick_size(PyObject* o) noexcept
 
 cdef enum:
     GROWTH = 2               # each further region is this many times the one before
@@ -144,7 +128,7 @@ cdef class Bump(Allocator):
         # since counting them takes as long as moving the cursor.
         cdef PyObject* core = <PyObject*>self.core
         cdef PyObject* o = (<BumpCore>core).kept
-        cdef Py_ssize_t n = arenapy_quick_size(<PyObject*>nbytes)
+        cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef void* start
         if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None
                 or stream is not None):
