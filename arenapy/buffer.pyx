@@ -3,9 +3,9 @@
 What lives here: the object's life, the buffer protocol, slices and views. What does not: the
 state behind it (block), NumPy (ndarray), DLPack (dlpack).
 
-Why it is fast: a root Buffer is born from its keeper's freelist with keeper and method table in
-place, is not tracked by the cycle collector (what it keeps alive cannot reach a user's object, except over
-foreign regions, where it is tracked), and its death is one function, `_root_dealloc`.
+Why it is fast: a root Buffer is born from its keeper's freelist, with keeper and method table
+in place. It is not tracked by the cycle collector: what it keeps alive cannot reach a user's
+object, except over foreign regions, where it is tracked. Its death is one function.
 """
 cimport cython
 from cpython.buffer cimport (

@@ -52,8 +52,8 @@ cdef class Bump(Allocator):
     stream : None
         Host memory is not ordered by streams.
 
-    Thread-safety: one thread at a time. Buffers and arrays may be dropped on any thread.
-    ``PerThread`` gives every thread an arena of its own.
+    Thread-safety: one thread at a time (``PerThread`` gives each its own); Buffers and arrays
+    may be dropped on any thread.
 
     Examples
     --------
@@ -75,15 +75,13 @@ cdef class Bump(Allocator):
                  stream=None):
         cdef BumpCore core = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef Py_ssize_t most
         if core.n_regions:
             raise TypeError("this Bump is made already; make another one")
         if n == 0:
             raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
         if max_bytes is not None:
-            most = as_size(max_bytes, "max_bytes")
-            max_bytes = most
-            if most < n:
+            max_bytes = as_size(max_bytes, "max_bytes")
+            if max_bytes < n:
                 raise ValueError(f"max_bytes={max_bytes} is less than the first region, {n} bytes")
         if source is None:
             from arenapy.source import Host
@@ -253,8 +251,8 @@ cdef class Bump(Allocator):
         Returns
         -------
         Buffer
-            The same one if it is the newest block, no mark is newer and there is room behind
-            it; else a new one with the contents, and the old one is released.
+            The same one if it is the newest block, no mark is newer and there is room; else
+            a new one with the contents, and the old one is released.
 
         Raises
         ------
@@ -345,7 +343,7 @@ cdef class Bump(Allocator):
         ValueError
             For a mark that has ended, or is of another arena.
         BufferError
-            In a strict arena, if blocks are held; it names them. Nothing changes.
+            In a strict arena, if blocks are held, naming them. Nothing changes.
         """
         if stream is not None:
             no_stream(self.core, stream)
@@ -415,8 +413,7 @@ cdef class Bump(Allocator):
     def scope(self):
         """A context manager that marks on entry and resets to that mark on exit.
 
-        It gives the arena. It never masks an exception, and does nothing if a reset to an
-        older mark has already ended it.
+        It gives the arena, masks no exception, and is void once an older mark was reset to.
         """
         return new_scope(self)
 

@@ -123,16 +123,16 @@ def _verify_tiling(BumpCore c, copies):
 
 
 def _verify_figures(copies, figures):
-    capacity, used, free_, retired, leased, live = figures
+    capacity, in_runs, free_, retired, leased, live = figures
     sizes = [0] * len(NAMES)
     for _, start, end, what in copies:
         sizes[what] += end - start
-    assert sizes[RUN] == used, f"used is {used}, and the runs have {sizes[RUN]} bytes"
+    assert sizes[RUN] == in_runs, f"used is {in_runs}, and the runs have {sizes[RUN]} bytes"
     assert sizes[RETIRED] == retired, f"retired is {retired}, and blocks have {sizes[RETIRED]}"
     assert sizes[LEASED] == leased, f"leased is {leased}, and ranges have {sizes[LEASED]}"
     assert sizes[FREE] + sizes[CURRENT] == free_, f"free is {free_}, not the extents' sum"
-    assert used + free_ + retired + leased == capacity, f"{figures} do not add up"
-    assert live <= used, f"live is {live} of {used} used"
+    assert in_runs + free_ + retired + leased == capacity, f"{figures} do not add up"
+    assert live <= in_runs, f"live is {live} of {in_runs} used"
 
 
 def _verify_held(copies):
