@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 NUMPY_MODULES = {"arenapy.ndarray"}
 
-# These follow CFLAGS on the compiler's command line, so a level of optimization chosen there is left
+# These follow CFLAGS on the compiler's command line, so an optimization level chosen there is left
 # alone. Hidden visibility: modules call each other through Cython's capsules, never by symbol.
 COMPILE_ARGS = ["-fvisibility=hidden"]
 if "-O" not in os.environ.get("CFLAGS", ""):
