@@ -89,6 +89,25 @@ def reset_to_stale_mark(Bump arena not None):
     return bump_reset(arena, newer)
 
 
+def reset_to_stale_mark_of_an_older_frame(Bump arena not None):
+    """The same, with blocks between the marks, and with a newer mark at the older one's place."""
+    cdef BumpMark older = bump_mark(arena)
+    cdef BumpMark newer
+    bump_alloc(arena, 1, 1)
+    newer = bump_mark(arena)
+    if bump_reset(arena, older) != 0:
+        raise AssertionError("reset refused")
+    bump_mark(arena)
+    return bump_reset(arena, newer)
+
+
+def reset_after_release(Bump arena not None, Buffer block not None):
+    """What a reset returns when `block`, allocated before the mark, was released after it."""
+    cdef BumpMark mark = bump_mark(arena)
+    block.release()
+    return bump_reset(arena, mark)
+
+
 def take(Bump arena not None, Py_ssize_t nbytes):
     """A Buffer from typed code."""
     cdef Buffer buffer = arena.alloc(nbytes)

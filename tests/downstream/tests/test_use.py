@@ -42,15 +42,28 @@ def test_exhaustion_is_null_and_changes_nothing():
 
 def test_double_free_is_detected():
     arena = arenapy.Bump(MIB)
-    first, second = use.free_twice(arena, 128)
-    assert first == 0
-    assert second != 0
+    assert use.free_twice(arena, 128) == (0, -1)
     arena.check()
 
 
 def test_stale_mark_is_refused():
     arena = arenapy.Bump(MIB)
     assert use.reset_to_stale_mark(arena) != 0
+    arena.check()
+
+
+def test_stale_mark_of_an_ended_frame_is_refused():
+    arena = arenapy.Bump(MIB)
+    assert use.reset_to_stale_mark_of_an_older_frame(arena) != 0
+    assert arena.used == 0
+    arena.check()
+
+
+def test_a_release_does_not_move_back_over_a_mark():
+    arena = arenapy.Bump(MIB)
+    block = arena.alloc(100)
+    assert use.reset_after_release(arena, block) == 0
+    assert arena.used == 100
     arena.check()
 
 
