@@ -109,15 +109,17 @@ step_benchmarks() {
 
 # Other CPythons run the same suite; the property tests take the profile with fewer examples.
 step_other_pythons() {
-    local python tree found=()
+    local python tree code=0 found=()
     mapfile -t found < <(other_pythons gil)
     [[ ${#found[@]} -gt 0 ]] || not_here "no other CPython >= 3.11 on this machine"
     for python in "${found[@]}"; do
         tree=$WORK/$(python_version "$python")
         echo "--- $("$python" --version)"
         test_environment "$tree" "$python"
-        (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q)
+        (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q) ||
+            code=$?
     done
+    return $code
 }
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules. Leaks are not looked
