@@ -44,11 +44,13 @@ cdef extern from *:
     typedef PyMutex arenapy_lock;
     #define arenapy_lock_acquire(l) PyMutex_Lock(l)
     #define arenapy_lock_release(l) PyMutex_Unlock(l)
+    #define arenapy_lock_reset(l) memset((l), 0, sizeof(*(l)))
     #define ARENAPY_GIL 0
     #else
     typedef unsigned char arenapy_lock;
     #define arenapy_lock_acquire(l) ((void)(l))
     #define arenapy_lock_release(l) ((void)(l))
+    #define arenapy_lock_reset(l) ((void)(l))
     #define ARENAPY_GIL 1
     #endif
     #if PY_VERSION_HEX >= 0x030D0000
@@ -71,4 +73,6 @@ cdef extern from *:
     bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
     void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil
     void arenapy_lock_release(arenapy_lock* lock) noexcept nogil
+    # In a forked child, by its only thread: whoever waits for the lock is not there.
+    void arenapy_lock_reset(arenapy_lock* lock) noexcept nogil
     bint arenapy_finalizing() noexcept nogil

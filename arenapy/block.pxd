@@ -72,6 +72,7 @@ cdef class Block:
     cdef uint64_t word
     cdef uint64_t tag                    # the keeper's: which frame or slot the block is in
     cdef uint32_t pad                    # the keeper's: bytes skipped before ptr
+    cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
     cdef Hold* hold                      # not NULL once HELD; ended by the dealloc
     cdef Keeper keeper                   # keeps the bytes mapped
@@ -81,6 +82,8 @@ cdef class Block:
 cdef Block root_of(Block block) noexcept
 cdef bint is_open(Block block) noexcept
 cdef int check_open(Block block) except -1
+# The same with the keeper's lock held.
+cdef bint is_open_locked(Block block) noexcept
 cdef bint is_readonly(Block block) noexcept
 cdef str name_of(Block block)
 # Raise unless it is open and the host may read it; write it.

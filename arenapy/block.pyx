@@ -112,23 +112,23 @@ cdef Block root_of(Block block) noexcept:
     return block if block.root is None else block.root
 
 
-cdef bint _root_open(Block root) noexcept:
+cdef bint is_open_locked(Block block) noexcept:
+    cdef Block root = root_of(block)
     cdef uint64_t word = arenapy_load(&root.word)
-    cdef bint valid
-    if word & CLOSED or root.keeper.gone:
+    if (word | arenapy_load(&block.word)) & CLOSED or root.keeper.gone:
         return False
-    if word & HELD:
-        return True
-    arenapy_lock_acquire(&root.keeper.lock)
-    valid = root.keeper.alive(root) or arenapy_load(&root.word) & HELD != 0
-    arenapy_lock_release(&root.keeper.lock)
-    return valid
+    return word & HELD != 0 or root.keeper.alive(root)
 
 
 cdef bint is_open(Block block) noexcept:
-    if block.root is not None and arenapy_load(&block.word) & CLOSED:
-        return False
-    return _root_open(root_of(block))
+    cdef Keeper keeper = root_of(block).keeper
+    cdef bint valid
+    if keeper is None:
+        return False                         # only __new__ was called
+    arenapy_lock_acquire(&keeper.lock)
+    valid = is_open_locked(block)
+    arenapy_lock_release(&keeper.lock)
+    return valid
 
 
 cdef int check_open(Block block) except -1:
@@ -166,7 +166,7 @@ cdef int acquire(Block block, bint count) except -1:
     if not held:
         arenapy_lock_acquire(&root.keeper.lock)
         word = arenapy_load(&root.word)
-        if word == 0 and root.keeper.alive(root) and not root.keeper.gone:
+        if word == 0 and is_open_locked(block):
             hold = new_hold(root.keeper)
             if hold != NULL:
                 born_held(root, hold)
@@ -247,6 +247,8 @@ cdef int writable(Block block) except -1:
 cdef int copy_bytes(Block block, object other, bint inward) except -1:
     """Copy between `block` and `other`, another object with a block, either way."""
     cdef Py_buffer o
+    if not inward and isinstance(other, bytes):
+        raise BufferError("target is bytes, which cannot be written; give a bytearray")
     PyObject_GetBuffer(other, &o, PyBUF_ANY_CONTIGUOUS | (0 if inward else PyBUF_WRITABLE))
     try:
         if o.len != block.size:
@@ -274,9 +276,8 @@ cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int
     if keeper.checked:
         keeper.check()
     if n < NOGIL_BYTES:
-        valid = is_open(block)
         arenapy_lock_acquire(&keeper.lock)
-        valid = valid and (is_held(block) or keeper.alive(root_of(block)))
+        valid = is_open_locked(block)
         if valid:
             _move_or_set(to, source, n, byte)
         arenapy_lock_release(&keeper.lock)
@@ -288,10 +289,6 @@ cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int
         _move_or_set(to, source, n, byte)
     unacquire(block)
     return 0
-
-
-cdef inline bint is_held(Block block) noexcept:
-    return arenapy_load(&root_of(block).word) & HELD != 0
 
 
 cdef inline void _move_or_set(

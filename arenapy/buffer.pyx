@@ -291,15 +291,15 @@ cdef class Buffer(Block):
         Parameters
         ----------
         shape : int or tuple of int, optional
-            Lengths, in C order; one of them may be -1. By default one dimension that takes
-            in all of the Buffer.
+            Lengths, in C order, of the Buffer or of its first bytes; one may be -1: as much
+            as there is. By default one dimension that takes in all.
         dtype : dtype-like, default "u1"
             Any NumPy dtype without Python objects.
 
         Raises
         ------
         ValueError
-            If the shape does not take in exactly the Buffer's bytes.
+            If the shape takes in more bytes than the Buffer has, or -1 does not come out even.
         TypeError
             If the dtype holds Python objects.
         """
@@ -330,12 +330,12 @@ cdef class Buffer(Block):
         cdef Py_ssize_t byte
         try:
             byte = value
-        except OverflowError:
+        except (OverflowError, TypeError):
             byte = -1
         if not 0 <= byte <= 255:
             raise ValueError(f"value={value!r} is not a byte: give a number from 0 to 255")
-        no_stream(self.keeper, stream)
         writable(self)
+        no_stream(self.keeper, stream)
         move_bytes(self, self.ptr, NULL, self.size, <int>byte)
 
     def copy_from(self, source, stream=None):
@@ -348,15 +348,15 @@ cdef class Buffer(Block):
         BufferError
             If this Buffer is read-only.
         """
-        no_stream(self.keeper, stream)
         writable(self)
+        no_stream(self.keeper, stream)
         copy_bytes(self, source, True)
         return self
 
     def copy_to(self, target, stream=None):
         """Copy the bytes into `target`, a writable buffer; sizes and errors as in copy_from."""
-        no_stream(self.keeper, stream)
         host_only(self)
+        no_stream(self.keeper, stream)
         copy_bytes(self, target, False)
         return target
 

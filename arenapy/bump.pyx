@@ -8,18 +8,20 @@ that a call that raises has changed nothing, and no Python code runs in between.
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uintptr_t
 from libc.string cimport memcpy
+from collections.abc import Iterable
 import weakref
 
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
-    HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, new_hold, no_stream,
+    HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked,
+    new_hold, no_stream,
 )
 from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block
-from arenapy.bump_core cimport BumpCore, Frame, rewind, take, used
+from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.region cimport Region
 
@@ -30,7 +32,6 @@ from arenapy.stats import BumpStats
 cdef enum:
     GROWTH = 2               # each further region is this many times the one before
     NAMED = 4                # blocks that a message names at most
-
 
 @cython.final
 cdef class Bump(Allocator):
@@ -82,7 +83,7 @@ cdef class Bump(Allocator):
         if max_bytes is not None:
             max_bytes = as_size(max_bytes, "max_bytes")
             if max_bytes < n:
-                raise ValueError(f"max_bytes={max_bytes} is less than the first region, {n} bytes")
+                raise ValueError(f"max_bytes={max_bytes} is less than nbytes={n}; give more")
         if source is None:
             from arenapy.source import Host
             source = Host()
@@ -110,10 +111,7 @@ cdef class Bump(Allocator):
         stream : None
             Host memory is not ordered by streams.
 
-        Returns
-        -------
-        Buffer
-            Uninitialized. If it is never exported, the next reset closes it.
+        Returns a Buffer, uninitialized; if it is never exported, the next reset closes it.
 
         Raises
         ------
@@ -140,6 +138,7 @@ cdef class Bump(Allocator):
         (<BumpCore>core).n_kept -= 1
         (<Buffer>o).ptr = <char*>start
         (<Buffer>o).size = n
+        (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
         (<Buffer>o).tag = (<BumpCore>core).tag
         count_up(core)
@@ -153,7 +152,11 @@ cdef class Bump(Allocator):
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
-        cdef Buffer b = new_block(c, n)
+        cdef Buffer b
+        if c.checked:
+            c.check()
+        b = new_block(c, n)
+        b.align = align
         cdef Hold* hold = NULL
         cdef void* start
         arenapy_lock_acquire(&c.lock)
@@ -177,13 +180,12 @@ cdef class Bump(Allocator):
         """Grow until the block fits, then complete `b`; raises if it cannot."""
         cdef BumpCore c = self.core
         cdef void* start = NULL
-        if c.may_lease:
-            self.core.settle()                   # another process may have let go
-            start = take(c, n, align, &b.pad)
-            b.ptr = <char*>start
-            b.tag = c.tag
+        cdef bint tried = False
         while start == NULL:
-            self.more(n, align)
+            if not c.may_lease or tried:
+                self.more(n, align)
+            c.settle()                       # another process may have let go meanwhile
+            tried = True
             arenapy_lock_acquire(&c.lock)
             start = take(c, n, align, &b.pad)
             b.ptr = <char*>start
@@ -192,29 +194,36 @@ cdef class Bump(Allocator):
         return b
 
     cdef int more(self, size_t n, size_t align) except -1:
-        """Add a region that has room for the request, or raise OutOfMemory."""
+        """Add a region with room for the request, or raise OutOfMemory."""
         cdef BumpCore c = self.core
         cdef size_t page = 4096
         cdef size_t least = (n + align - 1 + page) & ~(page - 1)
         cdef size_t left = 0
+        cdef size_t known = c.capacity
         cdef size_t size
         cdef uintptr_t start
         cdef Region region
         self.core.open_check()
-        if self.max_bytes is not None and <size_t>self.max_bytes > c.capacity:
-            left = <size_t>self.max_bytes - c.capacity
+        if self.max_bytes is not None and <size_t>self.max_bytes > known:
+            left = <size_t>self.max_bytes - known
         least = min(least, max(left, n + (n == 0)))
         if least > left:
             raise OutOfMemory(c.full(n, align, self.max_bytes))
         size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
-        region = make_region(self.source, size)
+        try:
+            region = make_region(self.source, size)
+        except OutOfMemory:
+            if least == size:
+                raise
+            region = make_region(self.source, least)     # not twice the last one, then
         start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
         if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
             # max_bytes left no room to align in, and this one does not happen to lie well.
             raise OutOfMemory(c.full(n, align, self.max_bytes))
         arenapy_lock_acquire(&c.lock)
         try:
-            c.add_region(region)
+            if c.capacity == known:          # else other code grew it meanwhile: try again
+                c.add_region(region)
         finally:
             arenapy_lock_release(&c.lock)
         return 0
@@ -224,12 +233,12 @@ cdef class Bump(Allocator):
 
         Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
         """
-        cdef list wanted = [as_size(n, "sizes") for n in sizes]
-        cdef list blocks = []
+        cdef list wanted, blocks = [], dropped = []
         cdef BumpCore c = self.core
-        cdef size_t peak = max(c.peak_bytes, used(c))
-        cdef uint64_t total = c.total
-        cdef Py_ssize_t regions = c.n_regions
+        cdef Figures before = c.figures()
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
+        wanted = [as_size(n, "sizes") for n in sizes]
         try:
             for n in wanted:
                 blocks.append(self.block(n, HOST_ALIGN, False))
@@ -237,9 +246,11 @@ cdef class Bump(Allocator):
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
             arenapy_lock_acquire(&c.lock)
-            c.peak_bytes, c.total = peak, total
-            c.drop_regions(regions)
+            c.peak_bytes, c.total = before.peak, before.total
+            c.drop_regions(before.regions, dropped)
             arenapy_lock_release(&c.lock)
+            for region in dropped:
+                (<Region>region).detach()
             raise
         return blocks
 
@@ -265,7 +276,6 @@ cdef class Bump(Allocator):
         cdef Buffer new
         cdef bint done = False
         cdef uintptr_t start, end
-        cdef size_t align
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.keeper != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
@@ -276,6 +286,8 @@ cdef class Bump(Allocator):
         self.core.open_check()
         arenapy_lock_acquire(&c.lock)
         c.drain()
+        if buffer.tag != c.tag:
+            c.prune()
         start = <uintptr_t>buffer.ptr
         end = start + buffer.size + (buffer.size == 0)
         if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
@@ -294,10 +306,16 @@ cdef class Bump(Allocator):
             raise BufferError(
                 f"{buffer!r} has to move to grow, and has live exports; drop them first"
             )
-        # The alignment it has, as far as one could have asked for it.
-        align = min(max(start & -start, HOST_ALIGN), 4096)
-        new = self.block(n, align, False)
-        memcpy(new.ptr, buffer.ptr, buffer.size)
+        new = self.block(n, max(buffer.align, HOST_ALIGN), False)
+        arenapy_lock_acquire(&c.lock)        # making it may have run code that reset the arena
+        done = is_open_locked(buffer) and is_open_locked(new)
+        if done:
+            memcpy(new.ptr, buffer.ptr, buffer.size)
+        arenapy_lock_release(&c.lock)
+        if not done:
+            new.release()
+            check_open(buffer)
+            raise ValueError(f"{buffer!r} could not grow: the arena was reset meanwhile")
         buffer.release()
         return new
 
@@ -399,9 +417,13 @@ cdef class Bump(Allocator):
     cdef int leave(self, Mark mark, bint failed) except -1:
         """End a scope: reset to its mark, unless a reset to an older one did."""
         cdef BumpCore c = self.core
+        cdef bint stands
         try:
             # A region may have been closed, or a fork happened: then there is nothing to free.
-            if mark.valid and c.find_frame(mark.id) >= 0 and not c.shut:
+            arenapy_lock_acquire(&c.lock)
+            stands = mark.valid and c.find_frame(mark.id) >= 0 and not c.shut
+            arenapy_lock_release(&c.lock)
+            if stands:
                 # An exception on its way is never masked: a strict arena then retires.
                 self.rewind_to(mark, self.strict and not failed)
         finally:
@@ -427,26 +449,22 @@ cdef class Bump(Allocator):
     @property
     def used(self) -> int:
         """Bytes of live blocks, padding included."""
-        self.core.settle()
-        return used(self.core)
+        return self.core.figures().used
 
     @property
     def peak(self) -> int:
         """The most that `used` has been, in bytes."""
-        self.core.settle()
-        return max(self.core.peak_bytes, used(self.core))
+        return self.core.figures().peak
 
     @property
     def remaining(self) -> int:
         """Free bytes of all extents, without growth."""
-        self.core.settle()
-        return self.core.free_bytes()
+        return self.core.figures().free
 
     @property
     def retired(self) -> int:
         """Bytes of held blocks that outlived a reset."""
-        self.core.settle()
-        return self.core.retired_bytes
+        return self.core.figures().retired
 
     @property
     def regions(self) -> tuple:
@@ -460,39 +478,22 @@ cdef class Bump(Allocator):
 
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
-        cdef BumpCore c = self.core
-        self.core.settle()
+        cdef Figures f = self.core.figures()
         return BumpStats(
-            capacity=c.capacity,
-            live_bytes=c.live,
-            free_bytes=c.free_bytes(),
-            largest_free_extent=c.largest_free(),
-            retired_bytes=c.retired_bytes,
-            pending_bytes=c.leased_bytes,
-            padding_bytes=used(c) - c.live,
-            peak_bytes=self.peak,
-            held_buffers=c.n_held,
-            marks=c.n_frames - 1,
-            regions=c.n_regions,
-            total_allocations=c.total,
+            f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,
+            f.peak, f.held, f.marks, f.regions, f.total,
         )
 
     def check(self):
-        """Verify the bookkeeping; O(extents + held blocks).
-
-        Raises
-        ------
-        AssertionError
-            Naming the ranges that overlap, are missing or lie outside.
-        """
+        """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong."""
         self.core.settle()
         verify(self.core)
 
     def __repr__(self):
-        cdef BumpCore c = self.core
+        cdef Figures f = self.core.figures()
         return (
-            f"<Bump {c.kind} {c.capacity} bytes, {used(c)} used, {c.retired_bytes} retired"
-            f"{', closed' if c.shut else ''}>"
+            f"<Bump {self.core.kind} {f.capacity} bytes, {f.used} used, {f.retired} retired"
+            f"{', closed' if self.core.shut else ''}>"
         )
 
     def __reduce__(self):

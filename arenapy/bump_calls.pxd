@@ -45,7 +45,7 @@ cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:
 cdef inline int bump_reset(Bump arena, BumpMark mark) noexcept nogil:
     """Free all since the mark that nobody holds. 0: done; -1: a stale mark, nothing changed."""
     cdef Frame* frame = arena.core.top
-    if (frame.id == mark.id and frame.c_marks == mark.serial
+    if (mark.id and frame.id == mark.id and frame.c_marks == mark.serial
             and arena.core.live_mark <= mark.id and not arena.core.shut):
         return rewind(arena.core, arena.core.n_frames - 1)
     return bump_reset_slow(arena, mark)

@@ -5,9 +5,16 @@ from arenapy.bump cimport Bump
 from arenapy.bump_core cimport Frame, rewind, take
 
 
+cdef extern from "Python.h":
+    void PyErr_SetInterrupt()
+
+cdef enum:
+    MOST = 1 << 60           # bytes; no address space has more
+
+
 cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
     cdef uint32_t pad
-    if arena.core.shut or not _grown(arena, nbytes, align):
+    if arena.core.shut or nbytes > MOST or align > MOST or not _grown(arena, nbytes, align):
         return NULL
     return take(arena.core, nbytes, align, &pad)
 
@@ -17,7 +24,10 @@ cdef bint _grown(Bump arena, size_t nbytes, size_t align) noexcept with gil:
         return False
     try:
         arena.more(nbytes, align)
-    except Exception:
+    except KeyboardInterrupt:
+        PyErr_SetInterrupt()                 # a nogil caller cannot have it: Python will
+        return False
+    except BaseException:
         return False
     return True
 

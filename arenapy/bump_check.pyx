@@ -4,11 +4,12 @@ The invariants stand at the top of bump_core.pyx. Everything is copied out first
 lock, so that no Python code runs while it is held.
 """
 from libc.stdlib cimport free, malloc
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memcpy
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.block cimport Hold
-from arenapy.bump_core cimport BumpCore, used
+from arenapy.bump_core cimport BumpCore, Frame, used
 from arenapy.region cimport Region
 
 cdef enum:
@@ -43,14 +44,20 @@ def verify(BumpCore c not None):
     cdef Range* ranges
     cdef Hold* hold
     cdef Py_ssize_t i, n = 0, most
-    cdef list frames = []
+    cdef Frame* frames
+    cdef Py_ssize_t n_frames, n_runs
+    cdef uint64_t tag
+    cdef size_t[6] sums
     arenapy_lock_acquire(&c.lock)
     most = c.n_runs + 1 + c.free.n + _count(c.retired) + _count(c.leased)
     for i in range(c.n_frames):
         most += _count(c.frames[i].holds)
     ranges = <Range*>malloc(most * sizeof(Range))
-    if ranges == NULL:
+    frames = <Frame*>malloc(c.n_frames * sizeof(Frame))
+    if ranges == NULL or frames == NULL:
         arenapy_lock_release(&c.lock)
+        free(ranges)
+        free(frames)
         raise MemoryError("no memory to check with")
     for i in range(c.n_runs):
         ranges[n] = Range(c.runs[i].start, c.runs[i].end, c.runs[i].region, RUN)
@@ -77,21 +84,22 @@ def verify(BumpCore c not None):
             ranges[n] = Range(hold.start, hold.end, -1, HELD)
             n += 1
             hold = hold.next
-    figures = (c.capacity, used(c), c.free_bytes(), c.retired_bytes, c.leased_bytes, c.live)
-    shut = c.shut
+    memcpy(frames, c.frames, c.n_frames * sizeof(Frame))
+    n_frames, n_runs, tag = c.n_frames, c.n_runs, c.tag
+    sums[0], sums[1], sums[2] = c.capacity, used(c), c.free_bytes()
+    sums[3], sums[4], sums[5] = c.retired_bytes, c.leased_bytes, c.live
     arenapy_lock_release(&c.lock)
     try:
         copies = [(ranges[i].region, ranges[i].start, ranges[i].end, ranges[i].what)
                   for i in range(n)]
+        stamps = [(frames[i].content, frames[i].id, frames[i].run) for i in range(n_frames)]
     finally:
         free(ranges)
-    if not shut:                            # the limit of a closed arena is drawn in
-        _verify_tiling(c, copies)
-        _verify_figures(copies, figures)
+        free(frames)
+    _verify_tiling(c, copies)
+    _verify_figures(copies, [sums[i] for i in range(6)])
     _verify_held(copies)
-    for i in range(c.n_frames):
-        frames.append((c.frames[i].content, c.frames[i].id, c.frames[i].run))
-    _verify_frames(frames, c.n_runs, c.tag)
+    _verify_frames(stamps, n_runs, tag)
 
 
 def _name(entry):

@@ -19,6 +19,13 @@ cdef struct Frame:
     uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
 
 
+# What stats() and the properties say; bytes.
+cdef struct Figures:
+    size_t capacity, used, live, free, largest_free, retired, leased, peak
+    Py_ssize_t held, marks, regions
+    uint64_t total
+
+
 cdef class BumpCore(Space):
     # The current run is [runs[n_runs - 1].start, cursor); [cursor, limit) is free and next.
     cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
@@ -44,6 +51,7 @@ cdef class BumpCore(Space):
     cdef int open(self, Region region) except -1
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
     cdef int settle(self) except -1
+    cdef Figures figures(self)
     cdef str full(self, size_t n, size_t align, object max_bytes)
     cdef size_t free_bytes(self) noexcept nogil
     cdef size_t largest_free(self) noexcept nogil

@@ -73,6 +73,7 @@ cdef class BumpCore(Space):
         self.add_region(region)
         self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
         self.continue_at(<uintptr_t>region.ptr, 0)
+        self.pristine = self.leased == NULL
         self.shut = False
         self.set_plain()
         return 0
@@ -141,6 +142,26 @@ cdef class BumpCore(Space):
 
     # -- Python's side
 
+    cdef Figures figures(self):
+        """All figures of one moment."""
+        cdef Figures f
+        self.settle()
+        arenapy_lock_acquire(&self.lock)
+        f.capacity = self.capacity
+        f.used = used(self)
+        f.live = self.live
+        f.free = self.free_bytes()
+        f.largest_free = self.largest_free()
+        f.retired = self.retired_bytes
+        f.leased = self.leased_bytes
+        f.peak = max(self.peak_bytes, f.used)
+        f.held = self.n_held
+        f.marks = self.n_frames - 1
+        f.regions = self.n_regions
+        f.total = self.total
+        arenapy_lock_release(&self.lock)
+        return f
+
     cdef int settle(self) except -1:
         """Take note of Buffers that died, and of bytes that other processes let go of."""
         self.settle_sends()
@@ -153,14 +174,15 @@ cdef class BumpCore(Space):
 
     cdef str full(self, size_t n, size_t align, object max_bytes):
         """Why a request failed, and what to do."""
+        cdef Figures f = self.figures()
         limit = (
             f"it may not grow beyond max_bytes={max_bytes}" if max_bytes is not None
             else "it does not grow unless max_bytes is given"
         )
         return (
-            f"{n} bytes aligned to {align} do not fit: the arena has {self.capacity} bytes, "
-            f"{used(self)} used, {self.retired_bytes} retired (held across a reset), "
-            f"{self.free_bytes()} free with {self.largest_free()} in one piece, and {limit}. "
+            f"{n} bytes aligned to {align} do not fit: the arena has {f.capacity} bytes, "
+            f"{f.used} used, {f.retired} retired (held across a reset), {f.free} free with "
+            f"{f.largest_free} in one piece, and {limit}. "
             "Reset it, drop arrays that hold memory, or make it larger"
         )
 
@@ -211,15 +233,20 @@ cdef class BumpCore(Space):
     cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
                         bint empty) noexcept nogil:
         """Free the newest block by moving the cursor over it, unless a mark is newer."""
-        cdef uintptr_t at, stop
+        cdef uintptr_t at, stop, lowest
+        cdef Py_ssize_t last
         if self.shut or not extents_room(&self.free, 2):
             return False
         if tag != self.tag:
             self.prune()
         if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
             self.pop_run()
-        if not self.is_last(end, tag) or (self.may_lease and self.leased_part(
-                start, end, self.runs[self.n_runs - 1].region, &at, &stop)):
+        last = self.n_runs - 1
+        lowest = self.top.cursor if last == self.top.run else self.runs[last].start
+        # A block of C code comes without its tag: what lies before a mark is not moved over.
+        if start - pad < lowest or not self.is_last(end, tag):
+            return False
+        if self.may_lease and self.leased_part(start, end, self.runs[last].region, &at, &stop):
             return False
         note_peak(self)
         self.poison(start, end)
@@ -363,11 +390,11 @@ cdef class BumpCore(Space):
         cdef Py_ssize_t held = self.survivors(f)
         cdef Py_ssize_t i, last, home
         cdef uintptr_t start
-        # All memory first: from here on nothing can fail.
+        self.settle_leases()
+        # All memory first: from here on nothing can fail, or take of this room.
         if not (extents_room(&self.free, self.n_runs - frame.run + held + 4) and make_room(
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return -1
-        self.settle_leases()
         note_peak(self)
         last = self.n_runs - 1
         home = self.runs[frame.run].region
@@ -420,6 +447,9 @@ cdef class BumpCore(Space):
 
     cdef void disable(self, int why) noexcept nogil:
         Space.disable(self, why)
+        if extents_room(&self.free, 1):
+            extents_insert(
+                &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
         self.limit = self.cursor             # no hit
         self.set_plain()
 

@@ -58,7 +58,8 @@ cdef object _as_dtype(object argument):
         )
     if dtype.itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
         raise ValueError(f"dtype={argument!r} does not say its size; give one, like 'S8'")
-    if ARENAPY_GIL and type(argument) in (str, type, np.dtype):   # immutable: identity is enough
+    # By identity: no other string is this object, and field names alone can change in a dtype.
+    if ARENAPY_GIL and type(argument) is str and dtype.names is None:
         last_argument, last_dtype = argument, dtype
     return dtype
 

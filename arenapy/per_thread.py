@@ -36,6 +36,8 @@ class PerThread(Generic[A]):
     0.0
     """
 
+    __slots__ = ("_factory", "_local")
+
     def __init__(self, factory: Callable[[], A]) -> None:
         if not callable(factory):
             raise TypeError(

@@ -21,6 +21,8 @@ cdef class Region(Keeper):
     cdef size_t map_size
     cdef object owner                     # keeps memory that is not ours to unmap, or None
     cdef bint received                    # came from another process: its Buffers take leases
+    cdef bint sent                        # other processes may see bytes of it
+    cdef Region parent                    # the region that this is a window of, or None
     cdef uint64_t holds                   # atomic: held Buffers whose keeper this region is
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
     cdef bint leads                       # the first of its user's regions

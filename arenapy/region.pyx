@@ -20,10 +20,10 @@ from posix.unistd cimport close as close_fd
 
 from arenapy.atomic cimport (
     arenapy_add, arenapy_finalizing, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
-    arenapy_sub,
+    arenapy_lock_reset, arenapy_sub,
 )
 from arenapy.arguments cimport as_size
-from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper
+from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper
 from arenapy.buffer cimport new_range
 from arenapy.vm cimport (
     vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap,
@@ -123,14 +123,17 @@ cdef class Region(Keeper):
         cdef Region self
         cdef size_t start = _address(address)
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef size_t map_start, map_size
         if fork not in FORKS:
             raise ValueError(f"fork={fork!r} is not one of {', '.join(FORKS)}")
         if n == 0 or start == 0 or start + <size_t>n < start:
             raise ValueError(f"no region of {n} bytes can lie at address {start:#x}")
         self = Region.__new__(Region)
-        self.map_ptr = _address(map_address)
-        self.map_size = as_size(map_nbytes, "map_nbytes")
+        map_start = _address(map_address)
+        map_size = as_size(map_nbytes, "map_nbytes")
         self.page_size = as_size(page_size, "page_size")
+        if self.page_size == 0:
+            raise ValueError("page_size=0 is no size of a page; give 4096, or what it is")
         self.ptr = <char*>start
         self.size = n
         self.kind = kind
@@ -143,6 +146,7 @@ cdef class Region(Keeper):
         self.fork = FORKS[fork]
         self.file_offset = file_offset
         self.checked = kind == "file" and fd >= 0
+        self.map_ptr, self.map_size = map_start, map_size   # from here on it is the region's
         self.descriptor = fd
         self.gone = GONE_NOT
         _register(self)
@@ -288,11 +292,19 @@ cdef class Region(Keeper):
 
     # -- as the keeper of Buffers made by buffer()
 
+    cdef bint alive(self, Block root) noexcept nogil:
+        """Unheld Buffers end when an allocator takes the region, or its parent is closed."""
+        return self.user == NULL and (self.parent is None or not self.parent.gone)
+
     cdef void enlist(self, Hold* hold) noexcept nogil:
         arenapy_add(&self.holds, 1)
+        if self.parent is not None:
+            arenapy_add(&self.parent.holds, 1)
 
     cdef void ended(self, Hold* hold) noexcept nogil:
         arenapy_sub(&self.holds, 1)
+        if self.parent is not None:
+            arenapy_sub(&self.parent.holds, 1)
         free(hold)
 
     cdef int check(self) except -1:
@@ -316,6 +328,11 @@ cdef class Region(Keeper):
             raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
         if self.gone:
             raise ValueError(f"{self!r} is closed; make a new region from its source")
+        if self.received:
+            raise ValueError(
+                f"{self!r} belongs to the process that sent it, which alone allocates from it; "
+                "view it with Region.buffer()"
+            )
         if self.readonly:
             raise ValueError(
                 f"{self!r} is read-only, and an allocator hands out writable memory; view it with "
@@ -421,7 +438,10 @@ cdef void _after_fork(bint child) noexcept nogil:
     p = regions
     while p != NULL:
         if (<Region>p).user != NULL and (<Region>p).leads:
-            arenapy_lock_release(&(<Keeper>(<Region>p).user).lock)
+            if child:
+                arenapy_lock_reset(&(<Keeper>(<Region>p).user).lock)
+            else:
+                arenapy_lock_release(&(<Keeper>(<Region>p).user).lock)
         p = (<Region>p).next
     arenapy_registry_unlock()
 

@@ -60,6 +60,7 @@ def reduce_buffer(Buffer buffer not None):
         return buffer.__reduce_ex__(2)
     acquire(buffer, False)
     keeper.expect_leases()
+    region.sent = True
     offset = buffer.ptr - region.ptr + region.file_offset
     fd = vm.reopen(region.descriptor)
     try:
@@ -77,6 +78,7 @@ def reduce_region(Region region not None):
     """A handle of the whole region. It leases nothing: Buffers made from it there do."""
     if region.kind != "shared" or region.descriptor < 0 or region.gone:
         return region.__reduce_ex__(2)         # says why not
+    region.sent = True
     if region.user != NULL:
         (<Keeper>region.user).expect_leases()
     fd = vm.reopen(region.descriptor)
@@ -105,7 +107,10 @@ def settle():
     for entry in list(_under_way):
         popen = entry[0]()
         if popen is None or getattr(popen, "pid", None) is not None:
-            _under_way.remove(entry)
+            try:
+                _under_way.remove(entry)
+            except ValueError:
+                continue                       # another thread was faster
             os.close(entry[1])
 
 
@@ -152,13 +157,16 @@ def receive_region(handle, offset, nbytes, page_size):
 
 def leased_window(Region region not None, Py_ssize_t offset, Py_ssize_t nbytes):
     """A region for one Buffer of a received one: same mapping, own descriptor, own lease."""
+    cdef Region window
     fd = vm.reopen(region.descriptor)
     try:
         vm.lease(fd, region.file_offset + offset, nbytes)
-        return Region.from_address(
+        window = Region.from_address(
             region.address + offset, nbytes, kind="shared", owner=region, fd=fd,
             file_offset=region.file_offset + offset, page_size=region.page_size,
         )
     except BaseException:
         os.close(fd)
         raise
+    window.parent = region
+    return window

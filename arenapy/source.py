@@ -458,7 +458,7 @@ class Existing:
                 owner=view,
                 readonly=self.readonly,
                 page_size=vm.PAGE_SIZE,
-                fork="closed" if _is_shared(address, nbytes) else "inherit",
+                fork=_fork_rule(address, nbytes),
             )
         except BaseException:
             self._sole.release()
@@ -484,12 +484,17 @@ class Existing:
         return view
 
 
-def _is_shared(address: int, nbytes: int) -> bool:
-    """Whether a forked child would see the same bytes rather than a copy."""
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+def _fork_rule(address: int, nbytes: int) -> str:
+    rule = "inherit"  # "skip": a forked child has none of it; "closed": the very same bytes
+    inside = False
+    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
-            bounds, permissions, _ = line.split(" ", 2)
-            start, stop = (int(bound, 16) for bound in bounds.split("-"))
-            if start < address + nbytes and address < stop and permissions.endswith("s"):
-                return True
-    return False
+            first, _, rest = line.partition(" ")
+            if not first.endswith(":"):
+                start, stop = (int(bound, 16) for bound in first.split("-"))
+                inside = start < address + nbytes and address < stop
+            elif inside and first == "VmFlags:" and "dc" in rest.split():  # MADV_DONTFORK
+                return "skip"
+            elif inside and first == "VmFlags:" and "sh" in rest.split():  # MAP_SHARED
+                rule = "closed"
+    return rule

@@ -21,7 +21,7 @@ cdef class Space(Keeper):
     cdef object allocator    # weakref to what the user holds
 
     cdef int add_region(self, Region region) except -1
-    cdef int drop_regions(self, Py_ssize_t keep) except -1
+    cdef int drop_regions(self, Py_ssize_t keep, list dropped) except -1
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil
     cdef int open_check(self) except -1
     cdef void free_or_lease(self, Hold* hold) noexcept nogil

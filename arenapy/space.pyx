@@ -66,24 +66,28 @@ cdef class Space(Keeper):
         self.capacity += region.size
         extents_insert(&self.free, start, start + region.size, self.n_regions)
         self.n_regions += 1
+        if region.sent:                      # before it had an allocator
+            self.expect_leases()
+            self.carve_leases(start, start + region.size, self.n_regions - 1)
         return 0
 
-    cdef int drop_regions(self, Py_ssize_t keep) except -1:
-        """Undo growth: give back regions from the last one to index `keep`, if they are free."""
-        cdef Region region
+    cdef int drop_regions(self, Py_ssize_t keep, list dropped) except -1:
+        """Undo growth: move regions, from the last one to index `keep`, to `dropped`, if free.
+
+        The caller detaches and drops them after it has released the lock: that runs other code.
+        """
         cdef uintptr_t start
         cdef Extent e
         while self.n_regions > keep and self.free.n:
             e = self.free.items[self.free.n - 1]
-            region = <Region>self.region[self.n_regions - 1]
-            start = <uintptr_t>region.ptr
-            if e.region != self.n_regions - 1 or e.end - e.start != region.size:
+            start = <uintptr_t>(<Region>self.region[self.n_regions - 1]).ptr
+            if (e.region != self.n_regions - 1
+                    or e.end - e.start != (<Region>self.region[self.n_regions - 1]).size):
                 break
-            self.regions.pop()
-            extents_carve(&self.free, start, start + region.size, self.n_regions - 1)
+            self.capacity -= e.end - e.start
+            extents_carve(&self.free, start, e.end, self.n_regions - 1)
             self.n_regions -= 1
-            self.capacity -= region.size
-            region.detach()
+            dropped.append(self.regions.pop())
         return 0
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
@@ -100,8 +104,8 @@ cdef class Space(Keeper):
             return 0
         if not self.regions:
             raise ValueError("this arena was never made: call the class, not only its __new__")
-        if (<Region>self.regions[0]).gone == GONE_CLOSED:
-            raise ValueError("the region of this arena was closed; make a new arena")
+        if self.gone == GONE_CLOSED:
+            raise ValueError("a region of this arena was closed; make a new arena")
         raise ValueError(
             f"this arena over {self.kind} memory belongs to the process that made it, and this "
             "is a forked child: make a new arena here"
@@ -146,8 +150,9 @@ cdef class Space(Keeper):
                     or self.free.items[i].start >= end):
                 return
             first, last = max(self.free.items[i].start, start), min(self.free.items[i].end, end)
-            start = last
+            start = first                    # again after a find: the kernel names any one lease
             if not self.leased_part(first, last, region, &at, &stop):
+                start = last
                 continue
             hold = <Hold*>calloc(1, sizeof(Hold))
             if hold == NULL or not extents_room(&self.free, 3):
@@ -158,7 +163,6 @@ cdef class Space(Keeper):
             hold.start, hold.end, hold.region = at, stop, region
             self.leased_bytes += stop - at
             link_hold(&self.leased, hold)
-            start = stop
 
     cdef void settle_leases(self) noexcept nogil:
         """Free what other processes have let go of."""
@@ -192,7 +196,8 @@ cdef class Space(Keeper):
     # -- the end of a region, and fork
 
     cdef void disable(self, int why) noexcept nogil:
-        self.gone = why
+        if why != GONE_NOT:
+            self.gone = why
         self.shut = True
 
     cdef void forked(self, bint unmapped) noexcept nogil:

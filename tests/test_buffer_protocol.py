@@ -24,8 +24,13 @@ BITS = {
     "ANY_CONTIGUOUS": 0x80,
     "INDIRECT": 0x100,
 }
+# PyBUF_READ alone, which is no request: since 3.13 PyObject_GetBuffer refuses it itself.
+READ = 0x100
 ALL_FLAGS = [
-    sum(chosen) for n in range(len(BITS) + 1) for chosen in itertools.combinations(BITS.values(), n)
+    flags
+    for n in range(len(BITS) + 1)
+    for chosen in itertools.combinations(BITS.values(), n)
+    if (flags := sum(chosen)) != READ
 ]
 
 

@@ -1,5 +1,8 @@
 """Programs that a `Bump` must survive: who holds what, marks, scopes, growth, the arena's end."""
 
+import gc
+import sys
+
 import numpy as np
 import pytest
 from bump_model import EXPORTS, LIVE, UNSURE, BumpModel
@@ -399,6 +402,8 @@ class BumpMachine(BumpModel):
         self.marks.clear()
         self.stale.clear()
         self.allocator = None
+        if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
+            gc.collect()  # what another thread dropped is counted only then
         for block in self.live.values():
             block.orphan = True
             for handle in block.handles:

@@ -294,6 +294,51 @@ def test_a_reset_retires_the_survivors_of_newer_frames_too():
     arena.check()
 
 
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_marks_may_be_dropped_in_any_order(dropped):
+    """The live ones form a list; what leaves its middle must leave no loose end."""
+    arena = exact(1 << 16)
+    marks = []
+    for _ in range(4):
+        marks.append(arena.mark())
+        arena.alloc(8)
+    del marks[dropped]
+    others = [arena.mark() for _ in range(100)]  # where the dropped one was
+    arena.reset(marks[1])
+    for stale in (marks[2], *others):
+        with pytest.raises(ValueError, match="ended"):
+            arena.reset(stale)
+    arena.reset(marks[0])
+    with pytest.raises(ValueError, match="ended"):
+        arena.reset(marks[1])
+    assert arena.used == (0 if dropped else 8)
+    arena.check()
+
+
+def test_a_block_grows_in_place_once_the_newer_one_is_gone():
+    arena = exact(1 << 16)
+    block, newer = arena.alloc(64), arena.empty(8)
+    del newer  # noted at the next call, which this is
+    assert arena.grow(block, 1000) is block
+
+
+@pytest.mark.parametrize("how", ["release", "drop", "drop an array"])
+@pytest.mark.parametrize("full", [False, True])
+def test_the_newest_block_goes_back_with_what_aligned_it(how, full):
+    """Also where it opened a run of its own, in another region."""
+    arena = Bump(PAGE, source=Pages(), max_bytes=16 * PAGE)
+    arena.alloc(PAGE if full else 1, 1)
+    used = arena.used
+    if how == "release":
+        arena.alloc(64, 1024).release()
+    elif how == "drop":
+        memoryview(arena.alloc(64, 1024)).release()
+    else:
+        assert arena.empty(8).size == 8
+    assert arena.used == used and arena.stats().padding_bytes == 0
+    arena.check()
+
+
 # Regions ---------------------------------------------------------------------------------------
 
 

@@ -88,9 +88,10 @@ class Result:
     @property
     def gain(self) -> bool:
         """Whether the arena was faster by more than the noise."""
-        return (
-            self.speedup(self.arena) >= GAIN_AT_LEAST
-            and self.rounds_won >= GAIN_IN_SHARE_OF_ROUNDS * len(self.plain.rounds_ms)
+        return self.speedup(
+            self.arena
+        ) >= GAIN_AT_LEAST and self.rounds_won >= GAIN_IN_SHARE_OF_ROUNDS * len(
+            self.plain.rounds_ms
         )
 
     @property
