@@ -339,6 +339,19 @@ def test_the_newest_block_goes_back_with_what_aligned_it(how, full):
     arena.check()
 
 
+def test_a_held_block_that_grew_in_place_is_held_whole():
+    arena = exact(1 << 16)
+    block = arena.alloc(64)
+    memoryview(block).release()
+    assert arena.grow(block, 1000) is block
+    poke(block.address, 1000, 7)
+    arena.reset()
+    assert arena.retired == 1000
+    poke(arena.alloc(4000, 1).address, 4000, 0)
+    assert bytes(block) == b"\x07" * 1000
+    arena.check()
+
+
 # Regions ---------------------------------------------------------------------------------------
 
 
