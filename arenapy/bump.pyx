@@ -33,6 +33,7 @@ cdef enum:
     GROWTH = 2               # each further region is this many times the one before
     NAMED = 4                # blocks that a message names at most
 
+
 @cython.final
 cdef class Bump(Allocator):
     """An arena: allocation moves a cursor, and freeing moves it back.
@@ -111,7 +112,7 @@ cdef class Bump(Allocator):
         stream : None
             Host memory is not ordered by streams.
 
-        Returns a Buffer, uninitialized; if it is never exported, the next reset closes it.
+        Returns an uninitialized Buffer; if it is never exported, the next reset closes it.
 
         Raises
         ------
@@ -255,9 +256,7 @@ cdef class Bump(Allocator):
         return blocks
 
     def grow(self, Buffer buffer not None, nbytes):
-        """Make a block larger, keeping its contents.
-
-        `buffer` is a block of this arena, not a slice; `nbytes` what it is to have in all.
+        """Make `buffer`, a block of this arena, `nbytes` large in all, keeping its contents.
 
         Returns
         -------

@@ -484,8 +484,8 @@ class Existing:
         return view
 
 
-def _fork_rule(address: int, nbytes: int) -> str:
-    rule = "inherit"  # "skip": a forked child has none of it; "closed": the very same bytes
+def _fork_rule(address: int, nbytes: int) -> Literal["inherit", "skip", "closed"]:
+    rule: Literal["inherit", "closed"] = "inherit"  # what a forked child has of the memory
     inside = False
     with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
