@@ -352,6 +352,15 @@ def test_a_held_block_that_grew_in_place_is_held_whole():
     arena.check()
 
 
+def test_an_empty_block_that_opens_a_region_is_padding():
+    arena = Bump(PAGE, source=Pages(), max_bytes=4 * PAGE)
+    arena.alloc(PAGE, 1)
+    empty = arena.alloc(0)
+    assert len(arena.regions) == 2 and empty.nbytes == 0
+    stats = arena.stats()
+    assert (stats.live_bytes, stats.padding_bytes) == (PAGE, 1)
+
+
 # Regions ---------------------------------------------------------------------------------------
 
 
@@ -423,3 +432,37 @@ def test_a_buffer_of_a_closed_region_is_closed():
         assert closed.closed
         with pytest.raises(ValueError, match="closed"):
             memoryview(closed)
+
+
+def test_leases_that_end_leave_room_for_a_resets_own_extents(run_script):
+    """A bug found beside the planted ones: the array of extents was overrun."""
+    run_script(
+        """
+        import os
+        from multiprocessing import reduction
+        from arenapy import Bump, Shared, vm
+
+        arena = Bump(1 << 20, source=Shared())
+        (region,) = arena.regions
+        sent = arena.alloc(64)
+        reduction.ForkingPickler.dumps(sent)  # from here on the arena asks for leases
+        mark = arena.mark()
+        blocks = arena.alloc_many([64] * 600)
+        kept = [memoryview(block) for block in blocks[1::2]]  # between the leases
+        leases = []
+        for block in blocks[::2]:
+            leases.append(vm.reopen(region.fd))
+            offset = block.address - region.address + region.file_offset
+            vm.lease(leases[-1], offset, 64)
+        arena.reset(mark)
+        assert arena.stats().pending_bytes == 300 * 64
+        for _ in range(250):
+            kept.append(arena.empty(8))
+            arena.alloc(64)
+        for lease in leases:
+            os.close(lease)
+        arena.reset(mark)  # makes 300 extents of the leases, and 250 more between survivors
+        arena.check()
+        assert arena.stats().pending_bytes == 0 and arena.retired == 550 * 64
+        """
+    )

@@ -101,6 +101,14 @@ def reset_to_stale_mark_of_an_older_frame(Bump arena not None):
     return bump_reset(arena, newer)
 
 
+def free_under_a_mark(Bump arena not None, size_t nbytes):
+    """What freeing a block returns that is older than the newest mark, and a reset to that."""
+    cdef void* block = bump_alloc(arena, nbytes, 64)
+    cdef BumpMark mark = bump_mark(arena)
+    cdef int freed = bump_free(arena, block, nbytes)
+    return freed, bump_reset(arena, mark)
+
+
 def reset_after_release(Bump arena not None, Buffer block not None):
     """What a reset returns when `block`, allocated before the mark, was released after it."""
     cdef BumpMark mark = bump_mark(arena)

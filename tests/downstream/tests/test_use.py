@@ -59,6 +59,22 @@ def test_stale_mark_of_an_ended_frame_is_refused():
     arena.check()
 
 
+def test_a_free_does_not_move_back_over_a_mark():
+    arena = arenapy.Bump(MIB)
+    assert use.free_under_a_mark(arena, 100) == (1, 0)
+    assert arena.used == 100
+    arena.empty(8)
+    arena.reset()
+    arena.check()
+
+
+def test_a_request_beyond_the_address_space_does_not_grow_the_arena():
+    arena = arenapy.Bump(4096, max_bytes=1 << 20)
+    assert use.until_exhausted(arena, sys.maxsize * 2 + 1) == 0
+    assert arena.capacity == 4096
+    arena.check()
+
+
 def test_a_release_does_not_move_back_over_a_mark():
     arena = arenapy.Bump(MIB)
     block = arena.alloc(100)
