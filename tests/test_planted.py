@@ -263,6 +263,12 @@ def test_debug_filling_spares_survivors_and_fills_the_rest():
     where = block.address
     block.release()
     assert set(peek(where, 100)) == given_back
+    arena.reset()
+    mark = arena.mark()
+    block = arena.alloc(100)
+    block.fill(0)
+    arena.reset(mark)  # nothing was held, so this could be short
+    assert block.closed and set(peek(where, 100)) == given_back
 
 
 @pytest.mark.parametrize("sizes", [[100, 100], [PAGE, 2 * PAGE, 4 * PAGE], [0, PAGE, 1]])
