@@ -5,7 +5,9 @@
 #
 # `arenapy_lock` guards one object's state against other Python threads. On builds with a
 # GIL every Python-level call already holds it, so the lock is empty and costs nothing. On
-# free-threaded builds it is a PyMutex. No Python API is called while it is held.
+# free-threaded builds it is a byte that is spun on: what it guards takes nanoseconds and calls
+# no Python API, so a holder is never suspended. (A PyMutex can be handed to a thread that
+# os.fork has stopped, for which our fork handler would then wait for ever.)
 from libc.stdint cimport uint64_t
 
 cdef extern from *:
@@ -40,17 +42,19 @@ cdef extern from *:
         return __atomic_compare_exchange_n(p, expected, desired, 0,
                                            __ATOMIC_RELEASE, __ATOMIC_RELAXED);
     }
+    typedef unsigned char arenapy_lock;
     #ifdef Py_GIL_DISABLED
-    typedef PyMutex arenapy_lock;
-    #define arenapy_lock_acquire(l) PyMutex_Lock(l)
-    #define arenapy_lock_release(l) PyMutex_Unlock(l)
-    #define arenapy_lock_reset(l) memset((l), 0, sizeof(*(l)))
+    #include <sched.h>
+    static inline void arenapy_lock_acquire(arenapy_lock *l) {
+        while (__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE)) sched_yield();
+    }
+    static inline void arenapy_lock_release(arenapy_lock *l) {
+        __atomic_store_n(l, 0, __ATOMIC_RELEASE);
+    }
     #define ARENAPY_GIL 0
     #else
-    typedef unsigned char arenapy_lock;
     #define arenapy_lock_acquire(l) ((void)(l))
     #define arenapy_lock_release(l) ((void)(l))
-    #define arenapy_lock_reset(l) ((void)(l))
     #define ARENAPY_GIL 1
     #endif
     #if PY_VERSION_HEX >= 0x030D0000
@@ -73,6 +77,4 @@ cdef extern from *:
     bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
     void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil
     void arenapy_lock_release(arenapy_lock* lock) noexcept nogil
-    # In a forked child, by its only thread: whoever waits for the lock is not there.
-    void arenapy_lock_reset(arenapy_lock* lock) noexcept nogil
     bint arenapy_finalizing() noexcept nogil

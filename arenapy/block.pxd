@@ -79,7 +79,7 @@ cdef class Block:
     cdef Block root                      # None: this is a root; else what counts as held
 
 
-cdef Block root_of(Block block) noexcept
+cdef Block root_of(Block block)
 cdef bint is_open(Block block) noexcept
 cdef int check_open(Block block) except -1
 # The same with the keeper's lock held.
@@ -104,6 +104,10 @@ cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
         return <Hold*>malloc(sizeof(Hold))
     keeper.spare = hold.next
     return hold
+
+
+# Forget the dead roots, which are not tracked by the cycle collector; lock held.
+cdef void drop_kept(Keeper keeper) noexcept
 
 
 cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:

@@ -44,11 +44,7 @@ cdef class Keeper:
 
     def __dealloc__(self):
         cdef Hold* hold
-        cdef PyObject* root
-        while self.kept != NULL:
-            root = self.kept
-            self.kept = <PyObject*>(<Block>root).ptr
-            PyObject_GC_Del(root)
+        drop_kept(self)
         while self.spare != NULL:
             hold = self.spare
             self.spare = hold.next
@@ -106,9 +102,18 @@ cdef class Block:
         )
 
 
+cdef void drop_kept(Keeper keeper) noexcept:
+    cdef PyObject* root
+    while keeper.kept != NULL:
+        root = keeper.kept
+        keeper.kept = <PyObject*>(<Block>root).ptr
+        keeper.n_kept -= 1
+        PyObject_GC_Del(root)
+
+
 # ---- state -------------------------------------------------------------------------------
 
-cdef Block root_of(Block block) noexcept:
+cdef Block root_of(Block block):
     return block if block.root is None else block.root
 
 

@@ -1,4 +1,5 @@
 # The C surface of Buffer.
+from arenapy.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 
 from arenapy.atomic cimport ARENAPY_GIL

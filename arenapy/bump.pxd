@@ -1,4 +1,5 @@
 # The C surface of Bump. (Calls without the GIL: bump_calls.pxd.)
+from arenapy.abi cimport ARENAPY_ABI
 from libc.stdint cimport uint64_t
 
 from arenapy.allocator cimport Allocator

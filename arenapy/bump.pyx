@@ -36,7 +36,10 @@ cdef enum:
 
 @cython.final
 cdef class Bump(Allocator):
-    """An arena: allocation moves a cursor, and freeing moves it back.
+    """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=False, *, stream=None)
+    --
+
+    An arena: allocation moves a cursor, and freeing moves it back.
 
     Parameters
     ----------
@@ -54,6 +57,8 @@ cdef class Bump(Allocator):
     stream : None
         Host memory is not ordered by streams.
 
+    Notes
+    -----
     Thread-safety: one thread at a time (``PerThread`` gives each its own); Buffers and arrays
     may be dropped on any thread.
 
@@ -109,8 +114,6 @@ cdef class Bump(Allocator):
             Size in bytes; 0 gives a distinct empty Buffer.
         align : int, optional
             A power of two up to 2 MiB; by default 64.
-        stream : None
-            Host memory is not ordered by streams.
 
         Returns an uninitialized Buffer; if it is never exported, the next reset closes it.
 
@@ -353,7 +356,7 @@ cdef class Bump(Allocator):
         mark : Mark, optional
             By default everything is freed and all marks end.
         stream : None
-            Host memory is not ordered by streams.
+            As in the constructor.
 
         Raises
         ------
@@ -468,7 +471,7 @@ cdef class Bump(Allocator):
     @property
     def regions(self) -> tuple:
         """The regions, in order of growth."""
-        return tuple(self.core.regions)
+        return self.core.regions
 
     @property
     def kind(self) -> str:

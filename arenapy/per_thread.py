@@ -24,6 +24,8 @@ class PerThread(Generic[A]):
     factory : callable
         Makes an allocator; called once in each thread. What it raises is passed on.
 
+    Notes
+    -----
     Thread-safety: may be used from any thread.
 
     Examples

@@ -1,4 +1,5 @@
 # The C surface of Region: one contiguous address range.
+from arenapy.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 

@@ -20,7 +20,7 @@ from posix.unistd cimport close as close_fd
 
 from arenapy.atomic cimport (
     arenapy_add, arenapy_finalizing, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
-    arenapy_lock_reset, arenapy_sub,
+    arenapy_sub,
 )
 from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper
@@ -70,6 +70,8 @@ cdef class Region(Keeper):
     readonly, host_accessible, device_accessible : bool
         What may be done with the memory, and from where.
 
+    Notes
+    -----
     Thread-safety: all methods may be called from any thread.
     """
 
@@ -99,10 +101,12 @@ cdef class Region(Keeper):
             What Buffers report as their kind.
         owner : object, optional
             Kept alive until the region is gone.
-        readonly, host_accessible, device_accessible : bool
-            What may be done with it.
+        readonly : bool
+            Whether allocators and exports have to leave it alone.
         device_id : int
             Ordinal of the device, -1 for the host.
+        host_accessible, device_accessible : bool
+            From where it may be read and written.
         page_size : int
             Bytes of a page.
         fork : {"inherit", "skip", "closed"}
@@ -438,10 +442,7 @@ cdef void _after_fork(bint child) noexcept nogil:
     p = regions
     while p != NULL:
         if (<Region>p).user != NULL and (<Region>p).leads:
-            if child:
-                arenapy_lock_reset(&(<Keeper>(<Region>p).user).lock)
-            else:
-                arenapy_lock_release(&(<Keeper>(<Region>p).user).lock)
+            arenapy_lock_release(&(<Keeper>(<Region>p).user).lock)
         p = (<Region>p).next
     arenapy_registry_unlock()
 

@@ -13,7 +13,7 @@ cdef class Space(Keeper):
     cdef Hold* leased        # ranges that only another process still sees
     cdef size_t retired_bytes, leased_bytes
     cdef size_t capacity     # bytes of all regions
-    cdef list regions        # in order of growth; keeps them
+    cdef tuple regions       # in order of growth; keeps them (the collector cannot empty a tuple)
     cdef PyObject** region   # the same n_regions, borrowed, for use without the GIL
     cdef Py_ssize_t n_regions, cap_regions
     cdef bint shut           # a forked child, or a closed region: refuses every call

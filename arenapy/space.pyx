@@ -10,7 +10,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper, drop_hold
+from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Hold, Keeper, drop_hold, drop_kept
 from arenapy.extents cimport (
     Extent, extents_after, extents_carve, extents_insert, extents_room, make_room,
 )
@@ -31,7 +31,7 @@ cdef class Space(Keeper):
     """The regions of an allocator. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
-        self.regions = []
+        self.regions = ()
 
     def __dealloc__(self):
         cdef Hold* lists[2]
@@ -55,12 +55,14 @@ cdef class Space(Keeper):
                 <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*))):
             raise MemoryError("no memory for the bookkeeping of an arena")
         region.attach(self, self.n_regions == 0)
-        self.regions.append(region)
+        self.regions += (region,)
         self.region[self.n_regions] = <PyObject*>region
         if self.n_regions == 0:
             self.kind, self.device_id = region.kind, region.device_id
             self.host_accessible = region.host_accessible
             self.device_accessible = region.device_accessible
+        if region.foreign and not self.foreign:
+            drop_kept(self)
         self.foreign = self.foreign or region.foreign
         self.checked = self.checked or region.checked
         self.capacity += region.size
@@ -87,7 +89,8 @@ cdef class Space(Keeper):
             self.capacity -= e.end - e.start
             extents_carve(&self.free, start, e.end, self.n_regions - 1)
             self.n_regions -= 1
-            dropped.append(self.regions.pop())
+            dropped.append(self.regions[self.n_regions])
+            self.regions = self.regions[:self.n_regions]
         return 0
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:

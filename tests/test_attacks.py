@@ -309,3 +309,24 @@ def test_sizes_are_not_asked_of_what_has_none():
         arena.alloc(8).fill(1.5)
     with pytest.raises(BufferError, match="bytes"):
         arena.alloc(100).copy_to(bytes(100))
+
+
+def test_growth_into_a_users_object_makes_buffers_collectable():
+    class Owner(bytearray):
+        pass
+
+    class Mixed:
+        def __init__(self):
+            self.sources = [Host(prefault=False), Existing(owner)]
+
+        def region(self, nbytes):
+            return self.sources.pop(0).region(nbytes)
+
+    owner = Owner(1 << 16)
+    arena = Bump(4096, source=Mixed(), max_bytes=1 << 15)
+    for _ in range(3):
+        arena.alloc(64).release()  # dead Buffers are kept for reuse
+    arena.alloc(4096 - 64)
+    arena.alloc(5000)
+    buffer = arena.alloc(64)
+    assert gc.is_tracked(buffer)
