@@ -355,8 +355,6 @@ cdef class Bump(Allocator):
         ----------
         mark : Mark, optional
             By default everything is freed and all marks end.
-        stream : None
-            As in the constructor.
 
         Raises
         ------
