@@ -30,8 +30,10 @@ cdef class BumpCore(Space):
     # The current run is [runs[n_runs - 1].start, cursor); [cursor, limit) is free and next.
     cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
     cdef uintptr_t limit
-    cdef uint64_t tag        # frames[n_frames - 1].content
+    # live and total are kept apart: side by side, compilers make one vector of them, whose store
+    # the next call's load waits for (2.8 ns a call instead of 1.4).
     cdef size_t live         # bytes of the blocks in the runs; what else is there is padding
+    cdef uint64_t tag        # frames[n_frames - 1].content
     cdef uint64_t total      # allocations ever
     cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
     cdef uint64_t stamp      # the last content or id given out
@@ -104,10 +106,11 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
     cdef Frame* frame = &c.frames[f]
     if (c.plain and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
             and c.ended_list == NULL):
-        note_peak(c)
-        c.cursor = frame.cursor
-        c.live = frame.live
-        c.stamp += 1
-        c.tag = frame.content = c.stamp
+        if c.cursor != frame.cursor:         # else nothing is there to free, or to close
+            note_peak(c)
+            c.cursor = frame.cursor
+            c.live = frame.live
+            c.stamp += 1
+            c.tag = frame.content = c.stamp
         return 0
     return c.rewind_slow(f)

@@ -14,10 +14,12 @@ CALLS = 100_000
 PLAIN = "bump_alloc(64)"
 OPAQUE = "bump_alloc(64), opaque"
 MARK_RESET = "bump_mark + bump_reset"
+MARK_ALLOC_RESET = "bump_mark + bump_alloc + bump_reset"
 WAYS = {
     PLAIN: Way("loops.alloc(arena, calls, 64, 64)", "arena.reset()", CALLS),
     OPAQUE: Way("loops.alloc_and_store(arena, calls, 64, 64)", "arena.reset()", CALLS),
     MARK_RESET: Way("loops.mark_reset(arena, calls)", "arena.reset()", CALLS),
+    MARK_ALLOC_RESET: Way("loops.mark_alloc_reset(arena, calls)", "arena.reset()", CALLS),
 }
 LIMITS = {PLAIN: 2, MARK_RESET: 5}
 

@@ -97,6 +97,20 @@ def mark_reset(Bump arena not None, Py_ssize_t calls):
         raise AssertionError("a reset to a new mark was refused")
 
 
+def mark_alloc_reset(Bump arena not None, Py_ssize_t calls):
+    """The same with a block of 64 bytes to free in between."""
+    cdef BumpMark mark
+    cdef Py_ssize_t _i
+    cdef int status = 0
+    with nogil:
+        for _i in range(calls):
+            mark = bump_mark(arena)
+            USE(bump_alloc(arena, 64, 64))
+            status |= bump_reset(arena, mark)
+    if status:
+        raise AssertionError("a reset to a new mark was refused")
+
+
 # ---- layouts -----------------------------------------------------------------------------
 
 cdef class Words:
