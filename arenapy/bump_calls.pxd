@@ -8,7 +8,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from arenapy.bump cimport Bump
-from arenapy.bump_core cimport Frame, rewind, take
+from arenapy.bump_core cimport BumpCore, Frame, rewind, take
 
 # A position, valid until a reset to an older one.
 cdef struct BumpMark:
@@ -31,21 +31,36 @@ cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept n
     return block if block != NULL else bump_alloc_slow(arena, nbytes, align)
 
 
+# The core as an argument is loaded once; through the arena, after every store.
+
+cdef inline bint mark_again(BumpCore c, BumpMark* mark) noexcept nogil:
+    """One more mark of the last frame, if nothing was allocated since its newest."""
+    cdef Frame* frame = c.top
+    if not (c.plain and frame.cursor == c.cursor and frame.holds == NULL
+            and frame.run == c.n_runs - 1 and frame.id):
+        return False
+    c.stamp += 1
+    frame.c_marks = c.stamp
+    mark[0] = BumpMark(frame.id, frame.c_marks)
+    return True
+
+
+cdef inline bint is_newest(BumpCore c, BumpMark mark) noexcept nogil:
+    """Is this the newest mark of all, in C or Python?"""
+    return (mark.id and c.top.id == mark.id and c.top.c_marks == mark.serial
+            and c.live_mark <= mark.id and not c.shut)
+
+
 cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:
     """The current position. id 0 (never valid): no memory for it."""
-    cdef Frame* frame = arena.core.top
-    if (arena.core.plain and frame.cursor == arena.core.cursor and frame.holds == NULL
-            and frame.run == arena.core.n_runs - 1 and frame.id):
-        arena.core.stamp += 1        # the frame is empty: one more mark of it
-        frame.c_marks = arena.core.stamp
-        return BumpMark(frame.id, frame.c_marks)
+    cdef BumpMark mark
+    if mark_again(arena.core, &mark):
+        return mark
     return bump_mark_slow(arena)
 
 
 cdef inline int bump_reset(Bump arena, BumpMark mark) noexcept nogil:
     """Free all since the mark that nobody holds. 0: done; -1: a stale mark, nothing changed."""
-    cdef Frame* frame = arena.core.top
-    if (mark.id and frame.id == mark.id and frame.c_marks == mark.serial
-            and arena.core.live_mark <= mark.id and not arena.core.shut):
+    if is_newest(arena.core, mark):
         return rewind(arena.core, arena.core.n_frames - 1)
     return bump_reset_slow(arena, mark)
