@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arenapy.region import Region
 from kernel_view import closed_in_child, nothing_leaks, numa_map, vm_flags
 
 from arenapy import request, vm
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import HugePool, Limit
+from arenapy.region import Region
 from arenapy.source import Existing, File, Host, Shared, Source
 
 # The package's attribute of this name is the function.
