@@ -36,9 +36,7 @@ cdef enum:
 
 @cython.final
 cdef class Bump(Allocator):
-    """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=False, *, stream=None)
-    --
-
+    """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=False, *, stream=None)\n--\n
     An arena: allocation moves a cursor, and freeing moves it back.
 
     Parameters
@@ -59,8 +57,7 @@ cdef class Bump(Allocator):
 
     Notes
     -----
-    Thread-safety: one thread at a time (``PerThread`` gives each its own); Buffers and arrays
-    may be dropped on any thread.
+    Thread-safety: one thread at a time; Buffers and arrays may be dropped on any thread.
 
     Examples
     --------
@@ -115,7 +112,10 @@ cdef class Bump(Allocator):
         align : int, optional
             A power of two up to 2 MiB; by default 64.
 
-        Returns an uninitialized Buffer; if it is never exported, the next reset closes it.
+        Returns
+        -------
+        Buffer
+            Uninitialized. If it is never exported, the next reset closes it.
 
         Raises
         ------
@@ -222,7 +222,7 @@ cdef class Bump(Allocator):
             region = make_region(self.source, least)     # not twice the last one, then
         start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
         if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
-            # max_bytes left no room to align in, and this one does not happen to lie well.
+            # max_bytes left no room to align in, and this one does not lie well.
             raise OutOfMemory(c.full(n, align, self.max_bytes))
         arenapy_lock_acquire(&c.lock)
         try:
