@@ -89,6 +89,7 @@ def memfd():
 @pytest.mark.parametrize("align", [0, 2 * MIB, 64 * MIB])
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 3])
+@pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
 def test_mapping_is_aligned_and_nothing_else_stays(nbytes, guard, align):
     address, map_address, map_nbytes = vm.map_memory(nbytes, align=align, guard=guard)
     pages = -(-nbytes // PAGE) * PAGE
@@ -127,6 +128,7 @@ def test_sizes_that_cannot_be(nbytes):
 
 
 @pytest.mark.parametrize(("end", "offset"), [("lower", -1), ("upper", 4096)])
+@pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
 def test_guard_page_is_a_segfault(run_script, end, offset):
     out = run_script(f"""
         import ctypes, os, signal
