@@ -33,6 +33,10 @@ def pytest_report_header():
     return f"a crash inside a state machine leaves its steps in {trace}"
 
 
+# Since 3.12 a fork warns if some library's thread (OpenBLAS's, say) happens to run at that moment.
+WARNINGS = ["-W", "error::ResourceWarning", "-W", "ignore:This process:DeprecationWarning"]
+
+
 @pytest.fixture
 def run_script(tmp_path):
     """Run source text in a fresh interpreter; a crash, a message or a nonzero status fails."""
@@ -41,7 +45,7 @@ def run_script(tmp_path):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
         done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-W", "error::ResourceWarning", str(script)],
+            [sys.executable, "-X", "faulthandler", *WARNINGS, str(script)],
             capture_output=True,
             text=True,
             timeout=timeout,
