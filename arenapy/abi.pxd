@@ -6,9 +6,9 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 1
+    ARENAPY_ABI = 2
 
-cdef void built_for_arenapy_abi_1() noexcept nogil
+cdef void built_for_arenapy_abi_2() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_1()
+    built_for_arenapy_abi_2()

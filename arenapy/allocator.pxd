@@ -18,5 +18,7 @@ cdef class Allocator:
     cdef int leave(self, Mark mark, bint failed) except -1
 
 
+# Raise TypeError unless it is one.
+cdef int check_source(object source) except -1
 # The region that a source makes, checked to be one of at least n bytes.
 cdef Region make_region(object source, Py_ssize_t n)

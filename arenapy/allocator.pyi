@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 import numpy as np
@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from typing_extensions import disjoint_base
 
 from arenapy.ndarray import _Shape
+from arenapy.recorder import Recorder
 
 _DTypeT = TypeVar("_DTypeT", bound=np.dtype[Any])
 _ScalarT = TypeVar("_ScalarT", bound=np.generic)
@@ -50,3 +51,9 @@ class Allocator:
     def struct_of_arrays(
         self, fields: Mapping[str, Any], n: SupportsIndex
     ) -> dict[str, NDArray[Any]]: ...
+    def _tally(self) -> tuple[int, int, int]: ...
+    def _exchange_peak(self, peak: int | None) -> int: ...
+    def _record(self, recorder: Recorder | None) -> None: ...
+
+def live_allocators() -> list[Allocator]: ...
+def call_at_end(note: Callable[[Allocator], object]) -> None: ...

@@ -6,10 +6,13 @@ are such a thing: an array is a block, held from birth, with an ndarray over it.
 cimport cython
 from libc.string cimport memset
 
+import weakref
 from collections.abc import Mapping
 
 import numpy as np
 
+from arenapy.atomic cimport arenapy_finalizing
+from arenapy.block cimport host_only
 from arenapy.buffer cimport Buffer
 from arenapy.mark cimport Mark
 from arenapy.ndarray cimport Spec, parse, wrap
@@ -19,13 +22,37 @@ cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
 
 
+# Not in the module's dict, which the interpreter empties while allocators still end.
+cdef dict alive = {}         # weak references to all that live, by id
+cdef list at_end = []        # to be called with each that is about to end
+
+
+def live_allocators():
+    """All allocators of this process that are alive now, in no order."""
+    found = [reference() for reference in list(alive.values())]
+    return [one for one in found if one is not None]
+
+
+def call_at_end(note):
+    """Call `note(allocator)` whenever an allocator, whole as yet, is about to end."""
+    at_end.append(note)
+
+
 @cython.auto_pickle(False)
 cdef class Allocator:
-    """The base of all allocators. Not to be made: use Bump."""
+    """The base of all allocators. Not to be made: use Bump, Slab or Pool."""
 
     def __cinit__(self, *args, **kwargs):
         if type(self) is Allocator:
-            raise TypeError("Allocator is the base of allocators; make a Bump")
+            raise TypeError("Allocator is the base of allocators; make a Bump, Slab or Pool")
+        alive[id(self)] = weakref.ref(self)
+
+    def __del__(self):
+        if arenapy_finalizing():             # what is to be called may be gone
+            return
+        for note in at_end:
+            note(self)
+        alive.pop(id(self), None)
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         raise NotImplementedError(type(self).__name__)
@@ -34,6 +61,20 @@ cdef class Allocator:
         raise NotImplementedError(type(self).__name__)
 
     cdef int leave(self, Mark mark, bint failed) except -1:
+        raise NotImplementedError(type(self).__name__)
+
+    # Private to arenapy.measure and arenapy.trace; every allocator has its own.
+
+    def _tally(self):
+        """Allocations ever, their bytes, and the bytes that are live now."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _exchange_peak(self, peak):
+        """The peak of live bytes; it is `peak` now, but at least (None: just) the live bytes."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _record(self, recorder):
+        """Record every operation from now on; None: no longer."""
         raise NotImplementedError(type(self).__name__)
 
     def empty(self, shape, dtype="f8", order="C"):
@@ -64,8 +105,11 @@ cdef class Allocator:
             If the allocator cannot serve it; nothing has changed then.
         """
         cdef Spec spec
+        cdef Buffer b
         descr = parse(shape, dtype, order, &spec)
-        return wrap(self.block(spec.nbytes, HOST_ALIGN, True), descr, &spec)
+        b = self.block(spec.nbytes, HOST_ALIGN, True)
+        host_only(b)
+        return wrap(b, descr, &spec)
 
     def zeros(self, shape, dtype="f8", order="C"):
         """Like :meth:`empty`, but zero, on recycled memory too."""
@@ -74,6 +118,7 @@ cdef class Allocator:
         cdef char* ptr
         descr = parse(shape, dtype, order, &spec)
         b = self.block(spec.nbytes, HOST_ALIGN, True)
+        host_only(b)
         ptr = b.ptr
         if spec.nbytes >= NOGIL_BYTES:
             with nogil:
@@ -133,13 +178,17 @@ cdef class Allocator:
         return arrays
 
 
-cdef Region make_region(object source, Py_ssize_t n):
-    make = getattr(source, "region", None)
-    if not callable(make) or isinstance(source, type):
+cdef int check_source(object source) except -1:
+    if not callable(getattr(source, "region", None)) or isinstance(source, type):
         raise TypeError(
             f"source={source!r} has no region(nbytes) method; give a source, like arenapy.Host()"
         )
-    region = make(n)
+    return 0
+
+
+cdef Region make_region(object source, Py_ssize_t n):
+    check_source(source)
+    region = source.region(n)
     if not isinstance(region, Region):
         raise TypeError(
             f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "

@@ -17,5 +17,10 @@ cdef extern from *:
     """
     Py_ssize_t quick_size "arenapy_quick_size" (PyObject* o) noexcept
 
+cdef enum:
+    MAX_ALIGN = 2 << 20
+
 cdef Py_ssize_t as_size(object value, str what) except -1
 cdef Py_ssize_t as_align(object value) except -1
+# What a constructor's debug=None means.
+cdef bint debug_wanted(object debug) except -1

@@ -1,11 +1,9 @@
 """Sizes and alignments as Python gives them, checked; errors name the value and the range."""
+import os
 
 cdef extern from "Python.h":
     object PyNumber_Index(object o)
     Py_ssize_t PyLong_AsSsize_t(object o) except? -1
-
-cdef enum:
-    MAX_ALIGN = 2 << 20
 
 
 cdef Py_ssize_t as_size(object value, str what) except -1:
@@ -35,3 +33,9 @@ cdef Py_ssize_t as_align(object value) except -1:
     if n <= 0 or n & (n - 1) or n > MAX_ALIGN:
         raise ValueError(f"align={value} is not a power of two from 1 to {MAX_ALIGN}")
     return n
+
+
+cdef bint debug_wanted(object debug) except -1:
+    if debug is None:
+        return os.environ.get("ARENAPY_DEBUG", "0") not in ("", "0")
+    return debug

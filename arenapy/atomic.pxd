@@ -8,6 +8,8 @@
 # free-threaded builds it is a byte that is spun on: what it guards takes nanoseconds and calls
 # no Python API, so a holder is never suspended. (A PyMutex can be handed to a thread that
 # os.fork has stopped, for which our fork handler would then wait for ever.)
+#
+# `arenapy_spin` is the same byte on every build: for what C code without the GIL shares.
 from libc.stdint cimport uint64_t
 
 cdef extern from *:
@@ -35,6 +37,9 @@ cdef extern from *:
     static inline void *arenapy_load_ptr(void **p) {
         return __atomic_load_n(p, __ATOMIC_RELAXED);
     }
+    static inline void arenapy_store_ptr(void **p, void *v) {
+        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    }
     static inline void *arenapy_take_ptr(void **p) {
         return __atomic_exchange_n(p, (void *)0, __ATOMIC_ACQUIRE);
     }
@@ -42,15 +47,26 @@ cdef extern from *:
         return __atomic_compare_exchange_n(p, expected, desired, 0,
                                            __ATOMIC_RELEASE, __ATOMIC_RELAXED);
     }
-    typedef unsigned char arenapy_lock;
-    #ifdef Py_GIL_DISABLED
     #include <sched.h>
-    static inline void arenapy_lock_acquire(arenapy_lock *l) {
-        while (__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE)) sched_yield();
+    typedef unsigned char arenapy_spin;
+    static void __attribute__((noinline, unused)) arenapy_spin_wait(arenapy_spin *l) {
+        do {
+            for (int i = 0; i < 64 && __atomic_load_n(l, __ATOMIC_RELAXED); i++)
+                __asm__ volatile("" ::: "memory");
+            if (__atomic_load_n(l, __ATOMIC_RELAXED)) sched_yield();
+        } while (__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE));
     }
-    static inline void arenapy_lock_release(arenapy_lock *l) {
+    static inline void arenapy_spin_acquire(arenapy_spin *l) {
+        if (__builtin_expect(__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE), 0))
+            arenapy_spin_wait(l);
+    }
+    static inline void arenapy_spin_release(arenapy_spin *l) {
         __atomic_store_n(l, 0, __ATOMIC_RELEASE);
     }
+    typedef arenapy_spin arenapy_lock;
+    #ifdef Py_GIL_DISABLED
+    #define arenapy_lock_acquire arenapy_spin_acquire
+    #define arenapy_lock_release arenapy_spin_release
     #define ARENAPY_GIL 0
     #else
     #define arenapy_lock_acquire(l) ((void)(l))
@@ -66,6 +82,8 @@ cdef extern from *:
     """
     ctypedef struct arenapy_lock:
         pass
+    ctypedef struct arenapy_spin:
+        pass
     const bint ARENAPY_GIL
     uint64_t arenapy_load(uint64_t* p) noexcept nogil
     void arenapy_store(uint64_t* p, uint64_t v) noexcept nogil
@@ -73,8 +91,11 @@ cdef extern from *:
     uint64_t arenapy_add(uint64_t* p, uint64_t v) noexcept nogil
     uint64_t arenapy_sub(uint64_t* p, uint64_t v) noexcept nogil
     void* arenapy_load_ptr(void** p) noexcept nogil
+    void arenapy_store_ptr(void** p, void* v) noexcept nogil
     void* arenapy_take_ptr(void** p) noexcept nogil
     bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
     void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil
     void arenapy_lock_release(arenapy_lock* lock) noexcept nogil
+    void arenapy_spin_acquire(arenapy_spin* lock) noexcept nogil
+    void arenapy_spin_release(arenapy_spin* lock) noexcept nogil
     bint arenapy_finalizing() noexcept nogil

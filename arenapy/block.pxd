@@ -42,25 +42,37 @@ cdef class Keeper:
     cdef bint foreign                    # reaches a user's object: Buffers are then GC-tracked
     cdef bint checked                    # check() has something to check
     cdef bint may_lease                  # other processes may see bytes: ask before reuse
+    cdef bint recycles                   # Buffers go back when dropped: `dropped`, and no Holds
+    cdef bint debug                      # debug mode: `leaving` and `verify` want to be called
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
+    cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock
     cdef PyObject* kept                  # dead roots for reuse, linked by ptr; GIL builds only
     cdef int n_kept
+    cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
+    cdef PyObject* prev_core
 
     # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
     cdef bint alive(self, Block root) noexcept nogil
     cdef void enlist(self, Hold* hold) noexcept nogil
     cdef void give_back(self, Block root) noexcept nogil
     cdef void ended(self, Hold* hold) noexcept nogil
+    # The end of a root Buffer of one that recycles, which has no references left.
+    cdef void dropped(self, PyObject* root) noexcept
     # For allocators' cores: the end of a region, and fork (see region.pyx).
     cdef bint has_holds(self) noexcept nogil
     cdef void disable(self, int why) noexcept nogil
+    cdef void fork_lock(self) noexcept nogil          # everything, so that a child has it whole
+    cdef void fork_unlock(self, bint child) noexcept nogil
     cdef void expect_leases(self) noexcept nogil      # sets may_lease, for good
     cdef void forked(self, bint unmapped) noexcept nogil
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil
     cdef int check(self) except -1
     cdef object owner_of(self)
+    # Debug mode: before the block there is given back, under no lock; after an operation.
+    cdef void leaving(self, void* ptr) noexcept nogil
+    cdef int verify(self) except -1
 
 
 # `word` is the whole state of a root, changed as one atomic: bit 0 CLOSED, bit 1 HELD (was ever
@@ -74,7 +86,8 @@ cdef class Block:
     cdef uint32_t pad                    # the keeper's: bytes skipped before ptr
     cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
-    cdef Hold* hold                      # not NULL once HELD; ended by the dealloc
+    cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
+    cdef Hold* hold                      # not NULL once HELD, unless the keeper recycles
     cdef Keeper keeper                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held
 
@@ -86,6 +99,7 @@ cdef int check_open(Block block) except -1
 cdef bint is_open_locked(Block block) noexcept
 cdef bint is_readonly(Block block) noexcept
 cdef str name_of(Block block)
+cdef str place_of(Block block)
 # Raise unless it is open and the host may read it; write it.
 cdef int host_only(Block block) except -1
 cdef int writable(Block block) except -1
@@ -115,5 +129,5 @@ cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
     keeper.spare = hold
 
 
-# For an allocator that exports at birth: link a new hold; lock held.
+# For an allocator that exports at birth: link a new hold (none if it recycles); lock held.
 cdef void born_held(Block root, Hold* hold) noexcept nogil

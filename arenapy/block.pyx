@@ -22,6 +22,7 @@ from arenapy.atomic cimport (
     arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
     arenapy_store, arenapy_sub,
 )
+from arenapy.places cimport said
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
@@ -40,7 +41,9 @@ cdef class Keeper:
         self.host_accessible = True
 
     def __init__(self):
-        raise TypeError(f"{type(self).__name__} is internal; make a source's region, or a Bump")
+        raise TypeError(
+            f"{type(self).__name__} is internal; make a source's region, or an allocator"
+        )
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -62,8 +65,17 @@ cdef class Keeper:
     cdef void ended(self, Hold* hold) noexcept nogil:
         free(hold)
 
+    cdef void dropped(self, PyObject* root) noexcept:
+        pass
+
     cdef bint has_holds(self) noexcept nogil:
         return False
+
+    cdef void fork_lock(self) noexcept nogil:
+        arenapy_lock_acquire(&self.lock)
+
+    cdef void fork_unlock(self, bint child) noexcept nogil:
+        arenapy_lock_release(&self.lock)
 
     cdef void disable(self, int why) noexcept nogil:
         self.gone = why
@@ -83,6 +95,12 @@ cdef class Keeper:
 
     cdef object owner_of(self):
         return None
+
+    cdef void leaving(self, void* ptr) noexcept nogil:
+        pass
+
+    cdef int verify(self) except -1:
+        return 0
 
 
 # no_gc_clear: the dealloc needs the keeper to the last. A cycle through a block goes through a
@@ -172,8 +190,8 @@ cdef int acquire(Block block, bint count) except -1:
         arenapy_lock_acquire(&root.keeper.lock)
         word = arenapy_load(&root.word)
         if word == 0 and is_open_locked(block):
-            hold = new_hold(root.keeper)
-            if hold != NULL:
+            hold = NULL if root.keeper.recycles else new_hold(root.keeper)
+            if hold != NULL or root.keeper.recycles:
                 born_held(root, hold)
                 arenapy_add(&root.word, step)
                 held = True
@@ -193,6 +211,10 @@ cdef int acquire(Block block, bint count) except -1:
 
 
 cdef void born_held(Block root, Hold* hold) noexcept nogil:
+    if root.keeper.recycles:
+        arenapy_add(&root.keeper.n_held, 1)
+        arenapy_store(&root.word, HELD)
+        return
     hold.start = <uintptr_t>root.ptr
     hold.end = hold.start + <size_t>root.size + (root.size == 0)   # a 0-byte block occupies one
     hold.tag = root.tag
@@ -218,7 +240,13 @@ cdef str name_of(Block block):
     return (
         f"the {keeper.kind} Buffer of {block.size} bytes at {<uintptr_t>block.ptr:#x}"
         + (f" of {type(owner).__name__}" if owner is not None else "")
+        + place_of(block)
     )
+
+
+cdef str place_of(Block block):
+    """In debug mode where it was allocated, to follow its name; else nothing."""
+    return said(root_of(block).place)
 
 
 cdef int no_stream(Keeper keeper, object stream) except -1:

@@ -6,6 +6,10 @@ from arenapy.atomic cimport ARENAPY_GIL
 from arenapy.block cimport Block, Keeper
 
 
+cdef enum:
+    KEPT_OBJECTS = 256        # dead roots that a keeper keeps for reuse, about 30 KB
+
+
 # A root Buffer is one block of an allocator, or one range of a region. It adds nothing to the
 # state of a Block.
 cdef class Buffer(Block):
@@ -61,6 +65,10 @@ cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
     b.size = size
     b.word = 0
     return b
+
+
+# After its keeper has taken on memory of a user's object: the collector has to see the Buffer.
+cdef void track(Buffer b) noexcept
 
 
 # An open, unheld root over a range of a region.

@@ -22,11 +22,13 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport (
     CLOSED, HELD, ONE_EXPORT, Block, Keeper, acquire, check_open, copy_bytes, is_open,
-    host_only, is_readonly, move_bytes, name_of, no_stream, root_of, unacquire,
-    writable,
+    host_only, is_readonly, move_bytes, name_of, no_stream, place_of, root_of,
+    unacquire, writable,
 )
 
 cdef extern from "Python.h":
+    bint PyObject_GC_IsTracked(PyObject* o)
+    void PyObject_GC_Track(PyObject* o)
     void PyObject_GC_UnTrack(PyObject* o)
     void PyObject_GC_Del(void* o)
     void count_down "Py_DECREF" (PyObject* o) noexcept
@@ -39,9 +41,6 @@ cdef extern from *:
     ctypedef void (*destructor)(PyObject*) noexcept
     void arenapy_set_dealloc(object type, destructor f)
 
-cdef enum:
-    KEPT_OBJECTS = 256        # dead roots that a keeper keeps for reuse, about 30 KB
-
 cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
@@ -51,6 +50,11 @@ cdef Buffer fresh_block(Keeper keeper):
         PyObject_GC_UnTrack(<PyObject*>b)
     b.keeper = keeper
     return b
+
+
+cdef void track(Buffer b) noexcept:
+    if not PyObject_GC_IsTracked(<PyObject*>b):
+        PyObject_GC_Track(<PyObject*>b)
 
 
 cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size):
@@ -75,6 +79,8 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     if (<Buffer>o).hold != NULL:
         (<Keeper>keeper).ended((<Buffer>o).hold)
         (<Buffer>o).hold = NULL
+    elif keeper != <PyObject*>None and (<Keeper>keeper).recycles:
+        (<Keeper>keeper).dropped(o)
     if ARENAPY_GIL and not tracked and (<Keeper>keeper).n_kept < KEPT_OBJECTS:
         (<Buffer>o).ptr = <char*>(<Keeper>keeper).kept
         (<Keeper>keeper).kept = o
@@ -195,7 +201,7 @@ cdef class Buffer(Block):
             layout = f" {(<View>self).shape} {(<View>self).typestr!r}"
         return (
             f"<Buffer {self.kind} {self.size} bytes{layout} at {<uintptr_t>self.ptr:#x}{of}, "
-            f"{state}>"
+            f"{state}{place_of(self)}>"
         )
 
     # -- release
@@ -225,6 +231,8 @@ cdef class Buffer(Block):
             if word & HELD or self.root is not None:
                 done = arenapy_cas(&self.word, &word, word | CLOSED)
                 continue
+            if self.keeper.debug and is_open(self):
+                self.keeper.leaving(self.ptr)
             arenapy_lock_acquire(&self.keeper.lock)
             word = arenapy_load(&self.word)
             if word == 0:
@@ -233,6 +241,8 @@ cdef class Buffer(Block):
                 arenapy_store(&self.word, CLOSED)
                 done = True
             arenapy_lock_release(&self.keeper.lock)
+            if self.keeper.debug:
+                self.keeper.verify()
 
     def __enter__(self):
         check_open(self)

@@ -16,6 +16,5 @@ cdef class Bump(Allocator):
     cdef BumpCore core
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream)
-    cdef Buffer slow_block(self, Buffer b, Py_ssize_t n, Py_ssize_t align)
-    cdef int more(self, size_t n, size_t align) except -1
     cdef int rewind_to(self, Mark mark, bint strict) except -1
+    cdef int rewind_watched(self, Mark mark, bint strict) except -1

@@ -16,7 +16,7 @@ class Bump(Allocator):
         source: Source | None = None,
         max_bytes: SupportsIndex | None = None,
         strict: bool = False,
-        debug: bool = False,
+        debug: bool | None = None,
         *,
         stream: None = None,
     ) -> None: ...

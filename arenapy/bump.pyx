@@ -1,7 +1,7 @@
 """Bump: an arena as the user holds it.
 
-What lives here: arguments, errors, growth, marks and scopes. What does not: address arithmetic
-and what a reset frees (bump_core), arrays (allocator).
+What lives here: arguments, errors, marks and scopes. What does not: address arithmetic and what a
+reset frees (bump_core), growth (bump_growth), arrays (allocator).
 
 Every method makes the Python objects it needs first, then calls the core under its lock, so
 that a call that raises has changed nothing, and no Python code runs in between.
@@ -17,26 +17,28 @@ from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_rele
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
-    HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked,
-    new_hold, no_stream,
+    HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked, new_hold,
+    no_stream,
 )
 from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
+from arenapy.bump_growth cimport grow_for
+from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET
+from arenapy.regions cimport record
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
+from arenapy.places cimport NOWHERE, here
 from arenapy.region cimport Region
 
 from arenapy.bump_check import verify
-from arenapy.errors import OutOfMemory
 from arenapy.stats import BumpStats
 
 cdef enum:
-    GROWTH = 2               # each further region is this many times the one before
     NAMED = 4                # blocks that a message names at most
 
 
 @cython.final
 cdef class Bump(Allocator):
-    """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=False, *, stream=None)\n--\n
+    """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=None, *, stream=None)\n--\n
     An arena: allocation moves a cursor, and freeing moves it back.
 
     Parameters
@@ -50,8 +52,9 @@ cdef class Bump(Allocator):
         By default the arena does not grow.
     strict : bool
         A reset that would retire held blocks raises BufferError instead.
-    debug : bool
-        Fill what is given back with 0xDB, and check the bookkeeping after every reset.
+    debug : bool, optional
+        Fill what is given back with a pattern and check it; by default as the environment
+        variable ``ARENAPY_DEBUG`` says.
     stream : None
         Host memory is not ordered by streams.
 
@@ -75,7 +78,7 @@ cdef class Bump(Allocator):
     def __cinit__(self, *args, **kwargs):
         self.core = BumpCore.__new__(BumpCore)
 
-    def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=False, *,
+    def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=None, *,
                  stream=None):
         cdef BumpCore core = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
@@ -92,13 +95,13 @@ cdef class Bump(Allocator):
             source = Host()
         region = make_region(source, n)
         no_stream(region, stream)
-        core.debug = debug
+        self.debug = core.watch(self, debug, verify)
+        core.shorten(not self.debug)
         core.open(region)
         core.allocator = weakref.ref(self)
         self.source = source
         self.max_bytes = max_bytes
         self.strict = strict
-        self.debug = debug
 
     # -- allocation
 
@@ -175,62 +178,18 @@ cdef class Bump(Allocator):
                 born_held(b, hold)
         arenapy_lock_release(&c.lock)
         if start == NULL:
-            self.slow_block(b, n, align)
+            grow_for(c, self.source, self.max_bytes, b, n, align)
         if held and hold == NULL:
             acquire(b, False)
-        return b
-
-    cdef Buffer slow_block(self, Buffer b, Py_ssize_t n, Py_ssize_t align):
-        """Grow until the block fits, then complete `b`; raises if it cannot."""
-        cdef BumpCore c = self.core
-        cdef void* start = NULL
-        cdef bint tried = False
-        while start == NULL:
-            if not c.may_lease or tried:
-                self.more(n, align)
-            c.settle()                       # another process may have let go meanwhile
-            tried = True
-            arenapy_lock_acquire(&c.lock)
-            start = take(c, n, align, &b.pad)
-            b.ptr = <char*>start
-            b.tag = c.tag
-            arenapy_lock_release(&c.lock)
-        return b
-
-    cdef int more(self, size_t n, size_t align) except -1:
-        """Add a region with room for the request, or raise OutOfMemory."""
-        cdef BumpCore c = self.core
-        cdef size_t page = 4096
-        cdef size_t least = (n + align - 1 + page) & ~(page - 1)
-        cdef size_t left = 0
-        cdef size_t known = c.capacity
-        cdef size_t size
-        cdef uintptr_t start
-        cdef Region region
-        self.core.open_check()
-        if self.max_bytes is not None and <size_t>self.max_bytes > known:
-            left = <size_t>self.max_bytes - known
-        least = min(least, max(left, n + (n == 0)))
-        if least > left:
-            raise OutOfMemory(c.full(n, align, self.max_bytes))
-        size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
-        try:
-            region = make_region(self.source, size)
-        except OutOfMemory:
-            if least == size:
+        record(c, EVENT_ALLOC, b.ptr, n)
+        if c.debug:
+            c.began(b.ptr, n + (n == 0), n)
+            try:
+                c.allocated([b])
+            except BaseException:
+                b.release()
                 raise
-            region = make_region(self.source, least)     # not twice the last one, then
-        start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
-        if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
-            # max_bytes left no room to align in, and this one does not lie well.
-            raise OutOfMemory(c.full(n, align, self.max_bytes))
-        arenapy_lock_acquire(&c.lock)
-        try:
-            if c.capacity == known:          # else other code grew it meanwhile: try again
-                c.add_region(region)
-        finally:
-            arenapy_lock_release(&c.lock)
-        return 0
+        return b
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
@@ -250,7 +209,7 @@ cdef class Bump(Allocator):
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
             arenapy_lock_acquire(&c.lock)
-            c.peak_bytes, c.total = before.peak, before.total
+            c.peak_bytes, c.total, c.freed = before.peak, before.total, before.bytes - c.live
             c.drop_regions(before.regions, dropped)
             arenapy_lock_release(&c.lock)
             for region in dropped:
@@ -303,6 +262,9 @@ cdef class Bump(Allocator):
             done = True
         arenapy_lock_release(&c.lock)
         if done:
+            if c.debug:
+                c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
+                c.operated()
             return buffer
         if buffer.word >= ONE_EXPORT:
             raise BufferError(
@@ -342,6 +304,7 @@ cdef class Bump(Allocator):
         if frame == NULL:
             self.core.open_check()
             raise MemoryError("no memory for another mark")
+        record(c, EVENT_MARK, <PyObject*>m, 0)
         return m
 
     def reset(self, mark=None, stream=None):
@@ -378,8 +341,10 @@ cdef class Bump(Allocator):
         cdef Hold* hold
         cdef Py_ssize_t i
         cdef (uintptr_t, size_t)[4] names
-        if c.shut:
-            self.core.open_check()
+        if not c.plain:
+            c.open_check()
+            if c.debug and c.ledger.place == NOWHERE:
+                return self.rewind_watched(mark, strict)
         c.settle_sends()
         if mark is not None and <PyObject*>mark.core != <PyObject*>c:
             raise ValueError(f"{mark!r} is of another arena; reset the arena that made it")
@@ -405,14 +370,25 @@ cdef class Bump(Allocator):
         if status < 0:
             raise MemoryError("no memory for the bookkeeping of a reset")
         if held:
-            blocks = ", ".join([f"{names[i][1]} bytes at {names[i][0]:#x}" for i in range(named)])
+            blocks = ", ".join([
+                f"{names[i][1]} bytes at {names[i][0]:#x}{c.born_at(names[i][0])}"
+                for i in range(named)])
             raise BufferError(
                 f"{held} held blocks would outlive this strict reset: {blocks}"
                 f"{', ...' if held > named else ''}; drop the arrays and views of them first"
             )
-        if self.debug:
-            self.check()
+        record(c, EVENT_RESET, NULL if mark is None else <PyObject*>mark, 0)
         return 0
+
+    cdef int rewind_watched(self, Mark mark, bint strict) except -1:
+        """Debug mode: let the ledger know where this reset is."""
+        cdef BumpCore c = self.core
+        c.ledger.place = here()
+        try:
+            self.rewind_to(mark, strict)
+        finally:
+            c.ledger.place = NOWHERE
+        return c.operated()
 
     cdef int leave(self, Mark mark, bint failed) except -1:
         """End a scope: reset to its mark, unless a reset to an older one did."""
@@ -469,7 +445,7 @@ cdef class Bump(Allocator):
     @property
     def regions(self) -> tuple:
         """The regions, in order of growth."""
-        return self.core.regions
+        return self.core.listed()
 
     @property
     def kind(self) -> str:
@@ -484,10 +460,26 @@ cdef class Bump(Allocator):
             f.peak, f.held, f.marks, f.regions, f.total,
         )
 
+    def _tally(self):
+        cdef Figures f = self.core.figures()
+        return f.total, f.bytes, f.used
+
+    def _exchange_peak(self, peak):
+        cdef size_t before = self.core.figures().peak
+        self.core.peak_bytes = 0 if peak is None else peak
+        return before
+
+    def _record(self, recorder):
+        self.core.record_into(recorder)
+        self.core.shorten(recorder is None and not self.debug)
+
     def check(self):
-        """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong."""
-        self.core.settle()
+        """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong.
+
+        In debug mode free memory too: MemoryCorruption then names who wrote to it.
+        """
         verify(self.core)
+        self.core.check_free()
 
     def __repr__(self):
         cdef Figures f = self.core.figures()

@@ -3,18 +3,18 @@ from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.bump cimport Bump
 from arenapy.bump_core cimport Frame, rewind, take
+from arenapy.bump_growth cimport grow_arena
+from arenapy.size_classes cimport MOST_BYTES
 
 
 cdef extern from "Python.h":
     void PyErr_SetInterrupt()
 
-cdef enum:
-    MOST = 1 << 60           # bytes; no address space has more
-
 
 cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
     cdef uint32_t pad
-    if arena.core.shut or nbytes > MOST or align > MOST or not _grown(arena, nbytes, align):
+    if (arena.core.shut or nbytes > MOST_BYTES or align > MOST_BYTES
+            or not _grown(arena, nbytes, align)):
         return NULL
     return take(arena.core, nbytes, align, &pad)
 
@@ -23,7 +23,7 @@ cdef bint _grown(Bump arena, size_t nbytes, size_t align) noexcept with gil:
     if arena.max_bytes is None:
         return False
     try:
-        arena.more(nbytes, align)
+        grow_arena(arena.core, arena.source, arena.max_bytes, nbytes, align)
     except KeyboardInterrupt:
         PyErr_SetInterrupt()                 # a nogil caller cannot have it: Python will
         return False
@@ -43,6 +43,7 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
         run_end = arena.core.runs[i].end if i < arena.core.n_runs - 1 else arena.core.cursor
         if arena.core.runs[i].start <= start and end <= run_end:
             return 1
+    arena.core.refuse(b"bump_free", block)
     return -1
 
 

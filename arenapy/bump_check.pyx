@@ -48,6 +48,7 @@ def verify(BumpCore c not None):
     cdef Py_ssize_t n_frames, n_runs
     cdef uint64_t tag
     cdef size_t[6] sums
+    c.settle()
     arenapy_lock_acquire(&c.lock)
     most = c.n_runs + 1 + c.free.n + _count(c.retired) + _count(c.leased)
     for i in range(c.n_frames):

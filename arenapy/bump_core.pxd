@@ -23,7 +23,7 @@ cdef struct Frame:
 cdef struct Figures:
     size_t capacity, used, live, free, largest_free, retired, leased, peak
     Py_ssize_t held, marks, regions
-    uint64_t total
+    uint64_t total, bytes    # allocations ever
 
 
 cdef class BumpCore(Space):
@@ -35,6 +35,7 @@ cdef class BumpCore(Space):
     cdef size_t live         # bytes of the blocks in the runs; what else is there is padding
     cdef uint64_t tag        # frames[n_frames - 1].content
     cdef uint64_t total      # allocations ever
+    cdef uint64_t freed      # bytes that were live and are no more
     cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
     cdef uint64_t stamp      # the last content or id given out
     cdef Extent* runs        # bytes handed out contiguously, oldest first; n_runs >= 1
@@ -67,6 +68,8 @@ cdef class BumpCore(Space):
     cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
     cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
+    # Shall alloc() take its short way? It does while there are dead Buffers to take.
+    cdef void shorten(self, bint short) noexcept
     # internal
     cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil
     cdef void pop_run(self) noexcept nogil
@@ -109,6 +112,7 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
         if c.cursor != frame.cursor:         # else nothing is there to free, or to close
             note_peak(c)
             c.cursor = frame.cursor
+            c.freed += c.live - frame.live
             c.live = frame.live
             c.stamp += 1
             c.tag = frame.content = c.stamp

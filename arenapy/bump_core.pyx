@@ -32,13 +32,16 @@ from arenapy.atomic cimport (
     arenapy_cas_ptr, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
     arenapy_take_ptr,
 )
-from arenapy.block cimport HOLD_EMPTY, HOLD_RETIRED, Block, Hold, drop_hold
+from arenapy.block cimport HOLD_EMPTY, HOLD_RETIRED, Block, Hold, drop_hold, drop_kept
+from arenapy.buffer cimport KEPT_OBJECTS
 from arenapy.extents cimport (
     Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
     extents_room, make_room,
 )
 from arenapy.region cimport Region
-from arenapy.space cimport Space, link_hold, unlink_hold
+from arenapy.recorder cimport EVENT_FREE
+from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.space cimport Space
 
 
 @cython.auto_pickle(False)
@@ -76,6 +79,23 @@ cdef class BumpCore(Space):
         self.pristine = self.leased == NULL
         self.shut = False
         self.set_plain()
+        return 0
+
+    cdef void shorten(self, bint short) noexcept:
+        drop_kept(self)
+        self.n_kept = 0 if short else KEPT_OBJECTS
+
+    cdef int check_free(self) except -1:
+        """Not all that was given back: C calls may have it again, and tell the ledger nothing."""
+        cdef Py_ssize_t i
+        if self.debug:
+            arenapy_lock_acquire(&self.lock)
+            if not self.shut:
+                self.ledger.scan(self.cursor, self.limit)
+                for i in range(self.free.n):
+                    self.ledger.scan(self.free.items[i].start, self.free.items[i].end)
+            arenapy_lock_release(&self.lock)
+            self.raise_damage()
         return 0
 
     # -- figures
@@ -159,6 +179,7 @@ cdef class BumpCore(Space):
         f.marks = self.n_frames - 1
         f.regions = self.n_regions
         f.total = self.total
+        f.bytes = self.freed + self.live
         arenapy_lock_release(&self.lock)
         return f
 
@@ -251,6 +272,7 @@ cdef class BumpCore(Space):
         note_peak(self)
         self.poison(start, end)
         self.cursor = start - pad
+        self.freed += end - start - empty
         self.live -= end - start - empty
         if self.run_is_spare():
             self.pop_run()
@@ -281,10 +303,15 @@ cdef class BumpCore(Space):
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>root.ptr
         cdef bint empty = root.size == 0
+        record(self, EVENT_FREE, root.ptr, root.size)
         self.move_back(start, start + root.size + empty, root.tag, root.pad, empty)
 
     cdef void ended(self, Hold* hold) noexcept nogil:
-        cdef void* head = arenapy_load_ptr(&self.ended_list)
+        cdef void* head
+        if self.debug:
+            self.leaving(<void*>hold.start)
+        head = arenapy_load_ptr(&self.ended_list)
+        record(self, EVENT_FREE, <void*>hold.start, hold.end - hold.start)
         hold.ended_next = <Hold*>head
         while not arenapy_cas_ptr(&self.ended_list, &head, hold):
             hold.ended_next = <Hold*>head
@@ -423,6 +450,7 @@ cdef class BumpCore(Space):
         self.runs[frame.run].end = frame.cursor
         self.n_frames = f + 1
         frame.holds = NULL
+        self.freed += self.live - frame.live
         self.live = frame.live
         self.stamp += 1
         self.tag = frame.content = self.stamp
@@ -446,7 +474,7 @@ cdef class BumpCore(Space):
         return 0
 
     cdef void disable(self, int why) noexcept nogil:
-        Space.disable(self, why)
+        RegionSet.disable(self, why)
         if extents_room(&self.free, 1):
             extents_insert(
                 &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)

@@ -1,6 +1,14 @@
 """The exceptions that arenapy raises beside Python's own."""
 
-__all__ = ["OutOfMemory"]
+__all__ = ["MemoryCorruption", "OutOfMemory"]
+
+
+class MemoryCorruption(RuntimeError):
+    """Memory that nobody has was written to: what debug mode raises.
+
+    The message names the block that the memory was of, the first damaged byte, and where the
+    block was allocated and given back.
+    """
 
 
 class OutOfMemory(MemoryError):

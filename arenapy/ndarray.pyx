@@ -33,13 +33,14 @@ cdef extern from *:
 
 cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(
-        object subtype, object descr, int nd, cnp.npy_intp* dims, cnp.npy_intp* strides,
+        type subtype, cnp.dtype descr, int nd, const cnp.npy_intp* dims,
+        const cnp.npy_intp* strides,
         void* data, int flags, object obj,
     )
 
 cnp.import_array()
 
-cdef object ndarray_type = np.ndarray
+cdef type ndarray_type = np.ndarray
 cdef object last_argument = object()     # equal to no argument
 cdef object last_dtype = None
 cdef dict described = {}          # dtype -> (itemsize, typestr, format)
@@ -129,7 +130,8 @@ cdef object wrap(Buffer buffer, object dtype, Spec* spec):
     flags |= cnp.NPY_ARRAY_F_CONTIGUOUS if spec.fortran else cnp.NPY_ARRAY_C_CONTIGUOUS
     Py_INCREF(dtype)                      # NewFromDescr takes a reference
     array = PyArray_NewFromDescr(
-        ndarray_type, dtype, spec.ndim, <cnp.npy_intp*>spec.dims, NULL, buffer.ptr, flags, None
+        ndarray_type, <cnp.dtype>dtype, spec.ndim, <cnp.npy_intp*>spec.dims, NULL, buffer.ptr,
+        flags, None,
     )
     cnp.set_array_base(array, buffer)
     return array

@@ -26,14 +26,17 @@ cdef class Region(Keeper):
     cdef Region parent                    # the region that this is a window of, or None
     cdef uint64_t holds                   # atomic: held Buffers whose keeper this region is
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
-    cdef bint leads                       # the first of its user's regions
     cdef bint lease_lost                  # a fork could not be recorded: every byte is leased
     cdef int fork_descriptor              # the child's lease, between prepare and parent
     cdef PyObject* next                   # the registry of live regions, in no order
     cdef PyObject* prev
 
     cdef int _unmap(self) noexcept
-    cdef int attach(self, Keeper core, bint first) except -1
+    cdef int attach(self, Keeper core) except -1
     cdef void detach(self) noexcept
     cdef int leases(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+
+# An allocator's core enters the registry of those whose locks a fork takes, and leaves it.
+cdef void register_core(Keeper core) noexcept
+cdef void unregister_core(Keeper core) noexcept

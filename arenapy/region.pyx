@@ -7,11 +7,12 @@ it is carved up (allocators).
 A region is unmapped when the last object that needs it is gone: every Buffer and every
 allocator core holds a reference to it. `close()` does it earlier, if nobody is looking.
 
-Fork. A registry of live regions is walked by pthread_atfork handlers. In the child, regions
-that are not its own copy are marked gone, and so are the allocators over them. For shared
-memory the handlers take a lease in the child's name on every byte that is not free: a read
-lock on those bytes of the memfd, through an open file description that only the child keeps.
-The kernel drops it when the child exits, however it ends.
+Fork. Registries of live regions and of allocators' cores are walked by pthread_atfork
+handlers, which hold the cores' locks meanwhile. In the child, regions that are not its own copy
+are marked gone, and so are the allocators over them. For shared memory the handlers take a
+lease in the child's name on every byte that is not free: a read lock on those bytes of the
+memfd, through an open file description that only the child keeps. The kernel drops it when the
+child exits, however it ends.
 """
 from cpython.object cimport PyObject
 from libc.errno cimport errno
@@ -28,6 +29,7 @@ from arenapy.buffer cimport new_range
 from arenapy.vm cimport (
     vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap,
 )
+from arenapy.vm_reserve cimport vm_occupy
 from libc.stdlib cimport free
 
 cdef extern from "<pthread.h>" nogil:
@@ -48,7 +50,8 @@ cdef extern from *:
     void arenapy_registry_unlock() noexcept nogil
 
 cdef dict FORKS = {"inherit": FORK_INHERIT, "skip": FORK_SKIP, "closed": FORK_CLOSED}
-cdef PyObject* regions = NULL       # head of the registry
+cdef PyObject* regions = NULL       # heads of the registries
+cdef PyObject* cores = NULL
 
 
 cdef class Region(Keeper):
@@ -327,7 +330,7 @@ cdef class Region(Keeper):
 
     # -- as what an allocator manages
 
-    cdef int attach(self, Keeper core, bint first) except -1:
+    cdef int attach(self, Keeper core) except -1:
         if self.user != NULL:
             raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
         if self.gone:
@@ -344,7 +347,6 @@ cdef class Region(Keeper):
             )
         if arenapy_load(&self.holds):
             raise ValueError(f"{self!r} has Buffers of its own that are held; give another region")
-        self.leads = first
         self.user = <PyObject*>core
         return 0
 
@@ -408,14 +410,36 @@ cdef void _unregister(Region region) noexcept:
     arenapy_registry_unlock()
 
 
+cdef void register_core(Keeper core) noexcept:
+    global cores
+    arenapy_registry_lock()
+    core.next_core = cores
+    if cores != NULL:
+        (<Keeper>cores).prev_core = <PyObject*>core
+    cores = <PyObject*>core
+    arenapy_registry_unlock()
+
+
+cdef void unregister_core(Keeper core) noexcept:
+    global cores
+    arenapy_registry_lock()
+    if core.prev_core != NULL:
+        (<Keeper>core.prev_core).next_core = core.next_core
+    elif cores == <PyObject*>core:
+        cores = core.next_core
+    if core.next_core != NULL:
+        (<Keeper>core.next_core).prev_core = core.prev_core
+    core.next_core = core.prev_core = NULL
+    arenapy_registry_unlock()
+
+
 cdef void _before_fork() noexcept nogil:
     cdef PyObject* p
     arenapy_registry_lock()
-    p = regions
+    p = cores
     while p != NULL:
-        if (<Region>p).user != NULL and (<Region>p).leads:
-            arenapy_lock_acquire(&(<Keeper>(<Region>p).user).lock)
-        p = (<Region>p).next
+        (<Keeper>p).fork_lock()
+        p = (<Keeper>p).next_core
     p = regions
     while p != NULL:
         if ((<Region>p).fork == FORK_CLOSED and (<Region>p).user != NULL
@@ -436,14 +460,16 @@ cdef void _after_fork(bint child) noexcept nogil:
         if child and (<Region>p).fork != FORK_INHERIT:
             if (<Region>p).fork == FORK_SKIP:
                 (<Region>p).gone = GONE_FORKED
+                # An address that somebody kept is a segfault then, and not somebody else's memory.
+                if (<Region>p).map_size:
+                    vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
             if (<Region>p).user != NULL:
                 (<Keeper>(<Region>p).user).forked((<Region>p).fork == FORK_SKIP)
         p = (<Region>p).next
-    p = regions
+    p = cores
     while p != NULL:
-        if (<Region>p).user != NULL and (<Region>p).leads:
-            arenapy_lock_release(&(<Keeper>(<Region>p).user).lock)
-        p = (<Region>p).next
+        (<Keeper>p).fork_unlock(child)
+        p = (<Keeper>p).next_core
     arenapy_registry_unlock()
 
 

@@ -9,6 +9,7 @@ before the first page is there.
 import errno
 import mmap
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from arenapy import vm
@@ -26,6 +27,7 @@ MIB = 1 << 20
 THP_SIZE = 2 * MIB  # what huge_pages="auto" aligns to
 PAGE_SIZES = {None: vm.PAGE_SIZE, "auto": vm.PAGE_SIZE, "2M": 2 * MIB, "1G": 1024 * MIB}
 SIZE_LIMIT = 1 << 63
+MAPPINGS_EACH = 4  # what a region may need while it is made: itself, guards, room to align
 
 HugePages = Literal["auto", "2M", "1G"] | None
 
@@ -93,6 +95,20 @@ class Request:
                 f'hugepages-{self.page_size >> 10}kB/nr_hugepages), or pass huge_pages="auto".'
             )
 
+    def map(self, fd: int = -1, *, guard: bool = False) -> tuple[int, int, int]:
+        """`vm.map_memory` of what is asked, its failure explained."""
+        try:
+            return vm.map_memory(
+                self.nbytes,
+                fd=fd,
+                shared=fd >= 0,
+                align=self.align,
+                guard=guard,
+                page_size=self.page_size,
+            )
+        except OSError as error:
+            raise self.explain_map(error) from error
+
     def explain_map(self, error: OSError) -> Exception:
         """The error to raise for a mapping that failed."""
         if self.hugetlb and error.errno == errno.ENOMEM:
@@ -104,18 +120,25 @@ class Request:
 
     def fill(self, address: int, threads: int = 0) -> None:
         """Place, lock and fault in what was mapped: in this order, before the first page."""
-        options = self.options
-        if options.numa_node is not None:
-            self._bind(address, options.numa_node)
+        self.place(address)
+        self.take(address, threads)
+
+    def place(self, address: int) -> None:
+        """Say where pages come from, and how large they may be."""
+        if self.options.numa_node is not None:
+            self._bind(address, self.options.numa_node)
         if self.wants_thp:
             try:
                 vm.advise(address, self.mapped, mmap.MADV_HUGEPAGE)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
                     raise
-        if options.lock:
+
+    def take(self, address: int, threads: int = 0) -> None:
+        """Lock and fault in, as the options say."""
+        if self.options.lock:
             self._lock(address)
-        if options.prefault or self.hugetlb:
+        if self.options.prefault or self.hugetlb:
             self._prefault(address, threads)
 
     def _bind(self, address: int, node: int) -> None:
@@ -139,9 +162,7 @@ class Request:
                 f"RLIMIT_MEMLOCK is {bound}. Raise it (`ulimit -l`, limits.conf, or "
                 "LimitMEMLOCK= of the service), or pass lock=False"
             )
-            if error.errno == errno.ENOMEM:
-                raise OutOfMemory(text) from error
-            raise OSError(error.errno, text) from error
+            raise refusal(error, text) from error
 
     def _prefault(self, address: int, threads: int) -> None:
         try:
@@ -154,13 +175,36 @@ class Request:
                 f"{memory_info().limit.name} has {format_bytes(memory_info().available)} free. Ask "
                 "for less, or pass prefault=False"
             )
-            if error.errno == errno.ENOMEM:
-                raise OutOfMemory(text) from error
-            raise OSError(error.errno, text) from error
+            raise refusal(error, text) from error
 
     def _slice(self) -> int:
         """A slice must be no part of a page; 0 leaves the choice to vm."""
         return self.page_size if self.page_size > 64 * MIB else 0
+
+
+def refusal(error: OSError, text: str) -> Exception:
+    """The error that says `text`: an `OutOfMemory` if memory is what the kernel did not have."""
+    return OutOfMemory(text) if error.errno == errno.ENOMEM else OSError(error.errno, text)
+
+
+class undo:
+    """``with undo(call, *args)``: call it if what is inside fails."""
+
+    # Not @contextmanager: an interrupt in its generator, after success, would look like a failure.
+
+    __slots__ = ("_args", "_call")
+
+    def __init__(self, call: Callable[..., object], *args: Any) -> None:
+        self._call = call
+        self._args = args
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
+        """Undo, if it failed."""
+        if kind is not None:
+            self._call(*self._args)
 
 
 def explain_map(error: OSError, what: str, nbytes: int) -> Exception:
@@ -169,12 +213,24 @@ def explain_map(error: OSError, what: str, nbytes: int) -> Exception:
         return OSError(
             error.errno, f"cannot map {what} of {format_bytes(nbytes)}: {error.strerror}"
         )
+    asked = f"the kernel refused to map {what} of {format_bytes(nbytes)} ({nbytes} bytes); "
+    count, most = _mappings()
+    if count + MAPPINGS_EACH > most:
+        return OutOfMemory(
+            f"{asked}this process has {count} mappings of at most {most}. Use fewer and larger "
+            "regions, or raise vm.max_map_count"
+        )
     binding = min(read_limits(), key=lambda limit: limit.available)
     return OutOfMemory(
-        f"the kernel refused to map {what} of {format_bytes(nbytes)} ({nbytes} bytes); "
-        f"the tightest limit is {binding.name} with {format_bytes(binding.available)} free of "
-        f"{format_bytes(binding.nbytes)}. Ask for less, or {binding.remedy}."
+        f"{asked}the tightest limit is {binding.name} with {format_bytes(binding.available)} free "
+        f"of {format_bytes(binding.nbytes)}. Ask for less, or {binding.remedy}."
     )
+
+
+def _mappings() -> tuple[int, int]:
+    """How many mappings this process has, and may have."""
+    with open("/proc/self/maps", "rb") as lines, open("/proc/sys/vm/max_map_count") as most:
+        return sum(1 for _ in lines), int(most.read())
 
 
 # ---- checks ----------------------------------------------------------------------------------

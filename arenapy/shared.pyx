@@ -2,7 +2,7 @@
 
 What lives here: how a Buffer or a Region over a memfd goes through multiprocessing's pickler,
 and what the receiver makes of it. What does not: the mapping itself (source, vm), fork
-(region), what a leased range means for an arena (bump_core).
+(region), what a leased range means for an allocator (space, pages, slab_core).
 
 A lease is a read lock on the Buffer's bytes of the memfd, taken through an open file
 description of its own, whose descriptor is what travels. Whoever has that descriptor holds the
@@ -19,9 +19,9 @@ from arenapy import vm
 from arenapy.buffer import View as _View
 from arenapy.block cimport Keeper, acquire, check_open, root_of
 from arenapy.buffer cimport Buffer
-from arenapy.bump_core cimport BumpCore
 from arenapy.pickling import layout_of
 from arenapy.region cimport Region
+from arenapy.regions cimport RegionSet
 
 # A child that is being spawned inherits the very descriptor, after the pickling: until it runs,
 # the descriptor has to stay open here. (weakref to its Popen, descriptor)
@@ -39,10 +39,11 @@ cdef Region _region_of(Buffer buffer):
     """The shared region that a Buffer's bytes are in, or None."""
     cdef Keeper keeper = root_of(buffer).keeper
     cdef Region region
-    if isinstance(keeper, BumpCore):
-        region = (<BumpCore>keeper).regions[
-            (<BumpCore>keeper).region_of(<size_t>root_of(buffer).ptr)
-        ]
+    cdef size_t at = <size_t>root_of(buffer).ptr
+    if isinstance(keeper, RegionSet):
+        for region in (<RegionSet>keeper).listed():
+            if at - <size_t>region.ptr < region.size:
+                break
     elif isinstance(keeper, Region):
         region = <Region>keeper
     else:

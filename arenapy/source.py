@@ -8,6 +8,7 @@ which `Region` takes over once everything has worked.
 Thread-safety: sources may be used from any thread.
 """
 
+import importlib
 import mmap
 import os
 import stat
@@ -30,7 +31,9 @@ from arenapy.request import (
     checked_index,
     checked_size,
     explain_map,
+    undo,
 )
+from arenapy.reservation import Reservation, reserve
 
 __all__ = ["Existing", "File", "Host", "Shared", "Source"]
 
@@ -118,13 +121,8 @@ class Host:
         nbytes = checked_size(nbytes)
         request = Request(self, "a Host region", nbytes)
         request.check()
-        try:
-            address, map_address, map_nbytes = vm.map_memory(
-                nbytes, align=request.align, guard=self.guard, page_size=request.page_size
-            )
-        except OSError as error:
-            raise request.explain_map(error) from error
-        try:
+        address, map_address, map_nbytes = request.map(guard=self.guard)
+        with undo(vm.unmap, map_address, map_nbytes):
             if self.fork == "skip":
                 vm.advise(address, request.mapped, mmap.MADV_DONTFORK)
             request.fill(address, self.threads or 0)
@@ -137,9 +135,20 @@ class Host:
                 map_address=map_address,
                 map_nbytes=map_nbytes,
             )
-        except BaseException:
-            vm.unmap(map_address, map_nbytes)
-            raise
+
+    def reserve(self, nbytes: int) -> Reservation | None:
+        """Internal: address space for a region that gets its memory part by part.
+
+        None where that would hold more than it uses: hugetlbfs promises pages to all that is
+        mapped, and some limits count addresses (``RLIMIT_AS``, ``RLIMIT_DATA``,
+        ``vm.overcommit_memory=2``); also if the kernel refuses. Make a region for each part then.
+
+        Raises
+        ------
+        OSError, ValueError, TypeError
+            As `region` does, but for what concerns pages, of which there are none yet.
+        """
+        return reserve(self, checked_size(nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +187,9 @@ class Shared:
         if "\0" in self.name or len(os.fsencode(self.name)) > MEMFD_NAME_MAX:
             raise ValueError(f"name={self.name!r}: need at most {MEMFD_NAME_MAX} bytes, none NUL")
         check_options(self)
+        # It imports multiprocessing, which only sharing needs; not first in region(), since a child
+        # forked meanwhile would wait for the import for ever.
+        importlib.import_module("arenapy.shared")
 
     def region(self, nbytes: int) -> Region:
         """Make, map and (by default) fault in `nbytes` bytes of shared memory.
@@ -188,7 +200,7 @@ class Shared:
             As `Host.region` does.
         """
         nbytes = checked_size(nbytes)
-        from arenapy import shared  # imports multiprocessing, which only sharing needs
+        from arenapy import shared
 
         shared.install()
         request = Request(self, "a Shared region", nbytes, private=False)
@@ -197,14 +209,9 @@ class Shared:
             fd = vm.memfd(os.fsencode(self.name), request.mapped, request.page_size)
         except OSError as error:
             raise request.explain_map(error) from error
-        try:
-            try:
-                address, map_address, map_nbytes = vm.map_memory(
-                    nbytes, fd=fd, shared=True, align=request.align, page_size=request.page_size
-                )
-            except OSError as error:
-                raise request.explain_map(error) from error
-            try:
+        with undo(os.close, fd):
+            address, map_address, map_nbytes = request.map(fd)
+            with undo(vm.unmap, map_address, map_nbytes):
                 request.fill(address)
                 return Region.from_address(
                     address,
@@ -216,12 +223,6 @@ class Shared:
                     map_address=map_address,
                     map_nbytes=map_nbytes,
                 )
-            except BaseException:
-                vm.unmap(map_address, map_nbytes)
-                raise
-        except BaseException:
-            os.close(fd)
-            raise
 
 
 class _Sole:
@@ -314,15 +315,12 @@ class File:
             return self._map(nbytes, None)
         owner = _Owner()
         self._sole.claim(owner, repr(self))
-        try:
+        with undo(self._sole.release):
             return self._map(nbytes, owner)
-        except BaseException:
-            self._sole.release()
-            raise
 
     def _map(self, nbytes: int | None, owner: _Owner | None) -> Region:
         fd = self._create(nbytes) if self.mode == "w+" and nbytes is not None else self._open()
-        try:
+        with undo(os.close, fd):
             size = vm.file_nbytes(fd)
             if size == 0:
                 raise ValueError(f"{self.path!r} is empty: there is nothing to map")
@@ -340,7 +338,7 @@ class File:
                 )
             except OSError as error:
                 raise explain_map(error, f"a mapping of {self.path!r}", nbytes) from error
-            try:
+            with undo(vm.unmap, map_address, map_nbytes):
                 return Region.from_address(
                     address,
                     nbytes,
@@ -353,12 +351,6 @@ class File:
                     map_address=map_address,
                     map_nbytes=map_nbytes,
                 )
-            except BaseException:
-                vm.unmap(map_address, map_nbytes)
-                raise
-        except BaseException:
-            os.close(fd)
-            raise
 
     def _open(self) -> int:
         # Asked before opening: opening a FIFO would wait for a writer.
@@ -449,7 +441,7 @@ class Existing:
                 "ask for less, or give it a larger object"
             )
         self._sole.claim(view, f"Existing({type(self.obj).__name__})")
-        try:
+        with undo(self._sole.release):
             address = vm.address_of(view)
             return Region.from_address(
                 address,
@@ -460,9 +452,6 @@ class Existing:
                 page_size=vm.PAGE_SIZE,
                 fork=_fork_rule(address, nbytes),
             )
-        except BaseException:
-            self._sole.release()
-            raise
 
     def _view(self) -> memoryview:
         try:

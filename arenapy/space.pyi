@@ -1,6 +1,6 @@
 from typing_extensions import disjoint_base
 
-from arenapy.block import Keeper
+from arenapy.regions import RegionSet
 
 @disjoint_base
-class Space(Keeper): ...
+class Space(RegionSet): ...

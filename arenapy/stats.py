@@ -1,14 +1,73 @@
-"""The figures of allocators, as frozen dataclasses. All sizes are in bytes."""
+"""The figures of allocators, as frozen dataclasses that print as tables.
+
+What lives here: what the figures are called, what they mean and how they are shown. What does
+not: counting, which every allocator does itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import html
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
-__all__ = ["BumpStats"]
+from arenapy.memory_info import format_bytes
+
+__all__ = ["BlockInfo", "BumpStats", "ClassStats", "Defragmented", "PoolStats", "SlabStats"]
+
+Bytes: TypeAlias = int  # an annotation that says the unit, to the reader and to the tables below
+
+WIDTH = 1000  # of the console that tables are laid out on: nothing is ever wrapped
+DERIVED = ("hit_rate", "fragmentation")  # figures that follow from others; shares, from 0 to 1
+CLASS_COLUMNS = {
+    "index": "class",
+    "upper_bound": "up to",
+    "total_allocations": "allocations",
+    "hit_rate": "hits",
+    "splits": "splits",
+    "active_allocations": "active",
+    "allocated_bytes": "allocated",
+    "pending_bytes": "pending",
+    "idle_bytes": "idle",
+    "peak_bytes": "peak",
+    "fragmentation": "fragmented",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class BumpStats:
+class Figures:
+    """What all dataclasses of figures have in common: they are shown, and become dicts."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures by name, the derived ones and those by class included, as plain data."""
+        values = {name: getattr(self, name) for name in _names(self)}
+        if isinstance(self, PoolStats):
+            values["classes"] = [one.as_dict() for one in self.classes]
+        return values
+
+    def __str__(self) -> str:
+        """Lay out a table of plain text, the same on every terminal."""
+        text = _grid([[_words(name), shown] for name, shown in _shown(self)], left=1)
+        text = f"{type(self).__name__}\n{text}"
+        if rows := _class_rows(self):
+            text += "\n\n" + _grid([[*CLASS_COLUMNS.values()], *rows])
+        return text
+
+    def _repr_html_(self) -> str:
+        """Lay out a table for a notebook."""
+        rows = [_html_row("th", [type(self).__name__, ""])]
+        rows += [_html_row("td", [_words(name), shown]) for name, shown in _shown(self)]
+        text = f"<table>{''.join(rows)}</table>"
+        if by_class := _class_rows(self):
+            rows = [_html_row("th", CLASS_COLUMNS.values())]
+            rows += [_html_row("td", row) for row in by_class]
+            text += f"<table>{''.join(rows)}</table>"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class BumpStats(Figures):
     """The figures of a Bump at one moment.
 
     ``live_bytes + free_bytes + retired_bytes + pending_bytes + padding_bytes == capacity``.
@@ -23,7 +82,7 @@ class BumpStats:
     free_bytes : int
         Of all free extents together.
     largest_free_extent : int
-        The largest request that succeeds without growth, at alignment 1.
+        The largest request, in bytes, that succeeds without growth, at alignment 1.
     retired_bytes : int
         Of held blocks that outlived a reset.
     pending_bytes : int
@@ -42,15 +101,291 @@ class BumpStats:
         Blocks ever handed out.
     """
 
-    capacity: int
-    live_bytes: int
-    free_bytes: int
-    largest_free_extent: int
-    retired_bytes: int
-    pending_bytes: int
-    padding_bytes: int
-    peak_bytes: int
+    capacity: Bytes
+    live_bytes: Bytes
+    free_bytes: Bytes
+    largest_free_extent: Bytes
+    retired_bytes: Bytes
+    pending_bytes: Bytes
+    padding_bytes: Bytes
+    peak_bytes: Bytes
     held_buffers: int
     marks: int
     regions: int
     total_allocations: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabStats(Figures):
+    """The figures of a Slab at one moment.
+
+    ``allocated_bytes + pending_bytes + idle_bytes + padding_bytes == reserved_bytes``, and
+    ``capacity * stride == reserved_bytes - padding_bytes``.
+
+    Attributes
+    ----------
+    item_size : int
+        Bytes that an item has for its user.
+    stride : int
+        Bytes from one item to the next.
+    capacity : int
+        Items of all regions, live or not.
+    active_allocations : int
+        Items that are live.
+    total_allocations : int
+        Items ever handed out.
+    allocated_bytes : int
+        Of live items, padding up to the stride included.
+    pending_bytes : int
+        Of items that nobody here sees but another process does.
+    idle_bytes : int
+        Of items that are free.
+    padding_bytes : int
+        Of the regions that are in no item.
+    reserved_bytes : int
+        Of all regions.
+    peak_bytes : int
+        The most that `allocated_bytes` was.
+    metadata_bytes : int
+        Of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
+    regions : int
+        Regions, the first and those added by growth.
+    """
+
+    item_size: Bytes
+    stride: Bytes
+    capacity: int
+    active_allocations: int
+    total_allocations: int
+    allocated_bytes: Bytes
+    pending_bytes: Bytes
+    idle_bytes: Bytes
+    padding_bytes: Bytes
+    reserved_bytes: Bytes
+    peak_bytes: Bytes
+    metadata_bytes: Bytes
+    regions: int
+
+
+class Reuse(Figures):
+    """The shares that a Pool and each of its classes have."""
+
+    __slots__ = ()
+
+    total_allocations: int
+    pool_hits: int
+    idle_bytes: Bytes
+    largest_free_block: Bytes
+
+    @property
+    def hit_rate(self) -> float:
+        """``pool_hits / total_allocations``; 0.0 before the first allocation."""
+        return self.pool_hits / self.total_allocations if self.total_allocations else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """``1 - largest_free_block / idle_bytes``; 0.0 when nothing is free."""
+        return 1 - self.largest_free_block / self.idle_bytes if self.idle_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStats(Reuse):
+    """The figures of one of a Pool's size classes.
+
+    A request counts in the class of the size asked for, a block in the class of its own size,
+    whether live or free.
+
+    ``pool_hits + pool_misses == total_allocations``, and
+    ``allocated_bytes + pending_bytes + idle_bytes == reserved_bytes``.
+
+    Attributes
+    ----------
+    index : int
+        From 0 to 20, as :func:`arenapy.size_class` gives it.
+    upper_bound : int or None
+        The largest size of the class in bytes; None for the last one, which has no bound.
+    total_allocations, pool_hits, pool_misses, splits, active_allocations : int
+        As in :class:`PoolStats`, of requests of this class.
+    allocated_bytes, pending_bytes, idle_bytes, reserved_bytes, largest_free_block : int
+        As in :class:`PoolStats`, of blocks of this class.
+    peak_bytes : int
+        The most that `allocated_bytes` of this class was. The classes had theirs at
+        different times: these do not add up to the pool's.
+    hit_rate, fragmentation : float
+        As in :class:`PoolStats`.
+    """
+
+    index: int
+    upper_bound: Bytes | None
+    total_allocations: int
+    pool_hits: int
+    pool_misses: int
+    splits: int
+    active_allocations: int
+    allocated_bytes: Bytes
+    pending_bytes: Bytes
+    idle_bytes: Bytes
+    reserved_bytes: Bytes
+    peak_bytes: Bytes
+    largest_free_block: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats(Reuse):
+    """The figures of a Pool at one moment.
+
+    ``pool_hits + pool_misses == total_allocations``, and
+    ``allocated_bytes + pending_bytes + idle_bytes == reserved_bytes``. The figures of the classes
+    add up to the pool's, but for `peak_bytes`, the shares and `largest_free_block`.
+
+    Attributes
+    ----------
+    total_allocations : int
+        Blocks ever handed out.
+    pool_hits : int
+        Of these, served without asking the source for memory.
+    pool_misses : int
+        Of these, served from memory that the source had to give.
+    splits : int
+        Of the hits, served by splitting a larger free block.
+    active_allocations : int
+        Blocks that are live.
+    allocated_bytes : int
+        Of live blocks, padding included.
+    pending_bytes : int
+        Of blocks that nobody here sees but another process does.
+    idle_bytes : int
+        Of free memory.
+    reserved_bytes : int
+        Taken from the source and not given back.
+    peak_bytes : int
+        The most that `allocated_bytes` was, since the last ``reset_peak()`` if there was one.
+    metadata_bytes : int
+        Of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
+    largest_free_block : int
+        Bytes of the largest block that is free.
+    regions : int
+        Regions that the pool holds.
+    classes : tuple of ClassStats
+        The same for each size class, all 21 in order.
+    hit_rate : float
+        ``pool_hits / total_allocations``; 0.0 before the first allocation.
+    fragmentation : float
+        ``1 - largest_free_block / idle_bytes``; 0.0 when nothing is free.
+    """
+
+    total_allocations: int
+    pool_hits: int
+    pool_misses: int
+    splits: int
+    active_allocations: int
+    allocated_bytes: Bytes
+    pending_bytes: Bytes
+    idle_bytes: Bytes
+    reserved_bytes: Bytes
+    peak_bytes: Bytes
+    metadata_bytes: Bytes
+    largest_free_block: Bytes
+    regions: int
+    classes: tuple[ClassStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block of an allocator, live or not.
+
+    Attributes
+    ----------
+    address : int
+        Where it starts, padding before it included (in a Pool less than a page, so that large
+        blocks do not all begin on the same lines of a cache).
+    nbytes : int
+        Its size in bytes, padding included.
+    size_class : int
+        The class of `nbytes`, as :func:`arenapy.size_class` gives it.
+    state : {"live", "idle", "pending"}
+        Handed out, free, or free here but still seen by another process.
+    age : int
+        Operations of the allocator since the state changed.
+    """
+
+    address: int
+    nbytes: Bytes
+    size_class: int
+    state: str
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class Defragmented:
+    """What ``Pool.defragment()`` did.
+
+    Attributes
+    ----------
+    bytes : int
+        Given back to the source.
+    milliseconds : float
+        That it took.
+    """
+
+    bytes: Bytes
+    milliseconds: float
+
+
+# ---- how figures are shown -------------------------------------------------------------------
+
+
+def _names(figures: Figures) -> list[str]:
+    """The figures in order, derived ones last."""
+    names = [field.name for field in fields(figures)]
+    return names + [name for name in DERIVED if hasattr(figures, name)]
+
+
+def _shown(figures: Figures) -> Iterator[tuple[str, str]]:
+    """Names and texts of all figures but those by class."""
+    units = {field.name: str(field.type) for field in fields(figures)}
+    for name in _names(figures):
+        if name != "classes":
+            yield name, _text(getattr(figures, name), units.get(name, ""))
+
+
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return "no bound"
+    if isinstance(value, float):  # nearly all is not shown as all
+        return f"{value if value == 1 else min(value, 0.999):.1%}"
+    return format_bytes(value) if "Bytes" in unit else f"{value:,}"
+
+
+def _class_rows(figures: Figures) -> list[list[str]]:
+    """A row for each class that was ever used."""
+    if not isinstance(figures, PoolStats):
+        return []
+    used = [one for one in figures.classes if one.total_allocations or one.reserved_bytes]
+    shown = [dict(_shown(one)) for one in used]
+    return [[texts[name] for name in CLASS_COLUMNS] for texts in shown]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _grid(rows: list[list[str]], left: int = 0) -> str:
+    """Columns of text, the first `left` of them aligned to the left."""
+    from rich.console import Console  # here: it takes longer to import than all of arenapy
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in range(len(rows[0])):
+        table.add_column(justify="left" if column < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None, force_jupyter=False)
+    console.print(table)
+    return "\n".join("  " + line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _html_row(tag: str, texts: Iterable[str]) -> str:
+    cells = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells}</tr>"

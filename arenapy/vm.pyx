@@ -1,9 +1,10 @@
 # cython: language_level=3, freethreading_compatible=True
 """The operating system layer: system calls, and nothing else.
 
-What lives here: mappings, placement, locking, memfds and leases; `vm_pages`, whose names this
-module shows as its own, fills pages and asks about them. What may not: policy. Which option leads
-to which call, and how a failure is explained, is said in `source.py`; here it is an `OSError`.
+What lives here: mappings, placement, locking, memfds and leases; `vm_pages`, which fills pages and
+asks about them, and `vm_reserve`, which reserves address space: this module shows their names as
+its own. What may not: policy. Which option leads to which call, and how a failure is explained, is
+said in `source.py`; here it is an `OSError`.
 
 Constants are defined here where the C library's headers may be older than the kernel: a wheel is
 built on an old system and runs on a new one. Calls that old C libraries lack go through `syscall`.
@@ -19,19 +20,22 @@ from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t
 from posix.fcntl cimport O_CLOEXEC, O_RDWR, open as c_open
 from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE,
-    madvise, mmap, munmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE, madvise,
+    mmap, munlock, munmap,
 )
 from posix.unistd cimport close, ftruncate
 
 from arenapy.vm_pages import (
     can_populate, can_scan_pages, huge_bytes, inject_populate_error, prefault, smaps_huge_bytes,
 )
+from arenapy.vm_reserve import commit, decommit, protect, reserve
+from arenapy.vm_reserve cimport vm_reserve_within
 
 __all__ = [
-    "PAGE_SIZE", "address_of", "advise", "bind", "can_populate", "can_scan_pages", "file_nbytes",
-    "first_lease", "huge_bytes", "inject_populate_error", "lease", "lock", "map_memory", "memfd",
-    "minor_faults", "prefault", "reopen", "smaps_huge_bytes", "unmap",
+    "PAGE_SIZE", "address_of", "advise", "bind", "can_populate", "can_scan_pages", "commit",
+    "decommit", "file_nbytes", "first_lease", "huge_bytes", "inject_populate_error", "lease",
+    "lock", "map_memory", "memfd", "minor_faults", "prefault", "protect", "reopen", "reserve",
+    "smaps_huge_bytes", "unlock", "unmap",
 ]
 
 cdef extern from * nogil:
@@ -151,10 +155,10 @@ def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=Fals
                bint writable=True, size_t align=0, bint guard=False, size_t page_size=0):
     """Map `nbytes` (rounded up to pages): anonymous memory, or a file's bytes from `offset`.
 
-    Address space is reserved first with room to align, trimmed, and then mapped over; the first and
-    last page stay ``PROT_NONE`` if `guard`. A `page_size` above the base page's asks for hugetlbfs
-    pages, which the kernel reserves now (never ``MAP_NORESERVE``), or, with `fd`, says that this is
-    what the file is made of.
+    Address space is reserved first, aligned, and then mapped over; the first and last page stay
+    ``PROT_NONE`` if `guard`. A `page_size` above the base page's asks for hugetlbfs pages, which
+    the kernel reserves now (never ``MAP_NORESERVE``), or, with `fd`, says that this is what the
+    file is made of.
 
     Returns
     -------
@@ -163,7 +167,7 @@ def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=Fals
     """
     cdef size_t page = max(page_size, BASE_PAGE)
     cdef size_t margin = BASE_PAGE if guard else 0
-    cdef size_t room, base, address, end, keep
+    cdef size_t address = 0
     cdef int protection = PROT_READ | (PROT_WRITE if writable else 0)
     cdef int flags = MAP_FIXED | (MAP_SHARED if shared else MAP_PRIVATE)
     cdef void* at
@@ -172,32 +176,23 @@ def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=Fals
         raise ValueError(f"cannot map {nbytes} bytes")
     nbytes = (nbytes + page - 1) & ~(page - 1)
     align = max(align, page)
-    room = nbytes + align + 2 * margin
     if fd < 0:
         flags |= MAP_ANONYMOUS
         if page > BASE_PAGE:
             flags |= MAP_HUGETLB | size_bits(page)
     with nogil:
-        at = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-    if at == MAP_FAILED:
+        at = vm_reserve_within(nbytes, align, margin)
+        if at != NULL:
+            address = <size_t>at
+            at = mmap(at, nbytes, protection, flags, fd, offset)
+            if at == MAP_FAILED:
+                saved = errno
+                munmap(<void*>(address - margin), nbytes + 2 * margin)
+                set_errno(saved)
+                at = NULL
+    if at == NULL:
         fail()
-    base = <size_t>at
-    address = (base + margin + align - 1) & ~(align - 1)
-    keep = address - margin
-    end = address + nbytes + margin
-    with nogil:
-        if keep > base:
-            munmap(at, keep - base)
-        if base + room > end:
-            munmap(<void*>end, base + room - end)
-        at = mmap(<void*>address, nbytes, protection, flags, fd, offset)
-        if at == MAP_FAILED:
-            saved = errno
-            munmap(<void*>keep, end - keep)
-            set_errno(saved)
-    if at == MAP_FAILED:
-        fail()
-    return address, keep, end - keep
+    return address, address - margin, nbytes + 2 * margin
 
 
 cdef int vm_unmap(size_t address, size_t nbytes) noexcept nogil:
@@ -247,6 +242,15 @@ def lock(size_t address, size_t nbytes):
     cdef long rc
     with nogil:
         rc = mlock2(address, nbytes, MLOCK_ONFAULT)
+    if rc:
+        fail()
+
+
+def unlock(size_t address, size_t nbytes):
+    """Let every page of a range be swapped out again."""
+    cdef int rc
+    with nogil:
+        rc = munlock(<void*>address, nbytes)
     if rc:
         fail()
 

@@ -123,23 +123,23 @@ cdef bint injected() noexcept nogil:
     return n != 0
 
 
-cdef int populate(Job* job, uint64_t offset) noexcept nogil:
-    """Populate the slice at `offset`: 0 or an errno."""
-    cdef size_t nbytes = min(job.slice_nbytes, job.nbytes - offset)
-    cdef size_t page = job.address + offset
-    cdef size_t end = page + nbytes
+cdef int vm_populate(size_t address, size_t nbytes, bint writable) noexcept nogil:
+    cdef size_t page = address
+    cdef size_t end = address + nbytes
     cdef int error
     if injected():
         error = injected_errno
-    elif madvise(<void*>page, nbytes,
-                 MADV_POPULATE_WRITE if job.writable else MADV_POPULATE_READ) == 0:
+        if error != EINVAL:    # of a failure, pages may remain
+            madvise(<void*>address, BASE_PAGE, MADV_POPULATE_WRITE)
+    elif madvise(<void*>address, nbytes,
+                 MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ) == 0:
         return 0
     else:
         error = errno
     if error != EINVAL:
-        return error
+        return -error
     while page < end:          # a kernel before 5.14
-        if job.writable:
+        if writable:
             touch_write(<unsigned char*>page)
         else:
             touch_read(<unsigned char*>page)
@@ -149,19 +149,20 @@ cdef int populate(Job* job, uint64_t offset) noexcept nogil:
 
 cdef bint step(Job* job, uint64_t* mine) noexcept nogil:
     """Populate this thread's slice, or the next one; False once there is nothing left to do."""
-    cdef int error
+    cdef int rc
     if arenapy_load(&job.stop):
         return False
     if mine[0] == NO_SLICE:
         mine[0] = arenapy_add(&job.next, job.slice_nbytes)
         if mine[0] >= job.nbytes:
             return False
-    error = populate(job, mine[0])
-    if error == EINTR or error == EAGAIN:
+    rc = vm_populate(
+        job.address + mine[0], min(job.slice_nbytes, job.nbytes - mine[0]), job.writable)
+    if rc == -EINTR or rc == -EAGAIN:
         sched_yield()
         return True
-    if error:
-        arenapy_store(&job.error, error)
+    if rc:
+        arenapy_store(&job.error, -rc)
         arenapy_store(&job.stop, 1)
         return False
     mine[0] = NO_SLICE

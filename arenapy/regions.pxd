@@ -1,0 +1,88 @@
+# The regions of an allocator: what Space (Bump), Pages (Pool) and SlabCore have in common.
+from cpython.object cimport PyObject
+from libc.stdint cimport uintptr_t
+
+from arenapy.atomic cimport arenapy_load_ptr
+from arenapy.block cimport Hold, Keeper
+from arenapy.ledger cimport Ledger
+from arenapy.recorder cimport record_event
+from arenapy.region cimport Region
+
+
+cdef class RegionSet(Keeper):
+    cdef Hold* leased        # ranges that only another process still sees
+    cdef size_t leased_bytes
+    cdef size_t capacity     # bytes of all regions
+    cdef tuple regions       # in order of growth; keeps them (the collector cannot empty a tuple)
+    cdef PyObject** region   # the same n_regions, borrowed, for use without the GIL
+    cdef Py_ssize_t n_regions, cap_regions
+    cdef bint shut           # a forked child, or a closed region: refuses every call
+    cdef Ledger ledger       # debug mode, else None; what debug mode verifies with
+    cdef object verifier
+    cdef str what            # for messages: "arena", "pool", "slab"
+    cdef object allocator    # weakref to what the user holds
+    cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording
+    cdef list recorders      # every one there was: a thread may be recording with it still
+
+    # Take a region over, as the last one.
+    cdef int take_region(self, Region region) except -1
+    # The same, and the reverse, while other threads may do so too.
+    cdef int share_region(self, Region region) except -1
+    cdef int drop_region(self, Region region) except -1
+    cdef void list_regions(self, tuple regions) noexcept
+    # The regions as they are now; another thread may replace the tuple.
+    cdef tuple listed(self)
+    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil
+    cdef int open_check(self) except -1
+    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
+                          uintptr_t* at, uintptr_t* stop) noexcept nogil
+    cdef int settle_sends(self) except -1
+    # Begin to record into a Recorder, or (None) end.
+    cdef int record_into(self, object recorder) except -1
+    # Debug mode, if that is wanted: is it? Nothing below is called without it, but for `poison`,
+    # `forget`, `tell`, `refuse`, `born_at` and `check_free`.
+    cdef bint watch(self, object allocator, object debug, object verifier) except -1
+    # A block was handed out; [start, end) is free from now on.
+    cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil
+    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil
+    # Raise what was found; after an operation also what is wrong with the bookkeeping; after an
+    # allocation let Buffers know where that was, too. After a drop, which cannot raise. After a C
+    # call: say on stderr what was found, or why it was refused.
+    cdef int raise_damage(self) except -1
+    cdef int operated(self) except -1
+    cdef int allocated(self, list blocks) except -1
+    cdef void verify_dropped(self) noexcept
+    cdef void tell(self) noexcept nogil
+    cdef void refuse(self, const char* call, void* ptr) noexcept nogil
+    # To follow the name of a block in a message.
+    cdef str born_at(self, uintptr_t block)
+    # Look at all free memory.
+    cdef int check_free(self) except -1
+    # internal
+    cdef void forget(self, Region region) noexcept nogil
+    cdef void verify_quietly(self) noexcept
+    cdef void warn_of_leaks(self) noexcept
+
+
+cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:
+    if hold.prev != NULL:
+        hold.prev.next = hold.next
+    else:
+        head[0] = hold.next
+    if hold.next != NULL:
+        hold.next.prev = hold.prev
+
+
+cdef inline void link_hold(Hold** head, Hold* hold) noexcept nogil:
+    hold.prev = NULL
+    hold.next = head[0]
+    if head[0] != NULL:
+        head[0].prev = hold
+    head[0] = hold
+
+
+# Not under a lock: now and then this writes to a file.
+cdef inline void record(RegionSet c, int op, void* block, size_t nbytes) noexcept nogil:
+    cdef PyObject* recorder = <PyObject*>arenapy_load_ptr(<void**>&c.recorder)
+    if recorder != NULL:
+        record_event(recorder, op, <uintptr_t>block, nbytes, 0)

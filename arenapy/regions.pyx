@@ -1,0 +1,307 @@
+"""RegionSet: the regions of an allocator, whatever it does with them.
+
+What lives here: taking regions over, finding the one that an address is in, what other
+processes still see, the end of a region, fork, what debug mode does. What does not: which bytes
+are free.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdlib cimport free
+
+from arenapy.arguments cimport debug_wanted
+from arenapy.atomic cimport (
+    arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
+    arenapy_spin_release,
+)
+from arenapy.block cimport (
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept,
+)
+from arenapy.extents cimport make_room
+from arenapy.ledger cimport Ledger
+from arenapy.places cimport NOWHERE, here, said
+from arenapy.recorder cimport Recorder
+from arenapy.region cimport Region, register_core, unregister_core
+
+import sys
+import warnings
+
+from arenapy.errors import MemoryCorruption
+
+cdef extern from "Python.h":
+    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
+    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+
+
+# no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
+# user's object too, which the collector can clear.
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class RegionSet(Keeper):
+    """The regions of an allocator. Internal; Buffers keep it alive."""
+
+    def __cinit__(self):
+        self.regions = ()
+        self.what = "arena"
+        self.recorders = []
+        register_core(self)
+
+    def __dealloc__(self):
+        cdef Hold* hold
+        cdef Py_ssize_t i
+        unregister_core(self)
+        if self.debug and not (self.shut or arenapy_finalizing()):
+            self.warn_of_leaks()
+        while self.leased != NULL:
+            hold = self.leased
+            self.leased = hold.next
+            free(hold)
+        for i in range(self.n_regions):
+            (<Region>self.region[i]).detach()
+        free(self.region)
+
+    cdef int take_region(self, Region region) except -1:
+        if not make_room(
+                <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*)):
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        region.attach(self)
+        self.forget(region)
+        self.list_regions(self.regions + (region,))
+        self.capacity += region.size
+        return 0
+
+    cdef int share_region(self, Region region) except -1:
+        cdef tuple before = None
+        cdef tuple after
+        cdef bint done = False, room = True
+        region.attach(self)
+        self.forget(region)
+        while room and not done:             # the tuple is made before the lock is taken
+            before = self.listed()
+            after = before + (region,)
+            arenapy_lock_acquire(&self.lock)
+            room = make_room(<void**>&self.region, &self.cap_regions, len(after), sizeof(PyObject*))
+            done = room and self.regions is before
+            if done:
+                self.list_regions(after)
+                self.capacity += region.size
+            arenapy_lock_release(&self.lock)
+        if not room:
+            region.detach()
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        return 0
+
+    cdef int drop_region(self, Region region) except -1:
+        cdef tuple before = None
+        cdef tuple after
+        cdef bint done = False
+        while not done:
+            before = self.listed()
+            after = tuple([r for r in before if r is not region])
+            arenapy_lock_acquire(&self.lock)
+            done = self.regions is before
+            if done:
+                self.list_regions(after)
+                self.capacity -= region.size
+            arenapy_lock_release(&self.lock)
+        self.forget(region)
+        region.detach()
+        return 0
+
+    cdef tuple listed(self):
+        cdef tuple regions
+        arenapy_lock_acquire(&self.lock)
+        regions = self.regions
+        arenapy_lock_release(&self.lock)
+        return regions
+
+    cdef void list_regions(self, tuple regions) noexcept:
+        cdef Region region
+        cdef Py_ssize_t i
+        self.regions = regions
+        self.n_regions = len(regions)
+        for i in range(self.n_regions):
+            region = <Region>regions[i]
+            self.region[i] = <PyObject*>region
+            if i == 0:
+                self.kind, self.device_id = region.kind, region.device_id
+                self.host_accessible = region.host_accessible
+                self.device_accessible = region.device_accessible
+            if region.foreign and not self.foreign:
+                drop_kept(self)
+            self.foreign = self.foreign or region.foreign
+            self.checked = self.checked or region.checked
+
+    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
+        """Index of the region that `at`, an address of ours, is in."""
+        cdef Py_ssize_t i
+        for i in range(self.n_regions - 1):
+            if at - <uintptr_t>(<Region>self.region[i]).ptr < (<Region>self.region[i]).size:
+                return i
+        return self.n_regions - 1
+
+    cdef int open_check(self) except -1:
+        """Raise ValueError if this allocator no longer allocates."""
+        if not self.shut:
+            return 0
+        if self.allocator is None:
+            raise ValueError(
+                f"this {self.what} was never made: call the class, not only its __new__"
+            )
+        if self.gone == GONE_CLOSED:
+            raise ValueError(
+                f"a region of this {self.what} was closed; make a new {self.what}"
+            )
+        raise ValueError(
+            f"this {self.what} over {self.kind} memory belongs to the process that made it, and "
+            f"this is a forked child: make a new {self.what} here"
+        )
+
+    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
+                          uintptr_t* at, uintptr_t* stop) noexcept nogil:
+        return (<Region>self.region[region]).leases(start, end, at, stop) != 0
+
+    cdef int record_into(self, object recorder) except -1:
+        self.open_check()
+        if recorder is None:
+            self.recorder = NULL
+        elif not isinstance(recorder, Recorder):
+            raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
+        elif self.recorder != NULL:
+            raise ValueError(f"this {self.what} is being recorded already; end that first")
+        else:
+            self.recorders.append(recorder)
+            self.recorder = <PyObject*>recorder
+        return 0
+
+    cdef int settle_sends(self) except -1:
+        """Messages that have arrived need not be kept open here any more."""
+        if self.may_lease:
+            shared = sys.modules.get("arenapy.shared")
+            if shared is not None:
+                shared.settle()
+        return 0
+
+    # -- debug mode
+
+    cdef bint watch(self, object allocator, object debug, object verifier) except -1:
+        if not debug_wanted(debug):
+            return False
+        from arenapy.debug import remember
+        self.verifier = verifier
+        self.ledger = Ledger(self.what, allocator)
+        remember(self.ledger, allocator)
+        self.debug = self.checked = True     # `check` raises what was found
+        return True
+
+    cdef void forget(self, Region region) noexcept nogil:
+        """No block lies there: the region is new, or about to go."""
+        if self.debug:
+            self.ledger.forget(<uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
+
+    cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil:
+        self.ledger.begin(<uintptr_t>ptr, <uintptr_t>ptr + size, nbytes, here())
+
+    cdef void leaving(self, void* ptr) noexcept nogil:
+        if self.ledger.born_at(<uintptr_t>ptr):      # else it is known already
+            self.ledger.leave(<uintptr_t>ptr, here())
+
+    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
+        if self.debug and not self.shut:
+            self.ledger.end(start, end, self.host_accessible and not (
+                self.ledger.over or arenapy_finalizing()))
+
+    cdef int raise_damage(self) except -1:
+        damage = self.ledger.take_damage()
+        if damage is not None:
+            raise MemoryCorruption(damage)
+        return 0
+
+    cdef int verify(self) except -1:
+        self.verifier(self)
+        return 0
+
+    cdef int operated(self) except -1:
+        self.raise_damage()
+        return self.verify()
+
+    cdef int allocated(self, list blocks) except -1:
+        cdef Block b
+        for b in blocks:
+            b.place = self.ledger.born_at(<uintptr_t>b.ptr)
+        return self.operated()
+
+    cdef void verify_dropped(self) noexcept:
+        """An exception may be on its way already."""
+        cdef PyObject* kind
+        cdef PyObject* value
+        cdef PyObject* trace
+        if not arenapy_finalizing():
+            PyErr_Fetch(&kind, &value, &trace)
+            self.verify_quietly()
+            PyErr_Restore(kind, value, trace)
+
+    cdef void verify_quietly(self) noexcept:
+        if self.ledger.n_found == 0:         # what was found is for a call that can raise it
+            self.verify()                    # to sys.unraisablehook
+
+    cdef void tell(self) noexcept nogil:
+        if self.debug:
+            self.ledger.tell()
+
+    cdef void refuse(self, const char* call, void* ptr) noexcept nogil:
+        if self.debug:
+            self.ledger.refuse(call, <uintptr_t>ptr)
+
+    cdef str born_at(self, uintptr_t block):
+        """Where the live block that begins there was allocated, to follow its name."""
+        cdef uint32_t place = self.ledger.born_at(block) if self.debug else <uint32_t>NOWHERE
+        return said(place)
+
+    cdef int check_free(self) except -1:
+        if self.debug:
+            arenapy_lock_acquire(&self.lock)     # with the GIL, so that nobody unmaps it meanwhile
+            if not self.shut:
+                self.ledger.scan(0, <uintptr_t>-1)
+            arenapy_lock_release(&self.lock)
+            self.raise_damage()
+        return 0
+
+    cdef void warn_of_leaks(self) noexcept:
+        """All Buffers are gone: what is live is C code's, with nothing left to free it with."""
+        from arenapy.debug import summary
+        leaks = self.ledger.live() if self.recycles else []
+        if leaks:
+            warnings.warn(
+                f"a {self.what} over {self.kind} memory is gone, and {summary(leaks)} were never "
+                "freed", ResourceWarning)
+
+    # -- the end of a region, and fork
+
+    cdef void fork_lock(self) noexcept nogil:
+        Keeper.fork_lock(self)
+        if self.debug:
+            arenapy_spin_acquire(&self.ledger.lock)
+
+    cdef void fork_unlock(self, bint child) noexcept nogil:
+        if self.debug:
+            arenapy_spin_release(&self.ledger.lock)
+        Keeper.fork_unlock(self, child)
+
+    cdef void disable(self, int why) noexcept nogil:
+        if why != GONE_NOT:
+            self.gone = why
+        self.shut = True
+
+    cdef void forked(self, bint unmapped) noexcept nogil:
+        self.disable(GONE_FORKED if unmapped else GONE_NOT)
+
+    cdef int check(self) except -1:
+        for region in self.listed():
+            (<Region>region).check()
+        if self.debug:
+            self.raise_damage()
+        return 0
+
+    cdef object owner_of(self):
+        return None if self.allocator is None else self.allocator()
