@@ -1,0 +1,277 @@
+# The C surface of front caches and spans: blocks of all sizes from the page heap, quickly.
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, arenapy_spin_acquire, arenapy_spin_release
+from arenapy.pages cimport BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, likely, scatter, segment_of
+from arenapy.segments cimport Segments
+from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, step_of
+from arenapy.table cimport Table
+
+cdef enum:
+    DEPTH = 64               # slots of one step in a front cache, at most
+    LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
+    MOST_FRONTS = 8
+
+# A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
+cdef struct Entry:
+    char* ptr
+    uint64_t tag
+
+cdef struct Magazine:
+    uint32_t n               # <= depth
+    uint32_t depth           # its step's
+    Entry items[DEPTH]       # in the order in which they were freed
+
+# What happened in one class through one front cache.
+cdef struct Count:
+    uint64_t allocations
+    int64_t live             # bytes handed out less bytes freed; may be negative
+    int64_t peak             # the most that was
+    uint64_t frees
+
+# A cache of free blocks in front of the heap, newest first by step; its own lock guards it. One on
+# builds with a GIL. On free-threaded ones threads are spread over several, and a block enters that
+# of the thread that frees it. (Counters that change together are kept apart: of neighbours,
+# compilers make vectors, whose loads wait for the scalar stores before them.)
+cdef struct Front:
+    arenapy_spin lock
+    uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
+    int64_t live             # of all classes, as are these:
+    uint64_t freed           # bytes
+    int64_t peak
+    Count counts[N_CLASSES]
+    uint32_t n_large
+    uint32_t large[N_EXACT - N_SMALL]    # BLOCKs linked by next
+    Magazine small[N_SMALL]
+    Table table              # where this lies
+
+cdef struct SmallStep:
+    uint32_t size            # bytes of a slot
+    uint32_t pages           # of a span
+    uint32_t slots           # in a span, at most 64; they fill it
+    uint32_t depth           # of magazines
+
+
+# What is counted by class where the heap is asked.
+cdef struct Asked:
+    uint64_t misses[N_CLASSES]
+    uint64_t splits[N_CLASSES]
+
+
+# The front cache of this thread, of MOST_FRONTS; the first thread of all has the first one.
+cdef int front_number() noexcept nogil
+
+
+cdef class Fronts(Segments):
+    cdef Front* front        # the first
+    cdef Front* fronts[MOST_FRONTS]
+    cdef arenapy_spin births             # held while one is added
+    cdef bint literal        # rounding="class"
+    cdef uint32_t colours    # the bits that a skew may have
+    cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
+    cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
+    cdef Asked asked
+    cdef SmallStep steps[N_SMALL]
+    cdef uint8_t class_at[N_STEPS]       # class of a step
+
+    cdef int open(self, size_t pages, bint literal) except -1
+    cdef Front* own_front(self) noexcept nogil
+    # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
+    cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
+    # Blocks of these sizes, as many as the heap has memory for; how many those are. `miss`: it has
+    # just got memory for the first of them. What is counted as asked is added to `asked`, too.
+    cdef Py_ssize_t take_many(self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out,
+                              Asked* asked) noexcept nogil
+    # Free them as if they had never been taken.
+    cdef void untake(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
+                     int64_t peak, const int64_t* peaks) noexcept nogil
+    cdef bint push_slow(self, Front* f, char* ptr, uint64_t tag) noexcept nogil
+    cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
+    cdef void flush_all(self) noexcept nogil
+    # internal
+    cdef char* from_heap(self, Front* f, int s, size_t n, size_t pages, size_t align,
+                         bint miss, Asked* asked, uint64_t* tag) noexcept nogil
+    cdef bint refill(self, Front* f, int s, bint miss, Asked* asked) noexcept nogil
+    cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil
+    cdef void flush_small(self, Front* f, int s, uint32_t keep) noexcept nogil
+    cdef void flush_large(self, Front* f) noexcept nogil
+    cdef void give_block(self, uint32_t id) noexcept nogil
+
+
+cdef extern from *:
+    """
+    /* The `live` bits of a descriptor: on free-threaded builds two fronts may change them. */
+    #ifdef Py_GIL_DISABLED
+    #define arenapy_set_bit(p, b) ((void)__atomic_fetch_or(p, b, __ATOMIC_RELAXED))
+    #define arenapy_clear_bit(p, b) ((__atomic_fetch_and(p, ~(b), __ATOMIC_RELAXED) & (b)) != 0)
+    #else
+    static inline int arenapy_clear_bit(uint64_t *p, uint64_t b) {
+        uint64_t was = *p;
+        *p = was & ~b;
+        return (was & b) != 0;
+    }
+    #define arenapy_set_bit(p, b) ((void)(*(p) |= (b)))
+    #endif
+    """
+    void set_bit "arenapy_set_bit" (uint64_t* p, uint64_t bit) noexcept nogil
+    bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t bit) noexcept nogil
+
+
+cdef inline void count_taken(Front* f, int k, size_t size) noexcept nogil:
+    cdef Count* count = &f.counts[k]
+    count.allocations += 1
+    count.live += size
+    if count.live > count.peak:
+        count.peak = count.live
+    f.live += size
+    if f.live > f.peak:
+        f.peak = f.live
+
+
+cdef inline void count_given(Front* f, int k, size_t size) noexcept nogil:
+    cdef Count* count = &f.counts[k]
+    count.live -= size
+    f.freed += size
+    count.frees += 1
+    f.live -= size
+
+
+# What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
+cdef inline Descriptor* named(Fronts c, uint64_t tag) noexcept nogil:
+    return <Descriptor*>(<char*>c.descriptors + (tag & ~<uint64_t>63))
+
+
+# The name of the block that begins at an address, live or not; 0: none does. Under a front's lock,
+# which whoever adds or removes a segment takes, too.
+cdef inline uint64_t tag_at(Fronts c, void* ptr) noexcept nogil:
+    cdef uint64_t at = <uintptr_t>ptr - c.hot.base
+    cdef uint64_t page = at >> PAGE_BITS
+    cdef uint64_t slot
+    cdef int i = c.hot_index
+    cdef uint32_t id
+    cdef Descriptor* d
+    if likely(page < c.hot.mapped):
+        id = c.hot.map[scatter(page)]
+    else:
+        i = segment_of(c, <uintptr_t>ptr)
+        if i < 0:
+            return 0
+        page = (<uintptr_t>ptr - c.segments[i].base) >> PAGE_BITS
+        if page >= c.segments[i].mapped:
+            return 0
+        id = c.segments[i].map[scatter(page)]
+    # The map is out of date within a BLOCK, so what it says is checked.
+    d = &c.descriptors[id]
+    at = <uintptr_t>ptr - d.address
+    if likely(d.state == SPAN):
+        slot = at * d.inverse >> 32
+        if likely(slot * d.size == at and at < <uint64_t>d.pages << PAGE_BITS):
+            return <uint64_t>id << 6 | slot
+    elif (d.state == BLOCK or d.state == ODD) and at == d.skew:
+        return <uint64_t>id << 6
+    return 0
+
+
+# Where in its pages a block above 32 KiB begins, if so many of its bytes are not asked for. Blocks
+# that all begin on a page push each other out of the caches where they are read side by side.
+cdef inline char* skewed(Fronts c, Descriptor* d, uint64_t tag, size_t slack) noexcept nogil:
+    cdef uint32_t skew = <uint32_t>tag * 13 & c.colours
+    d.skew = <uint16_t>(skew if skew <= slack else slack & c.colours)
+    return <char*>d.address + d.skew
+
+
+# From the front cache, its lock held: the block of the step that was freed last, for n bytes; NULL.
+cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexcept nogil:
+    cdef Magazine* m
+    cdef Descriptor* d
+    cdef uint32_t id
+    cdef char* ptr
+    if likely(s < N_SMALL):
+        m = &f.small[s]
+        if not likely(m.n):
+            return NULL
+        m.n -= 1
+        ptr = m.items[m.n].ptr
+        tag[0] = m.items[m.n].tag
+        d = named(c, tag[0])
+        set_bit(&d.live, <uint64_t>1 << (tag[0] & 63))
+        count_taken(f, d.size_class, d.size)
+        return ptr
+    if s >= N_EXACT:
+        return NULL
+    id = f.large[s - N_SMALL]
+    if not likely(id):
+        return NULL
+    d = &c.descriptors[id]
+    f.large[s - N_SMALL] = d.next
+    f.n_large -= 1
+    f.tick += 1
+    d.tick = f.tick
+    tag[0] = <uint64_t>id << 6
+    set_bit(&d.live, 1)
+    count_taken(f, d.size_class, d.size)
+    return skewed(c, d, tag[0], d.size - n)
+
+
+# To the front cache, its lock held. False: the block is not live.
+cdef inline bint push(Fronts c, Front* f, char* ptr, uint64_t tag) noexcept nogil:
+    cdef Descriptor* d = named(c, tag)
+    cdef uint32_t* head
+    cdef Magazine* m
+    if likely(d.state == SPAN):
+        m = &f.small[d.step]
+        if not likely(m.n < m.depth):
+            return c.push_slow(f, ptr, tag)
+        if not likely(clear_bit(&d.live, <uint64_t>1 << (tag & 63))):
+            return False
+        m.items[m.n] = Entry(ptr, tag)
+        m.n += 1
+    elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
+        if not likely(clear_bit(&d.live, 1)):
+            return False
+        f.tick += 1
+        d.tick = f.tick
+        head = &f.large[d.step - N_SMALL]
+        d.next = head[0]
+        head[0] = <uint32_t>(tag >> 6)
+        f.n_large += 1
+    else:
+        return c.push_slow(f, ptr, tag)
+    count_given(f, d.size_class, d.size)
+    return True
+
+
+cdef inline Front* front_of(Fronts c) noexcept nogil:
+    return c.front if ARENAPY_GIL else c.own_front()
+
+
+# The short way: what the front cache has, NULL if that is nothing. Not if `special`.
+cdef inline char* quick_take(Fronts c, size_t n, uint64_t* tag) noexcept nogil:
+    cdef Front* f = front_of(c)
+    cdef int s = step_of(class_bytes(n) if c.literal else n)
+    cdef char* ptr
+    arenapy_spin_acquire(&f.lock)
+    ptr = pop(c, f, s, n, tag)
+    arenapy_spin_release(&f.lock)
+    return ptr
+
+
+cdef inline bint quick_give(Fronts c, char* ptr, uint64_t tag) noexcept nogil:
+    cdef Front* f = front_of(c)
+    cdef bint was_live
+    arenapy_spin_acquire(&f.lock)
+    was_live = push(c, f, ptr, tag)
+    arenapy_spin_release(&f.lock)
+    return was_live
+
+
+# The same for a block that is known by its address.
+cdef inline bint quick_give_at(Fronts c, char* ptr) noexcept nogil:
+    cdef Front* f = front_of(c)
+    cdef uint64_t tag
+    cdef bint was_live
+    arenapy_spin_acquire(&f.lock)
+    tag = tag_at(c, ptr)
+    was_live = tag != 0 and push(c, f, ptr, tag)
+    arenapy_spin_release(&f.lock)
+    return was_live

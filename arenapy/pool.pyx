@@ -1,0 +1,500 @@
+"""Pool: an allocator for blocks that are given back in any order, as the user holds it.
+
+What lives here: arguments, errors, the order of what is tried when memory runs out. What does not:
+where blocks come from and go to (pool_core, pages), the source (pool_memory), arrays (allocator).
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+
+from arenapy.allocator cimport HOST_ALIGN, Allocator, check_source
+from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
+from arenapy.atomic cimport ARENAPY_GIL
+from arenapy.block cimport CLOSED, born_held, no_stream
+from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block, track
+from arenapy.pages cimport MOST_PAGES, PAGE, PAGE_BITS
+from arenapy.fronts cimport quick_take
+from arenapy.many cimport Many
+from arenapy.pool_core cimport PoolCore, PoolFigures
+from arenapy.pool_memory cimport PoolMemory
+from arenapy.recorder cimport EVENT_TRIM
+from arenapy.regions cimport record
+from arenapy.size_classes cimport MOST_BYTES
+
+from arenapy.errors import OutOfMemory
+from arenapy.memory_info import memory_info
+from arenapy.pool_check import listing, stats_of, verify
+from arenapy.source import Existing, File, Host, Shared
+from arenapy.stats import Defragmented
+from arenapy.trimming import start_trimming
+
+cdef extern from "Python.h":
+    PyObject* PyList_GET_ITEM(list items, Py_ssize_t i) noexcept
+    void PyErr_SetInterrupt()
+    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
+    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+
+cdef enum:
+    GROWTH_PAGES = 512       # 2 MiB: what a pool grows by at least
+    GROWTH_SHARE = 64        # or by this part of what it has
+    SPARE = 16               # descriptors to have before anything is split
+
+
+@cython.final
+cdef class Pool(Allocator):
+    """Pool(max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None, \
+rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
+    A pool: blocks of 21 size classes, kept for reuse when they are given back.
+
+    Parameters
+    ----------
+    max_bytes : int, optional
+        The most that it reserves, in bytes; by default as much as there is.
+    source : source, optional
+        Where memory comes from; by default ``Host()``, prefaulted.
+    initial_bytes : int
+        Reserve this much at once.
+    trim_after : float, optional
+        Give back what nobody has used for this many seconds, whenever the pool is used.
+    on_oom : callable, optional
+        ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served; if it
+        returns True, having freed something, the request is tried again.
+    rounding : {"step", "class"}
+        "step": blocks are rounded to an eighth of a doubling. "class": to the bound of their
+        class, which wastes up to half.
+    debug : bool, optional
+        Fill what is given back with a pattern and check it; by default as the environment
+        variable ``ARENAPY_DEBUG`` says.
+    trim_thread : bool
+        Give back after `trim_after` seconds in a thread, too, also while the pool is not used.
+    stream : None
+        Host memory is not ordered by streams.
+
+    Notes
+    -----
+    Thread-safety: every method may be called from any thread, and any thread may release what
+    another allocated.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool(max_bytes=64 << 20)
+    >>> x = pool.empty((1000, 1000), "f4")
+    >>> pool.stats().active_allocations
+    1
+    >>> del x
+    >>> pool.stats().active_allocations
+    0
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.core = PoolCore.__new__(PoolCore)
+
+    def __init__(self, max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None,
+                 rounding="step", debug=None, *, trim_thread=False, stream=None):
+        cdef PoolCore core = self.core
+        cdef size_t initial = as_size(initial_bytes, "initial_bytes")
+        cdef size_t most
+        if core.allocator is not None:
+            raise TypeError("this Pool is made already; make another one")
+        if max_bytes is not None:
+            max_bytes = as_size(max_bytes, "max_bytes")
+            if max_bytes < PAGE:
+                raise ValueError(
+                    f"max_bytes={max_bytes} is less than a page of {PAGE} bytes; give more, or "
+                    "None for no limit"
+                )
+            if initial > <size_t>max_bytes:
+                raise ValueError(
+                    f"initial_bytes={initial_bytes} is more than max_bytes={max_bytes}; give less"
+                )
+        if rounding not in ("step", "class"):
+            raise ValueError(f"rounding={rounding!r} is neither 'step' nor 'class'")
+        if on_oom is not None and not callable(on_oom):
+            raise TypeError(f"on_oom={on_oom!r} cannot be called; give a function of nbytes")
+        if trim_after is not None:
+            trim_after = float(trim_after)
+            if not trim_after >= 0:
+                raise ValueError(f"trim_after={trim_after} is not a number of seconds, 0 or more")
+        if trim_thread and trim_after is None:
+            raise ValueError("trim_thread=True needs trim_after, the seconds that it waits")
+        if source is None:
+            source = Host()
+        check_source(source)
+        self.max_bytes, self.on_oom, self.trim_after = max_bytes, on_oom, trim_after
+        self.rounding, self.debug = rounding, core.watch(self, debug, verify)
+        core.timed = -1 if trim_after is None else trim_after
+        no_stream(core, stream)
+        machine = memory_info().total
+        most = machine if max_bytes is None else <size_t>max_bytes
+        core.open(2 * (min(most, <size_t>4 * machine) >> PAGE_BITS), rounding == "class")
+        self.memory = PoolMemory(
+            core, source, <size_t>-1 if max_bytes is None else most >> PAGE_BITS,
+            min(most, 2 * <size_t>machine))
+        if isinstance(source, (Existing, File)):
+            # Such a source has one region. It decides what kind of memory this is, or refuses.
+            self.memory.add_region(source.region(initial or (
+                max_bytes if getattr(source, "mode", "") == "w+" else None)))
+        elif initial:
+            self.memory.begin(initial)
+        else:
+            core.kind = "shared" if isinstance(source, Shared) else "host"
+        core.allocator = weakref.ref(self)
+        core.ready()
+        if trim_thread:
+            start_trimming(self, trim_after)
+
+    # -- allocation
+
+    def alloc(self, nbytes, align=None, stream=None):
+        """Allocate a block.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes; 0 gives a distinct empty Buffer.
+        align : int, optional
+            A power of two up to 2 MiB; by default 64.
+
+        Returns
+        -------
+        Buffer
+            Uninitialized. Its block returns to the pool when it is released or dropped, or, once
+            it was exported, when the Buffer is gone.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a size or an alignment out of range.
+        OutOfMemory
+            If it cannot be served; nothing has changed then.
+        """
+        # The usual call, as in Bump.alloc.
+        cdef PyObject* core = <PyObject*>self.core
+        cdef PyObject* o = (<PoolCore>core).kept
+        cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+        cdef char* ptr
+        if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None
+                or (<PoolCore>core).special):
+            return self.careful_alloc(nbytes, align, stream)
+        ptr = quick_take(<PoolCore>core, n, &(<Buffer>o).tag)
+        if ptr == NULL:
+            return self.careful_alloc(nbytes, align, stream)
+        (<PoolCore>core).kept = <PyObject*>(<Buffer>o).ptr
+        (<PoolCore>core).n_kept -= 1
+        (<Buffer>o).ptr = ptr
+        (<Buffer>o).size = n
+        (<Buffer>o).align = HOST_ALIGN
+        (<Buffer>o).word = 0
+        count_up(core)
+        return arenapy_revive(o)
+
+    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Py_ssize_t a = HOST_ALIGN if align is None else as_align(align)
+        no_stream(self.core, stream)
+        return self.block(n, a, False)
+
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        cdef PoolCore c = self.core
+        cdef Buffer b = new_block(c, n)
+        cdef uint64_t tag
+        cdef char* ptr
+        b.tag = 0                            # until there is a block, nothing is to be given back
+        b.word = CLOSED
+        b.align = align
+        if c.checked:
+            c.check()
+        if c.timed >= 0:
+            c.open_check()
+            self.memory.trim_stale(self.trim_after)
+        ptr = c.get(n, align, False, &tag)
+        if ptr == NULL:
+            ptr = self.slow_get(n, align, True, &tag)
+        b.ptr = ptr
+        b.tag = tag
+        b.word = 0
+        if c.foreign:
+            track(b)
+        if held:
+            born_held(b, NULL)
+        if c.debug:
+            c.allocated([b])
+        return b
+
+    cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL:
+        cdef char* ptr = NULL
+        while ptr == NULL:
+            ptr = self.core.get(n, align, self.more(n, align, hooks), tag)
+        return ptr
+
+    cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil:
+        cdef uint64_t tag
+        cdef void* block
+        if nbytes > MOST_BYTES or align > MAX_ALIGN or align & (align - 1):
+            return NULL
+        align = max(align, <size_t>HOST_ALIGN)
+        block = self.core.get(nbytes, align, False, &tag)
+        if block == NULL and not self.core.shut:
+            with gil:
+                block = self.grown_c(nbytes, align)
+        self.core.tell()
+        return block
+
+    cdef void* grown_c(self, size_t nbytes, size_t align) noexcept:
+        cdef uint64_t tag
+        cdef PyObject* kind = NULL
+        cdef PyObject* value = NULL
+        cdef PyObject* trace = NULL
+        PyErr_Fetch(&kind, &value, &trace)   # the caller's own
+        try:
+            return self.slow_get(nbytes, align, False, &tag)
+        except KeyboardInterrupt:
+            PyErr_SetInterrupt()             # a nogil caller cannot have it: Python will
+        except BaseException:
+            pass
+        finally:
+            PyErr_Restore(kind, value, trace)
+        return NULL
+
+    cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
+        cdef PoolCore c = self.core
+        cdef size_t missing = 0, wished
+        cdef size_t pages = c.pages_for(n, align)
+        cdef object error = None
+        c.open_check()
+        if n > <size_t>MOST_PAGES << PAGE_BITS:
+            raise OutOfMemory(self.full(n, "no address space holds it"))
+        if c.may_lease:
+            c.settle_sends()
+        wished = max(pages, <size_t>GROWTH_PAGES, c.reserved_pages // GROWTH_SHARE)
+        self.memory.recycle(pages)
+        while True:
+            if c.spare < SPARE and not c.more_descriptors(SPARE):
+                raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
+            try:
+                if self.memory.grow(pages, wished, &missing):
+                    return True
+            except MemoryError as e:
+                error = e
+                missing = pages
+            # The blocks that were unused longest make room, in the limit or in the machine.
+            if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
+                break
+            wished = pages
+        if hooks and self.on_oom is not None and self.on_oom(n):
+            return False
+        if error is not None:
+            raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
+        raise OutOfMemory(self.full(n, "it may not reserve more"))
+
+    def full(self, n, why):
+        """Why a request failed, and what to do."""
+        cdef PoolFigures f = self.core.figures()
+        limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
+        return (
+            f"{n} bytes do not fit into the pool, and {why}: it has reserved {f.reserved} bytes "
+            f"({limit}), {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle, of which "
+            f"{f.all.largest} in the largest free block. Release blocks, "
+            "give a larger max_bytes, or free memory in on_oom"
+        )
+
+    def alloc_many(self, sizes):
+        """Allocate a block for each size, 64-byte aligned: all of them, or none.
+
+        Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
+        It locks once, and so costs less than as many calls of :meth:`alloc`.
+        """
+        cdef PoolCore c = self.core
+        cdef list wanted, blocks = []
+        cdef Many many
+        cdef Buffer b
+        cdef Py_ssize_t i, n
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
+        wanted = list(sizes)
+        many = Many(len(wanted))
+        for i in range(many.n):
+            n = quick_size(PyList_GET_ITEM(wanted, i))
+            many.sizes[i] = n if n >= 0 else as_size(wanted[i], "sizes")
+            b = new_block(c, many.sizes[i])
+            b.tag = 0                        # until there is a block
+            b.word = CLOSED
+            b.align = HOST_ALIGN
+            blocks.append(b)
+        if c.checked:
+            c.check()
+        self.take_many(many)
+        for i in range(many.n):
+            b = <Buffer>blocks[i]
+            b.ptr, b.tag, b.word = many.entries[i].ptr, many.entries[i].tag, 0
+            if c.foreign:
+                track(b)
+            if c.special:
+                c.handed_out(b.ptr, b.size, b.tag)
+        if c.debug:
+            c.allocated(blocks)
+        return blocks
+
+    def prewarm(self, counts):
+        """Reserve memory such that so many blocks can be allocated without asking the source.
+
+        Parameters
+        ----------
+        counts : mapping of int to int
+            Sizes in bytes, and how many blocks of each will be live at once.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what is no size or no count.
+        OutOfMemory
+            If it does not fit; nothing has changed then.
+        """
+        cdef Many many
+        if not isinstance(counts, Mapping):
+            raise TypeError(f"counts={counts!r} is not a mapping; give one like {{1 << 20: 8}}")
+        wanted = [(as_size(n, "nbytes"), as_size(count, "count")) for n, count in counts.items()]
+        total = sum([max(n, 64) * count for n, count in wanted])
+        room = min(self.memory.max_pages, self.memory.room >> PAGE_BITS) * PAGE
+        if total > room:
+            raise OutOfMemory(
+                f"counts={counts!r} need {total} bytes, and at most {room} can be reserved; "
+                "ask for fewer, or give a larger max_bytes"
+            )
+        many = Many(sum([count for _, count in wanted]))
+        for n, count in wanted:
+            many.repeat(n, count)
+        self.take_many(many)
+        many.undo(self.core)
+        if self.debug:
+            self.core.operated()
+
+    cdef int take_many(self, Many many) except -1:
+        """All blocks, or an exception and nothing was taken."""
+        cdef PoolCore c = self.core
+        cdef bint miss = False
+        cdef Py_ssize_t got
+        c.open_check()
+        many.begin(c)
+        try:
+            while many.done < many.n:
+                got = many.take(c, miss)
+                miss = False
+                if got == 0:                 # what is free may do once it is merged
+                    c.flush_all()
+                    got = many.take(c, False)
+                if got == 0 and (c.spare >= SPARE or not c.more_descriptors(SPARE)):
+                    miss = self.more(many.sizes[many.done], HOST_ALIGN, True)
+        except BaseException:
+            many.undo(c)
+            raise
+        return 0
+
+    # -- giving memory back
+
+    def trim(self, keep_bytes=0):
+        """Give idle memory back to the source, what was unused longest first.
+
+        Over Host it goes page by page, over other sources region by region.
+
+        Parameters
+        ----------
+        keep_bytes : int
+            Stop when so many idle bytes are left.
+
+        Returns
+        -------
+        int
+            Bytes given back.
+        """
+        cdef PoolCore c = self.core
+        cdef size_t keep = as_size(keep_bytes, "keep_bytes")
+        cdef size_t idle, freed
+        c.open_check()
+        c.settle_sends()                     # if there are leases
+        c.settle()
+        c.flush_all()
+        idle = c.figures().all.idle
+        freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
+        record(c, EVENT_TRIM, NULL, freed << PAGE_BITS)
+        return freed << PAGE_BITS
+
+    def defragment(self):
+        """Merge what is free, and give all of it back to the source. No live block moves.
+
+        Returns
+        -------
+        Defragmented
+            Bytes given back, and the milliseconds that it took.
+        """
+        start = time.perf_counter()
+        return Defragmented(self.trim(), 1e3 * (time.perf_counter() - start))
+
+    def _trim_stale(self):
+        """What `trim_after` means, now."""
+        return self.memory.trim_stale(self.trim_after) << PAGE_BITS
+
+    # -- figures
+
+    @property
+    def kind(self) -> str:
+        """Kind of memory, as its Buffers report it."""
+        return self.core.kind
+
+    @property
+    def regions(self) -> tuple:
+        """The regions; over Host, ranges of addresses that have memory in parts."""
+        return self.core.listed()
+
+    def stats(self):
+        """The figures of this moment, as a :class:`arenapy.stats.PoolStats`."""
+        if self.core.may_lease:
+            self.core.settle_sends()
+        self.core.settle()
+        return stats_of(self.core)
+
+    def reset_peak(self):
+        """Begin `peak_bytes` anew, here and in the classes."""
+        self.core.reset_peaks()
+
+    def blocks(self):
+        """Iterate over all blocks, live and free, by address.
+
+        Returns
+        -------
+        iterator of BlockInfo
+            As they were at one moment, that of the call. Blocks of up to 32 KiB tell the age of
+            the span of pages that they share.
+        """
+        return listing(self.core)
+
+    def _tally(self):
+        cdef PoolFigures f = self.core.figures()
+        return f.all.allocations, f.bytes, f.all.live
+
+    def _exchange_peak(self, peak):
+        return self.core.exchange_peak(0 if peak is None else peak)
+
+    def _record(self, recorder):
+        self.core.record_into(recorder)
+        self.core.set_special()
+
+    def check(self):
+        """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""
+        verify(self.core)
+        self.core.check_free()
+
+    def __repr__(self):
+        cdef PoolFigures f = self.core.figures()
+        return (
+            f"<Pool {self.core.kind} {f.reserved} bytes, {f.all.live} live, {f.all.idle} idle"
+            f"{', closed' if self.core.shut else ''}>"
+        )
+
+    def __reduce__(self):
+        raise TypeError("a Pool is not pickled; only the process that made it allocates from it")

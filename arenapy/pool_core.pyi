@@ -1,0 +1,6 @@
+from typing import final
+
+from arenapy.fronts import Fronts
+
+@final
+class PoolCore(Fronts): ...

@@ -1,0 +1,3 @@
+from arenapy.pages import Pages
+
+class Segments(Pages): ...
