@@ -1,0 +1,6 @@
+from typing import final
+
+from arenapy.slab_items import Items
+
+@final
+class SlabCore(Items): ...
