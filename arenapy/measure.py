@@ -1,0 +1,299 @@
+"""What a block of code costs: page faults, bytes, allocations, peak.
+
+What lives here: the differences between the beginning and the end of a block. What does not: the
+counting. An allocator counts from when it is made (`_tally`), and keeps one peak, which can be
+exchanged (`_exchange_peak`): no allocation is slower because somebody measures.
+
+That one peak has to serve blocks that nest or overlap, in any number of threads. So each allocator
+that is being measured has a `_Watch`: a list of peaks, the first one the allocator's own from
+before, then one for each measurement that runs, the newest last. What the allocator shows is the
+newest one's. Whenever it is read, all of them are raised: the newest began last, so what was seen
+since then is in everybody's block.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from arenapy import vm
+from arenapy.allocator import Allocator, call_at_end, live_allocators
+from arenapy.memory_info import format_bytes
+
+__all__ = ["Measurement", "measure"]
+
+
+class _Figures(NamedTuple):
+    seconds: float
+    faults: int
+    allocations: int
+    bytes: int
+    peak: int
+
+
+class Measurement:
+    """What :func:`measure` gives: the figures of a block of code, so far or in all.
+
+    Attributes
+    ----------
+    faults : int
+        Minor page faults of the process, of all its threads.
+    seconds : float
+        That it took.
+    allocations : int
+        Blocks that the allocators handed out.
+    bytes : int
+        Of these blocks, as the allocator counts them: a Pool and a Slab with their padding.
+    peak : int
+        The sum over the allocators of the most bytes that each had live at any moment of the
+        block, those included that were live when it began. They need not have had them at the
+        same moment.
+
+    Notes
+    -----
+    Thread-safety: may be read from any thread.
+    """
+
+    __slots__ = ("_allocators", "_at_first", "_began", "_faults", "_figures", "_gone")
+
+    def __init__(self, allocators: tuple[Allocator, ...] | None) -> None:
+        self._allocators = allocators  # None: all there are
+        self._at_first: dict[int, tuple[int, int]] = {}  # allocations and bytes, by id
+        self._gone = (0, 0, 0)  # allocations, bytes and peaks of those that ended in the block
+        self._began: float | None = None
+        self._faults = 0
+        self._figures: _Figures | None = None  # final
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        with _lock:
+            if self._began is not None:
+                raise RuntimeError(f"{self!r} has begun already; call measure() for another one")
+            try:
+                for allocator in self._measured():
+                    _watch(allocator).begin(allocator, self)
+                    self._at_first[id(allocator)] = allocator._tally()[:2]
+                _running.append(self)
+            except BaseException:
+                self._forget(self._measured())
+                raise
+            self._faults = vm.minor_faults()
+            self._began = perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End; an exception passes."""
+        with _lock:
+            measured = self._measured()
+            self._figures = self._now(measured)
+            self._forget(measured)
+            self._allocators = ()  # whoever keeps the figures does not keep the memory
+
+    @property
+    def faults(self) -> int:
+        """Minor page faults of the process, of all its threads."""
+        return self._read().faults
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self._read().seconds
+
+    @property
+    def allocations(self) -> int:
+        """Blocks that the allocators handed out."""
+        return self._read().allocations
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the blocks that the allocators handed out."""
+        return self._read().bytes
+
+    @property
+    def peak(self) -> int:
+        """The sum over the allocators of the most bytes that each had live at once."""
+        return self._read().peak
+
+    def __repr__(self) -> str:
+        """Say all figures, and whether they are final."""
+        if self._began is None:
+            return "<Measurement that has not begun>"
+        seconds, faults, allocations, nbytes, peak = self._read()
+        return (
+            f"<Measurement {seconds:.6f} s, {faults:,} faults, {allocations:,} allocations of "
+            f"{format_bytes(nbytes)}, peak {format_bytes(peak)}"
+            f"{', running' if self._figures is None else ''}>"
+        )
+
+    def _measured(self) -> Sequence[Allocator]:
+        return live_allocators() if self._allocators is None else self._allocators
+
+    def _read(self) -> _Figures:
+        with _lock:
+            if self._began is None:
+                raise RuntimeError("nothing is measured yet; write `with arenapy.measure() as m:`")
+            return self._figures or self._now(self._measured())
+
+    def _now(self, measured: Sequence[Allocator]) -> _Figures:
+        seconds = perf_counter() - (self._began or 0)
+        faults = vm.minor_faults() - self._faults
+        allocations = nbytes = peak = 0
+        for allocator in measured:
+            watch = _watch(allocator)
+            watch.read(allocator)
+            count, size = _since(allocator, self._at_first.get(id(allocator)))
+            allocations += count
+            nbytes += size
+            peak += watch.peaks[self]
+        gone = self._gone  # only now: one may have gone meanwhile
+        return _Figures(seconds, faults, allocations + gone[0], nbytes + gone[1], peak + gone[2])
+
+    def _forget(self, measured: Sequence[Allocator]) -> None:
+        """Measure no longer, and give the allocators back the peaks that they show."""
+        if self in _running:
+            _running.remove(self)
+        for allocator in measured:
+            watch = _watches.get(id(allocator))
+            if watch is not None:
+                watch.end(allocator, self)
+
+
+def measure(*allocators: Allocator) -> Measurement:
+    """Measure what a block of code costs: page faults, bytes, allocations, peak, time.
+
+    Parameters
+    ----------
+    *allocators : Allocator
+        Whose figures to give. By default those of all allocators of the process together, also
+        of those that are made in the block, and of those that end in it.
+
+    Returns
+    -------
+    Measurement
+        A context manager for a ``with`` statement, once; its figures may be read in the block
+        and after it. It takes no note of an exception. Until the block ends it keeps the
+        `allocators` alive.
+
+    Raises
+    ------
+    TypeError
+        For something that is not an allocator.
+
+    Notes
+    -----
+    Blocks nest, and may overlap. The peak that an allocator itself shows (``Bump.peak``,
+    ``stats().peak_bytes``) is that of the newest block while one runs; when none runs any more it
+    is the most that ever was, also if ``reset_peak()`` was called in a block.
+
+    Thread-safety: may be used from any thread; counts what all threads do.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.Bump(1 << 20)
+    >>> with arenapy.measure(arena) as m:
+    ...     for _ in range(3):
+    ...         with arena.scope():
+    ...             _ = arena.alloc(1000)
+    >>> m.allocations, m.bytes, m.peak
+    (3, 3000, 1000)
+    """
+    for allocator in allocators:
+        if not isinstance(allocator, Allocator):
+            raise TypeError(
+                f"{allocator!r} is not an allocator; give a Bump, Slab or Pool "
+                "(of a PerThread what its get() returns), or nothing for all of them"
+            )
+    unique = {id(allocator): allocator for allocator in allocators}
+    return Measurement(tuple(unique.values()) or None)
+
+
+# Recursive, because the end of an allocator, which may come at any line, takes it too.
+_lock = threading.RLock()
+_running: list[Measurement] = []  # oldest first
+_watches: dict[int, _Watch] = {}  # by id of the allocator
+
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
+
+
+class _Watch:
+    """The peaks of one allocator by who measures it, the newest last; None: its own."""
+
+    __slots__ = ("peaks",)
+
+    def __init__(self, allocator: Allocator) -> None:
+        peak = allocator._exchange_peak(None)
+        self.peaks: dict[Measurement | None, int] = {None: peak}
+        for one in _running:
+            # It knows all allocators that were there when it began: this one is younger, and
+            # all that it ever did was in that block.
+            if one._allocators is None:
+                self.peaks[one] = peak
+
+    def begin(self, allocator: Allocator, measurement: Measurement) -> None:
+        self._raise(allocator._exchange_peak(None))
+        self.peaks[measurement] = 0
+
+    def read(self, allocator: Allocator) -> None:
+        """Bring all peaks up to date; the allocator goes on showing the newest."""
+        self._raise(allocator._exchange_peak(None))
+        # Others may allocate between two lines.
+        while (seen := allocator._exchange_peak(shown := self._newest())) > shown:
+            self._raise(seen)
+
+    def end(self, allocator: Allocator, measurement: Measurement) -> None:
+        self.read(allocator)
+        self.peaks.pop(measurement, None)
+        self.read(allocator)  # the one before is shown again, which is no less
+        if len(self.peaks) == 1:
+            del _watches[id(allocator)]
+
+    def _raise(self, seen: int) -> None:
+        for owner, peak in self.peaks.items():
+            self.peaks[owner] = max(peak, seen)
+
+    def _newest(self) -> int:
+        return self.peaks[next(reversed(self.peaks))]
+
+
+def _watch(allocator: Allocator) -> _Watch:
+    watch = _watches.get(id(allocator))
+    if watch is None:
+        watch = _watches[id(allocator)] = _Watch(allocator)
+    return watch
+
+
+def _since(allocator: Allocator, first: tuple[int, int] | None) -> tuple[int, int]:
+    """Allocations and bytes; `first` is None for an allocator made in the block."""
+    allocations, nbytes, _ = allocator._tally()
+    before = first or (0, 0)
+    return allocations - before[0], nbytes - before[1]
+
+
+def _note_end(allocator: Allocator) -> None:
+    """Add the figures of an allocator that is about to end to those who measure it."""
+    if not (_running or _watches):
+        return
+    with _lock:
+        watch = _watch(allocator)
+        watch.read(allocator)
+        for one, peak in watch.peaks.items():
+            if one is not None:
+                count, nbytes = _since(allocator, one._at_first.pop(id(allocator), None))
+                gone = one._gone
+                one._gone = (gone[0] + count, gone[1] + nbytes, gone[2] + peak)
+        del _watches[id(allocator)]
+
+
+call_at_end(_note_end)

@@ -1,0 +1,60 @@
+# The C surface of recording: what the core of an allocator calls for every operation.
+#
+# A core holds a `PyObject* recorder`, NULL when not recording, and owns a reference to it. It must
+# read that pointer and call `record_event` under one lock, the one under which the pointer is
+# changed; otherwise the recorder might end between the two. A free is recorded before, and an
+# allocation after another thread could get the block: a file must not show it live twice.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t, uintptr_t
+
+from arenapy.atomic cimport arenapy_spin
+
+cdef enum:
+    EVENT_CLOCK = 0      # written by the recorder: `block` is CLOCK_MONOTONIC in ns at `time`
+    EVENT_ALLOC = 1
+    EVENT_FREE = 2       # nbytes may be 0: not known
+    EVENT_MARK = 3       # `block` identifies the mark, uniquely among those that are valid
+    EVENT_RESET = 4      # to mark `block`, whose later allocations end; 0: everything ends
+    EVENT_TRIM = 5       # nbytes: how many went back to the source
+    EVENT_STREAM = 6     # written by the recorder: `block` is the stream of the next event
+
+# What recorder.pyx describes; docs/traces.md has it for readers of files.
+cdef struct Event:
+    uint64_t time        # ticks since the recording began, with the operation in the top 8 bits
+    uint64_t block       # address
+    uint64_t size        # bytes, with the thread's number in the top 16 bits
+
+# All that changes while recording, in pages that a forked child finds zeroed: it records nothing.
+cdef struct Tape:
+    arenapy_spin lock
+    uint64_t running     # events are wanted
+    uint64_t writing     # one buffer is on its way to the file, without the lock
+    Event* buffers       # both; NULL before the start and after the end
+    Event* at            # in the current buffer
+    Event* last          # its last place, which a clock event takes
+    Event* first         # its first place
+    Event* spare         # the other buffer
+    uint64_t begun       # ticks at the start
+    uint64_t latest      # ticks of the last event
+    uint64_t events      # in the file
+    uint64_t lost        # that came after a failed write
+    int fd
+    int error            # errno of the first failed write, 0: none
+
+
+cdef class Recorder:
+    cdef Tape* tape
+    cdef int fd
+    cdef int clock
+    cdef readonly str path
+    cdef readonly str kind
+    cdef bint used
+
+    cdef int check_started(self) except -1
+    cdef int raise_failure(self) except -1
+
+
+# Record one operation. From any thread, with or without the GIL, under any lock: it calls no
+# Python, takes its own spin lock, and writes to the file once in 10,921 events. `errno` is kept.
+cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbytes,
+                       uint64_t stream) noexcept nogil
