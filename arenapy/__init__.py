@@ -1,42 +1,73 @@
 """arenapy: arena allocators over prefaulted memory, handed out as zero-copy buffers.
 
 A *source* (:class:`Host`, :class:`Shared`, :class:`File`, :class:`Existing`) makes
-*regions*; an *allocator* (:class:`Bump`) carves them up; what the user holds is a
-:class:`Buffer` or an ndarray over one. A byte that somebody can still see is never handed out
-again and never unmapped.
+*regions*; an *allocator* (:class:`Bump`, :class:`Slab`, :class:`Pool`) carves them up; what
+the user holds is a :class:`Buffer` or an ndarray over one. A byte that somebody can still see
+is never handed out again and never unmapped.
 """
 
 from arenapy._platform import require_supported
 
 require_supported()
 
+from arenapy import plot, trace  # noqa: E402
 from arenapy._version import __version__  # noqa: E402
 from arenapy.allocator import Allocator  # noqa: E402
 from arenapy.buffer import Buffer  # noqa: E402
 from arenapy.bump import Bump  # noqa: E402
-from arenapy.errors import OutOfMemory  # noqa: E402
+from arenapy.errors import MemoryCorruption, OutOfMemory  # noqa: E402
 from arenapy.mark import Mark  # noqa: E402
+from arenapy.measure import Measurement, measure  # noqa: E402
 from arenapy.memory_info import MemoryInfo, memory_info  # noqa: E402
+from arenapy.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory  # noqa: E402
 from arenapy.per_thread import PerThread  # noqa: E402
+from arenapy.pool import Pool  # noqa: E402
 from arenapy.region import Region  # noqa: E402
+from arenapy.size_classes import SIZE_CLASSES, size_class  # noqa: E402
+from arenapy.slab import Slab  # noqa: E402
 from arenapy.source import Existing, File, Host, Shared, Source  # noqa: E402
-from arenapy.stats import BumpStats  # noqa: E402
+from arenapy.stats import (  # noqa: E402
+    BlockInfo,
+    BumpStats,
+    ClassStats,
+    Defragmented,
+    PoolStats,
+    SlabStats,
+)
 
 __all__ = [
+    "SIZE_CLASSES",
     "Allocator",
+    "BlockInfo",
     "Buffer",
     "Bump",
     "BumpStats",
+    "ClassStats",
+    "Defragmented",
     "Existing",
     "File",
+    "Handle",
     "Host",
     "Mark",
+    "Measurement",
+    "MemoryCorruption",
     "MemoryInfo",
+    "NumpyMemoryStats",
     "OutOfMemory",
     "PerThread",
+    "Pool",
+    "PoolStats",
     "Region",
     "Shared",
+    "Slab",
+    "SlabStats",
     "Source",
     "__version__",
+    "handles",
+    "measure",
     "memory_info",
+    "numpy_memory",
+    "plot",
+    "size_class",
+    "trace",
 ]

@@ -22,6 +22,9 @@ __all__ = ["main"]
 COMMANDS = {
     "info": ("arenapy.info", "what this machine offers: pages, limits, NUMA nodes, the kernel"),
     "demo": ("arenapy.demo", "an arena at work: NumPy with and without page faults, measured"),
+    "run": ("arenapy.run", "a program with its NumPy arrays in a pool, and a report at its end"),
+    "compare": ("arenapy.compare", "is a program faster so? measured, with a plain verdict"),
+    "replay": ("arenapy.replay", "a recorded trace with other allocators: time, memory held"),
 }
 
 EXIT_FAILURE = 1
