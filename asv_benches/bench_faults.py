@@ -1,11 +1,15 @@
-"""Page faults: how many a loop of scopes takes, and what not taking them saves.
+"""Page faults: how many loops take once they are warm, and what not taking them saves.
 
 An iteration enters a scope, makes one array and writes all of it. The name of the array outlives
 the scope, as in most programs, so that two of them are alive at times: the arena has twice the
-room. NumPy's own arrays, shown beside, fault when malloc returns and takes memory by the call.
+room. A pool and a slab are used with mixed sizes, the last few arrays kept. NumPy's
+own arrays, shown beside, fault when malloc returns and takes memory by the call.
 
 What this does not show: the price of prefaulting, paid once; see bench_prefault.
 """
+
+import random
+from collections import deque
 
 import numpy as np
 
@@ -21,6 +25,10 @@ SIZES = tuple(4 * KIB << 2 * i for i in range(9))  # 4 KiB to 256 MiB
 ITERATIONS = 1_000
 PEER_ITERATIONS = 20
 WARM_UP = 3  # iterations: the interpreter's own memory, malloc's thresholds
+MIXED_ITERATIONS = 10_000
+MIXED_WARM_UP = 1_000
+MIXED = (64, 4 * MIB)
+KEPT = 8
 TOUCHED = 64 * MIB
 PAGE = 4 * KIB
 
@@ -36,7 +44,9 @@ TOUCH = {
 
 def text(nbytes):
     """A size as people write it."""
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+    if nbytes >= KIB:
+        return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+    return f"{nbytes} B"
 
 
 def arena_faults(nbytes, iterations):
@@ -61,6 +71,35 @@ def numpy_faults(nbytes, iterations):
         array = np.empty(nbytes, "u1")
         array.fill(i & 255)
     return vm.minor_faults() - before
+
+
+def mixed_faults(empty, iterations, largest=MIXED[1]):
+    """Minor faults of iterations that make and write an array of another size each."""
+    rng = random.Random(0)
+    least, most = MIXED[0], largest
+    sizes = [int(least * (most / least) ** rng.random()) for _ in range(iterations)]
+    sizes[:: iterations // 10] = [most] * len(sizes[:: iterations // 10])
+    kept = deque(maxlen=KEPT)
+    for i in range(-MIXED_WARM_UP, iterations):
+        if i == 0:
+            before = vm.minor_faults()
+        array = empty(sizes[i], "u1")
+        array.fill(i & 255)
+        kept.append(array)
+        del array
+    faults = vm.minor_faults() - before
+    assert kept[-1][0] == kept[-1][-1] == (iterations - 1) & 255
+    return faults
+
+
+def mixed_makers():
+    """{name: (empty, size of the largest array)}."""
+    room = 2 * (KEPT + 2) * MIXED[1]
+    return {
+        "pool": (arenapy.Pool(initial_bytes=room).empty, MIXED[1]),
+        "slab": (arenapy.Slab(64 * KIB, KEPT + 2).empty, 64 * KIB),
+        "np.empty": (np.empty, MIXED[1]),
+    }
 
 
 def namespace():
@@ -91,6 +130,20 @@ class Faults:
     track_arena.unit = track_numpy.unit = "faults"
 
 
+class MixedFaults:
+    """asv: minor faults of 10,000 arrays of mixed sizes, the last few kept."""
+
+    params = ("pool", "slab", "np.empty")
+    param_names = ("allocator",)
+    timeout = 300
+    unit = "faults"
+
+    def track_mixed(self, allocator):
+        """Allocate, write all, drop."""
+        empty, largest = mixed_makers()[allocator]
+        return mixed_faults(empty, MIXED_ITERATIONS, largest)
+
+
 class FirstTouch:
     """asv: 64 MiB, one byte written a page."""
 
@@ -119,6 +172,12 @@ def lines(quick):
     for nbytes in SIZES:
         faults = numpy_faults(nbytes, PEER_ITERATIONS) / PEER_ITERATIONS
         yield Line("faults", f"np.empty of {text(nbytes)}, an iteration", faults, "faults")
+    for name, (empty, largest) in mixed_makers().items():
+        count = MIXED_ITERATIONS // 10 if quick else MIXED_ITERATIONS
+        faults = mixed_faults(empty, count, largest)
+        what = f"{count} arrays of mixed sizes to {text(largest)}, {name}"
+        limit = None if name == "np.empty" else 0
+        yield Line("faults", what, faults, "faults", limit, timed=False)
     names = namespace()
     found = medians(TOUCH, names, 1, 11 if quick else 51)
     for name, seconds in found.items():

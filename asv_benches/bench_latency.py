@@ -13,14 +13,14 @@ import numpy as np
 import arenapy
 
 from . import native
-from .rounds import CLOCK, Line, Way, medians
+from .rounds import Line, Way, Ways, medians
 
 try:
     import pyarrow
 except ImportError:
     pyarrow = None
 
-CALLS = 10_000
+CALLS = Ways.CALLS
 ARENA = CALLS * 64 + (1 << 20)
 
 OURS = "arena.alloc(64)"
@@ -79,32 +79,16 @@ def namespace():
     return {"arena": arena, "noop": native.load().Noop(), "np": np, "pyarrow": pyarrow}
 
 
-class Ways:
-    """asv: one way each, 10,000 operations at a time."""
-
-    param_names = ("way",)
-    number = 1
-    repeat = (5, 50, 2.0)
-    timeout = 300
-    timer = CLOCK
-    ways = None
-
-    def setup(self, way):
-        """A new arena."""
-        if way == ARROW and pyarrow is None:
-            raise NotImplementedError("pyarrow is not installed")
-        self.loop = self.ways[way].loop(namespace())
-
-
 class Block(Ways):
     """64 bytes."""
 
     ways = BLOCKS
     params = tuple(BLOCKS)
+    namespace = staticmethod(namespace)
 
     def time_10_000(self, way):
         """Make and drop."""
-        self.loop.timeit(CALLS)
+        self.loop.timeit(self.runs)
 
 
 class Array(Ways):
@@ -112,10 +96,11 @@ class Array(Ways):
 
     ways = ARRAYS
     params = tuple(ARRAYS)
+    namespace = staticmethod(namespace)
 
     def time_10_000(self, way):
         """Make and drop."""
-        self.loop.timeit(CALLS)
+        self.loop.timeit(self.runs)
 
 
 class MarkReset(Ways):
@@ -123,10 +108,11 @@ class MarkReset(Ways):
 
     ways = MARKS
     params = tuple(MARKS)
+    namespace = staticmethod(namespace)
 
     def time_10_000(self, way):
         """Mark and go back."""
-        self.loop.timeit(CALLS)
+        self.loop.timeit(self.runs)
 
 
 class Export(Ways):
@@ -134,10 +120,11 @@ class Export(Ways):
 
     ways = EXPORTS
     params = tuple(EXPORTS)
+    namespace = staticmethod(namespace)
 
     def time_10_000(self, way):
         """Export and drop."""
-        self.loop.timeit(CALLS)
+        self.loop.timeit(self.runs)
 
 
 def lines(quick):

@@ -2,10 +2,11 @@
 
     python asv_benches/instructions.py [--annotate WAY] [--lines N]
 
-Each statement of bench_latency and bench_c runs a few thousand times in one process, and twice as
-often again; the difference is what the runs cost and not the starting. The loop around a statement
-counts, as it does in the benchmarks. --annotate shows in which functions the instructions of one
-way are, with its peers.
+Each statement of bench_latency, bench_pool, bench_c and bench_malloc runs a few thousand times in
+one process, and twice as often again; the difference is what the runs cost and not the starting.
+The loop around a statement counts, as it does in the benchmarks. --annotate shows in which
+functions the instructions of one way are, with its peers. The last figures are what share of a hit
+is spent on locks: one is taken to allocate, and one to free.
 """
 
 import argparse
@@ -18,15 +19,34 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from asv_benches import bench_c, bench_latency, native
+import arenapy
+from asv_benches import bench_c, bench_latency, bench_malloc, bench_pool, native
+from asv_benches.bench_faults import text
+from asv_benches.rounds import Way
+from asv_benches.workers import sizes
 
-RUNS = 4_000
+RUNS = 64 * bench_malloc.LIVE
+REPLACE = "pool_loops.replace({heap}, {heap}_live, calls // 64, False)"
+SLAB = "slab_alloc + slab_free"
+POOL = {nbytes: f"pool_alloc + pool_free, {text(nbytes)}" for nbytes in bench_pool.SIZES}
+LOCK = "an uncontended lock, taken and released"
+LOOP = "the loop around it"
+IN_C = {
+    SLAB: Way(REPLACE.format(heap="slab")),
+    **{name: Way(REPLACE.format(heap=f"pool_{nbytes}")) for nbytes, name in POOL.items()},
+    LOCK: Way("pool_loops.lock_and_unlock(calls, True)"),
+    LOOP: Way("pool_loops.lock_and_unlock(calls, False)"),
+    **bench_c.WAYS,
+}
+LOCKS = 2  # of an allocation and a free
 WAYS = {
     **bench_latency.BLOCKS,
     **bench_latency.ARRAYS,
     **bench_latency.MARKS,
     **bench_latency.EXPORTS,
-    **bench_c.WAYS,
+    **bench_pool.BLOCKS,
+    **bench_pool.ARRAYS,
+    **IN_C,
 }
 # What is promised as a ratio of times has one of instructions too.
 RATIOS = [
@@ -34,17 +54,31 @@ RATIOS = [
     (bench_latency.OURS, bench_latency.BYTEARRAY),
     (bench_latency.OURS, bench_latency.EMPTY),
     (bench_latency.OUR_ARRAY, bench_latency.NP_ARRAY),
+    *((ours, bench_latency.BYTEARRAY) for ours in (bench_pool.SLAB, *bench_pool.POOL.values())),
 ]
+
+
+def namespace():
+    """The names that the statements use."""
+    loops = native.load("pool_loops")
+    heaps = {"slab": arenapy.Slab(64, 4 * bench_malloc.LIVE)} | {
+        f"pool_{nbytes}": arenapy.Pool(source=arenapy.Host(prefault=False)) for nbytes in POOL
+    }
+    names = {"loops": native.load(), "pool_loops": loops} | heaps
+    for heap, nbytes in zip(heaps, (64, *POOL), strict=True):
+        names[f"{heap}_live"] = loops.Blocks(bench_malloc.LIVE, sizes(nbytes))
+        loops.fill(names[heap], names[f"{heap}_live"])
+    return bench_latency.namespace() | bench_pool.namespace() | names
 
 
 def child():
     """Under callgrind: run everything, and dump the counts of each piece under its name."""
-    loops = native.load()
-    names = bench_latency.namespace() | {"loops": loops, "calls": RUNS}
+    names = namespace()
+    loops = names["loops"]
     for way, (name, what) in enumerate(WAYS.items()):
         if name == bench_latency.ARROW and bench_latency.pyarrow is None:
             continue
-        in_c = name in bench_c.WAYS
+        in_c = name in IN_C
         loop = what.loop(names)
         for count in (1, 2):
             names["calls"] = RUNS * count
@@ -129,6 +163,9 @@ def main():
                 annotate(dumps[way, 2], 2 * RUNS, options.lines)
     for ours, peer in RATIOS:
         print(f"{counts[ours] / counts[peer]:8.2f}  {ours} / {peer}")
+    locks = LOCKS * (counts[LOCK] - counts[LOOP])
+    for name in (bench_pool.SLAB, *bench_pool.POOL.values(), SLAB, *POOL.values()):
+        print(f"{locks / counts[name]:8.1%}  locks of {name}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Compiles c_loops.pyx against the installed arenapy, on first use.
+"""Compiles c_loops.pyx and pool_loops.pyx against the installed arenapy, on first use.
 
-The result is kept in .asv/native, by a key of whatever it depends on: the interpreter, the loops,
+A result is kept in .asv/native, by a key of whatever it depends on: the interpreter, the loops,
 and all of arenapy's .pxd files, since inline functions bake their struct layouts in.
 """
 
@@ -17,20 +17,19 @@ from pathlib import Path
 import arenapy
 
 HERE = Path(__file__).parent
-SOURCE = HERE / "c_loops.pyx"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def key():
+def key(source):
     """What the compiled module depends on, as a file name."""
     digest = hashlib.sha256(sys.version.encode())
     digest.update(arenapy.__version__.encode())
-    for path in [SOURCE, *sorted(Path(arenapy.__file__).parent.rglob("*.pxd"))]:
+    for path in [source, *sorted(Path(arenapy.__file__).parent.rglob("*.pxd"))]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def build(target):
+def build(source, target):
     """Compile into directory `target`, as arenapy itself is compiled."""
     from Cython.Build import cythonize
     from setuptools import Distribution, Extension
@@ -39,8 +38,8 @@ def build(target):
 
     # A copy, since Cython looks for .pxd files beside the package that a source file is in, and
     # here that is arenapy's source tree and not what is installed.
-    source = shutil.copy(SOURCE, target)
-    extension = Extension("c_loops", [source], extra_compile_args=[*COMPILE_ARGS, "-g"])
+    copy = shutil.copy(source, target)
+    extension = Extension(source.stem, [copy], extra_compile_args=[*COMPILE_ARGS, "-g"])
     modules = cythonize(
         [extension],
         compiler_directives=DIRECTIVES,
@@ -55,14 +54,15 @@ def build(target):
 
 
 @functools.cache
-def load():
+def load(name="c_loops"):
     """The compiled module."""
+    source = HERE / f"{name}.pyx"
     store = HERE / ".asv" / "native"
-    home = store / key()
+    home = store / key(source)
     if not home.exists():
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=store) as temporary:
-            build(Path(temporary))
+            build(source, Path(temporary))
             try:
                 os.rename(temporary, home)
             except OSError:  # another process was first
@@ -70,7 +70,7 @@ def load():
                     raise
             else:
                 os.mkdir(temporary)  # for the context manager to remove
-    spec = importlib.util.spec_from_file_location("c_loops", home / f"c_loops{SUFFIX}")
+    spec = importlib.util.spec_from_file_location(name, home / f"{name}{SUFFIX}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -26,11 +26,20 @@ from rich.table import Table
 import arenapy
 from asv_benches import (
     bench_c,
+    bench_curve,
     bench_faults,
     bench_latency,
     bench_layout,
     bench_lifetime,
+    bench_malloc,
+    bench_numpy,
+    bench_pool,
     bench_prefault,
+    bench_replay,
+    bench_rounding,
+    bench_threads,
+    bench_workloads,
+    numpy_traces,
 )
 from asv_benches.rounds import Line
 
@@ -50,10 +59,19 @@ def prefault_lines(quick):
 SECTIONS = {
     "latency": bench_latency.lines,
     "c": bench_c.lines,
+    "pool": bench_pool.lines,
+    "malloc": bench_malloc.lines,
+    "curve": bench_curve.lines,
+    "threads": bench_threads.lines,
+    "rounding": bench_rounding.lines,
     "faults": bench_faults.lines,
     "layout": bench_layout.lines,
     "lifetime": bench_lifetime.lines,
     "prefault": prefault_lines,
+    "replay": bench_replay.lines,
+    "numpy": bench_numpy.lines,
+    "workloads": bench_workloads.lines,
+    "traces": numpy_traces.lines,
 }
 
 

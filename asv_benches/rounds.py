@@ -13,6 +13,7 @@ import sysconfig
 import time
 import timeit
 from dataclasses import dataclass
+from typing import ClassVar
 
 CLOCK = time.thread_time
 HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -52,15 +53,66 @@ class Line:
         return "met" if met else "MISSED"
 
 
-def medians(ways, names, runs, rounds):
-    """Seconds an operation, of each of `ways` (name to Way), after a round for warming up."""
-    loops = {name: way.loop(names) for name, way in ways.items()}
-    seconds = {name: [] for name in ways}
-    for loop in loops.values():
-        loop.timeit(runs)
+class Ways:
+    """What an asv class is that times one of `ways`, CALLS operations at a time."""
+
+    CALLS = 10_000
+    param_names = ("way",)
+    number = 1
+    repeat = (5, 50, 2.0)
+    timeout = 300
+    timer = CLOCK
+    ways: ClassVar[dict[str, Way]]
+
+    @staticmethod
+    def namespace():
+        """The names that the statements use; what is not installed is None."""
+        raise NotImplementedError
+
+    def setup(self, way):
+        """New allocators."""
+        names = self.namespace()
+        way = self.ways[way]
+        for name, value in names.items():
+            if value is None and name in way.before + way.statement:
+                raise NotImplementedError(f"{name} is not installed")
+        self.runs = self.CALLS // way.operations
+        self.loop = way.loop(names)
+
+
+def samples(loops, runs, rounds):
+    """Seconds a run of each of `loops` (name to what has timeit()) in each round.
+
+    `runs` is a number for all, or one for each in a dict. One round before is a warm-up.
+    """
+    if not isinstance(runs, dict):
+        runs = dict.fromkeys(loops, runs)
+    seconds = {name: [] for name in loops}
+    for name, loop in loops.items():
+        loop.timeit(runs[name])
     for _ in range(rounds):
-        for name in random.sample(list(ways), len(ways)):
-            seconds[name].append(loops[name].timeit(runs))
-    return {
-        name: statistics.median(seconds[name]) / runs / way.operations for name, way in ways.items()
-    }
+        for name in random.sample(list(loops), len(loops)):
+            seconds[name].append(loops[name].timeit(runs[name]) / runs[name])
+    return seconds
+
+
+def turns(loops, runs, rounds):
+    """Median seconds a run of each of `loops`, as `samples` has them."""
+    found = samples(loops, runs, rounds)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def medians(ways, names, runs, rounds):
+    """Seconds an operation, of each of `ways` (name to Way)."""
+    found = turns({name: way.loop(names) for name, way in ways.items()}, runs, rounds)
+    return {name: found[name] / way.operations for name, way in ways.items()}
+
+
+def enough(loop, seconds):
+    """So many runs take about that long; at least one."""
+    runs = 1
+    while True:
+        took = loop.timeit(runs)
+        if took >= seconds / 4:
+            return max(1, round(runs * seconds / took))
+        runs *= 4

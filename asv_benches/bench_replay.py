@@ -1,0 +1,121 @@
+"""Traces: what recording an operation costs, and what replays of random traces leave reserved.
+
+Recording is measured twice: in a loop that does nothing else, and on a pool, whose short way is
+closed while it is recorded. What counts is the processor's time, the kernel's for writing the
+file included. The replays are those of ``arenapy replay``, one process an allocator.
+"""
+
+import os
+import tempfile
+
+import numpy as np
+
+import arenapy
+from arenapy import trace
+from arenapy.recorder import Recorder
+from arenapy.replay import replay
+from arenapy.replay_core import Heap, PoolHeap, run
+
+from .rounds import CLOCK, Line, Way, medians
+
+EVENTS = 200_000
+NBYTES = 4096
+SEEDS = (0, 1, 2)
+PEERS = ("jemalloc", "mimalloc")
+SHOWN = ("pool-class", "malloc", "tcmalloc", "jemalloc-eager", "mimalloc-eager")
+QUICK_ALLOCATIONS = 1_500
+
+START = "recorder = Recorder(path); recorder.start()"
+WAYS = {
+    "loop": Way("run(heap, slots, sizes, 1)", operations=EVENTS),
+    "loop, recorded": Way(
+        "run(heap, slots, sizes, 1, recorder=recorder)", START, operations=EVENTS
+    ),
+    "pool": Way("run(pool_heap, slots, sizes, 1)", "record(None)", operations=EVENTS),
+    "pool, recorded": Way(
+        "run(pool_heap, slots, sizes, 1)",
+        f"record(None); {START}; record(recorder)",
+        operations=EVENTS,
+    ),
+}
+
+
+def namespace(path):
+    """What the ways use; `path` is a file to record into."""
+    pool = arenapy.Pool()
+    return {
+        "run": run,
+        "heap": Heap(),
+        "pool_heap": PoolHeap(pool),
+        "record": pool._record,
+        "slots": np.tile(np.array([0, ~0], "i4"), EVENTS // 2),
+        "sizes": np.full(EVENTS, NBYTES, "u8"),
+        "Recorder": Recorder,
+        "path": path,
+    }
+
+
+class Recording:
+    """asv: 200,000 allocations and frees."""
+
+    params = tuple(WAYS)
+    param_names = ("way",)
+    number = 1
+    timer = CLOCK
+
+    def setup(self, way):
+        """A file, and a new recording into it."""
+        self.folder = tempfile.TemporaryDirectory()
+        path = os.path.join(self.folder.name, "asv.trace")
+        self.loop = WAYS[way].loop(namespace(path))
+
+    def teardown(self, way):
+        """Remove the file."""
+        self.folder.cleanup()
+
+    def time_200_000(self, way):
+        """Do them all."""
+        self.loop.timeit(1)
+
+
+class Reserved:
+    """asv: peak reserved over peak live of a random trace, every page of every block written."""
+
+    params = (("pool", "pool-class", *PEERS), SEEDS)
+    param_names = ("allocator", "seed")
+    timeout = 600
+    unit = "x"
+
+    def track_ratio(self, allocator, seed):
+        """In a process of its own."""
+        (found,) = replay(trace.synthetic(seed), [allocator])
+        return float("nan") if found.ratio is None else found.ratio
+
+
+def recording_lines(quick):
+    """ns an event."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = medians(
+            WAYS, namespace(os.path.join(folder, "report.trace")), 1, 5 if quick else 21
+        )
+    for name in "loop", "pool":
+        cost = (found[f"{name}, recorded"] - found[name]) * 1e9
+        yield Line("replay", f"recording an event, {name}", cost, "ns", 60)
+    yield Line("replay", "an event of a pool that is not recorded", found["pool"] * 1e9, "ns")
+
+
+def lines(quick):
+    """The report's lines."""
+    yield from recording_lines(quick)
+    for seed in SEEDS[:1] if quick else SEEDS:
+        made = trace.synthetic(seed, QUICK_ALLOCATIONS) if quick else trace.synthetic(seed)
+        names = ["pool", *PEERS, *(() if quick else SHOWN)]
+        found = {one.name: one.ratio for one in replay(made, names) if one.ratio is not None}
+        what = f"peak reserved / peak live, seed {seed}"
+        for name, ratio in found.items():
+            limit = 1.25 if name == "pool" else None
+            yield Line("replay", f"{what}, {name}", ratio, "x", limit, timed=False)
+        best = min((found[name] for name in PEERS if name in found), default=None)
+        if best is not None and "pool" in found:
+            what = f"pool / the best of {' and '.join(PEERS)}, seed {seed}"
+            yield Line("replay", what, found["pool"] / best, "x", 1.05, timed=False)

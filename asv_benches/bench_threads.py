@@ -1,0 +1,207 @@
+"""Threads: what they cost each other.
+
+Two threads that write neighbouring items of a slab, which have cache lines of their own by default
+or share one if packed. And how many allocations and frees a second 1, 2 and 4 threads get done
+together, from Python and in C, each with its own blocks, or each freeing what any of them
+allocated. Each thread has a processor of its own. Times are of the clock, from when the first
+begins until the last is done. Rounds are short, and the best counts: other work on the machine can
+only take from them, and is not always there.
+
+What this does not show: more threads than cores.
+"""
+
+import os
+import statistics
+import threading
+import time
+import timeit
+
+import arenapy
+
+from . import native
+from .bench_faults import KIB
+from .rounds import HAS_GIL, Line
+from .workers import OURS, Worker, installed, mixed
+
+CPUS = sorted(os.sched_getaffinity(0))
+THREADS = [n for n in (1, 2, 4) if n <= len(CPUS)]
+ROUNDS = 101
+WRITES = 2_000_000
+CALLS = 100_000  # of each thread, in C
+PYTHON_CALLS = 20_000
+LIVE = 64
+SHARED = 4096
+HEAPS = {"slab": "arenapy.Slab(64, 1 << 14)", "pool": "arenapy.Pool()"}
+WORK = ("own blocks", "each other's blocks")
+STATEMENTS = {
+    "slab.alloc()": "alloc()",
+    "pool.alloc(4 KiB)": "alloc(4096)",
+    "pool.alloc(1 MiB)": "alloc(1048576)",
+    "bytearray(64)": "alloc(64)",
+}
+
+
+def together(tasks):
+    """Seconds from when the first of the tasks begins, a thread each, until the last is done."""
+    barrier = threading.Barrier(len(tasks))
+    spans = []
+
+    def body(task, cpu):
+        os.sched_setaffinity(0, {cpu})  # of this thread, which ends with it
+        barrier.wait()
+        start = time.perf_counter()
+        task()
+        spans.append((start, time.perf_counter()))
+
+    threads = [threading.Thread(target=body, args=pair) for pair in zip(tasks, CPUS, strict=False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(spans) == len(tasks)
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def neighbours(align):
+    """Two items beside each other of a slab of 8-byte items, in the same cache line if packed."""
+    slab = arenapy.Slab(8, 64, align=align)
+    first, second = sorted((slab.alloc() for _ in range(2)), key=lambda item: item.address)
+    assert second.address - first.address == slab.stride
+    assert (first.address // 64 == second.address // 64) == (slab.stride < 64)
+    return first, second
+
+
+def writing(align, writes=WRITES):
+    """Seconds of two threads that write neighbours."""
+    loops = native.load("pool_loops")
+    return together([lambda item=item: loops.write(item, writes) for item in neighbours(align)])
+
+
+def isolation(rounds):
+    """Seconds of a write: (isolated, packed), medians of rounds that take turns.
+
+    Not the best: where the threads did not run at the same time, nothing was to be seen.
+    """
+    found = [(writing(None), writing(8)) for _ in range(rounds)]
+    return [statistics.median(seconds) / WRITES for seconds in zip(*found, strict=True)]
+
+
+def rate_in_c(heap, threads, work):
+    """Allocations and frees a second of so many threads in C."""
+    loops = native.load("pool_loops")
+    if work == "own blocks":
+        own = [loops.Blocks(LIVE, mixed(4 * KIB, 4 * KIB + 1)) for _ in range(threads)]
+        for live in own:
+            loops.fill(heap, live)
+        tasks = [lambda live=live: loops.replace(heap, live, CALLS // LIVE, False) for live in own]
+        took = together(tasks)
+        for live in own:
+            loops.empty(heap, live)
+    else:
+        shared = loops.Blocks(SHARED, mixed(64, 8 * KIB))
+        loops.fill(heap, shared)
+        draws = [loops.Blocks(1, mixed(64, 8 * KIB), i + 1) for i in range(threads)]
+        took = together(
+            [lambda live=live: loops.exchange(heap, shared, live, CALLS) for live in draws]
+        )
+        loops.empty(heap, shared)
+    return threads * CALLS / took
+
+
+def rates_in_c(malloc, heap, work, rounds):
+    """{threads: the best rate}."""
+    with Worker(malloc, f"from asv_benches import bench_threads; heap = {heap}") as process:
+        rate = "bench_threads.rate_in_c(heap, {}, {!r})"
+        found = [[process.value(rate.format(n, work)) for n in THREADS] for _ in range(rounds)]
+    return dict(zip(THREADS, map(max, zip(*found, strict=True)), strict=True))
+
+
+def rates_in_python(name, rounds):
+    """{threads: the best rate of calls from Python}."""
+    allocs = {
+        "slab": lambda: arenapy.Slab(64, 1 << 10).alloc,
+        "pool": lambda: arenapy.Pool().alloc,
+        "bytearray": lambda: bytearray,
+    }
+    alloc = allocs[name.partition(".")[0].partition("(")[0]]()
+    owner = getattr(alloc, "__self__", None)
+
+    def task():
+        # A bound method of its own: threads would take turns at the count of one that is shared.
+        bound = owner.alloc if owner is not None else alloc
+        timer = timeit.Timer(STATEMENTS[name], "alloc = bound", globals={"bound": bound})
+        timer.timeit(PYTHON_CALLS)
+
+    return {n: max(n * PYTHON_CALLS / together([task] * n) for _ in range(rounds)) for n in THREADS}
+
+
+class Isolation:
+    """asv: nanoseconds of a write by each of two threads, to neighbouring items."""
+
+    params = ("isolated", "packed")
+    param_names = ("items",)
+    timeout = 300
+    unit = "ns"
+
+    def track_write(self, items):
+        """The median of some rounds."""
+        return isolation(ROUNDS)[self.params.index(items)] * 1e9
+
+
+class Threads:
+    """asv: millions of allocations and frees a second in C."""
+
+    params = ((*HEAPS, *installed()), WORK, THREADS)
+    param_names = ("allocator", "work", "threads")
+    timeout = 300
+    unit = "M/s"
+
+    def track_rate(self, allocator, work, threads):
+        """The best of some rounds."""
+        malloc = OURS if allocator in HEAPS else allocator
+        rates = rates_in_c(malloc, HEAPS.get(allocator, "heap"), work, ROUNDS)
+        return rates[threads] / 1e6
+
+
+class PythonThreads:
+    """asv: millions of allocations and drops a second from Python."""
+
+    params = (tuple(STATEMENTS), THREADS)
+    param_names = ("statement", "threads")
+    timeout = 300
+    unit = "M/s"
+
+    def track_rate(self, statement, threads):
+        """The best of some rounds."""
+        return rates_in_python(statement, ROUNDS)[threads] / 1e6
+
+
+def rate_lines(name, rates, limit=None):
+    """Each rate, and how often that of one thread."""
+    for n, rate in rates.items():
+        yield Line("threads", f"{name}, {n} thread{'s' * (n > 1)}", rate / 1e6, "M/s")
+    for n in THREADS[1:]:
+        yield Line(
+            "threads", f"{name}, {n} threads / 1", rates[n] / rates[1], "x", limit, True, False
+        )
+
+
+def lines(quick):
+    """The report's lines."""
+    rounds = 11 if quick else ROUNDS
+    if len(CPUS) >= 2:
+        isolated, packed = isolation(rounds)
+        for name, seconds in (("isolated", isolated), ("packed", packed)):
+            yield Line("threads", f"write to {name} items, 2 threads", seconds * 1e9, "ns")
+        yield Line("threads", "packed / isolated", packed / isolated, "x", 2, at_least=True)
+    for name in STATEMENTS:
+        ours = not name.startswith("bytearray")
+        # With a GIL only one thread runs at a time, and nothing can grow.
+        yield from rate_lines(
+            name, rates_in_python(name, rounds), 1.2 if ours and not HAS_GIL else None
+        )
+    for work in WORK:
+        for name in (*HEAPS, *installed()):
+            malloc = OURS if name in HEAPS else name
+            rates = rates_in_c(malloc, HEAPS.get(name, "heap"), work, rounds)
+            yield from rate_lines(f"C, {work}: {name}", rates)
