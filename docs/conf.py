@@ -33,3 +33,6 @@ numpydoc_validation_checks = {"PR02", "PR03"}
 intersphinx_mapping: dict[str, tuple[str, str | None]] = {}
 
 doctest_global_setup = "import arenapy\nimport numpy as np"
+
+# Properties among the attributes of a dataclass, which numpydoc refers to from the class.
+nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]
