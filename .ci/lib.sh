@@ -1,40 +1,52 @@
 # Functions that the steps share. No step is named here.
 
-PASSED=() FAILED=() SKIPPED=() TIMES=()
+RESULTS=$WORK/results     # a line for each step that has ended
 
 # Runs one step in a subshell that stops at its first error, and notes how it went. A step that
 # cannot apply to this machine ends with `not_here REASON`, which is shown in the summary.
 run_step() {
-    local name=$1 begun=$SECONDS code=0
+    local name=$1 begun=$SECONDS code=0 how=passed why=""
     printf '\n===== %s =====\n' "$name"
-    rm -f "$WORK/not-here"
     set +e
-    (set -euo pipefail; "step_$name") </dev/null
+    (set -euo pipefail; STEP=$name; "step_$name") </dev/null
     code=$?
     set -e
-    local line
-    line=$(printf '%-16s %4d s' "$name" $((SECONDS - begun)))
     if [[ $code -ne 0 ]]; then
-        FAILED+=("$name"); TIMES+=("FAILED  $line  exit status $code")
-    elif [[ -e $WORK/not-here ]]; then
-        SKIPPED+=("$name"); TIMES+=("skipped $line  $(<"$WORK/not-here")")
-    else
-        PASSED+=("$name"); TIMES+=("passed  $line")
+        how=FAILED why="exit status $code"
+    elif [[ -e $WORK/not-here.$name ]]; then
+        how=skipped why=$(<"$WORK/not-here.$name")
     fi
-    printf -- '----- %s\n' "${TIMES[-1]}"
+    printf '%-7s %-16s %4d s  %s\n' "$how" "$name" $((SECONDS - begun)) "$why" | tee -a "$RESULTS"
+}
+
+run_steps() {
+    local name
+    for name in "$@"; do
+        run_step "$name"
+    done
+}
+
+# Two lists of steps that do not need each other, at once: much of each keeps one core busy. What
+# the second one prints comes when both have ended.
+run_both() {
+    run_steps $2 >"$WORK/second.log" 2>&1 &
+    run_steps $1
+    wait $!
+    cat "$WORK/second.log"
 }
 
 not_here() {
-    printf '%s' "$1" >"$WORK/not-here"
+    printf '%s' "$1" >"$WORK/not-here.$STEP"
     exit 0
 }
 
 summary() {
     printf '\n===== summary =====\n'
-    printf '%s\n' "${TIMES[@]}" "total $SECONDS s"
+    cat "$RESULTS"
+    echo "total $SECONDS s"
     printf 'steps: %d passed, %d failed, %d skipped\n' \
-        ${#PASSED[@]} ${#FAILED[@]} ${#SKIPPED[@]}
-    [[ ${#FAILED[@]} -eq 0 ]]
+        "$(grep -c ^passed "$RESULTS")" "$(grep -c ^FAILED "$RESULTS")" "$(grep -c ^skipped "$RESULTS")"
+    ! grep -q ^FAILED "$RESULTS"
 }
 
 # Makes sure that the machine has a command: need COMMAND PACKAGE...

@@ -6,6 +6,7 @@ more and longer programs).
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,11 @@ from hypothesis import HealthCheck, Phase, settings
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 PHASES = [phase for phase in Phase if phase is not Phase.explain]  # it triples a failing run
 
+# A shell's background job ignores it, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile(
-    "dev", max_examples=200, deadline=None, suppress_health_check=SLOW_IS_FINE, phases=PHASES
+    "dev", max_examples=100, deadline=None, suppress_health_check=SLOW_IS_FINE, phases=PHASES
 )
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)

@@ -33,6 +33,19 @@ def vm_flags(address):
     return set(entry["VmFlags"]) if entry else set()
 
 
+def resident(address, nbytes):
+    """Bytes in memory of the mappings that begin in this range."""
+    total = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word, rest = line.split(None, 1)
+        if not word.endswith(":"):
+            inside = address <= int(word.split("-")[0], 16) < address + nbytes
+        elif inside and word == "Rss:":
+            total += int(rest.split()[0]) << 10
+    return total
+
+
 def is_mapped(address):
     return smaps(address) is not None
 

@@ -191,9 +191,18 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert block.end <= other.start or other.end <= block.start, (
                 f"[{block.start:#x}, {block.end:#x}) overlaps block {serial}: {other}"
             )
-        poke(start, nbytes, block.fill)
+        self.write(block)
         self.live[self.serial] = block
         return self.serial
+
+    def windows(self, nbytes):
+        """(offset, length) of the parts of a block that are filled and read: here, all of it."""
+        return [(0, nbytes)]
+
+    def write(self, block):
+        """Make the block's bytes its own."""
+        for offset, length in self.windows(block.nbytes):
+            poke(block.start + offset, length, block.fill)
 
     def request(self, nbytes, align):
         """Allocate; served or refused, the model knows whether that is right."""
@@ -275,8 +284,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @step
     def overwrite(self, serial, fill):
         block = self.live[serial]
-        poke(block.start, block.nbytes, fill)
         block.fill = fill
+        self.write(block)
 
     @precondition(lambda self: self.free is not None and self.live)
     @rule(serial=choice("live"))
@@ -324,12 +333,14 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def contents_survive(self):
         for serial, block in self.live.items():
-            seen = peek(block.start, block.nbytes)
-            if seen != bytes([block.fill]) * block.nbytes:
-                at = next(i for i, byte in enumerate(seen) if byte != block.fill)
-                raise AssertionError(
-                    f"block {serial}, byte {at} of {block.nbytes}: {seen[at]}, not {block.fill}"
-                )
+            for offset, length in self.windows(block.nbytes):
+                seen = peek(block.start + offset, length)
+                if seen != bytes([block.fill]) * length:
+                    at = next(i for i, byte in enumerate(seen) if byte != block.fill)
+                    raise AssertionError(
+                        f"block {serial}, byte {offset + at} of {block.nbytes}: {seen[at]}, "
+                        f"not {block.fill}"
+                    )
 
     def blocks_are_disjoint(self):
         last = None

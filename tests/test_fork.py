@@ -218,3 +218,100 @@ process.join()
 assert process.exitcode == 0
 """
     )
+
+
+GROWING = """
+from arenapy import Pool
+MIB = 1 << 20
+
+class Slow:
+    # Waits, or forks, where memory comes from.
+    hook = None
+    def asked(self):
+        if self.hook is not None:
+            self.hook()
+
+class Room:
+    def __init__(self, source, inner):
+        self.source, self.inner, self.region = source, inner, inner.region
+    def commit(self, offset, nbytes):
+        self.source.asked()
+        self.inner.commit(offset, nbytes)
+
+class Rooms(Slow):
+    def region(self, nbytes):
+        raise AssertionError("it reserves")
+    def reserve(self, nbytes):
+        return Room(self, Host(prefault=False).reserve(nbytes))
+
+class Regions(Slow):
+    def region(self, nbytes):
+        self.asked()
+        return Host(prefault=False).region(nbytes)
+
+def use(pool, mibs):
+    pool.alloc(mibs * MIB).fill(1)
+    pool.check()
+"""
+
+START = """
+source = {kind}()
+pool = Pool(6 * MIB, source)
+kept = pool.alloc(100)
+pool.trim()
+"""
+
+
+@pytest.mark.parametrize("kind", ["Rooms", "Regions"])
+def test_what_another_thread_was_getting_is_nobodys_in_the_child(run_script, kind):
+    run_script(
+        PRELUDE
+        + GROWING
+        + START.format(kind=kind)
+        + """
+reached, go = threading.Event(), threading.Event()
+def wait():
+    reached.set()
+    go.wait()
+source.hook = wait
+thread = threading.Thread(target=lambda: use(pool, 2), daemon=True)
+thread.start()
+reached.wait()
+def child():
+    source.hook = None
+    use(pool, 4)         # more than there would be beside what the thread was getting
+    pool.trim()
+    pool.check()
+in_child(child)
+source.hook = None
+go.set()
+thread.join()
+use(pool, 4)
+pool.trim()
+pool.check()
+""",
+        quiet=False,
+    )
+
+
+@pytest.mark.parametrize("kind", ["Rooms", "Regions"])
+def test_a_source_that_forks_serves_both_processes(run_script, kind):
+    run_script(
+        PRELUDE
+        + GROWING
+        + START.format(kind=kind)
+        + """
+children = []
+def fork():
+    source.hook = None
+    children.append(os.fork())
+source.hook = fork
+use(pool, 2)
+use(pool, 4)
+pool.trim()
+pool.check()
+if not children[0]:
+    os._exit(0)
+assert os.waitpid(children[0], 0)[1] == 0
+"""
+    )

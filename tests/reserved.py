@@ -1,0 +1,57 @@
+"""A reservation's memory, for its tests: written and read by address, judged by the kernel."""
+
+import contextlib
+import ctypes
+import os
+import signal
+
+from kernel_view import resident, smaps
+
+from arenapy import vm
+from arenapy.source import Host
+
+MIB = 1 << 20
+PAGE = vm.PAGE_SIZE
+SIZE = 64 * MIB
+
+
+def reserve(nbytes=SIZE, **options):
+    reservation = Host(**options).reserve(nbytes)
+    assert reservation is not None
+    return reservation
+
+
+def write(reservation, offset, nbytes, byte=0x5A):
+    """Fill a part; gives the number of page faults that took."""
+    scratch = ctypes.create_string_buffer(1)
+    # The first round takes the faults of the interpreter itself, which a fork leaves many of.
+    for address, count in ((ctypes.addressof(scratch), 1), (None, nbytes)):
+        before = vm.minor_faults()
+        ctypes.memset(address or reservation.region.address + offset, byte, count)
+        faults = vm.minor_faults() - before
+    return faults
+
+
+def read(reservation, offset, nbytes):
+    return ctypes.string_at(reservation.region.address + offset, nbytes)
+
+
+def rss(reservation):
+    """Bytes of it in memory."""
+    return resident(reservation.region.address, reservation.nbytes)
+
+
+def accessible(reservation, offset):
+    return smaps(reservation.region.address + offset)["permissions"] == "rw-p"
+
+
+def in_child(call):
+    """The exit status of a forked child that makes this call: 0, 1 if it raised, or -signal."""
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        with contextlib.suppress(BaseException):
+            call()
+            os._exit(0)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

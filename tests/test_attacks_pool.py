@@ -1,0 +1,376 @@
+"""What an attack on the first Pool found: each of these broke a promise once."""
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import pytest
+
+from arenapy import Existing, Host, OutOfMemory, Pool, Region, Shared, vm
+from arenapy import pool_calls as calls
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def c_call(name, result, *arguments):
+    """A C call of a Pool, which runs without the GIL."""
+    capsule = calls.__pyx_capi__[name]
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype = ctypes.c_char_p
+    api.PyCapsule_GetName.argtypes = [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    at = api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
+    return ctypes.CFUNCTYPE(result, ctypes.py_object, *arguments)(at)
+
+
+pool_alloc = c_call("pool_alloc", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+pool_free = c_call("pool_free", ctypes.c_int, ctypes.c_void_p)
+pool_usable_size = c_call("pool_usable_size", ctypes.c_size_t, ctypes.c_void_p)
+
+
+def survives(program):
+    """Run a program of its own, which may crash; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TAKE_OVER = """
+    import ctypes, mmap, sys, threading, time
+    import arenapy
+    sys.setswitchinterval(5)
+    libc = ctypes.PyDLL(None)                # keeps the GIL: nobody gets in between
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    FIXED_NOREPLACE, NORESERVE, FILLED = 0x100000, 0x4000, 16 << 20
+
+    def take_over(region):
+        '''Close a region, and map the same addresses for something else at once.'''
+        region.close()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | FIXED_NOREPLACE | NORESERVE
+        at = libc.mmap(region.address, region.nbytes, 3, flags, -1, 0)
+        assert at == region.address
+        libc.memset(at, 90, FILLED)
+        return at
+
+    def verify(at):
+        assert ctypes.string_at(at, FILLED).count(90) == FILLED, "lost"
+"""
+
+
+def test_a_pool_that_could_not_be_made_is_measured():
+    survives("""
+        import arenapy
+        with arenapy.measure():
+            try:
+                arenapy.Pool(max_bytes=-1)
+            except ValueError:
+                pass
+    """)
+
+
+def test_a_pool_that_was_never_made_has_figures():
+    survives("""
+        import arenapy
+        pool = arenapy.Pool.__new__(arenapy.Pool)
+        pool.reset_peak()
+        with arenapy.measure():
+            pool.stats()
+    """)
+
+
+def test_a_pool_whose_source_refused_to_be_asked_says_so():
+    survives("""
+        import arenapy
+
+        class Source:
+            def region(self, nbytes):
+                return arenapy.Host().region(nbytes)
+
+            @property
+            def reserve(self):
+                raise RuntimeError
+
+        pool = arenapy.Pool.__new__(arenapy.Pool)
+        for make in (lambda: pool.__init__(source=Source()), lambda: pool.alloc(10)):
+            try:
+                make()
+            except (RuntimeError, ValueError):
+                pass
+    """)
+
+
+def test_a_closed_pool_gives_nothing_back_by_time():
+    survives(
+        TAKE_OVER
+        + """
+    pool = arenapy.Pool(max_bytes=64 << 20, trim_after=0.01)
+    pool.alloc(1 << 20)
+    at = take_over(pool.regions[0])
+    for _ in range(5):
+        time.sleep(0.02)
+        try:
+            pool.alloc(100)
+        except ValueError:
+            pass
+    verify(at)
+    """
+    )
+
+
+def test_a_region_is_not_closed_under_a_thread_that_fills_it():
+    survives(
+        TAKE_OVER
+        + """
+    pool = arenapy.Pool(max_bytes=2 << 30)
+    pool.alloc(64)
+
+    def grow():
+        try:
+            pool.alloc(1 << 30)
+        except Exception:
+            pass
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    time.sleep(0.01)
+    at = None
+    try:
+        at = take_over(pool.regions[0])
+    except BufferError:                      # as good
+        pass
+    thread.join()
+    if at is not None:
+        verify(at)
+    """
+    )
+
+
+def test_room_is_made_by_a_region_larger_than_what_is_missing():
+    pool = Pool(max_bytes=4 * MIB, source=Shared())
+    pool.alloc(3 * MIB)
+    pool.alloc(7 * MIB // 2)
+    pool.check()
+
+
+@pytest.mark.parametrize("nbytes", [GIB, 5 * GIB, 1 << 44, 1 << 45, (1 << 46) - 1])
+def test_a_request_beyond_the_limit_changes_nothing(nbytes):
+    pool = Pool(max_bytes=MIB)
+    pool.alloc(100)
+    before = len(pool.regions), pool.stats().metadata_bytes
+    for k in range(3):
+        with pytest.raises(OutOfMemory):
+            pool.alloc(nbytes - k)
+    assert (len(pool.regions), pool.stats().metadata_bytes) == before
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 44, 1 << 45, 1 << 62])
+def test_a_limit_that_is_never_reached(max_bytes):
+    pool = Pool(max_bytes=max_bytes)
+    pool.alloc(100)
+    pool.check()
+
+
+class Slow:
+    """A source during whose work other threads run."""
+
+    def region(self, nbytes):
+        time.sleep(0.05)
+        return Host().region(nbytes)
+
+
+def test_threads_together_keep_the_limit():
+    pool = Pool(max_bytes=4 * MIB, source=Slow())
+    got = []
+
+    def work():
+        try:
+            got.append(pool.alloc(3 * MIB))
+        except OutOfMemory as error:
+            got.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.stats().reserved_bytes <= pool.max_bytes
+
+
+def test_no_more_of_a_region_is_used_than_the_limit():
+    class Generous:
+        def region(self, nbytes):
+            return Host().region(max(nbytes, 8 * MIB))
+
+    pool = Pool(max_bytes=MIB, source=Generous())
+    pool.alloc(10)
+    assert pool.stats().reserved_bytes <= MIB
+    assert Pool(max_bytes=MIB, source=Existing(bytearray(8 * MIB))).stats().reserved_bytes <= MIB
+
+
+@pytest.mark.no_sanitizer
+def test_prewarming_beyond_the_limit_takes_no_memory():
+    survives("""
+        import resource, arenapy
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+        for count in (10**8, 10**12):
+            try:
+                arenapy.Pool(max_bytes=1 << 20).prewarm({64: count})
+            except arenapy.OutOfMemory:
+                pass
+            else:
+                raise AssertionError
+    """)
+
+
+def test_trim_after_works_over_every_source():
+    pool = Pool(source=Shared(), trim_after=0.05)
+    blocks = [pool.alloc(3 * MIB) for _ in range(4)]
+    pool.alloc(64)
+    del blocks
+    deadline = time.monotonic() + 10
+    while pool.stats().idle_bytes >= 3 * MIB and time.monotonic() < deadline:
+        time.sleep(0.02)
+        pool.alloc(64)
+    assert pool.stats().idle_bytes < 3 * MIB
+
+
+class Owner:
+    """Weakly referable."""
+
+
+def test_the_first_buffer_over_a_users_object_is_collected_too():
+    class Source:
+        def region(self, nbytes):
+            address, at, n = vm.map_memory(nbytes)
+            self.last = Owner()
+            return Region.from_address(
+                address, nbytes, owner=self.last, map_address=at, map_nbytes=n
+            )
+
+    source = Source()
+    pool = Pool(source=source)
+    block = pool.alloc(100 * KIB)
+    source.last.cycle = block
+    gone = weakref.ref(source.last)
+    del block, pool, source
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_hosts_own_region_method_is_asked():
+    class Counted(Host):
+        asked = 0
+
+        def region(self, nbytes):
+            Counted.asked += 1
+            return super().region(nbytes)
+
+    Pool(source=Counted()).alloc(10)
+    assert Counted.asked
+
+
+def test_arrays_over_memory_that_the_host_cannot_read_are_refused():
+    survives("""
+        import arenapy
+        from arenapy import vm_reserve
+
+        class Device:
+            def region(self, nbytes):
+                address, at, n = vm_reserve.reserve(nbytes)
+                return arenapy.Region.from_address(
+                    address, nbytes, kind="device", device_id=0, host_accessible=False,
+                    device_accessible=True, map_address=at, map_nbytes=n)
+
+        pool = arenapy.Pool(source=Device())
+        try:
+            pool.zeros(10)
+        except BufferError:
+            pass
+    """)
+
+
+@pytest.fixture
+def child():
+    """Forks one that only waits, and sees what it inherited."""
+    started = []
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        started.append(pid)
+
+    yield fork
+    for pid in started:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_block_that_waits_for_a_child_is_not_freed_twice(child):
+    pool = Pool(source=Shared())
+    block = pool_alloc(pool, 100 * KIB, 64)
+    child()
+    assert [pool_free(pool, block) for _ in range(3)] == [0, -1, -1]
+    assert pool_usable_size(pool, block) == 0
+    assert pool.stats().active_allocations == 0
+
+
+def test_allocating_does_not_look_at_every_pending_block(child):
+    pool = Pool(source=Shared())
+    pool.alloc(64)
+    times = []
+    for n in (10, 3000):
+        blocks = [pool_alloc(pool, 64, 64) for _ in range(n)]
+        child()
+        for block in blocks:
+            pool_free(pool, block)
+        times.append(min(timed(pool) for _ in range(20)))
+    assert times[1] < 20 * times[0] + 1e-4
+
+
+def timed(pool):
+    start = time.perf_counter()
+    pool.alloc(64)
+    return time.perf_counter() - start
+
+
+def test_live_blocks_are_found_while_regions_come_and_go():
+    pool = Pool(source=Shared())
+    first = pool.alloc(64)
+    block = pool_alloc(pool, MIB, 64)
+    wrong, stop = [], threading.Event()
+
+    def look():
+        while not stop.is_set():
+            wrong.extend([1] * sum(pool_usable_size(pool, block) == 0 for _ in range(1000)))
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and not wrong:
+        blocks = [pool.alloc(3 * MIB) for _ in range(10)]
+        del blocks
+        pool.trim()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert pool_free(pool, block) == 0
+    del first

@@ -1,0 +1,364 @@
+"""``arenapy compare``: the rule of the verdict, what a run is measured by, and what is said."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from arenapy import compare, compare_ways
+from arenapy.compare_child import main as measure_child
+from arenapy.compare_table import Run, sentences
+from arenapy.compare_verdict import LEAST_ROUNDS, _rank, ratio_of, verdict
+
+COMMAND = [sys.executable, "-m", "arenapy", "compare"]
+TIMEOUT = 120
+MIB = 1 << 20
+
+
+def run(cwd, *arguments, **how):
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT, **how
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source, name="script.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write
+
+
+# ---- the rule
+
+
+@pytest.mark.parametrize("rounds", range(1, 15))
+def test_the_interval_is_the_sign_tests(rounds):
+    """By all signs that there are: as many ratios are left out as 5 % allow, and no more."""
+    sums = [sum(signs) for signs in itertools.product((0, 1), repeat=rounds)]
+    rank = _rank(rounds)
+    assert 2 * sum(below < rank for below in sums) <= 0.05 * len(sums)
+    assert 2 * sum(below < rank + 1 for below in sums) > 0.05 * len(sums)
+    assert (rank > 0) == (rounds >= LEAST_ROUNDS)
+
+
+def test_a_ratio_that_is_always_the_same():
+    found = ratio_of([2.0, 4.0, 3.0, 1.0, 6.0, 5.0], [1.0, 2.0, 1.5, 0.5, 3.0, 2.5])
+    assert (found.estimate, found.low, found.high) == pytest.approx((2, 2, 2))
+
+
+def test_six_rounds_have_all_their_ratios_in_the_interval():
+    ratios = [0.7, 0.9, 0.8, 1.1, 0.85, 0.75]
+    found = ratio_of(ratios, [1.0] * 6)
+    assert (found.low, found.high) == pytest.approx((0.7, 1.1))
+    assert verdict(found).word == "within noise"
+
+
+def scattered(generator, ratio, noise, rounds=10, drift=0.0):
+    """Times without and with, both scattered and on a machine that becomes slower."""
+    pairs = []
+    for number in range(rounds):
+        slow = 1 + drift * number
+        pairs.append([slow * factor * generator.lognormvariate(0, noise) for factor in (1, ratio)])
+    return [list(times) for times in zip(*pairs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "word"),
+    [(0.8, 0.03, "worth it"), (1.2, 0.03, "not worth it"), (0.99, 0.001, "not worth it")],
+)
+@pytest.mark.parametrize("drift", [0, 0.2])
+def test_a_clear_difference_is_found(ratio, noise, word, drift):
+    generator = random.Random(1)
+    for _ in range(50):
+        plain, ours = scattered(generator, ratio, noise, drift=drift)
+        found = ratio_of(ours, plain)
+        assert verdict(found).word == word
+        assert found.low < found.estimate < found.high
+        assert found.estimate == pytest.approx(ratio, rel=4 * noise)
+
+
+@pytest.mark.parametrize("rounds", [6, 10, 15])
+def test_no_difference_is_noise_as_often_as_is_said(rounds):
+    generator, trials = random.Random(2), 1000
+    covered = found = 0
+    for _ in range(trials):
+        plain, ours = scattered(generator, 1, 0.1, rounds, drift=0.1)
+        ratio = ratio_of(ours, plain)
+        covered += ratio.low <= 1 <= ratio.high
+        found += verdict(ratio).word == "within noise"
+    assert covered == found
+    assert 0.94 <= covered / trials <= 0.99  # 95 % or, with few rounds, the next there is
+
+
+def test_one_outlier_changes_no_verdict():
+    plain = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
+    ours = [time * 0.8 for time in plain]
+    ours[3] *= 50
+    assert verdict(ratio_of(ours, plain)).word == "worth it"
+
+
+def test_too_few_rounds():
+    said = verdict(ratio_of([0.1] * 5, [1.0] * 5))
+    assert said.word == "too few rounds"
+    assert str(LEAST_ROUNDS) in said.reason
+
+
+@pytest.mark.parametrize("times", [([], []), ([1.0], []), ([0.0], [1.0]), ([1.0], [-1.0])])
+def test_what_is_no_pair_of_times(times):
+    with pytest.raises(ValueError, match=r"need pairs|have to be positive"):
+        ratio_of(*times)
+
+
+def test_sentences_say_who_is_faster_and_what_it_takes():
+    def runs(wall, peak):
+        return [Run(wall * (1 + at / 1000), 1.0, 1, peak) for at in range(8)]
+
+    said = sentences(
+        {"plain": runs(1, 100 * MIB), "arenapy": runs(0.5, 300 * MIB), "mimalloc": runs(0.4, 1)}
+    )
+    assert said[0].startswith("arenapy: worth it: it takes 50.0% less time")
+    assert said[1].startswith("mimalloc: worth it: it takes 60.0% less")
+    assert said[2].startswith("arenapy instead of mimalloc: not worth it: it takes 25.0% longer")
+    assert "a peak of 300 MiB instead of 100 MiB" in said[3]
+    assert len(sentences({"plain": runs(1, 100 * MIB), "arenapy": runs(1.2, 110 * MIB)})) == 1
+
+
+# ---- one run
+
+
+def child(tmp_path, source, **how):
+    spec = {"command": [sys.executable, "-c", textwrap.dedent(source)], "output": os.devnull,
+            "environment": dict(os.environ), "errors": str(tmp_path / "errors"),
+            "interval": None, "library": "", **how}  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-I", "-S", str(compare.CHILD), json.dumps(spec), str(tmp_path / "r")],
+        check=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    return json.loads((tmp_path / "r").read_text())
+
+
+TOUCH = """
+import mmap
+memory = mmap.mmap(-1, {nbytes}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise({advice})
+for at in range(0, {nbytes}, 4096): memory[at] = 1
+"""
+
+
+@pytest.mark.no_sanitizer
+def test_what_a_run_is_measured_by(tmp_path):
+    nothing = child(tmp_path, "pass")
+    assert nothing["status"] == 0
+    touched = child(tmp_path, TOUCH.format(nbytes=64 * MIB, advice="mmap.MADV_NOHUGEPAGE"))
+    pages = 64 * MIB // os.sysconf("SC_PAGE_SIZE")
+    assert pages <= touched["faults"] - nothing["faults"] < 1.05 * pages
+    assert 60 * MIB < touched["peak_bytes"] - nothing["peak_bytes"] < 72 * MIB
+    asleep = child(tmp_path, "import time; time.sleep(0.5)")
+    assert asleep["wall"] > 0.5 > asleep["cpu"]
+    busy = child(tmp_path, "import time\nwhile time.process_time() < 0.5: pass")
+    assert 0.5 <= busy["cpu"] <= busy["wall"] + 0.01
+
+
+def test_a_peak_is_not_that_of_who_started_it(tmp_path):
+    keep = bytearray(200 * MIB)  # resident here
+    assert child(tmp_path, "pass")["peak_bytes"] < 100 * MIB
+    assert len(keep) == 200 * MIB
+
+
+def test_children_that_were_waited_for_count(tmp_path):
+    busy = "import time\nwhile time.process_time() < 0.4: pass"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    found = child(tmp_path, start)
+    assert found["cpu"] >= 0.4
+
+
+def test_how_a_run_ended(tmp_path):
+    assert child(tmp_path, "raise SystemExit(7)")["status"] == 7
+    assert child(tmp_path, "import os; os.abort()")["status"] == -signal.SIGABRT
+
+
+def test_huge_pages_and_libraries_are_seen(tmp_path):
+    source = TOUCH.format(nbytes=64 * MIB, advice="mmap.MADV_{}") + "import time; time.sleep(0.3)"
+    how = {"interval": 0.01, "library": "libc.so.6"}
+    without = child(tmp_path, source.format("NOHUGEPAGE"), **how)
+    assert without["loaded"]
+    assert not child(tmp_path, "import time; time.sleep(0.2)", interval=0.01,
+                     library="libnone.so")["loaded"]  # fmt: skip
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+        if "[never]" in file.read():
+            pytest.skip("no transparent huge pages here")
+    huge = child(tmp_path, source.format("HUGEPAGE"), **how)
+    assert huge["huge_bytes"] >= without["huge_bytes"] + 32 * MIB
+
+
+def test_the_child_is_callable_here(tmp_path):
+    """What runs in a process of its own is an ordinary function."""
+    spec = {"command": [sys.executable, "-c", "print(input())"], "environment": {},
+            "output": str(tmp_path / "o"), "errors": str(tmp_path / "e"),
+            "interval": None}  # fmt: skip
+    measure_child(json.dumps(spec), str(tmp_path / "r"))
+    assert json.loads((tmp_path / "r").read_text())["status"] == 1
+    assert "EOFError" in (tmp_path / "e").read_text()
+
+
+# ---- the rounds
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A Comparison whose runs are made up; gives the ways in the order they were run."""
+
+    def make(ways, rounds):
+        options = compare._parser().parse_args(["-n", str(rounds), "nothing.py"])
+        comparison = compare.Comparison(options, ways, tmp_path)
+        order = []
+
+        def made_up(way, interval=None):
+            order.append(way)
+            return {"wall": 1, "cpu": 1, "faults": 1, "peak_bytes": 1, "huge_bytes": 0,
+                    "loaded": way != "mimalloc"}  # fmt: skip
+
+        monkeypatch.setattr(comparison, "_run", made_up)
+        return comparison, order
+
+    return make
+
+
+def test_every_way_has_its_turn_in_every_round(made):
+    comparison, order = made(["plain", "arenapy", "glibc-tuned"], 8)
+    assert list(comparison.warm_up()) == ["plain", "arenapy", "glibc-tuned"]
+    order.clear()
+    assert list(comparison.rounds()) == order
+    rounds = [order[at : at + 3] for at in range(0, 24, 3)]
+    assert all(sorted(one) == ["arenapy", "glibc-tuned", "plain"] for one in rounds)
+    assert all(one == other[::-1] for one, other in zip(rounds[::2], rounds[1::2], strict=True))
+    assert {way: len(runs) for way, runs in comparison.runs.items()} == dict.fromkeys(rounds[0], 8)
+
+
+def test_a_malloc_that_is_not_installed_or_not_loaded_is_said(made, monkeypatch):
+    monkeypatch.setattr(
+        compare_ways.ctypes.util, "find_library",
+        lambda name: "libmimalloc.so" if name == "mimalloc" else None,
+    )  # fmt: skip
+    comparison, _ = made(["plain", "arenapy", "jemalloc", "mimalloc", "tcmalloc"], 1)
+    assert comparison.ways == ["plain", "arenapy", "mimalloc"]
+    list(comparison.warm_up())
+    assert comparison.ways == list(comparison.runs) == ["plain", "arenapy"]
+    assert "libjemalloc2" in comparison.notes["jemalloc"]
+    assert "libtcmalloc-minimal4" in comparison.notes["tcmalloc"]
+    assert "libmimalloc.so was preloaded and is not" in comparison.notes["mimalloc"]
+
+
+def test_environments(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("KEPT", "yes")
+    monkeypatch.setattr(compare_ways.ctypes.util, "find_library", "lib{}.so".format)
+    plain, tuned, jemalloc = (
+        compare_ways.WAYS[way].environment() for way in ("plain", "glibc-tuned", "jemalloc")
+    )
+    assert plain == dict(os.environ) == compare_ways.WAYS["arenapy"].environment()
+    for one in tuned, jemalloc:
+        assert one["KEPT"] == "yes" and "MALLOC_ARENA_MAX" not in one
+    assert "glibc.malloc.hugetlb=1" in tuned["GLIBC_TUNABLES"] and "LD_PRELOAD" not in tuned
+    assert jemalloc["LD_PRELOAD"] == "libjemalloc.so"
+    assert jemalloc["MALLOC_CONF"].startswith("thp:always,")
+
+
+# ---- the command
+
+
+def test_a_comparison(script, tmp_path):
+    script(
+        """
+        import sys, numpy as np
+        assert sys.argv[1:] == ["-n", "7"] and not sys.stdin.read()
+        print("told"), print("complained", file=sys.stderr)
+        for _ in range(3): a = np.ones(1 << 20)
+        """
+    )
+    found = run(tmp_path, "-n", "2", "--json", "found.json", "--with", "glibc-tuned,tcmalloc",
+                "script.py", "-n", "7", input="not for it")  # fmt: skip
+    assert (found.returncode, found.stderr) == (0, "")
+    rows = (
+        "wall time",
+        "prefault",
+        "CPU time",
+        "faults",
+        "peak resident",
+        "never used",
+        "huge pages",
+    )
+    for said in *rows, "/ plain", "arenapy: too few rounds":
+        assert said in found.stdout, said
+    assert "told" not in found.stdout
+    figures = json.loads((tmp_path / "found.json").read_text())
+    assert {"plain", "arenapy", "glibc-tuned"} <= set(figures["runs"])
+    assert ("tcmalloc" in figures["runs"]) != ("tcmalloc" in figures["not_compared"])
+    assert all(len(runs) == 2 for runs in figures["runs"].values())
+    for way, runs in figures["runs"].items():
+        for one in runs:
+            assert one["wall"] > 0 and one["cpu"] > 0 and one["peak_bytes"] > 8 * MIB
+            assert (one["prefault"] is None) == (way != "arenapy")
+            assert one["prefault"] is None or 0 < one["prefault"] < one["wall"]
+    shown = run(tmp_path, "-n", "1", "--show-output", "script.py", "-n", "7")
+    assert shown.stdout.count("told") == shown.stderr.count("complained") == 4
+
+
+def test_a_module(script, tmp_path):
+    script("import sys; assert sys.argv[1:] == ['--with', 'x'], sys.argv", "mine.py")
+    assert run(tmp_path, "-n", "1", "-m", "mine", "--with", "x").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("print('x'); raise ValueError('as asked')", ["status 1", "ValueError: as asked"]),
+        ("raise SystemExit(3)", ["status 3"]),
+        ("import os; os.abort()", ["killed by SIGABRT"]),
+        ("import sys; sys.exit('why')", ["status 1", "why"]),
+    ],
+)
+def test_a_program_that_fails(script, tmp_path, source, said):
+    script(source)
+    found = run(tmp_path, "-n", "2", "script.py")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith("arenapy compare: the program failed (plain): ")
+    assert all(text in found.stderr for text in said)
+
+
+def test_a_program_that_fails_only_in_the_pool(script, tmp_path):
+    script("import numpy, sys; sys.exit('arenapy' in sys.modules)")
+    found = run(tmp_path, "-n", "2", "script.py")
+    assert found.returncode == 1
+    assert "the program failed (arenapy): status 1" in found.stderr
+
+
+def test_options_of_the_pool_arrive(script, tmp_path):
+    script("import numpy as np\nnp.ones(1 << 20)")
+    found = run(tmp_path, "-n", "1", "--max-bytes", "4M", "--on-full", "error", "script.py")
+    assert "the program failed (arenapy)" in found.stderr and "MemoryError" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-n", "0", "x.py"], "'0' is not a number of rounds"),
+        (["-n", "many", "x.py"], "'many'"),
+        (["--with", "jemalloc,nomalloc", "x.py"], "'nomalloc' is none of jemalloc"),
+        (["--with", "plain", "x.py"], "'plain'"),
+        ([], "SCRIPT"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, named):
+    found = run(tmp_path, *arguments)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert named in found.stderr.splitlines()[-1]

@@ -1,0 +1,464 @@
+"""What every allocator over every host source does alike: one suite, from sections 4 to 8, 11."""
+
+import ctypes
+import gc
+import itertools
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from every import ALLOCATORS, ITEM, NBYTES, REUSING, SOURCES, adds_up, fill_up, lacking, view
+from support import PAGE, peek, poke
+
+from arenapy import Buffer, Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab
+
+SIZES = [0, 1, 7, 63, 64, 65, 100, 500, 512, 513, PAGE - 1, PAGE, PAGE + 1, ITEM - 1, ITEM]
+KINDS = {"host": "host", "shared": "shared", "file": "file", "existing": "existing", "user": "host"}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request, tmp_path):
+    if reason := lacking(request.param):
+        pytest.skip(reason)
+    return SOURCES[request.param](tmp_path)
+
+
+@pytest.fixture(params=ALLOCATORS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def allocator(name, source):
+    return ALLOCATORS[name](source)
+
+
+@pytest.fixture(params=REUSING)
+def reusing(request, source):
+    """An allocator that takes blocks back in any order."""
+    return ALLOCATORS[request.param](source)
+
+
+def in_regions(allocator, address, nbytes):
+    return any(r.address <= address and address + nbytes <= r.address + r.nbytes
+               for r in allocator.regions)  # fmt: skip
+
+
+# Handing out ---------------------------------------------------------------------------------
+
+
+def test_blocks_lie_in_the_sources_memory_and_say_what_they_are(allocator, request):
+    kind = KINDS[request.node.callspec.params["source"].partition(" ")[0].rstrip(",")]
+    for nbytes in SIZES:
+        block = allocator.alloc(nbytes)
+        assert isinstance(block, Buffer) and block.nbytes == len(block) == nbytes
+        assert in_regions(allocator, block.address, max(nbytes, 1))
+        assert block.address % 64 == 0, "the default alignment of the host"
+        assert block.allocator is allocator
+        assert block.kind == allocator.kind == kind
+        assert not (block.readonly or block.closed or block.held)
+        block.release()
+    adds_up(allocator)
+
+
+def test_live_blocks_are_disjoint_and_keep_their_contents(allocator):
+    blocks = [allocator.alloc(nbytes) for nbytes in SIZES]
+    blocks += allocator.alloc_many(SIZES[::-1])
+    for fill, block in enumerate(blocks, 1):
+        block.fill(fill)
+    taken = sorted((block.address, block.address + max(block.nbytes, 1)) for block in blocks)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+    for fill, block in enumerate(blocks, 1):
+        assert peek(block.address, block.nbytes) == bytes([fill]) * block.nbytes == bytes(block)
+    adds_up(allocator)
+
+
+def test_alignments(allocator, name):
+    most = 7 if name == "slab" else 13  # an item is aligned as the slab was made: see test_slab.py
+    for nbytes, log2 in itertools.product([0, 1, 100, PAGE, ITEM], range(most)):
+        block = allocator.alloc(nbytes, 1 << log2)
+        assert block.address % (1 << log2) == 0
+        poke(block.address, nbytes, log2)
+        assert allocator.alloc(nbytes, align=1 << log2).address != block.address
+        block.release()
+        if name == "bump":
+            allocator.reset()
+    adds_up(allocator)
+
+
+def test_arrays(allocator):
+    array = allocator.empty((10, 20), "f4")
+    assert array.shape == (10, 20) and array.dtype == "f4" and array.flags.c_contiguous
+    assert array.flags.writeable and array.ctypes.data % 64 == 0
+    assert isinstance(array.base, Buffer) and array.base.allocator is allocator
+    assert array.base.held and in_regions(allocator, array.ctypes.data, array.nbytes)
+    assert allocator.empty((3, 4), "f8", "F").flags.f_contiguous
+    assert allocator.empty(0).size == 0 and allocator.empty(()).shape == ()
+    original = np.arange(100, dtype="i4").reshape(10, 10)
+    for given in (original, original.T, original[::2, ::3], [1, 2, 3], 5):
+        copied = allocator.copy(given)
+        assert (copied == np.asarray(given)).all() and copied.dtype == np.asarray(given).dtype
+        assert in_regions(allocator, copied.ctypes.data, copied.nbytes)
+    adds_up(allocator)
+
+
+def test_zeros_is_zero_on_recycled_memory_too(allocator, name):
+    blocks = fill_up(allocator, PAGE)
+    assert len(blocks) > 10
+    for block in blocks:
+        poke(block.address, PAGE, 0xFF)
+    blocks.clear()
+    del block
+    if name == "bump":
+        allocator.reset()
+    for nbytes in (1, 100, 1000, PAGE, ITEM):
+        array = allocator.zeros(nbytes, "u1")
+        assert peek(array.ctypes.data, nbytes) == bytes(nbytes)
+        assert not allocator.zeros((nbytes // 8, 2), "f4").any()
+
+
+def test_fields_of_struct_of_arrays_start_on_cache_lines_of_their_own(allocator):
+    arrays = allocator.struct_of_arrays({"x": "f4", "id": "i8", "flag": "?"}, 33)
+    assert list(arrays) == ["x", "id", "flag"]
+    lines = set()
+    for number, array in enumerate(arrays.values()):
+        assert array.shape == (33,) and array.ctypes.data % 64 == 0
+        mine = set(range(array.ctypes.data // 64, (array.ctypes.data + array.nbytes - 1) // 64 + 1))
+        assert not mine & lines
+        lines |= mine
+        array[:] = number
+    assert [set(array.tolist()) for array in arrays.values()] == [{0.0}, {1}, {True}]
+    kept = arrays.pop("id")
+    arrays.clear()
+    others = fill_up(allocator, 512)
+    for block in others:
+        poke(block.address, 512, 0xFF)
+    assert (kept == 1).all(), "one field keeps the block"
+
+
+# Seeing and holding --------------------------------------------------------------------------
+
+HOLDS = {
+    "memoryview": memoryview,
+    "array": np.asarray,
+    "ctypes": lambda b: (ctypes.c_char * b.nbytes).from_buffer(b),
+    "tensor": np.from_dlpack,
+    "capsule": lambda b: b.__dlpack__(max_version=(1, 0)),
+    "ndarray": lambda b: np.ndarray(b.nbytes, "u1", buffer=b),
+    "view of a slice": lambda b: memoryview(b[10:20]),
+    "slice": lambda b: b[10:20],
+    "typed view": lambda b: b.view((10,), "f4"),
+    "buffer": lambda b: b,
+}
+NOT_HELD = ["slice", "typed view", "buffer"]  # only alive
+
+
+def test_what_somebody_can_see_is_not_handed_out_again(allocator, name):
+    kept = []
+    for fill, (how, hold) in enumerate(HOLDS.items(), 1):
+        if name == "bump" and how in NOT_HELD:
+            continue  # a reset closes those
+        block = allocator.alloc(40)
+        poke(block.address, 40, fill)
+        kept.append((block.address, fill, hold(block)))
+        del block
+    for _ in range(3):
+        others = fill_up(allocator, 40)
+        for other in others:
+            poke(other.address, 40, 0xFF)
+        starts = {other.address for other in others}
+        del others, other
+        if name == "bump":
+            allocator.reset()
+        for start, fill, _ in kept:
+            assert not starts & set(range(start - 39, start + 40))
+            assert peek(start, 40) == bytes([fill]) * 40
+        adds_up(allocator)
+
+
+def test_slices_share_their_roots_bytes(allocator):
+    block = allocator.alloc(100)
+    part = block[10:30][5:]
+    assert part.nbytes == 15 and part.address == block.address + 15
+    part.fill(3)
+    assert bytes(block[15:30]) == b"\3" * 15
+
+
+def test_dlpack(allocator):
+    block = allocator.alloc(64)
+    view = block.view((4, 4), "i4")
+    tensor = np.from_dlpack(view)
+    tensor[:] = 5
+    assert tensor.ctypes.data == block.address and block.__dlpack_device__() == (1, 0)
+    assert bytes(block) == b"\5\0\0\0" * 16
+    with pytest.raises(BufferError):
+        block.release()
+
+
+def test_plain_pickle_copies_and_protocol_5_does_not(allocator):
+    block = allocator.alloc(1000)
+    block.fill(9)
+    copied = pickle.loads(pickle.dumps(block))
+    parts = []
+    stream = pickle.dumps(block, 5, buffer_callback=parts.append)
+    with parts[0].raw() as raw:
+        assert np.frombuffer(raw, "u1").ctypes.data == block.address and len(stream) < 900
+    del parts, raw
+    block.fill(1)
+    assert bytes(copied) == b"\t" * 1000 and copied.allocator is None
+    with pytest.raises(TypeError):
+        pickle.dumps(allocator)
+
+
+# Giving back ---------------------------------------------------------------------------------
+
+
+def test_release(allocator):
+    block = allocator.alloc(100)
+    part = block[1:5]
+    view = memoryview(part)
+    before = adds_up(allocator)
+    with pytest.raises(BufferError):
+        block.release()
+    assert not block.closed and not part.closed and adds_up(allocator) == before
+    view[:] = b"good"
+    view.release()
+    block.release()
+    assert block.closed and part.closed
+    block.release()
+    for use in (
+        lambda: memoryview(block), lambda: block[1:], lambda: part.fill(1), lambda: block.address,
+        lambda: block.copy_from(b"x"), lambda: np.asarray(part), lambda: block.array(),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    with allocator.alloc(10) as again:
+        again.fill(1)
+    assert again.closed
+    adds_up(allocator)
+
+
+@pytest.mark.parametrize("way", ["release", "drop", "drop an array", "with", "other thread"])
+def test_what_was_given_back_serves_again(reusing, way):
+    before = adds_up(reusing)
+    addresses = set()
+    for number in range(300):
+        block = reusing.empty(ITEM, "u1") if way == "drop an array" else reusing.alloc(ITEM)
+        address = block.ctypes.data if way == "drop an array" else block.address
+        addresses.add(address)
+        poke(address, ITEM, number % 251)
+        if way == "release":
+            block.release()
+        elif way == "with":
+            with block:
+                pass
+        elif way == "other thread":
+            box = [block]
+            del block
+            thread = threading.Thread(target=box.clear)
+            thread.start()
+            thread.join()
+            continue
+        del block
+    after = adds_up(reusing)
+    assert after.allocated_bytes == after.active_allocations == after.pending_bytes == 0
+    assert after.reserved_bytes == before.reserved_bytes
+    assert after.total_allocations == 300
+    if way != "other thread":
+        assert len(addresses) == 1, "the block freed last serves first"
+
+
+def test_the_figures_of_blocks_that_come_and_go(reusing):
+    blocks = [reusing.alloc(1000) for _ in range(20)]
+    full = adds_up(reusing)
+    each = full.allocated_bytes // 20
+    assert each >= 1000 and full.allocated_bytes == 20 * each == full.peak_bytes
+    del blocks[::2]
+    half = adds_up(reusing)
+    assert half.active_allocations == 10 and half.allocated_bytes == 10 * each
+    assert half.idle_bytes == full.idle_bytes + 10 * each
+    assert half.peak_bytes == full.peak_bytes and half.total_allocations == 20
+    assert sum(info.state == "live" for info in reusing.blocks()) == 10
+    blocks.clear()
+    assert adds_up(reusing).allocated_bytes == 0
+
+
+def test_memory_lives_as_long_as_somebody_sees_it(name, source):
+    allocator = ALLOCATORS[name](source)
+    buffer, array = allocator.alloc(100), allocator.zeros(50)
+    view = memoryview(buffer)
+    del allocator
+    gc.collect()
+    assert buffer.allocator is None and array.base.allocator is None
+    array[:] = 1
+    view[:] = b"x" * 100
+    assert (array == 1).all() and bytes(buffer) == b"x" * 100
+    view.release()
+    buffer.release()
+
+
+# The end of memory ---------------------------------------------------------------------------
+
+
+def test_exhaustion_is_an_error_that_changes_nothing(allocator, name):
+    blocks = fill_up(allocator, ITEM)
+    assert len(blocks) > NBYTES // ITEM // 3
+    before = view(allocator)
+    for call in (
+        lambda: allocator.alloc(ITEM),
+        lambda: allocator.empty(ITEM, "u1"),
+        lambda: allocator.zeros(ITEM // 8),
+        lambda: allocator.alloc_many([ITEM] * 3),
+        lambda: allocator.copy(np.zeros(ITEM, "u1")),
+    ):
+        with pytest.raises(OutOfMemory) as caught:
+            call()
+        assert view(allocator) == before
+    option = {"bump": "max_bytes", "slab": "max_count"}.get(name, "max_bytes")
+    assert option in str(caught.value), "the message says what to turn"
+    blocks.pop().release()
+    assert allocator.alloc(ITEM).nbytes == ITEM, "what was given back serves"
+
+
+def test_alloc_many_that_fails_late_changes_nothing(allocator):
+    allocator.alloc(10).release()
+    kept = allocator.alloc(100)
+    before = view(allocator)
+    with pytest.raises(OutOfMemory):
+        allocator.alloc_many([ITEM] * (2 * NBYTES // ITEM))
+    with pytest.raises(ValueError, match="-1"):
+        allocator.alloc_many([1, 2, -1])
+    with pytest.raises(TypeError):
+        allocator.alloc_many([1, "2"])
+    assert view(allocator) == before
+    assert not kept.closed and allocator.alloc_many([]) == []
+
+
+IMPOSSIBLE = {
+    "alloc": lambda allocator, n: allocator.alloc(n),
+    "align": lambda allocator, n: allocator.alloc(8, n),
+    "empty": lambda allocator, n: allocator.empty(n, "u1"),
+    "alloc_many": lambda allocator, n: allocator.alloc_many([n]),
+}
+
+
+def test_impossible_sizes_and_alignments(allocator):
+    before = view(allocator)
+    for nbytes, call in itertools.product(
+        [-1, -(2**63), 2**63, 2**64, 10**30], IMPOSSIBLE.values()
+    ):
+        with pytest.raises(ValueError, match=str(nbytes)):
+            call(allocator, nbytes)
+    assert view(allocator) == before
+
+
+# Regions -------------------------------------------------------------------------------------
+
+
+def test_closing_the_regions_closes_the_allocator(allocator):
+    block, kept = allocator.alloc(8), allocator.alloc(8)
+    held = memoryview(kept)
+    with pytest.raises(BufferError):
+        allocator.regions[0].close()
+    held.release()
+    del held, kept
+    if isinstance(allocator, Bump):
+        allocator.reset()
+        block = allocator.alloc(8)
+    (region,) = allocator.regions
+    region.close()
+    assert block.closed and region.closed
+    for use in (
+        lambda: allocator.alloc(8), lambda: allocator.empty(3), lambda: allocator.zeros(3),
+        lambda: allocator.alloc_many([3]), lambda: memoryview(block),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    block.release()
+    adds_up(allocator)
+
+
+def test_a_region_belongs_to_one_allocator(allocator):
+    class Again:
+        def region(self, nbytes):
+            return allocator.regions[0]
+
+    for make in (
+        lambda: Bump(PAGE, Again()),
+        lambda: Slab(64, 8, Again()),
+        lambda: Pool(None, Again(), PAGE),
+    ):
+        with pytest.raises(ValueError, match="allocator"):
+            make()
+    adds_up(allocator)
+
+
+@pytest.mark.parametrize("what", ["file", "existing"])
+def test_read_only_memory_is_refused_with_the_reason_and_the_remedy(name, tmp_path, what):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(2 * NBYTES))
+    source = File(path) if what == "file" else Existing(bytes(2 * NBYTES), readonly=True)
+    with pytest.raises(ValueError, match="read-only") as caught:
+        ALLOCATORS[name](source).alloc(8)
+    assert any(remedy in str(caught.value) for remedy in ("r+", "buffer(", "readonly", "writable"))
+    assert source.region().buffer()[:10].readonly, "the source was left as it was"
+
+
+def test_an_object_that_is_too_small_is_refused(name):
+    memory = bytearray(NBYTES // 4)
+    with pytest.raises(OutOfMemory, match=str(len(memory))):
+        ALLOCATORS[name](Existing(memory)).alloc(ITEM)
+    gc.collect()
+    memory.append(0)  # nothing keeps it exported
+
+
+def test_of_a_larger_object_only_what_was_asked_for_is_used(name):
+    memory = bytearray(3 * NBYTES)
+    allocator = ALLOCATORS[name](Existing(memory))
+    blocks = fill_up(allocator, PAGE)
+    for block in blocks:
+        poke(block.address, PAGE, 1)
+    reserved = sum(region.nbytes for region in allocator.regions)
+    assert NBYTES <= reserved <= NBYTES + ITEM
+    assert not any(memory[reserved:])
+    with pytest.raises(BufferError):
+        memory.append(0)
+    blocks.clear()
+    del block, allocator
+    gc.collect()
+    memory.append(0)
+
+
+@pytest.mark.parametrize("source", [3, "host", object(), Host])
+def test_what_is_no_source(name, source):
+    with pytest.raises(TypeError, match="region"):
+        ALLOCATORS[name](source).alloc(8)
+
+
+def test_a_region_with_too_few_bytes_is_refused(name):
+    class Mean:
+        def region(self, nbytes):
+            return Host().region(nbytes // 2)
+
+    with pytest.raises(ValueError, match="gave only"):
+        ALLOCATORS[name](Mean())
+
+
+def test_bytes_another_process_may_see_are_pending_and_not_reused():
+    from multiprocessing.reduction import ForkingPickler
+
+    for name in REUSING:
+        allocator = ALLOCATORS[name](Shared())
+        block = allocator.alloc(PAGE)
+        size = adds_up(allocator).allocated_bytes
+        block.fill(5)
+        received = ForkingPickler.loads(ForkingPickler.dumps(block))
+        start = block.address
+        del block
+        stats = adds_up(allocator)
+        assert (stats.allocated_bytes, stats.pending_bytes) == (0, size)
+        assert [info.state for info in allocator.blocks() if info.address == start] == ["pending"]
+        for other in fill_up(allocator, PAGE):
+            poke(other.address, PAGE, 0xFF)
+        assert bytes(received) == b"\5" * PAGE

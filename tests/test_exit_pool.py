@@ -1,0 +1,271 @@
+"""No order of teardown at interpreter exit crashes, prints or hangs: Pool and Slab.
+
+As test_exit.py, of allocators whose blocks go back one by one, so that every Buffer that dies late
+still finds its free list.
+"""
+
+import itertools
+
+import pytest
+
+PRELUDE = """
+import atexit, builtins, gc, os, queue, sys, threading, types
+import numpy as np
+import arenapy
+from arenapy import Existing, Host, Pool, Shared, Slab
+"""
+
+MAKE = {
+    "pool": "keeper = Pool()",
+    "pool, limited": "keeper = Pool(8 << 20, initial_bytes=1 << 20, on_oom=lambda n: False)",
+    "pool, shared": "keeper = Pool(source=Shared())",
+    "pool, existing": "keeper = Pool(source=Existing(bytearray(1 << 20)))",
+    "pool, timed": "keeper = Pool(trim_after=0.001, trim_thread=True)",
+    "slab": "keeper = Slab(4096, 32, max_count=1 << 10)",
+    "slab, shared": "keeper = Slab(4096, 1024, Shared())",
+    "slab, existing": "keeper = Slab(4096, 200, Existing(bytearray(1 << 20)))",
+}
+HOLD = """
+buffer = keeper.alloc(100)
+view = memoryview(keeper.alloc(100))
+array = keeper.empty((5, 5), "f4")
+part = keeper.alloc(100)[3:7]
+seen = np.ndarray((10,), "u1", buffer=keeper.alloc(10))
+tensor = np.from_dlpack(keeper.alloc(64))
+capsule = keeper.alloc(64).__dlpack__(max_version=(1, 0))
+many = keeper.alloc_many([10] * 20)
+keeper.alloc(300).release()
+region = keeper.regions[0]
+"""
+NAMES = ["buffer", "view", "array", "part", "seen", "tensor", "capsule", "many", "region", "keeper"]
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_module_globals(run_script, make):
+    run_script(PRELUDE + MAKE[make] + HOLD)
+
+
+@pytest.mark.parametrize("make", ["pool", "slab"])
+@pytest.mark.parametrize("order", ["keeper first", "keeper last", "shuffled"])
+def test_explicit_orders(run_script, order, make):
+    names = {"keeper first": NAMES[::-1], "keeper last": NAMES, "shuffled": NAMES[5:] + NAMES[:5]}
+    run_script(PRELUDE + MAKE[make] + HOLD + "\n".join(f"del {name}" for name in names[order]))
+
+
+@pytest.mark.parametrize("make", ["pool", "slab"])
+@pytest.mark.parametrize("pair", list(itertools.permutations(["keeper", "array", "many"], 2)))
+def test_globals_cleared_in_an_odd_order(run_script, pair, make):
+    """Module globals that start with one underscore go first: rename to choose the order."""
+    first, second = pair
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + f"_first = {first}; zz_last = {second}; del {first}, {second}\n"
+        + "sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')\n"
+        + "module.kept = [_first, module]\n"
+    )
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_modules_torn_out_from_under_live_buffers(run_script, make):
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + """
+for name in [name for name in sys.modules if name.split('.')[0] in ('arenapy', 'numpy')]:
+    del sys.modules[name]
+del arenapy, np, Existing, Host, Pool, Shared, Slab
+gc.collect()
+"""
+    )
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_cycles(run_script, make):
+    run_script(
+        PRELUDE
+        + f"""
+gc.disable()
+class Source:
+    def __init__(self): self.inner = Host()
+    def region(self, nbytes): return self.inner.region(nbytes)
+class Loud:
+    def __init__(self, *held): self.held = held; self.me = self
+    def __del__(self):
+        for thing in self.held:
+            len(thing)
+for _ in range(5):
+    {MAKE[make]}
+    kept = [keeper, keeper.alloc(9), memoryview(keeper.alloc(9)), keeper.empty(3)]
+    kept.append(kept)
+    loud = Loud(keeper.alloc(4), keeper.empty(4))
+    for kind in (lambda s: Pool(source=s), lambda s: Slab(64, 4, s, max_count=8)):
+        source = Source()
+        own = kind(source)  # which keeps its source, and so itself
+        source.user, source.blocks = own, own.alloc_many([64] * 5)
+"""
+    )
+
+
+@pytest.mark.parametrize("make", ["pool", "pool, limited", "pool, existing", "slab"])
+def test_use_in_atexit(run_script, make):
+    out = run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + """
+def late():
+    before = keeper.stats().active_allocations
+    keeper.empty(10)[:] = 1
+    keeper.alloc(5).release()
+    many.clear()
+    keeper.trim()
+    keeper.check()
+    print("late", before - keeper.stats().active_allocations)
+atexit.register(late)
+"""
+    )
+    assert out == "late 20\n"
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_use_in_finalizers_during_shutdown(run_script, make):
+    """Allocating, releasing and trimming while modules are already being cleared."""
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + """
+class Late:
+    def __init__(self, *things): self.things = things
+    def __del__(self):
+        keeper, array, buffer = self.things
+        kept = [keeper.alloc(4000) for _ in range(40)]
+        array[:] = 2
+        buffer.release()
+        del kept[::2]
+        keeper.trim()
+        keeper.check()
+late = Late(keeper, array, buffer)
+late.cycle = late
+sys.late = Late(keeper, array, buffer)
+builtins.late = Late(keeper, array, buffer)
+"""
+    )
+
+
+DAEMONS = {
+    "asleep": "stay.wait()",
+    "allocating": "while True: keeper.alloc(1000).fill(1)",
+    "growing": "while True: kept = [keeper.alloc(4000) for _ in range(30)]; kept.clear()",
+    "arrays": "while True: keeper.empty(10)[:] = 1; memoryview(keeper.alloc(9))",
+    "many": "while True: kept = keeper.alloc_many([10] * 30); del kept",
+    "consuming": "while True: np.from_dlpack(keeper.alloc(5)); keeper.alloc(9).__dlpack__()",
+    "trimming": "while True: keeper.alloc(4000); keeper.trim(); keeper.stats()",
+    "passing on": "while True: handover.put(keeper.alloc(50)); handover.get()",
+}
+
+
+@pytest.mark.parametrize("make", ["pool", "pool, timed", "slab"])
+@pytest.mark.parametrize("busy", DAEMONS)
+def test_daemon_threads(run_script, busy, make):
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + f"""
+stay, ready, handover = threading.Event(), threading.Barrier(4), queue.Queue()
+def work(array, view):
+    held = array, view, np.ndarray(5, "u1", buffer=view)
+    ready.wait()
+    {DAEMONS[busy]}
+for _ in range(3):
+    threading.Thread(target=work, args=(array, view), daemon=True).start()
+ready.wait()
+stay.wait(0.05)
+"""
+    )
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_the_last_reference_dies_on_another_thread(run_script, make):
+    """After the main thread has finished."""
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + """
+def late(box):
+    threading.main_thread().join()
+    array, view, keeper = box
+    array[:] = 1
+    box.clear()
+    del array, view
+    keeper.alloc(100).fill(2)
+    keeper.check()
+box = [keeper.empty(10), memoryview(keeper.alloc(9)), keeper]
+threading.Thread(target=late, args=(box,)).start()
+del keeper
+"""
+    )
+
+
+@pytest.mark.parametrize("make", ["pool", "pool, limited", "slab"])
+def test_exit_in_a_forked_child(run_script, make):
+    """Both processes end in an orderly way, with all that the parent held."""
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + """
+if os.fork():
+    assert os.wait()[1] == 0
+else:
+    keeper.alloc(200).fill(1)
+    del buffer, many
+"""
+    )
+
+
+@pytest.mark.parametrize("make", ["pool, shared", "slab, shared"])
+def test_exit_of_a_child_that_only_sees_the_memory(run_script, make):
+    run_script(
+        PRELUDE
+        + MAKE[make]
+        + HOLD
+        + """
+if os.fork():
+    assert os.wait()[1] == 0
+    array[:] = 1
+    keeper.alloc(100).fill(1)
+    keeper.check()
+"""
+    )
+
+
+def test_the_trimming_thread_ends_with_its_pool(run_script):
+    """And keeps neither the pool nor the process."""
+    run_script(
+        PRELUDE
+        + """
+import time, weakref
+pool = Pool(trim_after=0.02, trim_thread=True)
+pool.alloc(1 << 20).release()
+assert pool.stats().reserved_bytes
+end = time.monotonic() + 20
+while pool.stats().reserved_bytes and time.monotonic() < end:
+    time.sleep(0.01)
+assert pool.stats().reserved_bytes == 0, "nobody used it, and it was not trimmed"
+gone = weakref.ref(pool)
+names = [thread.name for thread in threading.enumerate()]
+assert names.count("arenapy-trim") == 1
+while gone() is not None and time.monotonic() < end:
+    pool = None
+    time.sleep(0.01)
+assert gone() is None
+while threading.active_count() > 1 and time.monotonic() < end:
+    time.sleep(0.01)
+assert threading.active_count() == 1
+"""
+    )

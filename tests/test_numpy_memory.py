@@ -1,0 +1,445 @@
+"""`numpy_memory` and `handles`: what arrays are made of, and where their blocks go."""
+
+import itertools
+import resource
+import sys
+import threading
+
+import numpy as np
+import pytest
+from numpy._core.multiarray import get_handler_name
+from numpy_arrays import (
+    ALIGN,
+    MAKERS,
+    MIB,
+    POOLS,
+    address_of,
+    empty,
+    is_ours,
+    live,
+    owner_of,
+    raw,
+    same,
+    small_pool,
+    values,
+)  # fmt: skip
+from sources import Only, Regions
+
+import arenapy
+from arenapy import Host, Pool, handles, numpy_memory
+
+LAZY = 32 * MIB  # zeros of this much come when they are touched
+POLICIES = ["system", "error"]
+
+
+@pytest.fixture(params=POOLS)
+def every_pool(request, tmp_path):
+    return POOLS[request.param](tmp_path)
+
+
+@pytest.fixture
+def pool():
+    return Pool()
+
+
+def system_figures(memory):
+    stats = memory.stats()
+    return stats.system_allocations, stats.system_bytes, stats.system_live
+
+
+def make_dirty(pool, nbytes=8 * MIB):
+    """Leave free blocks of many sizes that are full of ones."""
+    for size in (64, 500, 4000, 9000, 33_000, nbytes):
+        blocks = [pool.alloc(size) for _ in range(9 if size < 40_000 else 2)]
+        for block in blocks:
+            block.fill(255)
+            block.release()
+
+
+# What arrays are like ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 500, 5000, 150_001])
+@pytest.mark.parametrize("name", MAKERS)
+def test_contents_are_as_with_numpys_own_memory(name, n):
+    n = min(n, 20_000) if name.startswith(("from", "objects", "strings")) else n
+    pool = Pool()
+    make_dirty(pool)
+    expected = MAKERS[name](n, 3)
+    with numpy_memory(pool, on_full="error"):
+        array = MAKERS[name](n, 3)
+    assert same(array, expected)
+    assert is_ours(array) and not is_ours(expected)
+    assert address_of(owner_of(array)) % ALIGN == 0
+    del array
+    assert live(pool) == 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_pool_serves_every_array(name, every_pool):
+    expected = [MAKERS[name](n, n) for n in (0, 3, 2000)]
+    make_dirty(every_pool, 40_000)
+    with numpy_memory(every_pool, on_full="error"):
+        arrays = [MAKERS[name](n, n) for n in (0, 3, 2000)]
+    for array, other in zip(arrays, expected, strict=True):
+        assert same(array, other) and handles(array).allocator is every_pool
+        assert address_of(owner_of(array)) % ALIGN == 0
+    del array, arrays
+    assert live(every_pool) == 0
+
+
+def test_the_handlers_name_and_version(pool):
+    assert get_handler_name() == "default_allocator"
+    with numpy_memory(pool):
+        assert get_handler_name() == "arenapy"
+        array = np.empty(3)
+    assert get_handler_name() == "default_allocator"
+    assert get_handler_name(array) == "arenapy"
+    assert np._core.multiarray.get_handler_version(array) == 1
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "f8", "c16", "S3", "V5", "M8[s]", object, "T"])
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4096, 4097, 33_000, MIB, 5 * MIB])
+def test_zeros_are_zero_on_recycled_memory(dtype, nbytes, pool):
+    make_dirty(pool)
+    count = nbytes // np.dtype(dtype).itemsize
+    plain = np.zeros(count, dtype)
+    hits = pool.stats().pool_hits
+    with numpy_memory(pool):
+        for _ in range(3):
+            array = np.zeros(count, dtype)
+            assert same(array, plain)
+            if dtype is not object:
+                assert not any(raw(array))
+            ctypes_fill(array)
+    assert pool.stats().pool_hits >= hits + 3, "memory was not recycled: nothing was tested"
+
+
+def ctypes_fill(array):
+    if not array.dtype.hasobject and array.dtype.kind != "T":
+        array.view("u1")[:] = 255
+
+
+@pytest.mark.parametrize("dtype", [object, "T", [("x", "i4"), ("y", object)]])
+def test_empty_arrays_of_objects_are_zeroed(dtype, pool):
+    """NumPy asks for their memory with calloc, and drops whatever it finds there."""
+    make_dirty(pool)
+    plain = np.empty(100_000, dtype)
+    with numpy_memory(pool):
+        for count in (1, 50, 5000, 100_000):
+            array = np.empty(count, dtype)
+            assert array.tolist() == plain[:count].tolist()
+
+
+def test_an_array_has_its_block_to_itself(pool):
+    with numpy_memory(pool):
+        arrays = [empty(3 + 37 * n % 900, n) for n in range(300)]
+        for n in range(0, 300, 3):
+            arrays[n] = np.resize(arrays[n], 1000)
+    for n, array in enumerate(arrays):
+        assert array.tolist() == np.resize(values(3 + 37 * n % 900, n), array.size).tolist()
+    spans = sorted((address_of(one), address_of(one) + one.nbytes) for one in map(owner_of, arrays))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+# Resizing ----------------------------------------------------------------------------------------
+
+SIZES = [0, 1, 8, 63, 64, 65, 100, 511, 513, 4000, 4096, 33_000, 70_000, MIB, 20 * MIB]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("where", ["pool", "system", "lazy"])
+def test_resize_keeps_what_there_is_and_zeros_the_rest(nbytes, where):
+    pool = small_pool(64 * MIB if where == "pool" else MIB)
+    size = {"pool": 5000, "system": 2 * MIB, "lazy": LAZY}[where]
+    make_dirty(pool, 70_000)
+    kept = values(1250, 5).view("u1")
+    for begin in (size, 4999):
+        with numpy_memory(pool):
+            array = np.zeros(begin, "u1")
+            array[: kept.size - 1] = kept[:-1]
+            array[-1] = 77
+            before = bytes(array[: min(begin, 30_000)])
+            array.resize(nbytes, refcheck=False)
+        assert bytes(array[:30_000]) == before[:nbytes].ljust(min(nbytes, 30_000), b"\0")
+        assert not nbytes >= begin or array[begin - 1] == 77
+        assert not array[max(begin, 1) :].any()
+        assert address_of(array) % ALIGN == 0
+        del array
+    assert live(pool) == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 100, 512, 4096, 33_000, 70_000])
+def test_resize_stays_in_its_block(nbytes, pool):
+    """Sizes around that of the block, and beside it others that must not be touched."""
+    with numpy_memory(pool):
+        arrays = [np.full(nbytes, n, "u1") for n in range(9)]
+        room = handles(arrays[4]).nbytes
+        for n in (room - 1, room, room + 1, room + 63, room + 64):
+            arrays[4].resize(nbytes, refcheck=False)
+            arrays[4].resize(n, refcheck=False)
+            arrays[4][:] = 4
+            assert handles(arrays[4]).nbytes >= n
+    assert all((array == n).all() for n, array in enumerate(arrays))
+
+
+def test_resize_out_of_a_full_pool_and_back():
+    pool = small_pool()
+    memory = numpy_memory(pool)
+    with memory:
+        array = np.full(1000, 7, "u1")
+        assert handles(array)
+        array.resize(2 * MIB, refcheck=False)
+        assert handles(array) is None and live(pool) == 0 and memory.stats().system_live == 1
+        assert (array[:1000] == 7).all() and not array[1000:].any()
+        array.resize(500, refcheck=False)
+        assert (array == 7).all() and array.size == 500
+    del array
+    assert live(pool) == 0 and memory.stats().system_live == 0
+
+
+def test_a_failed_resize_keeps_the_array():
+    pool = small_pool()
+    with numpy_memory(pool, on_full="error"):
+        array = empty(1000, 4)
+        with pytest.raises(MemoryError):
+            array.resize(MIB, refcheck=False)
+        assert same(array, empty(1000, 4)) and live(pool) == 2
+    del array
+    assert live(pool) == 0
+
+
+# Where blocks go ---------------------------------------------------------------------------------
+
+
+def test_a_freed_block_is_served_again(pool):
+    with numpy_memory(pool):
+        first = np.empty(1000)
+        where = address_of(first)
+        misses = pool.stats().pool_misses
+        for _ in range(100):
+            del first
+            first = np.empty(1000)
+            assert address_of(first) == where
+    assert pool.stats().pool_misses == misses
+
+
+def test_arrays_are_freed_after_the_context_and_in_any_order(pool):
+    with numpy_memory(pool):
+        arrays = [np.empty(n * 100) for n in range(200)]
+    assert live(pool) == 200
+    for index in [*range(0, 100, 2), *range(60)]:
+        del arrays[index]
+    assert live(pool) == 90
+    arrays.clear()
+    assert live(pool) == 0
+
+
+def test_blocks_return_from_other_threads(pool):
+    with numpy_memory(pool):
+        boxes = [[empty(n, n) for n in range(0, 3000, 11)] for _ in range(4)]
+
+    def drop(box):
+        for n in range(0, 3000, 11):
+            assert same(box.pop(0), empty(n, n))
+
+    threads = [threading.Thread(target=drop, args=(box,)) for box in boxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(boxes) and live(pool) == 0
+
+
+def test_trim_leaves_live_arrays_alone(pool):
+    with numpy_memory(pool):
+        arrays = [empty(n * 1000, n) for n in range(60)]
+        for _ in range(10):
+            del arrays[::3]
+            pool.trim()
+            pool.defragment()
+            arrays.append(empty(7, 7))
+            assert all(same(one, empty(one.size, one.size // 1000)) for one in arrays[:20])
+    arrays.clear()
+    assert live(pool) == 0
+    assert pool.trim() >= 0 and pool.stats().reserved_bytes == 0
+
+
+def test_a_pool_with_live_arrays_cannot_be_taken_apart(pool):
+    with numpy_memory(pool):
+        array = empty(1000, 1)
+    with pytest.raises(BufferError):
+        handles(array).region.close()
+    assert same(array, empty(1000, 1))
+
+
+def test_a_trace_has_numpys_blocks(pool, tmp_path):
+    with numpy_memory(pool), arenapy.trace.record(pool, tmp_path / "trace"):
+        kept = np.empty(1000)
+        for _ in range(10):
+            np.empty(300)
+    trace = arenapy.trace.load(tmp_path / "trace")
+    codes = arenapy.trace.OPERATIONS
+    allocs = trace.events[trace.events["operation"] == codes["alloc"]]
+    frees = trace.events[trace.events["operation"] == codes["free"]]
+    assert sorted(allocs["nbytes"]) == [2400] * 10 + [8000]
+    assert len(frees) == 10 and address_of(kept) in allocs["address"]
+
+
+# When the pool is full ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_full_pool(policy):
+    pool = small_pool()
+    memory = numpy_memory(pool, on_full=policy)
+    with memory:
+        fits = empty(1000, 1)
+        before = pool.stats().as_dict()
+        if policy == "error":
+            for make in (np.empty, np.zeros, np.ones):
+                with pytest.raises(MemoryError):
+                    make(2 * MIB, "u1")
+            assert system_figures(memory) == (0, 0, 0)
+        else:
+            big = [make(2 * MIB, "u1") for make in (np.empty, np.zeros, np.ones)]
+            assert system_figures(memory) == (3, 6 * MIB, 3)
+            assert not any(raw(big[1])) and set(raw(big[2])) == {1}
+            for one in big:
+                assert is_ours(one) and handles(one) is None and address_of(one) % ALIGN == 0
+            del one, big[1]
+            assert system_figures(memory) == (3, 6 * MIB, 2)
+        after = pool.stats().as_dict()
+        assert after["active_allocations"] == before["active_allocations"]
+        again = empty(1000, 2)
+    assert handles(again).allocator is pool
+    assert same(fits, empty(1000, 1)) and same(again, empty(1000, 2))
+    big = fits = again = None
+    assert live(pool) == 0 and memory.stats().system_live == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_source_that_fails(policy):
+    source = Regions()
+    pool = Pool(source=source)
+    memory = numpy_memory(pool, on_full=policy)
+    source.failing = True
+    with memory:
+        if policy == "error":
+            with pytest.raises(MemoryError):
+                np.empty(MIB)
+        else:
+            assert same(empty(MIB, 1), empty(MIB, 1))
+            assert memory.stats().system_allocations >= 1 and source.failures
+        source.failing = False
+        assert handles(np.empty(MIB)).allocator is pool
+
+
+def test_an_error_of_the_source_is_not_raised_into_numpy():
+    """A callback must not leave an exception behind, whatever it is."""
+
+    class Broken:
+        calls = 0
+
+        def region(self, nbytes):
+            self.calls += 1
+            raise ZeroDivisionError("planned")
+
+    source = Broken()
+    with numpy_memory(Pool(source=source)) as memory:
+        assert np.ones(100).sum() == 100
+        try:
+            raise KeyError("mine")
+        except KeyError as error:
+            assert np.ones(100).sum() == 100
+            assert sys.exception() is error
+    assert source.calls and memory.stats().system_allocations >= 2
+
+
+def test_the_hook_is_asked_and_may_help():
+    """`on_oom` is a call of Python's: NumPy's thread takes the GIL for it, or does not call it."""
+    kept = []
+
+    def hook(nbytes):
+        return bool(kept) and bool(kept.clear() or True)
+
+    pool = Pool(MIB, Host(prefault=False), MIB, on_oom=hook)
+    kept.append(pool.alloc(900_000))
+    with numpy_memory(pool, on_full="system") as memory:
+        array = empty(50_000, 1)
+    assert same(array, empty(50_000, 1))
+    assert (handles(array) is None) == (memory.stats().system_live == 1)
+
+
+def test_a_source_may_use_numpy_itself():
+    """Growing asks the source, which allocates under the handler that is growing."""
+
+    class Busy:
+        inner = Regions()
+
+        def region(self, nbytes):
+            assert np.arange(1000).sum() == 499_500
+            return self.inner.region(nbytes)
+
+    pool = Pool(source=Busy())
+    with numpy_memory(pool):
+        arrays = [empty(200_000, n) for n in range(5)]
+    assert all(same(array, empty(200_000, n)) for n, array in enumerate(arrays))
+    assert handles(arrays[-1]).allocator is pool
+    del arrays
+    assert live(pool) == 0
+
+
+def test_a_source_with_one_region_and_no_more():
+    pool = Pool(source=Only(2 * MIB))
+    with numpy_memory(pool) as memory:
+        arrays = [empty(10_000, n) for n in range(60)]
+    assert all(same(array, empty(10_000, n)) for n, array in enumerate(arrays))
+    ours = sum(handles(array) is not None for array in arrays)
+    assert 0 < ours < 60 and memory.stats().system_live == 60 - ours
+    del arrays
+    assert live(pool) == 0 and memory.stats().system_live == 0
+
+
+# Large zeros -------------------------------------------------------------------------------------
+
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("policy", POLICIES)
+def test_large_zeros_come_when_they_are_touched(policy):
+    pool = small_pool()
+    memory = numpy_memory(pool, on_full=policy)
+    with memory:
+        np.zeros(LAZY, "u1")
+        begun = faults()
+        array = np.zeros(16 * LAZY, "u1")
+        assert faults() - begun < 100, "512 MiB were touched"
+    stats = memory.stats()
+    assert (stats.lazy_allocations, stats.lazy_live) == (2, 1)
+    assert stats.lazy_bytes == 17 * LAZY and stats.system_allocations == 0
+    assert handles(array) is None and is_ours(array) and address_of(array) % ALIGN == 0
+    assert not array[:: 1 << 14].any()
+    array[[0, -1]] = 3, 4
+    assert array[0] == 3 and array[-1] == 4 and not array[1:100].any()
+    del array
+    assert memory.stats().lazy_live == 0 and live(pool) == 0
+
+
+def test_zeros_that_are_not_so_large_are_the_pools(pool):
+    with numpy_memory(pool) as memory:
+        array = np.zeros(LAZY // 2, "u1")
+    assert handles(array).allocator is pool and memory.stats().lazy_allocations == 0
+
+
+def test_an_impossible_calloc_is_a_memory_error(pool):
+    with numpy_memory(pool):
+        for make in (np.zeros, np.empty):
+            with pytest.raises(MemoryError):
+                make(2**62, "u1")
+            with pytest.raises(ValueError, match=r"too big|dimension"):
+                make((2**40, 2**40), "f8")
+    assert live(pool) == 0

@@ -1,0 +1,218 @@
+"""`numpy_memory` in coroutines, async generators, asyncio's tasks and copied contexts."""
+
+import asyncio
+import contextvars
+import functools
+import gc
+import inspect
+import threading
+
+import numpy as np
+import pytest
+from numpy_arrays import three_pools, where
+
+from arenapy import Pool, handles, numpy_memory
+
+
+@pytest.fixture
+def pools():
+    with three_pools() as made:
+        yield made
+
+
+def test_a_coroutine(pools):
+    @numpy_memory(pools[0])
+    async def work(value):
+        before = where(pools)
+        await asyncio.sleep(0)
+        return value, before, where(pools)
+
+    async def main():
+        assert await work(3) == (3, 0, 0)
+        assert where(pools) is None
+
+    assert inspect.iscoroutinefunction(work)
+    asyncio.run(main())
+
+
+def test_tasks_do_not_meet(pools):
+    async def work(index, first, then):
+        with numpy_memory(pools[index]):
+            for _ in range(5):
+                first.set()
+                await then.wait()
+                await asyncio.sleep(0)
+                assert where(pools) == index
+        assert where(pools) is None
+
+    async def main():
+        a, b = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(work(0, a, b), work(1, b, a))
+        assert where(pools) is None
+
+    asyncio.run(main())
+
+
+def test_a_task_inherits_and_keeps_what_it_inherited(pools):
+    async def work(started, go):
+        started.set()
+        await go.wait()
+        seen = [where(pools)]
+        with numpy_memory(pools[1]):
+            seen.append(where(pools))
+        return [*seen, where(pools)]
+
+    async def main():
+        started, go = asyncio.Event(), asyncio.Event()
+        with numpy_memory(pools[0]):
+            task = asyncio.create_task(work(started, go))
+            await started.wait()
+        assert where(pools) is None
+        go.set()
+        assert await task == [0, 1, 0]
+
+    asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled(pools):
+    ended = []
+
+    async def work(started):
+        try:
+            with numpy_memory(pools[0]):
+                started.set()
+                await asyncio.sleep(1000)
+        finally:
+            ended.append(where(pools))
+
+    async def main():
+        started = asyncio.Event()
+        task = asyncio.create_task(work(started))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [None] and where(pools) is None
+
+    asyncio.run(main())
+
+
+def test_an_async_generator_has_it_only_while_it_runs(pools):
+    closed = []
+
+    @numpy_memory(pools[0])
+    async def numbers():
+        try:
+            got = yield where(pools)
+            while got is not None:
+                await asyncio.sleep(0)
+                try:
+                    got = yield (got, where(pools))
+                except KeyError as error:
+                    got = yield (error.args[0], where(pools))
+        finally:
+            await asyncio.sleep(0)
+            closed.append(where(pools))
+
+    async def main():
+        generator = numbers()
+        assert await anext(generator) == 0 and where(pools) is None
+        assert await generator.asend("a") == ("a", 0) and where(pools) is None
+        with numpy_memory(pools[1]):
+            assert await generator.athrow(KeyError("b")) == ("b", 0)
+            assert where(pools) == 1
+        with pytest.raises(StopAsyncIteration):
+            await anext(generator)
+        assert closed == [0] and where(pools) is None
+        generator = numbers()
+        await anext(generator)
+        await generator.aclose()
+        assert closed == [0, 0] and where(pools) is None
+        assert [value async for value in numbers()] == [0]
+        assert closed == [0, 0, 0] and where(pools) is None
+
+    assert inspect.isasyncgenfunction(numbers)
+    asyncio.run(main())
+
+
+def test_an_async_context_that_is_left_in_another_task(pools):
+    """Nothing of it is in the context that leaves, and nothing is changed there."""
+
+    async def numbers():
+        with numpy_memory(pools[0]):
+            yield where(pools)
+
+    async def main():
+        generator = numbers()
+        assert await asyncio.create_task(take(generator)) == 0
+        assert where(pools) is None
+        with numpy_memory(pools[1]):
+            await generator.aclose()
+            assert where(pools) == 1
+        assert where(pools) is None
+
+    async def take(generator):
+        return await anext(generator)
+
+    asyncio.run(main())
+
+
+def test_to_thread_inherits(pools):
+    async def main():
+        with numpy_memory(pools[0]):
+            assert await asyncio.to_thread(where, pools) == 0
+            first = await asyncio.to_thread(np.full, 1000, 3)
+            assert handles(first).allocator is pools[0]
+
+            def inside():
+                with numpy_memory(pools[1]):
+                    return where(pools)
+
+            assert await asyncio.to_thread(inside) == 1
+            assert where(pools) == 0
+        assert await asyncio.to_thread(where, pools) is None
+        assert (first == 3).all()
+
+    asyncio.run(main())
+
+
+def test_copy_context(pools):
+    here = functools.partial(where, pools)
+    with numpy_memory(pools[0]):
+        inside = contextvars.copy_context()
+
+        def nested():
+            with numpy_memory(pools[1]):
+                return here(), contextvars.copy_context()
+
+        seen, nested_context = inside.run(nested)
+        assert seen == 1
+    assert here() is None
+    assert inside.run(here) == 0 and nested_context.run(here) == 1
+    memory = numpy_memory(pools[2])
+    inside.run(memory.__enter__)
+    assert inside.run(here) == 2 and here() is None
+    memory.__exit__(None, None, None)  # not where it was entered
+    assert inside.run(here) == 2 and here() is None
+    inside.run(memory.__exit__, None, None, None)
+    assert inside.run(here) == 0
+
+
+def test_a_context_that_is_gone_keeps_no_pool():
+    pool = Pool()
+    with numpy_memory(pool):
+        context = contextvars.copy_context()
+        array = context.run(np.ones, 100)
+    freed = threading.Event()
+
+    class Told:
+        def __del__(self):
+            freed.set()
+
+    context.run(contextvars.ContextVar("told").set, Told())
+    del context
+    gc.collect()
+    assert freed.is_set() and handles(array).allocator is pool
+    del pool
+    gc.collect()
+    assert handles(array).allocator is None and array.sum() == 100

@@ -1,0 +1,372 @@
+"""`numpy_memory` and threads: which ones it reaches, and what it says of the others."""
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from numpy_arrays import empty, same, three_pools, where
+
+from arenapy import handles, numpy_memory
+
+Thread = threading.Thread
+#: Free-threaded builds from 3.14 on start a thread in a copy of the context.
+INHERITS = getattr(sys.flags, "thread_inherit_context", 0)
+
+
+@pytest.fixture
+def pools():
+    with three_pools() as made:
+        yield made
+
+
+def unreached(memory, strangers):
+    """The threads of this test that it does not reach; other tests may have left some behind."""
+    return [name for name in memory.unreached() if name not in strangers]
+
+
+@pytest.fixture
+def strangers():
+    return {thread.name for thread in threading.enumerate()} - {"MainThread"}
+
+
+def in_thread(function, *args):
+    """What `function` gives in a thread; an exception there is raised here."""
+    box = []
+
+    def run():
+        try:
+            box.append((True, function(*args)))
+        except BaseException as error:
+            box.append((False, error))
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    ((good, value),) = box
+    if not good:
+        raise value
+    return value
+
+
+class Waiting(Thread):
+    """A thread that waits until `let_go`."""
+
+    def __init__(self, name):
+        super().__init__(name=name, daemon=True)
+        self.ready, self.go = threading.Event(), threading.Event()
+
+    def run(self):
+        self.ready.set()
+        self.go.wait()
+
+    def __enter__(self):
+        self.start()
+        self.ready.wait()
+        return self
+
+    def __exit__(self, *_):
+        self.go.set()
+        self.join()
+
+
+def test_a_thread_begins_with_numpys_own(pools):
+    with numpy_memory(pools[0]):
+        assert in_thread(where, pools) == (0 if INHERITS else None)
+        with ThreadPoolExecutor(1) as executor:
+            assert executor.submit(where, pools).result() == (0 if INHERITS else None)
+
+
+def test_threads_of_a_context(pools):
+    with numpy_memory(pools[0], threads=True):
+        assert in_thread(where, pools) == 0
+        with ThreadPoolExecutor(3) as executor:
+            assert set(executor.map(lambda _: where(pools), range(20))) == {0}
+        assert in_thread(in_thread, where, pools) == 0, "a thread's thread"
+    assert in_thread(where, pools) is None
+
+
+def test_threads_of_nested_contexts(pools):
+    with numpy_memory(pools[0], threads=True):
+        with numpy_memory(pools[1], threads=True):
+            assert in_thread(where, pools) == 1
+        assert in_thread(where, pools) == 0
+        with numpy_memory(pools[1]):  # this one says nothing about threads
+            assert in_thread(where, pools) in (0, 1)
+            assert where(pools) == 1
+
+
+def test_threads_of_what_is_installed(pools):
+    memory = numpy_memory(pools[0], threads=True).install()
+    try:
+        assert in_thread(where, pools) == 0
+        assert in_thread(in_thread, where, pools) == 0
+        with numpy_memory(pools[1], threads=True):
+            assert in_thread(where, pools) == 1
+        assert asyncio.run(asyncio.to_thread(where, pools)) == 0
+    finally:
+        memory.uninstall()
+    assert in_thread(where, pools) is None
+
+
+def test_install_reaches_threads_that_other_threads_start(pools, strangers):
+    """Those that ran before have no handler, but what they start now has."""
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def early():
+        begun.set()
+        go.wait()
+        seen.extend([where(pools), in_thread(where, pools)])
+
+    thread = Thread(target=early, name="early")
+    thread.start()
+    begun.wait()
+    memory = numpy_memory(pools[0], threads=True).install()
+    try:
+        assert unreached(memory, strangers) == ["early"]
+        go.set()
+        thread.join()
+    finally:
+        memory.uninstall()
+    assert seen == [None, 0]
+
+
+def test_a_context_does_not_reach_threads_that_others_start(pools):
+    """It is this context's own."""
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def early():
+        begun.set()
+        go.wait()
+        seen.append(in_thread(where, pools))
+
+    thread = Thread(target=early)
+    thread.start()
+    begun.wait()
+    with numpy_memory(pools[0], threads=True):
+        go.set()
+        thread.join()
+    assert seen == [None]
+
+
+def test_subclasses_timers_and_their_results(pools):
+    seen = []
+
+    class Mine(Thread):
+        def run(self):
+            seen.append(where(pools))
+
+    with numpy_memory(pools[0], threads=True):
+        for thread in (Mine(), threading.Timer(0, lambda: seen.append(where(pools)))):
+            thread.start()
+            thread.join()
+    assert seen == [0, 0]
+
+
+def test_a_threads_exception_is_reported_as_ever(pools, monkeypatch):
+    reports = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reports.append(args.exc_value))
+    raised = ValueError("planned")
+
+    def run():
+        raise raised
+
+    with numpy_memory(pools[0], threads=True):
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        assert reports == [raised] and where(pools) == 0
+
+
+def test_start_says_what_it_always_said(pools):
+    with numpy_memory(pools[0], threads=True):
+        thread = Thread(target=int)
+        with pytest.raises(RuntimeError):
+            thread.join()
+        thread.start()
+        with pytest.raises(RuntimeError, match="once"):
+            thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="once"):
+            thread.start()
+        assert Thread.start.__name__ == "start"
+    assert "run" not in vars(thread)
+
+
+def test_threads_and_what_they_ran_are_freed(pools):
+    class Thing:
+        pass
+
+    gc.disable()
+    try:
+        with numpy_memory(pools[0], threads=True):
+            thing = Thing()
+            gone = weakref.ref(thing)
+            thread = Thread(target=lambda thing=thing: None)
+            thread.start()
+            thread.join()
+            ended = weakref.ref(thread)
+            del thing, thread
+            assert gone() is None and ended() is None
+    finally:
+        gc.enable()
+
+
+def test_a_thread_outlives_the_context_that_started_it(pools):
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def work():
+        seen.append(where(pools))
+        begun.set()
+        go.wait()
+        seen.append(where(pools))
+        seen.append(empty(1000, 5))
+
+    with numpy_memory(pools[0], threads=True):
+        thread = Thread(target=work)
+        thread.start()
+        begun.wait()
+    assert where(pools) is None
+    go.set()
+    thread.join()
+    array = seen.pop()
+    assert seen == [0, 0] and same(array, empty(1000, 5))
+    assert handles(array).allocator is pools[0]
+
+
+def test_another_wrapper_of_start_survives(pools):
+    calls, original = [], Thread.start
+    memory = numpy_memory(pools[0], threads=True)
+    memory.install()
+    ours = Thread.start
+
+    def theirs(self):
+        calls.append(self)
+        ours(self)
+
+    Thread.start = theirs
+    try:
+        assert in_thread(where, pools) == 0 and len(calls) == 1
+        memory.uninstall()
+        assert Thread.start is theirs, "not ours to take away"
+        assert in_thread(where, pools) is None and len(calls) == 2
+        with memory:
+            assert in_thread(where, pools) == 0
+        assert Thread.start is theirs
+        assert in_thread(where, pools) is None and len(calls) == 4
+    finally:
+        Thread.start = original
+
+
+def test_start_is_ours_only_while_it_is_wanted(pools):
+    start = Thread.start
+    with numpy_memory(pools[0]):
+        assert Thread.start is start
+    memory, other = (numpy_memory(pool, threads=True) for pool in pools[:2])
+    with memory:
+        assert Thread.start is not start
+        other.install()
+    assert Thread.start is not start
+    with contextlib.suppress(ZeroDivisionError), memory:
+        raise ZeroDivisionError
+    assert in_thread(where, pools) == 1
+    other.uninstall()
+    assert Thread.start is start
+
+
+def test_many_threads_enter_and_leave(pools):
+    """One object in all threads at once, which must not know each other."""
+    memories = [numpy_memory(pool, threads=index == 2) for index, pool in enumerate(pools)]
+    barrier = threading.Barrier(6)
+
+    def work(seed):
+        barrier.wait()
+        for n in range(60):
+            index = (seed + n) % 3
+            with memories[index]:
+                array = empty(10 + n * seed, n)
+                assert where(pools) == index
+                with memories[(index + 1) % 3]:
+                    assert where(pools) == (index + 1) % 3
+                assert where(pools) == index
+            assert where(pools) is None
+            assert same(array, empty(10 + n * seed, n))
+
+    with ThreadPoolExecutor(6) as executor:
+        list(executor.map(work, range(6)))
+
+
+# unreached ---------------------------------------------------------------------------------------
+
+
+def test_unreached_names_threads_that_began_before(pools):
+    before = set(numpy_memory(pools[0]).unreached())
+    with Waiting("early"), numpy_memory(pools[0], threads=True) as memory:
+        with Waiting("late"):
+            assert set(memory.unreached()) == {"early"} | (before - {"MainThread"})
+            assert set(numpy_memory(pools[1]).unreached()) >= {"early", "late", "MainThread"}
+        assert memory.unreached().count("late") == 0
+
+
+def test_unreached_after_leaving_names_this_thread(pools):
+    memory = numpy_memory(pools[0])
+    assert "MainThread" in memory.unreached()
+    with memory:
+        assert "MainThread" not in memory.unreached()
+        with memory:
+            pass
+        assert "MainThread" not in memory.unreached()
+    assert "MainThread" in memory.unreached()
+
+
+@pytest.mark.skipif(INHERITS, reason="threads inherit the context here")
+def test_unreached_without_threads(pools, strangers):
+    with numpy_memory(pools[0]) as memory, Waiting("new"):
+        assert unreached(memory, strangers) == ["new"]
+
+
+def test_unreached_asks_for_the_handler_and_not_for_the_object(pools):
+    """Two objects of one pool and policy are one handler."""
+    with numpy_memory(pools[0]):
+        assert "MainThread" not in numpy_memory(pools[0], threads=True).unreached()
+        assert "MainThread" in numpy_memory(pools[1]).unreached()
+
+
+def test_unreached_names_an_executor_that_began_before(pools, strangers):
+    with ThreadPoolExecutor(1, thread_name_prefix="workers") as executor:
+        executor.submit(int).result()
+        with numpy_memory(pools[0], threads=True) as memory:
+            assert unreached(memory, strangers) == ["workers_0"]
+            assert executor.submit(where, pools).result() is None
+            with ThreadPoolExecutor(1, thread_name_prefix="later") as later:
+                assert later.submit(where, pools).result() == 0
+                assert unreached(memory, strangers) == ["workers_0"]
+
+
+def test_unreached_knows_a_thread_that_took_it_itself(pools, strangers):
+    with ThreadPoolExecutor(1, initializer=numpy_memory(pools[0]).install) as executor:
+        assert executor.submit(where, pools).result() == 0
+        with numpy_memory(pools[0]) as memory:
+            assert unreached(memory, strangers) == []
+
+
+def test_unreached_is_not_fooled_by_a_thread_that_ended(pools):
+    """Its identity is soon another's."""
+    memory = numpy_memory(pools[0])
+    for _ in range(10):
+        in_thread(memory.install)
+        with Waiting("plain"):
+            assert "plain" in memory.unreached()
+
+
+@pytest.mark.skipif(INHERITS, reason="threads inherit the context here")
+def test_a_variable_is_not_inherited_by_threads():
+    """What the tests above expect of a new thread is what this interpreter does."""
+    variable = contextvars.ContextVar("variable", default=1)
+    variable.set(2)
+    assert in_thread(variable.get) == 1

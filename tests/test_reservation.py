@@ -1,0 +1,352 @@
+"""`Host.reserve`: each option, and what commit and decommit do, read back from the kernel."""
+
+import ctypes
+import gc
+import importlib
+import re
+import signal
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_view import is_mapped, numa_map, smaps, vm_flags
+from reserved import MIB, PAGE, SIZE, accessible, in_child, read, reserve, rss, write
+
+from arenapy import request, vm
+from arenapy.errors import OutOfMemory
+from arenapy.memory_info import HugePool, Limit
+from arenapy.source import Existing, File, Host, Shared
+
+# The package's attribute of this name is the function.
+memory_info = importlib.import_module("arenapy.memory_info")
+
+
+# ---- what it is
+
+
+def test_reservation_is_a_region_without_memory():
+    reservation = reserve(5 * MIB + 1)
+    region = reservation.region
+    assert reservation.nbytes == region.nbytes == 6 * MIB
+    assert reservation.page_size == region.page_size == PAGE
+    assert region.address % (2 * MIB) == 0
+    assert (region.kind, region.readonly, region.closed) == ("host", False, False)
+    assert rss(reservation) == 0
+    assert not accessible(reservation, 0)
+
+
+@pytest.mark.no_sanitizer
+def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
+    nbytes = 16 * memory_info.memory_info().total
+    reservation = reserve(nbytes)
+    reservation.commit(reservation.nbytes - 2 * MIB, 2 * MIB)
+    assert write(reservation, reservation.nbytes - 2 * MIB, 2 * MIB) <= 2
+    monkeypatch.delattr(vm, "protect")
+    with pytest.raises(OutOfMemory, match="prefault=False"):
+        reservation.commit(0, reservation.nbytes - 2 * MIB)
+
+
+def test_only_host_can_reserve():
+    for source in (Shared(), File("x"), Existing(bytearray(1))):
+        assert not hasattr(source, "reserve")
+
+
+@pytest.mark.parametrize("choice", ["2M", "1G"])
+def test_hugetlb_is_mapped_region_by_region(choice, monkeypatch):
+    pools = {size: HugePool(size, 9, 9, 0) for size in (2 * MIB, 1024 * MIB)}
+    monkeypatch.setattr(request, "huge_pools", lambda: pools)
+    assert Host(huge_pages=choice).reserve(1) is None
+
+
+@pytest.mark.parametrize("name", ["RLIMIT_AS", "vm.overcommit_memory=2 (CommitLimit)"])
+def test_none_where_a_limit_counts_addresses(name, monkeypatch):
+    limit = Limit(name, 1 << 60, 0, "raise it", counts_mappings=True)
+    monkeypatch.setattr("arenapy.reservation.read_limits", lambda: [limit])
+    assert Host().reserve(SIZE) is None
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+@pytest.mark.no_sanitizer
+def test_none_under_a_resource_limit(run_script, kind):
+    out = run_script(f"""
+        import resource
+        from arenapy.source import Host
+        print(Host().reserve(1 << 30) is None)
+        resource.setrlimit(resource.{kind}, (1 << 40,) * 2)
+        print(Host().reserve(1 << 30) is None, Host().region(1 << 20).nbytes)
+    """)
+    assert out.split() == ["False", "True", str(MIB)]
+
+
+def test_none_if_there_are_not_that_many_addresses():
+    assert Host().reserve(1 << 62) is None
+    assert Host().reserve((1 << 63) - 1) is None
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1 << 63])
+def test_bad_size_names_it(nbytes):
+    with pytest.raises(ValueError, match=re.escape(f"nbytes={nbytes!r}")):
+        Host().reserve(nbytes)
+    with pytest.raises(TypeError, match=r"nbytes=1\.5"):
+        Host().reserve(1.5)
+
+
+# ---- commit, decommit
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("options", [{}, {"huge_pages": None}, {"threads": 3}, {"lock": True}])
+@pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB, 6 * MIB])
+def test_committed_memory_does_not_fault(nbytes, options):
+    reservation = reserve(**options)
+    for _ in range(3):
+        reservation.commit(4 * MIB, nbytes)
+        assert rss(reservation) == nbytes
+        assert write(reservation, 4 * MIB, nbytes) <= 2  # the interpreter's own
+        assert not accessible(reservation, 4 * MIB - 1)
+        assert not accessible(reservation, 4 * MIB + nbytes)
+        reservation.decommit(4 * MIB, nbytes)
+        assert rss(reservation) == 0
+        assert accessible(reservation, 4 * MIB)
+    reservation.commit(4 * MIB, nbytes)
+    assert not read(reservation, 4 * MIB, nbytes).strip(b"\0")
+
+
+def test_parts_are_independent_and_committing_upwards_is_one_mapping():
+    reservation = reserve()
+    for offset in range(0, 16 * MIB, 2 * MIB):
+        reservation.commit(offset, 2 * MIB)
+        write(reservation, offset, 2 * MIB, offset // MIB + 1)
+    address = reservation.region.address
+    assert smaps(address)["range"] == (address, address + 16 * MIB)
+    for offset in range(0, 16 * MIB, 4 * MIB):
+        reservation.decommit(offset, 2 * MIB)
+    assert smaps(address)["range"] == (address, address + 16 * MIB)
+    assert rss(reservation) == 8 * MIB
+    for offset in range(2 * MIB, 16 * MIB, 4 * MIB):
+        assert read(reservation, offset, 2 * MIB) == bytes([offset // MIB + 1]) * 2 * MIB
+
+
+# A part is as large as a page of the kernel's choice can be: else it may fill in what is missing.
+KINDS = [
+    ({"huge_pages": None}, PAGE),
+    ({"huge_pages": None, "lock": True}, 3 * PAGE),
+    ({}, 2 * MIB),
+    ({"guard": True, "lock": True}, 2 * MIB),
+]
+
+
+@given(st.lists(st.integers(0, 7), max_size=24), st.sampled_from(KINDS))
+def test_any_order_of_commits_and_decommits(parts, kind):
+    """Against a model: which parts there are, and what was written to each."""
+    options, part = kind
+    reservation = reserve(8 * part, **options)
+    there = {}
+    for serial, i in enumerate(parts, 1):
+        if i in there:
+            assert read(reservation, i * part, part) == bytes([there.pop(i)]) * part
+            reservation.decommit(i * part, part)
+        else:
+            reservation.commit(i * part, part)
+            assert read(reservation, i * part, part) == bytes(part)
+            write(reservation, i * part, part, serial)
+            there[i] = serial
+    for i, serial in there.items():
+        assert read(reservation, i * part, part) == bytes([serial]) * part
+    assert rss(reservation) == len(there) * part
+
+
+def test_what_is_not_committed_is_a_segfault():
+    reservation = reserve()
+    reservation.commit(0, 2 * MIB)
+    assert in_child(lambda: write(reservation, 0, 2 * MIB)) == 0
+    assert in_child(lambda: write(reservation, 0, 2 * MIB + 1)) == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [(0, 0), (-PAGE, PAGE), (0, -PAGE), (1, PAGE), (0, 1), (SIZE, PAGE), (PAGE, SIZE)],
+)
+def test_what_is_no_part(offset, nbytes):
+    reservation = reserve()
+    for call in (reservation.commit, reservation.decommit):
+        with pytest.raises(ValueError, match=f"offset={offset}, nbytes={nbytes}: .*{SIZE}"):
+            call(offset, nbytes)
+        with pytest.raises(TypeError, match="offset='0'"):
+            call("0", PAGE)
+    assert rss(reservation) == 0
+
+
+# ---- options
+
+
+def test_huge_pages_option():
+    auto, none = reserve(), reserve(huge_pages=None)
+    assert "hg" in vm_flags(auto.region.address)
+    assert "hg" not in vm_flags(none.region.address)
+    auto.commit(0, 4 * MIB)
+    assert "hg" in vm_flags(auto.region.address)
+    with Host().region(4 * MIB).buffer() as whole:
+        given_whole = vm.huge_bytes(whole.address, 4 * MIB)
+    if given_whole == 4 * MIB:  # not where memory is fragmented, or they are off
+        assert vm.huge_bytes(auto.region.address, 4 * MIB) == 4 * MIB
+
+
+def test_without_prefault_pages_come_on_touch():
+    reservation = reserve(prefault=False, huge_pages=None)
+    reservation.commit(0, MIB)
+    assert rss(reservation) == 0
+    assert write(reservation, 0, MIB) >= 4  # a fault may map several pages
+    assert rss(reservation) == MIB
+
+
+@pytest.mark.parametrize("prefault", [True, False])
+def test_lock(prefault):
+    reservation = reserve(lock=True, prefault=prefault)
+    assert "lo" not in vm_flags(reservation.region.address)
+    reservation.commit(0, 2 * MIB)
+    assert "lo" in vm_flags(reservation.region.address)
+    write(reservation, 0, 2 * MIB)
+    assert rss(reservation) == 2 * MIB
+    reservation.decommit(0, 2 * MIB)
+    assert rss(reservation) == 0
+    reservation.commit(0, 2 * MIB)
+    assert "lo" in vm_flags(reservation.region.address)
+    assert "lo" not in vm_flags(reservation.region.address + 2 * MIB)
+
+
+def test_lock_beyond_the_limit(run_script):
+    out = run_script("""
+        import os, resource
+        from arenapy.errors import OutOfMemory
+        from arenapy.source import Host
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (3 << 20,) * 2)
+        if os.getuid() == 0:          # root may lock regardless
+            os.setresuid(65534, 65534, 65534)
+        reservation = Host(lock=True).reserve(1 << 30)
+        reservation.commit(0, 2 << 20)
+        for _ in range(2):
+            try:
+                reservation.commit(2 << 20, 2 << 20)
+            except OutOfMemory as error:
+                print(error)
+        reservation.decommit(0, 2 << 20)
+        reservation.commit(0, 2 << 20)     # counts once
+    """)
+    lines = out.splitlines()
+    assert len(lines) == 2
+    for part in ("2 MiB", "RLIMIT_MEMLOCK is 3 MiB", "ulimit -l", "lock=False"):
+        assert part in lines[0] and part in lines[1]
+
+
+@pytest.mark.no_sanitizer  # its own mappings may come to lie there
+def test_guard_pages_lie_around():
+    reservation = reserve(guard=True)
+    reservation.commit(0, SIZE)
+    address = reservation.region.address
+    assert address % (2 * MIB) == 0
+    for guard in (address - 1, address + SIZE):
+        assert smaps(guard)["permissions"] == "---p"
+    assert in_child(lambda: write(reservation, SIZE, 1)) == -signal.SIGSEGV
+    assert in_child(lambda: write(reservation, -1, 1)) == -signal.SIGSEGV
+    reservation.region.close()
+    assert not any(is_mapped(at) for at in (address - PAGE, address, address + SIZE))
+
+
+def test_numa_node(monkeypatch):
+    nodes = memory_info.numa_nodes()
+    if not nodes:
+        pytest.skip("a kernel without NUMA")
+    reservation = reserve(numa_node=nodes[0])
+    reservation.commit(0, 2 * MIB)
+    line = numa_map(reservation.region.address)
+    assert f"bind:{nodes[0]}" in line
+    assert re.search(rf"N{nodes[0]}=\d+", line)
+    monkeypatch.setattr(request, "numa_nodes", lambda: (0, 1023))
+    with pytest.raises(OSError, match=r"numa_node=1023: .* the nodes 0, 1023"):
+        Host(numa_node=1023).reserve(SIZE)
+
+
+def refuses(reservation):
+    for call in (reservation.commit, reservation.decommit):
+        with pytest.raises(ValueError, match="is closed; reserve again"):
+            call(2 * MIB, PAGE)
+
+
+def test_fork_option():
+    kept, skipped = reserve(), reserve(fork="skip")
+    for reservation in (kept, skipped):
+        reservation.commit(0, 2 * MIB)
+        write(reservation, 0, 2 * MIB)
+    assert "dc" not in vm_flags(kept.region.address)
+    assert {"dc"} <= vm_flags(skipped.region.address) & vm_flags(skipped.region.address + SIZE - 1)
+
+    def use(reservation):
+        assert read(reservation, 0, 1) == b"Z"
+        reservation.commit(2 * MIB, 2 * MIB)
+        write(reservation, 0, 4 * MIB, 1)
+
+    assert in_child(lambda: use(kept)) == 0
+    assert in_child(lambda: use(skipped)) == -signal.SIGSEGV
+    assert in_child(lambda: refuses(skipped)) == 0
+    assert read(kept, 0, 2 * MIB) == b"Z" * 2 * MIB
+    assert rss(kept) == rss(skipped) == 2 * MIB
+
+
+def test_threads_option(monkeypatch):
+    seen = []
+    real = vm.prefault
+    monkeypatch.setattr(
+        vm, "prefault", lambda *args, **options: (seen.append(options), real(*args, **options))
+    )
+    reserve(threads=3).commit(0, 8 * MIB)
+    reserve().commit(0, 8 * MIB)
+    assert [options["threads"] for options in seen] == [3, 0]
+
+
+# ---- its end
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_unmapped_with_the_region_and_not_before(guard):
+    reservation = reserve(guard=guard)
+    reservation.commit(0, 2 * MIB)
+    region, address = reservation.region, reservation.region.address
+    gc.disable()  # there is no cycle for it to find
+    try:
+        del reservation
+        ctypes.memset(address, 1, 2 * MIB)
+        del region
+        assert not is_mapped(address)
+    finally:
+        gc.enable()
+
+
+def test_after_the_region_is_closed():
+    reservation = reserve()
+    reservation.region.close()
+    refuses(reservation)
+
+
+def test_threads_commit_parts_of_their_own():
+    reservation = reserve()
+    failures = []
+
+    def work(first):
+        try:
+            for _ in range(20):
+                reservation.commit(first, 2 * MIB)
+                write(reservation, first, 2 * MIB, first // MIB)
+                assert read(reservation, first, 2 * MIB) == bytes([first // MIB]) * 2 * MIB
+                reservation.decommit(first, 2 * MIB)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(4 * MIB * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert rss(reservation) == 0

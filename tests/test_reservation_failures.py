@@ -1,0 +1,152 @@
+"""`Reservation` where limits or the kernel say no: the error explains it, and nothing changes."""
+
+import errno
+import gc
+import importlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from kernel_view import is_mapped, vm_flags
+from reserved import MIB, SIZE, accessible, read, reserve, rss, write
+
+from arenapy import vm
+from arenapy.errors import OutOfMemory
+from arenapy.memory_info import Limit
+from arenapy.source import Host
+
+# The package's attribute of this name is the function.
+memory_info = importlib.import_module("arenapy.memory_info")
+
+
+@pytest.fixture
+def populate_error():
+    yield vm.inject_populate_error
+    vm.inject_populate_error(0)
+
+
+def test_a_tight_cgroup_is_named_and_nothing_changes(monkeypatch):
+    group = Limit("cgroup /sys/fs/cgroup/job (memory.max)", 8 * MIB, 0, "raise its max")
+    monkeypatch.setattr(memory_info, "read_limits", lambda _proc: [group])
+    reservation = reserve()
+    reservation.commit(0, 4 * MIB)
+    with pytest.raises(OutOfMemory, match=r"10 MiB.*job \(memory.max\) has 8 MiB.*prefault=False"):
+        reservation.commit(4 * MIB, 10 * MIB)
+    assert not accessible(reservation, 4 * MIB)
+    lazy = reserve(prefault=False)
+    lazy.commit(0, 10 * MIB)
+    assert accessible(lazy, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "match"),
+    [
+        (errno.ENOMEM, OutOfMemory, "cannot fault in .* 4 MiB .*prefault=False"),
+        (errno.EFAULT, OSError, "Bad address"),
+        (133, OSError, "hardware"),
+    ],
+)
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("lock", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_failed_commit_is_undone(number, error, match, lock, before, populate_error):
+    """The first slices succeed: what they faulted in goes back, and the lock with it."""
+    reservation = reserve(lock=lock, threads=1)
+    reservation.commit(0, 2 * MIB)
+    if before:
+        reservation.commit(2 * MIB, 4 * MIB)
+        reservation.decommit(2 * MIB, 4 * MIB)
+    write(reservation, 0, 2 * MIB)
+    populate_error(number, 1)
+    with pytest.raises(error, match=match) as caught:
+        reservation.commit(2 * MIB, 4 * MIB)
+    assert getattr(caught.value, "errno", number) in (number, None)
+    assert rss(reservation) == 2 * MIB
+    assert not accessible(reservation, 2 * MIB)
+    assert "lo" not in vm_flags(reservation.region.address + 2 * MIB)
+    assert read(reservation, 0, 2 * MIB) == b"Z" * 2 * MIB
+    reservation.commit(2 * MIB, 4 * MIB)
+    assert write(reservation, 0, 6 * MIB) <= 2
+
+
+def test_commit_that_fails_half_way_gives_back_what_it_had(monkeypatch):
+    reservation = reserve()
+    real = vm.prefault
+
+    def half(address, nbytes, **options):
+        real(address, nbytes // 2, **options)
+        raise OSError(errno.ENOMEM, "out of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vm, "prefault", half)
+        with pytest.raises(OutOfMemory, match="out of it"):
+            reservation.commit(0, 8 * MIB)
+    assert rss(reservation) == 0
+    assert not accessible(reservation, 0)
+
+
+def test_ctrl_c_is_undone(populate_error):
+    reservation = reserve()
+    populate_error(errno.EAGAIN)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        reservation.commit(0, SIZE)
+    timer.join()
+    assert rss(reservation) == 0
+    assert not accessible(reservation, 0)
+
+
+@pytest.mark.parametrize("step", ["advise", "protect"])
+def test_other_refusals_of_the_kernel(step, monkeypatch):
+    def refuse(*_args):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    made = []
+    real = vm.reserve
+    monkeypatch.setattr(vm, "reserve", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
+    monkeypatch.setattr(vm, step, refuse)
+    with pytest.raises((OSError, MemoryError), match=r"allocate memory|refused to map"):
+        Host().reserve(SIZE).commit(0, 2 * MIB)
+    gc.collect()
+    assert len(made) == 1 and not is_mapped(made[0][0])
+
+
+MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+@pytest.mark.skipif(MOST_MAPPINGS > 200_000, reason="to have that many mappings takes long")
+@pytest.mark.no_sanitizer
+def test_too_many_mappings(run_script):
+    out = run_script("""
+        import gc
+        from arenapy import vm
+        from arenapy.errors import OutOfMemory
+        from arenapy.source import Host, Shared
+        reservation, region = Host().reserve(64 << 20), Shared().region(1)
+        address, *whole = vm.reserve(1 << 30)
+        try:
+            for page in range(0, 1 << 30, 2 * vm.PAGE_SIZE):
+                vm.protect(address + page, vm.PAGE_SIZE, True)   # two mappings more
+        except OSError:
+            pass
+        for make in (
+            Host().region, Shared().region, lambda n: reservation.commit(4 << 20, n),
+            lambda n: reservation.commit(16 << 20, n),
+        ):
+            try:
+                print(make(2 << 20))
+            except OutOfMemory as error:
+                print(error)
+        vm.unmap(*whole)
+        for offset in (4, 16):
+            reservation.commit(offset << 20, 2 << 20)
+    """)
+    lines = out.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert f"mappings of at most {MOST_MAPPINGS}" in line
+        assert "2 MiB" in line
+        assert "vm.max_map_count" in line

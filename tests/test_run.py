@@ -1,0 +1,464 @@
+"""``arenapy run``: a program does what it does under Python itself, its arrays in a pool."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from arenapy.run import parse_size
+
+PLAIN = [sys.executable]
+OURS = [sys.executable, "-m", "arenapy", "run"]
+TIMEOUT = 120
+REPORT = "arenapy run: "
+MIB = 1 << 20
+
+
+def run(command, cwd, **how):
+    how = {"capture_output": True, "text": True, "timeout": TIMEOUT, **how}
+    return subprocess.run(command, cwd=cwd, check=False, **how)
+
+
+def split(errors):
+    """Standard error: the program's own, and the report after it."""
+    own, found, report = errors.partition(REPORT)
+    return own, found + report
+
+
+def places(text):
+    """Text without addresses, which differ from run to run."""
+    return re.sub("0x[0-9a-f]+", "0x", text)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source, name="script.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write
+
+
+def assert_alike(cwd, *program, status=None, **how):
+    """The same output, errors and status as Python; the report after it. Gives the report."""
+    expected, found = run([*PLAIN, *program], cwd, **how), run([*OURS, *program], cwd, **how)
+    own, report = split(found.stderr)
+    assert (found.returncode, places(found.stdout), places(own)) == (
+        expected.returncode, places(expected.stdout), places(expected.stderr),
+    )  # fmt: skip
+    if status is not None:
+        assert found.returncode == status
+    return report
+
+
+WHAT_IT_SEES = """
+import os, sys
+print(sys.argv, sys.path[0], sys.flags, sys.warnoptions, sys.meta_path, sys.excepthook)
+print(sys.orig_argv, os.environ.get("PYTHONPATH"), sys.modules["__main__"].__dict__ is globals())
+mine = dict(globals())
+for name in sorted(mine):
+    print(name, type(mine[name]), mine[name] if "object at" not in repr(mine[name]) else "")
+try:
+    annotations: int = 3
+    print(__annotations__)
+except NameError as error:
+    print(error)
+print(any(name.split(".")[0] in ("numpy", "arenapy") for name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("python", [[], ["-P"], ["-I"], ["-W", "error", "-X", "dev"], ["-O"]])
+@pytest.mark.parametrize("arguments", [[], ["--json", "x", "--", "-m", "--help", ""]])
+def test_what_a_script_sees(script, tmp_path, python, arguments, monkeypatch):
+    if sys.version_info < (3, 11, 4) and "-P" in python:
+        pytest.skip("Python's own list of its flags lacks -P")
+    path = script(WHAT_IT_SEES)
+    expected = run([sys.executable, *python, path.name, *arguments], tmp_path)
+    found = run([sys.executable, *python, "-m", "arenapy", "run", path.name, *arguments], tmp_path)
+    # `-m arenapy` may say the same flags in another order.
+    for done in expected, found:
+        assert done.returncode == 0, done.stderr
+    mine, theirs = found.stdout.splitlines(), expected.stdout.splitlines()
+    assert "class 'code'" not in found.stdout
+    hook = "<__main__.AfterImport object"
+    assert hook in mine[0]  # NumPy is not there yet: nor is any trace left once it is
+    assert mine[0].split("[<")[0] == theirs[0].split("[<")[0]
+    assert mine[2:] == theirs[2:]
+    assert mine[-1] == "False"
+
+
+def test_nothing_is_left_once_numpy_is_there(script, tmp_path):
+    script(
+        """
+        import sys, numpy
+        print(sys.meta_path, vars(numpy.__loader__), type(numpy.__spec__.loader))
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
+def test_scripts_elsewhere_and_by_link(script, tmp_path):
+    script(WHAT_IT_SEES, "folder/real.py")
+    script("value = 1", "folder/beside.py")
+    script("import beside; print(beside.value)", "folder/user.py")
+    (tmp_path / "link.py").symlink_to("folder/user.py")
+    (tmp_path / "sees.py").symlink_to("folder/real.py")
+    assert_alike(tmp_path, "link.py", status=0)
+    assert_alike(tmp_path, "folder/user.py", status=0)
+    assert_alike(tmp_path, "./folder/../folder/user.py", status=0)
+    for path in "./sees.py", str(tmp_path / "folder" / "real.py"):
+        plain, ours = run([*PLAIN, path], tmp_path), run([*OURS, path], tmp_path)
+        assert ours.stdout.splitlines()[2:] == plain.stdout.splitlines()[2:]
+
+
+def test_modules_packages_folders_and_zips(script, tmp_path):
+    main = """
+    import sys
+    print(__name__, __file__, __package__, __spec__.name, sys.argv, sys.path[0])
+    if "fail" in sys.argv: raise ValueError("as asked")
+    """
+    script(main, "package/__main__.py")
+    script("", "package/__init__.py")
+    script(main, "package/module.py")
+    script("from package import module", "package/user.py")
+    for name in "package", "package.module":
+        assert_alike(tmp_path, "-m", name, "-x", "--", "-m", status=0)
+        assert_alike(tmp_path, "-m", name, "fail", status=1)
+    assert_alike(tmp_path, "package", "-x", status=0)
+    assert_alike(tmp_path, "package", "fail", status=1)
+    subprocess.run([sys.executable, "-m", "zipfile", "-c", "p.zip", "package/__main__.py"],
+                   cwd=tmp_path, check=True)  # fmt: skip
+    (tmp_path / "z.zip").write_bytes((tmp_path / "p.zip").read_bytes())
+    assert_alike(tmp_path, "-m", "nothing_of_this_name", status=1)
+    assert_alike(tmp_path, "-m", "package.nothing", status=1)
+    subprocess.run([sys.executable, "-m", "compileall", "-b", "-q", "package"],
+                   cwd=tmp_path, check=True)  # fmt: skip
+    script("print(__file__, type(__loader__))", "compiled.py")
+    subprocess.run([sys.executable, "-m", "compileall", "-b", "-q", "compiled.py"],
+                   cwd=tmp_path, check=True)  # fmt: skip
+    assert_alike(tmp_path, "compiled.pyc", status=0)
+
+
+def test_zip_with_main(tmp_path, script):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as file:
+        file.writestr("__main__.py", "import sys, inside; print(sys.argv, sys.path[0], __file__)")
+        file.writestr("inside.py", "")
+    assert_alike(tmp_path, "app.pyz", "-a", status=0)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    plain, ours = run([*PLAIN, "nope.py"], tmp_path), run([*OURS, "nope.py"], tmp_path)
+    assert ours.returncode == plain.returncode == 2
+    assert ours.stderr.startswith("arenapy run: ")
+    assert ours.stderr.splitlines()[0].partition(": ")[2] == plain.stderr.strip().partition(": ")[2]
+
+
+ENDS = {
+    "return": "",
+    "status": "sys.exit(7)",
+    "none": "sys.exit()",
+    "text": "sys.exit('why')",
+    "large": "sys.exit(300)",
+    "error": "def f(): 1 / 0\nf()",
+    "chain": "try: 1 / 0\nexcept ZeroDivisionError as e: raise KeyError(3) from e",
+    "context": "try: {}[1]\nexcept KeyError: undefined_name",
+    "note": "e = ValueError('x'); e.add_note('noted'); raise e",
+    "group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
+    "syntax": "exec('a b')",
+    "interrupt": "os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
+    "raised interrupt": "raise KeyboardInterrupt",
+    "terminated": "os.kill(os.getpid(), signal.SIGTERM)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "aborted": "os.abort()",
+    "exit at once": "os._exit(5)",
+    "base": "class Mine(BaseException): pass\nraise Mine",
+    "hook": "sys.excepthook = lambda *e: print('hook', e[0], e[2].tb_frame.f_code.co_name,"
+    " e[2] is e[1].__traceback__ is sys.last_traceback)\n1 / 0",
+    "thread": "threading.Thread(target=lambda: 1 / 0).start()",
+    "late thread": "threading.Thread(target=lambda: (__import__('time').sleep(.2),"
+    " print('late'))).start()\nraise SystemExit(3)",
+    "recursion": "def f(): f()\ntry: f()\nexcept RecursionError as e: print(e)",
+    "closed": "sys.stderr.close(); sys.exit(4)",
+    "no stderr": "sys.stderr = None; sys.exit(4)",
+    "at exit": "atexit.register(lambda: 1 / 0)",
+}
+SILENT = {"terminated", "killed", "aborted", "exit at once", "closed"}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_ends(script, tmp_path, how):
+    script(f"import atexit, os, signal, sys, threading\nprint('begun', flush=True)\n{ENDS[how]}")
+    report = assert_alike(tmp_path, "script.py")
+    assert bool(report) == (how not in SILENT)
+
+
+def test_a_syntax_error_in_the_script(script, tmp_path):
+    script("a b")
+    assert assert_alike(tmp_path, "script.py", status=1)
+
+
+def test_interrupt_from_outside(script, tmp_path):
+    script("import time, numpy\ntry:\n    print('on', flush=True); time.sleep(60)\n"
+           "finally: print('off')")  # fmt: skip
+    found = []
+    for command in PLAIN, OURS:
+        with subprocess.Popen(
+            [*command, "script.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            assert process.stdout.readline() == "on\n"
+            time.sleep(0.3)  # until it sleeps: the traceback says where it was
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=TIMEOUT)
+            found.append((process.returncode, output, split(errors)[0]))
+    assert found[0] == found[1]
+    assert found[1][0] == -signal.SIGINT
+    assert split(errors)[1]
+
+
+def test_stdin_and_signals_are_the_programs(script, tmp_path):
+    script(
+        """
+        import os, signal, sys
+        print(sys.stdin.read(), sorted(os.listdir("/proc/self/fd")))
+        for number in signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD:
+            print(number, signal.getsignal(number))
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0, input="some text")
+
+
+def test_a_reader_that_goes_away(script, tmp_path):
+    script("try: print('x' * 100_000, flush=True)\nexcept BrokenPipeError: raise SystemExit(9)")
+    for command in PLAIN, OURS:
+        read, write = os.pipe()
+        os.close(read)
+        done = run([*command, "script.py"], tmp_path, stdout=write, stderr=subprocess.PIPE,
+                   capture_output=False)  # fmt: skip
+        os.close(write)
+        assert done.returncode in (9, 120), command
+
+
+CHILDREN = """
+import multiprocessing as mp, os, pickle, subprocess, sys
+import numpy as np
+
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return self.x == other.x
+
+def work(point):
+    return Point(point.x * 2), float(np.ones(1000).sum())
+
+if __name__ == "__main__":
+    print(pickle.loads(pickle.dumps(Point(3))) == Point(3), Point.__module__)
+    print(work.__globals__ is sys.modules["__main__"].__dict__)
+    with mp.get_context(sys.argv[1]).Pool(2) as pool:
+        print([(p.x, s) for p, s in pool.map(work, map(Point, range(5)))])
+    process = mp.get_context(sys.argv[1]).Process(target=sys.exit, args=(6,))
+    process.start(), process.join()
+    print(process.exitcode)
+    print(subprocess.run([sys.executable, "-c", "import sys, os; print(sorted(os.environ), "
+        "any('arenapy' in name for name in sys.modules))"], capture_output=True, text=True))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing(script, tmp_path, method):
+    script(CHILDREN)
+    how = {"env": {**os.environ, "PYTHONWARNINGS": "ignore"}}
+    report = assert_alike(tmp_path, "script.py", method, status=0, **how)
+    assert report.count(REPORT) == 1
+
+
+def test_a_forked_child_does_not_report(script, tmp_path):
+    script(
+        """
+        import os, sys, numpy as np
+        a = np.ones(1 << 20)
+        if os.fork() == 0:
+            b = a + 1
+            sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.wait()[1]), a.sum())
+        """
+    )
+    how = {"env": {**os.environ, "PYTHONWARNINGS": "ignore"}}
+    report = assert_alike(tmp_path, "script.py", status=0, **how)
+    assert report.count(REPORT) == 1
+
+
+# ---- the pool
+
+
+def figures(tmp_path, *arguments):
+    done = run([*OURS, "--quiet", "--json", "figures.json", *arguments], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads((tmp_path / "figures.json").read_text()), done.stdout
+
+
+def test_figures_are_those_of_the_program(script, tmp_path):
+    script(
+        """
+        import os, numpy as np
+        os.chdir("/")
+        for _ in range(10):
+            a = np.ones(1 << 20)
+            del a
+        import arenapy
+        print(arenapy.handles(np.ones(1 << 20)).region.kind)
+        """
+    )
+    found, output = figures(tmp_path, "script.py")
+    assert output == "host\n"
+    nbytes = 8 << 20
+    assert 11 * nbytes <= found["served_bytes"] < 12 * nbytes
+    assert nbytes <= found["pool"]["peak_bytes"] < 2 * nbytes
+    assert found["pool"]["total_allocations"] >= 11
+    assert found["pool"]["hit_rate"] == pytest.approx(
+        found["pool"]["pool_hits"] / found["pool"]["total_allocations"]
+    )
+    assert found["prefault_bytes"] >= nbytes
+    assert 0 < found["prefault_seconds"] < found["seconds"]
+    assert found["peak_reserved_bytes"] - found["pool"]["peak_bytes"] == found["never_used_bytes"]
+    assert found["fell_back"]["system_allocations"] == found["fell_back"]["lazy_allocations"] == 0
+    assert found["unreached_threads"] == []
+
+
+def test_what_fell_back_and_why(script, tmp_path):
+    script(
+        """
+        import _thread, threading, time, numpy as np
+        keep = [np.ones(1 << 20) for _ in range(4)]
+        zeros = np.zeros(5 << 20)
+        _thread.start_new_thread(lambda: time.sleep(60), ())
+        threading.Thread(target=lambda: keep.append(np.ones(10)), name="mine").start()
+        time.sleep(.1)
+        """
+    )
+    found, _ = figures(tmp_path, "--max-bytes", "20M", "script.py")
+    assert found["fell_back"]["system_allocations"] == 2
+    assert found["fell_back"]["system_bytes"] == 2 * (8 << 20)
+    assert found["fell_back"]["lazy_allocations"] == 1
+    assert found["fell_back"]["lazy_bytes"] == 40 * MIB
+    assert found["pool"]["reserved_bytes"] <= 20 * MIB
+    assert len(found["unreached_threads"]) == 1 and "mine" not in found["unreached_threads"]
+    report = run([*OURS, "--max-bytes", "20M", "script.py"], tmp_path).stderr
+    assert "2 blocks, 16 MiB, to malloc: the pool was full (--max-bytes is 20 MiB)" in report
+    assert "1 block, 40 MiB: so large zeros" in report
+    assert "threads that the pool does not reach: thread " in report
+
+
+def test_nearly_all_hits_are_not_all(script, tmp_path):
+    script("import numpy as np\nfor _ in range(20_000): np.ones(1000)")
+    found, _ = figures(tmp_path, "script.py")
+    assert 0.9995 < found["pool"]["hit_rate"] < 1
+    assert "hit rate     99.9%" in run([*OURS, "script.py"], tmp_path).stderr
+
+
+def test_on_full_error(script, tmp_path):
+    script("import numpy as np\ntry: np.ones(1 << 20)\nexcept MemoryError: print('none')")
+    done = run([*OURS, "--max-bytes", "4M", "--on-full", "error", "script.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "none\n")
+
+
+def test_initial_bytes_are_there_with_numpy(script, tmp_path):
+    script("import numpy")
+    found, _ = figures(tmp_path, "--initial-bytes", "32M", "--max-bytes", "64M", "script.py")
+    assert found["prefault_bytes"] == found["pool"]["reserved_bytes"] == 32 * MIB
+    assert found["never_used_bytes"] > 31 * MIB
+
+
+def test_the_report_comes_last(script, tmp_path):
+    script(
+        """
+        import atexit, sys
+        atexit.register(lambda: print("last", np.ones(1 << 20).sum(), file=sys.stderr))
+        import numpy as np
+        """
+    )
+    errors = run([*OURS, "script.py"], tmp_path).stderr
+    assert errors.startswith("last 1048576.0\narenapy run: NumPy's memory")
+    assert "8 MiB" in errors
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import arenapy", "import arenapy.pool, numpy", "import numpy, arenapy", "import arenapy.cli"],
+)
+def test_a_program_that_imports_arenapy(script, tmp_path, program):
+    script(
+        program + "\nimport arenapy, numpy; print(arenapy.handles(numpy.ones(1000)) is not None)"
+    )
+    done = run([*OURS, "script.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_environment_set_before_numpy_has_its_effect(script, tmp_path):
+    script(
+        """
+        import os
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        import numpy
+        print(len(os.listdir("/proc/self/task")))
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
+def test_a_program_without_numpy(script, tmp_path):
+    script("import sys; print('numpy' in sys.modules)")
+    found, output = figures(tmp_path, "script.py")
+    assert output == "False\n"
+    assert found["numpy"] is False
+    assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
+
+
+def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path):
+    script("import numpy")
+    done = run([*OURS, "--initial-bytes", "900T", "script.py"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("arenapy run: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-bytes", "4X", "script.py"], "'4X' is not a size"),
+        (["--max-bytes", "0", "script.py"], "'0' is not a size"),
+        (["--initial-bytes", "2M", "--max-bytes", "1M", "script.py"], "more than --max-bytes"),
+        ([], "SCRIPT"),
+        (["-m"], "SCRIPT"),
+        (["--nope", "script.py"], "--nope"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, named):
+    done = run([*OURS, *arguments], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert named in done.stderr.splitlines()[-1]
+
+
+def test_a_json_file_that_cannot_be_is_refused_first(script, tmp_path):
+    script("print('ran')")
+    done = run([*OURS, "--json", "no/such/folder.json", "script.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no/such/folder.json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4G", 4 << 30), ("512m", 512 << 20), ("1.5 GiB", 3 << 29), ("4096", 4096), ("2kB", 2048)],
+)
+def test_sizes(text, nbytes):
+    assert parse_size(text) == nbytes
