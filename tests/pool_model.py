@@ -155,13 +155,14 @@ class PoolModel(HoldingMachine):
         """Whether a request has to be served, if the source does not fail."""
         if self.max_bytes is None:
             return True
-        need = self.pinned_bytes()
+        if len(sizes) > 1:  # each may come to lie in a region that was idle, or leave a rest unused
+            need = self.allocator.stats().reserved_bytes + len(sizes) * GROWTH
+        else:
+            need = self.pinned_bytes()
         for nbytes in sizes:
             size = self.size_of(nbytes)
             need += self.cut + max(size, SLACK if size <= SPAN else 0)
             need += 0 if align in COMMON else 2 * align
-            # Of several, each may leave the rest of a region unused.
-            need += GROWTH if len(sizes) > 1 else 0
         return need <= self.max_bytes
 
     def must_hit(self, nbytes, align, stats):
