@@ -18,6 +18,7 @@ cdef extern from *:
     #define ARENAPY_ATOMIC_H
     #include <stdint.h>
     #include <string.h>
+    #define arenapy_likely(x) __builtin_expect(!!(x), 1)
     static inline uint64_t arenapy_load(uint64_t *p) {
         return __atomic_load_n(p, __ATOMIC_ACQUIRE);
     }
@@ -85,6 +86,7 @@ cdef extern from *:
     ctypedef struct arenapy_spin:
         pass
     const bint ARENAPY_GIL
+    bint likely "arenapy_likely" (bint x) noexcept nogil
     uint64_t arenapy_load(uint64_t* p) noexcept nogil
     void arenapy_store(uint64_t* p, uint64_t v) noexcept nogil
     bint arenapy_cas(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept nogil

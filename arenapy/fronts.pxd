@@ -1,8 +1,9 @@
 # The C surface of front caches and spans: blocks of all sizes from the page heap, quickly.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
-from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, arenapy_spin_acquire, arenapy_spin_release
-from arenapy.pages cimport BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, likely, scatter, segment_of
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, likely
+from arenapy.owned cimport Owned, owned_enter, owned_leave
+from arenapy.pages cimport BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, scatter, segment_of
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, step_of
 from arenapy.table cimport Table
@@ -34,7 +35,7 @@ cdef struct Count:
 # of the thread that frees it. (Counters that change together are kept apart: of neighbours,
 # compilers make vectors, whose loads wait for the scalar stores before them.)
 cdef struct Front:
-    arenapy_spin lock
+    Owned lock
     uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
     int64_t live             # of all classes, as are these:
     uint64_t freed           # bytes
@@ -88,6 +89,10 @@ cdef class Fronts(Segments):
     cdef bint push_slow(self, Front* f, char* ptr, uint64_t tag) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef void flush_all(self) noexcept nogil
+    # The short ways, for a thread that does not own the lock of its front.
+    cdef char* shared_take(self, size_t n, int s, uint64_t* tag) noexcept nogil
+    cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil
+    cdef bint shared_give_at(self, char* ptr) noexcept nogil
     # internal
     cdef char* from_heap(self, Front* f, int s, size_t n, size_t pages, size_t align,
                          bint miss, Asked* asked, uint64_t* tag) noexcept nogil
@@ -100,21 +105,31 @@ cdef class Fronts(Segments):
 
 cdef extern from *:
     """
-    /* The `live` bits of a descriptor: on free-threaded builds two fronts may change them. */
+    /* The `live` bits of a descriptor: on free-threaded builds two fronts may change them. By
+       number, so that compilers use the instructions for bits. */
+    static inline void arenapy_set_bit(uint64_t *p, uint64_t i) {
+        uint64_t bit = (uint64_t)1 << (i & 63);
     #ifdef Py_GIL_DISABLED
-    #define arenapy_set_bit(p, b) ((void)__atomic_fetch_or(p, b, __ATOMIC_RELAXED))
-    #define arenapy_clear_bit(p, b) ((__atomic_fetch_and(p, ~(b), __ATOMIC_RELAXED) & (b)) != 0)
+        __atomic_fetch_or(p, bit, __ATOMIC_RELAXED);
     #else
-    static inline int arenapy_clear_bit(uint64_t *p, uint64_t b) {
         uint64_t was = *p;
-        *p = was & ~b;
-        return (was & b) != 0;
-    }
-    #define arenapy_set_bit(p, b) ((void)(*(p) |= (b)))
+        *p = was | bit;
     #endif
+    }
+    static inline int arenapy_clear_bit(uint64_t *p, uint64_t i) {
+        uint64_t bit = (uint64_t)1 << (i & 63);
+    #ifdef Py_GIL_DISABLED
+        return (__atomic_fetch_and(p, ~bit, __ATOMIC_RELAXED) & bit) != 0;
+    #else
+        uint64_t was = *p;
+        if (!(was >> (i & 63) & 1)) return 0;
+        *p = was & ~bit;
+        return 1;
+    #endif
+    }
     """
-    void set_bit "arenapy_set_bit" (uint64_t* p, uint64_t bit) noexcept nogil
-    bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t bit) noexcept nogil
+    void set_bit "arenapy_set_bit" (uint64_t* p, uint64_t i) noexcept nogil
+    bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t i) noexcept nogil
 
 
 cdef inline void count_taken(Front* f, int k, size_t size) noexcept nogil:
@@ -194,7 +209,7 @@ cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexce
         ptr = m.items[m.n].ptr
         tag[0] = m.items[m.n].tag
         d = named(c, tag[0])
-        set_bit(&d.live, <uint64_t>1 << (tag[0] & 63))
+        set_bit(&d.live, tag[0])
         count_taken(f, d.size_class, d.size)
         return ptr
     if s >= N_EXACT:
@@ -208,7 +223,7 @@ cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexce
     f.tick += 1
     d.tick = f.tick
     tag[0] = <uint64_t>id << 6
-    set_bit(&d.live, 1)
+    set_bit(&d.live, 0)
     count_taken(f, d.size_class, d.size)
     return skewed(c, d, tag[0], d.size - n)
 
@@ -222,12 +237,12 @@ cdef inline bint push(Fronts c, Front* f, char* ptr, uint64_t tag) noexcept nogi
         m = &f.small[d.step]
         if not likely(m.n < m.depth):
             return c.push_slow(f, ptr, tag)
-        if not likely(clear_bit(&d.live, <uint64_t>1 << (tag & 63))):
+        if not likely(clear_bit(&d.live, tag)):
             return False
         m.items[m.n] = Entry(ptr, tag)
         m.n += 1
     elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
-        if not likely(clear_bit(&d.live, 1)):
+        if not likely(clear_bit(&d.live, 0)):
             return False
         f.tick += 1
         d.tick = f.tick
@@ -250,18 +265,20 @@ cdef inline char* quick_take(Fronts c, size_t n, uint64_t* tag) noexcept nogil:
     cdef Front* f = front_of(c)
     cdef int s = step_of(class_bytes(n) if c.literal else n)
     cdef char* ptr
-    arenapy_spin_acquire(&f.lock)
+    if not likely(owned_enter(&f.lock)):
+        return c.shared_take(n, s, tag)
     ptr = pop(c, f, s, n, tag)
-    arenapy_spin_release(&f.lock)
+    owned_leave(&f.lock)
     return ptr
 
 
 cdef inline bint quick_give(Fronts c, char* ptr, uint64_t tag) noexcept nogil:
     cdef Front* f = front_of(c)
     cdef bint was_live
-    arenapy_spin_acquire(&f.lock)
+    if not likely(owned_enter(&f.lock)):
+        return c.shared_give(ptr, tag)
     was_live = push(c, f, ptr, tag)
-    arenapy_spin_release(&f.lock)
+    owned_leave(&f.lock)
     return was_live
 
 
@@ -270,8 +287,9 @@ cdef inline bint quick_give_at(Fronts c, char* ptr) noexcept nogil:
     cdef Front* f = front_of(c)
     cdef uint64_t tag
     cdef bint was_live
-    arenapy_spin_acquire(&f.lock)
+    if not likely(owned_enter(&f.lock)):
+        return c.shared_give_at(ptr)
     tag = tag_at(c, ptr)
     was_live = tag != 0 and push(c, f, ptr, tag)
-    arenapy_spin_release(&f.lock)
+    owned_leave(&f.lock)
     return was_live

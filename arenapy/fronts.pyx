@@ -23,6 +23,7 @@ from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
     arenapy_store_ptr,
 )
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport BLOCK, PAGE, PAGE_BITS, SPAN, Descriptor, earlier, low_bit, scatter
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport (
@@ -130,6 +131,34 @@ cdef class Fronts(Segments):
             return <Front*>none
         return f
 
+    # -- blocks of the front caches
+
+    cdef char* shared_take(self, size_t n, int s, uint64_t* tag) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef char* ptr
+        owned_acquire(&f.lock)
+        ptr = pop(self, f, s, n, tag)
+        owned_release(&f.lock)
+        return ptr
+
+    cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef bint was_live
+        owned_acquire(&f.lock)
+        was_live = push(self, f, ptr, tag)
+        owned_release(&f.lock)
+        return was_live
+
+    cdef bint shared_give_at(self, char* ptr) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef uint64_t tag
+        cdef bint was_live
+        owned_acquire(&f.lock)
+        tag = tag_at(self, ptr)
+        was_live = tag != 0 and push(self, f, ptr, tag)
+        owned_release(&f.lock)
+        return was_live
+
     # -- blocks from the heap
 
     cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
@@ -151,7 +180,7 @@ cdef class Fronts(Segments):
         for attempt in range(2):
             if self.spare < SPARE and not self.more_descriptors(SPARE):
                 return NULL
-            arenapy_spin_acquire(&f.lock)
+            owned_acquire(&f.lock)
             if cached:
                 ptr = pop(self, f, s, n if align <= 64 else step_bytes(s), tag)
             if ptr == NULL:
@@ -164,7 +193,7 @@ cdef class Fronts(Segments):
                 arenapy_spin_acquire(&self.heap_lock)
                 self.count_asked(self.class_at[s], True, NULL)
                 arenapy_spin_release(&self.heap_lock)
-            arenapy_spin_release(&f.lock)
+            owned_release(&f.lock)
             if ptr != NULL:
                 return ptr
             if attempt == 0:
@@ -178,7 +207,7 @@ cdef class Fronts(Segments):
         cdef Py_ssize_t i = 0
         cdef size_t size
         cdef int s
-        arenapy_spin_acquire(&f.lock)
+        owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         while i < n and sizes[i] <= MOST_BYTES and self.spare >= SPARE:
             size = class_bytes(sizes[i]) if self.literal else sizes[i]
@@ -193,7 +222,7 @@ cdef class Fronts(Segments):
                 self.count_asked(self.class_at[s], True, asked)
             i += 1
         arenapy_spin_release(&self.heap_lock)
-        arenapy_spin_release(&f.lock)
+        owned_release(&f.lock)
         return i
 
     cdef void untake(
@@ -206,7 +235,7 @@ cdef class Fronts(Segments):
         cdef size_t size
         cdef Descriptor* d
         cdef int k
-        arenapy_spin_acquire(&f.lock)
+        owned_acquire(&f.lock)
         for i in range(n - 1, -1, -1):
             d = &self.descriptors[blocks[i].tag >> 6]
             size = d.size
@@ -224,7 +253,7 @@ cdef class Fronts(Segments):
             self.asked.misses[k] -= asked.misses[k]
             self.asked.splits[k] -= asked.splits[k]
         arenapy_spin_release(&self.heap_lock)
-        arenapy_spin_release(&f.lock)
+        owned_release(&f.lock)
 
     cdef char* from_heap(
         self, Front* f, int s, size_t n, size_t pages, size_t align, bint miss, Asked* asked,
@@ -321,7 +350,7 @@ cdef class Fronts(Segments):
             self.flush_small(f, s, self.steps[s].depth // 2)
             arenapy_spin_release(&self.heap_lock)
             return push(self, f, ptr, tag)
-        if not clear_bit(&d.live, 1):
+        if not clear_bit(&d.live, 0):
             return False
         count_given(f, d.size_class, d.size)
         f.tick += 1
@@ -407,13 +436,13 @@ cdef class Fronts(Segments):
             f = <Front*>arenapy_load_ptr(<void**>&self.fronts[i])
             if f == NULL:
                 continue
-            arenapy_spin_acquire(&f.lock)
+            owned_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)
             for s in range(N_SMALL):
                 self.flush_small(f, s, 0)
             self.flush_large(f)
             arenapy_spin_release(&self.heap_lock)
-            arenapy_spin_release(&f.lock)
+            owned_release(&f.lock)
 
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil:
         """Pages in one piece that are sure to have a block, wherever they lie."""
@@ -432,7 +461,7 @@ cdef class Fronts(Segments):
         arenapy_spin_acquire(&self.births)   # there is none more until unlock_all
         for i in range(MOST_FRONTS):
             if self.fronts[i] != NULL:
-                arenapy_spin_acquire(&self.fronts[i].lock)
+                owned_acquire(&self.fronts[i].lock)
         arenapy_spin_acquire(&self.heap_lock)
 
     cdef void unlock_all(self) noexcept nogil:
@@ -440,7 +469,7 @@ cdef class Fronts(Segments):
         arenapy_spin_release(&self.heap_lock)
         for i in range(MOST_FRONTS):
             if self.fronts[i] != NULL:
-                arenapy_spin_release(&self.fronts[i].lock)
+                owned_release(&self.fronts[i].lock)
         arenapy_spin_release(&self.births)
 
 

@@ -3,7 +3,7 @@ cimport cython
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.fronts cimport Asked, Front, front_of
 
 cdef enum:
@@ -36,11 +36,11 @@ cdef class Many:
         cdef Front* f = front_of(core)
         cdef int k
         memset(&self.asked, 0, sizeof(Asked))
-        arenapy_spin_acquire(&f.lock)
+        owned_acquire(&f.lock)
         self.peak = f.peak
         for k in range(N_CLASSES):
             self.peaks[k] = f.counts[k].peak
-        arenapy_spin_release(&f.lock)
+        owned_release(&f.lock)
 
     cdef Py_ssize_t take(self, PoolCore core, bint miss) noexcept nogil:
         cdef Py_ssize_t got = core.take_many(

@@ -17,12 +17,10 @@ from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
 )
 
-from arenapy.atomic cimport (
-    arenapy_add, arenapy_finalizing, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
-    arenapy_sub,
-)
+from arenapy.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
 from arenapy.block cimport GONE_FORKED
 from arenapy.fronts cimport Front, front_of
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport segment_of
 from arenapy.pool cimport Pool
 from arenapy.pool_core cimport PoolCore, take_hit
@@ -158,9 +156,9 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
 cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
     cdef Front* f = front_of(c)
     cdef bint found
-    arenapy_spin_acquire(&f.lock)
+    owned_acquire(&f.lock)
     found = segment_of(c, <uintptr_t>block) >= 0
-    arenapy_spin_release(&f.lock)
+    owned_release(&f.lock)
     return found
 
 

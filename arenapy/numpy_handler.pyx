@@ -19,11 +19,11 @@ from libc.string cimport memcpy, memset
 
 cimport numpy as cnp
 
-from arenapy.atomic cimport arenapy_finalizing
+from arenapy.atomic cimport arenapy_finalizing, likely
 from arenapy.block cimport Block, Keeper, root_of
 from arenapy.buffer cimport Buffer
 from arenapy.numpy_blocks cimport Counts, Handler, give_slow, resized, take_slow, zeros
-from arenapy.pages cimport Descriptor, likely
+from arenapy.pages cimport Descriptor
 from arenapy.pool cimport Pool
 from arenapy.pool_core cimport PoolCore, give_hit, take_hit
 from arenapy.region cimport Region

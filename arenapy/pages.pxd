@@ -10,9 +10,7 @@ from arenapy.table cimport Table
 cdef extern from *:
     """
     #define arenapy_low_bit(w) __builtin_ctzll(w)
-    #define arenapy_likely(x) __builtin_expect(!!(x), 1)
     """
-    bint likely "arenapy_likely" (bint x) noexcept nogil
     int low_bit "arenapy_low_bit" (uint64_t w) noexcept nogil
 
 cdef enum:

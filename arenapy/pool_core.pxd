@@ -3,9 +3,9 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
+from arenapy.atomic cimport likely
 from arenapy.block cimport Hold
 from arenapy.fronts cimport Fronts, quick_give_at, quick_take
-from arenapy.pages cimport likely
 from arenapy.size_classes cimport MOST_BYTES, N_CLASSES
 
 cdef struct ClassFigures:

@@ -16,6 +16,7 @@ from arenapy.block cimport HELD, Block, Hold
 from arenapy.fronts cimport (
     MOST_FRONTS, Front, Fronts, clear_bit, front_of, named, push, quick_give, set_bit, tag_at,
 )
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport (
     MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, scatter,
 )
@@ -113,14 +114,14 @@ cdef class PoolCore(Fronts):
         cdef Front* f = front_of(self)
         cdef Descriptor* d = named(self, tag)
         cdef bint was_live
-        arenapy_spin_acquire(&f.lock)
+        owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        was_live = clear_bit(&d.live, <uint64_t>1 << (tag & 63))
+        was_live = clear_bit(&d.live, tag)
         if was_live:
             self.pending_bytes[d.size_class] += d.size
             self.pending_blocks[d.size_class] += 1
         arenapy_spin_release(&self.heap_lock)
-        arenapy_spin_release(&f.lock)
+        owned_release(&f.lock)
         return was_live
 
     cdef void restore(self, char* ptr, uint64_t tag) noexcept nogil:
@@ -128,14 +129,14 @@ cdef class PoolCore(Fronts):
         cdef Front* f = front_of(self)
         cdef Descriptor* d = named(self, tag)
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(tag))
-        arenapy_spin_acquire(&f.lock)
+        owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
-        set_bit(&d.live, <uint64_t>1 << (tag & 63))      # as `push` expects it
+        set_bit(&d.live, tag)      # as `push` expects it
         push(self, f, ptr, tag)
-        arenapy_spin_release(&f.lock)
+        owned_release(&f.lock)
 
     cdef void postpone(self, Hold* hold) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
@@ -201,9 +202,9 @@ cdef class PoolCore(Fronts):
         """tag_at under the lock that it needs. A live block of the caller's stays where it is."""
         cdef Front* f = front_of(self)
         cdef uint64_t tag
-        arenapy_spin_acquire(&f.lock)
+        owned_acquire(&f.lock)
         tag = tag_at(self, ptr)
-        arenapy_spin_release(&f.lock)
+        owned_release(&f.lock)
         return tag
 
     cdef size_t size_of(self, uint64_t tag) noexcept nogil:

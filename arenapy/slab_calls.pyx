@@ -1,10 +1,10 @@
 """The C calls of a Slab: what `cimport arenapy` gives, but for what is inline."""
 from libc.stdint cimport uint64_t
 
-from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.slab cimport Slab
 from arenapy.slab_core cimport SlabCore
-from arenapy.slab_items cimport Stack, name_at, stack_of
+from arenapy.slab_items cimport Stack, stack_of
 
 cdef extern from "Python.h":
     void PyErr_SetInterrupt()
@@ -40,9 +40,9 @@ cdef int _given(SlabCore c, void* item) noexcept nogil:
     if c.shut:
         return -1
     s = stack_of(c)
-    arenapy_spin_acquire(&s.lock)
-    name = name_at(c, s, <char*>item)
-    arenapy_spin_release(&s.lock)
+    owned_acquire(&s.lock)
+    name = c.find(s, <char*>item)
+    owned_release(&s.lock)
     if name and c.put(name):
         return 0
     c.refuse(b"slab_free", item)

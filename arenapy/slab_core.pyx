@@ -12,12 +12,11 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from arenapy.atomic cimport (
-    arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
-)
+from arenapy.atomic cimport arenapy_add, arenapy_load, arenapy_sub
 from arenapy.block cimport HELD, Block, Hold
 from arenapy.fronts cimport MOST_FRONTS, clear_bit
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet, record
 from arenapy.slab_items cimport (
@@ -89,11 +88,11 @@ cdef class SlabCore(Items):
         if self.shut:
             return True                      # the memory is not ours any more
         s = stack_of(self)
-        arenapy_spin_acquire(&s.lock)
-        was_live = clear_bit(&word_of(self, name).live, <uint64_t>1 << (name & 63))
+        owned_acquire(&s.lock)
+        was_live = clear_bit(&word_of(self, name).live, name)
         if was_live:
             arenapy_add(&self.claimed, 1)    # from now on it is this call's alone
-        arenapy_spin_release(&s.lock)
+        owned_release(&s.lock)
         if not was_live:
             return False
         record(self, EVENT_FREE, at, 0)
@@ -103,11 +102,11 @@ cdef class SlabCore(Items):
             hold = <Hold*>malloc(sizeof(Hold))
             if hold != NULL:                 # without this record it is never free again
                 hold.tag = name
-                arenapy_spin_acquire(&self.depot.lock)
+                owned_acquire(&self.depot.lock)
                 hold.next = self.pending
                 self.pending = hold
                 self.n_pending += 1
-                arenapy_spin_release(&self.depot.lock)
+                owned_release(&self.depot.lock)
             return True
         self.restore(name)
         return True
@@ -117,10 +116,10 @@ cdef class SlabCore(Items):
         cdef Stack* s = stack_of(self)
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
         self.poison(start, start + self.stride)
-        arenapy_spin_acquire(&s.lock)
+        owned_acquire(&s.lock)
         arenapy_sub(&self.claimed, 1)
-        stow(self, s, name)
-        arenapy_spin_release(&s.lock)
+        stow(self, s, word_of(self, name), name)
+        owned_release(&s.lock)
 
     cdef bint still_leased(self, uint64_t name) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
@@ -132,21 +131,21 @@ cdef class SlabCore(Items):
         """Free what other processes have let go of."""
         cdef Hold* hold
         cdef Hold* next
-        arenapy_spin_acquire(&self.depot.lock)
+        owned_acquire(&self.depot.lock)
         hold = self.pending
         self.pending = NULL
-        arenapy_spin_release(&self.depot.lock)
+        owned_release(&self.depot.lock)
         while hold != NULL:
             next = hold.next
             if not self.shut and self.still_leased(hold.tag):
-                arenapy_spin_acquire(&self.depot.lock)
+                owned_acquire(&self.depot.lock)
                 hold.next = self.pending
                 self.pending = hold
-                arenapy_spin_release(&self.depot.lock)
+                owned_release(&self.depot.lock)
             else:
-                arenapy_spin_acquire(&self.depot.lock)
+                owned_acquire(&self.depot.lock)
                 self.n_pending -= 1
-                arenapy_spin_release(&self.depot.lock)
+                owned_release(&self.depot.lock)
                 self.restore(hold.tag)
                 free(hold)
             hold = next

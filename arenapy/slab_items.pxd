@@ -3,8 +3,9 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from arenapy.abi cimport ARENAPY_ABI
-from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, arenapy_spin_acquire, arenapy_spin_release
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, likely
 from arenapy.fronts cimport MOST_FRONTS, clear_bit, set_bit
+from arenapy.owned cimport Owned, owned_enter, owned_leave
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
 from arenapy.table cimport Table
@@ -38,7 +39,7 @@ cdef struct Part:
 
 # Names of free items follow this struct, in the order in which they were given back.
 cdef struct Stack:
-    arenapy_spin lock
+    Owned lock
     uint32_t guess           # the part that an address was in last
     int64_t n                # of names
     int64_t least            # <= n; the most items were live when so many were here
@@ -87,6 +88,10 @@ cdef class Items(RegionSet):
     cdef bint remove_part(self, Region region) except -1
     cdef void lock_all(self) noexcept nogil
     cdef void unlock_all(self) noexcept nogil
+    # The short ways, for a thread that does not own the lock of its stack.
+    cdef char* shared_take(self, uint64_t* name) noexcept nogil
+    cdef bint shared_give(self, uint64_t name) noexcept nogil
+    cdef bint shared_free(self, char* at) noexcept nogil
     # internal
     cdef Stack* own_stack(self) noexcept nogil
     cdef bint refill(self, Stack* s) noexcept nogil
@@ -152,14 +157,14 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     if n < s.least:
         s.least = n
     s.tick = tick
-    set_bit(&word.live, <uint64_t>1 << (top & 63))
+    set_bit(&word.live, top)
     note(&word.tick, tick)
     name[0] = top
     return ptr
 
 
-# Onto a stack, its lock held: an item that is not live (any more).
-cdef inline void stow(Items c, Stack* s, uint64_t name) noexcept nogil:
+# Onto a stack, its lock held: an item that is not live (any more), and its word.
+cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
     cdef int64_t n
     cdef uint64_t tick = s.tick + 1
     if not ARENAPY_GIL and s.n == DEPTH and s != c.depot:
@@ -168,14 +173,14 @@ cdef inline void stow(Items c, Stack* s, uint64_t name) noexcept nogil:
     names_of(s)[n] = name
     s.n = n + 1
     s.tick = tick
-    note(&word_of(c, name).tick, tick)
+    note(&word.tick, tick)
 
 
 # The same for one that is live. False: it is not.
-cdef inline bint push(Items c, Stack* s, uint64_t name) noexcept nogil:
-    if not clear_bit(&word_of(c, name).live, <uint64_t>1 << (name & 63)):
+cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
+    if not likely(clear_bit(&word.live, name)):
         return False
-    stow(c, s, name)
+    stow(c, s, word, name)
     return True
 
 
@@ -183,35 +188,40 @@ cdef inline bint push(Items c, Stack* s, uint64_t name) noexcept nogil:
 cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
     cdef Stack* s = stack_of(c)
     cdef char* ptr = NULL
-    arenapy_spin_acquire(&s.lock)
-    if s.n > 0:
+    if not likely(owned_enter(&s.lock)):
+        return c.shared_take(name)
+    if likely(s.n > 0):
         ptr = pop(c, s, name)
-    arenapy_spin_release(&s.lock)
+    owned_leave(&s.lock)
     return ptr
 
 
 cdef inline bint quick_give(Items c, uint64_t name) noexcept nogil:
     cdef Stack* s = stack_of(c)
     cdef bint was_live
-    arenapy_spin_acquire(&s.lock)
-    was_live = push(c, s, name)
-    arenapy_spin_release(&s.lock)
+    if not likely(owned_enter(&s.lock)):
+        return c.shared_give(name)
+    was_live = push(c, s, word_of(c, name), name)
+    owned_leave(&s.lock)
     return was_live
 
 
-cdef inline uint64_t name_at(Items c, Stack* s, char* at) noexcept nogil:
+# The same by address, a stack's lock held.
+cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
     cdef Part* p = &c.parts[s.guess]
     cdef uint64_t index = item_index(<uint64_t>(at - p.base), c.inverse, c.shift)
-    return <uint64_t>s.guess << 32 | index if index < p.items else c.find(s, at)
+    cdef uint64_t name
+    if likely(index < p.items):
+        return push(c, s, nth_word(p, index >> 6), <uint64_t>s.guess << 32 | index)
+    name = c.find(s, at)
+    return name != 0 and push(c, s, word_of(c, name), name)
 
 
-# The same by address.
 cdef inline bint quick_free(Items c, char* at) noexcept nogil:
     cdef Stack* s = stack_of(c)
-    cdef uint64_t name
     cdef bint was_live
-    arenapy_spin_acquire(&s.lock)
-    name = name_at(c, s, at)
-    was_live = name != 0 and push(c, s, name)
-    arenapy_spin_release(&s.lock)
+    if not likely(owned_enter(&s.lock)):
+        return c.shared_free(at)
+    was_live = push_at(c, s, at)
+    owned_leave(&s.lock)
     return was_live

@@ -21,6 +21,7 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport Block
 from arenapy.fronts cimport MOST_FRONTS, front_number
+from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
 from arenapy.table cimport Table, table_close, table_grow, table_open
@@ -152,9 +153,9 @@ cdef class Items(RegionSet):
 
     cdef void make_place(self, Stack* s) noexcept nogil:
         """In a full stack, whose lock is held."""
-        arenapy_spin_acquire(&self.depot.lock)
+        owned_acquire(&self.depot.lock)
         self.spill(s, DEPTH - BATCH)
-        arenapy_spin_release(&self.depot.lock)
+        owned_release(&self.depot.lock)
 
     cdef bint gather(self, Stack* s) noexcept nogil:
         """Refill an empty stack also from those of other threads. All locks held."""
@@ -171,22 +172,47 @@ cdef class Items(RegionSet):
     cdef char* take(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
-        arenapy_spin_acquire(&s.lock)
+        owned_acquire(&s.lock)
         if s.n == 0:
             if s != self.depot:
-                arenapy_spin_acquire(&self.depot.lock)
+                owned_acquire(&self.depot.lock)
             self.refill(s)
             if s != self.depot:
-                arenapy_spin_release(&self.depot.lock)
+                owned_release(&self.depot.lock)
         if s.n > 0:
             ptr = pop(self, s, name)
-        arenapy_spin_release(&s.lock)
+        owned_release(&s.lock)
         if ptr == NULL and not ARENAPY_GIL:
             self.lock_all()
             if s.n > 0 or self.gather(s):
                 ptr = pop(self, s, name)
             self.unlock_all()
         return ptr
+
+    cdef char* shared_take(self, uint64_t* name) noexcept nogil:
+        cdef Stack* s = stack_of(self)
+        cdef char* ptr = NULL
+        owned_acquire(&s.lock)
+        if s.n > 0:
+            ptr = pop(self, s, name)
+        owned_release(&s.lock)
+        return ptr
+
+    cdef bint shared_give(self, uint64_t name) noexcept nogil:
+        cdef Stack* s = stack_of(self)
+        cdef bint was_live
+        owned_acquire(&s.lock)
+        was_live = push(self, s, word_of(self, name), name)
+        owned_release(&s.lock)
+        return was_live
+
+    cdef bint shared_free(self, char* at) noexcept nogil:
+        cdef Stack* s = stack_of(self)
+        cdef bint was_live
+        owned_acquire(&s.lock)
+        was_live = push_at(self, s, at)
+        owned_release(&s.lock)
+        return was_live
 
     cdef bint take_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
         cdef Stack* s = stack_of(self)
@@ -231,18 +257,18 @@ cdef class Items(RegionSet):
 
     cdef int begin_growth(self) noexcept nogil:
         cdef int verdict = MAY_GROW
-        arenapy_spin_acquire(&self.depot.lock)
+        owned_acquire(&self.depot.lock)
         if self.grower:
             verdict = SELF_GROWS if self.grower == this_thread() else OTHER_GROWS
         else:
             self.grower = this_thread()
-        arenapy_spin_release(&self.depot.lock)
+        owned_release(&self.depot.lock)
         return verdict
 
     cdef void end_growth(self) noexcept nogil:
-        arenapy_spin_acquire(&self.depot.lock)
+        owned_acquire(&self.depot.lock)
         self.grower = 0
-        arenapy_spin_release(&self.depot.lock)
+        owned_release(&self.depot.lock)
 
     cdef void forget_growth(self) noexcept nogil:
         """In a forked child: of threads that it does not have. All locks held."""
@@ -364,15 +390,15 @@ cdef class Items(RegionSet):
         arenapy_spin_acquire(&self.births)
         for i in range(MOST_FRONTS):
             if self.fronts[i] != NULL:
-                arenapy_spin_acquire(&self.fronts[i].lock)
-        arenapy_spin_acquire(&self.depot.lock)
+                owned_acquire(&self.fronts[i].lock)
+        owned_acquire(&self.depot.lock)
 
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
-        arenapy_spin_release(&self.depot.lock)
+        owned_release(&self.depot.lock)
         for i in range(MOST_FRONTS):
             if self.fronts[i] != NULL:
-                arenapy_spin_release(&self.fronts[i].lock)
+                owned_release(&self.fronts[i].lock)
         arenapy_spin_release(&self.births)
 
 

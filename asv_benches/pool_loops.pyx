@@ -12,7 +12,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from arenapy cimport Pool, Slab, pool_alloc, pool_free, slab_alloc, slab_free
-from arenapy.atomic cimport arenapy_spin, arenapy_spin_acquire, arenapy_spin_release
+from arenapy.owned cimport Owned, owned_acquire, owned_enter, owned_leave, owned_release
 
 cdef extern from *:
     """
@@ -279,15 +279,17 @@ def write(buffer, Py_ssize_t words):
 # ---- what a lock costs -------------------------------------------------------------------
 
 def lock_and_unlock(Py_ssize_t times, bint lock):
-    """Take and release a lock that nobody else wants; or, for comparison, only loop."""
-    cdef arenapy_spin spin
+    """Enter and leave a lock of this thread's own; or, for comparison, only loop."""
+    cdef Owned owned
     cdef Py_ssize_t _i
-    memset(&spin, 0, sizeof(spin))
+    memset(&owned, 0, sizeof(owned))
     with nogil:
+        owned_acquire(&owned)
+        owned_release(&owned)
         if lock:
             for _i in range(times):
-                arenapy_spin_acquire(&spin)
-                arenapy_spin_release(&spin)
+                if owned_enter(&owned):
+                    owned_leave(&owned)
         else:
             for _i in range(times):
                 unseen()

@@ -157,7 +157,7 @@ def test_housekeeping_meets_traffic(allocator):
 
     run_all(*[lambda seed=seed: trade(seed) for seed in range(1, THREADS)], keep_house)
     shop.drain()
-    assert sum(taken) > 1000
+    assert sum(taken) > 100
     all_is_back(allocator, sum(taken))
 
 
