@@ -157,8 +157,9 @@ cdef inline Descriptor* named(Fronts c, uint64_t tag) noexcept nogil:
 
 
 # The name of the block that begins at an address, live or not; 0: none does. Under a front's lock,
-# which whoever adds or removes a segment takes, too.
-cdef inline uint64_t tag_at(Fronts c, void* ptr) noexcept nogil:
+# which whoever adds or removes a segment takes, too. `of` is then what the name names: to find that
+# from the name again would wait for a multiplication.
+cdef inline uint64_t tag_at(Fronts c, void* ptr, Descriptor** of) noexcept nogil:
     cdef uint64_t at = <uintptr_t>ptr - c.hot.base
     cdef uint64_t page = at >> PAGE_BITS
     cdef uint64_t slot
@@ -176,7 +177,7 @@ cdef inline uint64_t tag_at(Fronts c, void* ptr) noexcept nogil:
             return 0
         id = c.segments[i].map[scatter(page)]
     # The map is out of date within a BLOCK, so what it says is checked.
-    d = &c.descriptors[id]
+    of[0] = d = &c.descriptors[id]
     at = <uintptr_t>ptr - d.address
     if likely(d.state == SPAN):
         slot = at * d.inverse >> 32
@@ -229,8 +230,9 @@ cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexce
 
 
 # To the front cache, its lock held. False: the block is not live.
-cdef inline bint push(Fronts c, Front* f, char* ptr, uint64_t tag) noexcept nogil:
-    cdef Descriptor* d = named(c, tag)
+cdef inline bint push(
+    Fronts c, Front* f, Descriptor* d, char* ptr, uint64_t tag
+) noexcept nogil:
     cdef uint32_t* head
     cdef Magazine* m
     if likely(d.state == SPAN):
@@ -277,7 +279,7 @@ cdef inline bint quick_give(Fronts c, char* ptr, uint64_t tag) noexcept nogil:
     cdef bint was_live
     if not likely(owned_enter(&f.lock)):
         return c.shared_give(ptr, tag)
-    was_live = push(c, f, ptr, tag)
+    was_live = push(c, f, named(c, tag), ptr, tag)
     owned_leave(&f.lock)
     return was_live
 
@@ -285,11 +287,12 @@ cdef inline bint quick_give(Fronts c, char* ptr, uint64_t tag) noexcept nogil:
 # The same for a block that is known by its address.
 cdef inline bint quick_give_at(Fronts c, char* ptr) noexcept nogil:
     cdef Front* f = front_of(c)
+    cdef Descriptor* d
     cdef uint64_t tag
     cdef bint was_live
     if not likely(owned_enter(&f.lock)):
         return c.shared_give_at(ptr)
-    tag = tag_at(c, ptr)
-    was_live = tag != 0 and push(c, f, ptr, tag)
+    tag = tag_at(c, ptr, &d)
+    was_live = tag != 0 and push(c, f, d, ptr, tag)
     owned_leave(&f.lock)
     return was_live

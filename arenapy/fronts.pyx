@@ -145,17 +145,18 @@ cdef class Fronts(Segments):
         cdef Front* f = front_of(self)
         cdef bint was_live
         owned_acquire(&f.lock)
-        was_live = push(self, f, ptr, tag)
+        was_live = push(self, f, named(self, tag), ptr, tag)
         owned_release(&f.lock)
         return was_live
 
     cdef bint shared_give_at(self, char* ptr) noexcept nogil:
         cdef Front* f = front_of(self)
+        cdef Descriptor* d
         cdef uint64_t tag
         cdef bint was_live
         owned_acquire(&f.lock)
-        tag = tag_at(self, ptr)
-        was_live = tag != 0 and push(self, f, ptr, tag)
+        tag = tag_at(self, ptr, &d)
+        was_live = tag != 0 and push(self, f, d, ptr, tag)
         owned_release(&f.lock)
         return was_live
 
@@ -240,7 +241,7 @@ cdef class Fronts(Segments):
             d = &self.descriptors[blocks[i].tag >> 6]
             size = d.size
             count = &f.counts[d.size_class]
-            push(self, f, blocks[i].ptr, blocks[i].tag)
+            push(self, f, d, blocks[i].ptr, blocks[i].tag)
             count.allocations -= 1
             count.frees -= 1
             f.freed -= size
@@ -349,7 +350,7 @@ cdef class Fronts(Segments):
             arenapy_spin_acquire(&self.heap_lock)
             self.flush_small(f, s, self.steps[s].depth // 2)
             arenapy_spin_release(&self.heap_lock)
-            return push(self, f, ptr, tag)
+            return push(self, f, d, ptr, tag)
         if not clear_bit(&d.live, 0):
             return False
         count_given(f, d.size_class, d.size)

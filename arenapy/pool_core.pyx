@@ -135,7 +135,7 @@ cdef class PoolCore(Fronts):
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
         set_bit(&d.live, tag)      # as `push` expects it
-        push(self, f, ptr, tag)
+        push(self, f, d, ptr, tag)
         owned_release(&f.lock)
 
     cdef void postpone(self, Hold* hold) noexcept nogil:
@@ -201,9 +201,10 @@ cdef class PoolCore(Fronts):
     cdef uint64_t find(self, char* ptr) noexcept nogil:
         """tag_at under the lock that it needs. A live block of the caller's stays where it is."""
         cdef Front* f = front_of(self)
+        cdef Descriptor* d
         cdef uint64_t tag
         owned_acquire(&f.lock)
-        tag = tag_at(self, ptr)
+        tag = tag_at(self, ptr, &d)
         owned_release(&f.lock)
         return tag
 
