@@ -15,7 +15,7 @@ from .rounds import Line, Way, enough, turns
 from .workers import OURS, Worker, installed
 
 LIVE = 64
-PASSES = 4  # a run
+RUN = 0.001  # seconds in one call, beside which that call from Python (5 µs) is nothing
 ORDERS = {"slot by slot": "replace", "all at once": "fill_and_empty"}
 # What is promised in nanoseconds, {touched: limit}.
 CASES = {
@@ -27,10 +27,15 @@ CASES = {
 }
 
 
-def way(order, touched):
-    """The loop of one figure."""
-    operations = LIVE * PASSES
-    return Way(f"loops.{ORDERS[order]}(heap, live, {PASSES}, {touched})", operations=operations)
+def prepared(process, order, touched):
+    """The loop of one figure in a process, a run of which takes long enough; its operations."""
+
+    def passes(n):
+        return process.loop(Way(f"loops.{ORDERS[order]}(heap, live, {n}, {touched})"))
+
+    n = enough(passes(1), RUN)
+    n = enough(passes(n), RUN) * n
+    return passes(n), LIVE * n
 
 
 def worker(malloc, nbytes):
@@ -47,11 +52,10 @@ def measure(mallocs, nbytes, rounds):
         workers = {malloc: stack.enter_context(worker(malloc, nbytes)) for malloc in mallocs}
         for order in ORDERS:
             for touched in (False, True):
-                what = way(order, touched)
-                loops = {malloc: workers[malloc].loop(what) for malloc in mallocs}
-                runs = {malloc: enough(loop, 0.001) for malloc, loop in loops.items()}
-                for malloc, seconds in turns(loops, runs, rounds).items():
-                    found[malloc, order, touched] = seconds / what.operations
+                ready = {m: prepared(workers[m], order, touched) for m in mallocs}
+                loops = {malloc: loop for malloc, (loop, _) in ready.items()}
+                for malloc, seconds in turns(loops, dict.fromkeys(mallocs, 1), rounds).items():
+                    found[malloc, order, touched] = seconds / ready[malloc][1]
     return found
 
 
@@ -65,11 +69,10 @@ class Malloc:
 
     def track_alloc_free(self, allocator, nbytes, order, touched):
         """With 64 live."""
-        what = way(order, touched)
         with worker(allocator, nbytes) as process:
-            loop = process.loop(what)
-            seconds = turns({"": loop}, enough(loop, 0.001), 51)[""]
-        return seconds / what.operations * 1e9
+            loop, operations = prepared(process, order, touched)
+            seconds = turns({"": loop}, 1, 51)[""]
+        return seconds / operations * 1e9
 
 
 def lines(quick):
