@@ -267,8 +267,11 @@ cdef inline char* quick_take(Fronts c, size_t n, uint64_t* tag) noexcept nogil:
     cdef Front* f = front_of(c)
     cdef int s = step_of(class_bytes(n) if c.literal else n)
     cdef char* ptr
+    cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
     if not likely(owned_enter(&f.lock)):
-        return c.shared_take(n, s, tag)
+        ptr = c.shared_take(n, s, &other)
+        tag[0] = other
+        return ptr
     ptr = pop(c, f, s, n, tag)
     owned_leave(&f.lock)
     return ptr

@@ -188,8 +188,11 @@ cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nog
 cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
     cdef Stack* s = stack_of(c)
     cdef char* ptr = NULL
+    cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
     if not likely(owned_enter(&s.lock)):
-        return c.shared_take(name)
+        ptr = c.shared_take(&other)
+        name[0] = other
+        return ptr
     if likely(s.n > 0):
         ptr = pop(c, s, name)
     owned_leave(&s.lock)
