@@ -90,13 +90,22 @@ cdef extern from *:
             __atomic_store_n(&l->lock, 0, __ATOMIC_RELEASE);
         }
     }
+    static inline int arenapy_owned_by(arenapy_owned *l, uint64_t thread) {
+    #ifdef __x86_64__
+        int so;                  /* in one instruction, which compilers do not make of a load */
+        __asm__ volatile("cmpq %2, %1" : "=@cce"(so) : "m"(l->owner), "r"(thread));
+        return so;
+    #else
+        return __atomic_load_n(&l->owner, __ATOMIC_RELAXED) == thread;
+    #endif
+    }
     /* For the owner alone; 0: this is another thread. */
     static inline int arenapy_owned_enter(arenapy_owned *l) {
         uint64_t me = arenapy_thread_pointer();
-        if (__builtin_expect(__atomic_load_n(&l->owner, __ATOMIC_RELAXED) != me, 0)) return 0;
+        if (__builtin_expect(!arenapy_owned_by(l, me), 0)) return 0;
         __atomic_store_n(&l->busy, 1, __ATOMIC_RELAXED);
         __atomic_signal_fence(__ATOMIC_SEQ_CST);
-        if (__builtin_expect(__atomic_load_n(&l->owner, __ATOMIC_RELAXED) == me, 1)) return 1;
+        if (__builtin_expect(arenapy_owned_by(l, me), 1)) return 1;
         __atomic_store_n(&l->busy, 0, __ATOMIC_RELEASE);
         return 0;
     }

@@ -14,7 +14,8 @@ NUMBER = {"x86_64": 324, "aarch64": 283}[platform.machine()]  # of the system ca
 
 
 def run(turns, pauses, seconds):
-    """`take_turns` on a thread for each pause; what they return."""
+    """`take_turns` on a thread for each pause, of which the first one may own the lock; what they
+    return."""
     results = [None] * len(pauses)
 
     def one(k):
@@ -23,6 +24,8 @@ def run(turns, pauses, seconds):
     threads = [threading.Thread(target=one, args=(k,)) for k in range(len(pauses))]
     for thread in threads:
         thread.start()
+        while not turns.count:
+            time.sleep(0.001)
     time.sleep(seconds)
     turns.stop()
     for thread in threads:
