@@ -35,6 +35,7 @@ cdef class PoolCore(Fronts):
     cdef double timed        # trim_after, or -1
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
     cdef int n_samples
+    cdef uint32_t latest     # tick in one of them; under heap_lock
     cdef Hold* pending       # freed blocks that only other processes see; linked by next
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]

@@ -18,7 +18,7 @@ from arenapy.fronts cimport (
 )
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport (
-    MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, scatter,
+    MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
 )
 from arenapy.region cimport Region
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
@@ -297,8 +297,12 @@ cdef class PoolCore(Fronts):
 
     cdef void note_time(self) noexcept nogil:
         cdef double now = coarse_seconds()
+        cdef Front* f = front_of(self)
         cdef Sample* last
+        owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
+        # Each front counts its own ticks: here they meet, so that they can be compared with a sample.
+        f.tick = self.latest = later(self.latest, f.tick)
         last = &self.samples[max(self.n_samples - 1, 0)]
         if self.n_samples == 0 or now - last.begun >= self.timed / 8:
             if self.n_samples == SAMPLES:    # the oldest is long stale
@@ -307,8 +311,9 @@ cdef class PoolCore(Fronts):
             last = &self.samples[self.n_samples]
             last.begun = now
             self.n_samples += 1
-        last.seconds, last.tick = now, self.front.tick
+        last.seconds, last.tick = now, f.tick
         arenapy_spin_release(&self.heap_lock)
+        owned_release(&f.lock)
 
     cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil:
         cdef double now = coarse_seconds()

@@ -15,6 +15,7 @@ from arenapy.allocator cimport make_region
 from arenapy.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
+from arenapy.fronts cimport front_of
 from arenapy.pages cimport PAGE, PAGE_BITS, Descriptor, Segment
 from arenapy.pool_core cimport PoolCore
 from arenapy.region cimport Region
@@ -104,7 +105,7 @@ cdef class PoolMemory:
                 return self.grow_region(pages, wished, missing)
             self.rooms[room.region.address] = room
             try:
-                c.add_segment(room.region, True, NO_LIMIT, c.front.tick)
+                c.add_segment(room.region, True, NO_LIMIT, front_of(c).tick)
             except BaseException:
                 del self.rooms[room.region.address]
                 raise
@@ -126,7 +127,7 @@ cdef class PoolMemory:
         finally:
             arenapy_spin_acquire(&c.heap_lock)
             if c.forks == forks:             # else they are VOID in this child: it takes others
-                c.end_growth(id, done, c.front.tick)
+                c.end_growth(id, done, front_of(c).tick)
                 arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
         return 0
@@ -198,7 +199,7 @@ cdef class PoolMemory:
                 f"{region!r} is {region.kind} memory, and the pool has {self.core.kind} memory; "
                 "a source of a pool makes regions of one kind"
             )
-        return self.core.add_segment(region, False, self.max_pages, self.core.front.tick)
+        return self.core.add_segment(region, False, self.max_pages, front_of(self.core).tick)
 
     cdef size_t trimmable(self) noexcept:
         """Pages that could be given back now, once everything is merged."""

@@ -296,11 +296,13 @@ def test_the_real_machine() -> None:
 def test_resource_limits_bind() -> None:
     code = (
         "import resource; from arenapy.memory_info import memory_info, format_bytes\n"
+        "has = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "most = has + (1 << 30)\n"
         "for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):\n"
         "    old = resource.getrlimit(kind)\n"
-        "    resource.setrlimit(kind, (1 << 30, old[1]))\n"
+        "    resource.setrlimit(kind, (most, old[1]))\n"
         "    info = memory_info()\n"
-        "    print(info.limit.name, 0 < info.available < 1 << 30, info.limit.nbytes == 1 << 30)\n"
+        "    print(info.limit.name, 0 < info.available < most, info.limit.nbytes == most)\n"
         "    resource.setrlimit(kind, old)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
