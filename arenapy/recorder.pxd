@@ -7,7 +7,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
-from arenapy.atomic cimport arenapy_spin
+from arenapy.owned cimport Owned
 
 cdef enum:
     EVENT_CLOCK = 0      # written by the recorder: `block` is CLOCK_MONOTONIC in ns at `time`
@@ -26,7 +26,7 @@ cdef struct Event:
 
 # All that changes while recording, in pages that a forked child finds zeroed: it records nothing.
 cdef struct Tape:
-    arenapy_spin lock
+    Owned lock
     uint64_t running     # events are wanted
     uint64_t writing     # one buffer is on its way to the file, without the lock
     Event* buffers       # both; NULL before the start and after the end
@@ -55,6 +55,6 @@ cdef class Recorder:
 
 
 # Record one operation. From any thread, with or without the GIL, under any lock: it calls no
-# Python, takes its own spin lock, and writes to the file once in 10,921 events. `errno` is kept.
+# Python, takes its own lock, and writes to the file once in 10,921 events. `errno` is kept.
 cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbytes,
                        uint64_t stream) noexcept nogil

@@ -3,7 +3,7 @@
 What lives here: the hook that allocators' cores call (`record_event`), the clock, the two
 buffers, the file and its header. What does not: who records what (trace.py), reading files (too).
 
-An event is 24 bytes: operation and time, address, thread and bytes. It is stored, under a spin
+An event is 24 bytes: operation and time, address, thread and bytes. It is stored, under a
 lock of the recorder's own, into one of two buffers; the thread that fills one takes the other
 and writes the full one to the file after letting go of the lock, so that others go on recording.
 Buffers and write() and not a mapped file, because a full disk is then an error code and never a
@@ -27,7 +27,7 @@ import stat
 from pathlib import Path
 from time import time_ns
 
-from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
+from arenapy.owned cimport owned_acquire, owned_release
 
 cdef extern from *:
     """
@@ -161,9 +161,9 @@ cdef uint64_t tick(Tape* tape, int clock) noexcept nogil:
 
 cdef inline void let_others(Tape* tape) noexcept nogil:
     """While another thread writes to the file."""
-    arenapy_spin_release(&tape.lock)
+    owned_release(&tape.lock)
     sched_yield()
-    arenapy_spin_acquire(&tape.lock)
+    owned_acquire(&tape.lock)
 
 
 cdef void write_out(Tape* tape, int clock) noexcept nogil:
@@ -180,9 +180,9 @@ cdef void write_out(Tape* tape, int clock) noexcept nogil:
     tape.last = tape.first + (PLACES - 1)
     tape.spare = full
     tape.writing = 1
-    arenapy_spin_release(&tape.lock)
+    owned_release(&tape.lock)
     written = write_all(tape.fd, <char*>full, n * sizeof(Event), &error) // sizeof(Event)
-    arenapy_spin_acquire(&tape.lock)
+    owned_acquire(&tape.lock)
     tape.writing = 0
     tape.events += written
     if error:
@@ -213,7 +213,7 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
     cdef int places = 2 if stream else 1
     cdef uint32_t thread = this_thread()
     cdef uint64_t now
-    arenapy_spin_acquire(&tape.lock)
+    owned_acquire(&tape.lock)
     while tape.running and tape.last - tape.at < places:
         if tape.writing:
             let_others(tape)
@@ -228,7 +228,7 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
         tape.at += 1
     elif tape.error:
         tape.lost += 1
-    arenapy_spin_release(&tape.lock)
+    owned_release(&tape.lock)
 
 
 @cython.auto_pickle(False)
@@ -266,7 +266,7 @@ cdef class Recorder:
 
     def __dealloc__(self):
         if self.tape != NULL:
-            arenapy_spin_acquire(&self.tape.lock)
+            owned_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             drop_buffers(self.tape)
             munmap(self.tape, sizeof(Tape))
@@ -287,9 +287,9 @@ cdef class Recorder:
         cdef Header header
         cdef bytes kind = self.kind.encode()
         cdef Event* buffers
-        arenapy_spin_acquire(&tape.lock)
+        owned_acquire(&tape.lock)
         used, self.used = self.used, True
-        arenapy_spin_release(&tape.lock)
+        owned_release(&tape.lock)
         if used:
             raise ValueError(f"this recorder of {self.path!r} was started before; make another one")
         fd = -1
@@ -321,14 +321,14 @@ cdef class Recorder:
             if fd >= 0:
                 os.close(fd)
             raise
-        arenapy_spin_acquire(&tape.lock)
+        owned_acquire(&tape.lock)
         self.fd = tape.fd = fd
         tape.buffers = tape.first = tape.at = buffers
         tape.last = tape.first + (PLACES - 1)
         tape.spare = buffers + PLACES
         tape.begun = tape.latest = header.ticks
         tape.running = 1
-        arenapy_spin_release(&tape.lock)
+        owned_release(&tape.lock)
 
     cdef int check_started(self) except -1:
         if not self.used:
@@ -363,9 +363,9 @@ cdef class Recorder:
         """
         self.check_started()
         with nogil:
-            arenapy_spin_acquire(&self.tape.lock)
+            owned_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
-            arenapy_spin_release(&self.tape.lock)
+            owned_release(&self.tape.lock)
         self.raise_failure()
 
     def stop(self):
@@ -381,13 +381,13 @@ cdef class Recorder:
         cdef int fd
         self.check_started()
         with nogil:
-            arenapy_spin_acquire(&self.tape.lock)
+            owned_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             mine = self.tape.running         # else forked, failed or stopped
             self.tape.running = 0
             drop_buffers(self.tape)          # a recorder that ended may be kept for long
             fd, self.fd = self.fd, -1
-            arenapy_spin_release(&self.tape.lock)
+            owned_release(&self.tape.lock)
         if fd < 0:
             return
         try:
