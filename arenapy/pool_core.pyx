@@ -309,7 +309,7 @@ cdef class PoolCore(Fronts):
         cdef Sample* last
         owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        # Each front counts its own ticks: here they meet, so that they can be compared with a sample.
+        # Each front counts its own ticks. Here they meet, to be compared with a sample.
         f.tick = self.latest = later(self.latest, f.tick)
         last = &self.samples[max(self.n_samples - 1, 0)]
         if self.n_samples == 0 or now - last.begun >= self.timed / 8:
