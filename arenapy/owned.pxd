@@ -13,10 +13,13 @@
 # which pay for the call of membarrier.
 from libc.stdint cimport uint64_t
 
+from arenapy.atomic cimport arenapy_spin
+
 cdef extern from *:
     """
     #ifndef ARENAPY_OWNED_H
     #define ARENAPY_OWNED_H
+    #include <errno.h>
     #include <sched.h>
     #include <stdint.h>
     #include <time.h>
@@ -29,7 +32,7 @@ cdef extern from *:
         uint64_t first;          /* the thread that may own it; 0: nobody had it */
         uint32_t run;            /* acquisitions by `first` since another thread's */
         unsigned char busy;      /* the owner holds it */
-        unsigned char lock;      /* another thread does, or waits for the owner */
+        arenapy_spin lock;       /* another thread does, or waits for the owner */
     } arenapy_owned;
     /* The thread pointer: even, and no other living thread's. */
     static inline uint64_t arenapy_thread_pointer(void) {
@@ -64,11 +67,8 @@ cdef extern from *:
     }
     static void __attribute__((noinline, cold, unused)) arenapy_owned_slow(arenapy_owned *l) {
         uint64_t me = arenapy_thread_pointer(), owner;
-        while (__atomic_exchange_n(&l->lock, 1, __ATOMIC_ACQUIRE)) {
-            for (int i = 0; i < 64 && __atomic_load_n(&l->lock, __ATOMIC_RELAXED); i++)
-                __asm__ volatile("" ::: "memory");
-            if (__atomic_load_n(&l->lock, __ATOMIC_RELAXED)) sched_yield();
-        }
+        int kept = errno;        /* it may be a malloc's */
+        arenapy_spin_acquire(&l->lock);
         owner = __atomic_load_n(&l->owner, __ATOMIC_RELAXED);
         if (owner) {
             __atomic_store_n(&l->owner, owner | 1, __ATOMIC_RELAXED);
@@ -87,8 +87,9 @@ cdef extern from *:
         } else if (arenapy_may_own()) {
             __atomic_store_n(&l->busy, 1, __ATOMIC_RELAXED);
             __atomic_store_n(&l->owner, me, __ATOMIC_RELAXED);
-            __atomic_store_n(&l->lock, 0, __ATOMIC_RELEASE);
+            arenapy_spin_release(&l->lock);
         }
+        errno = kept;
     }
     static inline int arenapy_owned_by(arenapy_owned *l, uint64_t thread) {
     #ifdef __x86_64__
@@ -121,12 +122,13 @@ cdef extern from *:
         if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) | 1) == (arenapy_thread_pointer() | 1))
             arenapy_owned_leave(l);
         else
-            __atomic_store_n(&l->lock, 0, __ATOMIC_RELEASE);
+            arenapy_spin_release(&l->lock);
     }
     #endif
     """
     ctypedef struct Owned "arenapy_owned":
         uint64_t owner
+        arenapy_spin lock
     bint owned_enter "arenapy_owned_enter" (Owned* l) noexcept nogil
     void owned_leave "arenapy_owned_leave" (Owned* l) noexcept nogil
     void owned_acquire "arenapy_owned_acquire" (Owned* l) noexcept nogil

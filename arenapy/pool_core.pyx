@@ -142,7 +142,7 @@ cdef class PoolCore(Fronts):
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
-        set_bit(&d.live, tag)      # as `push` expects it
+        set_bit(&d.live, tag)            # as `push` expects it
         push(self, f, d, ptr, tag)
         owned_release(&f.lock)
 

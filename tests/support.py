@@ -6,11 +6,13 @@ a block neither exports it nor keeps it alive.
 
 import ctypes
 import mmap
+import sys
 
 import arenapy
 
 PAGE = mmap.PAGESIZE
 MAX_ALIGN = 2 << 20
+GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def peek(address, nbytes):

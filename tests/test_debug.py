@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import PAGE, Pages, exact, peek, poke
+from support import GIL, PAGE, Pages, exact, peek, poke
 
 import arenapy
 from arenapy import Bump, Existing, File, Pool, Shared, Slab
@@ -321,7 +321,7 @@ def test_a_block_dropped_on_another_thread_is_gone_there(recycling):
     with pytest.raises(MemoryCorruption) as error:
         recycling.check()
     place = f"{__file__[: -len(HERE)]}{line_of('# where another thread drops')}"
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    if not GIL:
         place = ""  # an object that another thread drops ends where its own thread runs next
     assert f"back last at {place}" in str(error.value)
 

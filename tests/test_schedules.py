@@ -19,7 +19,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from pool_rules import KIB, MIB, block_of
 from sources import Regions
-from support import PAGE, peek, poke
+from support import GIL, PAGE, peek, poke
 
 from arenapy import Host, OutOfMemory, Pool, Slab
 
@@ -28,7 +28,7 @@ ENDS = 64  # bytes at each end of a block that are written and read
 SIZES = [0, 1, 64, 65, 1000, 4 * KIB, 4 * KIB + 1, 32 * KIB, 32 * KIB + 1, 100 * KIB, MIB]
 COUNT, MAX_COUNT, ITEM = 4, 24, 100  # of the Slabs
 # Without a GIL, threads have peaks of their own, whose sum may be more than there ever was at once.
-EXACT = getattr(sys, "_is_gil_enabled", lambda: True)()
+EXACT = GIL
 
 
 @pytest.fixture(autouse=True)
