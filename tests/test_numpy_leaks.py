@@ -97,7 +97,7 @@ def test_pools_that_were_used_are_freed():
     """With their regions, and with what was made for them."""
 
     def work():
-        for _ in range(50):
+        for _ in range(150):
             source = Regions()
             pool = Pool(source=source)
             with numpy_memory(pool), numpy_memory(pool, on_full="error"):
@@ -108,5 +108,6 @@ def test_pools_that_were_used_are_freed():
             del array
             assert not source.sizes, "not freed with its last array"
 
-    objects, _, blocks = settled(work)
-    assert max(objects, blocks) < 100
+    # What a leak leaves behind it leaves each time; what else happens in the process, now and then.
+    found = [settled(work) for _ in range(3)]
+    assert min(max(objects, blocks) for objects, _, blocks in found) < 100, found

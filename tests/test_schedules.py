@@ -161,7 +161,9 @@ class Schedule:
             elif what in ("drop", "release") and self.live:
                 block = self.live.pop(argument % len(self.live))
                 self.is_whole(block)
-                going.append((thread, block.size, block.start))
+                # What is dropped may end in the thread that made it.
+                where = thread if EXACT or what == "release" else None
+                going.append((where, block.size, block.start))
                 jobs[thread] = lambda b=block, w=what: self.give(b, w == "release")
             else:
                 jobs[thread] = lambda w=what: self.keep_house(w)

@@ -220,7 +220,7 @@ def test_threads_that_find_it_full_wait_for_the_one_that_grows():
 
 
 def test_threads_that_pass_items_on():
-    slab = arenapy.Slab(64, 16, max_count=4096)
+    slab = arenapy.Slab(64, 16, max_count=1 << 14)  # enough if one thread takes no turns
     failures = []
     shared = [[] for _ in range(4)]
 
