@@ -6,7 +6,8 @@ Each statement of bench_latency, bench_pool, bench_c and bench_malloc runs a few
 one process, and twice as often again; the difference is what the runs cost and not the starting.
 The loop around a statement counts, as it does in the benchmarks. --annotate shows in which
 functions the instructions of one way are, with its peers. The last figures are what share of a hit
-is spent on locks: one is taken to allocate, and one to free.
+is spent on locks, of which one is taken to allocate and one to free: what the loop over a slab
+saves if it is compiled without.
 """
 
 import argparse
@@ -28,17 +29,18 @@ from asv_benches.workers import sizes
 RUNS = 64 * bench_malloc.LIVE
 REPLACE = "pool_loops.replace({heap}, {heap}_live, calls // 64, False)"
 SLAB = "slab_alloc + slab_free"
+UNLOCKED = f"{SLAB}, without locks"
 POOL = {nbytes: f"pool_alloc + pool_free, {text(nbytes)}" for nbytes in bench_pool.SIZES}
-LOCK = "an uncontended lock, taken and released"
+LOOK = "a look at a flag"
 LOOP = "the loop around it"
 IN_C = {
     SLAB: Way(REPLACE.format(heap="slab")),
+    UNLOCKED: Way("unlocked.replace(slab, unlocked_live, calls // 64, False)"),
     **{name: Way(REPLACE.format(heap=f"pool_{nbytes}")) for nbytes, name in POOL.items()},
-    LOCK: Way("pool_loops.lock_and_unlock(calls, True)"),
-    LOOP: Way("pool_loops.lock_and_unlock(calls, False)"),
+    LOOK: Way("pool_loops.look(calls, True)"),
+    LOOP: Way("pool_loops.look(calls, False)"),
     **bench_c.WAYS,
 }
-LOCKS = 2  # of an allocation and a free
 WAYS = {
     **bench_latency.BLOCKS,
     **bench_latency.ARRAYS,
@@ -68,6 +70,9 @@ def namespace():
     for heap, nbytes in zip(heaps, (64, *POOL), strict=True):
         names[f"{heap}_live"] = loops.Blocks(bench_malloc.LIVE, sizes(nbytes))
         loops.fill(names[heap], names[f"{heap}_live"])
+    unlocked = names["unlocked"] = native.load("pool_loops", "ARENAPY_UNLOCKED")
+    names["unlocked_live"] = unlocked.Blocks(bench_malloc.LIVE, sizes(64))
+    unlocked.fill(heaps["slab"], names["unlocked_live"])
     return bench_latency.namespace() | bench_pool.namespace() | names
 
 
@@ -163,8 +168,11 @@ def main():
                 annotate(dumps[way, 2], 2 * RUNS, options.lines)
     for ours, peer in RATIOS:
         print(f"{counts[ours] / counts[peer]:8.2f}  {ours} / {peer}")
-    locks = LOCKS * (counts[LOCK] - counts[LOOP])
-    for name in (bench_pool.SLAB, *bench_pool.POOL.values(), SLAB, *POOL.values()):
+    locks = counts[SLAB] - counts[UNLOCKED]
+    for name in (*POOL.values(), *bench_pool.POOL.values()):
+        print(f"{locks / counts[name]:8.1%}  locks of {name}")
+    locks -= 2 * (counts[LOOK] - counts[LOOP])  # a slab's say also whether there is more to do
+    for name in (SLAB, bench_pool.SLAB):
         print(f"{locks / counts[name]:8.1%}  locks of {name}")
 
 

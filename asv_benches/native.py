@@ -20,16 +20,16 @@ HERE = Path(__file__).parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def key(source):
+def key(source, macros):
     """What the compiled module depends on, as a file name."""
-    digest = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(f"{sys.version} {macros}".encode())
     digest.update(arenapy.__version__.encode())
     for path in [source, *sorted(Path(arenapy.__file__).parent.rglob("*.pxd"))]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def build(source, target):
+def build(source, target, macros):
     """Compile into directory `target`, as arenapy itself is compiled."""
     from Cython.Build import cythonize
     from setuptools import Distribution, Extension
@@ -39,7 +39,12 @@ def build(source, target):
     # A copy, since Cython looks for .pxd files beside the package that a source file is in, and
     # here that is arenapy's source tree and not what is installed.
     copy = shutil.copy(source, target)
-    extension = Extension(source.stem, [copy], extra_compile_args=[*COMPILE_ARGS, "-g"])
+    extension = Extension(
+        source.stem,
+        [copy],
+        define_macros=[(macro, "1") for macro in macros],
+        extra_compile_args=[*COMPILE_ARGS, "-g"],
+    )
     modules = cythonize(
         [extension],
         compiler_directives=DIRECTIVES,
@@ -54,15 +59,15 @@ def build(source, target):
 
 
 @functools.cache
-def load(name="c_loops"):
-    """The compiled module."""
+def load(name="c_loops", *macros):
+    """The compiled module, with macros that are defined in it."""
     source = HERE / f"{name}.pyx"
     store = HERE / ".asv" / "native"
-    home = store / key(source)
+    home = store / key(source, macros)
     if not home.exists():
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=store) as temporary:
-            build(source, Path(temporary))
+            build(source, Path(temporary), macros)
             try:
                 os.rename(temporary, home)
             except OSError:  # another process was first

@@ -9,10 +9,9 @@ table of pointers that a cimport fills in, and through the linker's.
 cimport cython
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
 
 from arenapy cimport Pool, Slab, pool_alloc, pool_free, slab_alloc, slab_free
-from arenapy.owned cimport Owned, owned_acquire, owned_enter, owned_leave, owned_release
+from arenapy.atomic cimport arenapy_add
 
 cdef extern from *:
     """
@@ -267,30 +266,30 @@ def timed_empty(
 # ---- cache lines -------------------------------------------------------------------------
 
 def write(buffer, Py_ssize_t words):
-    """Store into the first word of a buffer, each time. (To count up in it would wait for the last
-    store each time, and hide what the others cost.)"""
+    """Add to the first word of a buffer, each time in the cache: plain stores may wait in the
+    processor, which makes one of many to the same line, and hides what the others cost."""
     cdef unsigned char[::1] view = buffer
-    cdef volatile uint64_t* word = <volatile uint64_t*>&view[0]
+    cdef uint64_t* word = <uint64_t*>&view[0]
     cdef Py_ssize_t _i
     with nogil:
         for _i in range(words):
-            word[0] = _i
+            arenapy_add(word, 1)
 
 
-# ---- what a lock costs -------------------------------------------------------------------
+# ---- what a look costs -------------------------------------------------------------------
 
-def lock_and_unlock(Py_ssize_t times, bint lock):
-    """Enter and leave a lock of this thread's own; or, for comparison, only loop."""
-    cdef Owned owned
+cdef bint special = False
+
+
+def look(Py_ssize_t times, bint look):
+    """Look whether a flag is set; or, for comparison, only loop."""
     cdef Py_ssize_t _i
-    memset(&owned, 0, sizeof(owned))
     with nogil:
-        owned_acquire(&owned)
-        owned_release(&owned)
-        if lock:
+        if look:
             for _i in range(times):
-                if owned_enter(&owned):
-                    owned_leave(&owned)
+                unseen()
+                if special:
+                    break
         else:
             for _i in range(times):
                 unseen()
