@@ -3,7 +3,9 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr
 
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, likely
 from arenapy.owned cimport Owned, owned_enter, owned_leave
-from arenapy.pages cimport BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, scatter, segment_of
+from arenapy.pages cimport (
+    BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
+)
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, step_of
 from arenapy.table cimport Table
@@ -12,6 +14,7 @@ cdef enum:
     DEPTH = 64               # slots of one step in a front cache, at most
     LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
     MOST_FRONTS = 8
+    SKEW = 2048              # bytes
 
 # A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
 cdef struct Entry:
@@ -68,7 +71,6 @@ cdef class Fronts(Segments):
     cdef Front* fronts[MOST_FRONTS]
     cdef arenapy_spin births             # held while one is added
     cdef bint literal        # rounding="class"
-    cdef uint32_t colours    # the bits that a skew may have
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
     cdef Asked asked
@@ -90,7 +92,7 @@ cdef class Fronts(Segments):
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef void flush_all(self) noexcept nogil
     # The short ways, for a thread that does not own the lock of its front.
-    cdef char* shared_take(self, size_t n, int s, uint64_t* tag) noexcept nogil
+    cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil
     cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil
     cdef bint shared_give_at(self, char* ptr) noexcept nogil
     # internal
@@ -189,15 +191,30 @@ cdef inline uint64_t tag_at(Fronts c, void* ptr, Descriptor** of) noexcept nogil
 
 
 # Where in its pages a block above 32 KiB begins, if so many of its bytes are not asked for. Blocks
-# that all begin on a page push each other out of the caches where they are read side by side.
-cdef inline char* skewed(Fronts c, Descriptor* d, uint64_t tag, size_t slack) noexcept nogil:
-    cdef uint32_t skew = <uint32_t>tag * 13 & c.colours
-    d.skew = <uint16_t>(skew if skew <= slack else slack & c.colours)
+# that all begin on a page push each other out of the caches where many are read side by side. Half
+# a page, since a load waits for a store just before it whose address ends in the same 12 bits.
+cdef inline char* skewed(Descriptor* d, uint64_t tag, size_t slack) noexcept nogil:
+    d.skew = <uint16_t>(tag << 5 & SKEW) if slack >= SKEW else 0
     return <char*>d.address + d.skew
 
 
+# Of the two blocks of a list that were freed last, the one that was handed out later comes first.
+# `x = f(x)` frees its temporaries, which are in the processor's caches, before what x was.
+cdef inline void hotter_first(Fronts c, uint32_t* head) noexcept nogil:
+    cdef Descriptor* first = &c.descriptors[head[0]]
+    cdef uint32_t id = first.next
+    cdef Descriptor* second = &c.descriptors[id]
+    if id and earlier(first.detail.taken, second.detail.taken):
+        first.next = second.next
+        second.next = head[0]
+        head[0] = id
+
+
 # From the front cache, its lock held: the block of the step that was freed last, for n bytes; NULL.
-cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexcept nogil:
+# `hot`: or the one before.
+cdef inline char* pop(
+    Fronts c, Front* f, int s, size_t n, bint hot, uint64_t* tag
+) noexcept nogil:
     cdef Magazine* m
     cdef Descriptor* d
     cdef uint32_t id
@@ -215,9 +232,11 @@ cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexce
         return ptr
     if s >= N_EXACT:
         return NULL
-    id = f.large[s - N_SMALL]
-    if not likely(id):
+    if not likely(f.large[s - N_SMALL]):
         return NULL
+    if hot:
+        hotter_first(c, &f.large[s - N_SMALL])
+    id = f.large[s - N_SMALL]
     d = &c.descriptors[id]
     f.large[s - N_SMALL] = d.next
     f.n_large -= 1
@@ -226,7 +245,7 @@ cdef inline char* pop(Fronts c, Front* f, int s, size_t n, uint64_t* tag) noexce
     tag[0] = <uint64_t>id << 6
     set_bit(&d.live, 0)
     count_taken(f, d.size_class, d.size)
-    return skewed(c, d, tag[0], d.size - n)
+    return skewed(d, tag[0], d.size - n)
 
 
 # To the front cache, its lock held. False: the block is not live.
@@ -247,6 +266,7 @@ cdef inline bint push(
         if not likely(clear_bit(&d.live, 0)):
             return False
         f.tick += 1
+        d.detail.taken = d.tick
         d.tick = f.tick
         head = &f.large[d.step - N_SMALL]
         d.next = head[0]
@@ -263,16 +283,16 @@ cdef inline Front* front_of(Fronts c) noexcept nogil:
 
 
 # The short way: what the front cache has, NULL if that is nothing. Not if `special`.
-cdef inline char* quick_take(Fronts c, size_t n, uint64_t* tag) noexcept nogil:
+cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
     cdef Front* f = front_of(c)
     cdef int s = step_of(class_bytes(n) if c.literal else n)
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
     if not likely(owned_enter(&f.lock)):
-        ptr = c.shared_take(n, s, &other)
+        ptr = c.shared_take(n, s, hot, &other)
         tag[0] = other
         return ptr
-    ptr = pop(c, f, s, n, tag)
+    ptr = pop(c, f, s, n, hot, tag)
     owned_leave(&f.lock)
     return ptr
 

@@ -106,7 +106,6 @@ cdef class Fronts(Segments):
         if self.front == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
         self.literal = literal
-        self.colours = (PAGE - 1) & ~63
         return 0
 
     cdef Front* own_front(self) noexcept nogil:
@@ -133,11 +132,11 @@ cdef class Fronts(Segments):
 
     # -- blocks of the front caches
 
-    cdef char* shared_take(self, size_t n, int s, uint64_t* tag) noexcept nogil:
+    cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil:
         cdef Front* f = front_of(self)
         cdef char* ptr
         owned_acquire(&f.lock)
-        ptr = pop(self, f, s, n, tag)
+        ptr = pop(self, f, s, n, hot, tag)
         owned_release(&f.lock)
         return ptr
 
@@ -183,7 +182,7 @@ cdef class Fronts(Segments):
                 return NULL
             owned_acquire(&f.lock)
             if cached:
-                ptr = pop(self, f, s, n if align <= 64 else step_bytes(s), tag)
+                ptr = pop(self, f, s, n if align <= 64 else step_bytes(s), False, tag)
             if ptr == NULL:
                 arenapy_spin_acquire(&self.heap_lock)
                 ptr = self.from_heap(f, s, n, pages, align, miss, NULL, tag)
@@ -213,7 +212,7 @@ cdef class Fronts(Segments):
         while i < n and sizes[i] <= MOST_BYTES and self.spare >= SPARE:
             size = class_bytes(sizes[i]) if self.literal else sizes[i]
             s = step_of(size)
-            out[i].ptr = pop(self, f, s, sizes[i], &out[i].tag)
+            out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].tag)
             if out[i].ptr == NULL:
                 out[i].ptr = self.from_heap(
                     f, s, sizes[i], pages_of(size), 1, miss and i == 0, asked, &out[i].tag)
@@ -265,7 +264,7 @@ cdef class Fronts(Segments):
         cdef uint32_t id
         cdef Descriptor* d
         if s < N_SMALL:
-            return pop(self, f, s, 0, tag) if self.refill(f, s, miss, asked) else NULL
+            return pop(self, f, s, 0, False, tag) if self.refill(f, s, miss, asked) else NULL
         id = self.take(pages, align, &split)
         if id == 0:
             return NULL
@@ -280,7 +279,7 @@ cdef class Fronts(Segments):
         count_taken(f, d.size_class, d.size)
         if d.state != BLOCK or align > 64:
             return <char*>d.address
-        return skewed(self, d, tag[0], d.size - n)
+        return skewed(d, tag[0], d.size - n)
 
     cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil:
         """A miss or a split in a class; heap_lock held."""

@@ -190,7 +190,7 @@ cdef void* zeros(Handler* h, size_t count, size_t size) noexcept nogil:
         block = system_block(h, n, True)
         if block != NULL:
             return block
-    block = take_hit(<PoolCore>h.core, n)
+    block = take_hit(<PoolCore>h.core, n, True)
     if block == NULL:
         block = take_slow(h, n)
     if block != NULL:

@@ -55,7 +55,7 @@ cdef struct Capsule:
 # ---- the callbacks -----------------------------------------------------------------------
 
 cdef void* on_malloc(void* ctx, size_t n) noexcept nogil:
-    cdef void* block = take_hit(<PoolCore>(<Handler*>ctx).core, n)
+    cdef void* block = take_hit(<PoolCore>(<Handler*>ctx).core, n, True)
     return block if likely(block != NULL) else take_slow(<Handler*>ctx, n)
 
 

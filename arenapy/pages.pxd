@@ -18,6 +18,7 @@ cdef enum:
     LOOKS = 32               # extents of an inexact bin that are looked at
     PAGE_BITS = 12
     PAGE = 4096
+    HUGE_PAGES = 512         # of a huge page
     MOST_SEGMENTS = 1024
     MOST_PAGES = 1 << 30     # of a segment: 4 TiB
     MOST_DESCRIPTORS = 1 << 26
@@ -38,6 +39,7 @@ cdef struct Links:
 cdef union Detail:
     uint64_t slots           # SPAN: bit i: slot i is neither live nor in a front cache
     Links age                # FREE: neighbours in the age list, 0 at its ends
+    uint32_t taken           # BLOCK, in a front cache: the tick when it was handed out
 
 # One extent: pages of one segment. 64 bytes, a cache line. An extent or block is named by the index
 # of its descriptor; 0 is nothing.

@@ -16,7 +16,7 @@ from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
 from arenapy.atomic cimport ARENAPY_GIL
 from arenapy.block cimport CLOSED, born_held, no_stream
 from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block, track
-from arenapy.pages cimport MOST_PAGES, PAGE, PAGE_BITS
+from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS
 from arenapy.fronts cimport quick_take
 from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
@@ -39,8 +39,7 @@ cdef extern from "Python.h":
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
 
 cdef enum:
-    GROWTH_PAGES = 512       # 2 MiB: what a pool grows by at least
-    GROWTH_SHARE = 64        # or by this part of what it has
+    GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page
     SPARE = 16               # descriptors to have before anything is split
 
 
@@ -181,7 +180,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None
                 or (<PoolCore>core).special):
             return self.careful_alloc(nbytes, align, stream)
-        ptr = quick_take(<PoolCore>core, n, &(<Buffer>o).tag)
+        ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
         if ptr == NULL:
             return self.careful_alloc(nbytes, align, stream)
         (<PoolCore>core).kept = <PyObject*>(<Buffer>o).ptr
@@ -271,8 +270,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise OutOfMemory(self.full(n, "no address space holds it"))
         if c.may_lease:
             c.settle_sends()
-        wished = max(pages, <size_t>GROWTH_PAGES, c.reserved_pages // GROWTH_SHARE)
-        self.memory.recycle(pages)
+        wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // GROWTH_SHARE)
+        self.memory.recycle(pages, n)
         while True:
             if c.spare < SPARE and not c.more_descriptors(SPARE):
                 raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))

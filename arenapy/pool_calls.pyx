@@ -7,7 +7,7 @@ cdef enum:
 
 
 cdef void* pool_alloc(Pool pool, size_t nbytes, size_t align) noexcept nogil:
-    cdef void* block = take_hit(pool.core, nbytes) if align <= USUAL_ALIGN else NULL
+    cdef void* block = take_hit(pool.core, nbytes, False) if align <= USUAL_ALIGN else NULL
     return block if block != NULL else pool.alloc_c(nbytes, align)
 
 

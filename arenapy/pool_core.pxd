@@ -69,10 +69,11 @@ cdef class PoolCore(Fronts):
 
 # The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after
 # every store. NULL, False: the front cache has none, or the other way is to be taken.
+# `hot`: not always the block freed last, but what is rather in the processor's caches.
 
-cdef inline void* take_hit(PoolCore c, size_t n) noexcept nogil:
+cdef inline void* take_hit(PoolCore c, size_t n, bint hot) noexcept nogil:
     cdef uint64_t tag
-    return quick_take(c, n, &tag) if likely(not c.special and n <= MOST_BYTES) else NULL
+    return quick_take(c, n, hot, &tag) if likely(not c.special and n <= MOST_BYTES) else NULL
 
 
 cdef inline bint give_hit(PoolCore c, void* block) noexcept nogil:

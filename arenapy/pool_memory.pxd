@@ -4,6 +4,15 @@ from libc.stdint cimport uint32_t
 from arenapy.pool_core cimport PoolCore
 from arenapy.region cimport Region
 
+cdef enum:
+    RECURRENCE_BITS = 6
+
+# Memory was recycled for requests of n bytes so many times before.
+cdef struct Recurrence:
+    size_t n
+    int times
+
+
 cdef class PoolMemory:
     cdef PoolCore core
     cdef object source
@@ -13,6 +22,7 @@ cdef class PoolMemory:
     cdef size_t room                 # bytes of address space that one takes at least
     cdef size_t slack                # idle pages that growth leaves alone
     cdef size_t rent                 # pages recycled since slack grew
+    cdef Recurrence[1 << RECURRENCE_BITS] seen
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.
@@ -26,8 +36,9 @@ cdef class PoolMemory:
     # Give back free pages, longest unused first: so many, or what there is. Regions go as a whole:
     # not one that makes it more, or (`enough`) one rather than too little. How many it were.
     cdef size_t shrink(self, size_t pages, bint enough) except? 0
-    # Before growth by so many pages: give idle ones back instead of reserving more.
-    cdef int recycle(self, size_t pages) except -1
+    # Before growth by so many pages for a request of n bytes: give idle ones back instead of
+    # reserving more.
+    cdef int recycle(self, size_t pages, size_t n) except -1
     # Give back what was freed so many seconds ago and not used since; how many pages.
     cdef size_t trim_stale(self, double seconds) except? 0
     # internal

@@ -16,7 +16,7 @@ from arenapy.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
 from arenapy.fronts cimport front_of
-from arenapy.pages cimport PAGE, PAGE_BITS, Descriptor, Segment
+from arenapy.pages cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment
 from arenapy.pool_core cimport PoolCore
 from arenapy.region cimport Region
 from arenapy.table cimport Table, table_close
@@ -31,6 +31,8 @@ cdef enum:
     RENT = 8                 # in units of what is reserved, as is
     RENT_AGAIN = 1
     SLACK = 16               # a share: of what is reserved, so much may lie idle at first
+    REPEATS = 5
+    GOLDEN = 0x9E3779B97F4A7C15      # 2 ** 64 by the golden ratio: Knuth's multiplicative hashing
 
 
 @cython.final
@@ -77,7 +79,7 @@ cdef class PoolMemory:
         cdef uint32_t id
         cdef bint fresh = False              # the address space is of this call
         while True:
-            if not c.grow_map(min(wished, self.left())):
+            if not c.grow_map(min(wished + HUGE_PAGES, self.left())):
                 raise MemoryError("no memory for the bookkeeping of a pool")
             arenapy_spin_acquire(&c.heap_lock)
             id = c.begin_growth(pages, wished, self.left(), missing)
@@ -211,20 +213,30 @@ cdef class PoolMemory:
         c.unlock_all()
         return pages
 
-    cdef int recycle(self, size_t pages) except -1:
+    cdef int recycle(self, size_t pages, size_t n) except -1:
         """Before growth: give idle pages back, so that what is reserved does not grow.
 
         Free memory in pieces that are too small moves into one piece that way, at the price of
-        faulting it in again. A program that repeats itself would pay for ever: so when as much as
-        RENT times what is reserved has been paid, something may lie idle, and from then on twice as
-        much after every RENT_AGAIN times.
+        faulting it in again. A program that repeats itself would pay for ever. It is known by
+        requests of the same size to the byte: after REPEATS times, as much more may lie idle.
+        Others, when as much as RENT times what is reserved has been paid, may have something idle,
+        and from then on twice as much after every RENT_AGAIN times.
         """
         cdef PoolCore c = self.core
         cdef size_t idle
+        cdef Recurrence* seen = &self.seen[n * <size_t>GOLDEN >> (64 - RECURRENCE_BITS)]
         arenapy_spin_acquire(&c.heap_lock)
         idle = c.aged_pages
         arenapy_spin_release(&c.heap_lock)
-        if idle <= self.slack:
+        if idle <= max(self.slack, <size_t>HUGE_PAGES):
+            return 0
+        if seen.n != n:
+            seen.n, seen.times = n, 0
+        if seen.times == REPEATS:
+            self.slack = min(idle, self.slack + pages)
+        else:
+            seen.times += 1
+        if idle == self.slack:
             return 0
         self.rent += self.shrink(min(idle - self.slack, pages), False)
         if self.rent > (RENT_AGAIN if self.slack else RENT) * c.reserved_pages:

@@ -9,6 +9,7 @@ before the first page is there.
 import errno
 import mmap
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -63,6 +64,8 @@ class Request:
 
     def check(self) -> None:
         """Refuse what would fail or be killed, before anything is mapped."""
+        if sys.is_finalizing():
+            return  # to look at /proc takes modules that may not be there any more
         if self.hugetlb:
             self._check_pool()
         elif self.options.prefault or self.options.lock:

@@ -10,8 +10,8 @@ from libc.string cimport memmove
 
 from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.pages cimport (
-    BUSY, FREE, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, VOID, Descriptor, Pages, Segment,
-    earlier, is_idle, roomy, scatter,
+    BUSY, FREE, HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, VOID, Descriptor,
+    Pages, Segment, earlier, is_idle, roomy, scatter,
 )
 from arenapy.region cimport Region
 from arenapy.table cimport Table, table_close, table_grow, table_open
@@ -27,8 +27,8 @@ cdef class Segments(Pages):
     ) noexcept nogil:
         """Make VOID pages BUSY, so that with free ones before them `pages` come together.
 
-        As many as wished if there are. 0: no segment has that address space, or, with `missing`
-        set, it takes so many pages more than `most`.
+        As many as wished if there are, and on to the end of a huge page. 0: no segment has that
+        address space, or, with `missing` set, it takes so many pages more than `most`.
         """
         cdef uint32_t id, rest
         cdef Descriptor* d
@@ -59,6 +59,11 @@ cdef class Segments(Pages):
         d = &self.descriptors[id]
         s = &self.segments[d.segment]
         n = min(<size_t>d.pages, max(need, min(wished, most)))
+        if id == s.frontier and n >= HUGE_PAGES:
+            # A huge page that is not whole when it is faulted in hardly ever becomes one.
+            rest = -((s.base >> PAGE_BITS) + d.page + n) & (HUGE_PAGES - 1)
+            if n + rest <= min(<size_t>d.pages, most):
+                n += rest
         if d.page + n < s.pages:             # the map has to say what begins there
             n = min(n, <size_t>s.mapped - 1 - d.page)
             if n < need:

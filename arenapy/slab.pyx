@@ -166,7 +166,7 @@ cdef class Slab(Allocator):
         if nbytes is not None:
             n = <size_t>quick_size(<PyObject*>nbytes)
         if (not ARENAPY_GIL or o == NULL or n > (<SlabCore>core).item_size or align is not None
-                or stream is not None or (<SlabCore>core).special):
+                or stream is not None):
             return self.careful_alloc(nbytes, align, stream)
         ptr = quick_take(<SlabCore>core, &(<Buffer>o).tag)
         if ptr == NULL:

@@ -12,7 +12,7 @@ from arenapy.slab_core cimport SlabCore
 from arenapy.slab_items cimport quick_free, quick_take
 
 # When the stack of the thread is empty (grows if it has to, and takes the GIL for that), and for
-# slabs that do more on each call.
+# slabs that do more on each call: the short ways do nothing there.
 cdef void* slab_alloc_slow(Slab slab) noexcept nogil
 cdef int slab_free_slow(Slab slab, void* item) noexcept nogil
 
@@ -21,11 +21,7 @@ cdef int slab_free_slow(Slab slab, void* item) noexcept nogil
 
 cdef inline void* take_from(SlabCore c) noexcept nogil:
     cdef uint64_t name
-    return quick_take(c, &name) if not c.special else NULL
-
-
-cdef inline bint give_to(SlabCore c, void* item) noexcept nogil:
-    return not c.special and quick_free(c, <char*>item)
+    return quick_take(c, &name)
 
 
 cdef inline void* slab_alloc(Slab slab) noexcept nogil:
@@ -36,4 +32,4 @@ cdef inline void* slab_alloc(Slab slab) noexcept nogil:
 
 cdef inline int slab_free(Slab slab, void* item) noexcept nogil:
     """0: done. -1: no live item begins there (freed twice, or another's); nothing has changed."""
-    return 0 if give_to(slab.core, item) else slab_free_slow(slab, item)
+    return 0 if quick_free(slab.core, <char*>item) else slab_free_slow(slab, item)

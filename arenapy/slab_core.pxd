@@ -13,7 +13,6 @@ cdef struct SlabFigures:
 
 
 cdef class SlabCore(Items):
-    cdef bint special        # any of debug, recorder, may_lease, checked, shut: not the short way
     cdef uint64_t claimed    # atomic: items that are neither live nor in a stack, pending ones too
     cdef uint64_t n_pending  # under the depot's lock, as is:
     cdef Hold* pending       # items that only other processes see; linked by next

@@ -34,7 +34,8 @@ cdef class SlabCore(Items):
     def __cinit__(self):
         self.what = "slab"
         self.recycles = True
-        self.shut = self.special = True      # until `ready`
+        self.shut = True                     # until `ready`
+        self.bar(True)
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -50,8 +51,8 @@ cdef class SlabCore(Items):
 
     cdef void set_special(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.special = (self.shut or self.debug or self.may_lease or self.checked
-                        or self.recorder != NULL)
+        self.bar(self.shut or self.debug or self.may_lease or self.checked
+                 or self.recorder != NULL)
 
     # -- items
 
@@ -158,12 +159,10 @@ cdef class SlabCore(Items):
             arenapy_sub(&self.n_held, 1)
         if name == 0:
             return                           # released before
-        if self.special:
+        if not quick_give(self, name):
             self.put(name)
             if self.debug:
                 self.verify_dropped()
-        else:
-            quick_give(self, name)
 
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uint64_t name = root.tag

@@ -53,11 +53,13 @@ cdef class Items(RegionSet):
     cdef size_t stride       # bytes from item to item
     cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64
     cdef int shift           # the other factor is 1 << shift
+    cdef bint special        # not the short ways: each call is to do more
     cdef size_t item_size
     cdef size_t align        # of items
     # Free items: newest first from the stack of the thread. With a GIL there is only the depot. On
     # free-threaded builds threads are spread over `fronts`, small stacks that the depot feeds.
     cdef Stack* depot
+    cdef Stack* quick        # where the short ways look first: the depot, or one that nobody owns
     cdef Stack* fronts[MOST_FRONTS]
     cdef arenapy_spin births  # held to add a front, and by who holds all locks
     # Under the depot's lock, but for changes of parts: those are made under all locks.
@@ -88,6 +90,8 @@ cdef class Items(RegionSet):
     cdef bint remove_part(self, Region region) except -1
     cdef void lock_all(self) noexcept nogil
     cdef void unlock_all(self) noexcept nogil
+    # Not the short ways any more, or again.
+    cdef void bar(self, bint special) noexcept nogil
     # The short ways, for a thread that does not own the lock of its stack.
     cdef char* shared_take(self, uint64_t* name) noexcept nogil
     cdef bint shared_give(self, uint64_t name) noexcept nogil
@@ -146,6 +150,12 @@ cdef inline Stack* stack_of(Items c) noexcept nogil:
     return c.depot if ARENAPY_GIL else c.own_stack()
 
 
+# For the short ways. Who finds that it owns the lock of this one need not ask whether the slab is
+# special: then that is a stack that nobody owns.
+cdef inline Stack* quick_stack(Items c) noexcept nogil:
+    return c.quick if ARENAPY_GIL or c.special else c.own_stack()
+
+
 # From a stack that is not empty, its lock held: the item that was given back last.
 cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     cdef int64_t n = s.n - 1
@@ -184,9 +194,9 @@ cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nog
     return True
 
 
-# The short way, if not `special`. NULL: the stack is empty.
+# The short way. NULL: the stack is empty, or the slab is special.
 cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
-    cdef Stack* s = stack_of(c)
+    cdef Stack* s = quick_stack(c)
     cdef char* ptr = NULL
     cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
     if not likely(owned_enter(&s.lock)):
@@ -199,8 +209,9 @@ cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
     return ptr
 
 
+# False: the item is not live, or the slab is special.
 cdef inline bint quick_give(Items c, uint64_t name) noexcept nogil:
-    cdef Stack* s = stack_of(c)
+    cdef Stack* s = quick_stack(c)
     cdef bint was_live
     if not likely(owned_enter(&s.lock)):
         return c.shared_give(name)
@@ -221,7 +232,7 @@ cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
 
 
 cdef inline bint quick_free(Items c, char* at) noexcept nogil:
-    cdef Stack* s = stack_of(c)
+    cdef Stack* s = quick_stack(c)
     cdef bint was_live
     if not likely(owned_enter(&s.lock)):
         return c.shared_free(at)

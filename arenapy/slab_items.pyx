@@ -32,6 +32,8 @@ cdef extern from "<pthread.h>" nogil:
 cdef enum:
     MOST_PARTS = 1 << 16
 
+cdef Stack nobodys           # empty, and never locked
+
 
 cdef Stack* new_stack(uint64_t most, uint64_t now) noexcept nogil:
     """A stack of at most so many names, with room for some of them now; NULL without memory."""
@@ -189,9 +191,15 @@ cdef class Items(RegionSet):
             self.unlock_all()
         return ptr
 
+    cdef void bar(self, bint special) noexcept nogil:
+        self.special = special
+        self.quick = &nobodys if special else self.depot
+
     cdef char* shared_take(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
+        if self.special:
+            return NULL
         owned_acquire(&s.lock)
         if s.n > 0:
             ptr = pop(self, s, name)
@@ -201,6 +209,8 @@ cdef class Items(RegionSet):
     cdef bint shared_give(self, uint64_t name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
+        if self.special:
+            return False
         owned_acquire(&s.lock)
         was_live = push(self, s, word_of(self, name), name)
         owned_release(&s.lock)
@@ -209,6 +219,8 @@ cdef class Items(RegionSet):
     cdef bint shared_free(self, char* at) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
+        if self.special:
+            return False
         owned_acquire(&s.lock)
         was_live = push_at(self, s, at)
         owned_release(&s.lock)

@@ -98,6 +98,28 @@ def test_the_handlers_name_and_version(pool):
     assert np._core.multiarray.get_handler_version(array) == 1
 
 
+@pytest.mark.parametrize("nbytes", [33_000, 160_000, 5 * MIB])
+@pytest.mark.parametrize("make", [np.empty, np.zeros])
+def test_of_the_two_freed_last_the_one_made_later_serves_first(make, nbytes):
+    pool = Pool(source=Host(prefault=False))
+    with numpy_memory(pool):
+        arrays = [make(nbytes, "u1") for _ in range(4)]
+        oldest, older, newer, newest = map(address_of, arrays)
+        for index in (3, 0, 2, 1):  # older last
+            arrays[index] = None
+        arrays += [make(nbytes, "u1") for _ in range(4)]
+        served = [address_of(array) for array in arrays[4:]]
+        assert served == [newer, older, newest, oldest], "newest was freed before oldest"
+        del arrays
+        assert live(pool) == 0
+    blocks = [pool.alloc(nbytes) for _ in range(2)]
+    last = blocks[0].address
+    blocks.pop().release()
+    blocks.pop().release()
+    assert pool.alloc(nbytes).address == last, "a pool's own is the one freed last"
+    pool.check()
+
+
 @pytest.mark.parametrize("dtype", ["u1", "i2", "f8", "c16", "S3", "V5", "M8[s]", object, "T"])
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4096, 4097, 33_000, MIB, 5 * MIB])
 def test_zeros_are_zero_on_recycled_memory(dtype, nbytes, pool):
