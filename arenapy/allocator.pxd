@@ -9,6 +9,7 @@ cdef enum:
 
 cdef class Allocator:
     cdef object __weakref__
+    cdef list anchors        # of its core, to live as long as this
 
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)

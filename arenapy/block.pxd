@@ -3,7 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport malloc
 
-from arenapy.atomic cimport arenapy_lock
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock
 
 cdef enum:
     CLOSED = 1           # bits of Block.word
@@ -13,6 +13,9 @@ cdef enum:
     GONE_NOT = 0
     GONE_CLOSED = 1      # the region was closed
     GONE_FORKED = 2      # this process is a forked child and the memory stayed with the parent
+
+    KEPT_OBJECTS = 256   # dead roots in a nest, about 30 KB
+    NEST_BYTES = 128     # two cache lines, which processors fetch together
 
     HOLD_RETIRED = 1     # outlived a reset of its frame
     HOLD_EMPTY = 2       # a 0-byte block
@@ -29,6 +32,14 @@ cdef struct Hold:
     uint32_t pad         # bytes skipped before start for alignment
     uint32_t flags       # HOLD_*
     Py_ssize_t region    # the keeper's: which region it is in, once retired or leased
+
+
+# Dead roots of a keeper, for reuse. With a GIL there is one nest. Without, a keeper that recycles
+# has one for each of the first threads, which no other thread touches.
+cdef struct Nest:
+    PyObject* kept           # linked by ptr
+    PyObject* anchor         # what roots from here count instead of their keeper; NULL: none yet
+    int n_kept
 
 
 # What bytes belong to: a Region, or the core of an allocator. It keeps them mapped, knows
@@ -48,8 +59,9 @@ cdef class Keeper:
     cdef arenapy_lock lock
     cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock
-    cdef PyObject* kept                  # dead roots for reuse, linked by ptr; GIL builds only
-    cdef int n_kept
+    cdef Nest nest                       # GIL builds only
+    cdef char* nests                     # others: MOST_FRONTS of them, NEST_BYTES each; or NULL
+    cdef PyObject* anchors               # a list, its allocator's, which alone may use it
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 
@@ -88,6 +100,7 @@ cdef class Block:
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
     cdef Hold* hold                      # not NULL once HELD, unless the keeper recycles
+    cdef PyObject* anchor                # of a root that does not count its keeper; else NULL
     cdef Keeper keeper                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held
 
@@ -120,8 +133,20 @@ cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
     return hold
 
 
-# Forget the dead roots, which are not tracked by the cycle collector; lock held.
+# Forget the dead roots, which are not tracked by the cycle collector; lock held. (Not those of other
+# threads, which are of no use any more.)
 cdef void drop_kept(Keeper keeper) noexcept
+# Nests for a keeper that recycles, on builds without a GIL. False: no memory.
+cdef bint open_nests(Keeper keeper) noexcept
+
+
+# Where this thread finds and leaves dead roots of a keeper. An empty nest without an anchor may be
+# nobody's.
+cdef inline Nest* nest_of(PyObject* keeper) noexcept:
+    return &(<Keeper>keeper).nest if ARENAPY_GIL else own_nest(keeper)
+
+
+cdef Nest* own_nest(PyObject* keeper) noexcept
 
 
 cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:

@@ -15,7 +15,7 @@ from cpython.buffer cimport (
 )
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
-from libc.stdlib cimport free
+from libc.stdlib cimport calloc, free
 from libc.string cimport memmove, memset
 
 from arenapy.atomic cimport (
@@ -23,6 +23,7 @@ from arenapy.atomic cimport (
     arenapy_store, arenapy_sub,
 )
 from arenapy.places cimport said
+from arenapy.threads cimport MOST_FRONTS, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
@@ -47,7 +48,12 @@ cdef class Keeper:
 
     def __dealloc__(self):
         cdef Hold* hold
+        cdef int k
         drop_kept(self)
+        if self.nests != NULL:               # who ends the last root is done with its nest
+            for k in range(MOST_FRONTS):
+                empty_nest(nth_nest(self, k))
+            free(self.nests)
         while self.spare != NULL:
             hold = self.spare
             self.spare = hold.next
@@ -75,6 +81,11 @@ cdef class Keeper:
         arenapy_lock_acquire(&self.lock)
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
+        cdef int k
+        if child and self.nests != NULL:
+            for k in range(MOST_FRONTS):
+                if k != thread_number():     # that of a thread that was stopped anywhere
+                    nth_nest(self, k).kept = NULL
         arenapy_lock_release(&self.lock)
 
     cdef void disable(self, int why) noexcept nogil:
@@ -120,13 +131,39 @@ cdef class Block:
         )
 
 
-cdef void drop_kept(Keeper keeper) noexcept:
+# ---- dead roots --------------------------------------------------------------------------
+
+cdef Nest nobodys
+nobodys.n_kept = KEPT_OBJECTS                # nothing is found there, and nothing left
+
+
+cdef inline Nest* nth_nest(Keeper keeper, int k) noexcept nogil:
+    return <Nest*>(keeper.nests + k * NEST_BYTES)
+
+
+cdef bint open_nests(Keeper keeper) noexcept:
+    keeper.nests = <char*>calloc(MOST_FRONTS, NEST_BYTES)
+    return keeper.nests != NULL
+
+
+cdef Nest* own_nest(PyObject* keeper) noexcept:
+    cdef int k = thread_number()
+    if k >= MOST_FRONTS or (<Keeper>keeper).nests == NULL or (<Keeper>keeper).foreign:
+        return &nobodys
+    return nth_nest(<Keeper>keeper, k)
+
+
+cdef void empty_nest(Nest* nest) noexcept:
     cdef PyObject* root
-    while keeper.kept != NULL:
-        root = keeper.kept
-        keeper.kept = <PyObject*>(<Block>root).ptr
-        keeper.n_kept -= 1
+    while nest.kept != NULL:
+        root = nest.kept
+        nest.kept = <PyObject*>(<Block>root).ptr
+        nest.n_kept -= 1
         PyObject_GC_Del(root)
+
+
+cdef void drop_kept(Keeper keeper) noexcept:
+    empty_nest(&keeper.nest)
 
 
 # ---- state -------------------------------------------------------------------------------

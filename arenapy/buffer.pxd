@@ -3,11 +3,7 @@ from arenapy.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 
 from arenapy.atomic cimport ARENAPY_GIL
-from arenapy.block cimport Block, Keeper
-
-
-cdef enum:
-    KEPT_OBJECTS = 256        # dead roots that a keeper keeps for reuse, about 30 KB
+from arenapy.block cimport Block, Keeper, Nest, nest_of
 
 
 # A root Buffer is one block of an allocator, or one range of a region. It adds nothing to the
@@ -34,7 +30,7 @@ cdef extern from *:
     /* A dead object of a static type, its type and method table in place: alive again. (What
        _Py_NewReference does more is for tracemalloc, which does not see freelists.) */
     static CYTHON_INLINE PyObject *arenapy_revive(PyObject *o) {
-    #if defined(Py_REF_DEBUG) || defined(Py_TRACE_REFS)
+    #if defined(Py_REF_DEBUG) || defined(Py_TRACE_REFS) || defined(Py_GIL_DISABLED)
         _Py_NewReference(o);
     #else
         Py_SET_REFCNT(o, 1);
@@ -47,19 +43,37 @@ cdef extern from *:
     void count_up "Py_INCREF" (PyObject* o) noexcept
 
 
-# A root not from the freelist; new_block's.
+# What the roots of one thread count instead of their keeper, whose own count would be a cache line
+# that all threads write. It counts the keeper. Its allocator, and each of those roots, keeps it.
+cdef class Anchor:
+    cdef Keeper keeper
+
+
+# For the allocator of a keeper that recycles: what it has to keep as long as it lives.
+cdef list moor(Keeper keeper)
+# A root from no nest; new_block's.
 cdef Buffer fresh_block(Keeper keeper)
+
+
+# The first root of a nest that is not empty, alive again, at ptr. The caller fills in the rest,
+# before or after.
+cdef inline object hatch(PyObject* keeper, Nest* nest, char* ptr):
+    cdef PyObject* o = nest.kept
+    nest.kept = <PyObject*>(<Buffer>o).ptr
+    nest.n_kept -= 1
+    (<Buffer>o).ptr = ptr
+    if not ARENAPY_GIL:
+        (<Buffer>o).anchor = keeper = nest.anchor
+    count_up(keeper)
+    return arenapy_revive(o)
 
 
 # An open, unheld root. The caller fills in ptr, tag and pad, at once: they are not set.
 cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
+    cdef Nest* nest = nest_of(<PyObject*>keeper)
     cdef Buffer b
-    cdef PyObject* o = keeper.kept
-    if ARENAPY_GIL and o != NULL:
-        keeper.kept = <PyObject*>(<Buffer>o).ptr
-        keeper.n_kept -= 1
-        count_up(<PyObject*>keeper)
-        b = <Buffer>arenapy_revive(o)
+    if nest.kept != NULL:
+        b = <Buffer>hatch(<PyObject*>keeper, nest, NULL)
     else:
         b = fresh_block(keeper)
     b.size = size

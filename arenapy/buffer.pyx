@@ -21,9 +21,9 @@ from arenapy.atomic cimport (
     arenapy_store,
 )
 from arenapy.block cimport (
-    CLOSED, HELD, ONE_EXPORT, Block, Keeper, acquire, check_open, copy_bytes, is_open,
-    host_only, is_readonly, move_bytes, name_of, no_stream, place_of, root_of,
-    unacquire, writable,
+    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Nest, acquire, check_open, copy_bytes,
+    is_open, host_only, is_readonly, move_bytes, name_of, nest_of, no_stream, open_nests, place_of,
+    root_of, unacquire, writable,
 )
 
 cdef extern from "Python.h":
@@ -44,15 +44,50 @@ cdef extern from *:
 cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
+@cython.auto_pickle(False)
+@cython.final
+@cython.no_gc_clear               # the keeper is needed to the last
+cdef class Anchor:
+    pass
+
+
+cdef list moor(Keeper keeper):
+    cdef list anchors = []
+    if not ARENAPY_GIL:
+        if not open_nests(keeper):
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        keeper.anchors = <PyObject*>anchors
+    return anchors
+
+
+cdef PyObject* new_anchor(Keeper keeper) except NULL:
+    cdef Anchor anchor = Anchor.__new__(Anchor)
+    anchor.keeper = keeper
+    (<list>keeper.anchors).append(anchor)
+    return <PyObject*>anchor
+
+
 cdef Buffer fresh_block(Keeper keeper):
+    cdef Nest* nest = nest_of(<PyObject*>keeper)
     cdef Buffer b = Buffer.__new__(Buffer)
     if not keeper.foreign:
         PyObject_GC_UnTrack(<PyObject*>b)
     b.keeper = keeper
+    if not ARENAPY_GIL and nest.n_kept < KEPT_OBJECTS:       # it is not nobody's
+        if nest.anchor == NULL:
+            nest.anchor = new_anchor(keeper)
+        b.anchor = nest.anchor
+        count_up(b.anchor)
+        count_down(<PyObject*>keeper)
     return b
 
 
 cdef void track(Buffer b) noexcept:
+    cdef PyObject* anchor = b.anchor
+    if anchor != NULL:                       # the collector takes it that `keeper` is counted
+        count_up(<PyObject*>b.keeper)
+        b.anchor = NULL
+        count_down(anchor)
     if not PyObject_GC_IsTracked(<PyObject*>b):
         PyObject_GC_Track(<PyObject*>b)
 
@@ -72,6 +107,8 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     is kept still points to its keeper, uncounted: the keeper frees it before it goes.
     """
     cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
+    cdef PyObject* counted = (<Buffer>o).anchor if not ARENAPY_GIL else NULL
+    cdef Nest* nest
     # Tracked: over foreign memory, and where only __new__ was called.
     cdef bint tracked = keeper == <PyObject*>None or (<Keeper>keeper).foreign
     if tracked:
@@ -81,13 +118,14 @@ cdef void _root_dealloc(PyObject* o) noexcept:
         (<Buffer>o).hold = NULL
     elif keeper != <PyObject*>None and (<Keeper>keeper).recycles:
         (<Keeper>keeper).dropped(o)
-    if ARENAPY_GIL and not tracked and (<Keeper>keeper).n_kept < KEPT_OBJECTS:
-        (<Buffer>o).ptr = <char*>(<Keeper>keeper).kept
-        (<Keeper>keeper).kept = o
-        (<Keeper>keeper).n_kept += 1
+    nest = NULL if tracked else nest_of(keeper)
+    if nest != NULL and nest.n_kept < KEPT_OBJECTS and (ARENAPY_GIL or nest.anchor != NULL):
+        (<Buffer>o).ptr = <char*>nest.kept
+        nest.kept = o
+        nest.n_kept += 1
     else:
         PyObject_GC_Del(o)
-    count_down(keeper)            # may end the keeper, and its region
+    count_down(keeper if counted == NULL else counted)     # may end the keeper, and its region
 
 
 cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,

@@ -20,7 +20,7 @@ from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked, new_hold,
     no_stream,
 )
-from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block
+from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET
@@ -130,7 +130,7 @@ cdef class Bump(Allocator):
         # The usual call, with a GIL: no lock, no call but take_slow's, and borrowed references,
         # since counting them takes as long as moving the cursor.
         cdef PyObject* core = <PyObject*>self.core
-        cdef PyObject* o = (<BumpCore>core).kept
+        cdef PyObject* o = (<BumpCore>core).nest.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef void* start
         if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None
@@ -141,15 +141,11 @@ cdef class Bump(Allocator):
         start = take(<BumpCore>core, n, HOST_ALIGN, &(<Buffer>o).pad)
         if start == NULL:
             return self.careful_alloc(nbytes, align, stream)
-        (<BumpCore>core).kept = <PyObject*>(<Buffer>o).ptr
-        (<BumpCore>core).n_kept -= 1
-        (<Buffer>o).ptr = <char*>start
         (<Buffer>o).size = n
         (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
         (<Buffer>o).tag = (<BumpCore>core).tag
-        count_up(core)
-        return arenapy_revive(o)
+        return hatch(core, &(<BumpCore>core).nest, <char*>start)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")

@@ -32,8 +32,9 @@ from arenapy.atomic cimport (
     arenapy_cas_ptr, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
     arenapy_take_ptr,
 )
-from arenapy.block cimport HOLD_EMPTY, HOLD_RETIRED, Block, Hold, drop_hold, drop_kept
-from arenapy.buffer cimport KEPT_OBJECTS
+from arenapy.block cimport (
+    HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold, drop_kept,
+)
 from arenapy.extents cimport (
     Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
     extents_room, make_room,
@@ -83,7 +84,7 @@ cdef class BumpCore(Space):
 
     cdef void shorten(self, bint short) noexcept:
         drop_kept(self)
-        self.n_kept = 0 if short else KEPT_OBJECTS
+        self.nest.n_kept = 0 if short else KEPT_OBJECTS
 
     cdef int check_free(self) except -1:
         """Not all that was given back: C calls may have it again, and tell the ledger nothing."""

@@ -9,11 +9,11 @@ from arenapy.pages cimport (
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, step_of
 from arenapy.table cimport Table
+from arenapy.threads cimport MOST_FRONTS
 
 cdef enum:
     DEPTH = 64               # slots of one step in a front cache, at most
     LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
-    MOST_FRONTS = 8
     SKEW = 2048              # bytes
 
 # A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
@@ -60,10 +60,6 @@ cdef struct SmallStep:
 cdef struct Asked:
     uint64_t misses[N_CLASSES]
     uint64_t splits[N_CLASSES]
-
-
-# The front cache of this thread, of MOST_FRONTS; the first thread of all has the first one.
-cdef int front_number() noexcept nogil
 
 
 cdef class Fronts(Segments):

@@ -31,29 +31,12 @@ from arenapy.size_classes cimport (
     step_bytes, step_of,
 )
 from arenapy.table cimport Table, table_close, table_grow, table_open
-
-cdef extern from *:
-    """
-    #include <stdint.h>
-    /* Spreads threads over front caches; the first thread of all has the first one. */
-    static uint32_t arenapy_threads = 0;
-    static __thread uint32_t arenapy_thread = 0;
-    static inline uint32_t arenapy_this_thread(void) {
-        if (!arenapy_thread)
-            arenapy_thread = 1 + __atomic_fetch_add(&arenapy_threads, 1, __ATOMIC_RELAXED);
-        return arenapy_thread - 1;
-    }
-    """
-    uint32_t this_thread "arenapy_this_thread" () noexcept nogil
+from arenapy.threads cimport MOST_FRONTS, front_number
 
 cdef enum:
     MAGAZINE_BYTES = 256 << 10   # slots of one step in a front cache, beyond 8 of them
     SPARE = 16                   # descriptors to have before anything is split
     STAGGER = 1024               # not on the cache lines that other tables begin on
-
-
-cdef int front_number() noexcept nogil:
-    return <int>(this_thread() % MOST_FRONTS)
 
 
 cdef Front* new_front(Fronts c) noexcept nogil:

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from arenapy.allocator cimport HOST_ALIGN, Allocator, check_source
 from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
-from arenapy.atomic cimport ARENAPY_GIL
-from arenapy.block cimport CLOSED, born_held, no_stream
-from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block, track
+from arenapy.block cimport CLOSED, Nest, born_held, nest_of, no_stream
+from arenapy.buffer cimport Buffer, hatch, moor, new_block, track
 from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS
 from arenapy.fronts cimport quick_take
 from arenapy.many cimport Many
@@ -92,6 +91,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     def __cinit__(self, *args, **kwargs):
         self.core = PoolCore.__new__(PoolCore)
+        self.anchors = moor(self.core)
 
     def __init__(self, max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None,
                  rounding="step", debug=None, *, trim_thread=False, stream=None):
@@ -174,23 +174,20 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """
         # The usual call, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
-        cdef PyObject* o = (<PoolCore>core).kept
+        cdef Nest* nest = nest_of(core)
+        cdef PyObject* o = nest.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef char* ptr
-        if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None
+        if (o == NULL or n < 0 or align is not None or stream is not None
                 or (<PoolCore>core).special):
             return self.careful_alloc(nbytes, align, stream)
         ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
         if ptr == NULL:
             return self.careful_alloc(nbytes, align, stream)
-        (<PoolCore>core).kept = <PyObject*>(<Buffer>o).ptr
-        (<PoolCore>core).n_kept -= 1
-        (<Buffer>o).ptr = ptr
         (<Buffer>o).size = n
         (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
-        count_up(core)
-        return arenapy_revive(o)
+        return hatch(core, nest, ptr)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")

@@ -7,8 +7,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
-from arenapy.fronts cimport MOST_FRONTS, Front
 from arenapy.block cimport Hold
+from arenapy.fronts cimport Front
 from arenapy.pages cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
 )
@@ -16,6 +16,7 @@ from arenapy.pool_core cimport ClassFigures, PoolCore, PoolFigures
 from arenapy.size_classes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
+from arenapy.threads cimport MOST_FRONTS
 
 from arenapy.size_classes import SIZE_CLASSES
 from arenapy.stats import BlockInfo, ClassStats, PoolStats

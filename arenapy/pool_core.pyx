@@ -14,7 +14,7 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport HELD, Block, Hold
 from arenapy.fronts cimport (
-    MOST_FRONTS, Front, Fronts, clear_bit, front_of, named, push, quick_give, set_bit, tag_at,
+    Front, Fronts, clear_bit, front_of, named, push, quick_give, set_bit, tag_at,
 )
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport (
@@ -24,6 +24,7 @@ from arenapy.region cimport Region
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.regions cimport RegionSet, record
 from arenapy.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
+from arenapy.threads cimport MOST_FRONTS
 from arenapy.vm cimport vm_lease
 
 cdef extern from *:

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
-from arenapy.atomic cimport ARENAPY_GIL
-from arenapy.block cimport born_held, no_stream
-from arenapy.buffer cimport Buffer, arenapy_revive, count_up, new_block
+from arenapy.block cimport Nest, born_held, nest_of, no_stream
+from arenapy.buffer cimport Buffer, hatch, moor, new_block
 from arenapy.recorder cimport EVENT_TRIM
 from arenapy.region cimport Region
 from arenapy.regions cimport record
@@ -91,6 +90,7 @@ cdef class Slab(Allocator):
 
     def __cinit__(self, *args, **kwargs):
         self.core = SlabCore.__new__(SlabCore)
+        self.anchors = moor(self.core)
 
     def __init__(self, item_size, count, source=None, align=None, max_count=None, debug=None, *,
                  stream=None):
@@ -160,25 +160,22 @@ cdef class Slab(Allocator):
         """
         # The usual call, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
-        cdef PyObject* o = (<SlabCore>core).kept
+        cdef Nest* nest = nest_of(core)
+        cdef PyObject* o = nest.kept
         cdef size_t n = (<SlabCore>core).item_size
         cdef char* ptr
         if nbytes is not None:
             n = <size_t>quick_size(<PyObject*>nbytes)
-        if (not ARENAPY_GIL or o == NULL or n > (<SlabCore>core).item_size or align is not None
+        if (o == NULL or n > (<SlabCore>core).item_size or align is not None
                 or stream is not None):
             return self.careful_alloc(nbytes, align, stream)
         ptr = quick_take(<SlabCore>core, &(<Buffer>o).tag)
         if ptr == NULL:
             return self.careful_alloc(nbytes, align, stream)
-        (<SlabCore>core).kept = <PyObject*>(<Buffer>o).ptr
-        (<SlabCore>core).n_kept -= 1
-        (<Buffer>o).ptr = ptr
         (<Buffer>o).size = n
         (<Buffer>o).align = 1
         (<Buffer>o).word = 0
-        count_up(core)
-        return arenapy_revive(o)
+        return hatch(core, nest, ptr)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = self.core.item_size if nbytes is None else as_size(nbytes, "nbytes")

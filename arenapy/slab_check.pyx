@@ -8,11 +8,11 @@ from libc.stdlib cimport calloc, free, malloc
 
 from arenapy.atomic cimport arenapy_load
 from arenapy.block cimport Hold
-from arenapy.fronts cimport MOST_FRONTS
 from arenapy.region cimport Region
 from arenapy.size_classes cimport class_of
 from arenapy.slab_core cimport SlabCore
 from arenapy.slab_items cimport DEPTH, Part, Stack, Word, names_of, nth_word
+from arenapy.threads cimport MOST_FRONTS
 
 from arenapy.stats import BlockInfo
 

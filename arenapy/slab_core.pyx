@@ -14,7 +14,7 @@ from libc.string cimport memset
 
 from arenapy.atomic cimport arenapy_add, arenapy_load, arenapy_sub
 from arenapy.block cimport HELD, Block, Hold
-from arenapy.fronts cimport MOST_FRONTS, clear_bit
+from arenapy.fronts cimport clear_bit
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.region cimport Region
@@ -22,6 +22,7 @@ from arenapy.regions cimport RegionSet, record
 from arenapy.slab_items cimport (
     Items, Part, Stack, address_of, nth_word, quick_give, stack_of, stow, word_of,
 )
+from arenapy.threads cimport MOST_FRONTS
 from arenapy.vm cimport vm_lease
 
 

@@ -4,11 +4,12 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from arenapy.abi cimport ARENAPY_ABI
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, likely
-from arenapy.fronts cimport MOST_FRONTS, clear_bit, set_bit
+from arenapy.fronts cimport clear_bit, set_bit
 from arenapy.owned cimport Owned, owned_enter, owned_leave
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
 from arenapy.table cimport Table
+from arenapy.threads cimport MOST_FRONTS
 
 cdef enum:
     BATCH = 64               # items that move from one stack to another at once

@@ -20,11 +20,11 @@ from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.block cimport Block
-from arenapy.fronts cimport MOST_FRONTS, front_number
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
 from arenapy.table cimport Table, table_close, table_grow, table_open
+from arenapy.threads cimport MOST_FRONTS, front_number
 
 cdef extern from "<pthread.h>" nogil:
     uint64_t this_thread "(uint64_t)pthread_self" ()

@@ -1,0 +1,48 @@
+"""Threads: numbered, so that what is kept by thread has few owners and goes on to new threads.
+
+In a forked child the numbers of threads that the parent had stay taken: what such a thread was
+about to do to what it kept is then half done.
+"""
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <stdint.h>
+    static uint64_t arenapy_taken;               /* bit i: a living thread has number i */
+    static uint32_t arenapy_others;              /* threads that found all of them taken */
+    static __thread int arenapy_number;          /* 1 + the number of this thread; 0: none yet */
+    static pthread_key_t arenapy_key;
+    static int arenapy_keyed;
+    static pthread_once_t arenapy_once = PTHREAD_ONCE_INIT;
+
+    static void arenapy_thread_ends(void *number) {
+        arenapy_number = 0;
+        __atomic_fetch_and(&arenapy_taken, ~((uint64_t)1 << ((uintptr_t)number - 1)),
+                           __ATOMIC_RELEASE);
+    }
+    static void arenapy_make_key(void) {
+        arenapy_keyed = pthread_key_create(&arenapy_key, arenapy_thread_ends) == 0;
+    }
+    static int __attribute__((noinline, cold)) arenapy_new_number(void) {
+        uint64_t taken = __atomic_load_n(&arenapy_taken, __ATOMIC_RELAXED);
+        int i;
+        pthread_once(&arenapy_once, arenapy_make_key);
+        do {
+            if (!~taken) {
+                i = 64 + (__atomic_fetch_add(&arenapy_others, 1, __ATOMIC_RELAXED) & 63);
+                return arenapy_number = 1 + i;
+            }
+            i = __builtin_ctzll(~taken);
+        } while (!__atomic_compare_exchange_n(&arenapy_taken, &taken, taken | (uint64_t)1 << i, 0,
+                                              __ATOMIC_ACQUIRE, __ATOMIC_RELAXED));
+        /* Without the key the number is nobody else's for ever. */
+        if (arenapy_keyed) pthread_setspecific(arenapy_key, (void *)(uintptr_t)(1 + i));
+        return arenapy_number = 1 + i;
+    }
+    """
+    int number "arenapy_number"
+    int new_number "arenapy_new_number" () noexcept nogil
+
+
+cdef int thread_number() noexcept nogil:
+    return (number if number else new_number()) - 1
