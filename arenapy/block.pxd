@@ -133,8 +133,8 @@ cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
     return hold
 
 
-# Forget the dead roots, which are not tracked by the cycle collector; lock held. (Not those of other
-# threads, which are of no use any more.)
+# Forget the dead roots, which are not tracked by the cycle collector; lock held. (Without a GIL
+# they are left: nobody looks for them any more.)
 cdef void drop_kept(Keeper keeper) noexcept
 # Nests for a keeper that recycles, on builds without a GIL. False: no memory.
 cdef bint open_nests(Keeper keeper) noexcept

@@ -11,9 +11,13 @@
 # suspended, and store `busy` long after the lock has gone to others: never beside another owner.)
 # If others come, it owns the lock again after PATIENCE acquisitions with nobody's between them,
 # which pay for the call of membarrier.
+#
+# Who that is, is said by the thread pointer, or on free-threaded builds by the thread's number: the
+# thread that gets the number next, along with what is kept under it, is then the owner.
 from libc.stdint cimport uint64_t
 
-from arenapy.atomic cimport arenapy_spin
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin
+from arenapy.threads cimport thread_number
 
 cdef extern from *:
     """
@@ -29,12 +33,12 @@ cdef extern from *:
     #define ARENAPY_PATIENCE 4096
     typedef struct {
         uint64_t owner;          /* `first`; | 1: another thread takes the lock from it; or 0 */
-        uint64_t first;          /* the thread that may own it; 0: nobody had it */
+        uint64_t first;          /* who may own it; 0: nobody had it */
         uint32_t run;            /* acquisitions by `first` since another thread's */
         unsigned char busy;      /* the owner holds it */
         arenapy_spin lock;       /* another thread does, or waits for the owner */
     } arenapy_owned;
-    /* The thread pointer: even, and no other living thread's. */
+    /* Even, not 0, and no other living thread's. */
     static inline uint64_t arenapy_thread_pointer(void) {
     #ifdef __x86_64__
         uint64_t pointer;
@@ -65,8 +69,9 @@ cdef extern from *:
                 return;
             }
     }
-    static void __attribute__((noinline, cold, unused)) arenapy_owned_slow(arenapy_owned *l) {
-        uint64_t me = arenapy_thread_pointer(), owner;
+    static void __attribute__((noinline, cold, unused))
+    arenapy_owned_slow(arenapy_owned *l, uint64_t me) {
+        uint64_t owner;
         int kept = errno;        /* it may be a malloc's */
         arenapy_spin_acquire(&l->lock);
         owner = __atomic_load_n(&l->owner, __ATOMIC_RELAXED);
@@ -100,12 +105,10 @@ cdef extern from *:
         return __atomic_load_n(&l->owner, __ATOMIC_RELAXED) == thread;
     #endif
     }
-    /* For the owner alone; 0: this is another thread. */
-    static inline int arenapy_owned_enter(arenapy_owned *l) {
+    static inline int arenapy_owned_enter(arenapy_owned *l, uint64_t me) {
     #ifdef ARENAPY_UNLOCKED      /* asv_benches/instructions.py: what is all this worth? */
         return 1;
     #endif
-        uint64_t me = arenapy_thread_pointer();
         if (__builtin_expect(!arenapy_owned_by(l, me), 0)) return 0;
         __atomic_store_n(&l->busy, 1, __ATOMIC_RELAXED);
         __atomic_signal_fence(__ATOMIC_SEQ_CST);
@@ -119,13 +122,12 @@ cdef extern from *:
     #endif
         __atomic_store_n(&l->busy, 0, __ATOMIC_RELEASE);
     }
-    /* For any thread. */
-    static inline void arenapy_owned_acquire(arenapy_owned *l) {
-        if (!arenapy_owned_enter(l)) arenapy_owned_slow(l);
+    static inline void arenapy_owned_acquire(arenapy_owned *l, uint64_t me) {
+        if (!arenapy_owned_enter(l, me)) arenapy_owned_slow(l, me);
     }
-    static inline void arenapy_owned_release(arenapy_owned *l) {
+    static inline void arenapy_owned_release(arenapy_owned *l, uint64_t me) {
         /* Who holds it as its owner stays that until it leaves. */
-        if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) | 1) == (arenapy_thread_pointer() | 1))
+        if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) | 1) == (me | 1))
             arenapy_owned_leave(l);
         else
             arenapy_spin_release(&l->lock);
@@ -135,7 +137,26 @@ cdef extern from *:
     ctypedef struct Owned "arenapy_owned":
         uint64_t owner
         arenapy_spin lock
-    bint owned_enter "arenapy_owned_enter" (Owned* l) noexcept nogil
+    uint64_t thread_pointer "arenapy_thread_pointer" () noexcept nogil
+    bint enter_as "arenapy_owned_enter" (Owned* l, uint64_t me) noexcept nogil
+    void acquire_as "arenapy_owned_acquire" (Owned* l, uint64_t me) noexcept nogil
+    void release_as "arenapy_owned_release" (Owned* l, uint64_t me) noexcept nogil
     void owned_leave "arenapy_owned_leave" (Owned* l) noexcept nogil
-    void owned_acquire "arenapy_owned_acquire" (Owned* l) noexcept nogil
-    void owned_release "arenapy_owned_release" (Owned* l) noexcept nogil
+
+
+cdef inline uint64_t this_one() noexcept nogil:
+    return thread_pointer() if ARENAPY_GIL else <uint64_t>(thread_number() + 1) << 1
+
+
+# For the owner alone, which leaves it by owned_leave; False: this is another thread.
+cdef inline bint owned_enter(Owned* l) noexcept nogil:
+    return enter_as(l, this_one())
+
+
+# For any thread.
+cdef inline void owned_acquire(Owned* l) noexcept nogil:
+    acquire_as(l, this_one())
+
+
+cdef inline void owned_release(Owned* l) noexcept nogil:
+    release_as(l, this_one())

@@ -9,7 +9,7 @@ cdef extern from *:
     #include <pthread.h>
     #include <stdint.h>
     static uint64_t arenapy_taken;               /* bit i: a living thread has number i */
-    static uint32_t arenapy_others;              /* threads that found all of them taken */
+    static uint32_t arenapy_others;              /* threads that found all taken; have own ones */
     static __thread int arenapy_number;          /* 1 + the number of this thread; 0: none yet */
     static pthread_key_t arenapy_key;
     static int arenapy_keyed;
@@ -29,8 +29,8 @@ cdef extern from *:
         pthread_once(&arenapy_once, arenapy_make_key);
         do {
             if (!~taken) {
-                i = 64 + (__atomic_fetch_add(&arenapy_others, 1, __ATOMIC_RELAXED) & 63);
-                return arenapy_number = 1 + i;
+                i = (int)(__atomic_fetch_add(&arenapy_others, 1, __ATOMIC_RELAXED) & 0x3fffffff);
+                return arenapy_number = 1 + 64 + i;
             }
             i = __builtin_ctzll(~taken);
         } while (!__atomic_compare_exchange_n(&arenapy_taken, &taken, taken | (uint64_t)1 << i, 0,

@@ -184,7 +184,7 @@ def test_the_collector_sees_blocks_from_before_the_memory_was_a_users():
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_a_child_goes_on_without_the_other_threads(heap, run_script):
-    make = "Slab(4096, 512)" if heap == "slab" else "Pool()"
+    make = "Slab(4096, 1024)" if heap == "slab" else "Pool()"
     run_script(f"""
 import os, threading
 from arenapy import Pool, Slab
@@ -198,12 +198,12 @@ def work():
         blocks = [heap.alloc(100) for _ in range(50)]
         del blocks
 
-threads = [threading.Thread(target=work) for _ in range(3)]
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
 for thread in threads:
     thread.start()
 while len(kept) < 3:
     pass
-for _ in range(10):
+for _ in range(20):
     child = os.fork()
     if not child:
         heap.check()
