@@ -14,8 +14,8 @@ from cpython.buffer cimport (
     PyBUF_ANY_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.object cimport PyObject
-from libc.stdint cimport uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
 from libc.string cimport memmove, memset
 
 from arenapy.atomic cimport (
@@ -27,6 +27,9 @@ from arenapy.threads cimport MOST_FRONTS, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void** at, size_t align, size_t size)
 
 cdef enum:
     NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
@@ -86,6 +89,7 @@ cdef class Keeper:
             for k in range(MOST_FRONTS):
                 if k != thread_number():     # that of a thread that was stopped anywhere
                     nth_nest(self, k).kept = NULL
+                    nth_nest(self, k).n_kept = 0
         arenapy_lock_release(&self.lock)
 
     cdef void disable(self, int why) noexcept nogil:
@@ -137,17 +141,21 @@ cdef Nest nobodys
 nobodys.n_kept = KEPT_OBJECTS                # nothing is found there, and nothing left
 
 
-cdef inline Nest* nth_nest(Keeper keeper, int k) noexcept nogil:
+cdef inline Nest* nth_nest(Keeper keeper, int64_t k) noexcept nogil:
     return <Nest*>(keeper.nests + k * NEST_BYTES)
 
 
 cdef bint open_nests(Keeper keeper) noexcept:
-    keeper.nests = <char*>calloc(MOST_FRONTS, NEST_BYTES)
-    return keeper.nests != NULL
+    cdef void* nests = NULL
+    if posix_memalign(&nests, NEST_BYTES, MOST_FRONTS * NEST_BYTES):
+        return False
+    memset(nests, 0, MOST_FRONTS * NEST_BYTES)
+    keeper.nests = <char*>nests
+    return True
 
 
 cdef Nest* own_nest(PyObject* keeper) noexcept:
-    cdef int k = thread_number()
+    cdef int64_t k = thread_number()
     if k >= MOST_FRONTS or (<Keeper>keeper).nests == NULL or (<Keeper>keeper).foreign:
         return &nobodys
     return nth_nest(<Keeper>keeper, k)

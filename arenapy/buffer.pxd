@@ -28,7 +28,8 @@ cdef extern from *:
     #ifndef ARENAPY_REVIVE
     #define ARENAPY_REVIVE
     /* A dead object of a static type, its type and method table in place: alive again. (What
-       _Py_NewReference does more is for tracemalloc, which does not see freelists.) */
+       _Py_NewReference does more is for tracemalloc, which does not see freelists; but without a
+       GIL it also makes this thread the owner of the object's count.) */
     static CYTHON_INLINE PyObject *arenapy_revive(PyObject *o) {
     #if defined(Py_REF_DEBUG) || defined(Py_TRACE_REFS) || defined(Py_GIL_DISABLED)
         _Py_NewReference(o);
@@ -43,8 +44,9 @@ cdef extern from *:
     void count_up "Py_INCREF" (PyObject* o) noexcept
 
 
-# What the roots of one thread count instead of their keeper, whose own count would be a cache line
-# that all threads write. It counts the keeper. Its allocator, and each of those roots, keeps it.
+# What the roots that the threads of one number make count instead of their keeper, whose own count
+# would be a cache line that all threads write. It counts the keeper. Its allocator, and each of
+# those roots, keeps it.
 cdef class Anchor:
     cdef Keeper keeper
 

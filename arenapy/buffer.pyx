@@ -68,11 +68,13 @@ cdef PyObject* new_anchor(Keeper keeper) except NULL:
 
 
 cdef Buffer fresh_block(Keeper keeper):
-    cdef Nest* nest = nest_of(<PyObject*>keeper)
     cdef Buffer b = Buffer.__new__(Buffer)
-    if not keeper.foreign:
-        PyObject_GC_UnTrack(<PyObject*>b)
+    cdef Nest* nest
     b.keeper = keeper
+    if keeper.foreign:                       # looked at once: another thread may make it so
+        return b
+    PyObject_GC_UnTrack(<PyObject*>b)
+    nest = nest_of(<PyObject*>keeper)
     if not ARENAPY_GIL and nest.n_kept < KEPT_OBJECTS:       # it is not nobody's
         if nest.anchor == NULL:
             nest.anchor = new_anchor(keeper)

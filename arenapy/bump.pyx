@@ -13,14 +13,16 @@ from libc.string cimport memcpy
 from collections.abc import Iterable
 import weakref
 
-from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release
+from arenapy.atomic cimport (
+    ARENAPY_GIL, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
+)
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked, new_hold,
     no_stream,
 )
-from arenapy.buffer cimport Buffer, hatch, new_block
+from arenapy.buffer cimport Buffer, hatch, new_block, track
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET
@@ -163,7 +165,7 @@ cdef class Bump(Allocator):
         cdef Hold* hold = NULL
         cdef void* start
         arenapy_lock_acquire(&c.lock)
-        if c.ended_list != NULL:
+        if arenapy_load_ptr(&c.ended_list) != NULL:
             c.drain()
         start = take(c, n, align, &b.pad)
         b.ptr = <char*>start
@@ -175,6 +177,8 @@ cdef class Bump(Allocator):
         arenapy_lock_release(&c.lock)
         if start == NULL:
             grow_for(c, self.source, self.max_bytes, b, n, align)
+            if c.foreign:
+                track(b)
         if held and hold == NULL:
             acquire(b, False)
         record(c, EVENT_ALLOC, b.ptr, n)
@@ -290,7 +294,7 @@ cdef class Bump(Allocator):
         cdef Mark m = Mark.__new__(Mark)
         cdef Frame* frame
         arenapy_lock_acquire(&c.lock)
-        if c.ended_list != NULL:
+        if arenapy_load_ptr(&c.ended_list) != NULL:
             c.drain()
         frame = c.push_frame() if not c.shut else NULL
         if frame != NULL:

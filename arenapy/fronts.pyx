@@ -24,7 +24,9 @@ from arenapy.atomic cimport (
     arenapy_store_ptr,
 )
 from arenapy.owned cimport owned_acquire, owned_release
-from arenapy.pages cimport BLOCK, PAGE, PAGE_BITS, SPAN, Descriptor, earlier, low_bit, scatter
+from arenapy.pages cimport (
+    BLOCK, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, earlier, have_spare, low_bit, scatter,
+)
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport (
     MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, class_of, round_bytes,
@@ -35,7 +37,6 @@ from arenapy.threads cimport MOST_FRONTS, front_number
 
 cdef enum:
     MAGAZINE_BYTES = 256 << 10   # slots of one step in a front cache, beyond 8 of them
-    SPARE = 16                   # descriptors to have before anything is split
     STAGGER = 1024               # not on the cache lines that other tables begin on
 
 
@@ -161,7 +162,7 @@ cdef class Fronts(Segments):
                 s += 1
         cached = s < N_SMALL or align <= PAGE
         for attempt in range(2):
-            if self.spare < SPARE and not self.more_descriptors(SPARE):
+            if not have_spare(self):
                 return NULL
             owned_acquire(&f.lock)
             if cached:
@@ -192,7 +193,7 @@ cdef class Fronts(Segments):
         cdef int s
         owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        while i < n and sizes[i] <= MOST_BYTES and self.spare >= SPARE:
+        while i < n and sizes[i] <= MOST_BYTES and self.spare >= STOCK:
             size = class_bytes(sizes[i]) if self.literal else sizes[i]
             s = step_of(size)
             out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].tag)

@@ -15,6 +15,7 @@ cdef extern from *:
 
 cdef enum:
     SPARE = 4                # descriptors that one operation on extents uses at most
+    STOCK = 16               # that there are before one begins
     LOOKS = 32               # extents of an inexact bin that are looked at
     PAGE_BITS = 12
     PAGE = 4096
@@ -77,6 +78,20 @@ cdef struct Bins:
     uint32_t heads[N_STEPS]
 
 
+cdef extern from *:
+    """
+    /* Changed under a lock, and read now and then without it. */
+    static inline uint32_t arenapy_glance(uint32_t *p) {
+        return __atomic_load_n(p, __ATOMIC_RELAXED);
+    }
+    static inline void arenapy_set(uint32_t *p, uint32_t n) {
+        __atomic_store_n(p, n, __ATOMIC_RELAXED);
+    }
+    """
+    uint32_t glance "arenapy_glance" (uint32_t* p) noexcept nogil
+    void set_glanced "arenapy_set" (uint32_t* p, uint32_t n) noexcept nogil
+
+
 cdef class Pages(RegionSet):
     # Guards all below, and the descriptors of extents that are not BLOCKs or SPANs in use. It may
     # be taken under a front cache's lock, and none is taken under it.
@@ -121,6 +136,12 @@ cdef class Pages(RegionSet):
     cdef void age_insert(self, uint32_t id, uint32_t older) noexcept nogil
     cdef void age_remove(self, uint32_t id) noexcept nogil
     cdef uint32_t cut(self, uint32_t id, uint32_t pages) noexcept nogil
+
+
+# Descriptors for what follows; under no lock. False: no memory for them. (A glance: others may have
+# used them by then, which `take` looks after.)
+cdef inline bint have_spare(Pages c) noexcept nogil:
+    return glance(&c.spare) >= STOCK or c.more_descriptors(STOCK)
 
 
 # Ticks go round: of two, the one that is less than half a turn ahead is later.

@@ -54,22 +54,22 @@ cdef class Pages(RegionSet):
         self.order = <uint16_t*>(table.at + order)
         self.descriptors = <Descriptor*>self.descriptor_table.at
         self.n_descriptors = 1
-        return self.more_descriptors(SPARE)
+        return self.more_descriptors(STOCK)
 
     cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil:
         """Make `wanted` descriptors spare. Not under a lock. False: no memory for them."""
         cdef size_t ready, before
         cdef bint grown = True
         arenapy_spin_acquire(&self.table_growth)
-        while self.spare < wanted and grown:
+        while glance(&self.spare) < wanted and grown:
             before = self.descriptor_table.ready
             ready = before + max(<size_t>TABLE_STEP, before // 8, wanted * sizeof(Descriptor))
             grown = table_grow(&self.descriptor_table, min(ready, self.descriptor_table.reserved))
             ready = self.descriptor_table.ready
             grown = grown and ready > before
             arenapy_spin_acquire(&self.heap_lock)
-            self.spare += <uint32_t>(ready // sizeof(Descriptor) - before // sizeof(Descriptor)
-                                     - (before == 0))
+            set_glanced(&self.spare, self.spare - (before == 0) + <uint32_t>(
+                ready // sizeof(Descriptor) - before // sizeof(Descriptor)))
             arenapy_spin_release(&self.heap_lock)
         arenapy_spin_release(&self.table_growth)
         return grown
@@ -87,7 +87,7 @@ cdef class Pages(RegionSet):
         else:
             id = self.n_descriptors
             self.n_descriptors += 1
-        self.spare -= 1
+        set_glanced(&self.spare, self.spare - 1)
         d = &self.descriptors[id]
         d.live = d.detail.slots = 0
         d.page, d.pages = page, pages
@@ -102,7 +102,7 @@ cdef class Pages(RegionSet):
         self.descriptors[id].live = 0
         self.descriptors[id].next = self.unused
         self.unused = id
-        self.spare += 1
+        set_glanced(&self.spare, self.spare + 1)
 
     cdef void tag(self, uint32_t id) noexcept nogil:
         """Let the map say so at both ends, where neighbours and pointers look it up."""

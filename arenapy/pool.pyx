@@ -15,7 +15,9 @@ from arenapy.allocator cimport HOST_ALIGN, Allocator, check_source
 from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
 from arenapy.block cimport CLOSED, Nest, born_held, nest_of, no_stream
 from arenapy.buffer cimport Buffer, hatch, moor, new_block, track
-from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS
+from arenapy.pages cimport (
+    HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS, STOCK, glance, have_spare,
+)
 from arenapy.fronts cimport quick_take
 from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
@@ -39,7 +41,6 @@ cdef extern from "Python.h":
 
 cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page
-    SPARE = 16               # descriptors to have before anything is split
 
 
 @cython.final
@@ -172,7 +173,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         OutOfMemory
             If it cannot be served; nothing has changed then.
         """
-        # The usual call, as in Bump.alloc.
+        # The usual call. References are borrowed, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
         cdef Nest* nest = nest_of(core)
         cdef PyObject* o = nest.kept
@@ -270,7 +271,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // GROWTH_SHARE)
         self.memory.recycle(pages, n)
         while True:
-            if c.spare < SPARE and not c.more_descriptors(SPARE):
+            if not have_spare(c):
                 raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
             try:
                 if self.memory.grow(pages, wished, &missing):
@@ -384,7 +385,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 if got == 0:                 # what is free may do once it is merged
                     c.flush_all()
                     got = many.take(c, False)
-                if got == 0 and (c.spare >= SPARE or not c.more_descriptors(SPARE)):
+                if got == 0 and (glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
                     miss = self.more(many.sizes[many.done], HOST_ALIGN, True)
         except BaseException:
             many.undo(c)

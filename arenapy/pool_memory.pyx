@@ -16,7 +16,7 @@ from arenapy.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
 from arenapy.fronts cimport front_of
-from arenapy.pages cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment
+from arenapy.pages cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
 from arenapy.pool_core cimport PoolCore
 from arenapy.region cimport Region
 from arenapy.table cimport Table, table_close
@@ -26,7 +26,6 @@ from arenapy.errors import OutOfMemory
 from arenapy.source import Host
 
 cdef enum:
-    SPARE = 16               # descriptors to have before anything is split
     NO_LIMIT = 1 << 30
     RENT = 8                 # in units of what is reserved, as is
     RENT_AGAIN = 1
@@ -253,8 +252,7 @@ cdef class PoolMemory:
         cdef void* at
         cdef int segment, status
         cdef Region region
-        while (freed < pages and not c.shut
-               and (c.spare >= SPARE or c.more_descriptors(SPARE))):
+        while freed < pages and not c.shut and have_spare(c):
             c.lock_all()
             id = 0
             segment = c.idle_segment(<size_t>-1 if enough else pages - freed)

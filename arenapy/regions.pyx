@@ -123,14 +123,19 @@ cdef class RegionSet(Keeper):
         for i in range(self.n_regions):
             region = <Region>regions[i]
             self.region[i] = <PyObject*>region
-            if i == 0:
+            # Only what is new: other threads read these without a lock.
+            if i == 0 and (
+                    self.kind != region.kind or self.device_id != region.device_id
+                    or self.host_accessible != region.host_accessible
+                    or self.device_accessible != region.device_accessible):
                 self.kind, self.device_id = region.kind, region.device_id
                 self.host_accessible = region.host_accessible
                 self.device_accessible = region.device_accessible
             if region.foreign and not self.foreign:
                 drop_kept(self)
-            self.foreign = self.foreign or region.foreign
-            self.checked = self.checked or region.checked
+                self.foreign = True
+            if region.checked:
+                self.checked = True
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
         """Index of the region that `at`, an address of ours, is in."""

@@ -10,8 +10,8 @@ from libc.string cimport memmove
 
 from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.pages cimport (
-    BUSY, FREE, HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, VOID, Descriptor,
-    Pages, Segment, earlier, is_idle, roomy, scatter,
+    BUSY, FREE, HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, STOCK, VOID,
+    Descriptor, Pages, Segment, earlier, is_idle, roomy, scatter,
 )
 from arenapy.region cimport Region
 from arenapy.table cimport Table, table_close, table_grow, table_open
@@ -177,7 +177,7 @@ cdef class Segments(Pages):
                 f"{MOST_PAGES} in a region: give a larger one, or several smaller"
             )
         segment = Segment(base, <uint32_t>pages, growing, NULL, 0, Table(NULL, 0, 0), 0, NULL)
-        if not (self.more_descriptors(SPARE) and table_open(&segment.table, pages * 4)):
+        if not (self.more_descriptors(STOCK) and table_open(&segment.table, pages * 4)):
             raise MemoryError("no memory for the bookkeeping of a pool")
         if not table_grow(&segment.table, min(pages * 4, <size_t>PAGE) if growing else pages * 4):
             table_close(&segment.table)

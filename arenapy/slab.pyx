@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport Nest, born_held, nest_of, no_stream
-from arenapy.buffer cimport Buffer, hatch, moor, new_block
+from arenapy.buffer cimport Buffer, hatch, moor, new_block, track
 from arenapy.recorder cimport EVENT_TRIM
 from arenapy.region cimport Region
 from arenapy.regions cimport record
@@ -158,7 +158,7 @@ cdef class Slab(Allocator):
         OutOfMemory
             If no item is free and the slab cannot grow; nothing has changed then.
         """
-        # The usual call, as in Bump.alloc.
+        # The usual call. References are borrowed, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
         cdef Nest* nest = nest_of(core)
         cdef PyObject* o = nest.kept
@@ -212,6 +212,8 @@ cdef class Slab(Allocator):
         ptr = self.slow_get(n, &name)
         b.ptr = ptr
         b.tag = name
+        if c.foreign:
+            track(b)
         if held:
             born_held(b, NULL)
         if c.debug:
@@ -278,6 +280,9 @@ cdef class Slab(Allocator):
                 if region not in before:
                     c.remove_part(region)
             raise
+        if c.foreign:
+            for b in blocks:
+                track(b)
         if c.debug:
             c.allocated(blocks)
         return blocks

@@ -1,16 +1,17 @@
 """Threads: numbered, so that what is kept by thread has few owners and goes on to new threads.
 
-In a forked child the numbers of threads that the parent had stay taken: what such a thread was
-about to do to what it kept is then half done.
+In a forked child only the thread that forked has a number. What is kept under the others is whole,
+or is forgotten there: the locks that guard it are taken around a fork, and nests emptied after it.
 """
+from libc.stdint cimport int64_t
 
 cdef extern from *:
     """
     #include <pthread.h>
     #include <stdint.h>
     static uint64_t arenapy_taken;               /* bit i: a living thread has number i */
-    static uint32_t arenapy_others;              /* threads that found all taken; have own ones */
-    static __thread int arenapy_number;          /* 1 + the number of this thread; 0: none yet */
+    static int64_t arenapy_others;               /* threads that found all taken */
+    static __thread int64_t arenapy_number;      /* 1 + the number of this thread; 0: none yet */
     static pthread_key_t arenapy_key;
     static int arenapy_keyed;
     static pthread_once_t arenapy_once = PTHREAD_ONCE_INIT;
@@ -20,18 +21,22 @@ cdef extern from *:
         __atomic_fetch_and(&arenapy_taken, ~((uint64_t)1 << ((uintptr_t)number - 1)),
                            __ATOMIC_RELEASE);
     }
+    static void arenapy_forget_threads(void) {
+        arenapy_taken = 1 <= arenapy_number && arenapy_number <= 64
+            ? (uint64_t)1 << (arenapy_number - 1) : 0;
+    }
     static void arenapy_make_key(void) {
+        pthread_atfork(NULL, NULL, arenapy_forget_threads);
         arenapy_keyed = pthread_key_create(&arenapy_key, arenapy_thread_ends) == 0;
     }
-    static int __attribute__((noinline, cold)) arenapy_new_number(void) {
+    static int64_t __attribute__((noinline, cold)) arenapy_new_number(void) {
         uint64_t taken = __atomic_load_n(&arenapy_taken, __ATOMIC_RELAXED);
         int i;
         pthread_once(&arenapy_once, arenapy_make_key);
         do {
-            if (!~taken) {
-                i = (int)(__atomic_fetch_add(&arenapy_others, 1, __ATOMIC_RELAXED) & 0x3fffffff);
-                return arenapy_number = 1 + 64 + i;
-            }
+            if (!~taken)
+                return arenapy_number =
+                    1 + 64 + __atomic_fetch_add(&arenapy_others, 1, __ATOMIC_RELAXED);
             i = __builtin_ctzll(~taken);
         } while (!__atomic_compare_exchange_n(&arenapy_taken, &taken, taken | (uint64_t)1 << i, 0,
                                               __ATOMIC_ACQUIRE, __ATOMIC_RELAXED));
@@ -40,9 +45,9 @@ cdef extern from *:
         return arenapy_number = 1 + i;
     }
     """
-    int number "arenapy_number"
-    int new_number "arenapy_new_number" () noexcept nogil
+    int64_t number "arenapy_number"
+    int64_t new_number "arenapy_new_number" () noexcept nogil
 
 
-cdef int thread_number() noexcept nogil:
+cdef int64_t thread_number() noexcept nogil:
     return (number if number else new_number()) - 1

@@ -12,7 +12,7 @@ import weakref
 import pytest
 from support import poke
 
-from arenapy import Host, Pool, Region, Slab
+from arenapy import Bump, Host, Pool, Region, Slab
 
 HEAPS = {
     "slab": lambda source: Slab(4096, 512, source=source, max_count=1 << 14),
@@ -107,9 +107,14 @@ def test_more_threads_than_caches(heap, threads):
 def test_the_memory_goes_with_the_last_that_needs_it(heap, threads, last):
     source = Known()
     allocator = HEAPS[heap](source)
-    for _ in range(2):  # the second time from what the first left
-        shares = in_threads(*[lambda: [allocator.alloc(1000) for _ in range(9)]] * threads)
-        blocks = [block for share in shares for block in share]
+
+    def work():
+        for _ in range(3):  # the third time from what the first left
+            blocks = [allocator.alloc(1000) for _ in range(9)]
+        return blocks
+
+    shares = in_threads(*[work] * threads)
+    blocks = [block for share in shares for block in share]
     del shares
     assert source.mapped() == len(source.ranges) > 0
     if last == "array":
@@ -138,6 +143,31 @@ def test_the_memory_goes_with_the_last_that_needs_it(heap, threads, last):
 
 
 @pytest.mark.parametrize("heap", HEAPS)
+def test_a_thread_that_only_drops_and_then_allocates(heap):
+    source = Known()
+    allocator = HEAPS[heap](source)
+    (blocks,) = in_threads(lambda: [allocator.alloc(100) for _ in range(30)])
+    came = threading.Event()
+
+    def successor():
+        allocator.alloc(100).release()
+        came.set()
+
+    def work():
+        came.wait()
+        blocks.clear()  # which ends them here: the thread that made them is gone
+        return [allocator.alloc(100) for _ in range(40)]
+
+    mine, _ = in_threads(work, successor)
+    allocator.check()
+    allocator = None
+    assert source.mapped()
+    mine[-1].fill(1)
+    del mine
+    assert source.mapped() == 0
+
+
+@pytest.mark.parametrize("heap", HEAPS)
 def test_an_allocator_ends_while_threads_drop_its_blocks(heap):
     for _ in range(30):
         source = Known()
@@ -151,28 +181,62 @@ def test_an_allocator_ends_while_threads_drop_its_blocks(heap):
         assert source.mapped() == 0
 
 
-def test_the_collector_sees_blocks_from_before_the_memory_was_a_users():
-    class Source:
-        def region(self, nbytes):
-            self.calls = getattr(self, "calls", 0) + 1
-            if self.calls == 1:
-                return Host(prefault=False).region(nbytes)
-            keep = ctypes.create_string_buffer(nbytes)
-            keep.source = self
-            return Region.from_address(ctypes.addressof(keep), nbytes, owner=keep)
+class Changing:
+    """A source whose first region is of the system, and further ones of an object of a user's."""
 
+    calls = 0
+
+    def region(self, nbytes):
+        self.calls += 1
+        if self.calls == 1:
+            return Host(prefault=False).region(nbytes)
+        keep = ctypes.create_string_buffer(nbytes)
+        keep.source = self
+        return Region.from_address(ctypes.addressof(keep), nbytes, owner=keep)
+
+
+def last_of(allocator, sizes):
+    return [allocator.alloc(nbytes) for nbytes in sizes][-1]
+
+
+GROWING = {
+    "pool": lambda source: last_of(Pool(source=source), [1 << 20] * 3),
+    "pool, many": lambda source: Pool(source=source).alloc_many([1 << 20] * 9)[-1],
+    "slab": lambda source: last_of(Slab(64, 4, source=source, max_count=8), [64] * 5),
+    "slab, many": lambda source: Slab(64, 4, source=source, max_count=8).alloc_many(5)[-1],
+    "bump": lambda source: last_of(Bump(4096, source=source, max_bytes=1 << 20), [64, 8000]),
+}
+
+
+@pytest.mark.parametrize("growing", GROWING)
+def test_the_collector_sees_what_brings_a_users_memory_in(growing):
     def make():
-        source = Source()
+        source = Changing()
+        source.content = GROWING[growing](source)
+        assert source.calls >= 2
+        return weakref.ref(source)
+
+    gone = make()
+    assert gone() is not None, "not a cycle"
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_collector_sees_blocks_from_before_the_memory_was_a_users():
+    def make():
+        source = Changing()
         pool = Pool(source=source)
+        blocks = [pool.alloc(100) for _ in range(20)]  # for reuse, they and their memory
         blocks = [pool.alloc(1 << 20)]
         while source.calls == 1:
             blocks.append(pool.alloc(1 << 20))  # the last of them brings the user's memory in
-        blocks.append(pool.alloc(1 << 20))
-        source.content = blocks[-2:]
+        pool.alloc(100).release()
+        blocks += [pool.alloc(1 << 20), pool.alloc(100)]
+        source.content = blocks[-3:]
         del blocks, pool
         for _ in range(5):
             gc.collect()
-        assert [len(block) for block in source.content] == [1 << 20] * 2
+        assert [len(block) for block in source.content] == [1 << 20, 1 << 20, 100]
         source.content[0].fill(3)
         return weakref.ref(source)
 
