@@ -3,7 +3,8 @@
 Each rival's process lives from the start of the interpreter to its end, and they take turns, some
 steps at a time. The seconds of the whole program are those that its process was given: imports,
 data, prefaulting and end included, as a user waits for it. The steady state is the steps alone, in
-seconds of the processor. Peak memory is all that was ever resident, prefaulted and unused included.
+seconds of the processor; of their page faults, by turns, the median counts. Peak memory is all that
+was ever resident, prefaulted and unused included.
 
 What this does not show: programs that wait for disks, for BLAS on many cores, or for each other.
 """
@@ -41,10 +42,14 @@ class Turn:
 
     def __init__(self, program):
         self.program = program
+        self.faults = []  # page faults a step, of each turn
 
     def timeit(self, runs):
         """Seconds of so many steps."""
-        return self.program.value(f"steps({runs})")
+        before = self.program.value("faults()")
+        seconds = self.program.value(f"steps({runs})")
+        self.faults.append((self.program.value("faults()") - before) / runs)
+        return seconds
 
 
 def workload(name, rivals, generations, rounds, scale):
@@ -63,13 +68,12 @@ def workload(name, rivals, generations, rounds, scale):
                 if rival != DEFAULT:
                     programs[rival].run("steps.step()")
             for program in programs.values():
-                program.run(f"steps({runs}); warm = faults()")
+                program.run(f"steps({runs})")
             turns = {rival: Turn(program) for rival, program in programs.items()}
             for rival, seconds in samples(turns, runs, rounds).items():
                 found[rival].step += seconds
             for rival, program in programs.items():
-                faults = program.value("faults() - warm") / (runs * (rounds + 1))
-                found[rival].faults.append(faults)
+                found[rival].faults.append(statistics.median(turns[rival].faults))
                 found[rival].peak.append(program.value("peak()"))
                 found[rival].checksum = program.value("steps.checksum")
                 program.close()
