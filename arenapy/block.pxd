@@ -105,6 +105,13 @@ cdef class Block:
     cdef Block root                      # None: this is a root; else what counts as held
 
 
+# What the roots that the threads of one number make count instead of their keeper, whose own count
+# would be a cache line that all threads write. It counts the keeper. Its allocator, and each of
+# those roots, keeps it.
+cdef class Anchor:
+    cdef Keeper keeper
+
+
 cdef Block root_of(Block block)
 cdef bint is_open(Block block) noexcept
 cdef int check_open(Block block) except -1
@@ -136,8 +143,12 @@ cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
 # Forget the dead roots, which are not tracked by the cycle collector; lock held. (Without a GIL
 # they are left: nobody looks for them any more.)
 cdef void drop_kept(Keeper keeper) noexcept
-# Nests for a keeper that recycles, on builds without a GIL. False: no memory.
-cdef bint open_nests(Keeper keeper) noexcept
+# For the allocator of a keeper that recycles: what it has to keep as long as it lives.
+cdef list moor(Keeper keeper)
+# For a root that counts its keeper and is not tracked: to count an anchor instead, if it may.
+cdef int take_anchor(Block root) except -1
+# After its keeper has taken on memory of a user's object: the collector has to see the root.
+cdef void track(Block root) noexcept
 
 
 # Where this thread finds and leaves dead roots of a keeper. An empty nest without an anchor may be

@@ -1,4 +1,4 @@
-from typing import Never
+from typing import Never, final
 
 from typing_extensions import disjoint_base
 
@@ -16,6 +16,9 @@ class Keeper:
     def host_accessible(self) -> bool: ...
     @property
     def device_accessible(self) -> bool: ...
+
+@final
+class Anchor: ...
 
 @disjoint_base
 class Block:

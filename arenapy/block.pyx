@@ -19,14 +19,18 @@ from libc.stdlib cimport free
 from libc.string cimport memmove, memset
 
 from arenapy.atomic cimport (
-    arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
-    arenapy_store, arenapy_sub,
+    ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
+    arenapy_lock_release, arenapy_store, arenapy_sub,
 )
 from arenapy.places cimport said
 from arenapy.threads cimport MOST_FRONTS, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
+    bint PyObject_GC_IsTracked(PyObject* o)
+    void PyObject_GC_Track(PyObject* o)
+    void count_up "Py_INCREF" (PyObject* o) noexcept
+    void count_down "Py_DECREF" (PyObject* o) noexcept
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** at, size_t align, size_t size)
@@ -145,13 +149,16 @@ cdef inline Nest* nth_nest(Keeper keeper, int64_t k) noexcept nogil:
     return <Nest*>(keeper.nests + k * NEST_BYTES)
 
 
-cdef bint open_nests(Keeper keeper) noexcept:
+cdef list moor(Keeper keeper):
+    cdef list anchors = []
     cdef void* nests = NULL
-    if posix_memalign(&nests, NEST_BYTES, MOST_FRONTS * NEST_BYTES):
-        return False
-    memset(nests, 0, MOST_FRONTS * NEST_BYTES)
-    keeper.nests = <char*>nests
-    return True
+    if not ARENAPY_GIL:
+        if posix_memalign(&nests, NEST_BYTES, MOST_FRONTS * NEST_BYTES):
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        memset(nests, 0, MOST_FRONTS * NEST_BYTES)
+        keeper.nests = <char*>nests
+        keeper.anchors = <PyObject*>anchors
+    return anchors
 
 
 cdef Nest* own_nest(PyObject* keeper) noexcept:
@@ -159,6 +166,39 @@ cdef Nest* own_nest(PyObject* keeper) noexcept:
     if k >= MOST_FRONTS or (<Keeper>keeper).nests == NULL or (<Keeper>keeper).foreign:
         return &nobodys
     return nth_nest(<Keeper>keeper, k)
+
+
+@cython.auto_pickle(False)
+@cython.final
+@cython.no_gc_clear               # the keeper is needed to the last
+cdef class Anchor:
+    pass
+
+
+cdef int take_anchor(Block root) except -1:
+    cdef Nest* nest = nest_of(<PyObject*>root.keeper)
+    cdef Anchor anchor
+    if ARENAPY_GIL or nest == &nobodys:
+        return 0
+    if nest.anchor == NULL:
+        anchor = Anchor.__new__(Anchor)
+        anchor.keeper = root.keeper
+        (<list>root.keeper.anchors).append(anchor)
+        nest.anchor = <PyObject*>anchor
+    root.anchor = nest.anchor
+    count_up(root.anchor)
+    count_down(<PyObject*>root.keeper)
+    return 0
+
+
+cdef void track(Block root) noexcept:
+    cdef PyObject* anchor = root.anchor
+    if anchor != NULL:                       # the collector takes it that `keeper` is counted
+        count_up(<PyObject*>root.keeper)
+        root.anchor = NULL
+        count_down(anchor)
+    if not PyObject_GC_IsTracked(<PyObject*>root):
+        PyObject_GC_Track(<PyObject*>root)
 
 
 cdef void empty_nest(Nest* nest) noexcept:

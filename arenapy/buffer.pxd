@@ -44,15 +44,6 @@ cdef extern from *:
     void count_up "Py_INCREF" (PyObject* o) noexcept
 
 
-# What the roots that the threads of one number make count instead of their keeper, whose own count
-# would be a cache line that all threads write. It counts the keeper. Its allocator, and each of
-# those roots, keeps it.
-cdef class Anchor:
-    cdef Keeper keeper
-
-
-# For the allocator of a keeper that recycles: what it has to keep as long as it lives.
-cdef list moor(Keeper keeper)
 # A root from no nest; new_block's.
 cdef Buffer fresh_block(Keeper keeper)
 
@@ -81,10 +72,6 @@ cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
     b.size = size
     b.word = 0
     return b
-
-
-# After its keeper has taken on memory of a user's object: the collector has to see the Buffer.
-cdef void track(Buffer b) noexcept
 
 
 # An open, unheld root over a range of a region.

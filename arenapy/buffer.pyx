@@ -22,13 +22,11 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport (
     CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Nest, acquire, check_open, copy_bytes,
-    is_open, host_only, is_readonly, move_bytes, name_of, nest_of, no_stream, open_nests, place_of,
-    root_of, unacquire, writable,
+    is_open, host_only, is_readonly, move_bytes, name_of, nest_of, no_stream, place_of, root_of,
+    take_anchor, unacquire, writable,
 )
 
 cdef extern from "Python.h":
-    bint PyObject_GC_IsTracked(PyObject* o)
-    void PyObject_GC_Track(PyObject* o)
     void PyObject_GC_UnTrack(PyObject* o)
     void PyObject_GC_Del(void* o)
     void count_down "Py_DECREF" (PyObject* o) noexcept
@@ -44,54 +42,13 @@ cdef extern from *:
 cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
-@cython.auto_pickle(False)
-@cython.final
-@cython.no_gc_clear               # the keeper is needed to the last
-cdef class Anchor:
-    pass
-
-
-cdef list moor(Keeper keeper):
-    cdef list anchors = []
-    if not ARENAPY_GIL:
-        if not open_nests(keeper):
-            raise MemoryError("no memory for the bookkeeping of an allocator")
-        keeper.anchors = <PyObject*>anchors
-    return anchors
-
-
-cdef PyObject* new_anchor(Keeper keeper) except NULL:
-    cdef Anchor anchor = Anchor.__new__(Anchor)
-    anchor.keeper = keeper
-    (<list>keeper.anchors).append(anchor)
-    return <PyObject*>anchor
-
-
 cdef Buffer fresh_block(Keeper keeper):
     cdef Buffer b = Buffer.__new__(Buffer)
-    cdef Nest* nest
     b.keeper = keeper
-    if keeper.foreign:                       # looked at once: another thread may make it so
-        return b
-    PyObject_GC_UnTrack(<PyObject*>b)
-    nest = nest_of(<PyObject*>keeper)
-    if not ARENAPY_GIL and nest.n_kept < KEPT_OBJECTS:       # it is not nobody's
-        if nest.anchor == NULL:
-            nest.anchor = new_anchor(keeper)
-        b.anchor = nest.anchor
-        count_up(b.anchor)
-        count_down(<PyObject*>keeper)
+    if not keeper.foreign:                   # looked at once: another thread may make it so
+        PyObject_GC_UnTrack(<PyObject*>b)
+        take_anchor(b)
     return b
-
-
-cdef void track(Buffer b) noexcept:
-    cdef PyObject* anchor = b.anchor
-    if anchor != NULL:                       # the collector takes it that `keeper` is counted
-        count_up(<PyObject*>b.keeper)
-        b.anchor = NULL
-        count_down(anchor)
-    if not PyObject_GC_IsTracked(<PyObject*>b):
-        PyObject_GC_Track(<PyObject*>b)
 
 
 cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size):

@@ -20,9 +20,9 @@ from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked, new_hold,
-    no_stream,
+    no_stream, track,
 )
-from arenapy.buffer cimport Buffer, hatch, new_block, track
+from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET

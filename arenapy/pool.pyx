@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from arenapy.allocator cimport HOST_ALIGN, Allocator, check_source
 from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
-from arenapy.block cimport CLOSED, Nest, born_held, nest_of, no_stream
-from arenapy.buffer cimport Buffer, hatch, moor, new_block, track
+from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, no_stream, track
+from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.pages cimport (
     HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS, STOCK, glance, have_spare,
 )

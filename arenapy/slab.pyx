@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
-from arenapy.block cimport Nest, born_held, nest_of, no_stream
-from arenapy.buffer cimport Buffer, hatch, moor, new_block, track
+from arenapy.block cimport Nest, born_held, moor, nest_of, no_stream, track
+from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.recorder cimport EVENT_TRIM
 from arenapy.region cimport Region
 from arenapy.regions cimport record

@@ -1,0 +1,136 @@
+"""Devices: what memory they have, and the heap that kernels allocate from.
+
+What lives here: questions to a device. What does not: memory of ours.
+"""
+from dataclasses import dataclass
+
+from arenapy.arguments cimport as_size
+from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, leave, primary
+
+from arenapy.cuda.driver import device_count
+
+cdef enum:
+    NAME_BYTES = 256
+    MALLOC_HEAP_SIZE = 2     # CU_LIMIT_MALLOC_HEAP_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one device, in bytes, as its driver counts it.
+
+    Attributes
+    ----------
+    device_id : int
+        Ordinal of the device.
+    name : str
+        What the driver calls it.
+    free_bytes, total_bytes : int
+        Free for any process, and all that it has.
+    """
+
+    device_id: int
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+cdef int ordinal_of(object device_id) except? -1:
+    try:
+        return <int>device_id.__index__()
+    except AttributeError:
+        raise TypeError(
+            f"device_id={device_id!r} is no ordinal of a device; give 0, 1, ..."
+        ) from None
+
+
+def memory_info(device_id=0):
+    """Free and total memory of a device.
+
+    Parameters
+    ----------
+    device_id : int
+        Ordinal of the device.
+
+    Returns
+    -------
+    DeviceMemory
+
+    Raises
+    ------
+    Unavailable
+        There is no driver, no device or no cuda-python.
+    ValueError, TypeError
+        `device_id` is no device.
+    CudaError
+        The driver refused.
+
+    Notes
+    -----
+    Thread-safety: may be called from any thread. The first call makes the device's primary context,
+    which takes memory there (some hundred MiB) and some 100 ms.
+    """
+    cdef size_t free_bytes = 0, total_bytes = 0
+    cdef int ordinal = ordinal_of(device_id)
+    cdef void* context = primary(ordinal)
+    cdef char[NAME_BYTES] name
+    cdef int device = 0, result
+    name[0] = 0
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuMemGetInfo(&free_bytes, &total_bytes)
+            if result == SUCCESS:
+                result = driver.cuDeviceGet(&device, ordinal)
+            if result == SUCCESS:
+                result = driver.cuDeviceGetName(name, NAME_BYTES, device)
+            leave()
+    checked(result, "cuMemGetInfo")
+    return DeviceMemory(ordinal, name.decode(errors="replace"), free_bytes, total_bytes)
+
+
+def device_heap_limit(nbytes=None, device_id=0):
+    """The heap from which kernels' own ``malloc`` and ``new`` allocate, in bytes.
+
+    Parameters
+    ----------
+    nbytes : int, optional
+        What it is to be. It can only be set before the first kernel that uses the heap is loaded.
+    device_id : int
+        Ordinal of the device.
+
+    Returns
+    -------
+    int
+        What it is now, which may be more than `nbytes`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For what is no size or no device.
+    Unavailable, CudaError
+        As :func:`memory_info`; also if it is too late to set it.
+
+    Notes
+    -----
+    Thread-safety: may be called from any thread; the limit is the process's.
+    """
+    cdef void* context
+    cdef size_t limit = 0 if nbytes is None else as_size(nbytes, "nbytes")
+    cdef bint change = nbytes is not None
+    cdef int result
+    context = primary(ordinal_of(device_id))
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            if change:
+                result = driver.cuCtxSetLimit(MALLOC_HEAP_SIZE, limit)
+            if result == SUCCESS:
+                result = driver.cuCtxGetLimit(&limit, MALLOC_HEAP_SIZE)
+            leave()
+    checked(result, "cuCtxSetLimit" if change else "cuCtxGetLimit")
+    return limit
+
+
+def devices():
+    """Memory of every device, a list of :class:`DeviceMemory`; raises as :func:`memory_info`."""
+    return [memory_info(ordinal) for ordinal in range(device_count())]

@@ -1,0 +1,25 @@
+"""What CUDA can raise."""
+
+
+class Unavailable(RuntimeError):
+    """There is no CUDA here: no driver, no device, or no cuda-python. The message says which."""
+
+
+class CudaError(RuntimeError):
+    """The driver refused something.
+
+    Attributes
+    ----------
+    result : int
+        The driver's ``CUresult``.
+    name : str
+        Its name, such as ``"CUDA_ERROR_INVALID_VALUE"``.
+    """
+
+    def __init__(self, message: str, result: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.result = result
+        self.name = name
+
+    def __reduce__(self) -> tuple[type["CudaError"], tuple[str, int, str]]:
+        return type(self), (self.args[0], self.result, self.name)

@@ -1,0 +1,141 @@
+"""The CUDA driver without a GPU: what is asked of it, what it says, and how that is told."""
+
+import pickle
+import sys
+import types
+
+import pytest
+from simulated_driver import INVALID_VALUE, OUT_OF_MEMORY, SimulatedDriver, simulated
+
+import arenapy
+from arenapy import cuda
+from arenapy.cuda import driver
+
+
+@pytest.fixture
+def one():
+    with simulated() as one:
+        yield one
+
+
+def fake_cuda_python(monkeypatch, capi):
+    """`from cuda.bindings import cydriver` finds this."""
+    cydriver = types.ModuleType("cuda.bindings.cydriver")
+    cydriver.__pyx_capi__ = capi
+    bindings = types.ModuleType("cuda.bindings")
+    bindings.cydriver = cydriver
+    package = types.ModuleType("cuda")
+    package.bindings = bindings
+    for module in (package, bindings, cydriver):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_without_cuda_python(monkeypatch):
+    driver.use(None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    for call in (cuda.memory_info, cuda.devices, cuda.device_heap_limit):
+        with pytest.raises(
+            cuda.Unavailable, match=r"cuda-python.*pip install .arenapy-memory\[cuda"
+        ):
+            call()
+
+
+def test_a_cuda_python_of_another_interface(monkeypatch):
+    driver.use(None)
+    fake_cuda_python(monkeypatch, {})
+    with pytest.raises(cuda.Unavailable, match=r"cuInit of the installed cuda-python is nothing"):
+        cuda.memory_info()
+
+
+@pytest.mark.parametrize("name", [name for name, _ in driver.ENTRIES if "_12" not in name])
+def test_another_signature_is_refused(name):
+    entries = SimulatedDriver().entries
+    entries[name] = (entries[name][0], "CUresult (short)")
+    if name in ("cuMemAdvise", "cuMemPrefetchAsync"):  # it must be one of two
+        entries.pop(name)
+    try:
+        with pytest.raises(cuda.Unavailable, match=name):
+            driver.use(entries)
+    finally:
+        driver.use(None)
+
+
+def test_either_signature_of_what_changed_will_do():
+    both = dict(driver.ENTRIES)
+    for name in ("cuMemAdvise", "cuMemPrefetchAsync"):
+        fake = SimulatedDriver()
+        fake.entries[name] = (fake.entries[name][0], both[name + "_12"])
+        driver.use(fake.entries)
+        assert cuda.memory_info().total_bytes
+        driver.use(None)
+
+
+def test_no_device():
+    fake = SimulatedDriver()
+    fake.fails["cuInit"] = 100
+    with pytest.raises(cuda.Unavailable, match="sees no device"):
+        driver.use(fake.entries)
+    driver.use(None)
+
+
+def test_memory_of_each_device(one):
+    assert cuda.memory_info(1) == cuda.DeviceMemory(1, "Simulated 1", 64 << 20, 128 << 20)
+    assert [info.total_bytes for info in cuda.devices()] == list(one.MEMORY)
+    assert one.calls["cuDevicePrimaryCtxRetain"] == 2, "once for each"
+    assert one.calls["cuCtxPushCurrent"] == one.calls["cuCtxPopCurrent"] == 3
+
+
+def test_the_heap_of_kernels(one):
+    assert cuda.device_heap_limit() == 8 << 20
+    assert cuda.device_heap_limit((1 << 20) + 1) == (1 << 20) + 4096
+    assert cuda.device_heap_limit(0, device_id=1) == 0
+
+
+@pytest.mark.parametrize("device_id", [-1, 2, 300])
+def test_no_such_device(one, device_id):
+    for call in (cuda.memory_info, lambda i: cuda.device_heap_limit(device_id=i)):
+        with pytest.raises(ValueError, match=f"ordinal={device_id} is no CUDA device; there are 2"):
+            call(device_id)
+
+
+def test_what_is_no_ordinal_and_no_size(one):
+    with pytest.raises(TypeError, match=r"device_id='0' is no ordinal"):
+        cuda.memory_info("0")
+    with pytest.raises(ValueError, match="-1"):
+        cuda.device_heap_limit(-1)
+    with pytest.raises(TypeError):
+        cuda.device_heap_limit("1")
+    assert one.heap == 8 << 20
+
+
+CALLS = {
+    "cuDeviceGet": cuda.memory_info,
+    "cuDevicePrimaryCtxRetain": cuda.memory_info,
+    "cuCtxPushCurrent": cuda.memory_info,
+    "cuMemGetInfo": cuda.memory_info,
+    "cuDeviceGetName": cuda.memory_info,
+    "cuCtxSetLimit": lambda: cuda.device_heap_limit(1 << 20),
+    "cuCtxGetLimit": cuda.device_heap_limit,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("result", [INVALID_VALUE, OUT_OF_MEMORY, 777])
+def test_each_call_that_fails(one, name, result):
+    one.fails[name] = result
+    kind = arenapy.OutOfMemory if result == OUT_OF_MEMORY else cuda.CudaError
+    with pytest.raises(kind) as caught:
+        CALLS[name]()
+    assert " failed: " in str(caught.value)
+    if result == INVALID_VALUE:
+        assert "CUDA_ERROR_INVALID_VALUE (invalid argument)" in str(caught.value)
+        assert (caught.value.result, caught.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
+    assert not one.current
+    one.fails.clear()
+    CALLS[name]()
+
+
+def test_an_error_is_pickled():
+    error = cuda.CudaError("it failed", 1, "CUDA_ERROR_INVALID_VALUE")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.result, again.name) == (str(error), error.result, error.name)
