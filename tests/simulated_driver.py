@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from arenapy.cuda import driver
 
-SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND = 0, 1, 2, 500
+SUCCESS, INVALID_VALUE, OUT_OF_MEMORY = 0, 1, 2
 ERRORS = {
     INVALID_VALUE: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
     OUT_OF_MEMORY: (b"CUDA_ERROR_OUT_OF_MEMORY", b"out of memory"),
@@ -45,7 +45,7 @@ class SimulatedDriver:
 
     def __init__(self):
         self.calls = Counter()
-        self.fails = {}  # {name: result}, or {name: [results, one a call]}
+        self.fails = {}  # {name: result}
         self.current = []  # contexts, the last one current
         self.heap = 8 << 20
         self.entries = {}
@@ -65,8 +65,6 @@ class SimulatedDriver:
         def call(*arguments):
             self.calls[name] += 1
             planned = self.fails.get(name, SUCCESS)
-            if isinstance(planned, list):
-                planned = planned.pop(0) if planned else SUCCESS
             if planned:
                 return planned
             return method(*arguments) or SUCCESS if method else INVALID_VALUE

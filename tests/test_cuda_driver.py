@@ -91,7 +91,7 @@ def test_the_heap_of_kernels(one):
     assert cuda.device_heap_limit(0, device_id=1) == 0
 
 
-@pytest.mark.parametrize("device_id", [-1, 2, 300])
+@pytest.mark.parametrize("device_id", [-1, 2, 300, 2**31, 2**63, -(2**70)])
 def test_no_such_device(one, device_id):
     for call in (cuda.memory_info, lambda i: cuda.device_heap_limit(device_id=i)):
         with pytest.raises(ValueError, match=f"ordinal={device_id} is no CUDA device; there are 2"):

@@ -34,9 +34,9 @@ class DeviceMemory:
     total_bytes: int
 
 
-cdef int ordinal_of(object device_id) except? -1:
+cdef object ordinal_of(object device_id):
     try:
-        return <int>device_id.__index__()
+        return device_id.__index__()
     except AttributeError:
         raise TypeError(
             f"device_id={device_id!r} is no ordinal of a device; give 0, 1, ..."
@@ -70,8 +70,9 @@ def memory_info(device_id=0):
     which takes memory there (some hundred MiB) and some 100 ms.
     """
     cdef size_t free_bytes = 0, total_bytes = 0
-    cdef int ordinal = ordinal_of(device_id)
-    cdef void* context = primary(ordinal)
+    cdef object index = ordinal_of(device_id)
+    cdef void* context = primary(index)
+    cdef int ordinal = index                 # one of a device, now
     cdef char[NAME_BYTES] name
     cdef int device = 0, result
     name[0] = 0

@@ -88,7 +88,8 @@ cdef int need() except -1
 cdef int checked(int result, str what) except -1
 # After a call whose failure nobody is told.
 cdef void forget(int result) noexcept nogil
-cdef void* primary(int ordinal) except NULL
+# The primary context of a device; ValueError if `index`, an int of any size, is none's ordinal.
+cdef void* primary(object index) except NULL
 # SUCCESS, or why not: then there is nothing to leave.
 cdef int enter(void* context) noexcept nogil
 cdef void leave() noexcept nogil

@@ -167,11 +167,9 @@ cdef int start() except -1:
     if result == NO_DEVICE:
         raise Unavailable("the CUDA driver sees no device; see CUDA_VISIBLE_DEVICES, nvidia-smi")
     if result != SUCCESS:
-        if PyErr_Occurred() != NULL:
-            try:
-                raise_set()
-            except Exception as error:
-                raise Unavailable(f"no CUDA driver: {error} ({INSTALL})") from error
+        error = raised(result)
+        if error is not None:
+            raise Unavailable(f"no CUDA driver: {error} ({INSTALL})") from error
         fail(result, "cuInit")
     with nogil:
         result = driver.cuDeviceGetCount(&n)
@@ -179,11 +177,6 @@ cdef int start() except -1:
     n_devices = min(n, <int>MOST_DEVICES)
     ready = True
     return 0
-
-
-cdef int raise_set() except -1:
-    """The exception that is set."""
-    return -1
 
 
 cdef int need() except -1:
@@ -202,15 +195,27 @@ cdef str told(const char* text):
     return text.decode() if text != NULL else "unknown"
 
 
-cdef int fail(int result, str what) except -1:
-    """Raise what a result that is not SUCCESS means."""
-    cdef const char* name = NULL
-    cdef const char* text = NULL
+cdef int raise_set() except -1:
+    return -1
+
+
+cdef object raised(int result):
+    """The exception that an entry point has set, taken; None: it has only failed."""
     if result == NOT_FOUND and PyErr_Occurred() != NULL:
         try:
             raise_set()
         except Exception as error:
-            raise CudaError(f"{what}: the driver does not have it ({error})", result, "") from error
+            return error
+    return None
+
+
+cdef int fail(int result, str what) except -1:
+    """Raise what a result that is not SUCCESS means."""
+    cdef const char* name = NULL
+    cdef const char* text = NULL
+    error = raised(result)
+    if error is not None:
+        raise CudaError(f"{what}: the driver does not have it ({error})", result, "") from error
     if driver.cuGetErrorName(result, &name) or driver.cuGetErrorString(result, &text):
         forget(result)
     message = f"{what} failed: {told(name)} ({told(text)})"
@@ -238,20 +243,21 @@ def device_count():
     return n_devices
 
 
-cdef void* primary(int ordinal) except NULL:
+cdef void* primary(object index) except NULL:
     """The primary context of a device, which is retained for as long as the process lives.
 
     A context that is given back while somebody's memory or stream is in it takes those along; the
     CUDA runtime, under every other library, keeps it for good too.
     """
     cdef void* context = NULL
-    cdef int device = 0, result
+    cdef int device = 0, ordinal, result
     need()
-    if not 0 <= ordinal < n_devices:
+    if not 0 <= index < n_devices:
         raise ValueError(
-            f"ordinal={ordinal} is no CUDA device; there {'is' if n_devices == 1 else 'are'} "
+            f"ordinal={index} is no CUDA device; there {'is' if n_devices == 1 else 'are'} "
             f"{n_devices}, counted from 0"
         )
+    ordinal = index
     if contexts[ordinal] == NULL:
         with nogil:
             result = driver.cuDeviceGet(&device, ordinal)
