@@ -10,7 +10,7 @@
 # os.fork has stopped, for which our fork handler would then wait for ever.)
 #
 # `arenapy_spin` is the same byte on every build: for what C code without the GIL shares.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 cdef extern from *:
     """
@@ -34,6 +34,13 @@ cdef extern from *:
     }
     static inline uint64_t arenapy_sub(uint64_t *p, uint64_t v) {
         return __atomic_fetch_sub(p, v, __ATOMIC_ACQ_REL);
+    }
+    /* What is changed under a lock, and looked at now and then without it. */
+    static inline uint32_t arenapy_glance(uint32_t *p) {
+        return __atomic_load_n(p, __ATOMIC_RELAXED);
+    }
+    static inline void arenapy_set_glanced(uint32_t *p, uint32_t v) {
+        __atomic_store_n(p, v, __ATOMIC_RELAXED);
     }
     static inline void *arenapy_load_ptr(void **p) {
         return __atomic_load_n(p, __ATOMIC_RELAXED);
@@ -92,6 +99,8 @@ cdef extern from *:
     bint arenapy_cas(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept nogil
     uint64_t arenapy_add(uint64_t* p, uint64_t v) noexcept nogil
     uint64_t arenapy_sub(uint64_t* p, uint64_t v) noexcept nogil
+    uint32_t arenapy_glance(uint32_t* p) noexcept nogil
+    void arenapy_set_glanced(uint32_t* p, uint32_t v) noexcept nogil
     void* arenapy_load_ptr(void** p) noexcept nogil
     void arenapy_store_ptr(void** p, void* v) noexcept nogil
     void* arenapy_take_ptr(void** p) noexcept nogil

@@ -1,7 +1,7 @@
 # The C surface of the page heap: whole pages of an allocator's memory, split and merged.
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
-from arenapy.atomic cimport arenapy_spin
+from arenapy.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
 from arenapy.size_classes cimport N_CLASSES, N_STEPS, step_bytes, step_of
@@ -78,20 +78,6 @@ cdef struct Bins:
     uint32_t heads[N_STEPS]
 
 
-cdef extern from *:
-    """
-    /* Changed under a lock, and read now and then without it. */
-    static inline uint32_t arenapy_glance(uint32_t *p) {
-        return __atomic_load_n(p, __ATOMIC_RELAXED);
-    }
-    static inline void arenapy_set(uint32_t *p, uint32_t n) {
-        __atomic_store_n(p, n, __ATOMIC_RELAXED);
-    }
-    """
-    uint32_t glance "arenapy_glance" (uint32_t* p) noexcept nogil
-    void set_glanced "arenapy_set" (uint32_t* p, uint32_t n) noexcept nogil
-
-
 cdef class Pages(RegionSet):
     # Guards all below, and the descriptors of extents that are not BLOCKs or SPANs in use. It may
     # be taken under a front cache's lock, and none is taken under it.
@@ -141,7 +127,7 @@ cdef class Pages(RegionSet):
 # Descriptors for what follows; under no lock. False: no memory for them. (A glance: others may have
 # used them by then, which `take` looks after.)
 cdef inline bint have_spare(Pages c) noexcept nogil:
-    return glance(&c.spare) >= STOCK or c.more_descriptors(STOCK)
+    return arenapy_glance(&c.spare) >= STOCK or c.more_descriptors(STOCK)
 
 
 # Ticks go round: of two, the one that is less than half a turn ahead is later.

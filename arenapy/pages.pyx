@@ -14,7 +14,9 @@ found through a map from pages to descriptors. Nothing is written into the memor
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
+from arenapy.atomic cimport (
+    arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release,
+)
 from arenapy.regions cimport RegionSet
 from arenapy.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
 from arenapy.table cimport Table, table_close, table_grow, table_open
@@ -61,14 +63,14 @@ cdef class Pages(RegionSet):
         cdef size_t ready, before
         cdef bint grown = True
         arenapy_spin_acquire(&self.table_growth)
-        while glance(&self.spare) < wanted and grown:
+        while arenapy_glance(&self.spare) < wanted and grown:
             before = self.descriptor_table.ready
             ready = before + max(<size_t>TABLE_STEP, before // 8, wanted * sizeof(Descriptor))
             grown = table_grow(&self.descriptor_table, min(ready, self.descriptor_table.reserved))
             ready = self.descriptor_table.ready
             grown = grown and ready > before
             arenapy_spin_acquire(&self.heap_lock)
-            set_glanced(&self.spare, self.spare - (before == 0) + <uint32_t>(
+            arenapy_set_glanced(&self.spare, self.spare - (before == 0) + <uint32_t>(
                 ready // sizeof(Descriptor) - before // sizeof(Descriptor)))
             arenapy_spin_release(&self.heap_lock)
         arenapy_spin_release(&self.table_growth)
@@ -87,7 +89,7 @@ cdef class Pages(RegionSet):
         else:
             id = self.n_descriptors
             self.n_descriptors += 1
-        set_glanced(&self.spare, self.spare - 1)
+        arenapy_set_glanced(&self.spare, self.spare - 1)
         d = &self.descriptors[id]
         d.live = d.detail.slots = 0
         d.page, d.pages = page, pages
@@ -102,7 +104,7 @@ cdef class Pages(RegionSet):
         self.descriptors[id].live = 0
         self.descriptors[id].next = self.unused
         self.unused = id
-        set_glanced(&self.spare, self.spare + 1)
+        arenapy_set_glanced(&self.spare, self.spare + 1)
 
     cdef void tag(self, uint32_t id) noexcept nogil:
         """Let the map say so at both ends, where neighbours and pointers look it up."""

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping
 
 from arenapy.allocator cimport HOST_ALIGN, Allocator, check_source
 from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
+from arenapy.atomic cimport arenapy_glance
 from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, no_stream, track
 from arenapy.buffer cimport Buffer, hatch, new_block
-from arenapy.pages cimport (
-    HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS, STOCK, glance, have_spare,
-)
+from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS, STOCK, have_spare
 from arenapy.fronts cimport quick_take
 from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
@@ -385,7 +384,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 if got == 0:                 # what is free may do once it is merged
                     c.flush_all()
                     got = many.take(c, False)
-                if got == 0 and (glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
+                if got == 0 and (
+                        arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
                     miss = self.more(many.sizes[many.done], HOST_ALIGN, True)
         except BaseException:
             many.undo(c)
