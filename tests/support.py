@@ -7,6 +7,7 @@ a block neither exports it nor keeps it alive.
 import ctypes
 import mmap
 import sys
+import threading
 
 import arenapy
 
@@ -76,3 +77,28 @@ def readonly_buffer(data):
         ctypes.addressof(keep), len(data), owner=keep, readonly=True
     )
     return region.buffer()
+
+
+def in_threads(*tasks):
+    """The results of the tasks, each in a thread of its own, all alive at once; or what the first
+    of them raised that did."""
+    barrier = threading.Barrier(len(tasks))
+    results, errors = [None] * len(tasks), []
+
+    def body(index, task):
+        barrier.wait()
+        try:
+            results[index] = task()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            barrier.wait()
+
+    threads = [threading.Thread(target=body, args=pair) for pair in enumerate(tasks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import exact, peek, poke
+from support import exact, in_threads, peek, poke
 
 from arenapy import PerThread
 
@@ -20,25 +20,6 @@ def frequent_switches():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
-
-
-def run_all(*targets):
-    """Run each target on a thread of its own, and raise what any of them raised."""
-    errors = []
-
-    def guarded(target):
-        try:
-            target()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 HOLDS = [
@@ -83,7 +64,7 @@ def test_buffers_die_on_other_threads_while_the_owner_allocates():
                 assert all(peek(a, n) == bytes([f]) * n for _, a, n, f in kept)
                 kept.clear()
 
-    run_all(owner, killer, killer, killer)
+    in_threads(owner, killer, killer, killer)
     arena.reset()
     arena.check()
     assert arena.retired == 0 and arena.remaining == arena.capacity
@@ -108,7 +89,7 @@ def test_one_arena_misused_by_many_threads_never_overlaps():
                 assert all((array == seed).all() for array in kept)
         assert all((array == seed).all() for array in kept)
 
-    run_all(*(lambda seed=seed: user(seed) for seed in range(1, 5)))
+    in_threads(*(lambda seed=seed: user(seed) for seed in range(1, 5)))
     arena.check()
     arena.reset()
     assert arena.retired == 0 and arena.remaining == arena.capacity
@@ -132,7 +113,7 @@ def test_release_races_with_export():
             with contextlib.suppress(BufferError):
                 block.release()
 
-        run_all(exporter, exporter, releaser)
+        in_threads(exporter, exporter, releaser)
         arena.reset()
         other = arena.alloc(64)
         poke(other.address, 64, 255)
@@ -155,7 +136,7 @@ def test_an_arena_dropped_by_one_thread_while_others_hold_its_buffers():
                 array[:] = value
                 assert (array == value).all()
 
-        run_all(box.clear, *(lambda i=i: user(i) for i in range(4)))
+        in_threads(box.clear, *(lambda i=i: user(i) for i in range(4)))
 
 
 def test_per_thread_arenas_do_not_meet():
@@ -174,7 +155,7 @@ def test_per_thread_arenas_do_not_meet():
         assert arenas.get() in seen and arenas.used == arenas.get().used
         arenas.get().check()
 
-    run_all(*[user] * 4)
+    in_threads(*[user] * 4)
     assert len({id(arena) for arena in [mine, *seen]}) == 5
     assert mine.used == 0
 
@@ -187,6 +168,6 @@ def test_a_thread_that_ends_takes_its_arena_along_but_not_its_arrays():
         arrays.append(arenas.empty(100, "u1"))
         arrays[0][:] = 9
 
-    run_all(user)
+    in_threads(user)
     assert (arrays[0] == 9).all()
     assert arrays[0].base.allocator is None
