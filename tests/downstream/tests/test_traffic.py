@@ -135,14 +135,20 @@ def test_housekeeping_meets_traffic(allocator):
     """One thread gives memory back and looks at everything, while others allocate and free."""
     shop = Shop(allocator, 40)
     taken = []
+    before = allocator.stats().total_allocations
 
     def trade(seed):
         taken.append(shop.trade(seed, 0, most_of(allocator), 1, True))
 
     def keep_house():
         try:
+            # On a busy machine until there was traffic: each trim makes the next trade wait for a
+            # growth, which wants the GIL.
             end = time.monotonic() + 0.5
-            while time.monotonic() < end:
+            late = end + 30
+            while time.monotonic() < end or (
+                allocator.stats().total_allocations <= before + 200 and time.monotonic() < late
+            ):
                 allocator.trim()
                 allocator.check()
                 stats = allocator.stats()
