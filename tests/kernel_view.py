@@ -10,6 +10,7 @@ from arenapy import Bump, vm
 PAGE = vm.PAGE_SIZE
 ENTRY = 8  # bytes of /proc/self/pagemap for each page
 PRESENT = 63  # the highest bit of an entry
+SANITIZED = "libasan" in Path("/proc/self/maps").read_text()
 
 
 def smaps(address):

@@ -72,6 +72,7 @@ def test_reservation_is_aligned_and_nothing_else_stays(nbytes, align, guard):
     assert not any(is_mapped(at) for at in (map_address, address, map_address + map_nbytes - 1))
 
 
+@pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
 def test_what_cannot_be_reserved():
     before = mapped_bytes()
     with pytest.raises(ValueError, match="cannot reserve 0 bytes"):
