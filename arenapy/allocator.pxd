@@ -1,18 +1,21 @@
 # What every allocator has in common, for the modules that implement one.
 from arenapy.buffer cimport Buffer
 from arenapy.mark cimport Mark
+from arenapy.ndarray cimport Spec
 from arenapy.region cimport Region
-
-cdef enum:
-    HOST_ALIGN = 64          # a cache line, and an AVX-512 register
-
+from arenapy.regions cimport RegionSet
 
 cdef class Allocator:
     cdef object __weakref__
     cdef list anchors        # of its core, to live as long as this
 
+    cdef RegionSet set_of(self)
+    # What alloc() does with a stream, or without.
+    cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+    # What empty() gives on a device.
+    cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec)
     # The beginning of a scope
     cdef Mark enter(self)
     # The end of a scope that began with `mark` (an arenapy.mark.Mark), by an exception or not.

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from arenapy.arguments cimport HOST_ALIGN
 from arenapy.atomic cimport arenapy_finalizing
-from arenapy.block cimport host_only
+from arenapy.block cimport host_only, named_stream
 from arenapy.buffer cimport Buffer
 from arenapy.mark cimport Mark
 from arenapy.ndarray cimport Spec, parse, wrap
 from arenapy.region cimport Region
+from arenapy.regions cimport RegionSet
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
@@ -54,6 +56,18 @@ cdef class Allocator:
             note(self)
         alive.pop(id(self), None)
 
+    cdef RegionSet set_of(self):
+        raise NotImplementedError(type(self).__name__)
+
+    cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
+        cdef RegionSet c = self.set_of()
+        cdef Buffer b
+        used_by = named_stream(c, stream)
+        b = self.block(n, align, False)
+        if used_by is not None:
+            c.medium.begin(b, used_by)
+        return b
+
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         raise NotImplementedError(type(self).__name__)
 
@@ -80,7 +94,9 @@ cdef class Allocator:
     def empty(self, shape, dtype="f8", order="C"):
         """An uninitialized ndarray in this allocator's memory, 64-byte aligned.
 
-        While the array, or a view of it, is alive, its bytes are held.
+        While the array, or a view of it, is alive, its bytes are held. Of memory that streams of a
+        device are to use first (``cuda.Device``, ``cuda.Managed``) it is a Buffer of that shape and
+        type, which ``cupy.asarray`` and ``torch.from_dlpack`` take as it is.
 
         Parameters
         ----------
@@ -93,12 +109,12 @@ cdef class Allocator:
 
         Returns
         -------
-        numpy.ndarray
+        numpy.ndarray or Buffer
 
         Raises
         ------
         ValueError
-            For a negative or overflowing shape, or another order.
+            For a negative or overflowing shape, or another order; on a device, for any but "C".
         TypeError
             For a dtype that holds Python objects.
         OutOfMemory
@@ -107,16 +123,28 @@ cdef class Allocator:
         cdef Spec spec
         cdef Buffer b
         descr = parse(shape, dtype, order, &spec)
+        if not is_array(self.set_of()):
+            return self.device_array(shape, descr, order, &spec)
         b = self.block(spec.nbytes, HOST_ALIGN, True)
         host_only(b)
         return wrap(b, descr, &spec)
+
+    cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec):
+        if order != "C":
+            raise ValueError(f"order={order!r}: arrays on a device are in C order; pass 'C'")
+        return self.block(spec.nbytes, self.set_of().block_align, False).view(shape, descr)
 
     def zeros(self, shape, dtype="f8", order="C"):
         """Like :meth:`empty`, but zero, on recycled memory too."""
         cdef Spec spec
         cdef Buffer b
         cdef char* ptr
+        cdef RegionSet c = self.set_of()
         descr = parse(shape, dtype, order, &spec)
+        if not is_array(c):
+            b = self.device_array(shape, descr, order, &spec)
+            c.medium.fill(b, 0, c.medium.own)
+            return b
         b = self.block(spec.nbytes, HOST_ALIGN, True)
         host_only(b)
         ptr = b.ptr
@@ -134,6 +162,9 @@ cdef class Allocator:
         """
         source = np.asarray(array_like)
         order = "F" if source.flags.f_contiguous and not source.flags.c_contiguous else "C"
+        if not is_array(self.set_of()):
+            source = np.ascontiguousarray(source)
+            return self.empty(source.shape, source.dtype).copy_from(source)
         target = self.empty(source.shape, source.dtype, order)
         target[...] = source
         return target
@@ -169,6 +200,12 @@ cdef class Allocator:
             total += (<size_t>spec.nbytes + HOST_ALIGN - 1) & ~<size_t>(HOST_ALIGN - 1)
             if total > (<size_t>-1) >> 1:
                 raise ValueError(f"n={n} records overflow: no address space holds them")
+        if not is_array(self.set_of()):
+            b = self.block(<Py_ssize_t>total, self.set_of().block_align, False)
+            return {
+                name: b[start:start + n * descr.itemsize].view(n, descr)
+                for name, descr, start in layout
+            }
         # A byte more than needed where all is empty: NumPy takes no offset into nothing.
         b = self.block(<Py_ssize_t>max(total, 1), HOST_ALIGN, True)
         bytes_ = b.array()
@@ -176,6 +213,11 @@ cdef class Allocator:
         for name, descr, start in layout:
             arrays[name] = np.ndarray(n, descr, bytes_, start)
         return arrays
+
+
+cdef bint is_array(RegionSet c) noexcept:
+    """Is what empty() gives an ndarray? On managed memory not: a device is to touch it first."""
+    return c.medium is None or c.medium.kind == "pinned"
 
 
 cdef int check_source(object source) except -1:

@@ -18,6 +18,7 @@ cdef extern from *:
     Py_ssize_t quick_size "arenapy_quick_size" (PyObject* o) noexcept
 
 cdef enum:
+    HOST_ALIGN = 64          # of blocks: a cache line, and an AVX-512 register
     MAX_ALIGN = 2 << 20
 
 cdef Py_ssize_t as_size(object value, str what) except -1

@@ -4,6 +4,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport malloc
 
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_lock
+from arenapy.medium cimport Medium
 
 cdef enum:
     CLOSED = 1           # bits of Block.word
@@ -20,14 +21,16 @@ cdef enum:
     HOLD_RETIRED = 1     # outlived a reset of its frame
     HOLD_EMPTY = 2       # a 0-byte block
 
-# One held block: a root Buffer that was ever exported. Owned by the Buffer until `ended`
-# passes it to the keeper. start < end always: a 0-byte block occupies one byte.
+# One held block: a root Buffer that was ever exported, or that a stream uses. Owned by the Buffer
+# until `ended` (`Medium.ended`, if it has uses) passes it to the keeper. start < end always: a
+# 0-byte block occupies one byte.
 cdef struct Hold:
     Hold* next           # in its frame's, the retired or the leased list
     Hold* prev
     Hold* ended_next     # in the keeper's list of ended holds
     uintptr_t start
     uintptr_t end
+    PyObject* uses       # owned: what has to be over besides, the keeper's medium's; or NULL
     uint64_t tag         # the Buffer's tag
     uint32_t pad         # bytes skipped before start for alignment
     uint32_t flags       # HOLD_*
@@ -50,6 +53,7 @@ cdef class Keeper:
     cdef readonly bint readonly
     cdef readonly bint host_accessible
     cdef readonly bint device_accessible
+    cdef Medium medium                   # None: no streams work on this memory
     cdef bint foreign                    # reaches a user's object: Buffers are then GC-tracked
     cdef bint checked                    # check() has something to check
     cdef bint may_lease                  # other processes may see bytes: ask before reuse
@@ -72,6 +76,10 @@ cdef class Keeper:
     cdef void ended(self, Hold* hold) noexcept nogil
     # The end of a root Buffer of one that recycles, which has no references left.
     cdef void dropped(self, PyObject* root) noexcept
+    # The same with a hold, which has uses; also after `give_back` of a Buffer that has one. The
+    # block becomes pending, until `over`, which takes the hold. False: it is not live.
+    cdef bint set_aside(self, Hold* hold) noexcept nogil
+    cdef void over(self, Hold* hold) noexcept nogil
     # For allocators' cores: the end of a region, and fork (see region.pyx).
     cdef bint has_holds(self) noexcept nogil
     cdef void disable(self, int why) noexcept nogil
@@ -99,7 +107,8 @@ cdef class Block:
     cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
-    cdef Hold* hold                      # not NULL once HELD, unless the keeper recycles
+    cdef Hold* hold                      # not NULL once HELD, unless the keeper recycles: then
+                                         # only if it has uses
     cdef PyObject* anchor                # of a root that does not count its keeper; else NULL
     cdef Keeper keeper                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held
@@ -126,17 +135,17 @@ cdef int writable(Block block) except -1
 # Mark the root held and count one live export (or, with count False, only mark it).
 cdef int acquire(Block block, bint count) except -1
 cdef void unacquire(Block block) noexcept
-cdef int no_stream(Keeper keeper, object stream) except -1
-# Move n bytes (without a source: set them to `byte`) in or out of an open block.
-cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int byte) except -1
-# Copy the whole block from (inward) or to another object with a buffer of the same size.
-cdef int copy_bytes(Block block, object other, bint inward) except -1
+cdef str why_closed(Block block)
 # A hold for a new export, reused or allocated; lock held; NULL without memory.
 cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
     cdef Hold* hold = keeper.spare
     if hold == NULL:
-        return <Hold*>malloc(sizeof(Hold))
-    keeper.spare = hold.next
+        hold = <Hold*>malloc(sizeof(Hold))
+        if hold == NULL:
+            return NULL
+    else:
+        keeper.spare = hold.next
+    hold.uses = NULL
     return hold
 
 
@@ -163,6 +172,15 @@ cdef Nest* own_nest(PyObject* keeper) noexcept
 cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
     hold.next = keeper.spare
     keeper.spare = hold
+
+
+# A hold of a Buffer that has ended.
+cdef void end_hold(PyObject* root) noexcept
+# What uses a block besides, from now on; it is in a list of the hold. The keeper has a medium.
+cdef int note_use(Block block, object use) except -1
+cdef bint has_use(Block root, object use) except -1
+# What a stream argument names, for memory of this keeper; None: nothing to take note of.
+cdef object named_stream(Keeper keeper, object stream)
 
 
 # For an allocator that exports at birth: link a new hold (none if it recycles); lock held.

@@ -1,8 +1,8 @@
 """Block: what a Buffer is underneath, and Keeper: what its bytes belong to.
 
-What lives here: the one-word state of a block (closed, held, live exports) and moving bytes in
-and out under its protection. What does not: how Python sees a block (buffer), where bytes come
-from (region), who hands them out (allocators).
+What lives here: the one-word state of a block (closed, held, live exports), and what becomes of it
+when its Buffer is gone. What does not: how Python sees a block (buffer), moving its bytes
+(transfer), where bytes come from (region), who hands them out (allocators).
 
 The invariant kept here is the second of the design: a byte that somebody can still see is
 never handed out again. Every way to see bytes goes through `acquire`, which marks the root
@@ -10,18 +10,16 @@ HELD under the keeper's lock, after asking the keeper whether the block is still
 then on only the death of the Buffer object ends the hold (see buffer.pyx).
 """
 cimport cython
-from cpython.buffer cimport (
-    PyBUF_ANY_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
-)
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport free
-from libc.string cimport memmove, memset
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
 
 from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
     arenapy_lock_release, arenapy_store, arenapy_sub,
 )
+from arenapy.medium cimport Medium
 from arenapy.places cimport said
 from arenapy.threads cimport MOST_FRONTS, thread_number
 
@@ -34,10 +32,6 @@ cdef extern from "Python.h":
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** at, size_t align, size_t size)
-
-cdef enum:
-    NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
-
 
 @cython.auto_pickle(False)
 cdef class Keeper:
@@ -80,6 +74,12 @@ cdef class Keeper:
 
     cdef void dropped(self, PyObject* root) noexcept:
         pass
+
+    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+        return True
+
+    cdef void over(self, Hold* hold) noexcept nogil:
+        self.ended(hold)
 
     cdef bint has_holds(self) noexcept nogil:
         return False
@@ -334,14 +334,86 @@ cdef str place_of(Block block):
     return said(root_of(block).place)
 
 
-cdef int no_stream(Keeper keeper, object stream) except -1:
-    """Host memory is not ordered by streams: say so instead of ignoring the argument."""
-    if stream is not None:
+# ---- streams -----------------------------------------------------------------------------
+
+cdef object named_stream(Keeper keeper, object stream):
+    if stream is None:
+        return None
+    if keeper.medium is None:                # say so instead of ignoring the argument
         raise ValueError(
             f"stream={stream!r}: {keeper.kind} memory is not ordered by a stream; pass None, "
             "or use a source of arenapy.cuda"
         )
+    return keeper.medium.named(stream)
+
+
+cdef int note_use(Block block, object use) except -1:
+    cdef Block root = root_of(block)
+    cdef Keeper keeper = root.keeper
+    cdef list uses
+    cdef Hold* hold = NULL
+    cdef bint valid
+    if not keeper.recycles:
+        acquire(block, False)                # which makes a hold
+    elif root.hold == NULL:
+        hold = <Hold*>malloc(sizeof(Hold))
+        if hold == NULL:
+            raise MemoryError("no memory for the record of a stream")
+        hold.uses = NULL
+        hold.start = <uintptr_t>root.ptr
+        hold.end = hold.start + <size_t>root.size + (root.size == 0)
+        hold.tag = root.tag
+        hold.pad = hold.flags = 0
+    uses = [use]
+    arenapy_lock_acquire(&keeper.lock)
+    valid = is_open_locked(block)
+    if valid:
+        if root.hold == NULL:
+            root.hold, hold = hold, NULL
+        if root.hold.uses == NULL:
+            root.hold.uses = <PyObject*>uses
+            count_up(root.hold.uses)
+        else:
+            uses = <list>root.hold.uses
+    arenapy_lock_release(&keeper.lock)
+    free(hold)
+    if not valid:
+        raise ValueError(why_closed(block))
+    if use not in uses:
+        uses.append(use)
     return 0
+
+
+cdef bint has_use(Block root, object use) except -1:
+    cdef list uses = []
+    arenapy_lock_acquire(&root.keeper.lock)
+    if root.hold != NULL and root.hold.uses != NULL:
+        uses = <list>root.hold.uses
+    arenapy_lock_release(&root.keeper.lock)
+    return use in uses
+
+
+cdef void end_hold(PyObject* o) noexcept:
+    cdef PyObject* keeper = <PyObject*>(<Block>o).keeper
+    cdef Hold* hold = (<Block>o).hold
+    cdef bint live = True
+    (<Block>o).hold = NULL
+    if (<Keeper>keeper).recycles:
+        if (<Block>o).word & HELD:
+            arenapy_sub(&(<Keeper>keeper).n_held, 1)
+        live = hold.tag != 0 and (<Keeper>keeper).set_aside(hold)
+    if live and hold.uses != NULL:
+        (<Keeper>keeper).medium.ended(keeper, hold)
+    elif (<Keeper>keeper).recycles:
+        free_hold(hold)
+    else:
+        (<Keeper>keeper).ended(hold)
+
+
+cdef void free_hold(Hold* hold) noexcept:
+    if hold.uses != NULL:
+        count_down(hold.uses)
+    free(hold)
 
 
 cdef int host_only(Block block) except -1:
@@ -358,61 +430,3 @@ cdef int writable(Block block) except -1:
     if is_readonly(block):
         raise BufferError(f"{name_of(block)} is read-only; copy it to a writable Buffer")
     return 0
-
-
-# ---- moving bytes ------------------------------------------------------------------------
-
-cdef int copy_bytes(Block block, object other, bint inward) except -1:
-    """Copy between `block` and `other`, another object with a block, either way."""
-    cdef Py_buffer o
-    if not inward and isinstance(other, bytes):
-        raise BufferError("target is bytes, which cannot be written; give a bytearray")
-    PyObject_GetBuffer(other, &o, PyBUF_ANY_CONTIGUOUS | (0 if inward else PyBUF_WRITABLE))
-    try:
-        if o.len != block.size:
-            raise ValueError(
-                f"{name_of(block)} has {block.size} bytes and the other side has {o.len}; "
-                "slice the larger one"
-            )
-        if inward:
-            move_bytes(block, block.ptr, <char*>o.buf, o.len, 0)
-        else:
-            move_bytes(block, <char*>o.buf, block.ptr, o.len, 0)
-    finally:
-        PyBuffer_Release(&o)
-    return 0
-
-
-cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int byte) except -1:
-    """Move n bytes (or set them, without a source), none of which `block` loses meanwhile.
-
-    Small moves happen under the keeper's lock; large ones without the GIL, for which the
-    Buffer has to be held, and stays so as after an export.
-    """
-    cdef Keeper keeper = root_of(block).keeper
-    cdef bint valid
-    if keeper.checked:
-        keeper.check()
-    if n < NOGIL_BYTES:
-        arenapy_lock_acquire(&keeper.lock)
-        valid = is_open_locked(block)
-        if valid:
-            _move_or_set(to, source, n, byte)
-        arenapy_lock_release(&keeper.lock)
-        if not valid:
-            raise ValueError(why_closed(block))
-        return 0
-    acquire(block, True)
-    with nogil:
-        _move_or_set(to, source, n, byte)
-    unacquire(block)
-    return 0
-
-
-cdef inline void _move_or_set(
-    char* to, const char* source, Py_ssize_t n, int byte
-) noexcept nogil:
-    if source == NULL:
-        memset(to, byte, n)
-    else:
-        memmove(to, source, n)

@@ -21,10 +21,11 @@ from arenapy.atomic cimport (
     arenapy_store,
 )
 from arenapy.block cimport (
-    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Nest, acquire, check_open, copy_bytes,
-    is_open, host_only, is_readonly, move_bytes, name_of, nest_of, no_stream, place_of, root_of,
-    take_anchor, unacquire, writable,
+    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Nest, acquire, check_open,
+    end_hold, is_open, host_only, is_readonly, name_of, named_stream, nest_of, place_of,
+    root_of, take_anchor, unacquire,
 )
+from arenapy.transfer cimport copy_in, copy_out, fill_bytes
 
 cdef extern from "Python.h":
     void PyObject_GC_UnTrack(PyObject* o)
@@ -73,8 +74,7 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     if tracked:
         PyObject_GC_UnTrack(o)
     if (<Buffer>o).hold != NULL:
-        (<Keeper>keeper).ended((<Buffer>o).hold)
-        (<Buffer>o).hold = NULL
+        end_hold(o)
     elif keeper != <PyObject*>None and (<Keeper>keeper).recycles:
         (<Keeper>keeper).dropped(o)
     nest = NULL if tracked else nest_of(keeper)
@@ -210,15 +210,22 @@ cdef class Buffer(Block):
         exported, else when the Buffer object is gone. On a slice or view: closes that one
         only.
 
+        Parameters
+        ----------
+        stream : stream, optional
+            Memory of arenapy.cuda: it may still be at work on the block, as after
+            :meth:`record_stream`.
+
         Raises
         ------
         BufferError
             If exports of it (or of anything below the root) are alive. Nothing changes.
         """
-        cdef uint64_t word = arenapy_load(&self.word)
+        cdef uint64_t word
         cdef bint done = False
-        if self.keeper is not None:
-            no_stream(self.keeper, stream)
+        if stream is not None and is_open(self):
+            self.record_stream(stream)
+        word = arenapy_load(&self.word)
         while not word & CLOSED and not done:
             if word >= ONE_EXPORT:
                 raise BufferError(
@@ -238,6 +245,8 @@ cdef class Buffer(Block):
                 arenapy_store(&self.word, CLOSED)
                 done = True
             arenapy_lock_release(&self.keeper.lock)
+            if done and self.hold != NULL:   # streams use it
+                end_hold(<PyObject*>self)
             if self.keeper.debug:
                 self.keeper.verify()
 
@@ -253,17 +262,18 @@ cdef class Buffer(Block):
                 raise
 
     def record_stream(self, stream):
-        """Hold the block until `stream` has done what is queued on it now.
+        """Once it is released, hold the block until `stream` has done what it was given by then.
 
         Raises
         ------
-        ValueError
-            On memory that no stream orders.
+        ValueError, TypeError
+            On memory that no stream orders, or for what is no stream.
         """
         check_open(self)
         if stream is None:
             raise ValueError("stream=None names no stream")
-        no_stream(self.keeper, stream)
+        used_by = named_stream(self.keeper, stream)
+        self.keeper.medium.use(self, used_by)
 
     # -- slices and views
 
@@ -332,21 +342,21 @@ cdef class Buffer(Block):
     def fill(self, value, stream=None):
         """Set every byte to `value`, a whole number from 0 to 255.
 
-        Large fills run without the GIL.
+        Large fills run without the GIL. With a `stream` (memory of arenapy.cuda), it does it, in
+        its order.
         """
-        cdef Py_ssize_t byte
-        try:
-            byte = value
-        except (OverflowError, TypeError):
-            byte = -1
-        if not 0 <= byte <= 255:
-            raise ValueError(f"value={value!r} is not a byte: give a number from 0 to 255")
-        writable(self)
-        no_stream(self.keeper, stream)
-        move_bytes(self, self.ptr, NULL, self.size, <int>byte)
+        fill_bytes(self, value, stream)
 
     def copy_from(self, source, stream=None):
         """Copy the bytes of `source` (any contiguous buffer of the same size) into this Buffer.
+
+        Parameters
+        ----------
+        source : buffer
+            Also memory on a device.
+        stream : stream, optional
+            If this Buffer or `source` is memory of arenapy.cuda: the stream that does it, in its
+            order; both are held until it has. By default it is done when this returns.
 
         Raises
         ------
@@ -355,16 +365,12 @@ cdef class Buffer(Block):
         BufferError
             If this Buffer is read-only.
         """
-        writable(self)
-        no_stream(self.keeper, stream)
-        copy_bytes(self, source, True)
+        copy_in(self, source, stream)
         return self
 
     def copy_to(self, target, stream=None):
         """Copy the bytes into `target`, a writable buffer; sizes and errors as in copy_from."""
-        host_only(self)
-        no_stream(self.keeper, stream)
-        copy_bytes(self, target, False)
+        copy_out(self, target, stream)
         return target
 
     # -- exports
@@ -432,6 +438,8 @@ cdef class Buffer(Block):
         if self.keeper is None or not self.keeper.device_accessible:
             raise AttributeError(f"{name_of(self)} is not accessible to a CUDA device")
         acquire(self, False)
+        if self.keeper.medium is not None:   # its consumers order themselves after that stream
+            self.record_stream(1)
         return dict(_numpy().interface(self), stream=1)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):

@@ -16,17 +16,17 @@ import weakref
 from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
 )
-from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
+from arenapy.allocator cimport Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
     HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked, new_hold,
-    no_stream, track,
+    named_stream, track,
 )
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET
-from arenapy.regions cimport record
+from arenapy.regions cimport RegionSet, record
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.places cimport NOWHERE, here
 from arenapy.region cimport Region
@@ -57,8 +57,9 @@ cdef class Bump(Allocator):
     debug : bool, optional
         Fill what is given back with a pattern and check it; by default as the environment
         variable ``ARENAPY_DEBUG`` says.
-    stream : None
-        Host memory is not ordered by streams.
+    stream : stream, optional
+        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
+        default stream on a device, and none where the host sees the memory too.
 
     Notes
     -----
@@ -96,7 +97,7 @@ cdef class Bump(Allocator):
             from arenapy.source import Host
             source = Host()
         region = make_region(source, n)
-        no_stream(region, stream)
+        core.adopt(source, stream)
         self.debug = core.watch(self, debug, verify)
         core.shorten(not self.debug)
         core.open(region)
@@ -115,7 +116,10 @@ cdef class Bump(Allocator):
         nbytes : int
             Size in bytes; 0 gives a distinct empty Buffer.
         align : int, optional
-            A power of two up to 2 MiB; by default 64.
+            A power of two up to 2 MiB; by default 64, on a device 256.
+        stream : stream, optional
+            Memory of arenapy.cuda: the stream that is to use it, if not the arena's own. The Buffer
+            is then held.
 
         Returns
         -------
@@ -140,20 +144,22 @@ cdef class Bump(Allocator):
             return self.careful_alloc(nbytes, align, stream)
         if (<BumpCore>core).ended_list != NULL:
             (<BumpCore>core).drain()
-        start = take(<BumpCore>core, n, HOST_ALIGN, &(<Buffer>o).pad)
+        start = take(<BumpCore>core, n, (<BumpCore>core).block_align, &(<Buffer>o).pad)
         if start == NULL:
             return self.careful_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
-        (<Buffer>o).align = HOST_ALIGN
+        (<Buffer>o).align = <uint32_t>(<BumpCore>core).block_align
         (<Buffer>o).word = 0
         (<Buffer>o).tag = (<BumpCore>core).tag
         return hatch(core, &(<BumpCore>core).nest, <char*>start)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef Py_ssize_t a = HOST_ALIGN if align is None else as_align(align)
-        no_stream(self.core, stream)
-        return self.block(n, a, False)
+        cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
+        return self.block_for(n, a, stream)
+
+    cdef RegionSet set_of(self):
+        return self.core
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
@@ -204,7 +210,7 @@ cdef class Bump(Allocator):
         wanted = [as_size(n, "sizes") for n in sizes]
         try:
             for n in wanted:
-                blocks.append(self.block(n, HOST_ALIGN, False))
+                blocks.append(self.block(n, self.core.block_align, False))
         except BaseException:
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
@@ -270,7 +276,11 @@ cdef class Bump(Allocator):
             raise BufferError(
                 f"{buffer!r} has to move to grow, and has live exports; drop them first"
             )
-        new = self.block(n, max(buffer.align, HOST_ALIGN), False)
+        new = self.block(n, max(buffer.align, c.block_align), False)
+        if c.medium is not None:
+            c.medium.copy(new[:buffer.size], buffer, c.medium.own)
+            buffer.release()
+            return new
         arenapy_lock_acquire(&c.lock)        # making it may have run code that reset the arena
         done = is_open_locked(buffer) and is_open_locked(new)
         if done:
@@ -318,6 +328,9 @@ cdef class Bump(Allocator):
         ----------
         mark : Mark, optional
             By default everything is freed and all marks end.
+        stream : stream, optional
+            Memory of arenapy.cuda: it may still be at work on what is freed. Where the host sees
+            the memory, this waits until it is done.
 
         Raises
         ------
@@ -326,8 +339,9 @@ cdef class Bump(Allocator):
         BufferError
             In a strict arena, if blocks are held, naming them. Nothing changes.
         """
-        if stream is not None:
-            no_stream(self.core, stream)
+        used_by = named_stream(self.core, stream)
+        if used_by is not None:              # the frame's blocks come back when it is done
+            self.core.medium.fence(used_by)
         if mark is not None and type(mark) is not Mark:
             raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
         self.rewind_to(<Mark>mark, self.strict)

@@ -65,6 +65,7 @@ cdef class BumpCore(Space):
         self.set_plain()
 
     def __dealloc__(self):
+        self.finish_streams()
         # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
         self.debug = self.may_lease = False
         if self.frames != NULL:
@@ -187,6 +188,7 @@ cdef class BumpCore(Space):
     cdef int settle(self) except -1:
         """Take note of Buffers that died, and of bytes that other processes let go of."""
         self.settle_sends()
+        self.settle_streams(False)
         arenapy_lock_acquire(&self.lock)
         if not self.shut:
             self.drain()

@@ -59,9 +59,13 @@ cdef int grow_for(
     cdef void* start = NULL
     cdef bint tried = False
     while start == NULL:
-        if not c.may_lease or tried:
-            grow_arena(c, source, max_bytes, n, align)
-        c.settle()                           # another process may have let go meanwhile
+        if tried or not (c.may_lease or c.medium is not None):
+            try:
+                grow_arena(c, source, max_bytes, n, align)
+            except MemoryError:
+                if not c.settle_streams(True):
+                    raise
+        c.settle()                           # others may have let go meanwhile
         tried = True
         arenapy_lock_acquire(&c.lock)
         start = take(c, n, align, &b.pad)

@@ -7,7 +7,7 @@ from arenapy.pages cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
 from arenapy.segments cimport Segments
-from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, step_of
+from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, rounded, step_of
 from arenapy.table cimport Table
 from arenapy.threads cimport MOST_FRONTS
 
@@ -66,14 +66,14 @@ cdef class Fronts(Segments):
     cdef Front* front        # the first
     cdef Front* fronts[MOST_FRONTS]
     cdef arenapy_spin births             # held while one is added
-    cdef bint literal        # rounding="class"
+    cdef int rounding        # ROUND_*
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
     cdef Asked asked
     cdef SmallStep steps[N_SMALL]
     cdef uint8_t class_at[N_STEPS]       # class of a step
 
-    cdef int open(self, size_t pages, bint literal) except -1
+    cdef int open(self, size_t pages, int rounding) except -1
     cdef Front* own_front(self) noexcept nogil
     # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
     cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
@@ -281,7 +281,7 @@ cdef inline Front* front_of(Fronts c) noexcept nogil:
 # The short way: what the front cache has, NULL if that is nothing. Not if `special`.
 cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
     cdef Front* f = front_of(c)
-    cdef int s = step_of(class_bytes(n) if c.literal else n)
+    cdef int s = step_of(rounded(n, c.rounding) if c.rounding else n)
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
     if not likely(owned_enter(&f.lock)):

@@ -29,8 +29,8 @@ from arenapy.pages cimport (
 )
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport (
-    MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_bytes, class_of, round_bytes,
-    step_bytes, step_of,
+    MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, round_bytes, rounded, step_bytes,
+    step_of,
 )
 from arenapy.table cimport Table, table_close, table_grow, table_open
 from arenapy.threads cimport MOST_FRONTS, front_number
@@ -72,7 +72,7 @@ cdef class Fronts(Segments):
             if self.fronts[i] != NULL:
                 drop_front(self.fronts[i])
 
-    cdef int open(self, size_t pages, bint literal) except -1:
+    cdef int open(self, size_t pages, int rounding) except -1:
         """Make ready, for about so many pages; there is no memory yet."""
         cdef int s
         cdef size_t size
@@ -89,7 +89,7 @@ cdef class Fronts(Segments):
         self.front = self.fronts[0] = new_front(self)
         if self.front == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
-        self.literal = literal
+        self.rounding = rounding
         return 0
 
     cdef Front* own_front(self) noexcept nogil:
@@ -147,7 +147,7 @@ cdef class Fronts(Segments):
 
     cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
         cdef Front* f = front_of(self)
-        cdef size_t size = class_bytes(n) if self.literal else n
+        cdef size_t size = rounded(n, self.rounding) if self.rounding else n
         cdef size_t pages = max((size + PAGE - 1) >> PAGE_BITS, <size_t>1)
         cdef int s = step_of(size)
         cdef int attempt
@@ -194,7 +194,7 @@ cdef class Fronts(Segments):
         owned_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         while i < n and sizes[i] <= MOST_BYTES and self.spare >= STOCK:
-            size = class_bytes(sizes[i]) if self.literal else sizes[i]
+            size = rounded(sizes[i], self.rounding) if self.rounding else sizes[i]
             s = step_of(size)
             out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].tag)
             if out[i].ptr == NULL:
@@ -430,7 +430,7 @@ cdef class Fronts(Segments):
 
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil:
         """Pages in one piece that are sure to have a block, wherever they lie."""
-        cdef size_t size = class_bytes(n) if self.literal else n
+        cdef size_t size = rounded(n, self.rounding) if self.rounding else n
         cdef int s = step_of(size)
         if s < N_SMALL and align <= PAGE:
             while align > 64 and step_bytes(s) & (align - 1):

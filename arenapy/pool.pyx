@@ -5,25 +5,25 @@ where blocks come from and go to (pool_core, pages), the source (pool_memory), a
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator cimport HOST_ALIGN, Allocator, check_source
-from arenapy.arguments cimport MAX_ALIGN, as_align, as_size, quick_size
+from arenapy.allocator cimport Allocator, check_source
+from arenapy.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
 from arenapy.atomic cimport arenapy_glance
-from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, no_stream, track
+from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS, STOCK, have_spare
 from arenapy.fronts cimport quick_take
 from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
-from arenapy.pool_memory cimport PoolMemory
+from arenapy.pool_memory cimport PoolMemory, checked_limit
 from arenapy.recorder cimport EVENT_TRIM
-from arenapy.regions cimport record
-from arenapy.size_classes cimport MOST_BYTES
+from arenapy.regions cimport RegionSet, record
+from arenapy.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import memory_info
@@ -39,6 +39,7 @@ cdef extern from "Python.h":
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
 
 cdef enum:
+    DEVICE_ROOM = 1 << 38    # bytes: bookkeeping has addresses for as much memory, four times over
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page
 
 
@@ -69,8 +70,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         variable ``ARENAPY_DEBUG`` says.
     trim_thread : bool
         Give back after `trim_after` seconds in a thread, too, also while the pool is not used.
-    stream : None
-        Host memory is not ordered by streams.
+    stream : stream, optional
+        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
+        default stream on a device, and none where the host sees the memory too.
 
     Notes
     -----
@@ -100,17 +102,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t most
         if core.allocator is not None:
             raise TypeError("this Pool is made already; make another one")
-        if max_bytes is not None:
-            max_bytes = as_size(max_bytes, "max_bytes")
-            if max_bytes < PAGE:
-                raise ValueError(
-                    f"max_bytes={max_bytes} is less than a page of {PAGE} bytes; give more, or "
-                    "None for no limit"
-                )
-            if initial > <size_t>max_bytes:
-                raise ValueError(
-                    f"initial_bytes={initial_bytes} is more than max_bytes={max_bytes}; give less"
-                )
+        max_bytes = checked_limit(max_bytes, initial)
         if rounding not in ("step", "class"):
             raise ValueError(f"rounding={rounding!r} is neither 'step' nor 'class'")
         if on_oom is not None and not callable(on_oom):
@@ -127,10 +119,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.max_bytes, self.on_oom, self.trim_after = max_bytes, on_oom, trim_after
         self.rounding, self.debug = rounding, core.watch(self, debug, verify)
         core.timed = -1 if trim_after is None else trim_after
-        no_stream(core, stream)
-        machine = memory_info().total
+        core.adopt(source, stream)
+        machine = memory_info().total if core.medium is None else DEVICE_ROOM
         most = machine if max_bytes is None else <size_t>max_bytes
-        core.open(2 * (min(most, <size_t>4 * machine) >> PAGE_BITS), rounding == "class")
+        core.open(2 * (min(most, <size_t>4 * machine) >> PAGE_BITS),
+                  ROUND_CLASS if rounding == "class" else
+                  ROUND_LINES if core.block_align > HOST_ALIGN else ROUND_STEP)
         self.memory = PoolMemory(
             core, source, <size_t>-1 if max_bytes is None else most >> PAGE_BITS,
             min(most, 2 * <size_t>machine))
@@ -140,7 +134,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 max_bytes if getattr(source, "mode", "") == "w+" else None)))
         elif initial:
             self.memory.begin(initial)
-        else:
+        elif core.medium is None:
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.allocator = weakref.ref(self)
         core.ready()
@@ -157,7 +151,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         nbytes : int
             Size in bytes; 0 gives a distinct empty Buffer.
         align : int, optional
-            A power of two up to 2 MiB; by default 64.
+            A power of two up to 2 MiB; by default 64, on a device 256.
+        stream : stream, optional
+            Memory of arenapy.cuda: the stream that is to use it.
 
         Returns
         -------
@@ -191,9 +187,11 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef Py_ssize_t a = HOST_ALIGN if align is None else as_align(align)
-        no_stream(self.core, stream)
-        return self.block(n, a, False)
+        cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
+        return self.block_for(n, a, stream)
+
+    cdef RegionSet set_of(self):
+        return self.core
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef PoolCore c = self.core
@@ -267,6 +265,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise OutOfMemory(self.full(n, "no address space holds it"))
         if c.may_lease:
             c.settle_sends()
+        if c.settle_streams(False):
+            return False
         wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // GROWTH_SHARE)
         self.memory.recycle(pages, n)
         while True:
@@ -282,7 +282,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
                 break
             wished = pages
-        if hooks and self.on_oom is not None and self.on_oom(n):
+        if c.settle_streams(True) or (hooks and self.on_oom is not None and self.on_oom(n)):
             return False
         if error is not None:
             raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
@@ -320,7 +320,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             b = new_block(c, many.sizes[i])
             b.tag = 0                        # until there is a block
             b.word = CLOSED
-            b.align = HOST_ALIGN
+            b.align = <uint32_t>c.block_align
             blocks.append(b)
         if c.checked:
             c.check()
@@ -386,7 +386,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                     got = many.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
-                    miss = self.more(many.sizes[many.done], HOST_ALIGN, True)
+                    miss = self.more(many.sizes[many.done], c.block_align, True)
         except BaseException:
             many.undo(c)
             raise
@@ -415,6 +415,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.open_check()
         c.settle_sends()                     # if there are leases
         c.settle()
+        c.settle_streams(False)
         c.flush_all()
         idle = c.figures().all.idle
         freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
@@ -453,6 +454,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.core.may_lease:
             self.core.settle_sends()
         self.core.settle()
+        self.core.settle_streams(False)
         return stats_of(self.core)
 
     def reset_peak(self):

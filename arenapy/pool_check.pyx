@@ -97,10 +97,11 @@ def listing(PoolCore c not None):
     with nogil:
         c.lock_all()
         collect(c, &blocks)
-        hold = c.pending
-        while hold != NULL:
-            add(&held, hold.start - c.descriptors[hold.tag >> 6].skew, 0, 0, PENDING)
-            hold = hold.next
+        for i in range(2):
+            hold = c.aside if i else c.pending
+            while hold != NULL:
+                add(&held, hold.start - c.descriptors[hold.tag >> 6].skew, 0, 0, PENDING)
+                hold = hold.next
         c.unlock_all()
     pending = {held.items[i].address for i in range(held.n)}
     free(held.items)

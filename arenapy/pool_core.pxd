@@ -37,6 +37,7 @@ cdef class PoolCore(Fronts):
     cdef int n_samples
     cdef uint32_t latest     # tick in one of them; under heap_lock
     cdef Hold* pending       # freed blocks that only other processes see; linked by next
+    cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]
 

@@ -10,7 +10,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memmove, memset
 
 from arenapy.atomic cimport (
-    arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
+    arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
 from arenapy.block cimport HELD, Block, Hold
 from arenapy.fronts cimport (
@@ -22,7 +22,7 @@ from arenapy.pages cimport (
 )
 from arenapy.region cimport Region
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
-from arenapy.regions cimport RegionSet, record
+from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
 from arenapy.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.threads cimport MOST_FRONTS
 from arenapy.vm cimport vm_lease
@@ -57,6 +57,7 @@ cdef class PoolCore(Fronts):
 
     def __dealloc__(self):
         cdef Hold* hold
+        self.finish_streams()
         while self.pending != NULL:
             hold = self.pending
             self.pending = hold.next
@@ -170,6 +171,27 @@ cdef class PoolCore(Fronts):
                 free(hold)
             hold = next
 
+    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+        if self.shut or not self.claim(hold.tag):
+            return False
+        record(self, EVENT_FREE, <void*>hold.start, 0)
+        if self.debug:
+            self.leaving(<void*>hold.start)
+        arenapy_add(&self.n_held, 1)
+        arenapy_spin_acquire(&self.heap_lock)
+        link_hold(&self.aside, hold)
+        arenapy_spin_release(&self.heap_lock)
+        return True
+
+    cdef void over(self, Hold* hold) noexcept nogil:
+        arenapy_spin_acquire(&self.heap_lock)
+        unlink_hold(&self.aside, hold)
+        arenapy_spin_release(&self.heap_lock)
+        arenapy_sub(&self.n_held, 1)
+        if not self.shut:
+            self.restore(<char*>hold.start, hold.tag)
+        free(hold)
+
     # -- as the keeper of Buffers
 
     cdef void dropped(self, PyObject* root) noexcept:
@@ -188,7 +210,7 @@ cdef class PoolCore(Fronts):
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uint64_t tag = root.tag
         root.tag = 0
-        if tag:
+        if tag and root.hold == NULL:        # else `set_aside` comes next
             self.put(root.ptr, tag)
 
     cdef bint has_holds(self) noexcept nogil:

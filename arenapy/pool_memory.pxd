@@ -47,3 +47,6 @@ cdef class PoolMemory:
     cdef int commit(self, uint32_t id) except -1
     cdef int drop_room(self, int segment) except -1
     cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1
+
+
+cdef object checked_limit(object max_bytes, size_t initial_bytes)

@@ -12,6 +12,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.allocator cimport make_region
+from arenapy.arguments cimport as_size
 from arenapy.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
@@ -32,6 +33,23 @@ cdef enum:
     SLACK = 16               # a share: of what is reserved, so much may lie idle at first
     REPEATS = 5
     GOLDEN = 0x9E3779B97F4A7C15      # 2 ** 64 by the golden ratio: Knuth's multiplicative hashing
+
+
+cdef object checked_limit(object max_bytes, size_t initial_bytes):
+    """The limit that a user gives a pool, as an int or None."""
+    if max_bytes is None:
+        return None
+    max_bytes = as_size(max_bytes, "max_bytes")
+    if max_bytes < PAGE:
+        raise ValueError(
+            f"max_bytes={max_bytes} is less than a page of {PAGE} bytes; give more, or None for "
+            "no limit"
+        )
+    if initial_bytes > <size_t>max_bytes:
+        raise ValueError(
+            f"initial_bytes={initial_bytes} is more than max_bytes={max_bytes}; give less"
+        )
+    return max_bytes
 
 
 @cython.final

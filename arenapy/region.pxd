@@ -11,6 +11,12 @@ cdef enum:
     FORK_CLOSED = 2      # mapped in both: allocators over it are closed in the child
 
 
+# Memory that is not a mapping of ours, such as a device's: gone when its last reference is. An
+# owner like this reaches no user's object.
+cdef class Backing:
+    pass
+
+
 cdef class Region(Keeper):
     cdef char* ptr
     cdef size_t size

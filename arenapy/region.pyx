@@ -14,6 +14,7 @@ lease in the child's name on every byte that is not free: a read lock on those b
 memfd, through an open file description that only the child keeps. The kernel drops it when the
 child exits, however it ends.
 """
+cimport cython
 from cpython.object cimport PyObject
 from libc.errno cimport errno
 from libc.stdint cimport uintptr_t
@@ -54,6 +55,15 @@ cdef PyObject* regions = NULL       # heads of the registries
 cdef PyObject* cores = NULL
 
 
+@cython.auto_pickle(False)
+cdef class Backing:
+    """What a region's memory is, where it is no mapping of its own. Internal."""
+
+    def __init__(self):
+        raise TypeError("a Backing is internal; make a source's region")
+
+
+@cython.no_gc_clear               # the end of a Buffer's streams needs `medium`
 cdef class Region(Keeper):
     """One contiguous address range that allocators carve up.
 
@@ -145,7 +155,7 @@ cdef class Region(Keeper):
         self.size = n
         self.kind = kind
         self.owner = owner
-        self.foreign = owner is not None
+        self.foreign = owner is not None and not isinstance(owner, Backing)
         self.readonly = readonly
         self.device_id = device_id
         self.host_accessible = host_accessible
@@ -160,6 +170,8 @@ cdef class Region(Keeper):
         return self
 
     def __dealloc__(self):
+        if self.medium is not None:
+            self.medium.finish(<PyObject*>self)
         _unregister(self)
         self._unmap()
 

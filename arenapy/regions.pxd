@@ -5,11 +5,13 @@ from libc.stdint cimport uintptr_t
 from arenapy.atomic cimport arenapy_load_ptr
 from arenapy.block cimport Hold, Keeper
 from arenapy.ledger cimport Ledger
+from arenapy.medium cimport Medium
 from arenapy.recorder cimport record_event
 from arenapy.region cimport Region
 
 
 cdef class RegionSet(Keeper):
+    cdef size_t block_align  # of blocks by default, bytes
     cdef Hold* leased        # ranges that only another process still sees
     cdef size_t leased_bytes
     cdef size_t capacity     # bytes of all regions
@@ -24,6 +26,12 @@ cdef class RegionSet(Keeper):
     cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording
     cdef list recorders      # every one there was: a thread may be recording with it still
 
+    # What kind of memory its source gives, and to what stream blocks belong that name no other.
+    cdef int adopt(self, object source, object stream) except -1
+    # Give back what streams were at work on; False: nothing. `wait`: until they are done.
+    cdef bint settle_streams(self, bint wait) except -1
+    # What a core does first when it ends, while it is still whole.
+    cdef void finish_streams(self) noexcept
     # Take a region over, as the last one.
     cdef int take_region(self, Region region) except -1
     # The same, and the reverse, while other threads may do so too.
@@ -59,6 +67,7 @@ cdef class RegionSet(Keeper):
     # Look at all free memory.
     cdef int check_free(self) except -1
     # internal
+    cdef void take_medium(self, Medium medium) noexcept
     cdef void forget(self, Region region) noexcept nogil
     cdef void verify_quietly(self) noexcept
     cdef void warn_of_leaks(self) noexcept

@@ -9,16 +9,17 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdlib cimport free
 
-from arenapy.arguments cimport debug_wanted
+from arenapy.arguments cimport HOST_ALIGN, debug_wanted
 from arenapy.atomic cimport (
     arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
     arenapy_spin_release,
 )
 from arenapy.block cimport (
-    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept,
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept, named_stream,
 )
 from arenapy.extents cimport make_room
 from arenapy.ledger cimport Ledger
+from arenapy.medium cimport Medium
 from arenapy.places cimport NOWHERE, here, said
 from arenapy.recorder cimport Recorder
 from arenapy.region cimport Region, register_core, unregister_core
@@ -32,7 +33,6 @@ cdef extern from "Python.h":
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
 
-
 # no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
 # user's object too, which the collector can clear.
 @cython.auto_pickle(False)
@@ -44,6 +44,7 @@ cdef class RegionSet(Keeper):
         self.regions = ()
         self.what = "arena"
         self.recorders = []
+        self.block_align = HOST_ALIGN
         register_core(self)
 
     def __dealloc__(self):
@@ -60,11 +61,34 @@ cdef class RegionSet(Keeper):
             (<Region>self.region[i]).detach()
         free(self.region)
 
+    cdef int adopt(self, object source, object stream) except -1:
+        medium = getattr(source, "medium", None)
+        if isinstance(medium, Medium):
+            self.take_medium((<Medium>medium).bound(stream))
+        elif stream is not None:
+            named_stream(self, stream)       # which raises
+        return 0
+
+    cdef void take_medium(self, Medium medium) noexcept:
+        self.medium, self.block_align = medium, max(medium.align, HOST_ALIGN)
+        self.kind, self.device_id = medium.kind, medium.device_id
+        self.host_accessible = medium.host_accessible
+        self.device_accessible = medium.device_accessible
+
+    cdef bint settle_streams(self, bint wait) except -1:
+        return self.medium is not None and self.medium.settle(<PyObject*>self, wait) > 0
+
+    cdef void finish_streams(self) noexcept:
+        if self.medium is not None:
+            self.medium.finish(<PyObject*>self)
+
     cdef int take_region(self, Region region) except -1:
         if not make_room(
                 <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*)):
             raise MemoryError("no memory for the bookkeeping of an allocator")
         region.attach(self)
+        if self.medium is None and region.medium is not None:
+            self.take_medium(region.medium.bound(None))
         self.forget(region)
         self.list_regions(self.regions + (region,))
         self.capacity += region.size
@@ -75,6 +99,8 @@ cdef class RegionSet(Keeper):
         cdef tuple after
         cdef bint done = False, room = True
         region.attach(self)
+        if self.medium is None and region.medium is not None:
+            self.take_medium(region.medium.bound(None))
         self.forget(region)
         while room and not done:             # the tuple is made before the lock is taken
             before = self.listed()

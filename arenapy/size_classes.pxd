@@ -25,8 +25,14 @@ cdef extern from *:
 
 # The class that n bytes belong to.
 cdef int class_of(size_t n) noexcept nogil
-# The literal rule: as many bytes as the class of n has, in class 20 the next 2 MiB.
-cdef size_t class_bytes(size_t n) noexcept nogil
+# How requests are rounded before their step is taken.
+cdef enum:
+    ROUND_STEP = 0           # not at all
+    ROUND_CLASS = 1          # as many bytes as the class of n has, in class 20 the next 2 MiB
+    ROUND_LINES = 2          # whole device lines, so that slots begin on one
+    DEVICE_LINE = 256        # bytes
+
+cdef size_t rounded(size_t n, int rounding) noexcept nogil
 
 
 # The least step with room for n bytes (at most 2 ** 48).

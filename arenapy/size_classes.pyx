@@ -61,6 +61,12 @@ cdef int class_of(size_t n) noexcept nogil:
     return c
 
 
+cdef size_t rounded(size_t n, int rounding) noexcept nogil:
+    if rounding == ROUND_LINES:
+        return (n + (n == 0) + (DEVICE_LINE - 1)) & ~<size_t>(DEVICE_LINE - 1)
+    return class_bytes(n) if rounding == ROUND_CLASS else n
+
+
 cdef size_t class_bytes(size_t n) noexcept nogil:
     cdef int c = class_of(n)
     if c < N_CLASSES - 1:

@@ -10,13 +10,13 @@ from libc.stdint cimport uint64_t
 import weakref
 from collections.abc import Iterable
 
-from arenapy.allocator cimport HOST_ALIGN, Allocator, make_region
+from arenapy.allocator cimport Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
-from arenapy.block cimport Nest, born_held, moor, nest_of, no_stream, track
+from arenapy.block cimport Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.recorder cimport EVENT_TRIM
 from arenapy.region cimport Region
-from arenapy.regions cimport record
+from arenapy.regions cimport RegionSet, record
 from arenapy.slab_core cimport SlabCore, SlabFigures
 from arenapy.slab_items cimport OTHER_GROWS, SELF_GROWS, first_item, quick_take
 
@@ -60,8 +60,9 @@ cdef class Slab(Allocator):
     debug : bool, optional
         Fill what is given back with a pattern and check it; by default as the environment
         variable ``ARENAPY_DEBUG`` says.
-    stream : None
-        Host memory is not ordered by streams.
+    stream : stream, optional
+        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
+        default stream on a device, and none where the host sees the memory too.
 
     Raises
     ------
@@ -97,7 +98,7 @@ cdef class Slab(Allocator):
         cdef SlabCore core = self.core
         cdef size_t size = as_size(item_size, "item_size")
         cdef uint64_t items = as_count(count, "count")
-        cdef Py_ssize_t a = HOST_ALIGN if align is None else as_align(align)
+        cdef Py_ssize_t a
         cdef Region region
         if core.depot != NULL:
             raise TypeError("this Slab is made already; make another one")
@@ -107,18 +108,19 @@ cdef class Slab(Allocator):
                 f"max_count={max_count} is less than count={count}; give more, or None for no "
                 "growth"
             )
+        source = Host() if source is None else source
+        core.adopt(source, stream)
+        a = core.block_align if align is None else as_align(align)
         if size + <size_t>a > (<size_t>-1 >> 1) // self.most - 1:
             raise ValueError(
                 f"{self.most} items of item_size={item_size} bytes, aligned to {a}, are more than "
                 "any address space holds"
             )
-        source = Host() if source is None else source
         if not callable(getattr(source, "region", None)) or isinstance(source, type):
             raise TypeError(
                 f"source={source!r} has no region(nbytes) method; give a source, like "
                 "arenapy.Host()"
             )
-        no_stream(core, stream)
         self.debug = core.watch(self, debug, verify)
         self.source, self.max_count = source, max_count
         core.open(size, a, self.most)
@@ -144,6 +146,8 @@ cdef class Slab(Allocator):
             Size in bytes, up to `item_size`, which is also the default.
         align : int, optional
             A power of two up to the alignment that all items have.
+        stream : stream, optional
+            Memory of arenapy.cuda: the stream that is to use it.
 
         Returns
         -------
@@ -180,8 +184,7 @@ cdef class Slab(Allocator):
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = self.core.item_size if nbytes is None else as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = 1 if align is None else as_align(align)
-        no_stream(self.core, stream)
-        return self.block(n, a, False)
+        return self.block_for(n, a, stream)
 
     cdef int fits(self, Py_ssize_t n, Py_ssize_t align) except -1:
         """Raise ValueError if no item can be that."""
@@ -197,6 +200,9 @@ cdef class Slab(Allocator):
                 f"aligned to {self.core.align}; make the Slab with align={align}"
             )
         return 0
+
+    cdef RegionSet set_of(self):
+        return self.core
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef SlabCore c = self.core
@@ -299,6 +305,8 @@ cdef class Slab(Allocator):
         if c.may_lease:
             c.settle_sends()
             c.settle()
+        if c.settle_streams(False):
+            return 0
         verdict = c.begin_growth()
         if verdict == OTHER_GROWS:
             with nogil:
@@ -311,6 +319,8 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
+                if c.settle_streams(True):
+                    return 0
                 raise OutOfMemory(self.full(wanted, "it may not have more"))
             items = min(c.items, self.most - c.items)
             while region is None:
@@ -319,6 +329,8 @@ cdef class Slab(Allocator):
                 except MemoryError as e:
                     error = e
                 if region is None and items == 1:
+                    if c.settle_streams(True):
+                        return 0
                     raise OutOfMemory(
                         self.full(wanted, f"its source has no more ({error})")) from error
                 if region is None:
@@ -337,7 +349,8 @@ cdef class Slab(Allocator):
         # Those whose memory begins on a page, or who know where it begins, are asked for as much as
         # it should be, then for room to skip to an alignment. Others the other way round: a second
         # region may cost as much as the first.
-        cdef bint known = isinstance(self.source, (Host, Shared, File, Existing))
+        cdef bint known = c.medium is not None or isinstance(
+            self.source, (Host, Shared, File, Existing))
         cdef bint again, misfit
         for again in range(2):
             misfit = region is not None
@@ -384,6 +397,7 @@ cdef class Slab(Allocator):
         if c.may_lease:
             c.settle_sends()
         c.settle()
+        c.settle_streams(False)
         for region in c.regions[:0:-1]:
             if c.remove_part(<Region>region):
                 freed += (<Region>region).size
@@ -432,6 +446,7 @@ cdef class Slab(Allocator):
             c.settle_sends()
         if c.pending != NULL:
             c.settle()
+        c.settle_streams(False)
         f = c.figures()
         return SlabStats(
             c.item_size, c.stride, f.items, f.active, f.allocations, f.active * c.stride,

@@ -101,6 +101,7 @@ def listing(SlabCore c not None):
     cdef Hold* hold
     cdef uint64_t i, n = 0
     cdef bint done = False
+    cdef int k
     found.pending = set()
     found.stride = c.stride
     found.size_class = class_of(c.stride)
@@ -109,12 +110,13 @@ def listing(SlabCore c not None):
         pending = <uintptr_t*>malloc((c.n_pending + 1) * sizeof(uintptr_t))
         if pending != NULL:
             done = copy_parts(c, found)
-            hold = c.pending
-            while hold != NULL and n < c.n_pending:
-                pending[n] = <uintptr_t>(
-                    c.parts[hold.tag >> 32].base + <uint32_t>hold.tag * c.stride)
-                hold = hold.next
-                n += 1
+            for k in range(2):
+                hold = c.aside if k else c.pending
+                while hold != NULL and n < c.n_pending:
+                    pending[n] = <uintptr_t>(
+                        c.parts[hold.tag >> 32].base + <uint32_t>hold.tag * c.stride)
+                    hold = hold.next
+                    n += 1
         c.unlock_all()
     for i in range(n):
         found.pending.add(pending[i])
@@ -216,7 +218,7 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
     cdef int64_t out = 0, peak = 0
     cdef uint64_t pending = 0
     cdef Stack* s
-    cdef Hold* hold = c.pending
+    cdef Hold* hold
     cdef int k
     live = check_parts(c, f)
     if f.why != NULL:
@@ -227,9 +229,11 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
             free_items += check_stack(c, s, seen, f)
             out += s.out - s.n
             peak += s.out - s.least
-    while hold != NULL:
-        pending += 1
-        hold = hold.next
+    for k in range(2):
+        hold = c.aside if k else c.pending
+        while hold != NULL:
+            pending += 1
+            hold = hold.next
     fault(f, pending > c.n_pending or c.n_pending > claimed, b"pending items were miscounted", 0,
           c.n_pending, pending)
     fault(f, live + free_items + c.n_fresh + claimed != c.items,

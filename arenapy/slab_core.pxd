@@ -16,6 +16,7 @@ cdef class SlabCore(Items):
     cdef uint64_t claimed    # atomic: items that are neither live nor in a stack, pending ones too
     cdef uint64_t n_pending  # under the depot's lock, as is:
     cdef Hold* pending       # items that only other processes see; linked by next
+    cdef Hold* aside         # items that streams are at work on
 
     cdef void ready(self) noexcept nogil
     cdef void set_special(self) noexcept nogil
@@ -28,5 +29,6 @@ cdef class SlabCore(Items):
     cdef SlabFigures figures(self) noexcept nogil
     cdef uint64_t exchange_peak(self, uint64_t peak) noexcept nogil
     # internal
+    cdef bint claim(self, uint64_t name) noexcept nogil
     cdef void restore(self, uint64_t name) noexcept nogil
     cdef bint still_leased(self, uint64_t name) noexcept nogil

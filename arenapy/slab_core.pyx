@@ -18,7 +18,7 @@ from arenapy.fronts cimport clear_bit
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet, record
+from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
 from arenapy.slab_items cimport (
     Items, Part, Stack, address_of, nth_word, quick_give, stack_of, stow, word_of,
 )
@@ -40,6 +40,7 @@ cdef class SlabCore(Items):
 
     def __dealloc__(self):
         cdef Hold* hold
+        self.finish_streams()
         while self.pending != NULL:
             hold = self.pending
             self.pending = hold.next
@@ -83,19 +84,11 @@ cdef class SlabCore(Items):
 
     cdef bint put(self, uint64_t name) noexcept nogil:
         """Free an item, whatever that takes. False: it is not live."""
-        cdef Stack* s
         cdef char* at = address_of(self, name)
         cdef Hold* hold
-        cdef bint was_live
         if self.shut:
             return True                      # the memory is not ours any more
-        s = stack_of(self)
-        owned_acquire(&s.lock)
-        was_live = clear_bit(&word_of(self, name).live, name)
-        if was_live:
-            arenapy_add(&self.claimed, 1)    # from now on it is this call's alone
-        owned_release(&s.lock)
-        if not was_live:
+        if not self.claim(name):
             return False
         record(self, EVENT_FREE, at, 0)
         if self.debug:
@@ -112,6 +105,40 @@ cdef class SlabCore(Items):
             return True
         self.restore(name)
         return True
+
+    cdef bint claim(self, uint64_t name) noexcept nogil:
+        """Take a live item away: from now on it is this call's alone. False: it is not live."""
+        cdef Stack* s = stack_of(self)
+        cdef bint was_live
+        owned_acquire(&s.lock)
+        was_live = clear_bit(&word_of(self, name).live, name)
+        if was_live:
+            arenapy_add(&self.claimed, 1)
+        owned_release(&s.lock)
+        return was_live
+
+    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+        if self.shut or not self.claim(hold.tag):
+            return False
+        record(self, EVENT_FREE, <void*>hold.start, 0)
+        if self.debug:
+            self.leaving(<void*>hold.start)
+        arenapy_add(&self.n_held, 1)
+        owned_acquire(&self.depot.lock)
+        link_hold(&self.aside, hold)
+        self.n_pending += 1
+        owned_release(&self.depot.lock)
+        return True
+
+    cdef void over(self, Hold* hold) noexcept nogil:
+        owned_acquire(&self.depot.lock)
+        unlink_hold(&self.aside, hold)
+        self.n_pending -= 1
+        owned_release(&self.depot.lock)
+        arenapy_sub(&self.n_held, 1)
+        if not self.shut:
+            self.restore(hold.tag)
+        free(hold)
 
     cdef void restore(self, uint64_t name) noexcept nogil:
         """A claimed item is free again."""
@@ -168,7 +195,7 @@ cdef class SlabCore(Items):
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uint64_t name = root.tag
         root.tag = 0
-        if name:
+        if name and root.hold == NULL:       # else `set_aside` comes next
             self.put(name)
 
     cdef bint has_holds(self) noexcept nogil:

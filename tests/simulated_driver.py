@@ -1,19 +1,38 @@
 """A CUDA driver made of Python functions, for what can be tested without a GPU.
 
 Each entry point is a C function (ctypes) that calls the method of its name. A test lets calls fail
-(`fails`), and reads what was called (`calls`). It is no model of a GPU's timing.
+(`fails`, `fail_at`), reads what was called (`calls`) and what was misused (`errors`), launches
+kernels (`launch`), and says when what is queued runs (`step`, `drain`): until then nothing runs
+that a GPU could leave undone. `before_call` is where progress, or anything, can be put in between.
 """
 
 import ctypes
+import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+import simulated_gpu as gpu
+from simulated_memory import (
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    OUT_OF_MEMORY,
+    SUCCESS,
+    MemoryPool,
+    Range,
+    Refused,
+    put,
+)
 
 from arenapy.cuda import driver
 
-SUCCESS, INVALID_VALUE, OUT_OF_MEMORY = 0, 1, 2
+DEINITIALIZED, INVALID_DEVICE, PEER_UNSUPPORTED, UNKNOWN = 4, 101, 217, 999
+PEER_ALREADY_ENABLED, ALREADY_REGISTERED, NOT_REGISTERED = 704, 712, 713
 ERRORS = {
     INVALID_VALUE: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
     OUT_OF_MEMORY: (b"CUDA_ERROR_OUT_OF_MEMORY", b"out of memory"),
+    INVALID_HANDLE: (b"CUDA_ERROR_INVALID_HANDLE", b"invalid resource handle"),
+    gpu.CAPTURE_UNSUPPORTED: (b"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", b"stream is capturing"),
 }
 C_TYPES = {
     "unsigned int": ctypes.c_uint,
@@ -23,6 +42,9 @@ C_TYPES = {
     "CUhostFn": ctypes.c_void_p,
 }
 HANDLES = {"CUcontext", "CUstream", "CUevent", "CUmemoryPool", "CUgraph", "CUuserObject"}
+UNIFIED_ADDRESSING, CONCURRENT_MANAGED_ACCESS = 41, 89  # attributes of a device
+RELEASE_THRESHOLD, RESERVED_CURRENT, USED_CURRENT = 4, 5, 7  # of a memory pool
+MOVE = 1  # a flag: the reference itself
 
 
 def c_type(name):
@@ -33,46 +55,131 @@ def c_type(name):
     return C_TYPES.get(name, ctypes.c_int)
 
 
-def put(address, kind, value):
-    """What a pointer argument is to receive."""
-    kind.from_address(address).value = value
+@dataclass(eq=False)
+class UserObject:
+    pointer: int | None
+    destroy: int  # a C function's address
+    callers: int  # references that are not a graph's
+    references: int
+    handle: int = 0
 
 
-class SimulatedDriver:
-    """Two devices of 64 and 128 MiB; contexts are 0x1000 and 0x2000."""
+class SimulatedDriver(gpu.Gpu):
+    """Two devices of 64 and 128 MiB, half of it others'; contexts are 0x1000 and 0x2000."""
 
     MEMORY = (64 << 20, 128 << 20)
 
     def __init__(self):
+        super().__init__(self.MEMORY)
         self.calls = Counter()
         self.fails = {}  # {name: result}
-        self.current = []  # contexts, the last one current
+        self.plan = {}  # {(name, the count of the call): result}
+        self.before_call = None  # it is called with a name
+        self.hooked = set()  # threads that are in it
+        self.closed = False
+        self.raised = None  # by before_call, or by a kernel that a call has run
         self.heap = 8 << 20
+        self.attributes.update({UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1})
+        self.advised = []  # arguments of cuMemAdvise and cuMemPrefetchAsync
         self.entries = {}
-        self.kept = []
+        self.functions = {}
         for name, signature in driver.ENTRIES:
             if name.endswith("_12"):
                 continue
             arguments = signature.partition("(")[2].rstrip(")").split(", ")
             kinds = [c_type(one) for one in arguments if one != "void"]
             function = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(self.entry(name))
-            self.kept.append(function)
+            self.functions[name] = function
             self.entries[name] = (ctypes.cast(function, ctypes.c_void_p).value, signature)
 
     def entry(self, name):
         method = getattr(self, name, None)
 
         def call(*arguments):
-            self.calls[name] += 1
-            planned = self.fails.get(name, SUCCESS)
-            if planned:
-                return planned
-            return method(*arguments) or SUCCESS if method else INVALID_VALUE
+            self._hook(name)
+            try:
+                with self.exclusive():
+                    return self._called(name, method, arguments)
+            except BaseException as error:  # nothing can be raised through a C function
+                self.raised = self.raised or error
+                return UNKNOWN
 
         return call
 
+    def _hook(self, name):
+        """before_call, which may itself lead to calls: those have none."""
+        me = threading.get_native_id()
+        if self.before_call and me not in self.hooked:
+            self.hooked.add(me)
+            try:
+                self.before_call(name)
+            except BaseException as error:
+                self.before_call = None
+                self.raised = self.raised or error
+            finally:
+                self.hooked.discard(me)
+
+    def _called(self, name, method, arguments):
+        if self.closed:
+            return DEINITIALIZED
+        self.calls[name] += 1
+        planned = self.plan.pop((name, self.calls[name]), self.fails.get(name, SUCCESS))
+        if planned:
+            return planned
+        try:
+            if threading.get_native_id() in self.destroying:
+                raise Refused(gpu.NOT_PERMITTED, "called by the destructor of a user object")
+            return method(*arguments) or SUCCESS if method else INVALID_VALUE
+        except Refused as refused:
+            if refused.misuse:
+                self.errors.append(f"{name}: {refused.misuse}")
+            return refused.result
+
+    # ---- for tests ----
+
+    def fail_at(self, name, n, result):
+        """The n-th call from now, counted from 1, fails."""
+        self.plan[name, self.calls[name] + n] = result
+
+    def call(self, name, *arguments):
+        """Its result."""
+        return self.functions[name](*arguments)
+
+    def got(self, name, kind, *arguments):
+        """What a call that succeeds writes to its first argument, of a ctypes kind."""
+        out = kind()
+        result = self.call(name, ctypes.byref(out), *arguments)
+        assert not result, f"{name}: {result}"
+        return out.value
+
+    @contextmanager
+    def on(self, device):
+        """With the context of a device current."""
+        self.current.append(0x1000 * (device + 1))
+        try:
+            yield
+        finally:
+            self.current.pop()
+
+    @property
+    def current(self):
+        """This thread's contexts, the last one current."""
+        return self.stacks.setdefault(threading.get_native_id(), [])
+
+    def close(self):
+        """Forget what is queued, and unmap all memory."""
+        with self.exclusive():
+            self.closed = True
+            self.queue.clear()
+            self.memory.close()
+
+    # ---- devices and contexts ----
+
     def cuInit(self, flags):
         return None
+
+    def cuDriverGetVersion(self, out):
+        put(out, ctypes.c_int, 12080)
 
     def cuGetErrorName(self, result, out):
         return self._text(result, out, 0)
@@ -95,19 +202,28 @@ class SimulatedDriver:
     def cuDeviceGetName(self, out, size, device):
         ctypes.memmove(out, b"Simulated %d\0" % device, 12)
 
+    def cuDeviceGetAttribute(self, out, attribute, device):
+        put(out, ctypes.c_int, self.attributes.get(attribute, 0))
+
+    def cuDeviceCanAccessPeer(self, out, device, peer):
+        put(out, ctypes.c_int, (device, peer) in self.peers)
+
     def cuDevicePrimaryCtxRetain(self, out, device):
         put(out, ctypes.c_void_p, 0x1000 * (device + 1))
+
+    def cuCtxGetCurrent(self, out):
+        put(out, ctypes.c_void_p, self.current[-1] if self.current else None)
 
     def cuCtxPushCurrent(self, context):
         self.current.append(context)
 
     def cuCtxPopCurrent(self, out):
+        if not self.current:
+            return gpu.INVALID_CONTEXT
         put(out, ctypes.c_void_p, self.current.pop())
 
-    def cuMemGetInfo(self, free, total):
-        size = self.MEMORY[self.current[-1] // 0x1000 - 1]
-        put(free, ctypes.c_size_t, size // 2)
-        put(total, ctypes.c_size_t, size)
+    def cuCtxGetDevice(self, out):
+        put(out, ctypes.c_int, self.device())
 
     def cuCtxSetLimit(self, limit, value):
         assert limit == 2
@@ -117,14 +233,239 @@ class SimulatedDriver:
         assert limit == 2
         put(out, ctypes.c_size_t, self.heap)
 
+    def cuCtxEnablePeerAccess(self, context, flags):
+        pair = (self.device(), context // 0x1000 - 1)
+        if pair in self.enabled or pair not in self.peers:
+            return PEER_ALREADY_ENABLED if pair in self.enabled else PEER_UNSUPPORTED
+        self.enabled.add(pair)
+
+    def cuCtxSynchronize(self):
+        for capture in self.captures:
+            if capture.origin.context == self.context():
+                self.spoil(capture, gpu.CAPTURE_UNSUPPORTED, "it waits for all streams")
+        self.wait([one for one in self.queue if one.device == self.device()])
+
+    # ---- memory ----
+
+    def cuMemGetInfo(self, free, total):
+        put(free, ctypes.c_size_t, self.memory.left(self.device()))
+        put(total, ctypes.c_size_t, self.MEMORY[self.device()])
+
+    def cuMemAlloc(self, out, nbytes):
+        self._allocate(out, nbytes, "device")
+
+    def cuMemAllocManaged(self, out, nbytes, flags):
+        if flags not in (1, 2):
+            return INVALID_VALUE
+        self._allocate(out, nbytes, "managed")
+
+    def _allocate(self, out, nbytes, kind):
+        self.unsafe()
+        if not nbytes:
+            raise Refused(INVALID_VALUE)
+        self.memory.take(self.device(), nbytes)
+        put(out, ctypes.c_uint64, self.memory.new(nbytes, self.device(), kind).start)
+
+    def cuMemFree(self, address):
+        self.unsafe()
+        if address:
+            one = self._freed(address)
+            self.finish([each for each in self.queue if each.device == one.device])
+            self._release(one)
+
+    def _freed(self, address):
+        """The range, which from now on is being freed."""
+        one = self.memory.at(address)
+        if one is None or one.kind == "graph":
+            raise Refused(INVALID_VALUE)
+        if one.freed_at is not None or one.dead:
+            raise Refused(INVALID_VALUE, f"{address:#x} was freed before")
+        one.freed_at = next(self.numbers)
+        return one
+
+    def _release(self, one):
+        self.memory.release(one)
+        if one.pool:
+            one.pool.give(one.nbytes)
+        else:
+            self.memory.used[one.device] -= one.nbytes
+
+    def cuMemHostRegister(self, address, nbytes, flags):
+        self.unsafe()
+        known = [one for one in self.memory.registered.values() if one.start < address + nbytes]
+        if any(address < one.end for one in known):
+            return ALREADY_REGISTERED
+        one = Range(address, nbytes, self.device(), "registered")
+        self.memory.registered[address] = one
+
+    def cuMemHostUnregister(self, address):
+        self.unsafe()
+        if address not in self.memory.registered:
+            return NOT_REGISTERED
+        one = self.memory.registered.pop(address)
+        if self.uses(one.start, one.nbytes):
+            self.errors.append(f"{address:#x} was unregistered while an operation is to use it")
+
+    def cuMemHostGetDevicePointer(self, out, address, flags):
+        one = self.memory.find(address)
+        if one is None or one.kind != "registered":
+            return INVALID_VALUE
+        put(out, ctypes.c_uint64, address)
+
+    def cuPointerGetAttribute(self, out, attribute, address):
+        one = self.memory.find(address)
+        if one is None or one.dead:
+            return INVALID_VALUE
+        context, host = 0x1000 * (one.device + 1), one.kind == "registered"
+        known = {
+            1: (ctypes.c_void_p, context),
+            2: (ctypes.c_int, 1 if host else 2),  # the type of memory
+            3: (ctypes.c_uint64, address),  # on the device
+            8: (ctypes.c_int, one.kind == "managed"),
+            9: (ctypes.c_int, one.device),
+        }
+        if attribute not in known:
+            return INVALID_VALUE
+        put(out, *known[attribute])
+
+    def cuMemAdvise(self, address, nbytes, advice, location):
+        self._advise("cuMemAdvise", address, nbytes, advice, location)
+
+    def cuMemPrefetchAsync(self, address, nbytes, location, flags, stream):
+        self._advise("cuMemPrefetchAsync", address, nbytes, flags, location)
+        self.submit(self.stream(stream), "a prefetch", None, [(address, nbytes)])
+
+    def _advise(self, name, address, nbytes, what, location):
+        one = self.memory.find(address)
+        if one is None or one.kind != "managed":
+            raise Refused(INVALID_VALUE)
+        if not self.attributes.get(CONCURRENT_MANAGED_ACCESS) and location & 0xFFFFFFFF == 1:
+            raise Refused(INVALID_DEVICE)
+        kind, ordinal = location & 0xFFFFFFFF, location >> 32
+        self.advised.append((name, address, nbytes, what, kind, ordinal))
+
+    def cuMemcpyAsync(self, to, source, nbytes, stream):
+        """The host's other memory is read before the call returns, or written before it does."""
+        stream = self.stream(stream)
+        touches = [(one, nbytes) for one in (source, to) if not self.memory.is_host(one)]
+        data = source
+        if self.memory.is_host(source) and not stream.capture:
+            data = ctypes.string_at(source, nbytes)
+        one = self.submit(stream, "a copy", lambda: ctypes.memmove(to, data, nbytes), touches)
+        if self.memory.is_host(to) and not stream.capture:
+            self.finish([one])
+
+    def cuMemcpyPeerAsync(self, to, to_context, source, source_context, nbytes, stream):
+        for address, context in ((to, to_context), (source, source_context)):
+            one = self.memory.find(address)
+            if one is None or context != 0x1000 * (one.device + 1):
+                raise Refused(INVALID_VALUE, f"{address:#x} is not of context {context or 0:#x}")
+        self.cuMemcpyAsync(to, source, nbytes, stream)
+
+    def cuMemsetD8Async(self, address, value, nbytes, stream):
+        if not self.memory.find(address):
+            raise Refused(INVALID_VALUE, f"{address:#x} is not the driver's")
+        stream, touches = self.stream(stream), [(address, nbytes)]
+        self.submit(stream, "a memset", lambda: ctypes.memset(address, value, nbytes), touches)
+
+    # ---- the driver's own pools ----
+
+    def cuMemPoolCreate(self, out, properties):
+        device = ctypes.c_int.from_address(properties + 12).value
+        put(out, ctypes.c_void_p, self.pool_handles.add(MemoryPool(self.memory, device)))
+
+    def cuMemPoolDestroy(self, pool):
+        one = self.pool_handles.remove(pool)
+        one.destroyed = True
+        one.trim(0)
+
+    def cuMemPoolSetAttribute(self, pool, attribute, value):
+        if attribute == RELEASE_THRESHOLD:
+            self.pool_handles.get(pool).threshold = ctypes.c_uint64.from_address(value).value
+
+    def cuMemPoolGetAttribute(self, pool, attribute, out):
+        one = self.pool_handles.get(pool)
+        known = {
+            RELEASE_THRESHOLD: one.threshold,
+            RESERVED_CURRENT: one.reserved,
+            USED_CURRENT: one.used,
+        }
+        if attribute not in known:
+            return INVALID_VALUE
+        put(out, ctypes.c_uint64, known[attribute])
+
+    def cuMemPoolTrimTo(self, pool, keep):
+        self.pool_handles.get(pool).trim(keep)
+
+    def cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):
+        """In a capture, memory is the graph's, there from its allocation until its free."""
+        pool, stream = self.pool_handles.get(pool), self.stream(stream)
+        if not nbytes:
+            return INVALID_VALUE
+        self.usable(stream)
+        graph = stream.capture.graph if stream.capture else None
+        if graph:
+            self.memory.take(pool.device, nbytes)
+            one = self.memory.new(nbytes, pool.device, "graph")
+            graph.ranges.append(one)
+        else:
+            pool.take(nbytes)
+            one = self.memory.new(nbytes, pool.device, "pool", pool)
+        one.ready = False
+        put(out, ctypes.c_uint64, one.start)
+        self.submit(stream, "an allocation", lambda: setattr(one, "ready", True))
+
+    def cuMemFreeAsync(self, address, stream):
+        stream, one = self.stream(stream), self.memory.at(address)
+        self.usable(stream)
+        if one is None or one.kind != "graph":
+            if stream.capture or one is None or not one.pool:
+                raise Refused(INVALID_VALUE, f"{address:#x} cannot be freed on {stream.name}")
+            one = self._freed(address)
+            self.submit(stream, "a free", lambda: self._release(one))
+        else:
+            self.submit(stream, "a free", lambda: setattr(one, "ready", False))
+
+    # ---- user objects ----
+
+    def cuUserObjectCreate(self, out, pointer, destroy, count, flags):
+        if flags != 1 or not count:
+            return INVALID_VALUE
+        one = UserObject(pointer, destroy, count, count)
+        one.handle = self.object_handles.add(one)
+        put(out, ctypes.c_void_p, one.handle)
+
+    def cuUserObjectRelease(self, user_object, count):
+        one = self.object_handles.get(user_object)
+        if count > one.callers:
+            raise Refused(INVALID_VALUE, f"{count} references released of {one.callers}")
+        one.callers -= count
+        self.drop(one, count)
+
+    def cuGraphRetainUserObject(self, graph, user_object, count, flags):
+        graph, one = self.graph_handles.get(graph), self.object_handles.get(user_object)
+        if flags == MOVE and count > one.callers:
+            raise Refused(INVALID_VALUE, f"{count} references moved of {one.callers}")
+        if flags == MOVE:
+            one.callers -= count
+        else:
+            one.references += count
+        graph.objects[one] += count
+
 
 @contextmanager
 def simulated():
-    """arenapy on a driver of its own."""
+    """arenapy on a driver of its own, of which nothing may have been misused."""
     one = SimulatedDriver()
     driver.use(one.entries)
     try:
         yield one
+        one.before_call = None
+        one.drain()
     finally:
         driver.use(None)
-    assert not one.current, "a context was left current"
+        one.close()
+        if one.raised:
+            raise one.raised
+    assert not any(one.stacks.values()), "a context was left current"
+    assert not one.errors, one.errors

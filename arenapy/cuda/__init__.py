@@ -4,10 +4,15 @@ without them, and says what to install.
 
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
+from arenapy.cuda.source import Device, DriverPool, Managed, Pinned
 
 __all__ = [
     "CudaError",
+    "Device",
     "DeviceMemory",
+    "DriverPool",
+    "Managed",
+    "Pinned",
     "Unavailable",
     "device_heap_limit",
     "devices",

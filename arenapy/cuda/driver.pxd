@@ -75,12 +75,21 @@ cdef struct Driver:
     int (*cuUserObjectRelease)(void*, unsigned int) noexcept nogil
     int (*cuGraphRetainUserObject)(void*, void*, unsigned int, unsigned int) noexcept nogil
     # Their signatures changed with CUDA 13; one of each is NULL.
+    int (*cuStreamGetCaptureInfo_12)(
+        void*, int*, uint64_t*, void**, const void***, size_t*) noexcept nogil
+    int (*cuStreamGetCaptureInfo)(
+        void*, int*, uint64_t*, void**, const void***, const void**, size_t*) noexcept nogil
     int (*cuMemPrefetchAsync_12)(uint64_t, size_t, int, void*) noexcept nogil
     int (*cuMemPrefetchAsync)(uint64_t, size_t, Location, unsigned int, void*) noexcept nogil
     int (*cuMemAdvise_12)(uint64_t, size_t, int, int) noexcept nogil
     int (*cuMemAdvise)(uint64_t, size_t, int, Location) noexcept nogil
 
 cdef Driver driver
+# In a forked child, where the driver may not be called: nothing of it is to be touched.
+cdef bint forked
+# Which driver it is, for what is remembered of one: tests have many. May that one still be called?
+cdef int generation
+cdef bint callable_(int of) noexcept nogil
 
 # Raise Unavailable unless the driver is there. Before all else, with the GIL.
 cdef int need() except -1

@@ -1,6 +1,7 @@
 from collections.abc import Mapping
 
 ENTRIES: tuple[tuple[str, str], ...]
+CHANGED: tuple[str, ...]
 
 def entry_points() -> dict[str, tuple[int, str]]: ...
 def use(found: Mapping[str, tuple[int, str]] | None) -> None: ...

@@ -19,8 +19,16 @@ from libc.string cimport memset
 
 import threading
 
+from arenapy.atomic cimport arenapy_finalizing
+
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.errors import OutOfMemory
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(
+        void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
+        void (*child)() noexcept nogil,
+    )
 
 cdef extern from "Python.h":
     void* PyErr_Occurred() noexcept
@@ -88,6 +96,16 @@ ENTRIES = (
     ),
     ("cuUserObjectRelease", "CUresult (CUuserObject, unsigned int)"),
     ("cuGraphRetainUserObject", "CUresult (CUgraph, CUuserObject, unsigned int, unsigned int)"),
+    (
+        "cuStreamGetCaptureInfo_12",
+        "CUresult (CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *, "
+        "CUgraphNode const **, size_t *)",
+    ),
+    (
+        "cuStreamGetCaptureInfo",
+        "CUresult (CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *, "
+        "CUgraphNode const **, CUgraphEdgeData const **, size_t *)",
+    ),
     ("cuMemPrefetchAsync_12", "CUresult (CUdeviceptr, size_t, CUdevice, CUstream)"),
     (
         "cuMemPrefetchAsync",
@@ -97,12 +115,17 @@ ENTRIES = (
     ("cuMemAdvise", "CUresult (CUdeviceptr, size_t, CUmem_advise, CUmemLocation)"),
 )
 
+#: Entry points that CUDA 13 has otherwise than CUDA 12.
+CHANGED = ("cuStreamGetCaptureInfo", "cuMemPrefetchAsync", "cuMemAdvise")
+
 cdef enum:
     MOST_DEVICES = 256
     NO_DEVICE = 100          # CUDA_ERROR_NO_DEVICE
 
 cdef Driver driver
 cdef bint ready = False
+cdef bint forked = False
+cdef int generation = 0
 cdef void* contexts[MOST_DEVICES]    # primary ones, retained for good
 cdef int n_devices = 0
 cdef object loading = threading.Lock()
@@ -134,7 +157,7 @@ cdef int take_entries(dict found) except -1:
         address, theirs = found.get(plain, (0, "nothing"))
         if theirs == signature:
             entry[i] = <void*><uintptr_t>address
-        elif not (plain in ("cuMemPrefetchAsync", "cuMemAdvise") and address):
+        elif not (plain in CHANGED and address):
             raise Unavailable(
                 f"{plain} of the installed cuda-python is {theirs}, and arenapy calls {signature}: "
                 "install a version from 12.6 to 13"
@@ -148,9 +171,10 @@ def use(found):
 
     For tests that simulate one. Nothing of the one before may be in use.
     """
-    global ready, n_devices
+    global ready, n_devices, forked, generation
     with loading:
-        ready = False
+        generation += 1
+        ready = forked = False
         n_devices = 0
         memset(contexts, 0, sizeof(contexts))
         if found is not None:
@@ -181,6 +205,11 @@ cdef int start() except -1:
 
 cdef int need() except -1:
     """The driver is there, or Unavailable is raised. Cheap once it is."""
+    if forked:
+        raise Unavailable(
+            "this process was forked from one that had used CUDA, which cannot be used here then: "
+            "start it with multiprocessing's 'spawn'"
+        )
     if not ready:
         with loading:
             if not ready:
@@ -277,3 +306,19 @@ cdef void leave() noexcept nogil:
     """The context that was current before is so again."""
     cdef void* context = NULL
     forget(driver.cuCtxPopCurrent(&context))
+
+
+cdef bint callable_(int of) noexcept nogil:
+    """By a destructor: not in a forked child, nor once the interpreter ends."""
+    return of == generation and ready and not forked and not arenapy_finalizing()
+
+
+# ---- fork --------------------------------------------------------------------------------
+
+cdef void in_child() noexcept nogil:
+    global forked
+    forked = forked or ready
+
+
+if pthread_atfork(NULL, NULL, in_child) != 0:
+    raise OSError("pthread_atfork failed: arenapy.cuda could not keep forks safe")

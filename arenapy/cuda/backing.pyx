@@ -1,0 +1,323 @@
+"""Backing: what regions of CUDA memory are made of.
+
+What lives here: getting memory from the driver, and giving it back when the region is gone. What
+does not: options and their checks (source), who uses the memory (ordering).
+
+A Backing ends without the GIL, and not at all once the interpreter ends or in a forked child: the
+driver then frees what there is, or nobody may. What goes wrong at an end is told nobody.
+"""
+cimport cython
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memset
+
+from arenapy.atomic cimport arenapy_add, arenapy_load, arenapy_sub
+from arenapy.medium cimport Medium
+from arenapy.region cimport Backing, Region
+
+from arenapy.cuda.copies cimport CudaMemory, new_memory
+from arenapy.cuda.driver cimport (
+    OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
+    need, primary,
+)
+from arenapy.cuda.stream cimport relax, restore
+
+from arenapy.errors import OutOfMemory
+from arenapy.memory_info import format_bytes
+from arenapy.memory_info import memory_info as host_memory
+
+cdef enum:
+    PAGE = 4096
+    DEVICE_PAGE = 2 << 20            # bytes: what the driver maps device memory by
+    DEVICE_LINE = 256
+    ATTACH_GLOBAL = 1                # CU_MEM_ATTACH_GLOBAL
+    REGISTER_PORTABLE = 1            # CU_MEMHOSTREGISTER_PORTABLE
+    REGISTER_MAPPED = 2              # CU_MEMHOSTREGISTER_DEVICEMAP
+    CONCURRENT_MANAGED_ACCESS = 89   # CU_DEVICE_ATTRIBUTE_*
+    SAME_POINTER = 91                # CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    RELEASE_THRESHOLD = 4            # CU_MEMPOOL_ATTR_*
+    ALLOCATION_PINNED = 1            # CU_MEM_ALLOCATION_TYPE_PINNED
+    ON_DEVICE = 1                    # CU_MEM_LOCATION_TYPE_DEVICE
+    NON_BLOCKING = 1                 # CU_STREAM_NON_BLOCKING
+
+# A CUmemPoolProps.
+cdef struct PoolProps:
+    int allocation_type
+    int handle_types
+    Location location
+    void* security_attributes
+    size_t max_size
+    unsigned short usage
+    unsigned char[54] reserved
+
+cdef uint64_t registered = 0         # bytes that are pinned now; atomic
+
+
+cdef int attribute(int which, int device_id) except? -1:
+    cdef int value = 0, device = 0, result
+    with nogil:
+        result = driver.cuDeviceGet(&device, device_id)
+        if result == SUCCESS:
+            result = driver.cuDeviceGetAttribute(&value, which, device)
+    checked(result, "cuDeviceGetAttribute")
+    return value
+
+
+cdef Region region_of(
+    uint64_t address, size_t nbytes, Backing backing, CudaMemory memory, Py_ssize_t page_size
+):
+    cdef Region region = Region.from_address(
+        address, nbytes, kind=memory.kind, owner=backing, device_id=memory.device_id,
+        host_accessible=memory.host_accessible, device_accessible=memory.device_accessible,
+        page_size=page_size, fork="skip",
+    )
+    region.medium = memory.bound(None)
+    return region
+
+
+cdef object out_of_memory(size_t nbytes, int ordinal, str what):
+    from arenapy.cuda.device import memory_info
+    info = memory_info(ordinal)
+    return OutOfMemory(
+        f"{what} of {format_bytes(nbytes)} on device {ordinal} ({info.name}) failed: "
+        f"{format_bytes(info.free_bytes)} of {format_bytes(info.total_bytes)} are free; ask for "
+        "less, or end what else uses the device"
+    )
+
+
+# ---- device and managed memory -----------------------------------------------------------
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class DeviceBacking(Backing):
+    """Memory of cuMemAlloc or cuMemAllocManaged. Internal."""
+
+    cdef void* context
+    cdef int generation
+    cdef uint64_t address
+
+    def __dealloc__(self):
+        cdef int mode
+        if self.address and callable_(self.generation):
+            with nogil:
+                if relax(self.context, &mode) == SUCCESS:
+                    forget(driver.cuMemFree(self.address))
+                    restore(&mode)
+
+
+cdef DeviceBacking device_backing(int ordinal, size_t nbytes, bint managed):
+    cdef DeviceBacking backing = DeviceBacking.__new__(DeviceBacking)
+    cdef void* context = primary(ordinal)
+    cdef uint64_t address = 0
+    cdef int result, mode
+    with nogil:
+        result = relax(context, &mode)
+        if result == SUCCESS:
+            if managed:
+                result = driver.cuMemAllocManaged(&address, nbytes, ATTACH_GLOBAL)
+            else:
+                result = driver.cuMemAlloc(&address, nbytes)
+            restore(&mode)
+    if result == OUT_OF_MEMORY:
+        raise out_of_memory(nbytes, ordinal, "cuMemAllocManaged" if managed else "cuMemAlloc")
+    checked(result, "cuMemAllocManaged" if managed else "cuMemAlloc")
+    backing.context, backing.address, backing.generation = context, address, generation
+    return backing
+
+
+def device_memory(int ordinal):
+    """The medium of a device's memory; the driver is not asked."""
+    return new_memory("device", ordinal, False, True, DEVICE_LINE)
+
+
+def device_region(Medium memory, size_t nbytes):
+    """A region of cuMemAlloc."""
+    cdef DeviceBacking backing = device_backing(memory.device_id, nbytes, False)
+    return region_of(backing.address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
+
+
+def managed_memory(int ordinal):
+    """The medium of managed memory; asks whether the host may look while the device works."""
+    need()
+    primary(ordinal)
+    return new_memory(
+        "managed", ordinal, attribute(CONCURRENT_MANAGED_ACCESS, ordinal) != 0, True, DEVICE_LINE)
+
+
+def managed_region(Medium memory, size_t nbytes):
+    """A region of cuMemAllocManaged."""
+    cdef DeviceBacking backing = device_backing(memory.device_id, nbytes, True)
+    return region_of(backing.address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
+
+
+# ---- pinned memory -----------------------------------------------------------------------
+
+@cython.auto_pickle(False)
+@cython.final
+@cython.no_gc_clear
+cdef class PinnedBacking(Backing):
+    """A region of the host, registered. Internal."""
+
+    cdef Region host
+    cdef void* context
+    cdef int generation
+
+    def __dealloc__(self):
+        cdef char* start
+        cdef int mode
+        if self.context == NULL:
+            return
+        arenapy_sub(&registered, self.host.size)
+        start = self.host.ptr
+        if callable_(self.generation):
+            with nogil:
+                if relax(self.context, &mode) == SUCCESS:
+                    forget(driver.cuMemHostUnregister(start))
+                    restore(&mode)
+
+
+def pinned_memory():
+    """The medium of pinned memory; the driver is not asked."""
+    return new_memory("pinned", -1, True, True, 64)
+
+
+def check_pinned(size_t nbytes, double fraction):
+    """Refuse to pin more of the machine's memory than that part."""
+    total = host_memory().total
+    if arenapy_load(&registered) + nbytes > fraction * total:
+        raise OutOfMemory(
+            f"pinning {format_bytes(nbytes)} more than the {format_bytes(registered)} that are "
+            f"pinned now would be above max_ram_fraction={fraction} of {format_bytes(total)}: what "
+            "is pinned is lost to everybody else. Ask for less, or give a larger fraction"
+        )
+
+
+def pinned_region(Medium memory, Region host not None, bint portable, bint mapped):
+    """The same memory as `host`, for copies at full speed."""
+    cdef PinnedBacking backing = PinnedBacking.__new__(PinnedBacking)
+    cdef void* context = primary(0)
+    cdef uint64_t address = 0
+    cdef size_t nbytes = host.size
+    cdef char* start = host.ptr
+    cdef unsigned int flags = portable * REGISTER_PORTABLE + mapped * REGISTER_MAPPED
+    cdef int result, mode
+    if mapped and not attribute(SAME_POINTER, 0):
+        raise ValueError(
+            "mapped=True: this device does not see the host's memory at the host's addresses; pass "
+            "mapped=False, and copy"
+        )
+    with nogil:
+        result = relax(context, &mode)
+        if result == SUCCESS:
+            result = driver.cuMemHostRegister(start, nbytes, flags)
+            restore(&mode)
+    checked(result, "cuMemHostRegister")
+    arenapy_add(&registered, nbytes)
+    backing.host, backing.context, backing.generation = host, context, generation
+    return region_of(<uint64_t>start, nbytes, backing, <CudaMemory>memory, host.page_size)
+
+
+def pinned_bytes():
+    """Bytes of the host's memory that arenapy has pinned now."""
+    return arenapy_load(&registered)
+
+
+# ---- the driver's pool -------------------------------------------------------------------
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class DriverPoolHandle:
+    """A memory pool of the driver, and a stream to ask it on. Internal."""
+
+    cdef void* context
+    cdef int generation
+    cdef void* pool
+    cdef void* stream
+    cdef readonly int ordinal
+
+    def __init__(self, int ordinal, threshold):
+        cdef PoolProps props
+        cdef void* context = primary(ordinal)
+        cdef uint64_t most = <uint64_t>-1 if threshold is None else threshold
+        cdef int result
+        memset(&props, 0, sizeof(props))
+        props.allocation_type = ALLOCATION_PINNED
+        props.location.type = ON_DEVICE
+        props.location.id = ordinal
+        with nogil:
+            result = enter(context)
+            if result == SUCCESS:
+                result = driver.cuMemPoolCreate(&self.pool, &props)
+                if result == SUCCESS:
+                    result = driver.cuMemPoolSetAttribute(self.pool, RELEASE_THRESHOLD, &most)
+                if result == SUCCESS:
+                    result = driver.cuStreamCreate(&self.stream, NON_BLOCKING)
+                leave()
+        self.context, self.ordinal, self.generation = context, ordinal, generation
+        checked(result, "cuMemPoolCreate")
+
+    def __dealloc__(self):
+        if self.pool != NULL and callable_(self.generation):
+            with nogil:
+                if enter(self.context) == SUCCESS:
+                    if self.stream != NULL:
+                        forget(driver.cuStreamDestroy(self.stream))
+                    forget(driver.cuMemPoolDestroy(self.pool))
+                    leave()
+
+    def trim_to(self, size_t nbytes):
+        """Let the driver give back what is beyond so many bytes."""
+        cdef int result
+        with nogil:
+            result = enter(self.context)
+            if result == SUCCESS:
+                result = driver.cuMemPoolTrimTo(self.pool, nbytes)
+                leave()
+        checked(result, "cuMemPoolTrimTo")
+
+
+@cython.auto_pickle(False)
+@cython.final
+@cython.no_gc_clear
+cdef class PooledBacking(Backing):
+    """Memory of cuMemAllocFromPoolAsync. Internal."""
+
+    cdef DriverPoolHandle pool
+    cdef int generation
+    cdef uint64_t address
+
+    def __dealloc__(self):
+        cdef void* stream
+        cdef void* context
+        cdef int result
+        if self.address == 0 or not callable_(self.generation):
+            return
+        stream, context = self.pool.stream, self.pool.context
+        with nogil:
+            result = enter(context)
+            if result == SUCCESS:
+                # Unlike cuMemFree, the call below waits for nobody. If this cannot, as during a
+                # capture, somebody may still use the memory: it is never given back.
+                result = driver.cuCtxSynchronize()
+                if result == SUCCESS:
+                    result = driver.cuMemFreeAsync(self.address, stream)
+                leave()
+            forget(result)
+
+
+def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
+    """A region of the driver's pool."""
+    cdef PooledBacking backing = PooledBacking.__new__(PooledBacking)
+    cdef uint64_t address = 0
+    cdef int result
+    with nogil:
+        result = enter(pool.context)
+        if result == SUCCESS:
+            result = driver.cuMemAllocFromPoolAsync(&address, nbytes, pool.pool, pool.stream)
+            if result == SUCCESS:            # from here on it is every stream's
+                result = driver.cuStreamSynchronize(pool.stream)
+            leave()
+    backing.pool, backing.address, backing.generation = pool, address, generation
+    if result == OUT_OF_MEMORY:
+        raise out_of_memory(nbytes, pool.ordinal, "cuMemAllocFromPoolAsync")
+    checked(result, "cuMemAllocFromPoolAsync")
+    return region_of(address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)

@@ -1,0 +1,24 @@
+# Memory of CUDA as keepers have it: its order, and copies in it.
+from libc.stdint cimport uint64_t
+
+from arenapy.cuda.ordering cimport Ordering
+from arenapy.cuda.stream cimport Stream
+
+
+cdef class CudaMemory(Ordering):
+    cdef int transfer(self, Side to, Side source, object stream) except -1
+
+
+# One side of a copy: a Block, or another object's memory, exported meanwhile.
+cdef class Side:
+    cdef object thing
+    cdef object view                 # of other objects on the host: a memoryview; else None
+    cdef uint64_t address
+    cdef size_t nbytes
+    cdef int device_id               # -1: the host
+    cdef bint on_host, block, foreign
+    cdef object producer             # of a foreign array on a device: its stream, or None
+
+
+cdef CudaMemory new_memory(
+    str kind, int device_id, bint host_accessible, bint device_accessible, Py_ssize_t align)

@@ -1,0 +1,290 @@
+"""Copies: moving bytes into memory of CUDA, out of it and inside it.
+
+What lives here: what both sides of a copy are, who does it, and what lives until it is done. What
+does not: when released memory may be used again (ordering).
+
+With a stream the driver copies in that stream's order, and the call returns before: blocks of
+arenapy are then used by the stream (`Ordering.use`), other objects are kept until it is done. The
+host's ordinary (pageable) memory is an exception, of which the driver makes a copy first, or for
+which it waits. Without a stream the call returns when it is done; between two sides that the host
+sees, the processor does it.
+
+The driver is told addresses alone: all CUDA memory has addresses of its own (unified addressing).
+"""
+cimport cython
+from libc.stdint cimport uint64_t
+
+from arenapy.block cimport (
+    Block, acquire, check_open, has_use, is_readonly, name_of, root_of, unacquire, writable,
+)
+from arenapy.transfer cimport copy_bytes, move_bytes
+
+from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
+from arenapy.cuda.stream cimport Stream, join_streams, stream_of, synchronize
+
+cdef enum:
+    PEER_ALREADY_ENABLED = 704
+    MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    DEVICE_ORDINAL = 9       # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+cdef set peers = set()       # pairs of devices that were asked for access
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Side:
+    """One side of a copy. Internal."""
+
+    def __init__(self):
+        raise TypeError("a Side is internal")
+
+
+@cython.auto_pickle(False)
+@cython.final
+@cython.no_gc_clear
+cdef class CudaMemory(Ordering):
+    """Memory of CUDA. Internal."""
+
+    cdef int copy(self, object to, object source, object stream) except -1:
+        cdef Side target = side_of(to, True)
+        cdef Side origin = side_of(source, False)
+        if target.nbytes != origin.nbytes:
+            raise ValueError(
+                f"{said(to)} has {target.nbytes} bytes and {said(source)} has {origin.nbytes}; "
+                "slice the larger one"
+            )
+        if stream is None and target.on_host and origin.on_host:
+            # One of them is a block of arenapy, and the other one has a buffer.
+            if target.block:
+                return copy_bytes(<Block>to, source, True)
+            return copy_bytes(<Block>source, to, False)
+        return leader(self, target, origin).transfer(target, origin, stream)
+
+    cdef int transfer(self, Side to, Side source, object stream) except -1:
+        cdef Stream s = self.own_stream() if stream is None else <Stream>self.named(stream)
+        cdef Side side
+        cdef list held = []
+        cdef void* to_context = NULL
+        cdef void* source_context = NULL
+        cdef int result
+        if to.nbytes == 0:
+            return 0
+        if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
+            to_context, source_context = primary(to.device_id), primary(source.device_id)
+            allow_access(to_context, to.device_id, source_context, source.device_id)
+        try:
+            for side in (to, source):
+                prepare(side, s, stream is None)
+                if side.block and stream is None:
+                    held.append(side.thing)
+            with nogil:
+                result = enter(s.context)
+                if result == SUCCESS:
+                    if to_context != NULL:
+                        result = driver.cuMemcpyPeerAsync(
+                            to.address, to_context, source.address, source_context, to.nbytes,
+                            s.handle)
+                    else:
+                        result = driver.cuMemcpyAsync(
+                            to.address, source.address, to.nbytes, s.handle)
+                    leave()
+            checked(result, "cuMemcpyAsync")
+            for side in (to, source):
+                if stream is not None and side.foreign:
+                    self.keep((side.thing, side.view), s)
+            if stream is None:
+                synchronize(s)
+        finally:
+            for thing in held:
+                unacquire(<Block>thing)
+        return 0
+
+    cdef int fill(self, object block, int byte, object stream) except -1:
+        cdef Block b = <Block>block
+        cdef Stream s
+        cdef uint64_t address
+        cdef size_t n = b.size
+        cdef int result
+        if stream is None and self.host_accessible:
+            writable(b)
+            return move_bytes(b, b.ptr, NULL, b.size, byte)
+        check_open(b)
+        refuse_readonly(b)
+        s = self.own_stream() if stream is None else <Stream>self.named(stream)
+        if n == 0:
+            return 0
+        address = <uint64_t>b.ptr
+        use_block(b, s, stream is None)
+        try:
+            with nogil:
+                result = enter(s.context)
+                if result == SUCCESS:
+                    result = driver.cuMemsetD8Async(address, <unsigned char>byte, n, s.handle)
+                    leave()
+            checked(result, "cuMemsetD8Async")
+            if stream is None:
+                synchronize(s)
+        finally:
+            if stream is None:
+                unacquire(b)
+        return 0
+
+
+cdef CudaMemory new_memory(
+    str kind, int device_id, bint host_accessible, bint device_accessible, Py_ssize_t align
+):
+    cdef CudaMemory m = CudaMemory.__new__(CudaMemory)
+    m.kind, m.device_id, m.align = kind, device_id, align
+    m.host_accessible, m.device_accessible = host_accessible, device_accessible
+    return m
+
+
+# ---- sides -------------------------------------------------------------------------------
+
+cdef str said(object thing):
+    return name_of(<Block>thing) if isinstance(thing, Block) else f"this {type(thing).__name__}"
+
+
+cdef int refuse_readonly(Block block) except -1:
+    if is_readonly(block):
+        raise BufferError(f"{name_of(block)} is read-only; copy it to a writable Buffer")
+    return 0
+
+
+cdef Side side_of(object thing, bint to):
+    """What is known of one side; nothing is changed."""
+    cdef Side side = Side.__new__(Side)
+    cdef Block b
+    side.thing = thing
+    side.device_id = -1
+    if isinstance(thing, Block):
+        b = <Block>thing
+        check_open(b)
+        if to:
+            refuse_readonly(b)
+        side.block = True
+        side.address, side.nbytes = <uint64_t>b.ptr, b.size
+        side.on_host = b.keeper.host_accessible
+        side.device_id = b.keeper.device_id
+        side.foreign = b.keeper.medium is None
+        return side
+    side.foreign = True
+    described = getattr(thing, "__cuda_array_interface__", None)
+    if described is not None:
+        of_array(side, described, to)
+        return side
+    side.on_host = True
+    try:
+        side.view = memoryview(thing)
+    except TypeError:
+        raise TypeError(
+            f"{said(thing)} is no Buffer, and has neither a buffer nor __cuda_array_interface__"
+        ) from None
+    if to and side.view.readonly:
+        raise BufferError(f"{said(thing)} is read-only; give something writable, like a bytearray")
+    if not side.view.contiguous:
+        raise BufferError(f"{said(thing)} is not contiguous; give a contiguous copy of it")
+    side.nbytes = side.view.nbytes
+    if side.nbytes:
+        from arenapy import vm
+        side.address = vm.address_of(side.view)
+    return side
+
+
+cdef int of_array(Side side, object described, bint to) except -1:
+    """Another library's array on a device."""
+    cdef uint64_t address
+    cdef int device = 0, result
+    cdef size_t nbytes
+    address, readonly = described["data"]
+    if to and readonly:
+        raise BufferError(f"{said(side.thing)} is read-only; give a writable array")
+    shape, itemsize = described["shape"], int(described["typestr"][2:])
+    strides = described.get("strides")
+    nbytes = itemsize
+    for n in shape:
+        nbytes *= <size_t>n
+    if strides is not None and nbytes:
+        dense = itemsize
+        for n, stride in zip(reversed(shape), reversed(strides)):
+            if n != 1 and stride != dense:
+                raise BufferError(
+                    f"{said(side.thing)} is not C-contiguous; give a contiguous copy of it"
+                )
+            dense *= n
+    side.address, side.nbytes = address, nbytes
+    side.producer = described.get("stream")
+    if nbytes:
+        with nogil:
+            result = driver.cuPointerGetAttribute(&device, DEVICE_ORDINAL, address)
+        checked(result, "cuPointerGetAttribute")
+    side.device_id = device
+    return 0
+
+
+cdef int use_block(Block block, Stream s, bint now) except -1:
+    """The stream is about to use a block. `now`: until the caller is done with it (unacquire)."""
+    cdef CudaMemory m = None
+    cdef Block root = root_of(block)
+    if root.keeper.medium is not None:
+        m = <CudaMemory>root.keeper.medium
+        # Who had these bytes before used them on the own stream. (Not again, once it has waited.)
+        if m.own is not None and m.own is not s and not has_use(root, s):
+            join_streams(s, <Stream>m.own)
+    if now:
+        return acquire(block, True)
+    if m is not None:
+        return m.use(block, s)
+    return 0
+
+
+cdef int prepare(Side side, Stream s, bint now) except -1:
+    if side.block:
+        use_block(<Block>side.thing, s, now)
+    elif side.producer is not None:
+        join_streams(s, stream_of(side.producer, side.device_id))
+    if not now and side.foreign and side.on_host:
+        if pageable(side.address):
+            side.foreign = False             # the driver has done with it when it returns
+        elif side.block:
+            side.view = memoryview(side.thing)
+    return 0
+
+
+cdef CudaMemory leader(CudaMemory one, Side to, Side source):
+    """The memory whose default streams are meant: a device's, if there is one."""
+    cdef Side side
+    cdef object medium
+    for side in (to, source):
+        if side.block:
+            medium = (<Block>side.thing).keeper.medium
+            if isinstance(medium, CudaMemory) and (<CudaMemory>medium).own is not None:
+                return <CudaMemory>medium
+    return one
+
+
+cdef bint pageable(uint64_t address) noexcept:
+    """Is it memory of the host that no device can reach?"""
+    cdef int kind = 0, result
+    with nogil:
+        result = driver.cuPointerGetAttribute(&kind, MEMORY_TYPE, address)
+        forget(result)
+    return result != SUCCESS or kind == 0
+
+
+cdef int allow_access(void* to, int to_device, void* source, int source_device) except -1:
+    """Let the device that copies reach the other one's memory, if it can; else it is staged."""
+    cdef int can = 0, result
+    if (to_device, source_device, generation) in peers:
+        return 0
+    with nogil:
+        result = driver.cuDeviceCanAccessPeer(&can, to_device, source_device)
+        if result == SUCCESS and can:
+            result = enter(to)
+            if result == SUCCESS:
+                result = driver.cuCtxEnablePeerAccess(source, 0)
+                leave()
+    if result != PEER_ALREADY_ENABLED:
+        checked(result, "cuCtxEnablePeerAccess")
+    peers.add((to_device, source_device, generation))
+    return 0

@@ -1,0 +1,43 @@
+# The order in which streams use memory of CUDA.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t
+
+from arenapy.block cimport Hold
+from arenapy.medium cimport Medium
+
+from arenapy.cuda.stream cimport Stream
+
+
+# Released blocks that wait for the same, and objects that are to live until then.
+cdef class Batch:
+    cdef Hold* first                 # linked by ended_next, in order of release
+    cdef Hold* last
+    cdef size_t nbytes
+    cdef list objects
+    cdef list tickets                # all have to be over
+    cdef object stream               # a Stream whose ticket is still to be made, or None
+
+
+cdef class Ordering(Medium):
+    cdef int generation              # of the driver: see there
+    cdef void* arrived               # atomic: Holds that ended, newest first, linked by ended_next
+    cdef uint64_t busy               # atomic: the thread that is at work on all below, or 0
+    cdef list open                   # Batches without a ticket, one a stream
+    cdef list batches                # others, oldest first
+    cdef list done                   # objects that need not live any more
+    cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
+    cdef Stream last                 # what was named last
+    cdef object last_name            # and how
+
+    # The stream of what names none.
+    cdef Stream own_stream(self)
+    # Let an object live until the stream has done what it was given so far.
+    cdef int keep(self, object thing, Stream stream) except -1
+    # internal
+    cdef void sort_arrived(self) noexcept
+    cdef void take_arrived(self) noexcept
+    cdef void wait_for(self, Hold* hold) noexcept
+    cdef Batch open_batch(self, Stream stream)
+    cdef bint close(self, Batch batch) noexcept
+    cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept
+    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch) noexcept

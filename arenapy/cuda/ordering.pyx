@@ -1,0 +1,320 @@
+"""Ordering: when memory that streams use may be used again.
+
+What lives here: released blocks that wait for streams, and what is to live until a copy is done.
+What does not: streams and events (stream), copies (memory), which blocks are free (allocators).
+
+A block of a device that only the allocator's own stream uses does not come here at all: the next
+one that gets it uses it on that stream, too, and so after it. What another stream was told of
+(`use`) comes here when it is released, and goes back when all of those have done what they were
+given until then. Where the host sees the memory there is no own stream: this processor does not
+wait for streams, so each of them counts.
+
+A stream that is sure to exist needs no event at release: its blocks gather in an open batch, for
+which an event is recorded when the allocator runs out of memory, or when they are many bytes. For
+others (integers; default streams of threads) an event is recorded at release. What a stream uses
+while it is captured into a graph waits for the end of the graph.
+
+Locks. `ended` is called by destructors, so it only pushes onto a list; then whoever finds `busy`
+unset does the rest, which calls the driver, without the GIL and under no lock. Others leave what
+they have to that thread, which looks again before it goes.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t
+from posix.unistd cimport usleep
+
+from arenapy.atomic cimport (
+    arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
+)
+from arenapy.block cimport Block, Hold, Keeper, note_use
+from arenapy.medium cimport Medium
+
+from arenapy.cuda.driver cimport callable_, generation
+from arenapy.cuda.stream cimport (
+    Graph, Stream, Ticket, join_streams, last_resort, stream_of, synchronize, ticket_of,
+)
+
+from arenapy.cuda.errors import CudaError
+
+cdef extern from "Python.h":
+    uint64_t PyThread_get_thread_ident() noexcept nogil
+    void count_up "Py_INCREF" (PyObject* o) noexcept
+    void count_down "Py_DECREF" (PyObject* o) noexcept
+    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
+    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+
+cdef enum:
+    OPEN_BYTES = 4 << 20     # an open batch of more gets its event at once
+    FEW = 16                 # batches
+    MOMENT = 50              # microseconds
+    LEGACY = 1               # the legacy default stream
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Batch:
+    """Released blocks that wait for the same. Internal."""
+
+    def __cinit__(self):
+        self.objects = []
+        self.tickets = []
+
+
+@cython.auto_pickle(False)
+@cython.no_gc_clear                  # blocks may wait to the last
+cdef class Ordering(Medium):
+    """When memory that streams use may be used again. Internal."""
+
+    def __cinit__(self, *args, **kwargs):
+        self.open = []
+        self.batches = []
+        self.done = []
+        self.most = FEW
+        self.generation = generation
+
+    cdef Medium bound(self, object stream):
+        cdef Ordering o = type(self).__new__(type(self))
+        o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
+        o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
+        if stream is not None:
+            o.own = o.named(stream)
+        elif not o.host_accessible:
+            o.own = stream_of(LEGACY, o.device_id)
+        return o
+
+    cdef object named(self, object stream):
+        if stream is not self.last_name or stream is None:
+            self.last = stream_of(stream, self.device_id)
+            # An integer may be another stream's later.
+            self.last_name = None if isinstance(stream, int) else stream
+        return self.last
+
+    cdef Stream own_stream(self):
+        return <Stream>self.own if self.own is not None else stream_of(LEGACY, self.device_id)
+
+    # -- uses
+
+    cdef int begin(self, object block, object stream) except -1:
+        cdef Stream s = <Stream>stream
+        if s.captures():
+            raise CudaError(
+                f"{s!r} is being captured into a graph, which would use the block whenever it is "
+                "launched: allocate before the capture, and keep the Buffer as long as the graph"
+            )
+        if s is not self.own and not self.host_accessible:
+            join_streams(s, <Stream>self.own)    # on which its bytes were used before
+        return self.use(block, s)
+
+    cdef int use(self, object block, object stream) except -1:
+        cdef Stream s = <Stream>stream
+        if s.captures():
+            return note_use(<Block>block, ticket_of(s))
+        if s is self.own and not self.host_accessible:
+            return 0
+        return note_use(<Block>block, s)
+
+    cdef int fence(self, object stream) except -1:
+        if self.host_accessible:
+            return synchronize(<Stream>stream)
+        return join_streams(<Stream>self.own, <Stream>stream)
+
+    cdef int keep(self, object thing, Stream stream) except -1:
+        cdef Batch batch = Batch.__new__(Batch)
+        batch.objects.append(thing)
+        batch.tickets.append(ticket_of(stream))
+        self.batches.append(batch)
+        return 0
+
+    # -- released blocks
+
+    cdef void ended(self, PyObject* keeper, void* hold) noexcept:
+        cdef PyObject* kind = NULL
+        cdef PyObject* value = NULL
+        cdef PyObject* trace = NULL
+        cdef void* head
+        cdef Hold* h = <Hold*>hold
+        if not callable_(self.generation):
+            return                           # it is never free again
+        PyErr_Fetch(&kind, &value, &trace)   # an exception may be on its way
+        if fix_uses(<list>h.uses):
+            count_up(keeper)                 # nobody knows until when; see pass_on
+        head = arenapy_load_ptr(&self.arrived)
+        h.ended_next = <Hold*>head
+        while not arenapy_cas_ptr(&self.arrived, &head, h):
+            h.ended_next = <Hold*>head
+        self.sort_arrived()
+        if len(self.batches) > self.most:
+            self.settle(keeper, False)
+            self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
+        PyErr_Restore(kind, value, trace)
+
+    cdef void sort_arrived(self) noexcept:
+        cdef uint64_t nobody = 0
+        while arenapy_load_ptr(&self.arrived) != NULL and arenapy_cas(
+                &self.busy, &nobody, PyThread_get_thread_ident()):
+            self.take_arrived()
+            arenapy_store(&self.busy, 0)
+            nobody = 0
+
+    cdef void take_arrived(self) noexcept:
+        """Put what has ended into batches; `busy` is ours."""
+        cdef Hold* hold = <Hold*>arenapy_take_ptr(&self.arrived)
+        cdef Hold* queue = NULL
+        cdef Hold* other
+        cdef Batch batch
+        while hold != NULL:                  # newest first: reverse
+            other = hold.ended_next
+            hold.ended_next = queue
+            queue = hold
+            hold = other
+        while queue != NULL:
+            hold = queue
+            queue = hold.ended_next
+            self.wait_for(hold)
+        for batch in list(self.open):
+            if batch.nbytes > OPEN_BYTES:
+                self.close(batch)
+
+    cdef void wait_for(self, Hold* hold) noexcept:
+        """Into the batch of what uses it: all tickets, or else the first stream."""
+        cdef Batch batch
+        cdef list uses = <list>hold.uses
+        if isinstance(uses[0], Stream):
+            batch = self.open_batch(<Stream>uses[0])
+        else:
+            batch = Batch.__new__(Batch)
+            batch.tickets = [one for one in uses if isinstance(one, Ticket)]
+            self.batches.append(batch)
+        hold.ended_next = NULL
+        if batch.last == NULL:
+            batch.first = hold
+        else:
+            batch.last.ended_next = hold
+        batch.last = hold
+        batch.nbytes += hold.end - hold.start
+
+    cdef Batch open_batch(self, Stream stream):
+        cdef Batch batch
+        for batch in self.open:
+            if batch.stream is stream:
+                return batch
+        batch = Batch.__new__(Batch)
+        batch.stream = stream
+        self.open.append(batch)
+        return batch
+
+    cdef bint close(self, Batch batch) noexcept:
+        """Make the ticket of an open batch. False: that failed, and it stays open."""
+        try:
+            batch.tickets.append(ticket_of(<Stream>batch.stream))
+        except Exception:
+            return False
+        batch.stream = None
+        self.open.remove(batch)
+        self.batches.append(batch)
+        return True
+
+    cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
+        # A device's own stream waits for the others; this thread has to where the host looks.
+        return self.advance(keeper, wait, None if self.host_accessible else <Stream>self.own)
+
+    cdef void finish(self, PyObject* keeper) noexcept:
+        cdef PyObject* kind = NULL
+        cdef PyObject* value = NULL
+        cdef PyObject* trace = NULL
+        PyErr_Fetch(&kind, &value, &trace)
+        while self.advance(keeper, True, None):
+            pass
+        PyErr_Restore(kind, value, trace)
+
+    cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept:
+        """Free what is over, or (`wait`) will be for `waiter`, None: this thread. How many."""
+        cdef uint64_t nobody = 0
+        cdef uint64_t me = PyThread_get_thread_ident()
+        cdef Py_ssize_t n = 0
+        cdef Batch batch
+        cdef bint moved = True
+        if not callable_(self.generation):
+            return 0
+        while not arenapy_cas(&self.busy, &nobody, me):
+            if not wait or nobody == me:     # called by a destructor from in here
+                return 0
+            nobody = 0
+            with nogil:
+                usleep(MOMENT)
+        while moved:
+            moved = False
+            self.take_arrived()
+            for batch in list(self.open):
+                if (<Stream>batch.stream).idle():
+                    self.open.remove(batch)
+                    n += self.pass_on(keeper, batch)
+                    moved = True
+                else:
+                    self.close(batch)
+            for batch in list(self.batches):
+                if is_over(batch, wait, waiter):
+                    self.batches.remove(batch)
+                    n += self.pass_on(keeper, batch)
+                    moved = True
+        arenapy_store(&self.busy, 0)
+        self.sort_arrived()
+        self.done.clear()                    # which may run other code
+        return n
+
+    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch) noexcept:
+        """Blocks that nothing else uses are free, others wait for the next; how many are free."""
+        cdef Py_ssize_t n = 0
+        cdef Hold* hold = batch.first
+        cdef Hold* next
+        cdef list uses, left
+        self.done.extend(batch.objects)
+        batch.first = batch.last = NULL
+        while hold != NULL:
+            next = hold.ended_next
+            uses = <list>hold.uses
+            if isinstance(uses[0], Stream):
+                left = uses[1:]
+            else:
+                left = [one for one in uses if not isinstance(one, Ticket)]
+                if any([isinstance(one, Graph) for one in uses]):
+                    count_down(keeper)       # whoever called keeps it
+            if left:
+                uses[:] = left
+                self.wait_for(hold)
+            else:
+                drop_uses(hold)
+                (<Keeper>keeper).over(hold)
+                n += 1
+            hold = next
+        return n
+
+
+cdef bint is_over(Batch batch, bint wait, Stream waiter) noexcept:
+    for ticket in batch.tickets:
+        if not ((<Ticket>ticket).over() or wait and (<Ticket>ticket).wait(waiter)):
+            return False
+    return True
+
+
+cdef bint fix_uses(list uses) noexcept:
+    """Make tickets for what may not exist later. Is there a graph among them?"""
+    cdef Py_ssize_t i
+    cdef bint graph = False
+    for one in uses:
+        if isinstance(one, Stream) and not (<Stream>one).lasting:
+            for i in range(len(uses)):       # all, for they are looked at together
+                if isinstance(uses[i], Stream):
+                    try:
+                        uses[i] = ticket_of(<Stream>uses[i])
+                    except Exception:
+                        uses[i] = last_resort(<Stream>uses[i])
+            break
+    for one in uses:
+        graph = graph or isinstance(one, Graph)
+    return graph
+
+
+cdef void drop_uses(Hold* hold) noexcept:
+    count_down(hold.uses)
+    hold.uses = NULL

@@ -1,0 +1,272 @@
+"""Where CUDA memory comes from: the recipes `Device`, `Pinned`, `Managed` and `DriverPool`.
+
+What lives here: their options, and what is refused before the driver is asked. What does not:
+calling the driver (backing), and when memory may be used again (ordering).
+
+Thread-safety: sources may be used from any thread. None of them touches the driver before its first
+region, or the first allocator over it, is made.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from arenapy.cuda import backing
+from arenapy.cuda.device import memory_info
+from arenapy.errors import OutOfMemory
+from arenapy.medium import Medium
+from arenapy.memory_info import format_bytes
+from arenapy.region import Region
+from arenapy.request import HugePages, check_flag, checked_index, checked_size
+from arenapy.source import Host
+
+__all__ = ["Device", "DriverPool", "Managed", "Pinned"]
+
+
+def _check_ordinal(value: Any) -> None:
+    if checked_index("ordinal", value) < 0:
+        raise ValueError(f"ordinal={value!r}: devices are counted from 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory of a device, by ``cuMemAlloc``.
+
+    Parameters
+    ----------
+    ordinal : int
+        Which device, as the driver counts them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        `ordinal` cannot be one.
+
+    Notes
+    -----
+    Blocks are ordered by streams: an allocator's belong to its `stream` (the legacy default stream
+    unless another is given), and to what `alloc`, `record_stream` and copies name besides.
+    Thread-safety: immutable; may be used from any thread.
+    """
+
+    ordinal: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        _check_ordinal(self.ordinal)
+
+    @property
+    def medium(self) -> Medium:
+        """Internal: what an allocator over this source asks about streams."""
+        return backing.device_memory(self.ordinal)
+
+    def region(self, nbytes: int) -> Region:
+        """Allocate `nbytes` bytes of device memory.
+
+        Raises
+        ------
+        OutOfMemory
+            The device has not that much free; the message says how much it has.
+        Unavailable
+            There is no driver, no device or no cuda-python.
+        CudaError
+            The driver refused something else.
+        ValueError, TypeError
+            `nbytes` is not a size, or there is no such device.
+        """
+        return backing.device_region(self.medium, checked_size(nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Memory of the host that devices reach themselves: copies run at full speed.
+
+    It is a region of `Host`, faulted in and then registered with ``cuMemHostRegister``.
+
+    Parameters
+    ----------
+    huge_pages, lock, numa_node, guard, threads
+        As for `Host`.
+    portable : bool
+        Pinned for every device, not only the first.
+    mapped : bool
+        Kernels may read and write it in place.
+    max_ram_fraction : float
+        The most of the machine's memory that arenapy pins in this process, all in all.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option that cannot be.
+
+    Notes
+    -----
+    In a forked child the memory is not there, and allocators over it are closed.
+    Thread-safety: immutable; may be used from any thread.
+    """
+
+    huge_pages: HugePages = "auto"
+    lock: bool = False
+    numa_node: int | None = None
+    guard: bool = False
+    threads: int | None = field(default=None, kw_only=True)
+    portable: bool = field(default=True, kw_only=True)
+    mapped: bool = field(default=True, kw_only=True)
+    max_ram_fraction: float = field(default=0.25, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        self._host()
+        check_flag("portable", self.portable)
+        check_flag("mapped", self.mapped)
+        if not 0 < float(self.max_ram_fraction) <= 1:
+            raise ValueError(
+                f"max_ram_fraction={self.max_ram_fraction!r} is no part of the memory: give more "
+                "than 0, and at most 1"
+            )
+
+    def _host(self) -> Host:
+        return Host(
+            huge_pages=self.huge_pages,
+            lock=self.lock,
+            numa_node=self.numa_node,
+            guard=self.guard,
+            fork="skip",
+            threads=self.threads,
+        )
+
+    @property
+    def medium(self) -> Medium:
+        """Internal: what an allocator over this source asks about streams."""
+        return backing.pinned_memory()
+
+    def region(self, nbytes: int) -> Region:
+        """Map, fault in and register `nbytes` bytes.
+
+        Raises
+        ------
+        OutOfMemory
+            As `Host.region`; also beyond `max_ram_fraction`.
+        Unavailable, CudaError
+            As `Device.region`.
+        OSError, ValueError, TypeError
+            As `Host.region`; with `mapped` also if the device does not see this memory.
+        """
+        nbytes = checked_size(nbytes)
+        backing.check_pinned(nbytes, self.max_ram_fraction)
+        return backing.pinned_region(
+            self.medium, self._host().region(nbytes), self.portable, self.mapped
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """Memory that moves between host and device by pages, as it is touched (unified memory).
+
+    Parameters
+    ----------
+    ordinal : int
+        The device whose free memory bounds it.
+    oversubscribe : bool
+        Allow more than the device has free. A device that runs out of memory that way swaps with
+        the host, and has been seen to hang.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option that cannot be.
+
+    Notes
+    -----
+    The host may look at it at any time only where the device has concurrent managed access; where
+    it has not, as on Windows and WSL, Buffers export no host memory. Copy then.
+    Thread-safety: immutable; may be used from any thread.
+    """
+
+    ordinal: int = 0
+    oversubscribe: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        _check_ordinal(self.ordinal)
+        check_flag("oversubscribe", self.oversubscribe)
+
+    @property
+    def medium(self) -> Medium:
+        """Internal: what an allocator over this source asks about streams."""
+        return backing.managed_memory(self.ordinal)
+
+    def region(self, nbytes: int) -> Region:
+        """Allocate `nbytes` bytes, which have pages where they are touched first.
+
+        Raises
+        ------
+        OutOfMemory
+            The device has not that much free, and `oversubscribe` is not set.
+        Unavailable, CudaError, ValueError, TypeError
+            As `Device.region`.
+        """
+        nbytes = checked_size(nbytes)
+        memory = self.medium
+        free = memory_info(self.ordinal).free_bytes
+        if nbytes > free and not self.oversubscribe:
+            raise OutOfMemory(
+                f"{format_bytes(nbytes)} of managed memory are more than the "
+                f"{format_bytes(free)} that device {self.ordinal} has free: ask for less, or pass "
+                "oversubscribe=True and let it swap with the host"
+            )
+        return backing.managed_region(memory, nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DriverPool:
+    """Memory of a device, from a stream-ordered pool of the driver (``cuMemPoolCreate``).
+
+    Parameters
+    ----------
+    ordinal : int
+        Which device.
+    release_threshold : int, optional
+        Bytes that the driver keeps when they are given back to it; by default all.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option that cannot be.
+
+    Notes
+    -----
+    The pool is made with the first region, and lives as long as this source or a region of it.
+    Thread-safety: may be used from any thread.
+    """
+
+    ordinal: int = 0
+    release_threshold: int | None = None
+    _made: list[backing.DriverPoolHandle] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        _check_ordinal(self.ordinal)
+        threshold = self.release_threshold
+        if threshold is not None and checked_index("release_threshold", threshold) < 0:
+            raise ValueError(f"release_threshold={threshold!r}: need bytes, 0 or more, or None")
+
+    @property
+    def medium(self) -> Medium:
+        """Internal: what an allocator over this source asks about streams."""
+        return backing.device_memory(self.ordinal)
+
+    def _pool(self) -> backing.DriverPoolHandle:
+        if not self._made:
+            self._made.append(backing.DriverPoolHandle(self.ordinal, self.release_threshold))
+        return self._made[0]  # of two that were made at once, one is dropped
+
+    def region(self, nbytes: int) -> Region:
+        """Allocate `nbytes` bytes from the driver's pool; raises as `Device.region`."""
+        return backing.pooled_region(self.medium, self._pool(), checked_size(nbytes))
+
+    def trim(self, keep_bytes: int = 0) -> None:
+        """Let the driver give back what it keeps beyond `keep_bytes`."""
+        if checked_index("keep_bytes", keep_bytes) < 0:
+            raise ValueError(f"keep_bytes={keep_bytes!r}: need bytes, 0 or more")
+        if self._made:
+            self._made[0].trim_to(keep_bytes)

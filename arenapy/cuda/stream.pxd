@@ -1,0 +1,55 @@
+# Streams as users name them, and events on them.
+from libc.stdint cimport uint64_t
+
+
+# A stream. There is one of these for each that is in use: they are compared by identity.
+cdef class Stream:
+    cdef void* handle
+    cdef void* context
+    cdef uint64_t id                 # the driver's, never that of another one; 0: a default stream
+    cdef readonly int device_id
+    # It is sure to exist for as long as this: the legacy default stream, or `owner` sees to that.
+    cdef bint lasting
+    cdef object owner
+    cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
+    cdef object __weakref__
+
+    cdef bint captures(self) except -1
+    # Has it done all that it was given? A capturing one has not.
+    cdef bint idle(self) noexcept
+
+
+# Something that has to be over before memory is used again.
+cdef class Ticket:
+    cdef void* context
+    # Is it? Then it stays so. Asks the driver, without the GIL.
+    cdef bint over(self) noexcept
+    # Wait until it is; or let `stream`, if it is not None, wait. False: that cannot be.
+    cdef bint wait(self, Stream stream) noexcept
+
+
+# All that the stream was given so far.
+cdef class Event(Ticket):
+    cdef int generation              # the driver's
+    cdef void* event
+
+
+# The graph that a stream is capturing, as long as it lives.
+cdef class Graph(Ticket):
+    cdef void* shared                # a SharedFlag
+
+
+# The stream that `stream`, of a user, names. `device_id`: of a default stream; -1: the current one.
+cdef Stream stream_of(object stream, int device_id)
+cdef Ticket new_event(Stream stream)
+cdef Ticket new_graph(Stream stream)
+# Let a stream wait for all that another was given so far.
+cdef int join_streams(Stream stream, Stream other) except -1
+cdef int synchronize(Stream stream) except -1
+# What keeps memory from use once `stream` was told to use it: an event, or what it captures.
+cdef Ticket ticket_of(Stream stream)
+# The same for a stream that cannot be told anything any more: its context waits.
+cdef Ticket last_resort(Stream stream)
+# Enter a context for what is not to disturb anybody's capture, and leave it.
+cdef int relax(void* context, int* mode) noexcept nogil
+cdef void restore(int* mode) noexcept nogil

@@ -1,0 +1,391 @@
+"""Streams as users name them, and events on them.
+
+What lives here: which stream an object, an integer or None names; events, of which a few are kept;
+waiting. What does not: which memory they protect (ordering).
+
+Streams are told apart by the driver's id, not by their handle, which a later stream may get. Two
+objects for one stream are one stream. The two default streams have no id of their own: the legacy
+one is one a device, the per-thread one is one a thread and device.
+
+While some stream is being captured into a graph, other threads may not ask about events, unless
+they say that they know (``cuThreadExchangeStreamCaptureMode``): `relax` and `restore`.
+
+Thread-safety: everything here may be called from any thread.
+"""
+cimport cython
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+
+import threading
+import weakref
+
+from arenapy.atomic cimport arenapy_load, arenapy_store, arenapy_sub
+from arenapy.cuda.driver cimport (
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need, primary,
+)
+
+from arenapy.cuda.errors import CudaError
+
+cdef enum:
+    LEGACY = 1               # CU_STREAM_LEGACY; 0 is taken for it, too
+    PER_THREAD = 2           # CU_STREAM_PER_THREAD
+    DISABLE_TIMING = 2       # CU_EVENT_DISABLE_TIMING
+    RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
+    NO_DESTRUCTOR_SYNC = 1   # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+    MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
+    DEINITIALIZED = 4        # CUDA_ERROR_DEINITIALIZED
+    # From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: the context is lost, and so is
+    # all that ran in it.
+    LOST_FIRST = 700
+    LOST_LAST = 719
+    EVENTS_KEPT = 256        # of a context
+
+cdef object known = weakref.WeakValueDictionary()
+cdef object knowing = threading.Lock()
+cdef dict spare_events = {}          # by context: lists of those that nobody uses
+
+
+# ---- the driver's calls ------------------------------------------------------------------
+
+cdef int relax(void* context, int* mode) noexcept nogil:
+    cdef int result = enter(context)
+    mode[0] = RELAXED
+    if result == SUCCESS:
+        forget(driver.cuThreadExchangeStreamCaptureMode(mode))
+    return result
+
+
+cdef void restore(int* mode) noexcept nogil:
+    forget(driver.cuThreadExchangeStreamCaptureMode(mode))
+    leave()
+
+
+cdef bint is_over(int result) noexcept nogil:
+    """What a query said. In a context that is lost, nothing runs any more."""
+    return (result == SUCCESS or result == DEINITIALIZED
+            or LOST_FIRST <= result <= LOST_LAST)
+
+
+# ---- streams -----------------------------------------------------------------------------
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Stream:
+    """A stream. Internal."""
+
+    def __repr__(self):
+        return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
+
+    cdef bint captures(self) except -1:
+        """Is it being captured into a graph? The legacy default stream cannot be."""
+        cdef int status = 0, result
+        if <uintptr_t>self.handle == LEGACY:
+            return False
+        with nogil:
+            result = enter(self.context)
+            if result == SUCCESS:
+                result = driver.cuStreamIsCapturing(self.handle, &status)
+                leave()
+        checked(result, "cuStreamIsCapturing")
+        return status != 0
+
+    cdef bint idle(self) noexcept:
+        cdef int result, mode = RELAXED
+        with nogil:
+            result = relax(self.context, &mode)
+            if result == SUCCESS:
+                result = driver.cuStreamQuery(self.handle)
+                restore(&mode)
+            forget(result)
+        return is_over(result)
+
+
+cdef object handle_of(object stream):
+    """The handle that an object stands for, as an int; and whether the object keeps it alive."""
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream, False
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol() if callable(protocol) else protocol
+        return int(handle), True
+    for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
+        handle = getattr(stream, name, None)
+        handle = getattr(handle, "value", handle)       # a ctypes pointer, whose 0 is None
+        if isinstance(handle, int):
+            return handle, True
+    raise TypeError(
+        f"stream={stream!r} is no stream: give an object with __cuda_stream__, such as one of "
+        "cuda.core, CuPy, torch or numba, or a handle as an int"
+    )
+
+
+cdef int current_device() except -1:
+    """That of the current context; 0 if there is none."""
+    cdef int device = 0
+    need()
+    with nogil:
+        if driver.cuCtxGetDevice(&device) != SUCCESS:
+            device = 0
+    return device
+
+
+cdef Stream stream_of(object stream, int device_id):
+    cdef Stream found
+    cdef void* context = NULL
+    cdef void* handle
+    cdef uint64_t id = 0, thread = 0
+    cdef int result, device = device_id
+    if isinstance(stream, Stream):
+        return <Stream>stream
+    number, owns = handle_of(stream)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"stream={stream!r} is no handle of a stream")
+    handle = <void*><uintptr_t>number
+    if <uintptr_t>handle <= PER_THREAD:
+        if device < 0:
+            device = current_device()
+        context = primary(device)
+        if <uintptr_t>handle == PER_THREAD:
+            thread = threading.get_ident()
+        else:
+            handle = <void*><uintptr_t>LEGACY
+    else:
+        need()
+        with nogil:
+            result = driver.cuStreamGetCtx(handle, &context)
+            if result == SUCCESS:
+                result = enter(context)
+                if result == SUCCESS:
+                    result = driver.cuStreamGetId(handle, &id)
+                    if result == SUCCESS:
+                        result = driver.cuCtxGetDevice(&device)
+                    leave()
+        checked(result, "cuStreamGetId")
+    key = (<uintptr_t>context, <uintptr_t>handle if id == 0 else 0, id, thread, generation)
+    with knowing:
+        found = known.get(key)
+        if found is None:
+            found = Stream.__new__(Stream)
+            found.handle, found.context, found.id = handle, context, id
+            found.device_id, found.thread = device, thread
+            found.lasting = <uintptr_t>handle == LEGACY
+            known[key] = found
+    if owns and id and found.owner is None:
+        found.owner = stream
+        found.lasting = True
+    return found
+
+
+cdef int join_streams(Stream stream, Stream other) except -1:
+    cdef Ticket ticket
+    if stream is not other:
+        ticket = new_event(other)
+        if not ticket.wait(stream):
+            raise CudaError(f"{stream!r} cannot wait for {other!r}")
+    return 0
+
+
+cdef int synchronize(Stream stream) except -1:
+    cdef int result
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuStreamSynchronize(stream.handle)
+            leave()
+    return checked(result, "cuStreamSynchronize")
+
+
+# ---- tickets -----------------------------------------------------------------------------
+
+@cython.auto_pickle(False)
+cdef class Ticket:
+    """Something that has to be over before memory is used again. Internal."""
+
+    cdef bint over(self) noexcept:
+        return True
+
+    cdef bint wait(self, Stream stream) noexcept:
+        return True
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Event(Ticket):
+    """All that a stream was given before. Internal."""
+
+    def __dealloc__(self):
+        """Keep it for the next one; the driver need not be asked."""
+        if self.event != NULL and callable_(self.generation):
+            give_event(self.context, self.event)
+
+    cdef bint over(self) noexcept:
+        cdef int result, mode = RELAXED
+        if self.event == NULL:
+            return True
+        with nogil:
+            result = relax(self.context, &mode)
+            if result == SUCCESS:
+                result = driver.cuEventQuery(self.event)
+                restore(&mode)
+            forget(result)
+        return is_over(result)
+
+    cdef bint wait(self, Stream stream) noexcept:
+        cdef int result, mode = RELAXED
+        if self.event == NULL:
+            return True
+        with nogil:
+            result = relax(self.context if stream is None else stream.context, &mode)
+            if result == SUCCESS:
+                if stream is None:
+                    result = driver.cuEventSynchronize(self.event)
+                else:
+                    result = driver.cuStreamWaitEvent(stream.handle, self.event, 0)
+                restore(&mode)
+            forget(result)
+        return is_over(result)
+
+
+cdef void give_event(void* context, void* event) noexcept:
+    spare = spare_events.get((<uintptr_t>context, generation))
+    if spare is not None and len(<list>spare) < EVENTS_KEPT:
+        (<list>spare).append(<uintptr_t>event)
+        return
+    with nogil:
+        if enter(context) == SUCCESS:
+            forget(driver.cuEventDestroy(event))
+            leave()
+
+
+cdef void* take_event(void* context) except NULL:
+    cdef void* event = NULL
+    cdef int result
+    spare = spare_events.setdefault((<uintptr_t>context, generation), [])
+    try:
+        return <void*><uintptr_t>(<list>spare).pop()
+    except IndexError:
+        pass
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuEventCreate(&event, DISABLE_TIMING)
+            leave()
+    checked(result, "cuEventCreate")
+    return event
+
+
+cdef Ticket new_event(Stream stream):
+    cdef Event ticket = Event.__new__(Event)
+    cdef void* event = take_event(stream.context)
+    cdef void* handle = stream.handle
+    cdef int result
+    ticket.context, ticket.generation = stream.context, generation
+    ticket.event = event
+    if stream.thread and stream.thread != <uint64_t>threading.get_ident():
+        handle = <void*><uintptr_t>LEGACY    # another thread's, which waits for every blocking one
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuEventRecord(event, handle)
+            leave()
+    checked(result, "cuEventRecord")
+    return ticket
+
+
+# ---- graphs ------------------------------------------------------------------------------
+
+# Of two owners: the ticket, and the graph, which the driver may destroy in a thread of its own.
+cdef struct SharedFlag:
+    uint64_t owners
+    uint64_t gone
+
+
+cdef void drop_flag(SharedFlag* flag) noexcept nogil:
+    if arenapy_sub(&flag.owners, 1) == 1:
+        free(flag)
+
+
+cdef void graph_is_gone(void* p) noexcept nogil:
+    arenapy_store(&(<SharedFlag*>p).gone, 1)
+    drop_flag(<SharedFlag*>p)
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Graph(Ticket):
+    """The graph that a stream was captured into, and what was made of it. Internal."""
+
+    def __dealloc__(self):
+        if self.shared != NULL:
+            drop_flag(<SharedFlag*>self.shared)
+
+    cdef bint over(self) noexcept:
+        return arenapy_load(&(<SharedFlag*>self.shared).gone) != 0
+
+    cdef bint wait(self, Stream stream) noexcept:
+        return self.over()                   # nobody knows whether it will be launched again
+
+
+cdef int captured_graph(void* handle, void** graph) noexcept nogil:
+    cdef int status = 0, result
+    if driver.cuStreamGetCaptureInfo != NULL:
+        result = driver.cuStreamGetCaptureInfo(handle, &status, NULL, graph, NULL, NULL, NULL)
+    else:
+        result = driver.cuStreamGetCaptureInfo_12(handle, &status, NULL, graph, NULL, NULL)
+    return result
+
+
+cdef Ticket new_graph(Stream stream):
+    cdef Graph ticket = Graph.__new__(Graph)
+    cdef SharedFlag* flag = <SharedFlag*>malloc(sizeof(SharedFlag))
+    cdef void* graph = NULL
+    cdef void* thing = NULL
+    cdef int result
+    if flag == NULL:
+        raise MemoryError("no memory for the record of a graph")
+    flag.owners, flag.gone = 2, 0
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = captured_graph(stream.handle, &graph)
+            if result == SUCCESS:
+                result = driver.cuUserObjectCreate(
+                    &thing, flag, graph_is_gone, 1, NO_DESTRUCTOR_SYNC)
+            if result == SUCCESS:
+                result = driver.cuGraphRetainUserObject(graph, thing, 1, MOVE)
+                if result != SUCCESS:
+                    forget(driver.cuUserObjectRelease(thing, 1))     # which calls graph_is_gone
+            leave()
+    if result != SUCCESS and thing == NULL:
+        free(flag)
+        flag = NULL
+    ticket.shared = flag
+    checked(result, "cuGraphRetainUserObject")
+    return ticket
+
+
+cdef Ticket ticket_of(Stream stream):
+    return new_graph(stream) if stream.captures() else new_event(stream)
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Never(Ticket):
+    """What nobody can tell the end of. Internal."""
+
+    cdef bint over(self) noexcept:
+        return False
+
+    cdef bint wait(self, Stream stream) noexcept:
+        return False
+
+
+cdef Ticket last_resort(Stream stream):
+    cdef int result
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuCtxSynchronize()
+            leave()
+        forget(result)
+    return Ticket.__new__(Ticket) if is_over(result) else Never.__new__(Never)

@@ -1,0 +1,38 @@
+# What kind of memory a keeper has, where others than this processor's threads work on it.
+from cpython.object cimport PyObject
+
+
+# Memory that streams use. Abstract: arenapy.cuda has the ones there are; a keeper of plain host
+# memory has none. Each allocator has one of its own. `stream` is what `named` gave; blocks are
+# arenapy.block.Block, keepers Keeper, holds Hold*. All with the GIL, which they release to call
+# the driver; never under a lock.
+cdef class Medium:
+    cdef readonly str kind
+    cdef readonly int device_id              # -1: the host
+    cdef readonly bint host_accessible
+    cdef readonly bint device_accessible
+    cdef readonly Py_ssize_t align           # of blocks by default
+    # The stream whose order blocks need no event for; None: there is none.
+    cdef readonly object own
+
+    # The one of an allocator whose blocks belong to `stream`, as the user gave it.
+    cdef Medium bound(self, object stream)
+    # What a user's argument names; None: no stream but the allocator's own, or none at all.
+    cdef object named(self, object stream)
+    # A block is allocated for `stream`.
+    cdef int begin(self, object block, object stream) except -1
+    # Once it is released, a block waits until `stream` has done what it was given before.
+    cdef int use(self, object block, object stream) except -1
+    # A hold with uses has ended: `keeper.over` will be called with it.
+    cdef void ended(self, PyObject* keeper, void* hold) noexcept
+    # Call `keeper.over` for what no stream uses any more; `wait`: for all, once that is so. How
+    # many those were.
+    cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept
+    # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
+    cdef int fence(self, object stream) except -1
+    # The keeper ends: wait for the streams that use it, and free the holds.
+    cdef void finish(self, PyObject* keeper) noexcept
+    # Copy between blocks, or a block and another object, of one size; one of them is of this kind.
+    # Set all bytes of a block.
+    cdef int copy(self, object to, object source, object stream) except -1
+    cdef int fill(self, object block, int byte, object stream) except -1

@@ -1,0 +1,45 @@
+"""Medium: what kind of memory it is, where streams of a device work on it.
+
+What lives here: what the core of arenapy asks of such memory. What does not: any answer; those are
+in arenapy.cuda, so that nothing else knows what a stream is.
+"""
+cimport cython
+from cpython.object cimport PyObject
+
+
+@cython.auto_pickle(False)
+cdef class Medium:
+    """Memory that streams use. Internal."""
+
+    def __init__(self):
+        raise TypeError("a Medium is internal; use a source of arenapy.cuda")
+
+    cdef Medium bound(self, object stream):
+        raise NotImplementedError
+
+    cdef object named(self, object stream):
+        raise NotImplementedError
+
+    cdef int begin(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int use(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef void ended(self, PyObject* keeper, void* hold) noexcept:
+        pass
+
+    cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
+        return 0
+
+    cdef int fence(self, object stream) except -1:
+        raise NotImplementedError
+
+    cdef void finish(self, PyObject* keeper) noexcept:
+        pass
+
+    cdef int copy(self, object to, object source, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int fill(self, object block, int byte, object stream) except -1:
+        raise NotImplementedError

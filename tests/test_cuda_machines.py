@@ -1,0 +1,38 @@
+"""Bytes that a stream is at work on are nobody else's: every allocator, every kind of memory."""
+
+import pytest
+from cuda_machine import StreamMachine
+
+from arenapy import Bump, Pool, Slab, cuda
+
+MIB = 1 << 20
+
+
+def machine(name, host, allocator, source, sizes=StreamMachine.SIZES):
+    def make(self):
+        self.driver.attributes[91] = 1  # the device sees registered memory at its address
+        return allocator(source())
+
+    return type(name, (StreamMachine,), {"HOST": host, "make": make, "SIZES": sizes})
+
+
+ALLOCATORS = {
+    "Pool": lambda source: Pool(4 * MIB, source),
+    "GrowingPool": lambda source: Pool(16 * MIB, source, trim_after=0),
+    "Slab": lambda source: Slab(1 << 20, 2, source, max_count=6),
+    "Bump": lambda source: Bump(4 * MIB, source),
+}
+SOURCES = {
+    "Device": (False, cuda.Device),
+    "DriverPool": (False, cuda.DriverPool),
+    "Pinned": (True, lambda: cuda.Pinned(huge_pages=None)),
+    "Managed": (True, cuda.Managed),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_streams(allocator, source):
+    host, make = SOURCES[source]
+    case = machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make).TestCase
+    case("runTest").runTest()
