@@ -7,9 +7,9 @@ from arenapy.regions cimport RegionSet
 
 cdef class Allocator:
     cdef object __weakref__
+    cdef RegionSet base      # its core
     cdef list anchors        # of its core, to live as long as this
 
-    cdef RegionSet set_of(self)
     # What alloc() does with a stream, or without.
     cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
@@ -24,5 +24,7 @@ cdef class Allocator:
 
 # Raise TypeError unless it is one.
 cdef int check_source(object source) except -1
+# A region with nbytes that begin aligned. None: only one that would have, were it aligned.
+cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align)
 # The region that a source makes, checked to be one of at least n bytes.
 cdef Region make_region(object source, Py_ssize_t n)

@@ -4,6 +4,7 @@ What lives here: everything that can be said with `block`, the one thing that di
 are such a thing: an array is a block, held from birth, with an ndarray over it.
 """
 cimport cython
+from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
 import weakref
@@ -22,6 +23,8 @@ from arenapy.regions cimport RegionSet
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
+
+from arenapy.source import Existing, File, Host, Shared
 
 
 # Not in the module's dict, which the interpreter empties while allocators still end.
@@ -56,11 +59,8 @@ cdef class Allocator:
             note(self)
         alive.pop(id(self), None)
 
-    cdef RegionSet set_of(self):
-        raise NotImplementedError(type(self).__name__)
-
     cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
-        cdef RegionSet c = self.set_of()
+        cdef RegionSet c = self.base
         cdef Buffer b
         used_by = named_stream(c, stream)
         b = self.block(n, align, False)
@@ -123,7 +123,7 @@ cdef class Allocator:
         cdef Spec spec
         cdef Buffer b
         descr = parse(shape, dtype, order, &spec)
-        if not is_array(self.set_of()):
+        if not is_array(self.base):
             return self.device_array(shape, descr, order, &spec)
         b = self.block(spec.nbytes, HOST_ALIGN, True)
         host_only(b)
@@ -132,14 +132,14 @@ cdef class Allocator:
     cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec):
         if order != "C":
             raise ValueError(f"order={order!r}: arrays on a device are in C order; pass 'C'")
-        return self.block(spec.nbytes, self.set_of().block_align, False).view(shape, descr)
+        return self.block(spec.nbytes, self.base.block_align, False).view(shape, descr)
 
     def zeros(self, shape, dtype="f8", order="C"):
         """Like :meth:`empty`, but zero, on recycled memory too."""
         cdef Spec spec
         cdef Buffer b
         cdef char* ptr
-        cdef RegionSet c = self.set_of()
+        cdef RegionSet c = self.base
         descr = parse(shape, dtype, order, &spec)
         if not is_array(c):
             b = self.device_array(shape, descr, order, &spec)
@@ -162,7 +162,7 @@ cdef class Allocator:
         """
         source = np.asarray(array_like)
         order = "F" if source.flags.f_contiguous and not source.flags.c_contiguous else "C"
-        if not is_array(self.set_of()):
+        if not is_array(self.base):
             source = np.ascontiguousarray(source)
             return self.empty(source.shape, source.dtype).copy_from(source)
         target = self.empty(source.shape, source.dtype, order)
@@ -200,8 +200,8 @@ cdef class Allocator:
             total += (<size_t>spec.nbytes + HOST_ALIGN - 1) & ~<size_t>(HOST_ALIGN - 1)
             if total > (<size_t>-1) >> 1:
                 raise ValueError(f"n={n} records overflow: no address space holds them")
-        if not is_array(self.set_of()):
-            b = self.block(<Py_ssize_t>total, self.set_of().block_align, False)
+        if not is_array(self.base):
+            b = self.block(<Py_ssize_t>total, self.base.block_align, False)
             return {
                 name: b[start:start + n * descr.itemsize].view(n, descr)
                 for name, descr, start in layout
@@ -226,6 +226,36 @@ cdef int check_source(object source) except -1:
             f"source={source!r} has no region(nbytes) method; give a source, like arenapy.Host()"
         )
     return 0
+
+
+cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align):
+    cdef Region region = None
+    # Those whose memory begins on a page, or who know where it begins, are asked for as much as
+    # it should be, then for room to skip to an alignment. Others the other way round: a second
+    # region may cost as much as the first.
+    cdef bint known = c.medium is not None or isinstance(source, (Host, Shared, File, Existing))
+    cdef bint again, misfit
+    cdef uintptr_t start
+    for again in range(2):
+        misfit = region is not None
+        region = None                        # an Existing or a File has one at a time
+        try:
+            region = make_region(source, nbytes + (align - 1 if again == known else 0))
+        except MemoryError:
+            if misfit:
+                return None
+            if known or again:
+                raise
+            continue
+        if region.sent:
+            raise ValueError(
+                f"{region!r} was sent to another process, which may use its bytes; give a "
+                f"{c.what} a region of its own"
+            )
+        start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
+        if start + nbytes <= <uintptr_t>region.ptr + region.size:
+            return region
+    return None
 
 
 cdef Region make_region(object source, Py_ssize_t n):

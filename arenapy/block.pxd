@@ -107,8 +107,7 @@ cdef class Block:
     cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
-    cdef Hold* hold                      # not NULL once HELD, unless the keeper recycles: then
-                                         # only if it has uses
+    cdef Hold* hold                      # not NULL once HELD; if the keeper recycles, with uses
     cdef PyObject* anchor                # of a root that does not count its keeper; else NULL
     cdef Keeper keeper                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held

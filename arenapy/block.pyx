@@ -19,7 +19,6 @@ from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
     arenapy_lock_release, arenapy_store, arenapy_sub,
 )
-from arenapy.medium cimport Medium
 from arenapy.places cimport said
 from arenapy.threads cimport MOST_FRONTS, thread_number
 
@@ -32,6 +31,7 @@ cdef extern from "Python.h":
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** at, size_t align, size_t size)
+
 
 @cython.auto_pickle(False)
 cdef class Keeper:

@@ -213,8 +213,7 @@ cdef class Buffer(Block):
         Parameters
         ----------
         stream : stream, optional
-            Memory of arenapy.cuda: it may still be at work on the block, as after
-            :meth:`record_stream`.
+            As for :meth:`record_stream`.
 
         Raises
         ------
@@ -264,10 +263,7 @@ cdef class Buffer(Block):
     def record_stream(self, stream):
         """Once it is released, hold the block until `stream` has done what it was given by then.
 
-        Raises
-        ------
-        ValueError, TypeError
-            On memory that no stream orders, or for what is no stream.
+        Raises ValueError or TypeError on memory that no stream orders, or for what is no stream.
         """
         check_open(self)
         if stream is None:

@@ -26,12 +26,13 @@ from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET
-from arenapy.regions cimport RegionSet, record
+from arenapy.regions cimport record
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.places cimport NOWHERE, here
 from arenapy.region cimport Region
 
 from arenapy.bump_check import verify
+from arenapy.source import Host
 from arenapy.stats import BumpStats
 
 cdef enum:
@@ -58,8 +59,7 @@ cdef class Bump(Allocator):
         Fill what is given back with a pattern and check it; by default as the environment
         variable ``ARENAPY_DEBUG`` says.
     stream : stream, optional
-        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
-        default stream on a device, and none where the host sees the memory too.
+        Memory of arenapy.cuda: the stream of blocks that name no other; see Pool.
 
     Notes
     -----
@@ -79,7 +79,7 @@ cdef class Bump(Allocator):
     """
 
     def __cinit__(self, *args, **kwargs):
-        self.core = BumpCore.__new__(BumpCore)
+        self.base = self.core = BumpCore.__new__(BumpCore)
 
     def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=None, *,
                  stream=None):
@@ -94,7 +94,6 @@ cdef class Bump(Allocator):
             if max_bytes < n:
                 raise ValueError(f"max_bytes={max_bytes} is less than nbytes={n}; give more")
         if source is None:
-            from arenapy.source import Host
             source = Host()
         region = make_region(source, n)
         core.adopt(source, stream)
@@ -118,8 +117,8 @@ cdef class Bump(Allocator):
         align : int, optional
             A power of two up to 2 MiB; by default 64, on a device 256.
         stream : stream, optional
-            Memory of arenapy.cuda: the stream that is to use it, if not the arena's own. The Buffer
-            is then held.
+            Memory of arenapy.cuda: the stream that is to use it. If it is another than the arena's
+            own, the Buffer is held.
 
         Returns
         -------
@@ -157,9 +156,6 @@ cdef class Bump(Allocator):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
         return self.block_for(n, a, stream)
-
-    cdef RegionSet set_of(self):
-        return self.core
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
@@ -329,8 +325,8 @@ cdef class Bump(Allocator):
         mark : Mark, optional
             By default everything is freed and all marks end.
         stream : stream, optional
-            Memory of arenapy.cuda: it may still be at work on what is freed. Where the host sees
-            the memory, this waits until it is done.
+            Memory of arenapy.cuda that it may still be at work on. Where the host sees the memory,
+            too, this waits until it is done.
 
         Raises
         ------
@@ -339,9 +335,8 @@ cdef class Bump(Allocator):
         BufferError
             In a strict arena, if blocks are held, naming them. Nothing changes.
         """
-        used_by = named_stream(self.core, stream)
-        if used_by is not None:              # the frame's blocks come back when it is done
-            self.core.medium.fence(used_by)
+        if stream is not None:
+            self.core.medium.fence(named_stream(self.core, stream))
         if mark is not None and type(mark) is not Mark:
             raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
         self.rewind_to(<Mark>mark, self.strict)

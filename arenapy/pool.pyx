@@ -22,7 +22,7 @@ from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
 from arenapy.pool_memory cimport PoolMemory, checked_limit
 from arenapy.recorder cimport EVENT_TRIM
-from arenapy.regions cimport RegionSet, record
+from arenapy.regions cimport record
 from arenapy.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
 from arenapy.errors import OutOfMemory
@@ -92,7 +92,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     """
 
     def __cinit__(self, *args, **kwargs):
-        self.core = PoolCore.__new__(PoolCore)
+        self.base = self.core = PoolCore.__new__(PoolCore)
         self.anchors = moor(self.core)
 
     def __init__(self, max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None,
@@ -189,9 +189,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
         return self.block_for(n, a, stream)
-
-    cdef RegionSet set_of(self):
-        return self.core
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef PoolCore c = self.core

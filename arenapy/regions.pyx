@@ -33,6 +33,7 @@ cdef extern from "Python.h":
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
 
+
 # no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
 # user's object too, which the collector can clear.
 @cython.auto_pickle(False)

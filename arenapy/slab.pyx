@@ -10,19 +10,19 @@ from libc.stdint cimport uint64_t
 import weakref
 from collections.abc import Iterable
 
-from arenapy.allocator cimport Allocator, make_region
+from arenapy.allocator cimport Allocator, aligned_region, check_source
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.recorder cimport EVENT_TRIM
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet, record
+from arenapy.regions cimport record
 from arenapy.slab_core cimport SlabCore, SlabFigures
-from arenapy.slab_items cimport OTHER_GROWS, SELF_GROWS, first_item, quick_take
+from arenapy.slab_items cimport OTHER_GROWS, SELF_GROWS, quick_take
 
 from arenapy.errors import OutOfMemory
 from arenapy.slab_check import listing, verify
-from arenapy.source import Existing, File, Host, Shared
+from arenapy.source import Host
 from arenapy.stats import SlabStats
 
 cdef extern from "Python.h":
@@ -61,8 +61,7 @@ cdef class Slab(Allocator):
         Fill what is given back with a pattern and check it; by default as the environment
         variable ``ARENAPY_DEBUG`` says.
     stream : stream, optional
-        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
-        default stream on a device, and none where the host sees the memory too.
+        Memory of arenapy.cuda: the stream of blocks that name no other; see Pool.
 
     Raises
     ------
@@ -90,7 +89,7 @@ cdef class Slab(Allocator):
     """
 
     def __cinit__(self, *args, **kwargs):
-        self.core = SlabCore.__new__(SlabCore)
+        self.base = self.core = SlabCore.__new__(SlabCore)
         self.anchors = moor(self.core)
 
     def __init__(self, item_size, count, source=None, align=None, max_count=None, debug=None, *,
@@ -109,17 +108,13 @@ cdef class Slab(Allocator):
                 "growth"
             )
         source = Host() if source is None else source
+        check_source(source)
         core.adopt(source, stream)
         a = core.block_align if align is None else as_align(align)
         if size + <size_t>a > (<size_t>-1 >> 1) // self.most - 1:
             raise ValueError(
                 f"{self.most} items of item_size={item_size} bytes, aligned to {a}, are more than "
                 "any address space holds"
-            )
-        if not callable(getattr(source, "region", None)) or isinstance(source, type):
-            raise TypeError(
-                f"source={source!r} has no region(nbytes) method; give a source, like "
-                "arenapy.Host()"
             )
         self.debug = core.watch(self, debug, verify)
         self.source, self.max_count = source, max_count
@@ -200,9 +195,6 @@ cdef class Slab(Allocator):
                 f"aligned to {self.core.align}; make the Slab with align={align}"
             )
         return 0
-
-    cdef RegionSet set_of(self):
-        return self.core
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef SlabCore c = self.core
@@ -342,36 +334,7 @@ cdef class Slab(Allocator):
         return 0
 
     cdef Region region_for(self, uint64_t items):
-        """A region that has so many items. None: only one that would have, were it aligned."""
-        cdef SlabCore c = self.core
-        cdef size_t nbytes = items * c.stride
-        cdef Region region = None
-        # Those whose memory begins on a page, or who know where it begins, are asked for as much as
-        # it should be, then for room to skip to an alignment. Others the other way round: a second
-        # region may cost as much as the first.
-        cdef bint known = c.medium is not None or isinstance(
-            self.source, (Host, Shared, File, Existing))
-        cdef bint again, misfit
-        for again in range(2):
-            misfit = region is not None
-            region = None                    # an Existing or a File has one at a time
-            try:
-                region = make_region(
-                    self.source, nbytes + (c.align - 1 if again == known else 0))
-            except MemoryError:
-                if misfit:
-                    return None
-                if known or again:
-                    raise
-                continue
-            if region.sent:
-                raise ValueError(
-                    f"{region!r} was sent to another process, which may use its bytes; give a slab "
-                    "a region of its own"
-                )
-            if first_item(region, c.align) + nbytes <= region.ptr + region.size:
-                return region
-        return None
+        return aligned_region(self.core, self.source, items * self.core.stride, self.core.align)
 
     def full(self, wanted, why):
         """Why a request failed, and what to do."""

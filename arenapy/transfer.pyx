@@ -10,7 +10,7 @@ from libc.string cimport memmove, memset
 
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.block cimport (
-    Block, Keeper, acquire, check_open, host_only, is_open_locked, name_of, named_stream, root_of,
+    Block, Keeper, acquire, host_only, is_open_locked, name_of, named_stream, root_of,
     unacquire, why_closed, writable,
 )
 from arenapy.medium cimport Medium

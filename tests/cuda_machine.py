@@ -54,8 +54,8 @@ class StreamMachine(RuleBasedStateMachine):
         self.driver.memory.others[0] = 0
         self.context = self.driver.on(0)
         self.context.__enter__()
-        new = lambda flags: self.driver.got("cuStreamCreate", ctypes.c_void_p, flags)
-        self.handles = [1, new(0), new(NON_BLOCKING), new(NON_BLOCKING)]
+        flags = (0, NON_BLOCKING, NON_BLOCKING)
+        self.handles = [1, *(self.driver.got("cuStreamCreate", ctypes.c_void_p, f) for f in flags)]
         self.objects = {1: 1, **{handle: Wrapped(handle) for handle in self.handles[1:3]}}
         self.objects[self.handles[3]] = self.handles[3]  # a plain integer
         self.allocator = self.make()
@@ -74,8 +74,11 @@ class StreamMachine(RuleBasedStateMachine):
 
     def write(self, block, stream):
         address, pattern = block.address, block.pattern
-        run = lambda: ctypes.memmove(address, pattern, len(pattern))
-        self.driver.launch(stream, run, [(address, block.nbytes)])
+        self.driver.launch(
+            stream,
+            lambda: ctypes.memmove(address, pattern, len(pattern)),
+            [(address, block.nbytes)],
+        )
         block.writer = stream
 
     def check(self, block, stream):

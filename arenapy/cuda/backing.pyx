@@ -7,7 +7,7 @@ A Backing ends without the GIL, and not at all once the interpreter ends or in a
 driver then frees what there is, or nobody may. What goes wrong at an end is told nobody.
 """
 cimport cython
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
 from arenapy.atomic cimport arenapy_add, arenapy_load, arenapy_sub
@@ -195,7 +195,6 @@ def pinned_region(Medium memory, Region host not None, bint portable, bint mappe
     """The same memory as `host`, for copies at full speed."""
     cdef PinnedBacking backing = PinnedBacking.__new__(PinnedBacking)
     cdef void* context = primary(0)
-    cdef uint64_t address = 0
     cdef size_t nbytes = host.size
     cdef char* start = host.ptr
     cdef unsigned int flags = portable * REGISTER_PORTABLE + mapped * REGISTER_MAPPED

@@ -106,7 +106,7 @@ cdef object handle_of(object stream):
         return stream, False
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        version, handle = protocol() if callable(protocol) else protocol
+        _, handle = protocol() if callable(protocol) else protocol
         return int(handle), True
     for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
         handle = getattr(stream, name, None)
