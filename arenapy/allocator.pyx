@@ -43,6 +43,11 @@ def call_at_end(note):
     at_end.append(note)
 
 
+cdef int hide(Allocator one) except -1:
+    alive.pop(id(one), None)
+    return 0
+
+
 @cython.auto_pickle(False)
 cdef class Allocator:
     """The base of all allocators. Not to be made: use Bump, Slab or Pool."""

@@ -19,6 +19,10 @@ cdef class Medium:
     cdef Medium bound(self, object stream)
     # What a user's argument names; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
+    # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
+    # are to come from a pool of their own, whose source `lane_source` is; else None.
+    cdef object lane(self, object stream)
+    cdef object lane_source(self, object pool, object stream)
     # A block is allocated for `stream`.
     cdef int begin(self, object block, object stream) except -1
     # Once it is released, a block waits until `stream` has done what it was given before.

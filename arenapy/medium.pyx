@@ -20,6 +20,12 @@ cdef class Medium:
     cdef object named(self, object stream):
         raise NotImplementedError
 
+    cdef object lane(self, object stream):
+        return None
+
+    cdef object lane_source(self, object pool, object stream):
+        raise NotImplementedError
+
     cdef int begin(self, object block, object stream) except -1:
         raise NotImplementedError
 

@@ -5,21 +5,21 @@ where blocks come from and go to (pool_core, pages), the source (pool_memory), a
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator cimport Allocator, check_source
+from arenapy.allocator cimport check_source, hide
 from arenapy.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
-from arenapy.atomic cimport arenapy_glance
 from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
-from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE, PAGE_BITS, STOCK, have_spare
+from arenapy.pages cimport PAGE, PAGE_BITS
 from arenapy.fronts cimport quick_take
 from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
+from arenapy.pool_growth cimport PoolGrowth
 from arenapy.pool_memory cimport PoolMemory, checked_limit
 from arenapy.recorder cimport EVENT_TRIM
 from arenapy.regions cimport record
@@ -28,6 +28,7 @@ from arenapy.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_ST
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import memory_info
 from arenapy.pool_check import listing, stats_of, verify
+from arenapy.pool_lanes import blocks_with, tally_with, with_lanes
 from arenapy.source import Existing, File, Host, Shared
 from arenapy.stats import Defragmented
 from arenapy.trimming import start_trimming
@@ -40,11 +41,27 @@ cdef extern from "Python.h":
 
 cdef enum:
     DEVICE_ROOM = 1 << 38    # bytes: bookkeeping has addresses for as much memory, four times over
-    GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page
+
+
+cdef inline object quick_alloc(PyObject* core, object nbytes):
+    """The usual allocation; None if it is not that. References are borrowed, as in Bump.alloc."""
+    cdef Nest* nest = nest_of(core)
+    cdef PyObject* o = nest.kept
+    cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+    cdef char* ptr
+    if o == NULL or n < 0 or (<PoolCore>core).special:
+        return None
+    ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+    if ptr == NULL:
+        return None
+    (<Buffer>o).size = n
+    (<Buffer>o).align = HOST_ALIGN
+    (<Buffer>o).word = 0
+    return hatch(core, nest, ptr)
 
 
 @cython.final
-cdef class Pool(Allocator):
+cdef class Pool(PoolGrowth):
     """Pool(max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None, \
 rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     A pool: blocks of 21 size classes, kept for reuse when they are given back.
@@ -137,6 +154,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         elif core.medium is None:
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.allocator = weakref.ref(self)
+        if core.medium is not None and not core.host_accessible:
+            self.lanes = {}
         core.ready()
         if trim_thread:
             start_trimming(self, trim_after)
@@ -168,27 +187,41 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         OutOfMemory
             If it cannot be served; nothing has changed then.
         """
-        # The usual call. References are borrowed, as in Bump.alloc.
-        cdef PyObject* core = <PyObject*>self.core
-        cdef Nest* nest = nest_of(core)
-        cdef PyObject* o = nest.kept
-        cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
-        cdef char* ptr
-        if (o == NULL or n < 0 or align is not None or stream is not None
-                or (<PoolCore>core).special):
-            return self.careful_alloc(nbytes, align, stream)
-        ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
-        if ptr == NULL:
-            return self.careful_alloc(nbytes, align, stream)
-        (<Buffer>o).size = n
-        (<Buffer>o).align = HOST_ALIGN
-        (<Buffer>o).word = 0
-        return hatch(core, nest, ptr)
+        if align is None and stream is None:
+            block = quick_alloc(<PyObject*>self.core, nbytes)
+            if block is not None:
+                return block
+        return self.careful_alloc(nbytes, align, stream)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
-        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
-        return self.block_for(n, a, stream)
+        cdef Py_ssize_t n
+        cdef Pool lane = None if stream is None or self.lanes is None else self.lane_of(stream)
+        if lane is not None:
+            block = None if align is not None else quick_alloc(<PyObject*>lane.core, nbytes)
+            return lane.careful_alloc(nbytes, align, None) if block is None else <Buffer>block
+        n = as_size(nbytes, "nbytes")
+        return self.block_for(
+            n, self.core.block_align if align is None else as_align(align), stream)
+
+    cdef Pool lane_of(self, object stream):
+        """The pool of a stream's blocks, which may be this one; None: they are any stream's."""
+        cdef Pool lane
+        named = self.core.medium.lane(stream)
+        if named is None or named is self.core.medium.own:
+            return None if named is None else self
+        lane = self.lanes.get(named)
+        if lane is None:
+            lane = Pool(None, self.core.medium.lane_source(self, named), 0, self.trim_after,
+                        rounding=self.rounding, debug=self.debug, stream=named)
+            hide(lane)
+            lane.core.allocator, lane.lanes = self.core.allocator, None
+            lane = self.lanes.setdefault(named, lane)
+        return lane
+
+    def _chunk(self, nbytes, stream):
+        """Memory for the lane of a stream."""
+        chunk = self.block_for(nbytes, PAGE, stream)
+        return chunk
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef PoolCore c = self.core
@@ -216,12 +249,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if c.debug:
             c.allocated([b])
         return b
-
-    cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL:
-        cdef char* ptr = NULL
-        while ptr == NULL:
-            ptr = self.core.get(n, align, self.more(n, align, hooks), tag)
-        return ptr
 
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil:
         cdef uint64_t tag
@@ -251,50 +278,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         finally:
             PyErr_Restore(kind, value, trace)
         return NULL
-
-    cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
-        cdef PoolCore c = self.core
-        cdef size_t missing = 0, wished
-        cdef size_t pages = c.pages_for(n, align)
-        cdef object error = None
-        c.open_check()
-        if n > <size_t>MOST_PAGES << PAGE_BITS:
-            raise OutOfMemory(self.full(n, "no address space holds it"))
-        if c.may_lease:
-            c.settle_sends()
-        if c.settle_streams(False):
-            return False
-        wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // GROWTH_SHARE)
-        self.memory.recycle(pages, n)
-        while True:
-            if not have_spare(c):
-                raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
-            try:
-                if self.memory.grow(pages, wished, &missing):
-                    return True
-            except MemoryError as e:
-                error = e
-                missing = pages
-            # The blocks that were unused longest make room, in the limit or in the machine.
-            if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
-                break
-            wished = pages
-        if c.settle_streams(True) or (hooks and self.on_oom is not None and self.on_oom(n)):
-            return False
-        if error is not None:
-            raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
-        raise OutOfMemory(self.full(n, "it may not reserve more"))
-
-    def full(self, n, why):
-        """Why a request failed, and what to do."""
-        cdef PoolFigures f = self.core.figures()
-        limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
-        return (
-            f"{n} bytes do not fit into the pool, and {why}: it has reserved {f.reserved} bytes "
-            f"({limit}), {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle, of which "
-            f"{f.all.largest} in the largest free block. Release blocks, "
-            "give a larger max_bytes, or free memory in on_oom"
-        )
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
@@ -367,28 +350,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.debug:
             self.core.operated()
 
-    cdef int take_many(self, Many many) except -1:
-        """All blocks, or an exception and nothing was taken."""
-        cdef PoolCore c = self.core
-        cdef bint miss = False
-        cdef Py_ssize_t got
-        c.open_check()
-        many.begin(c)
-        try:
-            while many.done < many.n:
-                got = many.take(c, miss)
-                miss = False
-                if got == 0:                 # what is free may do once it is merged
-                    c.flush_all()
-                    got = many.take(c, False)
-                if got == 0 and (
-                        arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
-                    miss = self.more(many.sizes[many.done], c.block_align, True)
-        except BaseException:
-            many.undo(c)
-            raise
-        return 0
-
     # -- giving memory back
 
     def trim(self, keep_bytes=0):
@@ -412,6 +373,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.open_check()
         c.settle_sends()                     # if there are leases
         c.settle()
+        for lane, _ in self._lanes():        # whose own memory is this pool's
+            lane.trim()
         c.settle_streams(False)
         c.flush_all()
         idle = c.figures().all.idle
@@ -447,15 +410,22 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return self.core.listed()
 
     def stats(self):
-        """The figures of this moment, as a :class:`arenapy.stats.PoolStats`."""
+        """The figures of this moment, as a :class:`arenapy.stats.PoolStats`.
+
+        On a device, `peak_bytes` has all that streams other than the pool's own took, as that is
+        taken in larger pieces.
+        """
         if self.core.may_lease:
             self.core.settle_sends()
         self.core.settle()
         self.core.settle_streams(False)
-        return stats_of(self.core)
+        own = stats_of(self.core)
+        return with_lanes(own, self._lanes()) if self.lanes else own
 
     def reset_peak(self):
         """Begin `peak_bytes` anew, here and in the classes."""
+        for lane, _ in self._lanes():
+            lane.reset_peak()
         self.core.reset_peaks()
 
     def blocks(self):
@@ -464,14 +434,25 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Returns
         -------
         iterator of BlockInfo
-            As they were at one moment, that of the call. Blocks of up to 32 KiB tell the age of
-            the span of pages that they share.
+            As they were at one moment, that of the call (each stream's at another). Blocks of up to
+            32 KiB tell the age of the span of pages that they share.
         """
-        return listing(self.core)
+        found = listing(self.core)
+        return blocks_with(found, self._lanes()) if self.lanes else found
+
+    def _lanes(self):
+        """The pools of other streams, and the addresses and bytes of what each has of this one."""
+        cdef Pool lane
+        return [
+            (lane, {r.address: self.core.size_at(<char*><uintptr_t>r.address)
+                    for r in lane.core.listed()})
+            for lane in (list(self.lanes.values()) if self.lanes else [])
+        ]
 
     def _tally(self):
         cdef PoolFigures f = self.core.figures()
-        return f.all.allocations, f.bytes, f.all.live
+        tally = f.all.allocations, f.bytes, f.all.live
+        return tally_with(tally, self._lanes()) if self.lanes else tally
 
     def _exchange_peak(self, peak):
         return self.core.exchange_peak(0 if peak is None else peak)
@@ -482,6 +463,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     def check(self):
         """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""
+        for lane, _ in self._lanes():
+            lane.check()
         verify(self.core)
         self.core.check_free()
 

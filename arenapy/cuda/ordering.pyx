@@ -94,13 +94,19 @@ cdef class Ordering(Medium):
 
     # -- uses
 
+    cdef object lane(self, object stream):
+        cdef Stream s = <Stream>self.named(stream)
+        not_captured(s)
+        # One that may be gone before its memory comes back gets none.
+        return s if s.lasting and not self.host_accessible else None
+
+    cdef object lane_source(self, object pool, object stream):
+        from arenapy.cuda.lanes import LaneSource
+        return LaneSource(pool, self, stream)
+
     cdef int begin(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
-        if s.captures():
-            raise CudaError(
-                f"{s!r} is being captured into a graph, which would use the block whenever it is "
-                "launched: allocate before the capture, and keep the Buffer as long as the graph"
-            )
+        not_captured(s)
         if s is not self.own and not self.host_accessible:
             join_streams(s, <Stream>self.own)    # on which its bytes were used before
         return self.use(block, s)
@@ -288,6 +294,15 @@ cdef class Ordering(Medium):
                 n += 1
             hold = next
         return n
+
+
+cdef int not_captured(Stream s) except -1:
+    if s.captures():
+        raise CudaError(
+            f"{s!r} is being captured into a graph, which would use the block whenever it is "
+            "launched: allocate before the capture, and keep the Buffer as long as the graph"
+        )
+    return 0
 
 
 cdef bint is_over(Batch batch, bint wait, Stream waiter) noexcept:

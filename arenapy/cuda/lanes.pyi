@@ -1,0 +1,9 @@
+from arenapy.medium import Medium
+from arenapy.pool import Pool
+from arenapy.region import Region
+
+class LaneSource:
+    def __init__(self, pool: Pool, medium: Medium, stream: object) -> None: ...
+    @property
+    def medium(self) -> Medium: ...
+    def region(self, nbytes: int) -> Region: ...

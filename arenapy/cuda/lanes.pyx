@@ -1,0 +1,59 @@
+"""Lanes: where a pool's streams other than its own get their blocks.
+
+What lives here: the source of a lane's memory. What does not: the lanes (pool), which are pools
+themselves, so that a block which its stream gives back is its stream's again at once, without an
+event and as quickly as on the host.
+
+A lane takes chunks from the pool that it belongs to, as a user of the pool would: a chunk comes
+once the pool's own stream has done with it, and goes back when the lane's has. A lane keeps what is
+idle until the pool runs out of memory, or is trimmed.
+"""
+cimport cython
+from libc.stdint cimport uint64_t
+
+import weakref
+
+from arenapy.buffer cimport Buffer
+from arenapy.medium cimport Medium
+from arenapy.region cimport Backing
+
+from arenapy.cuda.backing cimport region_of
+from arenapy.cuda.copies cimport CudaMemory
+from arenapy.cuda.stream cimport Stream
+
+from arenapy.errors import OutOfMemory
+
+cdef enum:
+    DEVICE_PAGE = 2 << 20    # bytes
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class LaneBacking(Backing):
+    """A block of the pool that a lane belongs to. Internal."""
+
+    cdef Buffer chunk
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class LaneSource:
+    """Chunks of a pool's memory for one of its streams. Internal."""
+
+    cdef object pool                 # weakref: the pool has its lanes
+    cdef readonly Stream stream
+    cdef readonly Medium medium
+    cdef object __weakref__
+
+    def __init__(self, pool, Medium medium not None, Stream stream not None):
+        self.pool, self.medium, self.stream = weakref.ref(pool), medium, stream
+
+    def region(self, size_t nbytes):
+        """A chunk of so many bytes."""
+        cdef LaneBacking backing = LaneBacking.__new__(LaneBacking)
+        pool = self.pool()
+        if pool is None:
+            raise OutOfMemory("the pool that this stream's memory comes from is gone")
+        backing.chunk = pool._chunk(nbytes, self.stream)
+        return region_of(
+            <uint64_t>backing.chunk.ptr, nbytes, backing, <CudaMemory>self.medium, DEVICE_PAGE)

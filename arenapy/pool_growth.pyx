@@ -1,0 +1,109 @@
+"""PoolGrowth: what a pool does for a request that the memory it has cannot serve.
+
+What lives here: the order of what is tried, and the error in the end. What does not: the source
+and the limit (pool_memory), what the user calls (pool).
+"""
+cimport cython
+from libc.stdint cimport uint64_t
+
+from arenapy.allocator cimport Allocator
+from arenapy.atomic cimport arenapy_glance
+from arenapy.many cimport Many
+from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE_BITS, STOCK, have_spare
+from arenapy.pool_core cimport PoolCore, PoolFigures
+from arenapy.pool_memory cimport PoolMemory
+
+from arenapy.errors import OutOfMemory
+
+cdef enum:
+    GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page
+
+
+@cython.auto_pickle(False)
+cdef class PoolGrowth(Allocator):
+    """A Pool as far as it grows. Internal."""
+
+    cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL:
+        cdef char* ptr = NULL
+        while ptr == NULL:
+            ptr = self.core.get(n, align, self.more(n, align, hooks), tag)
+        return ptr
+
+    cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
+        cdef PoolCore c = self.core
+        cdef size_t missing = 0, wished
+        cdef size_t pages = c.pages_for(n, align)
+        cdef object error = None
+        c.open_check()
+        if n > <size_t>MOST_PAGES << PAGE_BITS:
+            raise OutOfMemory(self.full(n, "no address space holds it"))
+        if c.may_lease:
+            c.settle_sends()
+        if c.settle_streams(False):
+            return False
+        wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // GROWTH_SHARE)
+        self.memory.recycle(pages, n)
+        while True:
+            if not have_spare(c):
+                raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
+            try:
+                if self.memory.grow(pages, wished, &missing):
+                    return True
+            except MemoryError as e:
+                error = e
+                missing = pages
+            # The blocks that were unused longest make room, in the limit or in the machine.
+            if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
+                break
+            wished = pages
+        # What other streams keep, or are still at work on; in the order of the pool's own.
+        if trim_lanes(self.lanes) or c.settle_streams(True) or (
+                hooks and self.on_oom is not None and self.on_oom(n)):
+            c.settle_streams(True)
+            return False
+        if error is not None:
+            raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
+        raise OutOfMemory(self.full(n, "it may not reserve more"))
+
+    def full(self, n, why):
+        """Why a request failed, and what to do."""
+        cdef PoolFigures f = self.core.figures()
+        limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
+        return (
+            f"{n} bytes do not fit into the pool, and {why}: it has reserved {f.reserved} bytes "
+            f"({limit}), {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle, of which "
+            f"{f.all.largest} in the largest free block. Release blocks, "
+            "give a larger max_bytes, or free memory in on_oom"
+        )
+
+    cdef int take_many(self, Many many) except -1:
+        """All blocks, or an exception and nothing was taken."""
+        cdef PoolCore c = self.core
+        cdef bint miss = False
+        cdef Py_ssize_t got
+        c.open_check()
+        many.begin(c)
+        try:
+            while many.done < many.n:
+                got = many.take(c, miss)
+                miss = False
+                if got == 0:                 # what is free may do once it is merged
+                    c.flush_all()
+                    got = many.take(c, False)
+                if got == 0 and (
+                        arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
+                    miss = self.more(many.sizes[many.done], c.block_align, True)
+        except BaseException:
+            many.undo(c)
+            raise
+        return 0
+
+
+cdef bint trim_lanes(dict lanes) except -1:
+    """Let the pools of other streams give back what is idle. False: nothing."""
+    cdef PoolGrowth lane
+    cdef size_t pages = 0
+    for lane in list(lanes.values()) if lanes else []:
+        lane.core.settle_streams(False)
+        pages += lane.memory.shrink(lane.memory.trimmable(), False)
+    return pages > 0
