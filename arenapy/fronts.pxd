@@ -7,7 +7,9 @@ from arenapy.pages cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
 from arenapy.segments cimport Segments
-from arenapy.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, rounded, step_of
+from arenapy.size_classes cimport (
+    N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, ROUND_STEP, rounded, step_bytes, step_of,
+)
 from arenapy.table cimport Table
 from arenapy.threads cimport MOST_FRONTS
 
@@ -281,9 +283,15 @@ cdef inline Front* front_of(Fronts c) noexcept nogil:
 # The short way: what the front cache has, NULL if that is nothing. Not if `special`.
 cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
     cdef Front* f = front_of(c)
-    cdef int s = step_of(rounded(n, c.rounding) if c.rounding else n)
+    cdef int s
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
+    if likely(c.rounding == ROUND_STEP):
+        s = step_of(n)
+    else:
+        s = step_of(rounded(n, c.rounding))
+        if c.rounding == ROUND_LINES:
+            n = step_bytes(s)                # its caches have no lines to be skewed over
     if not likely(owned_enter(&f.lock)):
         ptr = c.shared_take(n, s, hot, &other)
         tag[0] = other

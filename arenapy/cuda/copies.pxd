@@ -1,12 +1,15 @@
 # Memory of CUDA as keepers have it: its order, and copies in it.
 from libc.stdint cimport uint64_t
 
+from arenapy.block cimport Block
+
 from arenapy.cuda.ordering cimport Ordering
 from arenapy.cuda.stream cimport Stream
 
 
 cdef class CudaMemory(Ordering):
     cdef int transfer(self, Side to, Side source, object stream) except -1
+    cdef int look(self, Side to, Side source) except -1
 
 
 # One side of a copy: a Block, or another object's memory, exported meanwhile.
@@ -17,6 +20,7 @@ cdef class Side:
     cdef size_t nbytes
     cdef int device_id               # -1: the host
     cdef bint on_host, block, foreign
+    cdef Block under                 # of an array in a block of CUDA memory: that block
     cdef object producer             # of a foreign array on a device: its stream, or None
 
 

@@ -12,6 +12,7 @@ sees, the processor does it.
 The driver is told addresses alone: all CUDA memory has addresses of its own (unified addressing).
 """
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.block cimport (
@@ -20,10 +21,12 @@ from arenapy.block cimport (
 from arenapy.transfer cimport copy_bytes, move_bytes
 
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
+from arenapy.cuda.ordering cimport FEW
 from arenapy.cuda.stream cimport Stream, join_streams, stream_of, synchronize
 
 cdef enum:
     PEER_ALREADY_ENABLED = 704
+    MOST_VIEWS = 16          # of one another that are looked through
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     DEVICE_ORDINAL = 9       # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
@@ -92,11 +95,24 @@ cdef class CudaMemory(Ordering):
             for side in (to, source):
                 if stream is not None and side.foreign:
                     self.keep((side.thing, side.view), s)
+                    self.look(to, source)
             if stream is None:
                 synchronize(s)
         finally:
             for thing in held:
                 unacquire(<Block>thing)
+        return 0
+
+    cdef int look(self, Side to, Side source) except -1:
+        """Now and then, let go of what is done with."""
+        cdef Side side
+        cdef Block root
+        for side in (to, source):
+            if side.block and len(self.batches) > self.most:
+                root = root_of(<Block>side.thing)
+                if root.keeper.medium is self:
+                    self.settle(<PyObject*>root.keeper, False)
+                    self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
         return 0
 
     cdef int fill(self, object block, int byte, object stream) except -1:
@@ -188,7 +204,19 @@ cdef Side side_of(object thing, bint to):
     if side.nbytes:
         from arenapy import vm
         side.address = vm.address_of(side.view)
+    side.under = block_under(thing)
     return side
+
+
+cdef Block block_under(object thing):
+    """The block of CUDA memory that an array or memoryview is a view of; None: there is none."""
+    cdef int depth = 0
+    while thing is not None and depth < MOST_VIEWS:
+        if isinstance(thing, Block):
+            return <Block>thing if (<Block>thing).keeper.medium is not None else None
+        thing = getattr(thing, "obj" if isinstance(thing, memoryview) else "base", None)
+        depth += 1
+    return None
 
 
 cdef int of_array(Side side, object described, bint to) except -1:
@@ -229,7 +257,8 @@ cdef int use_block(Block block, Stream s, bint now) except -1:
     if root.keeper.medium is not None:
         m = <CudaMemory>root.keeper.medium
         # Who had these bytes before used them on the own stream. (Not again, once it has waited.)
-        if m.own is not None and m.own is not s and not has_use(root, s):
+        # A capture cannot wait for what came before it: its user has.
+        if m.own is not None and m.own is not s and not has_use(root, s) and not s.captures():
             join_streams(s, <Stream>m.own)
     if now:
         return acquire(block, True)
@@ -241,6 +270,9 @@ cdef int use_block(Block block, Stream s, bint now) except -1:
 cdef int prepare(Side side, Stream s, bint now) except -1:
     if side.block:
         use_block(<Block>side.thing, s, now)
+    elif side.under is not None and not now:
+        use_block(side.under, s, now)
+        side.foreign = False                 # its block waits, and is not kept from its allocator
     elif side.producer is not None:
         join_streams(s, stream_of(side.producer, side.device_id))
     if not now and side.foreign and side.on_host:

@@ -8,6 +8,10 @@ from arenapy.medium cimport Medium
 from arenapy.cuda.stream cimport Stream
 
 
+cdef enum:
+    FEW = 16                         # batches
+
+
 # Released blocks that wait for the same, and objects that are to live until then.
 cdef class Batch:
     cdef Hold* first                 # linked by ended_next, in order of release

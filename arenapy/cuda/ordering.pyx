@@ -45,7 +45,6 @@ cdef extern from "Python.h":
 
 cdef enum:
     OPEN_BYTES = 4 << 20     # an open batch of more gets its event at once
-    FEW = 16                 # batches
     MOMENT = 50              # microseconds
     LEGACY = 1               # the legacy default stream
 
@@ -83,6 +82,8 @@ cdef class Ordering(Medium):
         return o
 
     cdef object named(self, object stream):
+        if isinstance(stream, Stream):
+            return stream
         if stream is not self.last_name or stream is None:
             self.last = stream_of(stream, self.device_id)
             # An integer may be another stream's later.
