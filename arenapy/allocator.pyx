@@ -68,9 +68,15 @@ cdef class Allocator:
         cdef RegionSet c = self.base
         cdef Buffer b
         used_by = named_stream(c, stream)
+        if used_by is not None:
+            c.medium.may_begin(used_by)
         b = self.block(n, align, False)
         if used_by is not None:
-            c.medium.begin(b, used_by)
+            try:
+                c.medium.begin(b, used_by)
+            except BaseException:
+                b.release()
+                raise
         return b
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):

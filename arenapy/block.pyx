@@ -370,6 +370,7 @@ cdef int note_use(Block block, object use) except -1:
     if valid:
         if root.hold == NULL:
             root.hold, hold = hold, NULL
+            arenapy_add(&keeper.n_held, 1)   # it keeps its region open
         if root.hold.uses == NULL:
             root.hold.uses = <PyObject*>uses
             count_up(root.hold.uses)
@@ -384,23 +385,13 @@ cdef int note_use(Block block, object use) except -1:
     return 0
 
 
-cdef bint has_use(Block root, object use) except -1:
-    cdef list uses = []
-    arenapy_lock_acquire(&root.keeper.lock)
-    if root.hold != NULL and root.hold.uses != NULL:
-        uses = <list>root.hold.uses
-    arenapy_lock_release(&root.keeper.lock)
-    return use in uses
-
-
 cdef void end_hold(PyObject* o) noexcept:
     cdef PyObject* keeper = <PyObject*>(<Block>o).keeper
     cdef Hold* hold = (<Block>o).hold
     cdef bint live = True
     (<Block>o).hold = NULL
     if (<Keeper>keeper).recycles:
-        if (<Block>o).word & HELD:
-            arenapy_sub(&(<Keeper>keeper).n_held, 1)
+        arenapy_sub(&(<Keeper>keeper).n_held, 2 if (<Block>o).word & HELD else 1)
         live = hold.tag != 0 and (<Keeper>keeper).set_aside(hold)
     if live and hold.uses != NULL:
         (<Keeper>keeper).medium.ended(keeper, hold)

@@ -210,10 +210,7 @@ cdef class Buffer(Block):
         exported, else when the Buffer object is gone. On a slice or view: closes that one
         only.
 
-        Parameters
-        ----------
-        stream : stream, optional
-            As for :meth:`record_stream`.
+        A `stream` is as for :meth:`record_stream`.
 
         Raises
         ------
@@ -222,9 +219,10 @@ cdef class Buffer(Block):
         """
         cdef uint64_t word
         cdef bint done = False
-        if stream is not None and is_open(self):
-            self.record_stream(stream)
         word = arenapy_load(&self.word)
+        if stream is not None and is_open(self) and word < ONE_EXPORT:
+            self.record_stream(stream)
+            word = arenapy_load(&self.word)
         while not word & CLOSED and not done:
             if word >= ONE_EXPORT:
                 raise BufferError(

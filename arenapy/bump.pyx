@@ -117,8 +117,7 @@ cdef class Bump(Allocator):
         align : int, optional
             A power of two up to 2 MiB; by default 64, on a device 256.
         stream : stream, optional
-            Memory of arenapy.cuda: the stream that is to use it. If it is another than the arena's
-            own, the Buffer is held.
+            Memory of arenapy.cuda: the stream that is to use it. Of others than its own it is held.
 
         Returns
         -------
@@ -325,8 +324,7 @@ cdef class Bump(Allocator):
         mark : Mark, optional
             By default everything is freed and all marks end.
         stream : stream, optional
-            Memory of arenapy.cuda that it may still be at work on. Where the host sees the memory,
-            too, this waits until it is done.
+            It may still be at work on the memory. Where the host sees that, too, this waits for it.
 
         Raises
         ------
@@ -335,10 +333,11 @@ cdef class Bump(Allocator):
         BufferError
             In a strict arena, if blocks are held, naming them. Nothing changes.
         """
-        if stream is not None:
-            self.core.medium.fence(named_stream(self.core, stream))
         if mark is not None and type(mark) is not Mark:
             raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
+        if stream is not None:
+            self.core.open_check()
+            self.core.medium.fence(named_stream(self.core, stream))
         self.rewind_to(<Mark>mark, self.strict)
 
     cdef int rewind_to(self, Mark mark, bint strict) except -1:

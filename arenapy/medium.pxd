@@ -23,7 +23,8 @@ cdef class Medium:
     # are to come from a pool of their own, whose source `lane_source` is; else None.
     cdef object lane(self, object stream)
     cdef object lane_source(self, object pool, object stream)
-    # A block is allocated for `stream`.
+    # May a block be allocated for `stream` now? One is.
+    cdef int may_begin(self, object stream) except -1
     cdef int begin(self, object block, object stream) except -1
     # Once it is released, a block waits until `stream` has done what it was given before.
     cdef int use(self, object block, object stream) except -1

@@ -26,6 +26,9 @@ cdef class Medium:
     cdef object lane_source(self, object pool, object stream):
         raise NotImplementedError
 
+    cdef int may_begin(self, object stream) except -1:
+        raise NotImplementedError
+
     cdef int begin(self, object block, object stream) except -1:
         raise NotImplementedError
 

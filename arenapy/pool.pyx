@@ -255,7 +255,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef void* block
         if nbytes > MOST_BYTES or align > MAX_ALIGN or align & (align - 1):
             return NULL
-        align = max(align, <size_t>HOST_ALIGN)
+        align = max(align, self.core.block_align)
         block = self.core.get(nbytes, align, False, &tag)
         if block == NULL and not self.core.shut:
             with gil:

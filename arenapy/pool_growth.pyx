@@ -11,7 +11,6 @@ from arenapy.atomic cimport arenapy_glance
 from arenapy.many cimport Many
 from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE_BITS, STOCK, have_spare
 from arenapy.pool_core cimport PoolCore, PoolFigures
-from arenapy.pool_memory cimport PoolMemory
 
 from arenapy.errors import OutOfMemory
 

@@ -289,6 +289,8 @@ cdef class Region(Keeper):
         cdef bint held
         if self.gone:
             return
+        if guard.medium is not None:
+            guard.medium.settle(<PyObject*>guard, False)
         arenapy_lock_acquire(&guard.lock)
         held = arenapy_load(&self.holds) != 0 or (user is not None and user.has_holds())
         if not held:
@@ -298,7 +300,8 @@ cdef class Region(Keeper):
         arenapy_lock_release(&guard.lock)
         if held:
             raise BufferError(
-                f"{self!r} has Buffers that were exported and are alive; drop them first"
+                f"{self!r} has Buffers that were exported and are alive, or that streams still "
+                "use; drop them first"
             )
         self._unmap()
         self.owner = None

@@ -62,3 +62,14 @@ def slowly_fill(driver, stream, buffer, byte):
 def content(buffer):
     """Its bytes now: what a simulated device has is in this process."""
     return peek(buffer.address, buffer.nbytes)
+
+
+def only_one(name, source, **options):
+    if name == "slab":
+        return Slab(MIB, 1, source, **options)
+    return Pool(2 * MIB, source, 2 * MIB, **options)
+
+
+def take(allocator):
+    """The one block: all of a slab's item, or of a pool."""
+    return allocator.alloc(MIB if isinstance(allocator, Slab) else 2 * MIB)

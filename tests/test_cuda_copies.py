@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import itertools
+import mmap
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from cuda_support import LEGACY, MIB, SOURCES, a_gpu, content, new_stream, slowl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arenapy import Bump, Pool, Slab, cuda
+from arenapy import Bump, OutOfMemory, Pool, Slab, cuda, vm
 
 
 @pytest.fixture
@@ -246,3 +248,42 @@ def test_a_bump_is_not_kept_from_its_reset(gpu):
     del b
     arena.reset()
     assert arena.stats().retired_bytes == 0
+
+
+def test_a_capture_keeps_what_it_copies_from(gpu):
+    """Ordinary memory too: each launch reads it."""
+    s, b = new_stream(gpu), Pool(4 * MIB, cuda.Device()).alloc(100)
+    given = bytearray(b"a" * 100)
+    gpu.begin_capture(s.handle_)
+    b.copy_from(given, stream=s)
+    with pytest.raises(BufferError):
+        given.clear()  # exported
+    gpu.destroy_graph(gpu.end_capture(s.handle_))
+
+
+def test_what_overlaps(gpu):
+    b = Pool(4 * MIB, cuda.Device()).alloc(1000)
+    with pytest.raises(ValueError, match="overlap"):
+        b[:600].copy_from(b[400:])
+    b.fill(1)
+    b[:500].copy_from(b[500:])
+
+
+def test_a_copy_that_cannot_be_told_the_end_of(gpu):
+    """Its source is kept: it may still be read."""
+    s = new_stream(gpu)
+    b = Pool(4 * MIB, cuda.Device(), stream=s).alloc(100)
+    theirs = mmap.mmap(-1, 4096)  # which another library has registered
+    start = vm.address_of(memoryview(theirs))
+    assert not gpu.call("cuMemHostRegister", start, 4096, 0)
+    x = np.frombuffer(theirs, "u1", 100)
+    gone = weakref.ref(x)
+    gpu.fails["cuEventCreate"] = 2
+    with pytest.raises(OutOfMemory, match="cuEventCreate"):
+        b.copy_from(x, stream=s)
+    gpu.fails.clear()
+    del x
+    assert gone() is not None
+    gpu.drain()
+    assert content(b) == bytes(100)
+    gpu.call("cuMemHostUnregister", start)

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 from cuda_support import (
-    ALLOCATORS,
     LEGACY,
     MIB,
     PER_THREAD,
@@ -15,10 +14,12 @@ from cuda_support import (
     a_gpu,
     content,
     new_stream,
+    only_one,
     slowly_fill,
+    take,
 )
 
-from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
+from arenapy import Bump, OutOfMemory, Pool, cuda
 
 HOST_VISIBLE = ["pinned", "managed"]
 
@@ -33,17 +34,6 @@ def gpu():
 def reusing(gpu, request):
     """An allocator of one block at a time, over a device."""
     return only_one(request.param, cuda.Device())
-
-
-def only_one(name, source, **options):
-    if name == "slab":
-        return Slab(MIB, 1, source, **options)
-    return Pool(2 * MIB, source, 2 * MIB, **options)
-
-
-def take(allocator):
-    """The one block: all of a slab's item, or of a pool."""
-    return allocator.alloc(MIB if isinstance(allocator, Slab) else 2 * MIB)
 
 
 # The own stream ------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ def test_a_stream_object_lives_as_long_as_it_is_needed(gpu, reusing):
     assert gone() is not None
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
-    reusing.alloc(1).record_stream(LEGACY)  # no longer what was named last
+    reusing.alloc(1).record_stream(new_stream(gpu))  # no longer what was named last
     gc.collect()
     assert gone() is None
 
@@ -364,50 +354,3 @@ def test_a_pool_goes_with_its_lanes(gpu):
     del b
     gc.collect()
     assert gpu.memory.used[0] == 0
-
-
-# Captures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_allocating_for_a_capturing_stream_is_refused(gpu, allocator):
-    one, s = ALLOCATORS[allocator](cuda.Device()), new_stream(gpu)
-    gpu.begin_capture(s.handle_)
-    with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
-        one.alloc(100, stream=s)
-    gpu.destroy_graph(gpu.end_capture(s.handle_))
-    assert one.alloc(100, stream=s).nbytes == 100
-    one.check()
-
-
-def test_what_a_capture_uses_is_kept_until_its_graph_is_gone(gpu, reusing):
-    s = new_stream(gpu)
-    b = take(reusing)
-    address = b.address
-    gpu.begin_capture(s.handle_)
-    b.fill(3, stream=s)
-    del b
-    graph = gpu.end_capture(s.handle_)
-    gpu.drain()
-    assert reusing.stats().pending_bytes
-    with pytest.raises(OutOfMemory):
-        take(reusing)
-    gpu.replay(graph, s.handle_)
-    gpu.destroy_graph(graph)
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
-    assert take(reusing).address == address
-
-
-def test_nothing_disturbs_another_streams_capture(gpu):
-    pool, captured, s = Pool(16 * MIB, cuda.Device()), new_stream(gpu), new_stream(gpu)
-    blocks = [pool.alloc(3 * MIB) for _ in range(4)]
-    gpu.begin_capture(captured.handle_)
-    blocks[0].record_stream(s)
-    slowly_fill(gpu, s, blocks[0], 1)
-    blocks.pop(0)
-    pool.stats()
-    pool.alloc(6 * MIB, stream=s)  # takes memory from the driver
-    blocks.clear()
-    pool.trim()
-    assert gpu.end_capture(captured.handle_), "the capture was invalidated"

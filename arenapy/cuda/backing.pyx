@@ -19,7 +19,7 @@ from arenapy.cuda.driver cimport (
     OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
     need, primary,
 )
-from arenapy.cuda.stream cimport relax, restore
+from arenapy.cuda.stream cimport current_device, relax, restore
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import format_bytes
@@ -175,9 +175,9 @@ cdef class PinnedBacking(Backing):
                     restore(&mode)
 
 
-def pinned_memory():
+def pinned_memory(bint mapped):
     """The medium of pinned memory; the driver is not asked."""
-    return new_memory("pinned", -1, True, True, 64)
+    return new_memory("pinned", -1, True, mapped, 64)
 
 
 def check_pinned(size_t nbytes, double fraction):
@@ -194,12 +194,13 @@ def check_pinned(size_t nbytes, double fraction):
 def pinned_region(Medium memory, Region host not None, bint portable, bint mapped):
     """The same memory as `host`, for copies at full speed."""
     cdef PinnedBacking backing = PinnedBacking.__new__(PinnedBacking)
-    cdef void* context = primary(0)
+    cdef int device = current_device()
+    cdef void* context = primary(device)
     cdef size_t nbytes = host.size
     cdef char* start = host.ptr
     cdef unsigned int flags = portable * REGISTER_PORTABLE + mapped * REGISTER_MAPPED
     cdef int result, mode
-    if mapped and not attribute(SAME_POINTER, 0):
+    if mapped and not attribute(SAME_POINTER, device):
         raise ValueError(
             "mapped=True: this device does not see the host's memory at the host's addresses; pass "
             "mapped=False, and copy"

@@ -16,15 +16,16 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.block cimport (
-    Block, acquire, check_open, has_use, is_readonly, name_of, root_of, unacquire, writable,
+    Block, acquire, check_open, is_readonly, name_of, root_of, unacquire, writable,
 )
 from arenapy.transfer cimport copy_bytes, move_bytes
 
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
-from arenapy.cuda.ordering cimport FEW
+from arenapy.cuda.ordering cimport FEW, Batch
 from arenapy.cuda.stream cimport Stream, join_streams, stream_of, synchronize
 
 cdef enum:
+    INVALID_VALUE = 1
     PEER_ALREADY_ENABLED = 704
     MOST_VIEWS = 16          # of one another that are looked through
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
@@ -66,20 +67,26 @@ cdef class CudaMemory(Ordering):
     cdef int transfer(self, Side to, Side source, object stream) except -1:
         cdef Stream s = self.own_stream() if stream is None else <Stream>self.named(stream)
         cdef Side side
-        cdef list held = []
+        cdef list held = [], kept = []
         cdef void* to_context = NULL
         cdef void* source_context = NULL
         cdef int result
         if to.nbytes == 0:
             return 0
+        if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
+            raise ValueError(
+                f"{said(to.thing)} and {said(source.thing)} overlap, which no device copies; copy "
+                "by way of another Buffer"
+            )
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
             to_context, source_context = primary(to.device_id), primary(source.device_id)
             allow_access(to_context, to.device_id, source_context, source.device_id)
         try:
             for side in (to, source):
-                prepare(side, s, stream is None)
-                if side.block and stream is None:
+                if prepare(side, s, stream is None):
                     held.append(side.thing)
+                if stream is not None and side.foreign:
+                    kept.append(self.keep((side.thing, side.view)))
             with nogil:
                 result = enter(s.context)
                 if result == SUCCESS:
@@ -92,10 +99,10 @@ cdef class CudaMemory(Ordering):
                             to.address, source.address, to.nbytes, s.handle)
                     leave()
             checked(result, "cuMemcpyAsync")
-            for side in (to, source):
-                if stream is not None and side.foreign:
-                    self.keep((side.thing, side.view), s)
-                    self.look(to, source)
+            for batch in kept:
+                self.keep_until(<Batch>batch, s)
+            if kept:
+                self.look(to, source)
             if stream is None:
                 synchronize(s)
         finally:
@@ -120,7 +127,7 @@ cdef class CudaMemory(Ordering):
         cdef Stream s
         cdef uint64_t address
         cdef size_t n = b.size
-        cdef int result
+        cdef int result, held
         if stream is None and self.host_accessible:
             writable(b)
             return move_bytes(b, b.ptr, NULL, b.size, byte)
@@ -130,7 +137,7 @@ cdef class CudaMemory(Ordering):
         if n == 0:
             return 0
         address = <uint64_t>b.ptr
-        use_block(b, s, stream is None)
+        held = use_block(b, s, stream is None)
         try:
             with nogil:
                 result = enter(s.context)
@@ -141,7 +148,7 @@ cdef class CudaMemory(Ordering):
             if stream is None:
                 synchronize(s)
         finally:
-            if stream is None:
+            if held:
                 unacquire(b)
         return 0
 
@@ -251,36 +258,40 @@ cdef int of_array(Side side, object described, bint to) except -1:
 
 
 cdef int use_block(Block block, Stream s, bint now) except -1:
-    """The stream is about to use a block. `now`: until the caller is done with it (unacquire)."""
+    """The stream is about to use a block. `now`: while the caller waits; 1: unacquire it then."""
     cdef CudaMemory m = None
     cdef Block root = root_of(block)
     if root.keeper.medium is not None:
         m = <CudaMemory>root.keeper.medium
-        # Who had these bytes before used them on the own stream. (Not again, once it has waited.)
+        # Who had these bytes before used them on the own stream.
         # A capture cannot wait for what came before it: its user has.
-        if m.own is not None and m.own is not s and not has_use(root, s) and not s.captures():
+        if m.own is not None and m.own is not s and not s.captures():
             join_streams(s, <Stream>m.own)
+        if now and m.own is s:
+            return 0                         # in the order of what its bytes are used for next
     if now:
-        return acquire(block, True)
+        acquire(block, True)
+        return 1
     if m is not None:
         return m.use(block, s)
     return 0
 
 
 cdef int prepare(Side side, Stream s, bint now) except -1:
+    cdef int held = 0
     if side.block:
-        use_block(<Block>side.thing, s, now)
+        held = use_block(<Block>side.thing, s, now)
     elif side.under is not None and not now:
         use_block(side.under, s, now)
         side.foreign = False                 # its block waits, and is not kept from its allocator
     elif side.producer is not None:
         join_streams(s, stream_of(side.producer, side.device_id))
     if not now and side.foreign and side.on_host:
-        if pageable(side.address):
+        if pageable(side.address, s.context) and not s.captures():
             side.foreign = False             # the driver has done with it when it returns
         elif side.block:
             side.view = memoryview(side.thing)
-    return 0
+    return held
 
 
 cdef CudaMemory leader(CudaMemory one, Side to, Side source):
@@ -295,13 +306,16 @@ cdef CudaMemory leader(CudaMemory one, Side to, Side source):
     return one
 
 
-cdef bint pageable(uint64_t address) noexcept:
+cdef bint pageable(uint64_t address, void* context) noexcept:
     """Is it memory of the host that no device can reach?"""
     cdef int kind = 0, result
     with nogil:
-        result = driver.cuPointerGetAttribute(&kind, MEMORY_TYPE, address)
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuPointerGetAttribute(&kind, MEMORY_TYPE, address)
+            leave()
         forget(result)
-    return result != SUCCESS or kind == 0
+    return result == INVALID_VALUE or result == SUCCESS and kind == 0
 
 
 cdef int allow_access(void* to, int to_device, void* source, int source_device) except -1:

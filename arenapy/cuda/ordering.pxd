@@ -19,6 +19,7 @@ cdef class Batch:
     cdef size_t nbytes
     cdef list objects
     cdef list tickets                # all have to be over
+    cdef bint kept                   # for ever, as yet
     cdef object stream               # a Stream whose ticket is still to be made, or None
 
 
@@ -30,13 +31,13 @@ cdef class Ordering(Medium):
     cdef list batches                # others, oldest first
     cdef list done                   # objects that need not live any more
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
-    cdef Stream last                 # what was named last
-    cdef object last_name            # and how
+    cdef tuple last                  # what was named last, and what it is
 
     # The stream of what names none.
     cdef Stream own_stream(self)
-    # Let an object live until the stream has done what it was given so far.
-    cdef int keep(self, object thing, Stream stream) except -1
+    # Let an object live for ever; until the stream has done what it was given so far.
+    cdef Batch keep(self, object thing)
+    cdef int keep_until(self, Batch batch, Stream stream) except -1
     # internal
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept

@@ -24,14 +24,15 @@ from libc.stdint cimport uint64_t
 from posix.unistd cimport usleep
 
 from arenapy.atomic cimport (
-    arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
+    ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
 from arenapy.block cimport Block, Hold, Keeper, note_use
 from arenapy.medium cimport Medium
 
-from arenapy.cuda.driver cimport callable_, generation
+from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.stream cimport (
-    Graph, Stream, Ticket, join_streams, last_resort, stream_of, synchronize, ticket_of,
+    FREE_TO_USE, Graph, Stream, Ticket, free_to_use, join_streams, last_resort, new_event,
+    new_graph, stream_of, synchronize, ticket_of,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -47,6 +48,8 @@ cdef enum:
     OPEN_BYTES = 4 << 20     # an open batch of more gets its event at once
     MOMENT = 50              # microseconds
     LEGACY = 1               # the legacy default stream
+    INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
+    CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
 
 
 @cython.auto_pickle(False)
@@ -73,22 +76,44 @@ cdef class Ordering(Medium):
 
     cdef Medium bound(self, object stream):
         cdef Ordering o = type(self).__new__(type(self))
+        cdef Stream own
+        if stream is not None and self.host_accessible:
+            raise ValueError(
+                f"stream={stream!r}: {self.kind} memory, which the host sees, belongs to no "
+                "stream; name it at alloc(stream=...), or by record_stream"
+            )
         o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
         o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
         if stream is not None:
-            o.own = o.named(stream)
+            own = <Stream>o.named(stream)
+            if own.thread:
+                raise ValueError(
+                    f"stream={stream!r}: the default stream of a thread cannot be an allocator's; "
+                    "name it at alloc(stream=...), or make a stream"
+                )
+            if own.context != primary(o.device_id):
+                raise ValueError(
+                    f"stream={stream!r} is one of device {own.device_id}, or of another context, "
+                    f"and the memory is on device {o.device_id}: give a stream of that device"
+                )
+            o.own = own
         elif not o.host_accessible:
             o.own = stream_of(LEGACY, o.device_id)
         return o
 
     cdef object named(self, object stream):
+        cdef tuple last = self.last
+        cdef Stream found
         if isinstance(stream, Stream):
             return stream
-        if stream is not self.last_name or stream is None:
-            self.last = stream_of(stream, self.device_id)
-            # An integer may be another stream's later.
-            self.last_name = None if isinstance(stream, int) else stream
-        return self.last
+        if ARENAPY_GIL and last is not None and last[0] is stream:
+            return last[1]
+        need()
+        found = stream_of(stream, self.device_id)
+        # An integer may be another stream's later, and a default stream is each thread's own.
+        if found.id and found.lasting:
+            self.last = (stream, found)
+        return found
 
     cdef Stream own_stream(self):
         return <Stream>self.own if self.own is not None else stream_of(LEGACY, self.device_id)
@@ -97,7 +122,7 @@ cdef class Ordering(Medium):
 
     cdef object lane(self, object stream):
         cdef Stream s = <Stream>self.named(stream)
-        not_captured(s)
+        self.may_begin(s)
         # One that may be gone before its memory comes back gets none.
         return s if s.lasting and not self.host_accessible else None
 
@@ -105,9 +130,13 @@ cdef class Ordering(Medium):
         from arenapy.cuda.lanes import LaneSource
         return LaneSource(pool, self, stream)
 
+    cdef int may_begin(self, object stream) except -1:
+        return free_to_use(
+            <Stream>stream, "whenever that is launched it would use the block; allocate before the "
+            "capture, and keep the Buffer as long as the graph")
+
     cdef int begin(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
-        not_captured(s)
         if s is not self.own and not self.host_accessible:
             join_streams(s, <Stream>self.own)    # on which its bytes were used before
         return self.use(block, s)
@@ -115,21 +144,27 @@ cdef class Ordering(Medium):
     cdef int use(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
         if s.captures():
-            return note_use(<Block>block, ticket_of(s))
+            return note_use(<Block>block, new_graph(s))
         if s is self.own and not self.host_accessible:
             return 0
         return note_use(<Block>block, s)
 
     cdef int fence(self, object stream) except -1:
+        free_to_use(<Stream>stream, "nobody can wait for it; reset before the capture, or after it")
         if self.host_accessible:
             return synchronize(<Stream>stream)
         return join_streams(<Stream>self.own, <Stream>stream)
 
-    cdef int keep(self, object thing, Stream stream) except -1:
+    cdef Batch keep(self, object thing):
         cdef Batch batch = Batch.__new__(Batch)
         batch.objects.append(thing)
-        batch.tickets.append(ticket_of(stream))
+        batch.kept = True
         self.batches.append(batch)
+        return batch
+
+    cdef int keep_until(self, Batch batch, Stream stream) except -1:
+        batch.tickets.append(ticket_of(stream))
+        batch.kept = False
         return 0
 
     # -- released blocks
@@ -211,9 +246,18 @@ cdef class Ordering(Medium):
         return batch
 
     cdef bint close(self, Batch batch) noexcept:
-        """Make the ticket of an open batch. False: that failed, and it stays open."""
+        """Make the ticket of an open batch. False: not now, and it stays open."""
+        cdef Stream s = <Stream>batch.stream
+        if s.state() != FREE_TO_USE:         # it had its blocks before it began to capture
+            return False
         try:
-            batch.tickets.append(ticket_of(<Stream>batch.stream))
+            batch.tickets.append(new_event(s))
+        except CudaError as error:
+            # Somebody has destroyed it: nobody can tell what it has done but its context.
+            ticket = last_resort(s) if error.result in (INVALID_HANDLE, CONTEXT_GONE) else None
+            if ticket is None:
+                return False
+            batch.tickets.append(ticket)
         except Exception:
             return False
         batch.stream = None
@@ -223,7 +267,10 @@ cdef class Ordering(Medium):
 
     cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
-        return self.advance(keeper, wait, None if self.host_accessible else <Stream>self.own)
+        cdef Stream waiter = None
+        if wait and not self.host_accessible and (<Stream>self.own).state() == FREE_TO_USE:
+            waiter = <Stream>self.own
+        return self.advance(keeper, wait, waiter)
 
     cdef void finish(self, PyObject* keeper) noexcept:
         cdef PyObject* kind = NULL
@@ -240,13 +287,14 @@ cdef class Ordering(Medium):
         cdef uint64_t me = PyThread_get_thread_ident()
         cdef Py_ssize_t n = 0
         cdef Batch batch
-        cdef bint moved = True
+        cdef bint moved = True, waited = False
         if not callable_(self.generation):
             return 0
         while not arenapy_cas(&self.busy, &nobody, me):
             if not wait or nobody == me:     # called by a destructor from in here
                 return 0
             nobody = 0
+            waited = True
             with nogil:
                 usleep(MOMENT)
         while moved:
@@ -260,14 +308,14 @@ cdef class Ordering(Medium):
                 else:
                     self.close(batch)
             for batch in list(self.batches):
-                if is_over(batch, wait, waiter):
+                if is_over(batch, wait and n == 0, waiter):
                     self.batches.remove(batch)
                     n += self.pass_on(keeper, batch)
                     moved = True
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
         self.done.clear()                    # which may run other code
-        return n
+        return max(n, waited)                # whom we waited for may have freed something
 
     cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch) noexcept:
         """Blocks that nothing else uses are free, others wait for the next; how many are free."""
@@ -297,16 +345,9 @@ cdef class Ordering(Medium):
         return n
 
 
-cdef int not_captured(Stream s) except -1:
-    if s.captures():
-        raise CudaError(
-            f"{s!r} is being captured into a graph, which would use the block whenever it is "
-            "launched: allocate before the capture, and keep the Buffer as long as the graph"
-        )
-    return 0
-
-
 cdef bint is_over(Batch batch, bint wait, Stream waiter) noexcept:
+    if batch.kept:
+        return False
     for ticket in batch.tickets:
         if not ((<Ticket>ticket).over() or wait and (<Ticket>ticket).wait(waiter)):
             return False
@@ -314,21 +355,28 @@ cdef bint is_over(Batch batch, bint wait, Stream waiter) noexcept:
 
 
 cdef bint fix_uses(list uses) noexcept:
-    """Make tickets for what may not exist later. Is there a graph among them?"""
+    """Make tickets for what may be otherwise later. Is there a graph among them?
+
+    A stream that may not exist by then; and one that is capturing, for its graph. Those for which
+    that fails stay what they are.
+    """
     cdef Py_ssize_t i
     cdef bint graph = False
-    for one in uses:
-        if isinstance(one, Stream) and not (<Stream>one).lasting:
-            for i in range(len(uses)):       # all, for they are looked at together
-                if isinstance(uses[i], Stream):
-                    try:
-                        uses[i] = ticket_of(<Stream>uses[i])
-                    except Exception:
-                        uses[i] = last_resort(<Stream>uses[i])
-            break
+    for i in range(len(uses)):
+        one = uses[i]
+        if isinstance(one, Stream) and (not (<Stream>one).lasting or (<Stream>one).captures()):
+            try:
+                uses[i] = ticket_of(<Stream>one)
+            except Exception:
+                pass
+    uses.sort(key=is_stream)                 # tickets first: they are looked at together
     for one in uses:
         graph = graph or isinstance(one, Graph)
     return graph
+
+
+def is_stream(one):
+    return isinstance(one, Stream)
 
 
 cdef void drop_uses(Hold* hold) noexcept:

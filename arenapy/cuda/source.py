@@ -137,7 +137,7 @@ class Pinned:
     @property
     def medium(self) -> Medium:
         """Internal: what an allocator over this source asks about streams."""
-        return backing.pinned_memory()
+        return backing.pinned_memory(self.mapped)
 
     def region(self, nbytes: int) -> Region:
         """Map, fault in and register `nbytes` bytes.

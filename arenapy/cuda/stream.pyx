@@ -16,6 +16,7 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
+import itertools
 import threading
 import weakref
 
@@ -32,6 +33,8 @@ cdef enum:
     DISABLE_TIMING = 2       # CU_EVENT_DISABLE_TIMING
     RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
     NO_DESTRUCTOR_SYNC = 1   # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+    CAPTURE_IMPLICIT = 906   # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
     DEINITIALIZED = 4        # CUDA_ERROR_DEINITIALIZED
     # From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: the context is lost, and so is
@@ -41,7 +44,9 @@ cdef enum:
     EVENTS_KEPT = 256        # of a context
 
 cdef object known = weakref.WeakValueDictionary()
-cdef object knowing = threading.Lock()
+cdef object knowing = threading.RLock()      # the collector may run code that names a stream
+cdef object this_thread = threading.local()
+cdef object threads = itertools.count(1)
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
 
 
@@ -76,21 +81,27 @@ cdef class Stream:
     def __repr__(self):
         return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
 
-    cdef bint captures(self) except -1:
-        """Is it being captured into a graph? The legacy default stream cannot be."""
+    cdef int state(self) noexcept:
+        """The question disturbs no capture. A stream that cannot be asked fails when it is used."""
         cdef int status = 0, result
-        if <uintptr_t>self.handle == LEGACY:
-            return False
         with nogil:
             result = enter(self.context)
             if result == SUCCESS:
                 result = driver.cuStreamIsCapturing(self.handle, &status)
                 leave()
-        checked(result, "cuStreamIsCapturing")
-        return status != 0
+            forget(result)
+        if result == CAPTURE_IMPLICIT:
+            return BARRED
+        return CAPTURING if result == SUCCESS and status else FREE_TO_USE
+
+    cdef bint captures(self) noexcept:
+        return self.state() == CAPTURING
 
     cdef bint idle(self) noexcept:
         cdef int result, mode = RELAXED
+        # Of one that may be gone, the handle may be another's: an event is asked, which tells.
+        if not self.lasting or self.state() != FREE_TO_USE:
+            return False
         with nogil:
             result = relax(self.context, &mode)
             if result == SUCCESS:
@@ -101,22 +112,46 @@ cdef class Stream:
 
 
 cdef object handle_of(object stream):
-    """The handle that an object stands for, as an int; and whether the object keeps it alive."""
+    """The handle that an object stands for, as an int; and whether the object keeps it alive.
+
+    Of libraries' own types, those named ExternalStream do not.
+    """
+    kind = type(stream).__name__
+    owns = not kind.startswith("External")
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream, False
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         _, handle = protocol() if callable(protocol) else protocol
-        return int(handle), True
+        return int(handle), owns
     for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
         handle = getattr(stream, name, None)
-        handle = getattr(handle, "value", handle)       # a ctypes pointer, whose 0 is None
-        if isinstance(handle, int):
-            return handle, True
+        if hasattr(handle, "value"):                    # a ctypes pointer, whose 0 is None
+            handle = handle.value or 0
+        if isinstance(handle, int) and "stream" in kind.lower():
+            return handle, owns
     raise TypeError(
         f"stream={stream!r} is no stream: give an object with __cuda_stream__, such as one of "
         "cuda.core, CuPy, torch or numba, or a handle as an int"
     )
+
+
+cdef object device_of(object stream):
+    """The ordinal of the device that an object says it is on; None: it does not say."""
+    for name in ("device_index", "device_id", "device"):     # torch, CuPy, cuda.core
+        device = getattr(stream, name, None)
+        device = getattr(device, "device_id", device)
+        if isinstance(device, int) and device >= 0:
+            return device
+    return None
+
+
+cdef uint64_t number_of_thread() except 0:
+    """Never that of another thread, dead or alive, unlike its ident."""
+    number = getattr(this_thread, "number", None)
+    if number is None:
+        number = this_thread.number = next(threads)
+    return number
 
 
 cdef int current_device() except -1:
@@ -142,11 +177,14 @@ cdef Stream stream_of(object stream, int device_id):
         raise ValueError(f"stream={stream!r} is no handle of a stream")
     handle = <void*><uintptr_t>number
     if <uintptr_t>handle <= PER_THREAD:
-        if device < 0:
+        said = device_of(stream)
+        if said is not None:
+            device = said
+        elif device < 0:
             device = current_device()
         context = primary(device)
         if <uintptr_t>handle == PER_THREAD:
-            thread = threading.get_ident()
+            thread = number_of_thread()
         else:
             handle = <void*><uintptr_t>LEGACY
     else:
@@ -162,14 +200,12 @@ cdef Stream stream_of(object stream, int device_id):
                     leave()
         checked(result, "cuStreamGetId")
     key = (<uintptr_t>context, <uintptr_t>handle if id == 0 else 0, id, thread, generation)
+    found = Stream.__new__(Stream)
+    found.handle, found.context, found.id = handle, context, id
+    found.device_id, found.thread = device, thread
+    found.lasting = <uintptr_t>handle == LEGACY
     with knowing:
-        found = known.get(key)
-        if found is None:
-            found = Stream.__new__(Stream)
-            found.handle, found.context, found.id = handle, context, id
-            found.device_id, found.thread = device, thread
-            found.lasting = <uintptr_t>handle == LEGACY
-            known[key] = found
+        found = known.setdefault(key, found)
     if owns and id and found.owner is None:
         found.owner = stream
         found.lasting = True
@@ -179,9 +215,25 @@ cdef Stream stream_of(object stream, int device_id):
 cdef int join_streams(Stream stream, Stream other) except -1:
     cdef Ticket ticket
     if stream is not other:
+        free_to_use(stream, f"it cannot wait for {other!r}; do this before the capture")
+        free_to_use(other, f"{stream!r} cannot wait for it; do this before the capture")
         ticket = new_event(other)
         if not ticket.wait(stream):
-            raise CudaError(f"{stream!r} cannot wait for {other!r}")
+            raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {other!r}")
+    return 0
+
+
+cdef int free_to_use(Stream stream, str what) except -1:
+    cdef int state = stream.state()
+    if state == CAPTURING:
+        raise CudaError(
+            f"{stream!r} is being captured into a graph: {what}"
+        )
+    if state == BARRED:
+        raise CudaError(
+            f"{stream!r}, the legacy default stream, cannot be used while a blocking stream is "
+            f"being captured into a graph: {what}; an allocator made with stream= does without it"
+        )
     return 0
 
 
@@ -278,15 +330,21 @@ cdef Ticket new_event(Stream stream):
     cdef Event ticket = Event.__new__(Event)
     cdef void* event = take_event(stream.context)
     cdef void* handle = stream.handle
+    cdef uint64_t id = stream.id
     cdef int result
     ticket.context, ticket.generation = stream.context, generation
     ticket.event = event
-    if stream.thread and stream.thread != <uint64_t>threading.get_ident():
+    if stream.thread and stream.thread != number_of_thread():
         handle = <void*><uintptr_t>LEGACY    # another thread's, which waits for every blocking one
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
-            result = driver.cuEventRecord(event, handle)
+            if id and not stream.lasting:    # the handle may be another stream's by now
+                result = driver.cuStreamGetId(handle, &id)
+                if result == SUCCESS and id != stream.id:
+                    result = INVALID_HANDLE
+            if result == SUCCESS:
+                result = driver.cuEventRecord(event, handle)
             leave()
     checked(result, "cuEventRecord")
     return ticket
@@ -326,31 +384,38 @@ cdef class Graph(Ticket):
         return self.over()                   # nobody knows whether it will be launched again
 
 
-cdef int captured_graph(void* handle, void** graph) noexcept nogil:
+cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil:
     cdef int status = 0, result
     if driver.cuStreamGetCaptureInfo != NULL:
-        result = driver.cuStreamGetCaptureInfo(handle, &status, NULL, graph, NULL, NULL, NULL)
+        result = driver.cuStreamGetCaptureInfo(handle, &status, id, graph, NULL, NULL, NULL)
     else:
-        result = driver.cuStreamGetCaptureInfo_12(handle, &status, NULL, graph, NULL, NULL)
+        result = driver.cuStreamGetCaptureInfo_12(handle, &status, id, graph, NULL, NULL)
     return result
 
 
 cdef Ticket new_graph(Stream stream):
     cdef Graph ticket = Graph.__new__(Graph)
-    cdef SharedFlag* flag = <SharedFlag*>malloc(sizeof(SharedFlag))
+    cdef SharedFlag* flag = NULL
     cdef void* graph = NULL
     cdef void* thing = NULL
+    cdef uint64_t id = 0
     cdef int result
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = captured_graph(stream.handle, &id, &graph)
+            leave()
+    checked(result, "cuStreamGetCaptureInfo")
+    if stream.graph is not None and stream.capture == id and not stream.graph.over():
+        return stream.graph                  # one is enough for all that a capture uses
+    flag = <SharedFlag*>malloc(sizeof(SharedFlag))
     if flag == NULL:
         raise MemoryError("no memory for the record of a graph")
     flag.owners, flag.gone = 2, 0
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
-            result = captured_graph(stream.handle, &graph)
-            if result == SUCCESS:
-                result = driver.cuUserObjectCreate(
-                    &thing, flag, graph_is_gone, 1, NO_DESTRUCTOR_SYNC)
+            result = driver.cuUserObjectCreate(&thing, flag, graph_is_gone, 1, NO_DESTRUCTOR_SYNC)
             if result == SUCCESS:
                 result = driver.cuGraphRetainUserObject(graph, thing, 1, MOVE)
                 if result != SUCCESS:
@@ -361,23 +426,12 @@ cdef Ticket new_graph(Stream stream):
         flag = NULL
     ticket.shared = flag
     checked(result, "cuGraphRetainUserObject")
+    stream.graph, stream.capture = ticket, id
     return ticket
 
 
 cdef Ticket ticket_of(Stream stream):
     return new_graph(stream) if stream.captures() else new_event(stream)
-
-
-@cython.auto_pickle(False)
-@cython.final
-cdef class Never(Ticket):
-    """What nobody can tell the end of. Internal."""
-
-    cdef bint over(self) noexcept:
-        return False
-
-    cdef bint wait(self, Stream stream) noexcept:
-        return False
 
 
 cdef Ticket last_resort(Stream stream):
@@ -388,4 +442,4 @@ cdef Ticket last_resort(Stream stream):
             result = driver.cuCtxSynchronize()
             leave()
         forget(result)
-    return Ticket.__new__(Ticket) if is_over(result) else Never.__new__(Never)
+    return Ticket.__new__(Ticket) if is_over(result) else None

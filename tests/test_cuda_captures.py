@@ -1,0 +1,267 @@
+"""Captures into graphs, streams that are gone, and what keeps what. On the simulated driver."""
+
+import threading
+
+import pytest
+from cuda_machine import Wrapped
+from cuda_support import (
+    ALLOCATORS,
+    LEGACY,
+    MIB,
+    PER_THREAD,
+    SOURCES,
+    a_gpu,
+    new_stream,
+    only_one,
+    slowly_fill,
+    take,
+)
+
+from arenapy import OutOfMemory, Pool, Slab, cuda
+
+HOST_VISIBLE = ["pinned", "managed"]
+
+
+@pytest.fixture
+def gpu():
+    with a_gpu(leaks=True) as driver:  # pytest keeps what fixtures made
+        yield driver
+
+
+@pytest.fixture(params=["slab", "pool"])
+def reusing(gpu, request):
+    """An allocator of one block at a time, over a device."""
+    return only_one(request.param, cuda.Device())
+
+
+# Captures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_allocating_for_a_capturing_stream_is_refused(gpu, allocator):
+    one, s = ALLOCATORS[allocator](cuda.Device()), new_stream(gpu)
+    gpu.begin_capture(s.handle_)
+    with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
+        one.alloc(100, stream=s)
+    gpu.destroy_graph(gpu.end_capture(s.handle_))
+    assert one.alloc(100, stream=s).nbytes == 100
+    one.check()
+
+
+def test_what_a_capture_uses_is_kept_until_its_graph_is_gone(gpu, reusing):
+    s = new_stream(gpu)
+    b = take(reusing)
+    address = b.address
+    gpu.begin_capture(s.handle_)
+    b.fill(3, stream=s)
+    del b
+    graph = gpu.end_capture(s.handle_)
+    gpu.drain()
+    assert reusing.stats().pending_bytes
+    with pytest.raises(OutOfMemory):
+        take(reusing)
+    gpu.replay(graph, s.handle_)
+    gpu.destroy_graph(graph)
+    gpu.drain()
+    assert reusing.stats().pending_bytes == 0
+    assert take(reusing).address == address
+
+
+def test_nothing_disturbs_another_streams_capture(gpu):
+    pool, captured, s = Pool(16 * MIB, cuda.Device()), new_stream(gpu), new_stream(gpu)
+    blocks = [pool.alloc(3 * MIB) for _ in range(4)]
+    gpu.begin_capture(captured.handle_)
+    blocks[0].record_stream(s)
+    slowly_fill(gpu, s, blocks[0], 1)
+    blocks.pop(0)
+    pool.stats()
+    pool.alloc(6 * MIB, stream=s)  # takes memory from the driver
+    blocks.clear()
+    pool.trim()
+    assert gpu.end_capture(captured.handle_), "the capture was invalidated"
+
+
+def test_the_legacy_stream_while_a_blocking_one_captures(gpu, reusing):
+    """Which would be an implicit dependency of the graph."""
+    b, s = take(reusing), new_stream(gpu)
+    b.record_stream(s)
+    captured = new_stream(gpu, 0)
+    gpu.begin_capture(captured.handle_)
+    with pytest.raises(cuda.CudaError, match=r"legacy default stream, cannot be used while.*graph"):
+        reusing.alloc(1, stream=1)
+    del b
+    reusing.stats()
+    reusing.check()
+    assert gpu.end_capture(captured.handle_), "the capture was invalidated"
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_block_dropped_while_its_stream_captures(gpu, release):
+    s = new_stream(gpu)
+    slab = Slab(MIB, 1, cuda.Device())
+    b = slab.alloc(stream=s)
+    gpu.begin_capture(s.handle_)
+    slowly_fill(gpu, s, b, 1)
+    if release:
+        b.release()
+    del b
+    graph = gpu.end_capture(s.handle_)
+    gpu.drain()
+    assert slab.stats().pending_bytes, "whenever the graph is launched it uses the block"
+    gpu.destroy_graph(graph)
+    assert slab.stats().pending_bytes == 0
+
+
+def test_an_open_batch_is_not_closed_by_a_capture(gpu, reusing):
+    s = new_stream(gpu)
+    b = take(reusing)
+    b.record_stream(s)
+    slowly_fill(gpu, s, b, 1)
+    del b
+    gpu.begin_capture(s.handle_)
+    assert reusing.stats().pending_bytes
+    graph = gpu.end_capture(s.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
+    assert reusing.stats().pending_bytes, "the kernel from before is still to run"
+    gpu.drain()
+    assert reusing.stats().pending_bytes == 0
+
+
+# What an allocator can be made with ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("name", HOST_VISIBLE)
+def test_memory_that_the_host_sees_belongs_to_no_stream(gpu, allocator, name):
+    with pytest.raises(ValueError, match=r"stream=.*belongs to no stream.*alloc\(stream"):
+        ALLOCATORS[allocator](SOURCES[name](), stream=new_stream(gpu))
+
+
+def test_own_streams_that_cannot_be(gpu):
+    with pytest.raises(ValueError, match="default stream of a thread"):
+        Pool(source=cuda.Device(), stream=PER_THREAD)
+    with gpu.on(1):
+        other = new_stream(gpu)
+    with pytest.raises(ValueError, match="one of device 1, or of another context"):
+        Pool(source=cuda.Device(0), stream=other)
+    assert Pool(source=cuda.Device(1), stream=other).alloc(100).device_id == 1
+
+
+# Handles and who owns them -------------------------------------------------------------------
+
+
+class ExternalStream(Wrapped):
+    """As CuPy and torch call what somebody else may destroy."""
+
+
+def test_a_stream_that_its_object_does_not_own(gpu, reusing):
+    s = new_stream(gpu)
+    b = take(reusing)
+    b.record_stream(ExternalStream(s.handle_))
+    slowly_fill(gpu, s, b, 1)
+    del b
+    gpu.call("cuStreamDestroy", s.handle_)
+    assert new_stream(gpu).handle_ == s.handle_
+    assert reusing.stats().pending_bytes
+    while gpu.step():
+        pass
+    assert reusing.stats().pending_bytes == 0
+
+
+def test_a_stream_that_is_gone_before_the_block_is_released(gpu, reusing):
+    s, done = new_stream(gpu), []
+    b = take(reusing)
+    b.record_stream(s.handle_)
+    gpu.launch(s.handle_, lambda: done.append(1), [(b.address, b.nbytes)])
+    gpu.call("cuStreamDestroy", s.handle_)
+    assert new_stream(gpu).handle_ == s.handle_
+    del b
+    reusing.stats()
+    assert reusing.stats().pending_bytes == 0 and done, "its context was waited for"
+
+
+def test_threads_of_the_same_ident(gpu, reusing):
+    b = take(reusing)
+
+    def use():
+        with gpu.on(0):
+            b.record_stream(PER_THREAD)
+            slowly_fill(gpu, PER_THREAD, b, 1)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+
+    def drop():
+        nonlocal b
+        with gpu.on(0):
+            del b
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join()
+    assert reusing.stats().pending_bytes
+    gpu.drain()
+    assert reusing.stats().pending_bytes == 0
+
+
+def test_a_default_stream_says_its_device(gpu):
+    pinned = Slab(4096, 1, cuda.Pinned(huge_pages=None))
+    b = pinned.alloc()
+    stream = type("Stream", (), {"cuda_stream": 0, "device_index": 1})()
+    b.record_stream(stream)
+    with gpu.on(1):
+        slowly_fill(gpu, LEGACY, b, 1)
+    del b
+    assert pinned.stats().pending_bytes
+    gpu.drain()
+    assert pinned.stats().pending_bytes == 0
+
+
+# What keeps what -----------------------------------------------------------------------------
+
+
+def test_a_region_that_streams_use_is_not_closed(gpu):
+    slab, s = Slab(4096, 4, cuda.Pinned(huge_pages=None)), new_stream(gpu)
+    b = slab.alloc()
+    b.record_stream(s)
+    slowly_fill(gpu, s, b, 1)
+    for _ in range(2):
+        with pytest.raises(BufferError, match="streams still use"):
+            slab.regions[0].close()
+        b = None
+    gpu.drain()
+    slab.regions[0].close()
+    assert not gpu.memory.registered
+
+
+def test_a_buffer_of_a_region(gpu):
+    region, s = cuda.Pinned(huge_pages=None).region(4096), new_stream(gpu)
+    b = region.buffer()
+    b.record_stream(s)
+    slowly_fill(gpu, s, b, 1)
+    del b
+    with pytest.raises(BufferError, match="streams still use"):
+        region.close()
+    gpu.drain()
+    region.close()
+    region = cuda.Pinned(huge_pages=None).region(4096)
+    b = region.buffer()
+    b.record_stream(s)
+    slowly_fill(gpu, s, b, 1)
+    del b, region  # waits
+    assert not gpu.queue and not gpu.memory.registered
+
+
+def test_a_release_that_fails_records_nothing(gpu):
+    pool, s = Pool(source=SOURCES["managed"]()), new_stream(gpu)
+    b = pool.alloc(100)
+    view = memoryview(b)
+    gpu.launch(s.handle_, lambda: None)
+    with pytest.raises(BufferError, match="1 live exports"):
+        b.release(s)
+    view.release()
+    b.release()
+    del b
+    assert pool.stats().pending_bytes == 0
