@@ -1,4 +1,10 @@
+from typing import Never
+
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Medium:
+    def __init__(self, not_called: Never, /) -> None: ...
     @property
     def kind(self) -> str: ...
     @property
@@ -9,3 +15,5 @@ class Medium:
     def device_accessible(self) -> bool: ...
     @property
     def align(self) -> int: ...
+    @property
+    def own(self) -> object: ...

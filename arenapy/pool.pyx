@@ -187,11 +187,22 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         OutOfMemory
             If it cannot be served; nothing has changed then.
         """
-        if align is None and stream is None:
-            block = quick_alloc(<PyObject*>self.core, nbytes)
-            if block is not None:
-                return block
-        return self.careful_alloc(nbytes, align, stream)
+        # The usual call. References are borrowed, as in Bump.alloc.
+        cdef PyObject* core = <PyObject*>self.core
+        cdef Nest* nest = nest_of(core)
+        cdef PyObject* o = nest.kept
+        cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+        cdef char* ptr
+        if (o == NULL or n < 0 or align is not None or stream is not None
+                or (<PoolCore>core).special):
+            return self.careful_alloc(nbytes, align, stream)
+        ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+        if ptr == NULL:
+            return self.careful_alloc(nbytes, align, stream)
+        (<Buffer>o).size = n
+        (<Buffer>o).align = HOST_ALIGN
+        (<Buffer>o).word = 0
+        return hatch(core, nest, ptr)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n

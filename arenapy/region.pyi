@@ -5,6 +5,9 @@ from typing_extensions import disjoint_base
 from arenapy.block import Keeper
 from arenapy.buffer import Buffer
 
+class Backing:
+    def __init__(self, not_called: Never, /) -> None: ...
+
 @disjoint_base
 class Region(Keeper):
     # Nothing can be passed: sources make Regions, with from_address.

@@ -1,6 +1,18 @@
-from arenapy.medium import Medium
-from arenapy.region import Region
+from typing import final
 
+from arenapy.medium import Medium
+from arenapy.region import Backing, Region
+
+@final
+class DeviceBacking(Backing): ...
+
+@final
+class PinnedBacking(Backing): ...
+
+@final
+class PooledBacking(Backing): ...
+
+@final
 class DriverPoolHandle:
     def __init__(self, ordinal: int, threshold: int | None) -> None: ...
     @property
