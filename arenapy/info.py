@@ -5,6 +5,7 @@ are probed by using them, not assumed from a version: containers and sandboxes f
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -69,6 +70,7 @@ def facts(sys: Path = SYS) -> list[Fact]:
         *_memory(info),
         *_nodes(numa_nodes(sys)),
         *_kernel(),
+        *_cuda(),
     ]
 
 
@@ -251,6 +253,32 @@ def _kernel() -> Iterator[Fact]:
     ):
         works = probe()
         yield Fact("kernel", name, works, "yes" if works else "no", with_it if works else without)
+
+
+def _cuda() -> Iterator[Fact]:
+    try:
+        # Looked for, not imported: to import it takes a moment, and nobody may want it.
+        if importlib.util.find_spec("cuda") is None:
+            raise ModuleNotFoundError("cuda-python is not installed")
+        from arenapy.cuda import backing, devices
+
+        found = devices()
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        meaning = f"arenapy.cuda raises an error: {' '.join(str(error).split())}"
+        yield Fact("CUDA", "devices", None, "none", meaning)
+        return
+    for info in found:
+        shown = f"{format_bytes(info.free_bytes)} free of {format_bytes(info.total_bytes)}"
+        meaning = f"{info.name}: cuda.Device({info.device_id}) takes memory of it"
+        yield Fact("CUDA", f"device {info.device_id}", info.free_bytes, shown, meaning)
+    pinned = backing.pinned_bytes()
+    yield Fact(
+        "CUDA",
+        "pinned by arenapy",
+        pinned,
+        format_bytes(pinned),
+        "of the host's memory, in this process: cuda.Pinned copies at full speed",
+    )
 
 
 # ---- probes ----------------------------------------------------------------------------------

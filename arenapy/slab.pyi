@@ -18,7 +18,7 @@ class Slab(Allocator):
         max_count: SupportsIndex | None = None,
         debug: bool | None = None,
         *,
-        stream: None = None,
+        stream: object = None,
     ) -> None: ...
     @property
     def source(self) -> Source: ...
@@ -42,7 +42,7 @@ class Slab(Allocator):
         self,
         nbytes: SupportsIndex | None = None,
         align: SupportsIndex | None = None,
-        stream: None = None,
+        stream: object = None,
     ) -> Buffer: ...
     def alloc_many(self, n_or_sizes: SupportsIndex | Iterable[SupportsIndex]) -> list[Buffer]: ...
     def full(self, wanted: int, why: str) -> str: ...
