@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from arenapy import vm
@@ -104,7 +105,7 @@ def table(found: list[Fact]) -> Table:
     shown.add_column("what it means", overflow="fold")
     for _, group in itertools.groupby(found, key=lambda fact: fact.group):
         for fact in group:
-            shown.add_row(fact.name, fact.shown, fact.meaning)
+            shown.add_row(*map(escape, (fact.name, fact.shown, fact.meaning)))
         shown.add_section()
     return shown
 

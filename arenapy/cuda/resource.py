@@ -13,7 +13,7 @@ from typing import Any
 from arenapy.allocator import Allocator
 from arenapy.buffer import Buffer
 from arenapy.cuda.errors import Unavailable
-from arenapy.medium import Medium
+from arenapy.cuda.keeper import memory_of
 
 __all__ = ["memory_resource"]
 
@@ -76,14 +76,7 @@ class _Resource:
         self._allocator = allocator
         self._handed_out = handed_out  # cuda.core.Buffer
         self._blocks: dict[int, Buffer] = {}  # by address, all that are out
-        medium = getattr(allocator.source, "medium", None)
-        if not isinstance(medium, Medium):  # a user's source says it with its region
-            medium = next(iter(allocator.regions), None)
-        self._on_device = medium is not None and medium.device_accessible
-        self._on_host = medium is None or medium.host_accessible
-        self._managed = medium is not None and medium.kind == "managed"
-        self._device_id = -1 if medium is None else medium.device_id
-        self._streams = isinstance(medium, Medium)
+        self._memory, self._streams = memory_of(allocator)
 
     def allocate(self, size: int, *, stream: Any) -> Any:
         """A cuda.core Buffer of `size` bytes, for `stream`."""
@@ -106,19 +99,19 @@ class _Resource:
     @property
     def is_device_accessible(self) -> bool:
         """Do kernels see the memory?"""
-        return self._on_device
+        return self._memory.device_accessible
 
     @property
     def is_host_accessible(self) -> bool:
         """Does this processor?"""
-        return self._on_host
+        return self._memory.host_accessible
 
     @property
     def is_managed(self) -> bool:
         """Does it move between both?"""
-        return self._managed
+        return self._memory.kind == "managed"
 
     @property
     def device_id(self) -> int:
         """Ordinal of the device that it is on; -1: the host."""
-        return self._device_id
+        return self._memory.device_id

@@ -211,7 +211,7 @@ def bandwidth(device_id: int = 0, nbytes: int = 64 * MIB, repeat: int = 5) -> Ba
     info = memory_info(device_id)
     stream = Stream(device_id)
     block = Device(device_id).region(nbytes).buffer()
-    pinned = Pinned().region(nbytes + max(OFFSETS)).buffer()
+    pinned = Pinned(mapped=False).region(nbytes + max(OFFSETS)).buffer()
     pageable = np.ones(nbytes, np.uint8)
     pieces = [slice(at, at + SMALL) for at in range(0, nbytes - SMALL + 1, SMALL)][:MOST_SMALL]
 

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from arenapy.buffer import Buffer
+from arenapy.cuda.keeper import memory_of
 from arenapy.cuda.own_stream import Event, Stream, wait_on
 from arenapy.cuda.source import Device, Pinned
 from arenapy.errors import OutOfMemory
@@ -240,12 +241,18 @@ def chunks(
         raise TypeError(f"dtype={kind} holds Python objects, which mean nothing on a device")
     if pool is not None and not isinstance(pool, (Pool, Slab)):
         raise TypeError(f"pool={pool!r} is no Pool or Slab")
+    device_id = checked_index("device_id", device_id)
+    if pool is not None:
+        memory, _ = memory_of(pool)
+        if memory.kind not in ("device", "managed"):
+            raise BufferError(f"pool has {memory.kind} memory; give one over cuda.Device")
+        if memory.device_id != device_id:
+            raise ValueError(f"pool is on device {memory.device_id}, and device_id={device_id}")
     if isinstance(pool, Slab) and pool.item_size < min(chunk_bytes, data.nbytes):
         raise ValueError(f"pool has items of {pool.item_size} bytes, and chunk_bytes={chunk_bytes}")
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise TypeError(f"progress={progress!r}: need True, False or a callable")
     consumer = LEGACY if stream is None else stream
-    device_id = checked_index("device_id", device_id)
     line = _Line(data, min(chunk_bytes, data.nbytes), depth, pool, device_id, consumer)
     return _iterate(line, kind, progress)
 
@@ -283,35 +290,28 @@ class _Line:
             source = Device(self.device_id)
             self.pool = Slab(self.chunk_bytes, count, source, stream=self.stream)
         if self.source.staged:
-            staging = Slab(self.chunk_bytes, self.depth, Pinned())
+            staging = Slab(self.chunk_bytes, self.depth, Pinned(mapped=False))
             self.items = [staging.alloc() for _ in range(self.depth)]
             self.copied = [None] * self.depth
 
-    def fill(self, executor: ThreadPoolExecutor) -> None:
-        """Give the thread tasks until `depth` chunks are ahead."""
+    def fill(self, executor: ThreadPoolExecutor, *, must: bool) -> None:
+        """Give the thread tasks until `depth` chunks are ahead; one there `must` be."""
         assert self.pool is not None
         while len(self.ahead) < self.depth and self.next < self.source.nbytes:
             nbytes = min(self.chunk_bytes, self.source.nbytes - self.next)
             try:
                 block = self.pool.alloc(nbytes, stream=self.stream)
             except OutOfMemory as error:
-                if self.ahead:  # the consumer has a chunk to go on with, and may let go of one
+                if self.ahead or not must:  # the consumer has one to go on with, and may let go
                     return
                 raise OutOfMemory(
                     f"no memory for a chunk of {format_bytes(nbytes)}: either arrays made from "
                     "earlier chunks are kept, so copy or drop those, or `pool` is too small "
                     f"({error})"
                 ) from error
-            self.check(block)
             self.ahead.append((block, executor.submit(self.task, self.tasks, self.next, block)))
             self.tasks += 1
             self.next += nbytes
-
-    def check(self, block: Buffer) -> None:
-        if block.kind not in ("device", "managed"):
-            raise BufferError(f"pool has {block.kind} memory; give one over cuda.Device")
-        if block.device_id != self.device_id:
-            raise ValueError(f"pool is on device {block.device_id}, and device_id={self.device_id}")
 
     def task(self, number: int, start: int, block: Buffer) -> Event:
         """Read one chunk, and let it be copied. On the thread."""
@@ -346,15 +346,16 @@ def _iterate(
         line.begin()
         executor = ThreadPoolExecutor(1, "arenapy chunks")
         try:
-            line.fill(executor)
+            line.fill(executor, must=True)
             while line.ahead:
                 block = line.take()
+                line.fill(executor, must=False)  # with what the last chunk has left, perhaps
                 done += block.nbytes
                 yield block.view(dtype=dtype)
                 _let_go(block)
                 del block  # else it would keep what it could not let go
                 tell(done, total)
-                line.fill(executor)
+                line.fill(executor, must=True)
         finally:
             executor.shutdown(cancel_futures=True)
 
