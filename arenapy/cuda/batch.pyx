@@ -36,10 +36,9 @@ def copy_batch(pairs, stream=None):
     CudaError
         The driver refused.
 
-    The first three name the pair by its index, and then nothing was copied.
-
     Notes
     -----
+    All pairs are checked before the first is copied, and an error names the pair by its index.
     Thread-safety: may be called from any thread; the sources may not be written to, nor the targets
     looked at, until it is done.
 

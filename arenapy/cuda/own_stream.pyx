@@ -100,8 +100,10 @@ cdef class Stream:
     cdef bint shut
     cdef object __weakref__
 
-    def __cinit__(self, device_id=0):
+    def __init__(self, device_id=0):
         cdef int result
+        if self.handle != NULL:
+            raise TypeError(f"{self!r} is made already")
         cdef object index = checked_index("device_id", device_id)
         self.context = primary(index)
         self.device_id, self.generation = index, generation
@@ -134,7 +136,7 @@ cdef class Stream:
         return self.shut
 
     cdef object open_handle(self):
-        if self.shut:
+        if self.shut or self.handle == NULL:
             raise ValueError(f"{self!r} is closed; make another one")
         return <uintptr_t>self.handle
 
@@ -186,7 +188,7 @@ cdef class Stream:
         self.close()
 
     def __repr__(self):
-        state = ", closed" if self.shut else ""
+        state = ", closed" if self.shut or self.handle == NULL else ""
         return f"<Stream {<uintptr_t>self.handle:#x} of device {self.device_id}{state}>"
 
     def __reduce__(self):
