@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import inspect
 import pickle
 
 import pytest
@@ -122,6 +123,10 @@ def test_a_closed_one_takes_no_work(one):
     ):
         with pytest.raises(ValueError, match=r"<Stream 0x.* of device 0, closed> is closed"):
             use()
+
+
+def test_its_signature_can_be_read():
+    assert str(inspect.signature(cuda.Stream)) == "(device_id=0)"
 
 
 def test_what_is_no_stream(one):

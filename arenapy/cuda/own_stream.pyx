@@ -62,7 +62,8 @@ cdef class Event:
 @cython.auto_pickle(False)
 @cython.final
 cdef class Stream:
-    """A stream of a device: what it is given is done in order, beside what others are given.
+    """Stream(device_id=0)\n--\n
+    A stream of a device: what it is given is done in order, beside what others are given.
 
     Every argument ``stream=`` of arenapy takes it, and so does every library that knows
     ``__cuda_stream__``. It is non-blocking: neither it nor the legacy default stream waits for the
@@ -103,7 +104,7 @@ cdef class Stream:
     def __init__(self, device_id=0):
         cdef int result
         if self.handle != NULL:
-            raise TypeError(f"{self!r} is made already")
+            raise TypeError(f"{self!r} is made already; make another one")
         cdef object index = checked_index("device_id", device_id)
         self.context = primary(index)
         self.device_id, self.generation = index, generation
