@@ -20,7 +20,10 @@ __all__ = ["main"]
 
 #: Subcommand: (module with ``main(argv)``, what it does, for the help).
 COMMANDS = {
-    "info": ("arenapy.info", "what this machine offers: pages, limits, NUMA nodes, the kernel"),
+    "info": (
+        "arenapy.info",
+        "what this machine offers: pages, limits, NUMA nodes, the kernel, GPUs",
+    ),
     "demo": ("arenapy.demo", "an arena at work: NumPy with and without page faults, measured"),
     "run": ("arenapy.run", "a program with its NumPy arrays in a pool, and a report at its end"),
     "compare": ("arenapy.compare", "is a program faster so? measured, with a plain verdict"),

@@ -5,6 +5,7 @@ are probed by using them, not assumed from a version: containers and sandboxes f
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from arenapy import vm
@@ -69,6 +71,7 @@ def facts(sys: Path = SYS) -> list[Fact]:
         *_memory(info),
         *_nodes(numa_nodes(sys)),
         *_kernel(),
+        *_cuda(),
     ]
 
 
@@ -102,7 +105,7 @@ def table(found: list[Fact]) -> Table:
     shown.add_column("what it means", overflow="fold")
     for _, group in itertools.groupby(found, key=lambda fact: fact.group):
         for fact in group:
-            shown.add_row(fact.name, fact.shown, fact.meaning)
+            shown.add_row(*map(escape, (fact.name, fact.shown, fact.meaning)))
         shown.add_section()
     return shown
 
@@ -251,6 +254,32 @@ def _kernel() -> Iterator[Fact]:
     ):
         works = probe()
         yield Fact("kernel", name, works, "yes" if works else "no", with_it if works else without)
+
+
+def _cuda() -> Iterator[Fact]:
+    try:
+        # Looked for, not imported: to import it takes a moment, and nobody may want it.
+        if importlib.util.find_spec("cuda") is None:
+            raise ModuleNotFoundError("cuda-python is not installed")
+        from arenapy.cuda import backing, devices
+
+        found = devices()
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        meaning = f"arenapy.cuda raises an error: {' '.join(str(error).split())}"
+        yield Fact("CUDA", "devices", None, "none", meaning)
+        return
+    for info in found:
+        shown = f"{format_bytes(info.free_bytes)} free of {format_bytes(info.total_bytes)}"
+        meaning = f"{info.name}: cuda.Device({info.device_id}) takes memory of it"
+        yield Fact("CUDA", f"device {info.device_id}", info.free_bytes, shown, meaning)
+    pinned = backing.pinned_bytes()
+    yield Fact(
+        "CUDA",
+        "pinned by arenapy",
+        pinned,
+        format_bytes(pinned),
+        "of the host's memory, in this process: cuda.Pinned copies at full speed",
+    )
 
 
 # ---- probes ----------------------------------------------------------------------------------

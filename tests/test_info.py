@@ -1,13 +1,19 @@
 """`arenapy info`: the facts are what the kernel says, and each says what it means."""
 
+import importlib.util
+import io
 import json
 import os
 import resource
+import sys
+import types
 
 import pytest
 from rich.console import Console
+from simulated_driver import simulated
 
-from arenapy import info, vm
+from arenapy import cuda, info, vm
+from arenapy.cuda import driver
 from arenapy.info import Fact, facts, main, table
 from arenapy.memory_info import HugePool, Limit, MemoryInfo, memory_info
 
@@ -142,6 +148,68 @@ def test_missing_features_say_so(monkeypatch):
     assert len(features) == 6
     assert not any(fact.value for fact in features)
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.fixture
+def cuda_python(monkeypatch):
+    """It seems to be installed, or not."""
+
+    def be(there):
+        known = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest: (there or None) if name == "cuda" else known(name, *rest),
+        )
+
+    return be
+
+
+def test_devices(cuda_python):
+    cuda_python(True)
+    with simulated() as one:
+        region = cuda.Pinned(mapped=False).region(3 * MIB)
+        found = [fact for fact in facts() if fact.group == "CUDA"]
+        assert [fact.name for fact in found] == ["device 0", "device 1", "pinned by arenapy"]
+        assert [fact.value for fact in found] == [32 * MIB, 64 * MIB, 3 * MIB]
+        assert found[1].shown == "64 MiB free of 128 MiB"
+        assert "Simulated 1" in found[1].meaning
+        assert found[2].shown == "3 MiB"
+        del region
+        one.fails["cuMemGetInfo"] = 2
+        assert [fact.name for fact in facts() if fact.group == "CUDA"] == ["devices"]
+
+
+@pytest.mark.parametrize(
+    ("there", "entries", "why"),
+    [
+        (False, "never asked", "cuda-python is not installed"),
+        (True, None, "cuda-python, which is not installed: pip install 'arenapy-memory[cuda]'"),
+        (True, {}, "cuInit of the installed cuda-python is nothing"),
+    ],
+)
+def test_no_devices(monkeypatch, cuda_python, there, entries, why):
+    """It is said why, in one line, and nothing is imported to find out that nothing is there."""
+    cuda_python(there)
+    driver.use(None)
+    module = types.ModuleType("cuda.bindings")
+    if entries is not None:
+        module.cydriver = types.SimpleNamespace(__pyx_capi__=entries)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", module if entries is not None else None)
+    fact = by_name(facts())["devices"]
+    assert (fact.value, fact.shown) == (None, "none")
+    assert why in fact.meaning
+    assert "\n" not in fact.meaning
+
+
+def test_brackets_are_shown_as_they_are():
+    """They are no markup: an extra's name stands in some."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([Fact("x", "n", None, "[red]", "pip install 'arenapy-memory[cuda]'")]))
+    text = console.export_text()
+    assert "memory[cuda]" in text
+    assert "[red]" in text
 
 
 def test_json_is_the_facts(capsys):

@@ -2,19 +2,35 @@
 without them, and says what to install.
 """
 
+from arenapy.cuda.batch import copy_batch
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
+from arenapy.cuda.managed import advise, prefetch
+from arenapy.cuda.own_stream import Event, Stream
+from arenapy.cuda.resource import memory_resource
 from arenapy.cuda.source import Device, DriverPool, Managed, Pinned
+from arenapy.cuda.speed import Bandwidth, CopySpeed, bandwidth
+from arenapy.cuda.staging import chunks
 
 __all__ = [
+    "Bandwidth",
+    "CopySpeed",
     "CudaError",
     "Device",
     "DeviceMemory",
     "DriverPool",
+    "Event",
     "Managed",
     "Pinned",
+    "Stream",
     "Unavailable",
+    "advise",
+    "bandwidth",
+    "chunks",
+    "copy_batch",
     "device_heap_limit",
     "devices",
     "memory_info",
+    "memory_resource",
+    "prefetch",
 ]

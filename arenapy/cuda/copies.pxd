@@ -26,3 +26,7 @@ cdef class Side:
 
 cdef CudaMemory new_memory(
     str kind, int device_id, bint host_accessible, bint device_accessible, Py_ssize_t align)
+# What is known of one side, whose memory is to be written to or read; nothing is changed.
+cdef Side side_of(object thing, bint to)
+# The memory whose default streams are meant: a device's, if there is one.
+cdef CudaMemory leader(CudaMemory one, Side to, Side source)

@@ -12,6 +12,8 @@ from typing import Any
 
 from arenapy.cuda import backing
 from arenapy.cuda.device import memory_info
+from arenapy.cuda.managed import advise as _advise
+from arenapy.cuda.managed import prefetch as _prefetch
 from arenapy.errors import OutOfMemory
 from arenapy.medium import Medium
 from arenapy.memory_info import format_bytes
@@ -215,6 +217,10 @@ class Managed:
                 "oversubscribe=True and let it swap with the host"
             )
         return backing.managed_region(memory, nbytes)
+
+    # Where its pages are to be: `cuda.prefetch` and `cuda.advise`, for who looks here.
+    prefetch = staticmethod(_prefetch)
+    advise = staticmethod(_advise)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,272 @@
+"""Streams and events of our own, for who has none of another library's.
+
+What lives here: `Stream`, which does not wait for the legacy default stream and makes nobody else
+wait, `Event`, and the time that work on a stream takes. What does not: streams that users bring
+(stream), which this module's are, too, as soon as they are used.
+
+A stream of the driver lives as long as its object here, and that as long as memory waits for it:
+`close` only says that nobody is to give it more work. So a handle is never destroyed under a
+block that was released on it, nor given to another stream meanwhile.
+
+Thread-safety: everything here may be called from any thread.
+"""
+cimport cython
+from libc.stdint cimport uintptr_t
+
+from arenapy.cuda.driver cimport (
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, primary,
+)
+from arenapy.cuda.stream cimport (
+    Stream as Named, Ticket, join_streams, new_event, relax, restore, stream_of, synchronize,
+)
+
+from arenapy.cuda.errors import CudaError
+from arenapy.request import checked_index
+
+cdef enum:
+    NON_BLOCKING = 1         # CU_STREAM_NON_BLOCKING
+    TIMED = 0                # CU_EVENT_DEFAULT
+
+cdef double MILLI = 1e-3
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Event:
+    """All that a stream was given before :meth:`Stream.record`, which made it.
+
+    Notes
+    -----
+    Thread-safety: may be used from any thread.
+    """
+
+    cdef Ticket ticket
+
+    def __init__(self):
+        raise TypeError("an Event is made by Stream.record()")
+
+    @property
+    def done(self):
+        """Has the stream done it? Asks the driver."""
+        return self.ticket.over()
+
+    def synchronize(self):
+        """Wait until the stream has done it; raises CudaError if that cannot be."""
+        if not self.ticket.wait(None):
+            raise CudaError("the event cannot be waited for: was it recorded during a capture?")
+
+    def __reduce__(self):
+        raise TypeError("an Event cannot be pickled")
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Stream:
+    """Stream(device_id=0)\n--\n
+    A stream of a device: what it is given is done in order, beside what others are given.
+
+    Every argument ``stream=`` of arenapy takes it, and so does every library that knows
+    ``__cuda_stream__``. It is non-blocking: neither it nor the legacy default stream waits for the
+    other, so let one :meth:`wait` where they share memory.
+
+    Parameters
+    ----------
+    device_id : int
+        Ordinal of the device.
+
+    Raises
+    ------
+    Unavailable
+        There is no driver, no device or no cuda-python.
+    ValueError, TypeError
+        `device_id` is no device.
+    CudaError
+        The driver refused.
+
+    Notes
+    -----
+    A context manager, which closes it. Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> with cuda.Stream() as stream:                        # doctest: +SKIP
+    ...     block.copy_from(array, stream=stream)
+    ...     stream.synchronize()
+    """
+
+    cdef void* handle
+    cdef void* context
+    cdef int generation
+    cdef readonly int device_id
+    cdef bint shut
+    cdef object __weakref__
+
+    def __init__(self, device_id=0):
+        cdef int result
+        if self.handle != NULL:
+            raise TypeError(f"{self!r} is made already; make another one")
+        cdef object index = checked_index("device_id", device_id)
+        self.context = primary(index)
+        self.device_id, self.generation = index, generation
+        with nogil:
+            result = enter(self.context)
+            if result == SUCCESS:
+                result = driver.cuStreamCreate(&self.handle, NON_BLOCKING)
+                leave()
+        checked(result, "cuStreamCreate")
+
+    def __dealloc__(self):
+        if self.handle != NULL and callable_(self.generation):
+            with nogil:
+                if enter(self.context) == SUCCESS:
+                    forget(driver.cuStreamDestroy(self.handle))
+                    leave()
+
+    def __cuda_stream__(self):
+        """The protocol of streams: its version, and the handle."""
+        return 0, self.open_handle()
+
+    @property
+    def handle(self):
+        """The driver's handle, an int; ValueError once the stream is closed."""
+        return self.open_handle()
+
+    @property
+    def closed(self):
+        """Was it closed?"""
+        return self.shut
+
+    cdef object open_handle(self):
+        if self.shut or self.handle == NULL:
+            raise ValueError(f"{self!r} is closed; make another one")
+        return <uintptr_t>self.handle
+
+    def synchronize(self):
+        """Wait until it has done all that it was given.
+
+        Raises
+        ------
+        ValueError
+            It is closed.
+        CudaError
+            The driver refused, or something that the stream did has failed.
+        """
+        synchronize(stream_of(self, self.device_id))
+
+    def record(self):
+        """An :class:`Event` for all that it was given so far; raises as `synchronize`."""
+        return event_on(self, self.device_id)
+
+    def wait(self, other):
+        """Let what it is given from now on come after `other`; this call waits for nothing.
+
+        Parameters
+        ----------
+        other : Event or stream
+            An event, or a stream of any library: all that it was given so far.
+
+        Raises
+        ------
+        TypeError
+            `other` is neither.
+        ValueError, CudaError
+            As `synchronize`.
+        """
+        if isinstance(other, Event):
+            wait_on(self, other, self.device_id)
+        else:
+            join_streams(stream_of(self, self.device_id), stream_of(other, self.device_id))
+
+    def close(self):
+        """Take no more work; what it was given is done all the same. A second call does nothing."""
+        self.shut = True
+
+    def __enter__(self):
+        self.open_handle()
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close()
+
+    def __repr__(self):
+        state = ", closed" if self.shut or self.handle == NULL else ""
+        return f"<Stream {<uintptr_t>self.handle:#x} of device {self.device_id}{state}>"
+
+    def __reduce__(self):
+        raise TypeError("a Stream cannot be pickled; make one where it is needed")
+
+
+def event_on(stream, int device_id):
+    """Internal: an Event for all that `stream`, anybody's, was given so far."""
+    cdef Event event = Event.__new__(Event)
+    event.ticket = new_event(stream_of(stream, device_id))
+    return event
+
+
+def wait_on(stream, Event event not None, int device_id):
+    """Internal: let what `stream`, anybody's, is given from now on come after `event`."""
+    cdef Named named = stream_of(stream, device_id)
+    if not event.ticket.wait(named):
+        raise CudaError(f"{named!r} cannot wait for the event: is one of them being captured?")
+
+
+# ---- time --------------------------------------------------------------------------------
+
+def elapsed(stream, work, int device_id):
+    """Internal: the seconds from when `stream` reaches what `work()` gives it until it is done.
+
+    The call waits for it.
+    """
+    cdef Named named = stream_of(stream, device_id)
+    cdef void* start = NULL
+    cdef void* end = NULL
+    cdef float milliseconds = 0
+    cdef int result
+    try:
+        start = timed_event(named.context)
+        end = timed_event(named.context)
+        record(named, start)
+        work()
+        record(named, end)
+        synchronize(named)
+        with nogil:
+            result = enter(named.context)
+            if result == SUCCESS:
+                result = driver.cuEventElapsedTime(&milliseconds, start, end)
+                leave()
+        checked(result, "cuEventElapsedTime")
+    finally:
+        destroy(named.context, start)
+        destroy(named.context, end)
+    return milliseconds * MILLI
+
+
+cdef void* timed_event(void* context) except NULL:
+    cdef void* event = NULL
+    cdef int result
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuEventCreate(&event, TIMED)
+            leave()
+    checked(result, "cuEventCreate")
+    return event
+
+
+cdef int record(Named stream, void* event) except -1:
+    cdef int result
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuEventRecord(event, stream.handle)
+            leave()
+    return checked(result, "cuEventRecord")
+
+
+cdef void destroy(void* context, void* event) noexcept:
+    cdef int mode
+    if event != NULL:
+        with nogil:
+            if relax(context, &mode) == SUCCESS:
+                forget(driver.cuEventDestroy(event))
+                restore(&mode)

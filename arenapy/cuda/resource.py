@@ -1,0 +1,117 @@
+"""arenapy's memory for cuda.core: an allocator as a ``MemoryResource`` of it.
+
+What lives here: the facade. What does not: memory, and when it may be used again (the allocator).
+
+A Buffer of cuda.core keeps its resource. A resource that kept those Buffers would live for ever
+with them, so this one keeps arenapy's own, by address, which know nothing of it.
+"""
+
+import importlib
+from functools import cache
+from typing import Any
+
+from arenapy.allocator import Allocator
+from arenapy.buffer import Buffer
+from arenapy.cuda.errors import Unavailable
+from arenapy.cuda.keeper import memory_of
+
+__all__ = ["memory_resource"]
+
+
+def memory_resource(allocator: Allocator) -> Any:
+    """Let cuda.core allocate from a Bump, Slab or Pool.
+
+    Parameters
+    ----------
+    allocator : Bump, Slab or Pool
+        Over any source: with one of arenapy.cuda, blocks are allocated and released in the order of
+        the streams that cuda.core names; with others, they are memory of the host, and streams do
+        not matter.
+
+    Returns
+    -------
+    cuda.core.MemoryResource
+        ``Device.set_current``, ``Buffer`` and the rest of cuda.core take it.
+        It keeps the allocator alive.
+
+    Raises
+    ------
+    Unavailable
+        There is no cuda.core; the message says what to install.
+    TypeError
+        `allocator` is none.
+
+    Notes
+    -----
+    `allocate` raises what ``allocator.alloc`` does: OutOfMemory, and CudaError on a stream that is
+    being captured. Thread-safety: that of the allocator.
+
+    Examples
+    --------
+    >>> resource = cuda.memory_resource(pool)                # doctest: +SKIP
+    >>> buffer = resource.allocate(1 << 20, stream=stream)   # doctest: +SKIP
+    """
+    if not isinstance(allocator, Allocator):
+        raise TypeError(f"{allocator!r} is no allocator; give a Bump, Slab or Pool")
+    try:
+        core = importlib.import_module("cuda.core")
+        base, handed_out = core.MemoryResource, core.Buffer
+    except (ImportError, AttributeError) as error:
+        raise Unavailable(
+            "memory_resource needs cuda.core 1.2 or later, which is not installed: "
+            "pip install 'cuda-core>=1.2'"
+        ) from error
+    return _resource_class(base)(allocator, handed_out)
+
+
+@cache
+def _resource_class(base: type) -> type:
+    return type("ArenapyMemoryResource", (_Resource, base), {"__module__": __name__})
+
+
+class _Resource:
+    """What `memory_resource` gives, on top of cuda.core's base class."""
+
+    def __init__(self, allocator: Any, handed_out: Any) -> None:
+        self._allocator = allocator
+        self._handed_out = handed_out  # cuda.core.Buffer
+        self._blocks: dict[int, Buffer] = {}  # by address, all that are out
+        self._memory, self._streams = memory_of(allocator)
+
+    def allocate(self, size: int, *, stream: Any) -> Any:
+        """A cuda.core Buffer of `size` bytes, for `stream`."""
+        block = self._allocator.alloc(size, stream=stream if self._streams else None)
+        address = block.address
+        self._blocks[address] = block
+        try:
+            return self._handed_out.from_handle(address, size, mr=self, stream=stream)
+        except BaseException:
+            del self._blocks[address]
+            raise
+
+    def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
+        """Give a block back, once `stream` has done what it was given by then."""
+        block = self._blocks.pop(int(ptr), None)
+        if block is None:
+            raise ValueError(f"{int(ptr):#x} is no block of {self._allocator!r} (any more)")
+        block.release(stream if self._streams else None)
+
+    @property
+    def is_device_accessible(self) -> bool:
+        """Do kernels see the memory?"""
+        return self._memory.device_accessible
+
+    @property
+    def is_host_accessible(self) -> bool:
+        """Does this processor?"""
+        return self._memory.host_accessible
+
+    @property
+    def is_managed(self) -> bool:
+        """Does it move between both?"""
+        return self._memory.kind == "managed"
+
+    @property
+    def device_id(self) -> int:
+        """Ordinal of the device that it is on; -1: the host."""
+        return self._memory.device_id

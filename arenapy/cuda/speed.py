@@ -1,0 +1,255 @@
+"""How fast copies between host and device are here, and what makes some of them slow.
+
+What lives here: the measurement, its table, and what is said about it, which follows from the
+figures alone. What does not: the copies.
+
+Times are the device's, between two events on the stream that copies, so what a copy waits for on
+the host is in them. Of several runs the fastest counts: what else a machine does only adds.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from arenapy.buffer import Buffer
+from arenapy.cuda.batch import copy_batch
+from arenapy.cuda.device import memory_info
+from arenapy.cuda.own_stream import Stream, elapsed
+from arenapy.cuda.source import Device, Pinned
+from arenapy.memory_info import format_bytes
+from arenapy.request import checked_index, checked_size
+from arenapy.stats import _grid, _html_row
+
+__all__ = ["Bandwidth", "CopySpeed", "bandwidth"]
+
+MIB = 1 << 20
+GIGA = 1e9
+MICRO = 1e-6
+OFFSETS = (123, 4096)  # bytes into a page
+SMALL = 4096  # bytes of a small copy
+MOST_SMALL = 1024  # of those, in one run
+SLOW = 0.8  # less than this part of what pinned memory has is called slow
+COLUMNS = ("memory of the host", "a copy", "copies", "to the device", "from it", "us a copy")
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpeed:
+    """Copies of one kind, timed.
+
+    Attributes
+    ----------
+    memory : str
+        The kind: what memory of the host, and how.
+    nbytes : int
+        Bytes of each copy.
+    copies : int
+        How many were timed together.
+    to_device_seconds, from_device_seconds : float
+        All of them took, in the fastest run.
+    """
+
+    memory: str
+    nbytes: int
+    copies: int
+    to_device_seconds: float
+    from_device_seconds: float
+
+    @property
+    def to_device(self) -> float:
+        """Bytes a second to the device."""
+        return _rate(self.nbytes * self.copies, self.to_device_seconds)
+
+    @property
+    def from_device(self) -> float:
+        """Bytes a second from the device."""
+        return _rate(self.nbytes * self.copies, self.from_device_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What :func:`bandwidth` measures. ``print()`` and notebooks show it as a table.
+
+    Attributes
+    ----------
+    device_id : int
+        Ordinal of the device.
+    name : str
+        What its driver calls it.
+    pageable, pinned : CopySpeed
+        One large copy, from and to ordinary memory and pinned memory.
+    offsets : tuple of CopySpeed
+        The same in pinned memory, so many bytes into a page.
+    small : CopySpeed
+        Many small copies in pinned memory.
+    """
+
+    device_id: int
+    name: str
+    pageable: CopySpeed
+    pinned: CopySpeed
+    offsets: tuple[CopySpeed, ...]
+    small: CopySpeed
+
+    @property
+    def rows(self) -> tuple[CopySpeed, ...]:
+        """All of them."""
+        return (self.pageable, self.pinned, *self.offsets, self.small)
+
+    @property
+    def verdict(self) -> str:
+        """What is slow, by these figures, and what to do about it."""
+        found = []
+        if self._is_slow(self.pageable):
+            found.append(
+                f"Pageable memory is slow, {self._compared(self.pageable)}: the driver copies it "
+                "into pinned memory of its own first, or back. Keep what is copied in cuda.Pinned, "
+                "or read it through cuda.chunks."
+            )
+        for row in filter(self._is_slow, self.offsets):
+            found.append(
+                f"{row.memory.capitalize()} it is slow, {self._compared(row)}: begin copies where "
+                "a page begins."
+            )
+        if self._is_slow(self.small):
+            seconds = max(self.small.to_device_seconds, self.small.from_device_seconds)
+            each = seconds / self.small.copies
+            instead = int(each * min(self.pinned.to_device, self.pinned.from_device))
+            found.append(
+                f"Copies of {format_bytes(self.small.nbytes)} are slow, "
+                f"{self._compared(self.small)}: each takes {each / MICRO:.1f} us, in which a large "
+                f"copy moves {format_bytes(instead)}. Put together what is copied together."
+            )
+        if not found:
+            found.append(f"Nothing is slow: all copies have {SLOW:.0%} of pinned memory's speed.")
+        return " ".join(found)
+
+    def _is_slow(self, row: CopySpeed) -> bool:
+        return (
+            row.to_device < SLOW * self.pinned.to_device
+            or row.from_device < SLOW * self.pinned.from_device
+        )
+
+    def _compared(self, row: CopySpeed) -> str:
+        best = self.pinned
+        return (
+            f"{_gigabytes(row.to_device)} to the device and {_gigabytes(row.from_device)} from it "
+            f"({_part(row.to_device, best.to_device)} and "
+            f"{_part(row.from_device, best.from_device)} of large pinned copies)"
+        )
+
+    def _table(self) -> list[list[str]]:
+        return [
+            [
+                row.memory,
+                format_bytes(row.nbytes),
+                f"{row.copies:,}",
+                _gigabytes(row.to_device),
+                _gigabytes(row.from_device),
+                f"{max(row.to_device_seconds, row.from_device_seconds) / row.copies / MICRO:,.1f}",
+            ]
+            for row in self.rows
+        ]
+
+    def _title(self) -> str:
+        return f"Copies between the host and device {self.device_id} ({self.name})"
+
+    def __str__(self) -> str:
+        """Lay out a table of plain text, the same on every terminal."""
+        table = _grid([[*COLUMNS], *self._table()], left=1)
+        return f"{self._title()}\n{table}\n{self.verdict}"
+
+    def _repr_html_(self) -> str:
+        """Lay out a table for a notebook."""
+        rows = [_html_row("th", COLUMNS), *(_html_row("td", row) for row in self._table())]
+        title, verdict = html.escape(self._title()), html.escape(self.verdict)
+        return f"<p>{title}</p><table>{''.join(rows)}</table><p>{verdict}</p>"
+
+
+def bandwidth(device_id: int = 0, nbytes: int = 64 * MIB, repeat: int = 5) -> Bandwidth:
+    """Measure copies between host and device: which are slow here, and why.
+
+    Parameters
+    ----------
+    device_id : int
+        Ordinal of the device.
+    nbytes : int
+        Bytes of a large copy, at least 4096. As much is taken of the device, of pinned memory and
+        of ordinary memory.
+    repeat : int
+        Runs of each kind, after one that does not count; the fastest is shown.
+
+    Returns
+    -------
+    Bandwidth
+
+    Raises
+    ------
+    Unavailable
+        There is no driver, no device or no cuda-python.
+    OutOfMemory
+        There is not that much memory, or it may not be pinned.
+    ValueError, TypeError
+        `device_id` is no device; `nbytes` or `repeat` is too small.
+    CudaError
+        The driver refused.
+
+    Notes
+    -----
+    Takes about `repeat` times 12 copies of `nbytes`. Thread-safety: may be called from any thread;
+    what else copies at the time makes it slower.
+    """
+    nbytes = checked_size(nbytes)
+    if nbytes < SMALL:
+        raise ValueError(f"nbytes={nbytes}: need at least {SMALL}")
+    repeat = checked_index("repeat", repeat)
+    if repeat < 1:
+        raise ValueError(f"repeat={repeat}: need at least one run")
+    info = memory_info(device_id)
+    stream = Stream(device_id)
+    block = Device(device_id).region(nbytes).buffer()
+    pinned = Pinned(mapped=False).region(nbytes + max(OFFSETS)).buffer()
+    pageable = np.ones(nbytes, np.uint8)
+    pieces = [slice(at, at + SMALL) for at in range(0, nbytes - SMALL + 1, SMALL)][:MOST_SMALL]
+
+    def timed(memory: str, pairs: list[tuple[Buffer, object]]) -> CopySpeed:
+        """Of copies between a Buffer of the device and memory of the host."""
+        back = [(host, device) for device, host in pairs]
+        return CopySpeed(
+            memory,
+            pairs[0][0].nbytes,
+            len(pairs),
+            fastest(lambda: copy_batch(pairs, stream)),
+            fastest(lambda: copy_batch(back, stream)),
+        )
+
+    def fastest(work: Callable[[], None]) -> float:
+        elapsed(stream, work, device_id)
+        return min(elapsed(stream, work, device_id) for _ in range(repeat))
+
+    return Bandwidth(
+        device_id,
+        info.name,
+        timed("pageable", [(block, pageable)]),
+        timed("pinned", [(block, pinned[:nbytes])]),
+        tuple(
+            timed(f"pinned, {offset} bytes in", [(block, pinned[offset : offset + nbytes])])
+            for offset in OFFSETS
+        ),
+        timed("pinned, small copies", [(block[piece], pinned[piece]) for piece in pieces]),
+    )
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if seconds > 0 else float("inf")
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / GIGA:.3g} GB/s"
+
+
+def _part(rate: float, best: float) -> str:
+    return f"{rate / best:.0%}" if best < float("inf") else "unknown part"
