@@ -178,6 +178,7 @@ cdef void end_hold(PyObject* root) noexcept
 # What uses a block besides, from now on; it is in a list of the hold. The keeper has a medium.
 cdef int note_use(Block block, object use) except -1
 cdef bint has_use(Block root, object use) except -1
+cdef list uses_of(Block block)               # as they are now
 # What a stream argument names, for memory of this keeper; None: nothing to take note of.
 cdef object named_stream(Keeper keeper, object stream)
 

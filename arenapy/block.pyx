@@ -385,12 +385,17 @@ cdef int note_use(Block block, object use) except -1:
 
 
 cdef bint has_use(Block root, object use) except -1:
+    return use in uses_of(root)
+
+
+cdef list uses_of(Block block):
+    cdef Block root = root_of(block)
     cdef list uses = []
     arenapy_lock_acquire(&root.keeper.lock)
     if root.hold != NULL and root.hold.uses != NULL:
         uses = <list>root.hold.uses
     arenapy_lock_release(&root.keeper.lock)
-    return use in uses
+    return list(uses)
 
 
 cdef void end_hold(PyObject* o) noexcept:

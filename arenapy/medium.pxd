@@ -30,6 +30,14 @@ cdef class Medium:
     cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1
+    # What DLPack's number for a stream names; None: the consumer sees to the order itself.
+    cdef object consumer(self, object stream)
+    # Another library is to use a block, on that stream: which waits for those that used it before.
+    cdef int lend(self, object block, object stream) except -1
+    # This thread is to use a block: it waits for those, and for `stream`, if it is not None.
+    cdef int ready(self, object block, object stream) except -1
+    # The same for readers of the CUDA array interface: the number they are to wait for, or None.
+    cdef object offer(self, object block)
     # The keeper ends: wait for the streams that use it, and free the holds.
     cdef void finish(self, PyObject* keeper) noexcept
     # Copy between blocks, or a block and another object, of one size; one of them is of this kind.

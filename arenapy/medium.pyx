@@ -35,6 +35,18 @@ cdef class Medium:
     cdef int fence(self, object stream) except -1:
         raise NotImplementedError
 
+    cdef object consumer(self, object stream):
+        raise NotImplementedError
+
+    cdef int lend(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int ready(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef object offer(self, object block):
+        raise NotImplementedError
+
     cdef void finish(self, PyObject* keeper) noexcept:
         pass
 

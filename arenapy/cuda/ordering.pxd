@@ -26,6 +26,9 @@ cdef class Ordering(Medium):
     cdef list batches                # others, oldest first
     cdef list done                   # objects that need not live any more
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
+    # The memory is another library's, which may use it anew at once when it is gone: what the own
+    # stream does counts, too.
+    cdef bint borrowed
     cdef Stream last                 # what was named last
     cdef object last_name            # and how
 
@@ -34,6 +37,7 @@ cdef class Ordering(Medium):
     # Let an object live until the stream has done what it was given so far.
     cdef int keep(self, object thing, Stream stream) except -1
     # internal
+    cdef list users(self, object block)
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept

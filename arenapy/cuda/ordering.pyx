@@ -1,7 +1,8 @@
 """Ordering: when memory that streams use may be used again.
 
-What lives here: released blocks that wait for streams, and what is to live until a copy is done.
-What does not: streams and events (stream), copies (memory), which blocks are free (allocators).
+What lives here: released blocks that wait for streams, what is to live until a copy is done, and
+which streams wait when a block is lent to another library. What does not: streams and events
+(stream), copies (copies), which blocks are free (allocators).
 
 A block of a device that only the allocator's own stream uses does not come here at all: the next
 one that gets it uses it on that stream, too, and so after it. What another stream was told of
@@ -26,12 +27,13 @@ from posix.unistd cimport usleep
 from arenapy.atomic cimport (
     arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
-from arenapy.block cimport Block, Hold, Keeper, note_use
+from arenapy.block cimport Block, Hold, Keeper, note_use, uses_of
 from arenapy.medium cimport Medium
 
 from arenapy.cuda.driver cimport callable_, generation
 from arenapy.cuda.stream cimport (
-    Graph, Stream, Ticket, join_streams, last_resort, stream_of, synchronize, ticket_of,
+    Graph, Stream, Ticket, follow, join_streams, last_resort, number_of, stream_of, synchronize,
+    ticket_of,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -109,7 +111,7 @@ cdef class Ordering(Medium):
         cdef Stream s = <Stream>stream
         if s.captures():
             return note_use(<Block>block, ticket_of(s))
-        if s is self.own and not self.host_accessible:
+        if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
         return note_use(<Block>block, s)
 
@@ -124,6 +126,54 @@ cdef class Ordering(Medium):
         batch.tickets.append(ticket_of(stream))
         self.batches.append(batch)
         return 0
+
+    # -- other libraries
+
+    cdef object consumer(self, object stream):
+        if isinstance(stream, int) and stream == 0:
+            raise ValueError(
+                "stream=0 is ambiguous, and not allowed: pass 1 for the legacy default stream, 2 "
+                "for the per-thread one, or -1 for no synchronization"
+            )
+        if isinstance(stream, int) and stream == -1:
+            return None
+        if stream is None and self.device_id < 0:
+            return None                      # of the host's memory: who asks may know no stream
+        return self.named(LEGACY if stream is None else stream)
+
+    cdef int lend(self, object block, object stream) except -1:
+        cdef Stream s = <Stream>stream
+        if s is None:                        # who says nothing is taken to work on this one
+            return self.use(block, stream_of(LEGACY, self.device_id))
+        for one in self.users(block):
+            follow(s, <Stream>one)
+        return self.use(block, s)
+
+    cdef int ready(self, object block, object stream) except -1:
+        cdef list streams = self.users(block)
+        if stream is not None:
+            streams.append(stream)
+        for one in streams:
+            if not (<Stream>one).captures():
+                synchronize(<Stream>one)
+        return 0
+
+    cdef object offer(self, object block):
+        cdef Stream front = self.own_stream()
+        cdef list streams = self.users(block)
+        for one in streams:
+            follow(front, <Stream>one)
+        # A reader orders itself after `front`, and what it does then is not told. The legacy stream
+        # comes after every blocking one.
+        self.use(block, stream_of(LEGACY, self.device_id))
+        return number_of(front) if streams else None
+
+    cdef list users(self, object block):
+        """The streams that what the block holds may be the work of."""
+        cdef list streams = [one for one in uses_of(<Block>block) if isinstance(one, Stream)]
+        if self.own is not None and self.own not in streams:
+            streams.append(self.own)
+        return streams
 
     # -- released blocks
 

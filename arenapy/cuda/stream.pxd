@@ -45,6 +45,10 @@ cdef Ticket new_event(Stream stream)
 cdef Ticket new_graph(Stream stream)
 # Let a stream wait for all that another was given so far.
 cdef int join_streams(Stream stream, Stream other) except -1
+# The same, but for streams of which just one is being captured: neither can wait for the other.
+cdef int follow(Stream stream, Stream other) except -1
+# Its number in DLPack and in the CUDA array interface.
+cdef object number_of(Stream stream)
 cdef int synchronize(Stream stream) except -1
 # What keeps memory from use once `stream` was told to use it: an event, or what it captures.
 cdef Ticket ticket_of(Stream stream)

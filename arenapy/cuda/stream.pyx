@@ -185,12 +185,30 @@ cdef int join_streams(Stream stream, Stream other) except -1:
     return 0
 
 
+cdef int follow(Stream stream, Stream other) except -1:
+    if stream is not other and stream.captures() == other.captures():
+        join_streams(stream, other)
+    return 0
+
+
+cdef void* handle_here(Stream stream) noexcept:
+    """Its handle; of another thread's default one the legacy stream, which waits for that."""
+    if stream.thread and stream.thread != <uint64_t>threading.get_ident():
+        return <void*><uintptr_t>LEGACY
+    return stream.handle
+
+
+cdef object number_of(Stream stream):
+    return <uintptr_t>handle_here(stream)
+
+
 cdef int synchronize(Stream stream) except -1:
+    cdef void* handle = handle_here(stream)
     cdef int result
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
-            result = driver.cuStreamSynchronize(stream.handle)
+            result = driver.cuStreamSynchronize(handle)
             leave()
     return checked(result, "cuStreamSynchronize")
 
@@ -277,12 +295,10 @@ cdef void* take_event(void* context) except NULL:
 cdef Ticket new_event(Stream stream):
     cdef Event ticket = Event.__new__(Event)
     cdef void* event = take_event(stream.context)
-    cdef void* handle = stream.handle
+    cdef void* handle = handle_here(stream)
     cdef int result
     ticket.context, ticket.generation = stream.context, generation
     ticket.event = event
-    if stream.thread and stream.thread != <uint64_t>threading.get_ident():
-        handle = <void*><uintptr_t>LEGACY    # another thread's, which waits for every blocking one
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
