@@ -4,6 +4,7 @@ without them, and says what to install.
 
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
+from arenapy.cuda.exchange import asbuffer, from_dlpack
 from arenapy.cuda.source import Device, DriverPool, Managed, Pinned
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "Managed",
     "Pinned",
     "Unavailable",
+    "asbuffer",
     "device_heap_limit",
     "devices",
+    "from_dlpack",
     "memory_info",
 ]
