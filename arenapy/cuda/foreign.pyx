@@ -149,10 +149,6 @@ cdef object exported(object thing, dict arguments):
 
 
 cdef Foreign of_dlpack(object thing, object stream):
-    cdef DLManagedTensor* old = NULL
-    cdef DLManagedTensorVersioned* new = NULL
-    cdef Taken taken
-    cdef Foreign array
     kind, device = thing.__dlpack_device__()
     kind, device = int(kind), int(device)
     arguments = {}
@@ -167,11 +163,22 @@ cdef Foreign of_dlpack(object thing, object stream):
         )
     elif kind not in KINDS:
         raise BufferError(
-            f"{named(thing)} is on device {(kind, device)} of DLPack, which is neither the host nor "
-            "CUDA's; copy it to one of them"
+            f"{named(thing)} is on device {(kind, device)} of DLPack, which is neither the host "
+            "nor CUDA's; copy it to one of them"
         )
     capsule = exported(thing, arguments)
-    taken = Taken.__new__(Taken)
+    try:
+        return taken_over(capsule, thing)
+    except BaseException:
+        capsule = None                       # its destructor may not like an exception on its way
+        raise
+
+
+cdef Foreign taken_over(object capsule, object thing):
+    cdef DLManagedTensor* old = NULL
+    cdef DLManagedTensorVersioned* new = NULL
+    cdef Taken taken = Taken.__new__(Taken)
+    cdef Foreign array
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         new = <DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
         if new.major > MAJOR:                # only the deleter is known to be where it was
