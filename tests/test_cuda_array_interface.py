@@ -113,3 +113,16 @@ def test_a_reader_on_a_blocking_stream_is_waited_for(one, source):
 
 def test_host_memory_has_no_such_interface(one):
     assert not hasattr(Bump(N).alloc(8), "__cuda_array_interface__")
+
+
+@pytest.mark.parametrize("source", ["pinned", "managed"])
+def test_a_fence_is_no_question_to_the_legacy_stream_alone(one, source):
+    """That has done what it was given, but blocking streams have not."""
+    pool = pool_of(source)
+    buffer = pool.alloc(N)
+    assert buffer.__cuda_array_interface__["stream"] is None
+    one.launch(stream(one, 0))
+    del buffer
+    assert pool.stats().pending_bytes == N, "and now there is an event"
+    one.drain()
+    assert pool.stats().pending_bytes == 0

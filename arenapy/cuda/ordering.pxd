@@ -37,6 +37,7 @@ cdef class Ordering(Medium):
     # Let an object live until the stream has done what it was given so far.
     cdef int keep(self, object thing, Stream stream) except -1
     # internal
+    cdef int fenced(self, object block) except -1
     cdef list users(self, object block)
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept

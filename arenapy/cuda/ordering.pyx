@@ -32,8 +32,8 @@ from arenapy.medium cimport Medium
 
 from arenapy.cuda.driver cimport callable_, generation
 from arenapy.cuda.stream cimport (
-    Graph, Stream, Ticket, follow, join_streams, last_resort, number_of, stream_of, synchronize,
-    ticket_of,
+    Graph, Stream, Ticket, fence_of, follow, join_streams, last_resort, new_event, number_of,
+    stream_of, synchronize, ticket_of,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -143,8 +143,8 @@ cdef class Ordering(Medium):
 
     cdef int lend(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
-        if s is None:                        # who says nothing is taken to work on this one
-            return self.use(block, stream_of(LEGACY, self.device_id))
+        if s is None:
+            return self.fenced(block)
         for one in self.users(block):
             follow(s, <Stream>one)
         return self.use(block, s)
@@ -154,8 +154,9 @@ cdef class Ordering(Medium):
         if stream is not None:
             streams.append(stream)
         for one in streams:
-            if not (<Stream>one).captures():
-                synchronize(<Stream>one)
+            # By an event, which comes after all blocking streams on a fence.
+            if not (<Stream>one).captures() and not new_event(<Stream>one).wait(None):
+                raise CudaError(f"waiting for {one!r} failed")
         return 0
 
     cdef object offer(self, object block):
@@ -163,10 +164,15 @@ cdef class Ordering(Medium):
         cdef list streams = self.users(block)
         for one in streams:
             follow(front, <Stream>one)
-        # A reader orders itself after `front`, and what it does then is not told. The legacy stream
-        # comes after every blocking one.
-        self.use(block, stream_of(LEGACY, self.device_id))
+        self.fenced(block)                   # a reader does not tell what it does after `front`
         return number_of(front) if streams else None
+
+    cdef int fenced(self, object block) except -1:
+        """Somebody uses it who does not say on which stream: on a blocking one, then."""
+        if (self.own is stream_of(LEGACY, self.device_id)
+                and not self.host_accessible and not self.borrowed):
+            return 0                         # what is done there next comes after those
+        return self.use(block, fence_of(self.device_id))
 
     cdef list users(self, object block):
         """The streams that what the block holds may be the work of."""

@@ -11,11 +11,12 @@ cdef class Stream:
     # It is sure to exist for as long as this: the legacy default stream, or `owner` sees to that.
     cdef bint lasting
     cdef object owner
+    cdef bint fence                  # see fence_of
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
     cdef object __weakref__
 
     cdef bint captures(self) except -1
-    # Has it done all that it was given? A capturing one has not.
+    # Has it done all that it was given? A capturing one has not; a fence does not know.
     cdef bint idle(self) noexcept
 
 
@@ -41,6 +42,9 @@ cdef class Graph(Ticket):
 
 # The stream that `stream`, of a user, names. `device_id`: of a default stream; -1: the current one.
 cdef Stream stream_of(object stream, int device_id)
+# The legacy stream, for what is used on nobody knows which of the blocking streams: an event on it
+# comes after them all, and a question to it would only be about its own work.
+cdef Stream fence_of(int device_id)
 cdef Ticket new_event(Stream stream)
 cdef Ticket new_graph(Stream stream)
 # Let a stream wait for all that another was given so far.

@@ -91,6 +91,8 @@ cdef class Stream:
 
     cdef bint idle(self) noexcept:
         cdef int result, mode = RELAXED
+        if self.fence:
+            return False                     # it is not asked what other streams have done
         with nogil:
             result = relax(self.context, &mode)
             if result == SUCCESS:
@@ -173,6 +175,21 @@ cdef Stream stream_of(object stream, int device_id):
     if owns and id and found.owner is None:
         found.owner = stream
         found.lasting = True
+    return found
+
+
+cdef Stream fence_of(int device_id):
+    cdef Stream legacy = stream_of(LEGACY, device_id)
+    cdef Stream found
+    key = (<uintptr_t>legacy.context, "fence", generation)
+    with knowing:
+        found = known.get(key)
+        if found is None:
+            found = Stream.__new__(Stream)
+            found.handle, found.context, found.device_id = (
+                legacy.handle, legacy.context, legacy.device_id)
+            found.lasting = found.fence = True
+            known[key] = found
     return found
 
 
