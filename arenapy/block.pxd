@@ -177,6 +177,7 @@ cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
 cdef void end_hold(PyObject* root) noexcept
 # What uses a block besides, from now on; it is in a list of the hold. The keeper has a medium.
 cdef int note_use(Block block, object use) except -1
+cdef list uses_of(Block block)               # as they are now
 # What a stream argument names, for memory of this keeper; None: nothing to take note of.
 cdef object named_stream(Keeper keeper, object stream)
 

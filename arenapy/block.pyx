@@ -385,6 +385,16 @@ cdef int note_use(Block block, object use) except -1:
     return 0
 
 
+cdef list uses_of(Block block):
+    cdef Block root = root_of(block)
+    cdef list uses = []
+    arenapy_lock_acquire(&root.keeper.lock)
+    if root.hold != NULL and root.hold.uses != NULL:
+        uses = <list>root.hold.uses
+    arenapy_lock_release(&root.keeper.lock)
+    return list(uses)
+
+
 cdef void end_hold(PyObject* o) noexcept:
     cdef PyObject* keeper = <PyObject*>(<Block>o).keeper
     cdef Hold* hold = (<Block>o).hold

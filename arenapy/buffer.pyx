@@ -347,7 +347,7 @@ cdef class Buffer(Block):
         Parameters
         ----------
         source : buffer
-            Also memory on a device.
+            To and from memory of arenapy.cuda also what has __cuda_array_interface__ or DLPack.
         stream : stream, optional
             If this Buffer or `source` is memory of arenapy.cuda: the stream that does it, in its
             order; both are held until it has. By default it is done when this returns.
@@ -428,13 +428,10 @@ cdef class Buffer(Block):
 
     @property
     def __cuda_array_interface__(self):
-        """The CUDA array interface, version 3. Reading it marks the Buffer held."""
+        """The CUDA array interface, version 3. Reading it marks the Buffer held; see `offer`."""
         if self.keeper is None or not self.keeper.device_accessible:
             raise AttributeError(f"{name_of(self)} is not accessible to a CUDA device")
-        acquire(self, False)
-        if self.keeper.medium is not None:   # its consumers order themselves after that stream
-            self.record_stream(1)
-        return dict(_numpy().interface(self), stream=1)
+        return _numpy().cuda_interface(self)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         """A DLPack capsule of this memory (see :mod:`arenapy.dlpack`)."""

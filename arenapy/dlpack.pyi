@@ -5,7 +5,7 @@ from arenapy.buffer import Buffer
 def device(buffer: Buffer) -> tuple[int, int]: ...
 def capsule(
     buffer: Buffer,
-    stream: None,
+    stream: object,
     max_version: tuple[int, int] | None,
     dl_device: tuple[int, int] | None,
     copy: bool | None,

@@ -7,60 +7,22 @@ A capsule counts as a live export of its Buffer from birth. The deleter, which t
 call from any thread with or without the GIL, ends it. A capsule that nobody consumed is ended
 by its own destructor.
 
-Source of the layouts: the DLPack specification, dlpack.h version 1.0.
+Memory that streams use (arenapy.cuda) is lent to the consumer's stream, in the numbers of the array
+API standard. Where the consumer is the host it waits instead: no stream is told of it then.
 """
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 
 import numpy as np
 
 from arenapy.atomic cimport arenapy_finalizing
-from arenapy.block cimport acquire, check_open, is_readonly, unacquire
+from arenapy.block cimport Keeper, acquire, check_open, is_readonly, name_of, unacquire
 from arenapy.buffer cimport Buffer, View
+from arenapy.medium cimport Medium
 
-cdef enum:
-    KIND_CPU = 1
-    KIND_CUDA = 2
-    KIND_CUDA_HOST = 3
-    KIND_CUDA_MANAGED = 13
-    FLAG_READ_ONLY = 1
-    FLAG_IS_COPIED = 2
-    MAJOR = 1
-    MINOR = 0
-
-cdef struct DLDevice:
-    int32_t device_type
-    int32_t device_id
-
-cdef struct DLDataType:
-    uint8_t code
-    uint8_t bits
-    uint16_t lanes
-
-cdef struct DLTensor:
-    void* data
-    DLDevice device
-    int32_t ndim
-    DLDataType dtype
-    int64_t* shape
-    int64_t* strides          # in elements
-    uint64_t byte_offset
-
-cdef struct DLManagedTensor:
-    DLTensor tensor
-    void* context
-    void (*deleter)(DLManagedTensor*) noexcept nogil
-
-cdef struct DLManagedTensorVersioned:
-    uint32_t major
-    uint32_t minor
-    void* context
-    void (*deleter)(DLManagedTensorVersioned*) noexcept nogil
-    uint64_t flags
-    DLTensor tensor
-
+cdef tuple HOST = (KIND_CPU, 0)
 # NumPy's kind letter to DLPack's type code.
 cdef dict CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 cdef dict DEVICES = {
@@ -122,11 +84,14 @@ cdef DLDataType _dtype(Buffer buffer) except *:
     return t
 
 
-cdef void _fill(DLTensor* tensor, Buffer buffer, DLDataType dtype, int64_t* numbers):
+cdef void _fill(
+    DLTensor* tensor, Buffer buffer, tuple where, DLDataType dtype, int64_t* numbers
+):
     cdef View v
     cdef int i
-    tensor.data = buffer.ptr
-    tensor.device.device_type, tensor.device.device_id = device(buffer)
+    # As it is specified; but NumPy takes NULL for a wish, and allocates.
+    tensor.data = buffer.ptr if buffer.size or where[0] != KIND_CUDA else NULL
+    tensor.device.device_type, tensor.device.device_id = where
     tensor.dtype = dtype
     tensor.byte_offset = 0
     tensor.shape = numbers
@@ -153,31 +118,70 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
         If the request cannot be met: a read-only Buffer without ``max_version=(1, 0)``, a
         dtype that DLPack lacks, another device, or ``copy=False`` where only a copy works.
     ValueError
-        If a stream is given for host memory, or the Buffer is closed.
+        If a stream is given for host memory, or one that DLPack does not allow, or the Buffer is
+        closed.
     """
-    cdef DLManagedTensor* old
-    cdef DLManagedTensorVersioned* new
+    cdef Medium medium
     cdef DLDataType dtype
     cdef bint versioned = _is_versioned(max_version)
-    cdef size_t numbers
+    cdef bint fits
     check_open(buffer)
+    medium = buffer.keeper.medium
     here = device(buffer)
+    where = here if dl_device is None else tuple(dl_device)
     if copy not in (None, True, False):
         raise ValueError(f"copy={copy!r} is not True, False or None")
-    if stream is not None:
+    if medium is None and stream is not None:
         raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")
-    if dl_device is not None and tuple(dl_device) != here:
+    fits = _fits(buffer, here, where)
+    if not fits and (medium is None or where != HOST):
         raise BufferError(
-            f"dl_device={tuple(dl_device)} is not where the Buffer is, {here}; copy it there first"
+            f"dl_device={where} is not where the Buffer is, {here}; copy it there first"
+        )
+    if not fits and copy is False:
+        raise BufferError(
+            f"dl_device={where}: the host cannot read {name_of(buffer)} in place, which copy=False "
+            "asks for; pass copy=None or copy_to() a Buffer of the host"
         )
     dtype = _dtype(buffer)
-    if copy:
-        return _copied(buffer, versioned, max_version)
+    consumer = None
+    if medium is not None and not (where == HOST and stream is None):
+        consumer = medium.consumer(stream)
+    if copy or not fits:
+        if medium is not None and where != HOST:
+            return _copied_there(buffer, where, consumer, dtype, versioned)
+        return _copied(buffer, consumer, versioned, max_version)
     if is_readonly(buffer) and not versioned:
         raise BufferError(
             "the Buffer is read-only, which DLPack can say only since 1.0: the consumer has to "
             "pass max_version=(1, 0) or later, or copy=True"
         )
+    return _shared(buffer, where, consumer, dtype, versioned)
+
+
+cdef bint _fits(Buffer buffer, tuple here, tuple where) except -1:
+    """Can it be used there as it is?"""
+    cdef Keeper keeper = buffer.keeper
+    if where == here:
+        return True
+    if keeper.medium is None:
+        return False
+    if where == HOST:
+        return keeper.host_accessible
+    return here[0] == KIND_CUDA_MANAGED and where == (KIND_CUDA, here[1])
+
+
+cdef object _shared(Buffer buffer, tuple where, object consumer, DLDataType dtype, bint versioned):
+    """A capsule of its own memory."""
+    cdef DLManagedTensor* old
+    cdef DLManagedTensorVersioned* new
+    cdef Medium medium = buffer.keeper.medium
+    cdef size_t numbers
+    if medium is not None and where == HOST:
+        medium.ready(buffer, consumer)
+    elif medium is not None:
+        # Now, as what the consumer does by the time that it calls the deleter may not be done then.
+        medium.lend(buffer, consumer)
     numbers = 2 * ((<View>buffer).ndim if buffer.root is not None else 1) * sizeof(int64_t)
     if versioned:
         new = <DLManagedTensorVersioned*>malloc(sizeof(DLManagedTensorVersioned) + numbers)
@@ -187,14 +191,14 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
         new.context = <void*>buffer
         new.deleter = _delete_versioned
         new.flags = FLAG_READ_ONLY if is_readonly(buffer) else 0
-        _fill(&new.tensor, buffer, dtype, <int64_t*>(new + 1))
+        _fill(&new.tensor, buffer, where, dtype, <int64_t*>(new + 1))
         return _as_capsule(buffer, new, True)
     old = <DLManagedTensor*>malloc(sizeof(DLManagedTensor) + numbers)
     if old == NULL:
         raise MemoryError("no memory for a DLPack tensor")
     old.context = <void*>buffer
     old.deleter = _delete
-    _fill(&old.tensor, buffer, dtype, <int64_t*>(old + 1))
+    _fill(&old.tensor, buffer, where, dtype, <int64_t*>(old + 1))
     return _as_capsule(buffer, old, False)
 
 
@@ -210,13 +214,46 @@ cdef bint _is_versioned(object max_version) except -1:
         ) from None
 
 
-cdef object _copied(Buffer buffer, bint versioned, object max_version):
-    """A capsule of a copy, which NumPy owns."""
+cdef object _copied(Buffer buffer, object consumer, bint versioned, object max_version):
+    """A capsule of a copy on the host, which NumPy owns."""
+    cdef Medium medium = buffer.keeper.medium
     if buffer.root is not None:
         copy = np.empty((<View>buffer).shape, (<View>buffer).typestr)
     else:
         copy = np.empty(buffer.size, "u1")
+    if medium is not None:
+        medium.ready(buffer, consumer)
     capsule = buffer.copy_to(copy).__dlpack__(max_version=max_version)
+    return _marked(capsule, versioned)
+
+
+cdef object _copied_there(
+    Buffer buffer, tuple where, object consumer, DLDataType dtype, bint versioned
+):
+    """A capsule of a copy in the same allocator, made by the consumer's stream."""
+    cdef Medium medium = buffer.keeper.medium
+    cdef Buffer other
+    allocator = buffer.allocator
+    if allocator is None:
+        raise BufferError(
+            f"copy=True: {name_of(buffer)} is of no allocator, which could give memory for a copy; "
+            "copy it to a Buffer of one, and pass that"
+        )
+    other = allocator.alloc(buffer.size)
+    if medium.host_accessible:               # where the consumer may be this processor
+        medium.ready(buffer, consumer)
+        other.copy_from(buffer)
+    elif consumer is None:
+        other.copy_from(buffer, medium.own)
+    else:
+        medium.lend(buffer, consumer)
+        other.copy_from(buffer, consumer)
+    if buffer.root is not None:
+        other = other.view((<View>buffer).shape, (<View>buffer).typestr)
+    return _marked(_shared(other, where, consumer, dtype, versioned), versioned)
+
+
+cdef object _marked(object capsule, bint versioned):
     if versioned:
         (<DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
          ).flags |= FLAG_IS_COPIED

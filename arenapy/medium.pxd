@@ -15,8 +15,10 @@ cdef class Medium:
     # The stream whose order blocks need no event for; None: there is none.
     cdef readonly object own
 
-    # The one of an allocator whose blocks belong to `stream`, as the user gave it.
+    # One for blocks that belong to `stream`, as the user gave it; the same for an allocator, of
+    # which some streams cannot be.
     cdef Medium bound(self, object stream)
+    cdef Medium of_allocator(self, object stream)
     # What a user's argument names; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
     # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
@@ -35,6 +37,14 @@ cdef class Medium:
     cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1
+    # What DLPack's number for a stream names; None: the consumer sees to the order itself.
+    cdef object consumer(self, object stream)
+    # Another library is to use a block, on that stream: which waits for those that used it before.
+    cdef int lend(self, object block, object stream) except -1
+    # This thread is to use a block: it waits for those, and for `stream`, if it is not None.
+    cdef int ready(self, object block, object stream) except -1
+    # The same for readers of the CUDA array interface: the number they are to wait for, or None.
+    cdef object offer(self, object block)
     # The keeper ends: wait for the streams that use it, and free the holds.
     cdef void finish(self, PyObject* keeper) noexcept
     # Copy between blocks, or a block and another object, of one size; one of them is of this kind.

@@ -17,6 +17,9 @@ cdef class Medium:
     cdef Medium bound(self, object stream):
         raise NotImplementedError
 
+    cdef Medium of_allocator(self, object stream):
+        return self.bound(stream)
+
     cdef object named(self, object stream):
         raise NotImplementedError
 
@@ -42,6 +45,18 @@ cdef class Medium:
         return 0
 
     cdef int fence(self, object stream) except -1:
+        raise NotImplementedError
+
+    cdef object consumer(self, object stream):
+        raise NotImplementedError
+
+    cdef int lend(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int ready(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef object offer(self, object block):
         raise NotImplementedError
 
     cdef void finish(self, PyObject* keeper) noexcept:

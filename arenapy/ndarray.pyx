@@ -17,6 +17,7 @@ cimport numpy as cnp
 from arenapy.atomic cimport ARENAPY_GIL
 from arenapy.block cimport acquire, check_open, is_readonly
 from arenapy.buffer cimport Buffer, View
+from arenapy.medium cimport Medium
 
 cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)
@@ -215,3 +216,14 @@ def interface(Buffer buffer not None):
         "data": (<uintptr_t>buffer.ptr, bool(is_readonly(buffer))),
         "strides": None,
     }
+
+
+def cuda_interface(Buffer buffer not None):
+    """The dict of the CUDA array interface, version 3, with the stream that readers wait for."""
+    cdef Medium medium = buffer.keeper.medium
+    acquire(buffer, False)
+    stream = 1 if medium is None else medium.offer(buffer)
+    fields = interface(buffer)
+    if buffer.size == 0:
+        fields["data"] = (0, fields["data"][1])      # as it is specified
+    return fields | {"stream": stream}

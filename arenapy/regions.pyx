@@ -65,7 +65,7 @@ cdef class RegionSet(Keeper):
     cdef int adopt(self, object source, object stream) except -1:
         medium = getattr(source, "medium", None)
         if isinstance(medium, Medium):
-            self.take_medium((<Medium>medium).bound(stream))
+            self.take_medium((<Medium>medium).of_allocator(stream))
         elif stream is not None:
             named_stream(self, stream)       # which raises
         return 0

@@ -8,12 +8,12 @@ from arenapy import Bump, Pool, Slab, cuda
 MIB = 1 << 20
 
 
-def machine(name, host, allocator, source, sizes=StreamMachine.SIZES):
+def machine(name, host, allocator, source, base=StreamMachine):
     def make(self):
         self.driver.attributes[91] = 1  # the device sees registered memory at its address
         return allocator(source())
 
-    return type(name, (StreamMachine,), {"HOST": host, "make": make, "SIZES": sizes})
+    return type(name, (base,), {"HOST": host, "make": make})
 
 
 ALLOCATORS = {

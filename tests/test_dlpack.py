@@ -3,76 +3,27 @@
 import ctypes
 import gc
 import threading
-from ctypes import POINTER, Structure, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64
 
 import numpy as np
 import pytest
+from capsules import (
+    BOOL,
+    COMPLEX,
+    CPU,
+    FLOAT,
+    INT,
+    IS_COPIED,
+    NEW,
+    OLD,
+    READ_ONLY,
+    UINT,
+    Consumer,
+    ManagedVersioned,
+    capsule_name,
+    capsule_pointer,
+    tensor_of,
+)
 from support import exact, peek, poke, readonly_buffer
-
-OLD, NEW = b"dltensor", b"dltensor_versioned"
-CPU = (1, 0)
-READ_ONLY, IS_COPIED = 1, 2
-INT, UINT, FLOAT, COMPLEX, BOOL = 0, 1, 2, 5, 6
-
-
-class DLTensor(Structure):
-    _fields_ = [
-        ("data", c_uint64),
-        ("device_type", c_int32),
-        ("device_id", c_int32),
-        ("ndim", c_int32),
-        ("code", c_uint8),
-        ("bits", c_uint8),
-        ("lanes", c_uint16),
-        ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)),
-        ("byte_offset", c_uint64),
-    ]
-
-
-# PYFUNCTYPE would hold the GIL; a C consumer on its own thread does not, and neither does this.
-Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Managed(Structure):
-    _fields_ = [("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
-class ManagedVersioned(Structure):
-    _fields_ = [
-        ("major", c_uint32),
-        ("minor", c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", c_uint64),
-        ("tensor", DLTensor),
-    ]
-
-
-def _api(name, restype, *argtypes):
-    function = getattr(ctypes.pythonapi, name)
-    function.restype, function.argtypes = restype, argtypes
-    return function
-
-
-capsule_name = _api("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
-capsule_pointer = _api("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-rename_capsule = _api("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
-USED = {OLD: b"used_dltensor", NEW: b"used_dltensor_versioned"}  # kept alive: capsules point here
-
-
-class Consumer:
-    """Takes a capsule over as a C library does: renames it, and owes it one call of the deleter."""
-
-    def __init__(self, capsule):
-        name = capsule_name(capsule)
-        self.pointer = capsule_pointer(capsule, name)
-        self.managed = (Managed if name == OLD else ManagedVersioned).from_address(self.pointer)
-        self.tensor = self.managed.tensor
-        rename_capsule(capsule, USED[name])
-
-    def delete(self):
-        Deleter(self.managed.deleter)(self.pointer)
 
 
 class Again:
@@ -98,12 +49,6 @@ def buffer(arena):
     block = arena.alloc(96)
     ctypes.memmove(block.address, bytes(range(96)), 96)
     return block
-
-
-def tensor_of(capsule):
-    name = capsule_name(capsule)
-    kind = Managed if name == OLD else ManagedVersioned
-    return kind.from_address(capsule_pointer(capsule, name)).tensor
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ without them, and says what to install.
 from arenapy.cuda.batch import copy_batch
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
+from arenapy.cuda.exchange import asbuffer, from_dlpack
 from arenapy.cuda.managed import advise, prefetch
 from arenapy.cuda.own_stream import Event, Stream
 from arenapy.cuda.resource import memory_resource
@@ -25,11 +26,13 @@ __all__ = [
     "Stream",
     "Unavailable",
     "advise",
+    "asbuffer",
     "bandwidth",
     "chunks",
     "copy_batch",
     "device_heap_limit",
     "devices",
+    "from_dlpack",
     "memory_info",
     "memory_resource",
     "prefetch",

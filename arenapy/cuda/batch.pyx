@@ -53,7 +53,7 @@ def copy_batch(pairs, stream=None):
     cdef Py_ssize_t i = 0
     for pair in pairs:
         try:
-            found.append(checked_pair(pair))
+            found.append(checked_pair(pair, stream))
         except (BufferError, TypeError, ValueError) as error:
             kind = [one for one in (BufferError, TypeError, ValueError) if isinstance(error, one)]
             raise kind[0](f"pairs[{i}]: {error}") from error
@@ -74,7 +74,7 @@ def copy_batch(pairs, stream=None):
         synchronize(s)
 
 
-cdef tuple checked_pair(object pair):
+cdef tuple checked_pair(object pair, object stream):
     """Both sides, and the memory that leads; nothing is changed."""
     cdef Side target, source
     cdef CudaMemory memory
@@ -82,24 +82,26 @@ cdef tuple checked_pair(object pair):
         to, origin = pair
     except (TypeError, ValueError):
         raise TypeError(f"{pair!r} is no pair; give (target, source)") from None
-    target, source = side_of(to, True), side_of(origin, False)
-    if target.nbytes != source.nbytes:
-        raise ValueError(
-            f"the target has {target.nbytes} bytes and the source has {source.nbytes}; slice the "
-            "larger one"
-        )
-    memory = memory_of(target)
+    memory = memory_of(to)
     if memory is None:
-        memory = memory_of(source)
+        memory = memory_of(origin)
     if memory is None:
         raise ValueError(
             "neither is a Buffer of memory of arenapy.cuda, whose streams could copy it; use "
             "Buffer.copy_from or NumPy"
         )
-    return target, source, leader(memory, target, source)
+    memory = leader(memory, to, origin)
+    target, source = side_of(to, True, memory, stream), side_of(origin, False, memory, stream)
+    if target.nbytes != source.nbytes:
+        raise ValueError(
+            f"the target has {target.nbytes} bytes and the source has {source.nbytes}; slice the "
+            "larger one"
+        )
+    return target, source, memory
 
 
-cdef CudaMemory memory_of(Side side):
-    if side.block and isinstance((<Block>side.thing).keeper.medium, CudaMemory):
-        return <CudaMemory>(<Block>side.thing).keeper.medium
+cdef CudaMemory memory_of(object thing):
+    if isinstance(thing, Block) and (<Block>thing).keeper is not None:
+        if isinstance((<Block>thing).keeper.medium, CudaMemory):
+            return <CudaMemory>(<Block>thing).keeper.medium
     return None

@@ -26,7 +26,8 @@ cdef class Side:
 
 cdef CudaMemory new_memory(
     str kind, int device_id, bint host_accessible, bint device_accessible, Py_ssize_t align)
-# What is known of one side, whose memory is to be written to or read; nothing is changed.
-cdef Side side_of(object thing, bint to)
+# What is known of one side, whose memory is to be written to or read by `stream` of `leading`, as
+# the user gave it; nothing is changed.
+cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
 # The memory whose default streams are meant: a device's, if there is one.
-cdef CudaMemory leader(CudaMemory one, Side to, Side source)
+cdef CudaMemory leader(CudaMemory one, object to, object source)

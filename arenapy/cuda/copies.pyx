@@ -12,24 +12,26 @@ sees, the processor does it.
 The driver is told addresses alone: all CUDA memory has addresses of its own (unified addressing).
 """
 cimport cython
+from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.block cimport (
     Block, acquire, check_open, is_readonly, name_of, root_of, unacquire, writable,
 )
+from arenapy.dlpack cimport KIND_CPU
 from arenapy.transfer cimport copy_bytes, move_bytes
 
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
+from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport FEW, Batch
-from arenapy.cuda.stream cimport Stream, join_streams, stream_of, synchronize
+from arenapy.cuda.stream cimport Stream, follow, synchronize
 
 cdef enum:
     INVALID_VALUE = 1
     PEER_ALREADY_ENABLED = 704
     MOST_VIEWS = 16          # of one another that are looked through
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-    DEVICE_ORDINAL = 9       # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 cdef set peers = set()       # pairs of devices that were asked for access
 
@@ -50,8 +52,9 @@ cdef class CudaMemory(Ordering):
     """Memory of CUDA. Internal."""
 
     cdef int copy(self, object to, object source, object stream) except -1:
-        cdef Side target = side_of(to, True)
-        cdef Side origin = side_of(source, False)
+        cdef CudaMemory one = leader(self, to, source)
+        cdef Side target = side_of(to, True, one, stream)
+        cdef Side origin = side_of(source, False, one, stream)
         if target.nbytes != origin.nbytes:
             raise ValueError(
                 f"{said(to)} has {target.nbytes} bytes and {said(source)} has {origin.nbytes}; "
@@ -60,9 +63,9 @@ cdef class CudaMemory(Ordering):
         if stream is None and target.on_host and origin.on_host:
             # One of them is a block of arenapy, and the other one has a buffer.
             if target.block:
-                return copy_bytes(<Block>to, source, True)
-            return copy_bytes(<Block>source, to, False)
-        return leader(self, target, origin).transfer(target, origin, stream)
+                return copy_bytes(<Block>to, origin.thing, True)
+            return copy_bytes(<Block>source, target.thing, False)
+        return one.transfer(target, origin, stream)
 
     cdef int transfer(self, Side to, Side source, object stream) except -1:
         cdef Stream s = self.own_stream() if stream is None else <Stream>self.named(stream)
@@ -174,7 +177,7 @@ cdef int refuse_readonly(Block block) except -1:
     return 0
 
 
-cdef Side side_of(object thing, bint to):
+cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
     """What is known of one side; nothing is changed."""
     cdef Side side = Side.__new__(Side)
     cdef Block b
@@ -194,25 +197,37 @@ cdef Side side_of(object thing, bint to):
     side.foreign = True
     described = getattr(thing, "__cuda_array_interface__", None)
     if described is not None:
-        of_array(side, described, to)
+        of_array(side, of_interface(thing, described), to)
         return side
+    if PyObject_CheckBuffer(thing) or not hasattr(thing, "__dlpack__"):
+        of_buffer(side, to)
+    else:
+        of_tensor(side, to, leading, stream)
+    return side
+
+
+cdef int of_buffer(Side side, bint to) except -1:
+    """What the host has."""
     side.on_host = True
     try:
-        side.view = memoryview(thing)
+        side.view = memoryview(side.thing)
     except TypeError:
         raise TypeError(
-            f"{said(thing)} is no Buffer, and has neither a buffer nor __cuda_array_interface__"
+            f"{said(side.thing)} is no Buffer, and has neither a buffer nor "
+            "__cuda_array_interface__ nor __dlpack__"
         ) from None
     if to and side.view.readonly:
-        raise BufferError(f"{said(thing)} is read-only; give something writable, like a bytearray")
+        raise BufferError(
+            f"{said(side.thing)} is read-only; give something writable, like a bytearray"
+        )
     if not side.view.contiguous:
-        raise BufferError(f"{said(thing)} is not contiguous; give a contiguous copy of it")
+        raise BufferError(f"{said(side.thing)} is not contiguous; give a contiguous copy of it")
     side.nbytes = side.view.nbytes
     if side.nbytes:
         from arenapy import vm
         side.address = vm.address_of(side.view)
-    side.under = block_under(thing)
-    return side
+    side.under = block_under(side.thing)
+    return 0
 
 
 cdef Block block_under(object thing):
@@ -226,34 +241,27 @@ cdef Block block_under(object thing):
     return None
 
 
-cdef int of_array(Side side, object described, bint to) except -1:
-    """Another library's array on a device."""
-    cdef uint64_t address
-    cdef int device = 0, result
-    cdef size_t nbytes
-    address, readonly = described["data"]
-    if to and readonly:
+cdef int of_array(Side side, Foreign array, bint to) except -1:
+    """Another library's array, for a device to copy."""
+    if to and array.readonly:
         raise BufferError(f"{said(side.thing)} is read-only; give a writable array")
-    shape, itemsize = described["shape"], int(described["typestr"][2:])
-    strides = described.get("strides")
-    nbytes = itemsize
-    for n in shape:
-        nbytes *= <size_t>n
-    if strides is not None and nbytes:
-        dense = itemsize
-        for n, stride in zip(reversed(shape), reversed(strides)):
-            if n != 1 and stride != dense:
-                raise BufferError(
-                    f"{said(side.thing)} is not C-contiguous; give a contiguous copy of it"
-                )
-            dense *= n
-    side.address, side.nbytes = address, nbytes
-    side.producer = described.get("stream")
-    if nbytes:
-        with nogil:
-            result = driver.cuPointerGetAttribute(&device, DEVICE_ORDINAL, address)
-        checked(result, "cuPointerGetAttribute")
-    side.device_id = device
+    side.address, side.nbytes = array.address, array.nbytes
+    side.device_id = array.device_id
+    side.producer = array.producer
+    return 0
+
+
+cdef int of_tensor(Side side, bint to, CudaMemory leading, object stream) except -1:
+    """An array that has DLPack alone, of which the producer wants to know who is to use it."""
+    cdef Foreign array
+    if int(side.thing.__dlpack_device__()[0]) == KIND_CPU:
+        from arenapy.cuda.exchange import from_dlpack
+        side.thing = from_dlpack(side.thing)
+        return of_buffer(side, to)
+    array = of_dlpack(
+        side.thing, leading.own_stream() if stream is None else leading.named(stream))
+    of_array(side, array, to)
+    side.thing = array.owner                 # the tensor lives by it, and by nothing else
     return 0
 
 
@@ -264,10 +272,9 @@ cdef int use_block(Block block, Stream s, bint now) except -1:
     if root.keeper.medium is not None:
         m = <CudaMemory>root.keeper.medium
         # Who had these bytes before used them on the own stream.
-        # A capture cannot wait for what came before it: its user has.
-        if m.own is not None and m.own is not s and not s.captures():
-            join_streams(s, <Stream>m.own)
-        if now and m.own is s:
+        if m.own is not None:
+            follow(s, <Stream>m.own)
+        if now and m.own is s and not m.borrowed:
             return 0                         # in the order of what its bytes are used for next
     if now:
         acquire(block, True)
@@ -285,7 +292,7 @@ cdef int prepare(Side side, Stream s, bint now) except -1:
         use_block(side.under, s, now)
         side.foreign = False                 # its block waits, and is not kept from its allocator
     elif side.producer is not None:
-        join_streams(s, stream_of(side.producer, side.device_id))
+        follow(s, <Stream>side.producer)
     if not now and side.foreign and side.on_host:
         if pageable(side.address, s.context) and not s.captures():
             side.foreign = False             # the driver has done with it when it returns
@@ -294,13 +301,12 @@ cdef int prepare(Side side, Stream s, bint now) except -1:
     return held
 
 
-cdef CudaMemory leader(CudaMemory one, Side to, Side source):
+cdef CudaMemory leader(CudaMemory one, object to, object source):
     """The memory whose default streams are meant: a device's, if there is one."""
-    cdef Side side
     cdef object medium
-    for side in (to, source):
-        if side.block:
-            medium = (<Block>side.thing).keeper.medium
+    for thing in (to, source):
+        if isinstance(thing, Block) and (<Block>thing).keeper is not None:
+            medium = (<Block>thing).keeper.medium
             if isinstance(medium, CudaMemory) and (<CudaMemory>medium).own is not None:
                 return <CudaMemory>medium
     return one

@@ -31,6 +31,9 @@ cdef class Ordering(Medium):
     cdef list batches                # others, oldest first
     cdef list done                   # objects that need not live any more
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
+    # The memory is another library's, which may use it anew at once when it is gone: what the own
+    # stream does counts, too.
+    cdef bint borrowed
     cdef tuple last                  # what was named last, and what it is
 
     # The stream of what names none.
@@ -39,6 +42,8 @@ cdef class Ordering(Medium):
     cdef Batch keep(self, object thing)
     cdef int keep_until(self, Batch batch, Stream stream) except -1
     # internal
+    cdef int fenced(self, object block) except -1
+    cdef list users(self, object block)
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept

@@ -1,7 +1,8 @@
 """Ordering: when memory that streams use may be used again.
 
-What lives here: released blocks that wait for streams, and what is to live until a copy is done.
-What does not: streams and events (stream), copies (memory), which blocks are free (allocators).
+What lives here: released blocks that wait for streams, what is to live until a copy is done, and
+which streams wait when a block is lent to another library. What does not: streams and events
+(stream), copies (copies), which blocks are free (allocators).
 
 A block of a device that only the allocator's own stream uses does not come here at all: the next
 one that gets it uses it on that stream, too, and so after it. What another stream was told of
@@ -26,13 +27,13 @@ from posix.unistd cimport usleep
 from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
-from arenapy.block cimport Block, Hold, Keeper, note_use
+from arenapy.block cimport Block, Hold, Keeper, note_use, uses_of
 from arenapy.medium cimport Medium
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.stream cimport (
-    FREE_TO_USE, Graph, Stream, Ticket, free_to_use, join_streams, last_resort, new_event,
-    new_graph, stream_of, synchronize, ticket_of,
+    FREE_TO_USE, Graph, Stream, Ticket, fence_of, follow, free_to_use, join_streams, last_resort,
+    new_event, new_graph, number_of, stream_of, synchronize, ticket_of,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -74,29 +75,33 @@ cdef class Ordering(Medium):
         self.most = FEW
         self.generation = generation
 
-    cdef Medium bound(self, object stream):
-        cdef Ordering o = type(self).__new__(type(self))
+    cdef Medium of_allocator(self, object stream):
         cdef Stream own
         if stream is not None and self.host_accessible:
             raise ValueError(
                 f"stream={stream!r}: {self.kind} memory, which the host sees, belongs to no "
                 "stream; name it at alloc(stream=...), or by record_stream"
             )
-        o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
-        o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
         if stream is not None:
-            own = <Stream>o.named(stream)
+            own = <Stream>self.named(stream)
             if own.thread:
                 raise ValueError(
                     f"stream={stream!r}: the default stream of a thread cannot be an allocator's; "
                     "name it at alloc(stream=...), or make a stream"
                 )
-            if own.context != primary(o.device_id):
+            if own.context != primary(self.device_id):
                 raise ValueError(
                     f"stream={stream!r} is one of device {own.device_id}, or of another context, "
-                    f"and the memory is on device {o.device_id}: give a stream of that device"
+                    f"and the memory is on device {self.device_id}: give a stream of that device"
                 )
-            o.own = own
+        return self.bound(stream)
+
+    cdef Medium bound(self, object stream):
+        cdef Ordering o = type(self).__new__(type(self))
+        o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
+        o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
+        if stream is not None:
+            o.own = o.named(stream)
         elif not o.host_accessible:
             o.own = stream_of(LEGACY, o.device_id)
         return o
@@ -143,9 +148,9 @@ cdef class Ordering(Medium):
 
     cdef int use(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
-        if s.captures():
+        if not s.fence and s.captures():
             return note_use(<Block>block, new_graph(s))
-        if s is self.own and not self.host_accessible:
+        if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
         return note_use(<Block>block, s)
 
@@ -166,6 +171,60 @@ cdef class Ordering(Medium):
         batch.tickets.append(ticket_of(stream))
         batch.kept = False
         return 0
+
+    # -- other libraries
+
+    cdef object consumer(self, object stream):
+        if isinstance(stream, int) and stream == 0:
+            raise ValueError(
+                "stream=0 is ambiguous, and not allowed: pass 1 for the legacy default stream, 2 "
+                "for the per-thread one, or -1 for no synchronization"
+            )
+        if isinstance(stream, int) and stream == -1:
+            return None
+        if stream is None and self.device_id < 0:
+            return None                      # of the host's memory: who asks may know no stream
+        return self.named(LEGACY if stream is None else stream)
+
+    cdef int lend(self, object block, object stream) except -1:
+        cdef Stream s = <Stream>stream
+        if s is None:
+            return self.fenced(block)
+        for one in self.users(block):
+            follow(s, <Stream>one)
+        return self.use(block, s)
+
+    cdef int ready(self, object block, object stream) except -1:
+        cdef list streams = self.users(block)
+        if stream is not None:
+            streams.append(stream)
+        for one in streams:
+            # By an event, which comes after all blocking streams on a fence.
+            if not (<Stream>one).captures() and not new_event(<Stream>one).wait(None):
+                raise CudaError(f"waiting for {one!r} failed")
+        return 0
+
+    cdef object offer(self, object block):
+        cdef Stream front = self.own_stream()
+        cdef list streams = self.users(block)
+        for one in streams:
+            follow(front, <Stream>one)
+        self.fenced(block)                   # a reader does not tell what it does after `front`
+        return number_of(front) if streams else None
+
+    cdef int fenced(self, object block) except -1:
+        """Somebody uses it who does not say on which stream: on a blocking one, then."""
+        if (self.own is stream_of(LEGACY, self.device_id)
+                and not self.host_accessible and not self.borrowed):
+            return 0                         # what is done there next comes after those
+        return self.use(block, fence_of(self.device_id))
+
+    cdef list users(self, object block):
+        """The streams that what the block holds may be the work of."""
+        cdef list streams = [one for one in uses_of(<Block>block) if isinstance(one, Stream)]
+        if self.own is not None and self.own not in streams:
+            streams.append(self.own)
+        return streams
 
     # -- released blocks
 

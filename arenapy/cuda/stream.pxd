@@ -29,6 +29,7 @@ cdef class Stream:
     # It is sure to exist for as long as this: the legacy default stream, or `owner` sees to that.
     cdef bint lasting
     cdef object owner
+    cdef bint fence                  # see fence_of
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
     cdef Ticket graph                # of the capture in which it was last told of a block
     cdef uint64_t capture            # whose number this is
@@ -55,10 +56,17 @@ cdef class Graph(Ticket):
 cdef Stream stream_of(object stream, int device_id)
 # The ordinal of the current context's device; 0 if there is none.
 cdef int current_device() except -1
+# The legacy stream, for what is used on nobody knows which of the blocking streams: an event on it
+# comes after them all, and a question to it would only be about its own work.
+cdef Stream fence_of(int device_id)
 cdef Ticket new_event(Stream stream)
 cdef Ticket new_graph(Stream stream)
 # Let a stream wait for all that another was given so far.
 cdef int join_streams(Stream stream, Stream other) except -1
+# The same, but for streams of which just one is being captured: neither can wait for the other.
+cdef int follow(Stream stream, Stream other) except -1
+# Its number in DLPack and in the CUDA array interface.
+cdef object number_of(Stream stream)
 cdef int synchronize(Stream stream) except -1
 # What keeps memory from use once `stream` was told to use it: an event, or what it captures.
 cdef Ticket ticket_of(Stream stream)

@@ -100,7 +100,8 @@ cdef class Stream:
     cdef bint idle(self) noexcept:
         cdef int result, mode = RELAXED
         # Of one that may be gone, the handle may be another's: an event is asked, which tells.
-        if not self.lasting or self.state() != FREE_TO_USE:
+        # A fence is not asked what other streams have done.
+        if self.fence or not self.lasting or self.state() != FREE_TO_USE:
             return False
         with nogil:
             result = relax(self.context, &mode)
@@ -212,14 +213,32 @@ cdef Stream stream_of(object stream, int device_id):
     return found
 
 
+cdef Stream fence_of(int device_id):
+    cdef Stream legacy = stream_of(LEGACY, device_id)
+    cdef Stream found
+    key = (<uintptr_t>legacy.context, "fence", generation)
+    with knowing:
+        found = known.get(key)
+        if found is None:
+            found = Stream.__new__(Stream)
+            found.handle, found.context, found.device_id = (
+                legacy.handle, legacy.context, legacy.device_id)
+            found.lasting = found.fence = True
+            known[key] = found
+    return found
+
+
 cdef int join_streams(Stream stream, Stream other) except -1:
-    cdef Ticket ticket
     if stream is not other:
         free_to_use(stream, f"it cannot wait for {other!r}; do this before the capture")
         free_to_use(other, f"{stream!r} cannot wait for it; do this before the capture")
-        ticket = new_event(other)
-        if not ticket.wait(stream):
-            raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {other!r}")
+        let_wait(stream, other)
+    return 0
+
+
+cdef int let_wait(Stream stream, Stream other) except -1:
+    if not new_event(other).wait(stream):
+        raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {other!r}")
     return 0
 
 
@@ -237,12 +256,31 @@ cdef int free_to_use(Stream stream, str what) except -1:
     return 0
 
 
+cdef int follow(Stream stream, Stream other) except -1:
+    cdef bint captured = stream.captures()
+    if stream is other or captured != other.captures():
+        return 0
+    return let_wait(stream, other) if captured else join_streams(stream, other)
+
+
+cdef void* handle_here(Stream stream) noexcept:
+    """Its handle; of another thread's default one the legacy stream, which waits for that."""
+    if stream.thread and stream.thread != number_of_thread():
+        return <void*><uintptr_t>LEGACY
+    return stream.handle
+
+
+cdef object number_of(Stream stream):
+    return <uintptr_t>handle_here(stream)
+
+
 cdef int synchronize(Stream stream) except -1:
+    cdef void* handle = handle_here(stream)
     cdef int result
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
-            result = driver.cuStreamSynchronize(stream.handle)
+            result = driver.cuStreamSynchronize(handle)
             leave()
     return checked(result, "cuStreamSynchronize")
 
@@ -329,13 +367,11 @@ cdef void* take_event(void* context) except NULL:
 cdef Ticket new_event(Stream stream):
     cdef Event ticket = Event.__new__(Event)
     cdef void* event = take_event(stream.context)
-    cdef void* handle = stream.handle
+    cdef void* handle = handle_here(stream)
     cdef uint64_t id = stream.id
     cdef int result
     ticket.context, ticket.generation = stream.context, generation
     ticket.event = event
-    if stream.thread and stream.thread != number_of_thread():
-        handle = <void*><uintptr_t>LEGACY    # another thread's, which waits for every blocking one
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:

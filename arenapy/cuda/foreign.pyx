@@ -1,0 +1,235 @@
+"""Foreign: arrays of other libraries, as they describe them.
+
+What lives here: reading the CUDA array interface, taking over what DLPack hands out, and refusing
+what no Buffer can be. What does not: Buffers over it (exchange), copies of it (copies).
+
+A capsule of DLPack is taken over once all is known to fit: it is renamed, and its deleter is then
+this file's to call, once. Until then the capsule itself sees to that.
+"""
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
+from libc.stdint cimport uint64_t, uintptr_t
+
+from arenapy.atomic cimport arenapy_finalizing
+from arenapy.dlpack cimport (
+    FLAG_READ_ONLY, KIND_CPU, KIND_CUDA, KIND_CUDA_HOST, KIND_CUDA_MANAGED, MAJOR,
+    DLManagedTensor, DLManagedTensorVersioned, DLTensor,
+)
+
+from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need
+from arenapy.cuda.stream cimport number_of, stream_of
+
+cdef enum:
+    MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_*
+    IS_MANAGED = 8
+    DEVICE_ORDINAL = 9
+    OF_HOST = 1              # CU_MEMORYTYPE_HOST
+    LEGACY = 1               # the legacy default stream
+    MOST_DIMS = 64           # NumPy's
+
+# DLPack's numbers to the words of arenapy.
+cdef dict KINDS = {
+    KIND_CPU: "existing", KIND_CUDA: "device", KIND_CUDA_HOST: "pinned",
+    KIND_CUDA_MANAGED: "managed",
+}
+cdef dict LETTERS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Foreign:
+    """An array of another library. Internal."""
+
+    def __init__(self):
+        raise TypeError("a Foreign is internal; see asbuffer and from_dlpack")
+
+
+cdef str named(object thing):
+    return f"this {type(thing).__name__}"
+
+
+cdef int fit(Foreign array, object thing, object strides, Py_ssize_t itemsize, unit) except -1:
+    """Its size. `strides`, None for C order, are in bytes (`unit` 1) or in elements (itemsize)."""
+    nbytes = itemsize
+    for n in array.shape:
+        if n < 0:
+            raise BufferError(f"{named(thing)} says that its shape is {array.shape}")
+        nbytes *= n
+    if nbytes > <Py_ssize_t>(<size_t>-1 >> 1):
+        raise BufferError(f"{named(thing)} says that it has {nbytes} bytes, which nothing has")
+    array.nbytes = nbytes
+    if strides is None or not nbytes:
+        return 0
+    dense = itemsize
+    for n, stride in zip(reversed(array.shape), reversed(strides), strict=True):
+        if n != 1 and stride * unit != dense:
+            raise BufferError(
+                f"{named(thing)} is not C-contiguous: shape {array.shape}, strides "
+                f"{tuple(strides)}; give a contiguous copy of it, such as x.contiguous() of torch "
+                "or cupy.ascontiguousarray(x)"
+            )
+        dense *= n
+    return 0
+
+
+# ---- the CUDA array interface ------------------------------------------------------------
+
+cdef Foreign of_interface(object thing, object described):
+    cdef Foreign array = Foreign.__new__(Foreign)
+    import numpy as np
+    need()
+    array.owner = thing
+    array.address, array.readonly = described["data"]
+    array.shape = tuple(described["shape"])
+    array.dtype = np.dtype(described["typestr"])
+    if array.dtype.kind == "V" and described.get("descr"):
+        fields = np.dtype(described["descr"])
+        if fields.itemsize == array.dtype.itemsize:
+            array.dtype = fields
+    if described.get("mask") is not None:
+        raise BufferError(f"{named(thing)} is masked; give its data and its mask one by one")
+    fit(array, thing, described.get("strides"), array.dtype.itemsize, 1)
+    array.kind = "device"
+    if array.nbytes:
+        place(array)
+    stream = described.get("stream")         # since version 3
+    if stream is not None:
+        array.producer = stream_of(stream, max(array.device_id, 0))
+    return array
+
+
+cdef int place(Foreign array) except -1:
+    """What kind of memory it is, and on which device."""
+    cdef int device = 0, managed = 0, kind = 0, result
+    cdef uint64_t address = array.address
+    with nogil:
+        result = driver.cuPointerGetAttribute(&kind, MEMORY_TYPE, address)
+        if result == SUCCESS:
+            result = driver.cuPointerGetAttribute(&managed, IS_MANAGED, address)
+        if result == SUCCESS:
+            result = driver.cuPointerGetAttribute(&device, DEVICE_ORDINAL, address)
+    checked(result, "cuPointerGetAttribute")
+    array.device_id = device
+    if managed:
+        array.kind = "managed"
+    elif kind == OF_HOST:
+        array.kind, array.device_id = "pinned", -1
+    return 0
+
+
+# ---- DLPack ------------------------------------------------------------------------------
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Taken:
+    """A tensor that was taken over, which has to be given back. Internal."""
+
+    cdef DLManagedTensor* old
+    cdef DLManagedTensorVersioned* new
+    cdef int generation
+    cdef bint of_device
+
+    def __dealloc__(self):
+        # Once the interpreter ends, or in a forked child, its library is not what it was.
+        if arenapy_finalizing() or (self.of_device and not callable_(self.generation)):
+            return
+        with nogil:                          # it may wait for a device
+            if self.old != NULL and self.old.deleter != NULL:
+                self.old.deleter(self.old)
+            if self.new != NULL and self.new.deleter != NULL:
+                self.new.deleter(self.new)
+
+
+cdef object exported(object thing, dict arguments):
+    """Its capsule, of whatever version it has."""
+    try:
+        return thing.__dlpack__(max_version=(1, 0), **arguments)
+    except TypeError:                        # from before there were versions
+        return thing.__dlpack__(**arguments)
+
+
+cdef Foreign of_dlpack(object thing, object stream):
+    kind, device = thing.__dlpack_device__()
+    kind, device = int(kind), int(device)
+    arguments = {}
+    if kind == KIND_CUDA or kind == KIND_CUDA_MANAGED:
+        need()
+        s = stream_of(LEGACY if stream is None else stream, device)
+        arguments["stream"] = number_of(s)
+    elif kind == KIND_CPU and stream is not None:
+        raise ValueError(
+            f"stream={stream!r}: {named(thing)} is on the host, where no stream orders anything; "
+            "pass None"
+        )
+    elif kind not in KINDS:
+        raise BufferError(
+            f"{named(thing)} is on device {(kind, device)} of DLPack, which is neither the host "
+            "nor CUDA's; copy it to one of them"
+        )
+    capsule = exported(thing, arguments)
+    try:
+        return taken_over(capsule, thing)
+    except BaseException:
+        capsule = None                       # its destructor may not like an exception on its way
+        raise
+
+
+cdef Foreign taken_over(object capsule, object thing):
+    cdef DLManagedTensor* old = NULL
+    cdef DLManagedTensorVersioned* new = NULL
+    cdef Taken taken = Taken.__new__(Taken)
+    cdef Foreign array
+    if PyCapsule_IsValid(capsule, "dltensor_versioned"):
+        new = <DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+        if new.major > MAJOR:                # only the deleter is known to be where it was
+            raise BufferError(
+                f"{named(thing)} speaks DLPack {new.major}.{new.minor}, and arenapy {MAJOR}"
+            )
+        array = of_tensor(&new.tensor, thing)
+        array.readonly = new.flags & FLAG_READ_ONLY != 0
+        PyCapsule_SetName(capsule, "used_dltensor_versioned")
+    elif PyCapsule_IsValid(capsule, "dltensor"):
+        old = <DLManagedTensor*>PyCapsule_GetPointer(capsule, "dltensor")
+        array = of_tensor(&old.tensor, thing)
+        PyCapsule_SetName(capsule, "used_dltensor")
+    else:
+        raise BufferError(
+            f"{named(thing)}.__dlpack__() returned {capsule!r}, which is no capsule of DLPack or "
+            "one that was used"
+        )
+    taken.old, taken.new, taken.generation = old, new, generation
+    taken.of_device = array.kind != "existing"
+    array.owner = taken
+    return array
+
+
+cdef Foreign of_tensor(DLTensor* tensor, object thing):
+    """What a tensor says; it is still the capsule's."""
+    cdef Foreign array = Foreign.__new__(Foreign)
+    cdef int i
+    cdef int ndim = tensor.ndim
+    import numpy as np
+    if not 0 <= ndim <= MOST_DIMS:
+        raise BufferError(f"{named(thing)} has {ndim} dimensions; a Buffer has at most {MOST_DIMS}")
+    array.kind = KINDS.get(tensor.device.device_type)
+    if array.kind is None:
+        raise BufferError(
+            f"{named(thing)} came as a tensor of device {tensor.device.device_type} of DLPack"
+        )
+    array.device_id = tensor.device.device_id if array.kind in ("device", "managed") else -1
+    letter = LETTERS.get(tensor.dtype.code)
+    try:
+        if letter is None or tensor.dtype.lanes != 1 or tensor.dtype.bits % 8:
+            raise TypeError
+        array.dtype = np.dtype(f"{letter}{tensor.dtype.bits // 8}")
+    except TypeError:
+        raise BufferError(
+            f"{named(thing)} has items of DLPack's type {tensor.dtype.code} with "
+            f"{tensor.dtype.bits} bits and {tensor.dtype.lanes} lanes, which NumPy has not; give "
+            "a view of it as integers"
+        ) from None
+    array.shape = tuple([tensor.shape[i] for i in range(ndim)])
+    strides = None if tensor.strides == NULL else [tensor.strides[i] for i in range(ndim)]
+    fit(array, thing, strides, array.dtype.itemsize, array.dtype.itemsize)
+    array.address = <uint64_t><uintptr_t>tensor.data + tensor.byte_offset if array.nbytes else 0
+    return array
