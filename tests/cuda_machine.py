@@ -223,8 +223,9 @@ class StreamMachine(RuleBasedStateMachine):
         self.nothing_is_overwritten()
         self.blocks.clear()
         self.driver.drain()  # events of releases
-        self.allocator.stats()
-        self.driver.drain()  # events of fences
+        for _ in range(len(self.handles) + 1):  # a block that many streams used: one by one
+            self.allocator.stats()
+            self.driver.drain()  # events of fences
         assert self.allocator.stats().pending_bytes == 0
         del self.allocator
         self.context.__exit__(None, None, None)
