@@ -1,5 +1,5 @@
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, TypeVar, overload
+from typing import Any, Self, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -8,10 +8,11 @@ from typing_extensions import CapsuleType, disjoint_base
 
 from arenapy.allocator import Allocator
 from arenapy.block import Block
-from arenapy.cuda.exchange import CudaArray, Tensor
+from arenapy.cuda.exchange import _CudaArray, _Tensor
 from arenapy.ndarray import _Shape
 
-_TargetT = TypeVar("_TargetT", bound=_Exporter | CudaArray | Tensor)
+_Array: TypeAlias = _Exporter | _CudaArray | _Tensor
+_TargetT = TypeVar("_TargetT", bound=_Array)
 _ScalarT = TypeVar("_ScalarT", bound=np.generic)
 
 class Buffer(Block):
@@ -58,7 +59,7 @@ class Buffer(Block):
         self, shape: _Shape | None = None, dtype: DTypeLike | None = None
     ) -> NDArray[Any]: ...
     def fill(self, value: SupportsIndex, stream: object = None) -> None: ...
-    def copy_from(self, source: _Exporter | CudaArray | Tensor, stream: object = None) -> Self: ...
+    def copy_from(self, source: _Array, stream: object = None) -> Self: ...
     def copy_to(self, target: _TargetT, stream: object = None) -> _TargetT: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...

@@ -233,8 +233,8 @@ class StreamMachine(RuleBasedStateMachine):
         self.driver.drain()
         self.nothing_is_overwritten()
         self.blocks.clear()
-        for _ in self.handles:  # a block passes from each of its streams to the next
-            self.driver.drain()
+        self.driver.drain()  # events of releases
+        for _ in range(len(self.handles) + 1):  # a block that many streams used: one by one
             self.allocator.stats()
-        self.driver.drain()
+            self.driver.drain()  # events of fences
         assert self.allocator.stats().pending_bytes == 0

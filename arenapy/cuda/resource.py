@@ -7,7 +7,6 @@ with them, so this one keeps arenapy's own, by address, which know nothing of it
 """
 
 import importlib
-from functools import cache
 from typing import Any
 
 from arenapy.allocator import Allocator
@@ -61,12 +60,12 @@ def memory_resource(allocator: Allocator) -> Any:
             "memory_resource needs cuda.core 1.2 or later, which is not installed: "
             "pip install 'cuda-core>=1.2'"
         ) from error
-    return _resource_class(base)(allocator, handed_out)
+    if base not in _classes:
+        _classes[base] = type("ArenapyMemoryResource", (_Resource, base), {"__module__": __name__})
+    return _classes[base](allocator, handed_out)
 
 
-@cache
-def _resource_class(base: type) -> type:
-    return type("ArenapyMemoryResource", (_Resource, base), {"__module__": __name__})
+_classes: dict[type, Any] = {}  # on top of cuda.core's base class, of which tests have others
 
 
 class _Resource:

@@ -8,8 +8,9 @@ region, or the first allocator over it, is made.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
+from arenapy.buffer import Buffer
 from arenapy.cuda import backing
 from arenapy.cuda.device import memory_info
 from arenapy.cuda.managed import advise as _advise
@@ -218,9 +219,15 @@ class Managed:
             )
         return backing.managed_region(memory, nbytes)
 
-    # Where its pages are to be: `cuda.prefetch` and `cuda.advise`, for who looks here.
-    prefetch = staticmethod(_prefetch)
-    advise = staticmethod(_advise)
+    @staticmethod
+    def prefetch(buffer: Buffer, device_id: SupportsIndex, stream: object = None) -> None:
+        """As `arenapy.cuda.prefetch`."""
+        _prefetch(buffer, device_id, stream)
+
+    @staticmethod
+    def advise(buffer: Buffer, advice: str, device_id: SupportsIndex = 0) -> None:
+        """As `arenapy.cuda.advise`."""
+        _advise(buffer, advice, device_id)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
