@@ -52,7 +52,7 @@ def test_each_call_can_fail(allocator, source):
     for name, count in calls_of(allocator, source).items():
         if name in ("cuInit", "cuDeviceGetCount", "cuCtxPopCurrent", "cuStreamCreate", *LOSES):
             continue
-        for n in sorted({1, (count + 1) // 2, count}):
+        for n in sorted({1, count}):
             result = (OUT_OF_MEMORY, INVALID_VALUE)[n % 2]
             failures += attempt(allocator, source, name, n, result)
     assert failures > 10
@@ -71,7 +71,6 @@ def attempt(allocator, source, name, n, result):
             assert re.search("cu[A-Z]|do not fit|cannot wait", str(error)), error
         gpu.plan.clear()
         gpu.errors.clear()  # such as of an event that could not be recorded
-        gc.collect()
         gpu.drain()
         if kept:
             one, a = kept
@@ -81,7 +80,6 @@ def attempt(allocator, source, name, n, result):
                 assert set(content(a)) == {3}
             del one, a
         kept = None
-        gc.collect()
     return seen
 
 

@@ -12,7 +12,7 @@ from cuda_machine import StreamMachine
 from hypothesis import event
 from hypothesis.stateful import precondition, rule
 from support import peek
-from test_cuda_machines import ALLOCATORS, SOURCES, machine
+from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
 
 from arenapy import OutOfMemory
 
@@ -102,5 +102,4 @@ class LendingMachine(StreamMachine):
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_lending(allocator, source):
     host, make = SOURCES[source]
-    case = machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make, LendingMachine)
-    case.TestCase("runTest").runTest()
+    run(machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make, LendingMachine))

@@ -116,7 +116,7 @@ cdef class Ordering(Medium):
         need()
         found = stream_of(stream, self.device_id)
         # An integer may be another stream's later, and a default stream is each thread's own.
-        if found.id and found.lasting:
+        if found.id and found.lasting and not isinstance(stream, int):
             self.last = (stream, found)
         return found
 
