@@ -150,6 +150,7 @@ step_sanitizers() {
         .venv/bin/python -m pytest -q -m 'not no_sanitizer' \
         --ignore=tests/test_{cli,compare,demo,info,memory_info,packaging,run}.py \
         --ignore=tests/test_numpy_{contexts,exit,fork,leaks,memory,tasks,threads}.py \
+        --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/test_simulated_driver.py \
         -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
