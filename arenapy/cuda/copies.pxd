@@ -9,7 +9,6 @@ from arenapy.cuda.stream cimport Stream
 
 cdef class CudaMemory(Ordering):
     cdef int transfer(self, Side to, Side source, object stream) except -1
-    cdef int look(self, Side to, Side source) except -1
 
 
 # One side of a copy: a Block, or another object's memory, exported meanwhile.

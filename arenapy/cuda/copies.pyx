@@ -24,7 +24,7 @@ from arenapy.transfer cimport copy_bytes, move_bytes
 
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
-from arenapy.cuda.ordering cimport FEW, Batch
+from arenapy.cuda.ordering cimport Batch
 from arenapy.cuda.stream cimport Stream, follow, synchronize
 
 cdef enum:
@@ -104,25 +104,14 @@ cdef class CudaMemory(Ordering):
             checked(result, "cuMemcpyAsync")
             for batch in kept:
                 self.keep_until(<Batch>batch, s)
-            if kept:
-                self.look(to, source)
+            for side in (to, source):
+                if kept and side.block and (<Block>side.thing).keeper.medium is self:
+                    self.look(<PyObject*>(<Block>side.thing).keeper)
             if stream is None:
                 synchronize(s)
         finally:
             for thing in held:
                 unacquire(<Block>thing)
-        return 0
-
-    cdef int look(self, Side to, Side source) except -1:
-        """Now and then, let go of what is done with."""
-        cdef Side side
-        cdef Block root
-        for side in (to, source):
-            if side.block and len(self.batches) > self.most:
-                root = root_of(<Block>side.thing)
-                if root.keeper.medium is self:
-                    self.settle(<PyObject*>root.keeper, False)
-                    self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
         return 0
 
     cdef int fill(self, object block, int byte, object stream) except -1:

@@ -8,10 +8,6 @@ from arenapy.medium cimport Medium
 from arenapy.cuda.stream cimport Stream
 
 
-cdef enum:
-    FEW = 16                         # batches
-
-
 # Released blocks that wait for the same, and objects that are to live until then.
 cdef class Batch:
     cdef Hold* first                 # linked by ended_next, in order of release
@@ -41,6 +37,7 @@ cdef class Ordering(Medium):
     # Let an object live for ever; until the stream has done what it was given so far.
     cdef Batch keep(self, object thing)
     cdef int keep_until(self, Batch batch, Stream stream) except -1
+    cdef void look(self, PyObject* keeper) noexcept
     # internal
     cdef int fenced(self, object block) except -1
     cdef list users(self, object block)

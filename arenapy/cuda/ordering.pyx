@@ -46,6 +46,7 @@ cdef extern from "Python.h":
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
 
 cdef enum:
+    FEW = 16                 # batches
     OPEN_BYTES = 4 << 20     # an open batch of more gets its event at once
     MOMENT = 50              # microseconds
     LEGACY = 1               # the legacy default stream
@@ -244,10 +245,14 @@ cdef class Ordering(Medium):
         while not arenapy_cas_ptr(&self.arrived, &head, h):
             h.ended_next = <Hold*>head
         self.sort_arrived()
+        self.look(keeper)
+        PyErr_Restore(kind, value, trace)
+
+    cdef void look(self, PyObject* keeper) noexcept:
+        """Now and then, let go of what is over."""
         if len(self.batches) > self.most:
             self.settle(keeper, False)
             self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
-        PyErr_Restore(kind, value, trace)
 
     cdef void sort_arrived(self) noexcept:
         cdef uint64_t nobody = 0

@@ -17,7 +17,8 @@ from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, primary,
 )
 from arenapy.cuda.stream cimport (
-    Stream as Named, Ticket, join_streams, new_event, relax, restore, stream_of, synchronize,
+    Stream as Named, Ticket, create_event, join_streams, new_event, relax, restore, stream_of,
+    synchronize,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -223,8 +224,8 @@ def elapsed(stream, work, int device_id):
     cdef float milliseconds = 0
     cdef int result
     try:
-        start = timed_event(named.context)
-        end = timed_event(named.context)
+        start = create_event(named.context, TIMED)
+        end = create_event(named.context, TIMED)
         record(named, start)
         work()
         record(named, end)
@@ -239,18 +240,6 @@ def elapsed(stream, work, int device_id):
         destroy(named.context, start)
         destroy(named.context, end)
     return milliseconds * MILLI
-
-
-cdef void* timed_event(void* context) except NULL:
-    cdef void* event = NULL
-    cdef int result
-    with nogil:
-        result = enter(context)
-        if result == SUCCESS:
-            result = driver.cuEventCreate(&event, TIMED)
-            leave()
-    checked(result, "cuEventCreate")
-    return event
 
 
 cdef int record(Named stream, void* event) except -1:

@@ -59,6 +59,7 @@ cdef int current_device() except -1
 # The legacy stream, for what is used on nobody knows which of the blocking streams: an event on it
 # comes after them all, and a question to it would only be about its own work.
 cdef Stream fence_of(int device_id)
+cdef void* create_event(void* context, unsigned int flags) except NULL
 cdef Ticket new_event(Stream stream)
 cdef Ticket new_graph(Stream stream)
 # Let a stream wait for all that another was given so far.

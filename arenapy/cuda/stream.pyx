@@ -347,21 +347,24 @@ cdef void give_event(void* context, void* event) noexcept:
             leave()
 
 
-cdef void* take_event(void* context) except NULL:
+cdef void* create_event(void* context, unsigned int flags) except NULL:
     cdef void* event = NULL
     cdef int result
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuEventCreate(&event, flags)
+            leave()
+    checked(result, "cuEventCreate")
+    return event
+
+
+cdef void* take_event(void* context) except NULL:
     spare = spare_events.setdefault((<uintptr_t>context, generation), [])
     try:
         return <void*><uintptr_t>(<list>spare).pop()
     except IndexError:
-        pass
-    with nogil:
-        result = enter(context)
-        if result == SUCCESS:
-            result = driver.cuEventCreate(&event, DISABLE_TIMING)
-            leave()
-    checked(result, "cuEventCreate")
-    return event
+        return create_event(context, DISABLE_TIMING)
 
 
 cdef Ticket new_event(Stream stream):
