@@ -62,3 +62,22 @@ def run_script(tmp_path):
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def gpu():
+    """A simulated driver; see cuda_support, which most tests do without."""
+    from cuda_support import a_gpu
+
+    with a_gpu(leaks=True) as driver:  # pytest keeps what fixtures made
+        yield driver
+
+
+@pytest.fixture(params=["slab", "pool"])
+def reusing(gpu, request):
+    """An allocator of one block at a time, over a device."""
+    from cuda_support import only_one
+
+    from arenapy import cuda
+
+    return only_one(request.param, cuda.Device())

@@ -20,6 +20,7 @@ SOURCES = {
     "pinned": lambda: cuda.Pinned(huge_pages=None),
     "managed": cuda.Managed,
 }
+HOST_VISIBLE = ["pinned", "managed"]
 ALLOCATORS = {
     "bump": lambda source, **options: Bump(MIB, source, **options),
     "slab": lambda source, **options: Slab(64 << 10, 16, source, **options),

@@ -6,33 +6,17 @@ import pytest
 from cuda_machine import Wrapped
 from cuda_support import (
     ALLOCATORS,
+    HOST_VISIBLE,
     LEGACY,
     MIB,
     PER_THREAD,
     SOURCES,
-    a_gpu,
     new_stream,
-    only_one,
     slowly_fill,
     take,
 )
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
-
-HOST_VISIBLE = ["pinned", "managed"]
-
-
-@pytest.fixture
-def gpu():
-    with a_gpu(leaks=True) as driver:  # pytest keeps what fixtures made
-        yield driver
-
-
-@pytest.fixture(params=["slab", "pool"])
-def reusing(gpu, request):
-    """An allocator of one block at a time, over a device."""
-    return only_one(request.param, cuda.Device())
-
 
 # Captures ------------------------------------------------------------------------------------
 

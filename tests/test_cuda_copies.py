@@ -15,12 +15,6 @@ from hypothesis import strategies as st
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda, vm
 
 
-@pytest.fixture
-def gpu():
-    with a_gpu(leaks=True) as driver:  # pytest keeps what fixtures made
-        yield driver
-
-
 def pool_of(name):
     return Pool() if name == "host" else Pool(16 * MIB, SOURCES[name]())
 

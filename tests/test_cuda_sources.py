@@ -5,19 +5,13 @@ import os
 
 import numpy as np
 import pytest
-from cuda_support import ALLOCATORS, MIB, SOURCES, a_gpu, content, new_stream
+from cuda_support import ALLOCATORS, MIB, SOURCES, content, new_stream
 from simulated_driver import OUT_OF_MEMORY
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda import backing
 
 THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-
-
-@pytest.fixture
-def gpu():
-    with a_gpu(leaks=True) as driver:  # pytest keeps what fixtures made
-        yield driver
 
 
 @pytest.fixture(params=SOURCES)

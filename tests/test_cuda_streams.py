@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 from cuda_support import (
+    HOST_VISIBLE,
     LEGACY,
     MIB,
     PER_THREAD,
     SOURCES,
-    a_gpu,
     content,
     new_stream,
     only_one,
@@ -21,21 +21,6 @@ from cuda_support import (
 from support import GIL
 
 from arenapy import Bump, OutOfMemory, Pool, cuda
-
-HOST_VISIBLE = ["pinned", "managed"]
-
-
-@pytest.fixture
-def gpu():
-    with a_gpu(leaks=True) as driver:  # pytest keeps what fixtures made
-        yield driver
-
-
-@pytest.fixture(params=["slab", "pool"])
-def reusing(gpu, request):
-    """An allocator of one block at a time, over a device."""
-    return only_one(request.param, cuda.Device())
-
 
 # The own stream ------------------------------------------------------------------------------
 
