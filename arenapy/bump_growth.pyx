@@ -58,13 +58,15 @@ cdef int grow_for(
 ) except -1:
     cdef void* start = NULL
     cdef bint tried = False
+    cdef object error = None
     while start == NULL:
+        if error is not None:
+            raise error
         if tried or not (c.may_lease or c.medium is not None):
             try:
                 grow_arena(c, source, max_bytes, n, align)
-            except MemoryError:
-                if not c.settle_streams(True):
-                    raise
+            except MemoryError as e:
+                error = None if c.settle_streams(True) else e
         c.settle()                           # others may have let go meanwhile
         tried = True
         arenapy_lock_acquire(&c.lock)

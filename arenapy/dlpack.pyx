@@ -23,11 +23,11 @@ from arenapy.buffer cimport Buffer, View
 from arenapy.medium cimport Medium
 
 cdef tuple HOST = (KIND_CPU, 0)
+cdef tuple PINNED = (KIND_CUDA_HOST, 0)
 # NumPy's kind letter to DLPack's type code.
 cdef dict CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
-cdef dict DEVICES = {
-    "device": KIND_CUDA, "pinned": KIND_CUDA_HOST, "managed": KIND_CUDA_MANAGED,
-}
+# Pinned memory says that it is the host's: few libraries know KIND_CUDA_HOST, which may be asked for.
+cdef dict DEVICES = {"device": KIND_CUDA, "managed": KIND_CUDA_MANAGED}
 
 
 cdef void _end(void* context) noexcept with gil:
@@ -124,11 +124,15 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     cdef Medium medium
     cdef DLDataType dtype
     cdef bint versioned = _is_versioned(max_version)
-    cdef bint fits
+    cdef bint fits, both
     check_open(buffer)
     medium = buffer.keeper.medium
     here = device(buffer)
     where = here if dl_device is None else tuple(dl_device)
+    # Who asks for pinned memory may use it on the host, or on the device too.
+    both = dl_device is None and buffer.keeper.kind == "pinned"
+    if both and stream is not None:
+        where = PINNED                       # whoever names a stream knows of it
     if copy not in (None, True, False):
         raise ValueError(f"copy={copy!r} is not True, False or None")
     if medium is None and stream is not None:
@@ -148,7 +152,7 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     if medium is not None and not (where == HOST and stream is None):
         consumer = medium.consumer(stream)
     if copy or not fits:
-        if medium is not None and where != HOST:
+        if medium is not None and (where != HOST or dl_device is None):
             return _copied_there(buffer, where, consumer, dtype, versioned)
         return _copied(buffer, consumer, versioned, max_version)
     if is_readonly(buffer) and not versioned:
@@ -156,7 +160,7 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
             "the Buffer is read-only, which DLPack can say only since 1.0: the consumer has to "
             "pass max_version=(1, 0) or later, or copy=True"
         )
-    return _shared(buffer, where, consumer, dtype, versioned)
+    return _shared(buffer, where, both, consumer, dtype, versioned)
 
 
 cdef bint _fits(Buffer buffer, tuple here, tuple where) except -1:
@@ -168,10 +172,14 @@ cdef bint _fits(Buffer buffer, tuple here, tuple where) except -1:
         return False
     if where == HOST:
         return keeper.host_accessible
+    if where == PINNED:
+        return keeper.kind == "pinned"
     return here[0] == KIND_CUDA_MANAGED and where == (KIND_CUDA, here[1])
 
 
-cdef object _shared(Buffer buffer, tuple where, object consumer, DLDataType dtype, bint versioned):
+cdef object _shared(
+    Buffer buffer, tuple where, bint both, object consumer, DLDataType dtype, bint versioned
+):
     """A capsule of its own memory."""
     cdef DLManagedTensor* old
     cdef DLManagedTensorVersioned* new
@@ -179,7 +187,7 @@ cdef object _shared(Buffer buffer, tuple where, object consumer, DLDataType dtyp
     cdef size_t numbers
     if medium is not None and where == HOST:
         medium.ready(buffer, consumer)
-    elif medium is not None:
+    if medium is not None and (both or where != HOST):
         # Now, as what the consumer does by the time that it calls the deleter may not be done then.
         medium.lend(buffer, consumer)
     numbers = 2 * ((<View>buffer).ndim if buffer.root is not None else 1) * sizeof(int64_t)
@@ -250,7 +258,8 @@ cdef object _copied_there(
         other.copy_from(buffer, consumer)
     if buffer.root is not None:
         other = other.view((<View>buffer).shape, (<View>buffer).typestr)
-    return _marked(_shared(other, where, consumer, dtype, versioned), versioned)
+    return _marked(_shared(
+        other, where, buffer.keeper.kind == "pinned", consumer, dtype, versioned), versioned)
 
 
 cdef object _marked(object capsule, bint versioned):

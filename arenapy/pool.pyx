@@ -39,8 +39,8 @@ cdef extern from "Python.h":
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
 
-cdef enum:
-    DEVICE_ROOM = 1 << 38    # bytes: bookkeeping has addresses for as much memory, four times over
+# Bytes: bookkeeping has addresses for as much memory, four times over.
+cdef size_t DEVICE_ROOM = <size_t>1 << 38
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):

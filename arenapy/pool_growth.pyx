@@ -24,8 +24,16 @@ cdef class PoolGrowth(Allocator):
 
     cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL:
         cdef char* ptr = NULL
+        cdef bint miss
         while ptr == NULL:
-            ptr = self.core.get(n, align, self.more(n, align, hooks), tag)
+            try:
+                miss = self.more(n, align, hooks)
+            except OutOfMemory:
+                ptr = self.core.get(n, align, False, tag)    # others may have let go meanwhile
+                if ptr == NULL:
+                    raise
+                return ptr
+            ptr = self.core.get(n, align, miss, tag)
         return ptr
 
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
@@ -56,8 +64,8 @@ cdef class PoolGrowth(Allocator):
                 break
             wished = pages
         # What other streams keep, or are still at work on; in the order of the pool's own.
-        if trim_lanes(self.lanes) or c.settle_streams(True) or (
-                hooks and self.on_oom is not None and self.on_oom(n)):
+        if trim_lanes(self.lanes, False) or c.settle_streams(True) or trim_lanes(
+                self.lanes, True) or (hooks and self.on_oom is not None and self.on_oom(n)):
             c.settle_streams(True)
             return False
         if error is not None:
@@ -98,11 +106,11 @@ cdef class PoolGrowth(Allocator):
         return 0
 
 
-cdef bint trim_lanes(dict lanes) except -1:
-    """Let the pools of other streams give back what is idle. False: nothing."""
+cdef bint trim_lanes(dict lanes, bint wait) except -1:
+    """Let the pools of other streams give back what is idle, or will be. False: nothing."""
     cdef PoolGrowth lane
     cdef size_t pages = 0
     for lane in list(lanes.values()) if lanes else []:
-        lane.core.settle_streams(False)
+        lane.core.settle_streams(wait)
         pages += lane.memory.shrink(lane.memory.trimmable(), False)
     return pages > 0

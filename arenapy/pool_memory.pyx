@@ -171,7 +171,8 @@ cdef class PoolMemory:
 
     cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1:
         cdef PoolCore c = self.core
-        cdef size_t least = pages + self.unaligned
+        cdef bint padded = self.unaligned    # another thread may set it meanwhile
+        cdef size_t least = pages + padded
         cdef size_t left, want
         cdef uint32_t forks
         cdef Region region = None
@@ -195,7 +196,7 @@ cdef class PoolMemory:
             if whole_pages(region) >= pages:
                 self.add_region(region)
                 return True
-            if self.unaligned:
+            if padded:
                 raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
         finally:
             arenapy_spin_acquire(&c.heap_lock)

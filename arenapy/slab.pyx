@@ -311,7 +311,7 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
-                if c.settle_streams(True):
+                if c.settle_streams(True) or c.idle() >= wanted:
                     return 0
                 raise OutOfMemory(self.full(wanted, "it may not have more"))
             items = min(c.items, self.most - c.items)
@@ -321,7 +321,7 @@ cdef class Slab(Allocator):
                 except MemoryError as e:
                     error = e
                 if region is None and items == 1:
-                    if c.settle_streams(True):
+                    if c.settle_streams(True) or c.idle() >= wanted:
                         return 0
                     raise OutOfMemory(
                         self.full(wanted, f"its source has no more ({error})")) from error

@@ -41,7 +41,7 @@ def reads(one, on, address, nbytes):
 SOURCES = {
     "device": (cuda.Device, (2, 0)),
     "pool": (cuda.DriverPool, (2, 0)),
-    "pinned": (lambda: cuda.Pinned(huge_pages=None), (3, 0)),
+    "pinned": (lambda: cuda.Pinned(huge_pages=None), (1, 0)),
     "managed": (cuda.Managed, (13, 0)),
 }
 EACH = pytest.mark.parametrize("source", SOURCES)

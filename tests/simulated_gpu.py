@@ -395,7 +395,10 @@ class Gpu:
         self.stream_handles.remove(stream).destroyed = True
 
     def cuStreamGetId(self, stream, out):
-        put(out, ctypes.c_uint64, self.stream(stream).id)
+        one = self.stream(stream)
+        if one.capture:
+            self.spoil(one.capture, CAPTURE_UNSUPPORTED, f"the id of {one.name} is asked for")
+        put(out, ctypes.c_uint64, one.id)
 
     def cuStreamGetCtx(self, stream, out):
         put(out, ctypes.c_void_p, self.stream(stream).context)

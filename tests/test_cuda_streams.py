@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import weakref
+from collections import Counter
 
 import pytest
 from cuda_support import (
@@ -286,10 +287,8 @@ def test_a_hit_of_a_stream_asks_only_whether_it_captures(gpu):
     if not GIL:  # what was named last is not remembered there
         for name in ("cuStreamGetCtx", "cuStreamGetId", "cuCtxGetDevice"):
             assert asked.pop(name) == 10
-        asked -= {"cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10}
-    assert asked == {
-        "cuStreamIsCapturing": 10, "cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10,
-    }  # fmt: skip
+        asked -= Counter({"cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10, "cuStreamIsCapturing": 10})
+    assert asked == {"cuStreamIsCapturing": 10}
 
 
 def test_figures_are_of_all_streams(gpu):

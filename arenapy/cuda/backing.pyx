@@ -19,7 +19,11 @@ from arenapy.cuda.driver cimport (
     OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
     need, primary,
 )
-from arenapy.cuda.stream cimport current_device, relax, restore
+from arenapy.cuda.own_stream cimport Stream as OwnStream
+from arenapy.cuda.stream cimport (
+    FREE_TO_USE, Stream, current_device, relax, restore, stream_of, streams_in,
+)
+from arenapy.cuda.ticket cimport new_event, synchronize
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import format_bytes
@@ -37,7 +41,7 @@ cdef enum:
     RELEASE_THRESHOLD = 4            # CU_MEMPOOL_ATTR_*
     ALLOCATION_PINNED = 1            # CU_MEM_ALLOCATION_TYPE_PINNED
     ON_DEVICE = 1                    # CU_MEM_LOCATION_TYPE_DEVICE
-    NON_BLOCKING = 1                 # CU_STREAM_NON_BLOCKING
+    LEGACY = 1                       # the legacy default stream
 
 # A CUmemPoolProps.
 cdef struct PoolProps:
@@ -231,7 +235,8 @@ cdef class DriverPoolHandle:
     cdef void* context
     cdef int generation
     cdef void* pool
-    cdef void* stream
+    cdef OwnStream stream
+    cdef list left                   # addresses that could not be given back so far
     cdef readonly int ordinal
 
     def __init__(self, int ordinal, threshold):
@@ -239,6 +244,7 @@ cdef class DriverPoolHandle:
         cdef void* context = primary(ordinal)
         cdef uint64_t most = <uint64_t>-1 if threshold is None else threshold
         cdef int result
+        self.stream, self.left = OwnStream(ordinal), []
         memset(&props, 0, sizeof(props))
         props.allocation_type = ALLOCATION_PINNED
         props.location.type = ON_DEVICE
@@ -249,8 +255,6 @@ cdef class DriverPoolHandle:
                 result = driver.cuMemPoolCreate(&self.pool, &props)
                 if result == SUCCESS:
                     result = driver.cuMemPoolSetAttribute(self.pool, RELEASE_THRESHOLD, &most)
-                if result == SUCCESS:
-                    result = driver.cuStreamCreate(&self.stream, NON_BLOCKING)
                 leave()
         self.context, self.ordinal, self.generation = context, ordinal, generation
         checked(result, "cuMemPoolCreate")
@@ -259,14 +263,48 @@ cdef class DriverPoolHandle:
         if self.pool != NULL and callable_(self.generation):
             with nogil:
                 if enter(self.context) == SUCCESS:
-                    if self.stream != NULL:
-                        forget(driver.cuStreamDestroy(self.stream))
                     forget(driver.cuMemPoolDestroy(self.pool))
                     leave()
+
+    cdef void give_back(self, uint64_t address) noexcept:
+        """Once all streams that arenapy knows have done what they have by now.
+
+        Unlike cuMemFree, the driver waits for nobody here, and cuCtxSynchronize would make captures
+        invalid.
+        """
+        self.left.append(address)
+        try:
+            self.give_what_is_left()
+        except Exception:
+            pass                             # later, perhaps
+
+    cdef int give_what_is_left(self) except -1:
+        cdef Stream mine = stream_of(self.stream, self.ordinal)
+        cdef Stream legacy = stream_of(LEGACY, self.ordinal)
+        cdef Stream one
+        cdef void* handle = mine.handle
+        cdef uint64_t address
+        cdef int result
+        if legacy.state() != FREE_TO_USE:
+            return 0
+        for one in streams_in(self.context):
+            if one is not mine and one.state() == FREE_TO_USE and not new_event(one).wait(mine):
+                return 0
+        while self.left:
+            address = self.left.pop()
+            with nogil:
+                result = enter(self.context)
+                if result == SUCCESS:
+                    result = driver.cuMemFreeAsync(address, handle)
+                    leave()
+            checked(result, "cuMemFreeAsync")
+        return 0
 
     def trim_to(self, size_t nbytes):
         """Let the driver give back what is beyond so many bytes."""
         cdef int result
+        self.give_what_is_left()
+        synchronize(stream_of(self.stream, self.ordinal))    # it is free only then
         with nogil:
             result = enter(self.context)
             if result == SUCCESS:
@@ -286,35 +324,23 @@ cdef class PooledBacking(Backing):
     cdef uint64_t address
 
     def __dealloc__(self):
-        cdef void* stream
-        cdef void* context
-        cdef int result
-        if self.address == 0 or not callable_(self.generation):
-            return
-        stream, context = self.pool.stream, self.pool.context
-        with nogil:
-            result = enter(context)
-            if result == SUCCESS:
-                # Unlike cuMemFree, the call below waits for nobody. If this cannot, as during a
-                # capture, somebody may still use the memory: it is never given back.
-                result = driver.cuCtxSynchronize()
-                if result == SUCCESS:
-                    result = driver.cuMemFreeAsync(self.address, stream)
-                leave()
-            forget(result)
+        if self.address and callable_(self.generation):
+            self.pool.give_back(self.address)
 
 
 def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
     """A region of the driver's pool."""
     cdef PooledBacking backing = PooledBacking.__new__(PooledBacking)
+    cdef void* stream = pool.stream.handle
     cdef uint64_t address = 0
     cdef int result
+    pool.give_what_is_left()
     with nogil:
         result = enter(pool.context)
         if result == SUCCESS:
-            result = driver.cuMemAllocFromPoolAsync(&address, nbytes, pool.pool, pool.stream)
+            result = driver.cuMemAllocFromPoolAsync(&address, nbytes, pool.pool, stream)
             if result == SUCCESS:            # from here on it is every stream's
-                result = driver.cuStreamSynchronize(pool.stream)
+                result = driver.cuStreamSynchronize(stream)
             leave()
     backing.pool, backing.address, backing.generation = pool, address, generation
     if result == OUT_OF_MEMORY:

@@ -9,7 +9,8 @@ without a stream waits after each, `copy_batch` once.
 from arenapy.block cimport Block
 
 from arenapy.cuda.copies cimport CudaMemory, Side, leader, side_of
-from arenapy.cuda.stream cimport Stream, synchronize
+from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.ticket cimport synchronize
 
 
 def copy_batch(pairs, stream=None):

@@ -25,7 +25,8 @@ from arenapy.transfer cimport copy_bytes, move_bytes
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport Batch
-from arenapy.cuda.stream cimport Stream, follow, synchronize
+from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.ticket cimport follow, synchronize
 
 cdef enum:
     INVALID_VALUE = 1

@@ -13,7 +13,7 @@ from arenapy.region cimport Region
 
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport Ordering
-from arenapy.cuda.stream cimport follow
+from arenapy.cuda.ticket cimport follow
 
 from arenapy.cuda.backing import device_memory, managed_memory, pinned_memory
 

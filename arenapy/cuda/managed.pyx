@@ -11,7 +11,8 @@ from arenapy.block cimport Block, check_open, name_of, root_of
 
 from arenapy.cuda.copies cimport CudaMemory
 from arenapy.cuda.driver cimport SUCCESS, Location, checked, driver, enter, leave, primary
-from arenapy.cuda.stream cimport Stream, synchronize
+from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.ticket cimport synchronize
 
 from arenapy.request import checked_index
 

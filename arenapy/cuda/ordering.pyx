@@ -32,8 +32,10 @@ from arenapy.medium cimport Medium
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.stream cimport (
-    FREE_TO_USE, Graph, Stream, Ticket, fence_of, follow, free_to_use, join_streams, last_resort,
-    new_event, new_graph, number_of, stream_of, synchronize, ticket_of,
+    FREE_TO_USE, Stream, fence_of, free_to_use, number_of, stream_of,
+)
+from arenapy.cuda.ticket cimport (
+    Graph, Ticket, follow, join_streams, last_resort, new_event, new_graph, synchronize, ticket_of,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -112,7 +114,7 @@ cdef class Ordering(Medium):
         cdef Stream found
         if isinstance(stream, Stream):
             return stream
-        if ARENAPY_GIL and last is not None and last[0] is stream:
+        if ARENAPY_GIL and last is not None and last[0] is stream and not (<Stream>last[1]).gone():
             return last[1]
         need()
         found = stream_of(stream, self.device_id)

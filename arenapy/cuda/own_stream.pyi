@@ -2,6 +2,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Never, NoReturn, Self, SupportsIndex, final
 
+from arenapy.cuda.stream import Kept
+
 @final
 class Event:
     def __init__(self, not_called: Never, /) -> None: ...
@@ -11,7 +13,7 @@ class Event:
     def __reduce__(self) -> NoReturn: ...
 
 @final
-class Stream:
+class Stream(Kept):
     def __init__(self, device_id: SupportsIndex = 0) -> None: ...
     @property
     def device_id(self) -> int: ...

@@ -16,10 +16,8 @@ from libc.stdint cimport uintptr_t
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, primary,
 )
-from arenapy.cuda.stream cimport (
-    Stream as Named, Ticket, create_event, join_streams, new_event, relax, restore, stream_of,
-    synchronize,
-)
+from arenapy.cuda.stream cimport Kept, Stream as Named, relax, restore, stream_of
+from arenapy.cuda.ticket cimport Ticket, create_event, join_streams, new_event, synchronize
 
 from arenapy.cuda.errors import CudaError
 from arenapy.request import checked_index
@@ -62,7 +60,7 @@ cdef class Event:
 
 @cython.auto_pickle(False)
 @cython.final
-cdef class Stream:
+cdef class Stream(Kept):
     """Stream(device_id=0)\n--\n
     A stream of a device: what it is given is done in order, beside what others are given.
 
@@ -94,13 +92,6 @@ cdef class Stream:
     ...     block.copy_from(array, stream=stream)
     ...     stream.synchronize()
     """
-
-    cdef void* handle
-    cdef void* context
-    cdef int generation
-    cdef readonly int device_id
-    cdef bint shut
-    cdef object __weakref__
 
     def __init__(self, device_id=0):
         cdef int result

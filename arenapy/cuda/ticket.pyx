@@ -1,0 +1,268 @@
+"""Tickets: what has to be over before memory is used again, and waiting for it.
+
+What lives here: events, of which a few are kept; what a stream is captured into; which stream waits
+for which. What does not: which stream a user names (stream), which memory waits (ordering).
+
+Thread-safety: everything here may be called from any thread.
+"""
+cimport cython
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+
+from arenapy.atomic cimport arenapy_load, arenapy_store, arenapy_sub
+from arenapy.cuda.driver cimport (
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
+)
+from arenapy.cuda.stream cimport (
+    CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, relax, restore,
+    streams_in,
+)
+
+from arenapy.cuda.errors import CudaError
+
+cdef enum:
+    DISABLE_TIMING = 2       # CU_EVENT_DISABLE_TIMING
+    RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
+    NO_DESTRUCTOR_SYNC = 1   # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+    INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
+    MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
+    EVENTS_KEPT = 256        # of a context
+
+cdef dict spare_events = {}          # by context: lists of those that nobody uses
+
+@cython.auto_pickle(False)
+cdef class Ticket:
+    """Something that has to be over before memory is used again. Internal."""
+
+    cdef bint over(self) noexcept:
+        return True
+
+    cdef bint wait(self, Stream stream) noexcept:
+        return True
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Event(Ticket):
+    """All that a stream was given before. Internal."""
+
+    def __dealloc__(self):
+        """Keep it for the next one; the driver need not be asked."""
+        if self.event != NULL and callable_(self.generation):
+            give_event(self.context, self.event)
+
+    cdef bint over(self) noexcept:
+        cdef int result, mode = RELAXED
+        if self.event == NULL:
+            return True
+        with nogil:
+            result = relax(self.context, &mode)
+            if result == SUCCESS:
+                result = driver.cuEventQuery(self.event)
+                restore(&mode)
+            forget(result)
+        return is_over(result)
+
+    cdef bint wait(self, Stream stream) noexcept:
+        cdef int result, mode = RELAXED
+        if self.event == NULL:
+            return True
+        if stream is not None and stream.gone():
+            return False
+        with nogil:
+            result = relax(self.context if stream is None else stream.context, &mode)
+            if result == SUCCESS:
+                if stream is None:
+                    result = driver.cuEventSynchronize(self.event)
+                else:
+                    result = driver.cuStreamWaitEvent(stream.handle, self.event, 0)
+                restore(&mode)
+            forget(result)
+        return is_over(result)
+
+
+cdef void give_event(void* context, void* event) noexcept:
+    spare = spare_events.get((<uintptr_t>context, generation))
+    if spare is not None and len(<list>spare) < EVENTS_KEPT:
+        (<list>spare).append(<uintptr_t>event)
+        return
+    with nogil:
+        if enter(context) == SUCCESS:
+            forget(driver.cuEventDestroy(event))
+            leave()
+
+
+cdef void* create_event(void* context, unsigned int flags) except NULL:
+    cdef void* event = NULL
+    cdef int result
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuEventCreate(&event, flags)
+            leave()
+    checked(result, "cuEventCreate")
+    return event
+
+
+cdef void* take_event(void* context) except NULL:
+    spare = spare_events.setdefault((<uintptr_t>context, generation), [])
+    try:
+        return <void*><uintptr_t>(<list>spare).pop()
+    except IndexError:
+        return create_event(context, DISABLE_TIMING)
+
+
+cdef int not_closed(Stream stream) except -1:
+    if stream.gone():
+        raise CudaError(f"{stream!r} was closed", INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE")
+    return 0
+
+
+cdef Ticket new_event(Stream stream):
+    cdef Event ticket = Event.__new__(Event)
+    cdef void* event = take_event(stream.context)
+    cdef void* handle = handle_here(stream)
+    cdef uint64_t id = stream.id
+    cdef bint asked
+    cdef int result
+    ticket.context, ticket.generation = stream.context, generation
+    ticket.event = event
+    not_closed(stream)
+    # The handle may be another stream's by now; of one that captures this is not to be asked.
+    asked = id and not stream.lasting and stream.state() != CAPTURING
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            if asked:
+                result = driver.cuStreamGetId(handle, &id)
+                if result == SUCCESS and id != stream.id:
+                    result = INVALID_HANDLE
+            if result == SUCCESS:
+                result = driver.cuEventRecord(event, handle)
+            leave()
+    checked(result, "cuEventRecord")
+    return ticket
+
+
+# ---- graphs ------------------------------------------------------------------------------
+
+# Of two owners: the ticket, and the graph, which the driver may destroy in a thread of its own.
+cdef struct SharedFlag:
+    uint64_t owners
+    uint64_t gone
+
+
+cdef void drop_flag(SharedFlag* flag) noexcept nogil:
+    if arenapy_sub(&flag.owners, 1) == 1:
+        free(flag)
+
+
+cdef void graph_is_gone(void* p) noexcept nogil:
+    arenapy_store(&(<SharedFlag*>p).gone, 1)
+    drop_flag(<SharedFlag*>p)
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Graph(Ticket):
+    """The graph that a stream was captured into, and what was made of it. Internal."""
+
+    def __dealloc__(self):
+        if self.shared != NULL:
+            drop_flag(<SharedFlag*>self.shared)
+
+    cdef bint over(self) noexcept:
+        return arenapy_load(&(<SharedFlag*>self.shared).gone) != 0
+
+    cdef bint wait(self, Stream stream) noexcept:
+        return self.over()                   # nobody knows whether it will be launched again
+
+
+cdef Ticket new_graph(Stream stream):
+    cdef Graph ticket = Graph.__new__(Graph)
+    cdef SharedFlag* flag = NULL
+    cdef void* graph = NULL
+    cdef void* thing = NULL
+    cdef uint64_t id = 0
+    cdef int result
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = captured_graph(stream.handle, &id, &graph)
+            leave()
+    checked(result, "cuStreamGetCaptureInfo")
+    if stream.graph is not None and stream.capture == id and not (<Ticket>stream.graph).over():
+        return stream.graph                  # one is enough for all that a capture uses
+    flag = <SharedFlag*>malloc(sizeof(SharedFlag))
+    if flag == NULL:
+        raise MemoryError("no memory for the record of a graph")
+    flag.owners, flag.gone = 2, 0
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuUserObjectCreate(&thing, flag, graph_is_gone, 1, NO_DESTRUCTOR_SYNC)
+            if result == SUCCESS:
+                result = driver.cuGraphRetainUserObject(graph, thing, 1, MOVE)
+                if result != SUCCESS:
+                    forget(driver.cuUserObjectRelease(thing, 1))     # which calls graph_is_gone
+            leave()
+    if result != SUCCESS and thing == NULL:
+        free(flag)
+        flag = NULL
+    ticket.shared = flag
+    checked(result, "cuGraphRetainUserObject")
+    stream.graph, stream.capture = ticket, id
+    return ticket
+
+
+cdef Ticket ticket_of(Stream stream):
+    return new_graph(stream) if stream.captures() else new_event(stream)
+
+
+cdef Ticket last_resort(Stream stream):
+    cdef int result
+    for one in streams_in(stream.context):
+        if (<Stream>one).captures():         # the call below would make the capture invalid
+            return None
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuCtxSynchronize()
+            leave()
+        forget(result)
+    return Ticket.__new__(Ticket) if is_over(result) else None
+
+
+# ---- streams that wait --------------------------------------------------------------------
+
+cdef int join_streams(Stream stream, Stream other) except -1:
+    if stream is not other:
+        free_to_use(stream, f"it cannot wait for {other!r}; do this before the capture")
+        free_to_use(other, f"{stream!r} cannot wait for it; do this before the capture")
+        let_wait(stream, other)
+    return 0
+
+
+cdef int let_wait(Stream stream, Stream other) except -1:
+    if not new_event(other).wait(stream):
+        raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {other!r}")
+    return 0
+
+
+cdef int follow(Stream stream, Stream other) except -1:
+    cdef bint captured = stream.captures()
+    if stream is other or captured != other.captures():
+        return 0
+    return let_wait(stream, other) if captured else join_streams(stream, other)
+
+
+cdef int synchronize(Stream stream) except -1:
+    cdef void* handle = handle_here(stream)
+    cdef int result
+    not_closed(stream)
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            result = driver.cuStreamSynchronize(handle)
+            leave()
+    return checked(result, "cuStreamSynchronize")

@@ -1,0 +1,228 @@
+"""A real GPU: kernels, launched by cuda-bindings alone, that show who wrote which memory when.
+
+`write_slowly` waits on the device before it writes, so that whoever gets the memory too early has
+time to be overwritten. `count_wrong` counts the words that are not what they should be.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+import pytest
+
+from arenapy import cuda
+
+CYCLES = 1_800  # of a GPU's clock, about a microsecond
+
+KERNELS = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+
+.visible .entry write_slowly(
+    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 cycles)
+{
+    .reg .pred %p<3>;
+    .reg .u32 %r<6>;
+    .reg .u64 %d<10>;
+    ld.param.u64 %d1, [start];
+    ld.param.u64 %d2, [words];
+    ld.param.u32 %r1, [value];
+    ld.param.u64 %d3, [cycles];
+    mov.u64 %d4, %clock64;
+WAIT:
+    mov.u64 %d5, %clock64;
+    sub.u64 %d5, %d5, %d4;
+    setp.lt.u64 %p1, %d5, %d3;
+    @%p1 bra WAIT;
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.u32 %r2, %r2, %r3, %r4;
+    mov.u32 %r4, %nctaid.x;
+    mul.lo.u32 %r3, %r3, %r4;
+    cvt.u64.u32 %d6, %r2;
+    cvt.u64.u32 %d7, %r3;
+NEXT:
+    setp.ge.u64 %p2, %d6, %d2;
+    @%p2 bra DONE;
+    shl.b64 %d8, %d6, 2;
+    add.u64 %d8, %d1, %d8;
+    st.u32 [%d8], %r1;
+    add.u64 %d6, %d6, %d7;
+    bra NEXT;
+DONE:
+    ret;
+}
+
+.visible .entry count_wrong(
+    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 counter)
+{
+    .reg .pred %p<3>;
+    .reg .u32 %r<6>;
+    .reg .u64 %d<10>;
+    ld.param.u64 %d1, [start];
+    ld.param.u64 %d2, [words];
+    ld.param.u32 %r1, [value];
+    ld.param.u64 %d3, [counter];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.u32 %r2, %r2, %r3, %r4;
+    mov.u32 %r4, %nctaid.x;
+    mul.lo.u32 %r3, %r3, %r4;
+    cvt.u64.u32 %d6, %r2;
+    cvt.u64.u32 %d7, %r3;
+NEXT:
+    setp.ge.u64 %p2, %d6, %d2;
+    @%p2 bra DONE;
+    shl.b64 %d8, %d6, 2;
+    add.u64 %d8, %d1, %d8;
+    ld.volatile.u32 %r5, [%d8];
+    setp.ne.u32 %p1, %r5, %r1;
+    @%p1 red.add.u32 [%d3], 1;
+    add.u64 %d6, %d6, %d7;
+    bra NEXT;
+DONE:
+    ret;
+}
+
+.visible .entry add_to(
+    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 unused)
+{
+    .reg .pred %p<3>;
+    .reg .u32 %r<6>;
+    .reg .u64 %d<10>;
+    ld.param.u64 %d1, [start];
+    ld.param.u64 %d2, [words];
+    ld.param.u32 %r1, [value];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.u32 %r2, %r2, %r3, %r4;
+    mov.u32 %r4, %nctaid.x;
+    mul.lo.u32 %r3, %r3, %r4;
+    cvt.u64.u32 %d6, %r2;
+    cvt.u64.u32 %d7, %r3;
+NEXT:
+    setp.ge.u64 %p2, %d6, %d2;
+    @%p2 bra DONE;
+    shl.b64 %d8, %d6, 2;
+    add.u64 %d8, %d1, %d8;
+    ld.u32 %r5, [%d8];
+    add.u32 %r5, %r5, %r1;
+    st.u32 [%d8], %r5;
+    add.u64 %d6, %d6, %d7;
+    bra NEXT;
+DONE:
+    ret;
+}
+"""
+
+
+@functools.cache
+def why_none():
+    """Why there is no GPU to test on; None if there is one."""
+    try:
+        devices = cuda.devices()
+    except cuda.Unavailable as error:
+        return f"needs a GPU: {error}"
+    return None if devices else "needs a GPU: the driver shows none"
+
+
+def need_gpu(count=1):
+    reason = why_none()
+    if reason is None and len(cuda.devices()) < count:
+        reason = f"needs {count} GPUs"
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def done(result):
+    """The values of a call of cuda-bindings."""
+    from cuda.bindings import driver
+
+    error, *values = result
+    assert error == driver.CUresult.CUDA_SUCCESS, error
+    return values[0] if len(values) == 1 else values
+
+
+class Gpu:
+    """A device whose primary context is current while this is in use."""
+
+    def __init__(self, ordinal=0):
+        from cuda.bindings import driver
+
+        self.driver = driver
+        self.ordinal = ordinal
+
+    def __enter__(self):
+        cu = self.driver
+        done(cu.cuInit(0))
+        device = done(cu.cuDeviceGet(self.ordinal))
+        done(cu.cuCtxPushCurrent(done(cu.cuDevicePrimaryCtxRetain(device))))
+        module = done(cu.cuModuleLoadData(KERNELS + b"\0"))
+        for name in ("write_slowly", "count_wrong", "add_to"):
+            setattr(self, f"_{name}", done(cu.cuModuleGetFunction(module, name.encode())))
+        self.wrong = done(cu.cuMemAlloc(4))
+        self.forget_wrong()
+        return self
+
+    def __exit__(self, *error):
+        done(self.driver.cuCtxSynchronize())
+        done(self.driver.cuMemFree(self.wrong))
+        done(self.driver.cuCtxPopCurrent())
+
+    def launch(self, function, stream, address, nbytes, value, last, blocks):
+        values = (address, nbytes // 4, value % 2**32, last)
+        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64)
+        handle = handle_of(stream)
+        done(self.driver.cuLaunchKernel(
+            function, blocks, 1, 1, 256, 1, 1, 0, handle, (values, types), 0,
+        ))  # fmt: skip
+
+    def write_slowly(self, stream, address, nbytes, value, microseconds=0, blocks=8):
+        cycles = microseconds * CYCLES
+        self.launch(self._write_slowly, stream, address, nbytes, value, cycles, blocks)
+
+    def wait(self, stream, microseconds):
+        """Let the stream do nothing for a while."""
+        self.write_slowly(stream, 0, 0, 0, microseconds, 1)
+
+    def count_wrong(self, stream, address, nbytes, value, blocks=8):
+        counter = int(self.wrong)
+        self.launch(self._count_wrong, stream, address, nbytes, value, counter, blocks)
+
+    def add_to(self, stream, address, nbytes, value, blocks=8):
+        self.launch(self._add_to, stream, address, nbytes, value, 0, blocks)
+
+    def how_many_wrong(self):
+        """Words that were found wrong by now, everywhere."""
+        done(self.driver.cuCtxSynchronize())
+        found = np.zeros(1, np.uint32)
+        done(self.driver.cuMemcpyDtoH(found.ctypes.data, self.wrong, 4))
+        return int(found[0])
+
+    def forget_wrong(self):
+        done(self.driver.cuMemsetD32(self.wrong, 0, 1))
+
+    def stream(self, blocking=False):
+        """A handle of the driver's; an int."""
+        return int(done(self.driver.cuStreamCreate(0 if blocking else 1)))
+
+    def synchronize(self, stream=None):
+        if stream is None:
+            done(self.driver.cuCtxSynchronize())
+        else:
+            done(self.driver.cuStreamSynchronize(handle_of(stream)))
+
+
+def handle_of(stream):
+    return int(getattr(stream, "handle", stream))
+
+
+def content(buffer, dtype=np.uint8):
+    """What a Buffer holds, by a copy."""
+    found = np.empty(buffer.nbytes // np.dtype(dtype).itemsize, dtype)
+    buffer.copy_to(found)
+    return found
