@@ -6,6 +6,9 @@ cdef class Pool(PoolGrowth):
     cdef readonly object trim_after
     cdef readonly str rounding
     cdef readonly bint debug
+    # Streams of the user that were named last, each with its Stream and the pool of its blocks. It
+    # is replaced, and never changed.
+    cdef list lanes_named
 
     cdef Pool lane_of(self, object stream)
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream)

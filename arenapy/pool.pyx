@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from arenapy.allocator cimport check_source, hide
 from arenapy.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
+from arenapy.atomic cimport ARENAPY_GIL
 from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.pages cimport PAGE, PAGE_BITS
@@ -41,6 +42,7 @@ cdef extern from "Python.h":
 
 # Bytes: bookkeeping has addresses for as much memory, four times over.
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
+cdef int MOST_NAMED = 4      # streams that are found without a question
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -155,7 +157,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.allocator = weakref.ref(self)
         if core.medium is not None and not core.host_accessible:
-            self.lanes = {}
+            self.lanes, self.lanes_named = {}, []
         core.ready()
         if trim_thread:
             start_trimming(self, trim_after)
@@ -216,7 +218,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef Pool lane_of(self, object stream):
         """The pool of a stream's blocks, which may be this one; None: they are any stream's."""
+        cdef tuple known
         cdef Pool lane
+        for known in self.lanes_named if ARENAPY_GIL else []:
+            if known[0] is stream:
+                self.core.medium.may_begin(known[1])
+                return <Pool>known[2]
         named = self.core.medium.lane(stream)
         if named is None or named is self.core.medium.own:
             return None if named is None else self
@@ -227,6 +234,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             hide(lane)
             lane.core.allocator, lane.lanes = self.core.allocator, None
             lane = self.lanes.setdefault(named, lane)
+        if not isinstance(stream, int):      # which may be another stream's later
+            self.lanes_named = [(stream, named, lane), *self.lanes_named[:MOST_NAMED - 1]]
         return lane
 
     def _chunk(self, nbytes, stream):

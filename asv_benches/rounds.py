@@ -27,9 +27,9 @@ class Way:
     before: str = "pass"
     operations: int = 1
 
-    def loop(self, names):
+    def loop(self, names, clock=CLOCK):
         """What runs the statement: `loop.timeit(n)` gives the seconds of n runs."""
-        return timeit.Timer(self.statement, self.before, CLOCK, names)
+        return timeit.Timer(self.statement, self.before, clock, names)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Ways:
             if value is None and name in way.before + way.statement:
                 raise NotImplementedError(f"{name} is not installed")
         self.runs = self.CALLS // way.operations
-        self.loop = way.loop(names)
+        self.loop = way.loop(names, self.timer)
 
 
 def samples(loops, runs, rounds):

@@ -163,7 +163,9 @@ def test_a_stream_object_lives_as_long_as_it_is_needed(gpu, reusing):
     assert gone() is not None
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
-    reusing.alloc(1).record_stream(new_stream(gpu))  # no longer what was named last
+    for _ in range(4):  # so that it is no longer among what was named last
+        reusing.alloc(1).record_stream(new_stream(gpu))
+        gpu.drain()
     gc.collect()
     assert gone() is None
 

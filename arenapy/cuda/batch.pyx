@@ -48,6 +48,7 @@ def copy_batch(pairs, stream=None):
     >>> cuda.copy_batch(zip(blocks, arrays))                 # doctest: +SKIP
     """
     cdef list found = []
+    cdef set joined = set()
     cdef CudaMemory memory = None
     cdef Stream s = None
     cdef Side target, source
@@ -63,7 +64,7 @@ def copy_batch(pairs, stream=None):
         if s is None:
             s = memory.own_stream() if stream is None else <Stream>memory.named(stream)
         try:
-            memory.transfer(target, source, s)
+            memory.transfer(target, source, s, joined)
         except BaseException:
             if stream is None:               # nothing of it goes on once this has returned
                 try:

@@ -8,7 +8,7 @@ from arenapy.cuda.stream cimport Stream
 
 
 cdef class CudaMemory(Ordering):
-    cdef int transfer(self, Side to, Side source, object stream) except -1
+    cdef int transfer(self, Side to, Side source, object stream, set joined) except -1
 
 
 # One side of a copy: a Block, or another object's memory, exported meanwhile.

@@ -66,9 +66,9 @@ cdef class CudaMemory(Ordering):
             if target.block:
                 return copy_bytes(<Block>to, origin.thing, True)
             return copy_bytes(<Block>source, target.thing, False)
-        return one.transfer(target, origin, stream)
+        return one.transfer(target, origin, stream, None)
 
-    cdef int transfer(self, Side to, Side source, object stream) except -1:
+    cdef int transfer(self, Side to, Side source, object stream, set joined) except -1:
         cdef Stream s = self.own_stream() if stream is None else <Stream>self.named(stream)
         cdef Side side
         cdef list held = [], kept = []
@@ -87,7 +87,7 @@ cdef class CudaMemory(Ordering):
             allow_access(to_context, to.device_id, source_context, source.device_id)
         try:
             for side in (to, source):
-                if prepare(side, s, stream is None):
+                if prepare(side, s, stream is None, joined):
                     held.append(side.thing)
                 if stream is not None and side.foreign:
                     kept.append(self.keep((side.thing, side.view)))
@@ -130,7 +130,7 @@ cdef class CudaMemory(Ordering):
         if n == 0:
             return 0
         address = <uint64_t>b.ptr
-        held = use_block(b, s, stream is None)
+        held = use_block(b, s, stream is None, None)
         try:
             with nogil:
                 result = enter(s.context)
@@ -255,15 +255,20 @@ cdef int of_tensor(Side side, bint to, CudaMemory leading, object stream) except
     return 0
 
 
-cdef int use_block(Block block, Stream s, bint now) except -1:
-    """The stream is about to use a block. `now`: while the caller waits; 1: unacquire it then."""
+cdef int use_block(Block block, Stream s, bint now, set joined) except -1:
+    """The stream is about to use a block. `now`: while the caller waits; 1: unacquire it then.
+
+    `joined`: streams that it has waited for in this call; None: nobody asks.
+    """
     cdef CudaMemory m = None
     cdef Block root = root_of(block)
     if root.keeper.medium is not None:
         m = <CudaMemory>root.keeper.medium
         # Who had these bytes before used them on the own stream.
-        if m.own is not None:
+        if m.own is not None and (joined is None or m.own not in joined):
             follow(s, <Stream>m.own)
+            if joined is not None:
+                joined.add(m.own)
         if now and m.own is s and not m.borrowed:
             return 0                         # in the order of what its bytes are used for next
     if now:
@@ -274,12 +279,12 @@ cdef int use_block(Block block, Stream s, bint now) except -1:
     return 0
 
 
-cdef int prepare(Side side, Stream s, bint now) except -1:
+cdef int prepare(Side side, Stream s, bint now, set joined) except -1:
     cdef int held = 0
     if side.block:
-        held = use_block(<Block>side.thing, s, now)
+        held = use_block(<Block>side.thing, s, now, joined)
     elif side.under is not None and not now:
-        use_block(side.under, s, now)
+        use_block(side.under, s, now, joined)
         side.foreign = False                 # its block waits, and is not kept from its allocator
     elif side.producer is not None:
         follow(s, <Stream>side.producer)

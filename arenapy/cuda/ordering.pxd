@@ -30,7 +30,7 @@ cdef class Ordering(Medium):
     # The memory is another library's, which may use it anew at once when it is gone: what the own
     # stream does counts, too.
     cdef bint borrowed
-    cdef tuple last                  # what was named last, and what it is
+    cdef list recent                 # what was named last, and what it is; replaced, never changed
 
     # The stream of what names none.
     cdef Stream own_stream(self)

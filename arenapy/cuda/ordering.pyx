@@ -21,7 +21,7 @@ they have to that thread, which looks again before it goes.
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from posix.unistd cimport usleep
 
 from arenapy.atomic cimport (
@@ -32,7 +32,7 @@ from arenapy.medium cimport Medium
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.stream cimport (
-    FREE_TO_USE, Stream, fence_of, free_to_use, number_of, stream_of,
+    FREE_TO_USE, Stream, fence_of, free_to_use, handle_of, number_of, stream_of,
 )
 from arenapy.cuda.ticket cimport (
     Graph, Ticket, follow, join_streams, last_resort, new_event, new_graph, synchronize, ticket_of,
@@ -51,6 +51,7 @@ cdef enum:
     FEW = 16                 # batches
     OPEN_BYTES = 4 << 20     # an open batch of more gets its event at once
     MOMENT = 50              # microseconds
+    MOST_NAMED = 4           # streams that are found without a question
     LEGACY = 1               # the legacy default stream
     INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
@@ -75,6 +76,7 @@ cdef class Ordering(Medium):
         self.open = []
         self.batches = []
         self.done = []
+        self.recent = []
         self.most = FEW
         self.generation = generation
 
@@ -110,17 +112,24 @@ cdef class Ordering(Medium):
         return o
 
     cdef object named(self, object stream):
-        cdef tuple last = self.last
+        cdef tuple known
         cdef Stream found
         if isinstance(stream, Stream):
             return stream
-        if ARENAPY_GIL and last is not None and last[0] is stream and not (<Stream>last[1]).gone():
-            return last[1]
+        if ARENAPY_GIL and self.recent:
+            for known in self.recent:
+                if known[0] is stream and not (<Stream>known[1]).gone():
+                    return known[1]
+            handle = handle_of(stream)[0]
+            for known in self.recent:        # whose owner sees to it that it still is
+                found = <Stream>known[1]
+                if handle == <uintptr_t>found.handle and not found.gone():
+                    return found
         need()
         found = stream_of(stream, self.device_id)
         # An integer may be another stream's later, and a default stream is each thread's own.
         if found.id and found.lasting and not isinstance(stream, int):
-            self.last = (stream, found)
+            self.recent = [(stream, found), *self.recent[:MOST_NAMED - 1]]
         return found
 
     cdef Stream own_stream(self):
@@ -141,7 +150,7 @@ cdef class Ordering(Medium):
     cdef int may_begin(self, object stream) except -1:
         return free_to_use(
             <Stream>stream, "whenever that is launched it would use the block; allocate before the "
-            "capture, and keep the Buffer as long as the graph")
+            "capture, and keep the Buffer as long as the graph", None)
 
     cdef int begin(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
@@ -158,7 +167,8 @@ cdef class Ordering(Medium):
         return note_use(<Block>block, s)
 
     cdef int fence(self, object stream) except -1:
-        free_to_use(<Stream>stream, "nobody can wait for it; reset before the capture, or after it")
+        free_to_use(
+            <Stream>stream, "nobody can wait for it; reset before the capture, or after it", None)
         if self.host_accessible:
             return synchronize(<Stream>stream)
         return join_streams(<Stream>self.own, <Stream>stream)

@@ -23,7 +23,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeAlias
 
@@ -45,6 +45,8 @@ from arenapy.source import File
 __all__ = ["chunks"]
 
 LEGACY = 1  # the legacy default stream
+READERS = 4  # threads, at most
+PART = 8 << 20  # bytes that one of them reads at a time
 HERE = ("pinned", "managed", "device")  # kinds of memory that copies start from as it is
 
 Progress: TypeAlias = Callable[[int, int], object]
@@ -275,6 +277,7 @@ class _Line:
         self.pool = pool
         self.device_id = device_id
         self.consumer = consumer
+        self.readers: ThreadPoolExecutor
         self.next = 0  # the first byte that no task is to read yet
         # What is ahead, oldest first: memory of the device, and the end of the task that fills it.
         self.ahead: deque[tuple[Buffer, Future[Event]]] = deque()
@@ -323,10 +326,20 @@ class _Line:
         if before is not None:
             before.synchronize()
         item = self.items[which][: block.nbytes]
-        self.source.read(start, item)
+        self.read(start, item)
         block.copy_from(item, stream=self.stream)
         copied = self.copied[which] = self.stream.record()
         return copied
+
+    def read(self, start: int, item: Buffer) -> None:
+        """In parts at once: one processor copies out of the page cache slower than a bus takes."""
+        parts = [slice(at, at + PART) for at in range(0, item.nbytes, PART)]
+        done = [
+            self.readers.submit(self.source.read, start + part.start, item[part]) for part in parts
+        ]
+        wait(done)
+        for one in done:
+            one.result()
 
     def take(self) -> Buffer:
         """The oldest chunk, for the consumer's stream."""
@@ -345,6 +358,9 @@ def _iterate(
     with _shown(progress, total) as tell, line.source.open():
         line.begin()
         executor = ThreadPoolExecutor(1, "arenapy chunks")
+        line.readers = ThreadPoolExecutor(
+            min(READERS, len(os.sched_getaffinity(0))), "arenapy chunks, reading"
+        )
         try:
             line.fill(executor, must=True)
             while line.ahead:
@@ -358,6 +374,7 @@ def _iterate(
                 line.fill(executor, must=True)
         finally:
             executor.shutdown(cancel_futures=True)
+            line.readers.shutdown()
 
 
 def _let_go(block: Buffer) -> None:

@@ -22,7 +22,7 @@ cdef class Stream:
     # It is sure to exist for as long as this: the legacy default stream, or `owner` sees to that.
     cdef bint lasting
     cdef object owner
-    cdef bint closable               # the owner may destroy it before its own end
+    cdef object tells                # if the owner may destroy it before its own end: its protocol
     cdef bint fence                  # see fence_of
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
     cdef object graph                # the Ticket of the capture in which it last used a block
@@ -38,6 +38,8 @@ cdef class Stream:
 
 # The stream that `stream`, of a user, names. `device_id`: of a default stream; -1: the current one.
 cdef Stream stream_of(object stream, int device_id)
+# The handle that an object stands for, as an int; and whether the object keeps it alive.
+cdef tuple handle_of(object stream)
 # The ordinal of the current context's device; 0 if there is none.
 cdef int current_device() except -1
 # The legacy stream, for what is used on nobody knows which of the blocking streams: an event on it
@@ -45,8 +47,11 @@ cdef int current_device() except -1
 cdef Stream fence_of(int device_id)
 # Its number in DLPack and in the CUDA array interface.
 cdef object number_of(Stream stream)
-# Raise, saying what to do, unless a stream can be given work, and be waited for, now.
-cdef int free_to_use(Stream stream, str what) except -1
+# Raise if its object has closed it.
+cdef int not_closed(Stream stream) except -1
+# Raise, saying what to do, unless a stream can be given work, and be waited for, now. `other`: for
+# the braces in `what`.
+cdef int free_to_use(Stream stream, str what, object other) except -1
 # Enter a context for what is not to disturb anybody's capture, and leave it.
 cdef int relax(void* context, int* mode) noexcept nogil
 cdef void restore(int* mode) noexcept nogil

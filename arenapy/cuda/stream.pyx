@@ -20,6 +20,7 @@ Thread-safety: everything here may be called from any thread.
 cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 
+import functools
 import itertools
 import threading
 import weakref
@@ -34,6 +35,7 @@ cdef enum:
     LEGACY = 1               # CU_STREAM_LEGACY; 0 is taken for it, too
     PER_THREAD = 2           # CU_STREAM_PER_THREAD
     RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
+    INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     CAPTURE_IMPLICIT = 906   # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
     DEINITIALIZED = 4        # CUDA_ERROR_DEINITIALIZED
     # From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: the context is lost, and so is
@@ -84,10 +86,10 @@ cdef class Stream:
 
     cdef bint gone(self) noexcept:
         """Has somebody closed it? The driver crashes on the handle of a stream that is destroyed."""
-        if not self.closable:
+        if self.tells is None:
             return False
         try:
-            return handle_of(self.owner)[0] != <uintptr_t>self.handle
+            return self.tells()[1] != <uintptr_t>self.handle
         except Exception:
             return True
 
@@ -114,22 +116,27 @@ cdef class Stream:
 
 
 cdef int state_of(void* context, void* handle) noexcept:
+    # The one call of the driver that is made with the GIL, which costs three times as much to let
+    # go as this takes. It waits for nobody who may want the GIL: not for host functions, stream
+    # callbacks or user objects' destructors that run, nor for threads that allocate, free or
+    # synchronize (driver 580; tests/test_gpu_gil.py).
     cdef int status = 0, result
-    with nogil:
-        if <uintptr_t>handle > PER_THREAD:   # it has its context
-            result = driver.cuStreamIsCapturing(handle, &status)
-        else:
+    if <uintptr_t>handle > PER_THREAD:       # it has its context
+        result = driver.cuStreamIsCapturing(handle, &status)
+        forget(result)
+    else:
+        with nogil:
             result = enter(context)
             if result == SUCCESS:
                 result = driver.cuStreamIsCapturing(handle, &status)
                 leave()
-        forget(result)
+            forget(result)
     if result == CAPTURE_IMPLICIT:
         return BARRED
     return CAPTURING if result == SUCCESS and status else FREE_TO_USE
 
 
-cdef object handle_of(object stream):
+cdef tuple handle_of(object stream):
     """The handle that an object stands for, as an int; and whether the object keeps it alive.
 
     Of libraries' own types, those named ExternalStream do not.
@@ -152,6 +159,11 @@ cdef object handle_of(object stream):
         f"stream={stream!r} is no stream: give an object with __cuda_stream__, such as one of "
         "cuda.core, CuPy, torch or numba, or a handle as an int"
     )
+
+
+def described(stream):
+    """What its ``__cuda_stream__`` would say."""
+    return 0, handle_of(stream)[0]
 
 
 cdef object device_of(object stream):
@@ -229,7 +241,9 @@ cdef Stream stream_of(object stream, int device_id):
         found = known.setdefault(key, found)
     if owns and id and found.owner is None:
         found.owner = stream
-        found.closable = hasattr(stream, "close") and not isinstance(stream, Kept)
+        if hasattr(stream, "close") and not isinstance(stream, Kept):
+            tells = getattr(stream, "__cuda_stream__", None)
+            found.tells = tells if callable(tells) else functools.partial(described, stream)
         found.lasting = True
     return found
 
@@ -281,8 +295,18 @@ cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil
     return result
 
 
-cdef int free_to_use(Stream stream, str what) except -1:
-    cdef int state = stream.state()
+cdef int not_closed(Stream stream) except -1:
+    if stream.gone():
+        raise CudaError(f"{stream!r} was closed", INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE")
+    return 0
+
+
+cdef int free_to_use(Stream stream, str what, object other) except -1:
+    cdef int state
+    not_closed(stream)
+    state = state_of(stream.context, stream.handle)
+    if state != FREE_TO_USE:
+        what = what.format(other)            # only now: most calls end here
     if state == CAPTURING:
         raise CudaError(
             f"{stream!r} is being captured into a graph: {what}"

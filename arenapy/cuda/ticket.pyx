@@ -14,8 +14,8 @@ from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
 )
 from arenapy.cuda.stream cimport (
-    CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, relax, restore,
-    streams_in,
+    CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
+    relax, restore, streams_in,
 )
 
 from arenapy.cuda.errors import CudaError
@@ -112,12 +112,6 @@ cdef void* take_event(void* context) except NULL:
         return create_event(context, DISABLE_TIMING)
 
 
-cdef int not_closed(Stream stream) except -1:
-    if stream.gone():
-        raise CudaError(f"{stream!r} was closed", INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE")
-    return 0
-
-
 cdef Ticket new_event(Stream stream):
     cdef Event ticket = Event.__new__(Event)
     cdef void* event = take_event(stream.context)
@@ -131,15 +125,19 @@ cdef Ticket new_event(Stream stream):
     # The handle may be another stream's by now; of one that captures this is not to be asked.
     asked = id and not stream.lasting and stream.state() != CAPTURING
     with nogil:
-        result = enter(stream.context)
-        if result == SUCCESS:
-            if asked:
-                result = driver.cuStreamGetId(handle, &id)
-                if result == SUCCESS and id != stream.id:
-                    result = INVALID_HANDLE
+        if asked:
+            result = driver.cuStreamGetId(handle, &id)
+            if result == SUCCESS and id != stream.id:
+                result = INVALID_HANDLE
+        else:
+            result = SUCCESS
+        if result == SUCCESS and stream.id:  # it has its context
+            result = driver.cuEventRecord(event, handle)
+        elif result == SUCCESS:
+            result = enter(stream.context)
             if result == SUCCESS:
                 result = driver.cuEventRecord(event, handle)
-            leave()
+                leave()
     checked(result, "cuEventRecord")
     return ticket
 
@@ -237,8 +235,8 @@ cdef Ticket last_resort(Stream stream):
 
 cdef int join_streams(Stream stream, Stream other) except -1:
     if stream is not other:
-        free_to_use(stream, f"it cannot wait for {other!r}; do this before the capture")
-        free_to_use(other, f"{stream!r} cannot wait for it; do this before the capture")
+        free_to_use(stream, "it cannot wait for {!r}; do this before the capture", other)
+        free_to_use(other, "{!r} cannot wait for it; do this before the capture", stream)
         let_wait(stream, other)
     return 0
 
