@@ -1,8 +1,8 @@
 """``arenapy demo``: what an arena is good for, measured on this machine.
 
 `workloads` says what is computed, `ways` where its temporaries live, `measuring` how it is timed
-and checked, `report` and `chart` how it is shown. This file is the command: its options, its order,
-its exit status.
+and checked, `report` and `chart` how it is shown; `gpu` is the demo on a device. This file is the
+command: its options, its order, its exit status.
 """
 
 import argparse
@@ -28,6 +28,9 @@ ROUNDS, QUICK_ROUNDS = 11, 3
 WAYS = 3
 ARRAYS_ALIVE = 10  # N x N arrays: two operands, and the temporaries of three ways, at most
 QUICK_SHARE = 10  # --quick does a tenth of the iterations
+BATCHES, QUICK_BATCHES = 1000, 100
+BATCH_BYTES = 8 << 20
+GPU_RUNS, QUICK_GPU_RUNS = 3, 1
 
 #: When a block that came straight from the kernel is freed, glibc's malloc keeps blocks up to its
 #: size from then on (M_MMAP_THRESHOLD in mallopt(3), 32 MiB at most). What was freed before is
@@ -57,21 +60,55 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small network on real handwritten digits, and run the classic loop "
         "of N x N float32 temporaries, with the temporaries in three places: plain NumPy, an "
         "arena, and buffers preallocated by hand. Shows time, page faults and when the arena has "
-        "paid for itself; checks that all three compute the same bits.",
-        epilog="Exit status: 0, or 1 if the results differ or memory runs out.",
+        "paid for itself; checks that all three compute the same bits. With --gpu: a staging "
+        "pipeline instead (fill, copy, kernel), with and without allocators of arenapy.",
+        epilog="Exit status: 0, or 1 if the results differ, memory runs out or there is no GPU.",
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=_at_least_one, default=SIZES, metavar="N",
+        "--sizes", nargs="+", type=_at_least_one, metavar="N",
         help=f"sizes of the N x N loop (default: {' '.join(map(str, SIZES))})",
     )  # fmt: skip
     parser.add_argument(
         "--rounds", type=_at_least_one, metavar="R",
-        help=f"rounds to take the median of (default: {ROUNDS}, with --quick {QUICK_ROUNDS})",
+        help=f"rounds to take the median of (default: {ROUNDS}, with --quick {QUICK_ROUNDS}; with "
+        f"--gpu {GPU_RUNS} and {QUICK_GPU_RUNS})",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few seconds, and noisier figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a chart, as PNG")
+    gpu = parser.add_argument_group("the pipeline on a GPU")
+    gpu.add_argument("--gpu", action="store_true", help="show it instead; needs cuda-python")
+    gpu.add_argument(
+        "--batches", type=_at_least_one, metavar="N",
+        help=f"batches (default: {BATCHES}, with --quick {QUICK_BATCHES})",
+    )  # fmt: skip
+    gpu.add_argument(
+        "--batch-bytes", type=_at_least_one, metavar="BYTES",
+        help=f"bytes of a batch (default: {BATCH_BYTES}, 8 MiB)",
+    )  # fmt: skip
     return parser
+
+
+def _refuse_mixed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse options of the one demo for the other: they would do nothing."""
+    if options.gpu:
+        names, where = ("sizes", "plot"), "without --gpu"
+    else:
+        names, where = ("batches", "batch_bytes"), "with --gpu"
+    for name in names:
+        if getattr(options, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for the demo {where}")
+
+
+def _run_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from . import gpu, gpu_ways  # imported where used: arenapy.cuda is not small
+
+    nbytes = options.batch_bytes or BATCH_BYTES
+    if nbytes % gpu_ways.ROW_BYTES:
+        parser.error(f"--batch-bytes: {nbytes} is no multiple of {gpu_ways.ROW_BYTES}")
+    batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
+    runs = options.rounds or (QUICK_GPU_RUNS if options.quick else GPU_RUNS)
+    return gpu.run(batches, nbytes, runs, options.json)
 
 
 def _refuse_unwritable(parser: argparse.ArgumentParser, option: str, path: Path | None) -> None:
@@ -90,6 +127,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     _refuse_unwritable(parser, "--json", options.json)
     _refuse_unwritable(parser, "--plot", options.plot)
+    _refuse_mixed(parser, options)
+    if options.gpu:
+        return _run_gpu(parser, options)
     if options.plot is not None:
         if options.plot.suffix.lower() != ".png":
             parser.error(f"--plot writes PNG, so {options.plot} must end in .png")
@@ -103,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
     report.show_intro(console)
     try:
         measured = _measure_all(
-            sorted(set(options.sizes)), rounds, QUICK_SHARE if options.quick else 1
+            sorted(set(options.sizes or SIZES)), rounds, QUICK_SHARE if options.quick else 1
         )
     except ResultsDiffer as error:
         print(f"arenapy demo: {error}", file=sys.stderr)

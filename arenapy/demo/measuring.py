@@ -103,7 +103,7 @@ class Result:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -113,20 +113,20 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _minor_faults() -> int:
+def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _time_block(way: Way, job: Job, iterations: int) -> tuple[float, float]:
     """Return milliseconds and minor faults per iteration."""
-    with _no_collection():
-        faults = _minor_faults()
+    with no_collection():
+        faults = minor_faults()
         start = time.perf_counter()
         for _ in range(iterations):
             with way.scope():
                 way.step(job)  # what it returns is dropped here, inside the scope
         elapsed = time.perf_counter() - start
-        faults = _minor_faults() - faults
+        faults = minor_faults() - faults
     return elapsed * MILLISECONDS / iterations, faults / iterations
 
 
