@@ -23,13 +23,14 @@ if not __package__:  # run as a script; behind what is installed
 from rich.console import Console
 
 from arenapy import cuda
-from asv_benches import gpu_copies, gpu_latency
+from asv_benches import gpu_copies, gpu_latency, gpu_pipeline
 from asv_benches.report import machine, show
 
 RESULTS = Path(__file__).with_name("gpu_results.json")
 SECTIONS = {
     "latency": gpu_latency.lines,
     "copies": gpu_copies.lines,
+    "pipeline": gpu_pipeline.lines,
 }
 PEERS = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "torch", "rmm-cu13")
 

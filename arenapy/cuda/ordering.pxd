@@ -23,6 +23,7 @@ cdef class Ordering(Medium):
     cdef int generation              # of the driver: see there
     cdef void* arrived               # atomic: Holds that ended, newest first, linked by ended_next
     cdef uint64_t busy               # atomic: the thread that is at work on all below, or 0
+    cdef size_t room                 # bytes that the allocator has
     cdef list open                   # Batches without a ticket, one a stream
     cdef list batches                # others, oldest first
     cdef list done                   # objects that need not live any more

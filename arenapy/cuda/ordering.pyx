@@ -29,6 +29,7 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport Block, Hold, Keeper, note_use, uses_of
 from arenapy.medium cimport Medium
+from arenapy.regions cimport RegionSet
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.stream cimport (
@@ -49,7 +50,10 @@ cdef extern from "Python.h":
 
 cdef enum:
     FEW = 16                 # batches
-    OPEN_BYTES = 4 << 20     # an open batch of more gets its event at once
+    # An open batch of more bytes, or of more than such a part of all, gets its event at once: one
+    # that is recorded only when memory is needed comes after all that the stream was given by then.
+    OPEN_BYTES = 4 << 20
+    OPEN_SHARE = 16
     MOMENT = 50              # microseconds
     MOST_NAMED = 4           # streams that are found without a question
     LEGACY = 1               # the legacy default stream
@@ -77,6 +81,7 @@ cdef class Ordering(Medium):
         self.batches = []
         self.done = []
         self.recent = []
+        self.room = <size_t>-1
         self.most = FEW
         self.generation = generation
 
@@ -250,6 +255,8 @@ cdef class Ordering(Medium):
         if not callable_(self.generation):
             return                           # it is never free again
         PyErr_Fetch(&kind, &value, &trace)   # an exception may be on its way
+        if isinstance(<object>keeper, RegionSet):
+            self.room = (<RegionSet>keeper).capacity
         if fix_uses(<list>h.uses):
             count_up(keeper)                 # nobody knows until when; see pass_on
         head = arenapy_load_ptr(&self.arrived)
@@ -290,7 +297,7 @@ cdef class Ordering(Medium):
             queue = hold.ended_next
             self.wait_for(hold)
         for batch in list(self.open):
-            if batch.nbytes > OPEN_BYTES:
+            if batch.nbytes > OPEN_BYTES or batch.nbytes > self.room // OPEN_SHARE:
                 self.close(batch)
 
     cdef void wait_for(self, Hold* hold) noexcept:
