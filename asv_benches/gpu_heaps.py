@@ -209,12 +209,12 @@ class RmmArena(Rmm):
     """RMM's arena. What it holds is what it was told to take: time only."""
 
     about = "rmm.mr.ArenaMemoryResource"
-    note = "takes its arena at once, here three times the peak live: not compared"
+    note = "takes its arena at once, here twice the peak live: not compared"
 
     def resource(self, mr, peak_live):
         """What allocates."""
         return mr.ArenaMemoryResource(
-            self.counted, arena_size=3 * peak_live // MIB * MIB + 256 * MIB
+            self.counted, arena_size=2 * peak_live // MIB * MIB + 256 * MIB
         )
 
 
