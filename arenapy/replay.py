@@ -23,7 +23,8 @@ from rich.table import Table
 from arenapy.memory_info import check_request, format_bytes
 from arenapy.replay_one import PEERS
 from arenapy.replay_program import Program, program
-from arenapy.trace import Trace, load, synthetic
+from arenapy.torch_history import is_pickle
+from arenapy.trace import Trace, from_torch, load, synthetic
 
 __all__ = ["Result", "main", "replay"]
 
@@ -199,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("file", nargs="?", metavar="FILE", help="a trace")
+    what.add_argument("file", nargs="?", metavar="FILE", help="a trace, or torch's memory snapshot")
     what.add_argument("--synthetic", type=int, metavar="SEED", help="a random trace instead")
     parser.add_argument(
         "--with",
@@ -213,6 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read(path: str) -> Trace:
+    return from_torch(path) if is_pickle(path) else load(path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``arenapy replay``; the exit status.
 
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        trace = load(options.file) if options.file else synthetic(options.synthetic)
+        trace = _read(options.file) if options.file else synthetic(options.synthetic)
         results = replay(trace, options.names)
     except ValueError as error:
         parser.error(str(error))

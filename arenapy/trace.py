@@ -1,13 +1,12 @@
 """Traces: what allocators did, in files, and made-up traces of the same form.
 
 `record` has an allocator write its operations to a file while a ``with`` block runs; `load` reads
-such a file; `synthetic` makes one from a seed. ``arenapy replay`` runs them against allocators.
-The form of the file is described in docs/traces.md.
+such a file; `from_torch` takes what torch recorded itself; `synthetic` makes a trace from a seed.
+``arenapy replay`` runs them against allocators. The file's form is described in docs/traces.md.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,24 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from arenapy.made_up import PHASES, Phase, draw
 from arenapy.memory_info import format_bytes
 from arenapy.recorder import Recorder
+from arenapy.torch_history import Snapshot, history
 
-__all__ = ["EVENT", "OPERATIONS", "Recording", "Summary", "Trace", "load", "record", "synthetic"]
+__all__ = [
+    "EVENT",
+    "OPERATIONS",
+    "PHASES",
+    "Phase",
+    "Recording",
+    "Summary",
+    "Trace",
+    "from_torch",
+    "load",
+    "record",
+    "synthetic",
+]
 
 #: Operation codes, by name.
 OPERATIONS = {"alloc": 1, "free": 2, "mark": 3, "reset": 4, "trim": 5}
@@ -176,6 +189,8 @@ class Summary:
         Bytes of the smallest and the largest allocation.
     complete : bool
         False if the recording did not end in good order: the last events may be missing.
+    earlier : int
+        Frees of blocks that were allocated before the recording began; a replay leaves them out.
     """
 
     kind: str
@@ -187,6 +202,7 @@ class Summary:
     smallest: int
     largest: int
     complete: bool
+    earlier: int = 0
 
     def __str__(self) -> str:
         counts = ", ".join(f"{n:,} {name}" for name, n in self.operations.items() if n)
@@ -195,6 +211,8 @@ class Summary:
             f"{self.seconds:.3g} s; {format_bytes(self.smallest)} to {format_bytes(self.largest)}, "
             f"{format_bytes(self.allocated_bytes)} in all"
         )
+        if self.earlier:
+            text += f"; {self.earlier:,} frees of blocks from before"
         return text if self.complete else f"{text}; cut: the last events are missing"
 
 
@@ -245,7 +263,18 @@ class Trace:
             smallest=int(sizes.min(initial=np.iinfo("u8").max)) if len(sizes) else 0,
             largest=int(sizes.max(initial=0)),
             complete=self.complete,
+            earlier=self._earlier(),
         )
+
+    def _earlier(self) -> int:
+        """Frees at an address where nothing was allocated since the last one, or ever."""
+        alloc, free = OPERATIONS["alloc"], OPERATIONS["free"]
+        moves = self.events[np.isin(self.events["operation"], [alloc, free])]
+        moves = moves[np.argsort(moves["address"], kind="stable")]
+        is_free = moves["operation"] == free
+        allocated = np.zeros(len(moves), bool)
+        allocated[1:] = ~is_free[:-1] & (moves["address"][1:] == moves["address"][:-1])
+        return int(np.count_nonzero(is_free & ~allocated))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, for `load` and ``arenapy replay``.
@@ -343,6 +372,48 @@ def load(path: str | os.PathLike[str]) -> Trace:
     )
 
 
+def from_torch(snapshot: Snapshot, device: int | None = None) -> Trace:
+    """What torch's caching allocator was asked for, as torch recorded it.
+
+    Parameters
+    ----------
+    snapshot : dict or path-like
+        What ``torch.cuda.memory._snapshot()`` returns after ``_record_memory_history()``, or the
+        file that ``_dump_snapshot()`` writes.
+    device : int, optional
+        Whose history. None: there is only one.
+
+    Returns
+    -------
+    Trace
+        Sizes are bytes as asked for. A block is freed where torch says ``free_completed``: once the
+        streams that `record_stream` named are done with it. Blocks from before the history are
+        known by their frees only; ``summary().earlier`` counts them. Streams are their handles, and
+        torch's default stream is none; all is of thread 1. Times are 0 if torch gives none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no snapshot, or has no allocation, or histories of several devices and none chosen.
+        A file that holds more than plain data is refused, and nothing in it is run.
+    OSError
+        If the file cannot be read.
+
+    Notes
+    -----
+    torch need not be installed. Thread-safety: any thread.
+    """
+    found = history(snapshot, device)
+    events = np.zeros(len(found.is_alloc), EVENT)
+    events["time"] = found.columns["time_us"] * np.uint64(1000)
+    events["address"] = found.columns["addr"]
+    events["nbytes"] = found.columns["size"]
+    events["stream"] = found.columns["stream"]
+    events["thread"] = 1
+    events["operation"] = np.where(found.is_alloc, OPERATIONS["alloc"], OPERATIONS["free"])
+    return Trace(events, f"torch, device {found.device}", started=found.started)
+
+
 def _nanoseconds(
     header: Any, records: npt.NDArray[Any], operation: npt.NDArray[Any], times: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
@@ -355,25 +426,6 @@ def _nanoseconds(
     ns = np.append(0, (clocks["block"] - header["monotonic"]).astype("i8"))
     found: npt.NDArray[Any] = np.interp(ticks.astype("i8"), at, ns).astype("u8")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Part of a synthetic trace: sizes log-uniform between two bounds, in bytes."""
-
-    smallest: int
-    largest: int
-
-    @property
-    def mean(self) -> float:
-        """Bytes of the average block."""
-        if self.smallest == self.largest:
-            return float(self.largest)
-        return (self.largest - self.smallest) / float(np.log(self.largest / self.smallest))
-
-
-#: Half of the allocations of `synthetic` each.
-PHASES = (Phase(64, 64 << 20), Phase(64, 2 << 20))
 
 
 def synthetic(
@@ -402,36 +454,10 @@ def synthetic(
     Trace
         Every block in it is freed.
     """
-    if not phases or allocations < len(phases):
-        raise ValueError(f"{allocations} allocations in {len(phases)} phases: nothing to do")
-    if live_bytes < max(phase.largest for phase in phases):
-        raise ValueError(f"live_bytes={live_bytes} has no room for the largest block of the phases")
-    random = np.random.default_rng(seed)
-    ordered = list(phases)[:: -1 if seed % 2 else 1]
-    bounds = np.linspace(0, allocations, len(ordered) + 1).astype(int)
-    out: list[tuple[int, int, int]] = []
-    ends: list[tuple[float, int, int]] = []  # (when, number, nbytes) of live blocks
-    live = 0
-    for phase, begin, end in zip(ordered, bounds, bounds[1:], strict=False):
-        low, high = np.log([phase.smallest, phase.largest])
-        sizes = np.exp(random.uniform(low, high, end - begin)).astype("u8")
-        lifetimes = random.exponential(live_bytes / 2 / phase.mean, end - begin)
-        for number, nbytes, lifetime in zip(
-            range(begin, end), sizes.tolist(), lifetimes.tolist(), strict=True
-        ):
-            while ends and (ends[0][0] <= number or live + nbytes > live_bytes):
-                _, ended, size = heapq.heappop(ends)
-                live -= size
-                out.append((OPERATIONS["free"], ended, size))
-            heapq.heappush(ends, (number + lifetime, number, nbytes))
-            live += nbytes
-            out.append((OPERATIONS["alloc"], number, nbytes))
-    while ends:
-        _, ended, size = heapq.heappop(ends)
-        out.append((OPERATIONS["free"], ended, size))
+    out = draw(seed, allocations, live_bytes, phases)
     events = np.zeros(len(out), EVENT)
-    operation, number, nbytes = np.array(out, "u8").T
-    events["operation"] = operation
+    is_alloc, number, nbytes = np.array(out, "u8").T
+    events["operation"] = np.where(is_alloc, OPERATIONS["alloc"], OPERATIONS["free"])
     events["address"] = (number + 1) << np.uint64(6)  # distinct: a name and no place
     events["nbytes"] = nbytes
     events["thread"] = 1

@@ -1,0 +1,68 @@
+"""What a made-up trace consists of: what `arenapy.trace.synthetic` draws from a seed.
+
+What lives here: sizes, lifetimes, and the order of allocations and frees that follows from them.
+What does not: traces.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["PHASES", "Phase", "draw"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Part of a synthetic trace: sizes log-uniform between two bounds, in bytes."""
+
+    smallest: int
+    largest: int
+
+    @property
+    def mean(self) -> float:
+        """Bytes of the average block."""
+        if self.smallest == self.largest:
+            return float(self.largest)
+        return (self.largest - self.smallest) / float(np.log(self.largest / self.smallest))
+
+
+#: Half of the allocations of `arenapy.trace.synthetic` each.
+PHASES = (Phase(64, 64 << 20), Phase(64, 2 << 20))
+
+
+def draw(
+    seed: int, allocations: int, live_bytes: int, phases: Sequence[Phase]
+) -> list[tuple[bool, int, int]]:
+    """(whether it allocates, number of the block, bytes) of each step; see `trace.synthetic`."""
+    if not phases or allocations < len(phases):
+        raise ValueError(f"{allocations} allocations in {len(phases)} phases: nothing to do")
+    if live_bytes < max(phase.largest for phase in phases):
+        raise ValueError(f"live_bytes={live_bytes} has no room for the largest block of the phases")
+    random = np.random.default_rng(seed)
+    ordered = list(phases)[:: -1 if seed % 2 else 1]
+    bounds = np.linspace(0, allocations, len(ordered) + 1).astype(int)
+    out: list[tuple[bool, int, int]] = []
+    ends: list[tuple[float, int, int]] = []  # (when, number, nbytes) of live blocks
+    live = 0
+    for phase, begin, end in zip(ordered, bounds, bounds[1:], strict=False):
+        low, high = np.log([phase.smallest, phase.largest])
+        sizes = np.exp(random.uniform(low, high, end - begin)).astype("u8")
+        lifetimes = random.exponential(live_bytes / 2 / phase.mean, end - begin)
+        for number, nbytes, lifetime in zip(
+            range(begin, end), sizes.tolist(), lifetimes.tolist(), strict=True
+        ):
+            while ends and (ends[0][0] <= number or live + nbytes > live_bytes):
+                _, ended, size = heapq.heappop(ends)
+                live -= size
+                out.append((False, ended, size))
+            heapq.heappush(ends, (number + lifetime, number, nbytes))
+            live += nbytes
+            out.append((True, number, nbytes))
+    while ends:
+        _, ended, size = heapq.heappop(ends)
+        out.append((False, ended, size))
+    return out

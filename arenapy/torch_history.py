@@ -1,0 +1,148 @@
+"""torch's history of its allocator, as columns: what `arenapy.trace.from_torch` reads.
+
+What lives here: telling a snapshot of torch's from anything else, and which of its entries are
+allocations and frees. What does not: traces. torch is not needed: a snapshot is dicts, lists and
+numbers, and its file a pickle of those. One that names a class or a function is refused, since it
+could run anything.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["History", "Snapshot", "history", "is_pickle"]
+
+#: What ``torch.cuda.memory._snapshot()`` returns, or the file of ``_dump_snapshot()``.
+Snapshot: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
+
+#: Whether an entry allocates. Those of other actions are about torch's own segments, about the
+#: recording itself, or say "free_requested": the block is not free then if other streams use it.
+ACTIONS = {"alloc": True, "free_completed": False}
+#: The most of each number that a trace has room for.
+MOST = {"addr": 2**64 - 1, "size": 2**48 - 1, "stream": 2**64 - 1, "time_us": 2**63 - 1}
+MOST_NS = 2**56 - 1  # since the first
+REMEDY = "call torch.cuda.memory._record_memory_history() before the work, _snapshot() after it"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class History:
+    """Allocations and frees of one device, in torch's order.
+
+    Attributes
+    ----------
+    device : int
+    started : int
+        ns since 1970; 0: not known.
+    is_alloc : ndarray of bool
+    columns : dict of str to ndarray of uint64
+        ``addr``, ``size``, ``stream``, and ``time_us`` since the first, which never goes back.
+    """
+
+    device: int
+    started: int
+    is_alloc: npt.NDArray[np.bool_]
+    columns: dict[str, npt.NDArray[np.uint64]]
+
+
+class _Plain(pickle.Unpickler):
+    """What is no class and no function."""
+
+    def find_class(self, module: str, name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot is plain data")
+
+
+def is_pickle(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as pickles of this century do."""
+    with open(path, "rb") as file:
+        return file.read(1) == pickle.PROTO
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    # All of it first: a length in a damaged file would be allocated as it stands.
+    text = io.BytesIO(Path(path).read_bytes())
+    try:
+        found = _Plain(text).load()
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"{os.fspath(path)!r} is no snapshot of torch's: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{os.fspath(path)!r} is no snapshot of torch's: {_kind(found)}")
+    return found
+
+
+def _kind(one: object) -> str:
+    """Why it is none, for one that is no dict."""
+    if isinstance(one, list):
+        return "a list, as of torch.cuda.memory_snapshot(), has no history; " + REMEDY
+    return f"it is {type(one).__name__}, and should be the dict of torch.cuda.memory._snapshot()"
+
+
+def history(snapshot: Snapshot, device: int | None) -> History:
+    """Read a snapshot. The errors are those of `arenapy.trace.from_torch`."""
+    if isinstance(snapshot, str | os.PathLike):
+        snapshot = _read(snapshot)
+    elif not isinstance(snapshot, Mapping):
+        raise TypeError(f"snapshot: {_kind(snapshot)}")
+    traces = snapshot.get("device_traces")
+    if not isinstance(traces, list | tuple):
+        raise ValueError(f"the snapshot has no list of 'device_traces', so no history; {REMEDY}")
+    found = [_relevant(trace, ordinal) for ordinal, trace in enumerate(traces)]
+    device = _chosen([ordinal for ordinal, entries in enumerate(found) if entries], device)
+    entries = found[device]
+    columns = {
+        name: np.array([_number(entry, name, device) for entry in entries], "u8")
+        for name in ("addr", "size", "stream")
+    }
+    started = 0
+    columns["time_us"] = np.zeros(len(entries), "u8")
+    if all("time_us" in entry for entry in entries):  # torch 2.0 has no times
+        times = np.array([_number(entry, "time_us", device) for entry in entries], "u8")
+        started = int(times[0]) * 1000
+        columns["time_us"] = np.maximum.accumulate(times) - times[0]
+        if columns["time_us"][-1] > MOST_NS // 1000 or started >= 2**63:
+            raise ValueError(f"device {device}: times from {times.min()} to {times.max()} us")
+    is_alloc = np.array([ACTIONS[entry["action"]] for entry in entries], bool)
+    return History(device, started, is_alloc, columns)
+
+
+def _relevant(trace: Any, device: int) -> list[Mapping[str, Any]]:
+    """The entries that allocate or free."""
+    if not isinstance(trace, list | tuple):
+        raise ValueError(f"device_traces[{device}] is {type(trace).__name__}, and no list")
+    for number, entry in enumerate(trace):
+        if not (isinstance(entry, Mapping) and isinstance(entry.get("action"), str)):
+            raise ValueError(f"device_traces[{device}][{number}] is no entry with an 'action'")
+    return [entry for entry in trace if entry["action"] in ACTIONS]
+
+
+def _chosen(there: list[int], device: int | None) -> int:
+    """The device that is meant, of those that have a history."""
+    if not there:
+        raise ValueError(f"the snapshot has no allocations of any device; {REMEDY}")
+    if device is None:
+        if len(there) > 1:
+            raise ValueError(f"the snapshot has histories of devices {there}: say device=, which")
+        return there[0]
+    if device not in there:
+        raise ValueError(f"device={device!r}: the snapshot has the history of devices {there}")
+    return device
+
+
+def _number(entry: Mapping[str, Any], name: str, device: int) -> int:
+    value = entry.get(name)
+    if not isinstance(value, int) or not 0 <= value <= MOST[name]:
+        raise ValueError(
+            f"device {device}, {entry['action']!r}: {name}={value!r} is no number from 0 to "
+            f"{MOST[name]}"
+        )
+    return value
