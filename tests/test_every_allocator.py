@@ -98,6 +98,7 @@ def in_regions(allocator, address, nbytes):
 def test_blocks_lie_in_the_sources_memory_and_say_what_they_are(anywhere, request):
     kind = kind_of(request.node.callspec.params["any_source"])
     align = 256 if kind in ("device", "managed") else 64
+    blocks = []
     for nbytes in SIZES:
         block = anywhere.alloc(nbytes)
         assert isinstance(block, Buffer) and block.nbytes == len(block) == nbytes
@@ -106,6 +107,8 @@ def test_blocks_lie_in_the_sources_memory_and_say_what_they_are(anywhere, reques
         assert block.allocator is anywhere
         assert block.kind == anywhere.kind == kind
         assert not (block.readonly or block.closed or block.held)
+        blocks.append(block)
+    for block in blocks:
         block.release()
     adds_up(anywhere)
 
