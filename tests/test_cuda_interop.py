@@ -287,6 +287,73 @@ def test_numpy_takes_pinned_memory_as_it_is(one):
     assert pool.stats().pending_bytes == 0
 
 
+def test_pinned_memory_for_who_names_no_stream(one):
+    """It is the host's, which sees it as soon as it has it: streams are waited for."""
+    pool, s = pool_of("pinned"), Wrapped(stream(one))
+    buffer = pool.alloc(N)
+    assert buffer.__dlpack_device__() == (1, 0)
+    buffer.fill(7, stream=s)
+    one.launch(1)  # nobody named it
+    consumer = Consumer(buffer.__dlpack__(max_version=(1, 0)))
+    assert consumer.device == (1, 0) and consumer.tensor.data == buffer.address
+    assert peek(buffer.address, N) == b"\7" * N
+    assert one.queue, "more was waited for than what the block knows of"
+    consumer.delete()
+    one.drain()
+
+
+@pytest.mark.parametrize("given", ["theirs", 1, 2])
+def test_pinned_memory_for_who_names_a_stream(one, given):
+    """It knows of streams, and so of pinned memory; the host waits for nothing."""
+    pool, s, theirs = pool_of("pinned"), Wrapped(stream(one)), stream(one)
+    on = theirs if given == "theirs" else given
+    buffer = pool.alloc(N)
+    write(one, 1, buffer, 0)
+    one.drain()
+    buffer.fill(7, stream=s)
+    consumer = Consumer(buffer.__dlpack__(stream=on, max_version=(1, 0)))
+    assert consumer.device == (3, 0) and consumer.tensor.data == buffer.address
+    assert peek(buffer.address, N) == bytes(N), "nobody waited"
+    seen = reads(one, on, buffer.address, N)
+    consumer.delete()
+    del buffer
+    assert pool.stats().pending_bytes
+    backwards(one)
+    assert seen == [b"\7" * N], "their stream waited"
+    assert pool.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("on", ["legacy", "blocking"])
+def test_pinned_memory_that_was_passed_on(one, on):
+    """Whoever has it as the host's may have given it to a stream, and does not say so."""
+    pool = pool_of("pinned")
+    buffer = pool.alloc(N)
+    consumer = Consumer(buffer.__dlpack__())
+    address = buffer.address
+    poke(address, N, 5)
+    seen = reads(one, 1 if on == "legacy" else stream(one, 0), address, N)
+    consumer.delete()
+    del buffer
+    again = pool.alloc(N)
+    assert again.address != address, "it was handed out while a kernel may read it"
+    assert pool.stats().pending_bytes
+    backwards(one)
+    assert seen == [b"\5" * N]
+    assert pool.stats().pending_bytes == 0
+
+
+def test_pinned_memory_by_its_own_name(one):
+    """Who asks for it as what it is gets it as that, on a stream or not."""
+    buffer = pool_of("pinned").alloc(N)
+    for options in ({}, {"stream": 1}, {"stream": -1}):
+        consumer = Consumer(buffer.__dlpack__(dl_device=(3, 0), max_version=(1, 0), **options))
+        assert consumer.device == (3, 0) and consumer.tensor.data == buffer.address
+        consumer.delete()
+    consumer = Consumer(buffer.__dlpack__(dl_device=(1, 0), max_version=(1, 0)))
+    assert consumer.device == (1, 0) and consumer.tensor.data == buffer.address
+    consumer.delete()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("given", [None, -1, "theirs"])
 @pytest.mark.parametrize("max_version", VERSIONS)

@@ -333,6 +333,17 @@ def test_what_other_streams_keep_is_there_for_a_request_that_needs_it(gpu):
     pool.check()
 
 
+@pytest.mark.parametrize("lane", [False, True])
+def test_there_is_bookkeeping_for_many_blocks(gpu, lane):
+    pool, s = Pool(32 * MIB, cuda.Device()), new_stream(gpu) if lane else None
+    blocks = [pool.alloc(4096, stream=s) for _ in range(2000)]
+    assert pool.stats().active_allocations == 2000
+    del blocks[::2]
+    assert sum(block.state == "live" for block in pool.blocks()) == 1000
+    blocks += pool.alloc_many([4096] * 2000)
+    pool.check()
+
+
 def test_a_pool_goes_with_its_lanes(gpu):
     pool, s = Pool(16 * MIB, cuda.Device()), new_stream(gpu)
     b = pool.alloc(MIB, stream=s)

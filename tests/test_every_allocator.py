@@ -1,4 +1,8 @@
-"""What every allocator over every host source does alike: one suite, from sections 4 to 8, 11."""
+"""What every allocator over every source does alike: one suite, from sections 4 to 8, 11.
+
+`allocator` is over each source whose arrays are NumPy's, `host_visible` over those that the host
+sees, `anywhere` over all: see `every`.
+"""
 
 import ctypes
 import gc
@@ -8,20 +12,53 @@ import threading
 
 import numpy as np
 import pytest
-from every import ALLOCATORS, ITEM, NBYTES, REUSING, SOURCES, adds_up, fill_up, lacking, view
-from support import PAGE, peek, poke
+from every import (
+    ALLOCATORS,
+    EVERYWHERE,
+    HOST_VISIBLE,
+    ITEM,
+    MAKERS,
+    NBYTES,
+    REUSING,
+    SOURCES,
+    address_of,
+    adds_up,
+    fill_up,
+    kind_of,
+    lacking,
+    peek,
+    poke,
+    using,
+    view,
+)
+from support import PAGE
 
-from arenapy import Buffer, Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab
+from arenapy import Buffer, Bump, OutOfMemory, Pool, Slab
 
 SIZES = [0, 1, 7, 63, 64, 65, 100, 500, 512, 513, PAGE - 1, PAGE, PAGE + 1, ITEM - 1, ITEM]
-KINDS = {"host": "host", "shared": "shared", "file": "file", "existing": "existing", "user": "host"}
+
+
+def in_use(request, tmp_path):
+    """The source of a parameter, while its driver is there."""
+    if reason := lacking(request.param):
+        pytest.skip(reason)
+    with using(request.param):
+        yield MAKERS[request.param](tmp_path)
 
 
 @pytest.fixture(params=SOURCES)
 def source(request, tmp_path):
-    if reason := lacking(request.param):
-        pytest.skip(reason)
-    return SOURCES[request.param](tmp_path)
+    yield from in_use(request, tmp_path)
+
+
+@pytest.fixture(params=HOST_VISIBLE)
+def host_visible_source(request, tmp_path):
+    yield from in_use(request, tmp_path)
+
+
+@pytest.fixture(params=EVERYWHERE)
+def any_source(request, tmp_path):
+    yield from in_use(request, tmp_path)
 
 
 @pytest.fixture(params=ALLOCATORS)
@@ -34,10 +71,20 @@ def allocator(name, source):
     return ALLOCATORS[name](source)
 
 
+@pytest.fixture
+def host_visible(name, host_visible_source):
+    return ALLOCATORS[name](host_visible_source)
+
+
+@pytest.fixture
+def anywhere(name, any_source):
+    return ALLOCATORS[name](any_source)
+
+
 @pytest.fixture(params=REUSING)
-def reusing(request, source):
+def reusing(request, any_source):
     """An allocator that takes blocks back in any order."""
-    return ALLOCATORS[request.param](source)
+    return ALLOCATORS[request.param](any_source)
 
 
 def in_regions(allocator, address, nbytes):
@@ -48,43 +95,47 @@ def in_regions(allocator, address, nbytes):
 # Handing out ---------------------------------------------------------------------------------
 
 
-def test_blocks_lie_in_the_sources_memory_and_say_what_they_are(allocator, request):
-    kind = KINDS[request.node.callspec.params["source"].partition(" ")[0].rstrip(",")]
+def test_blocks_lie_in_the_sources_memory_and_say_what_they_are(anywhere, request):
+    kind = kind_of(request.node.callspec.params["any_source"])
+    align = 256 if kind in ("device", "managed") else 64
+    blocks = []
     for nbytes in SIZES:
-        block = allocator.alloc(nbytes)
+        block = anywhere.alloc(nbytes)
         assert isinstance(block, Buffer) and block.nbytes == len(block) == nbytes
-        assert in_regions(allocator, block.address, max(nbytes, 1))
-        assert block.address % 64 == 0, "the default alignment of the host"
-        assert block.allocator is allocator
-        assert block.kind == allocator.kind == kind
+        assert in_regions(anywhere, block.address, max(nbytes, 1))
+        assert block.address % align == 0, "the default alignment"
+        assert block.allocator is anywhere
+        assert block.kind == anywhere.kind == kind
         assert not (block.readonly or block.closed or block.held)
+        blocks.append(block)
+    for block in blocks:
         block.release()
-    adds_up(allocator)
+    adds_up(anywhere)
 
 
-def test_live_blocks_are_disjoint_and_keep_their_contents(allocator):
-    blocks = [allocator.alloc(nbytes) for nbytes in SIZES]
-    blocks += allocator.alloc_many(SIZES[::-1])
+def test_live_blocks_are_disjoint_and_keep_their_contents(anywhere):
+    blocks = [anywhere.alloc(nbytes) for nbytes in SIZES]
+    blocks += anywhere.alloc_many(SIZES[::-1])
     for fill, block in enumerate(blocks, 1):
         block.fill(fill)
     taken = sorted((block.address, block.address + max(block.nbytes, 1)) for block in blocks)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
     for fill, block in enumerate(blocks, 1):
-        assert peek(block.address, block.nbytes) == bytes([fill]) * block.nbytes == bytes(block)
-    adds_up(allocator)
+        assert peek(block.address, block.nbytes) == bytes([fill]) * block.nbytes
+    adds_up(anywhere)
 
 
-def test_alignments(allocator, name):
+def test_alignments(anywhere, name):
     most = 7 if name == "slab" else 13  # an item is aligned as the slab was made: see test_slab.py
     for nbytes, log2 in itertools.product([0, 1, 100, PAGE, ITEM], range(most)):
-        block = allocator.alloc(nbytes, 1 << log2)
+        block = anywhere.alloc(nbytes, 1 << log2)
         assert block.address % (1 << log2) == 0
         poke(block.address, nbytes, log2)
-        assert allocator.alloc(nbytes, align=1 << log2).address != block.address
+        assert anywhere.alloc(nbytes, align=1 << log2).address != block.address
         block.release()
         if name == "bump":
-            allocator.reset()
-    adds_up(allocator)
+            anywhere.reset()
+    adds_up(anywhere)
 
 
 def test_arrays(allocator):
@@ -103,19 +154,20 @@ def test_arrays(allocator):
     adds_up(allocator)
 
 
-def test_zeros_is_zero_on_recycled_memory_too(allocator, name):
-    blocks = fill_up(allocator, PAGE)
+def test_zeros_is_zero_on_recycled_memory_too(anywhere, name):
+    blocks = fill_up(anywhere, PAGE)
     assert len(blocks) > 10
     for block in blocks:
         poke(block.address, PAGE, 0xFF)
     blocks.clear()
     del block
     if name == "bump":
-        allocator.reset()
+        anywhere.reset()
     for nbytes in (1, 100, 1000, PAGE, ITEM):
-        array = allocator.zeros(nbytes, "u1")
-        assert peek(array.ctypes.data, nbytes) == bytes(nbytes)
-        assert not allocator.zeros((nbytes // 8, 2), "f4").any()
+        array = anywhere.zeros(nbytes, "u1")
+        assert peek(address_of(array), nbytes) == bytes(nbytes)
+        array = anywhere.zeros((nbytes // 8, 2), "f4")
+        assert not any(peek(address_of(array), array.nbytes))
 
 
 def test_fields_of_struct_of_arrays_start_on_cache_lines_of_their_own(allocator):
@@ -147,42 +199,48 @@ HOLDS = {
     "capsule": lambda b: b.__dlpack__(max_version=(1, 0)),
     "ndarray": lambda b: np.ndarray(b.nbytes, "u1", buffer=b),
     "view of a slice": lambda b: memoryview(b[10:20]),
+    "interface": lambda b: (b, b.__cuda_array_interface__),
     "slice": lambda b: b[10:20],
     "typed view": lambda b: b.view((10,), "f4"),
     "buffer": lambda b: b,
 }
 NOT_HELD = ["slice", "typed view", "buffer"]  # only alive
+ON_DEVICE = ["capsule", "interface", *NOT_HELD]
 
 
-def test_what_somebody_can_see_is_not_handed_out_again(allocator, name):
-    kept = []
-    for fill, (how, hold) in enumerate(HOLDS.items(), 1):
+def test_what_somebody_can_see_is_not_handed_out_again(anywhere, name):
+    kept, ways = [], HOLDS
+    if anywhere.kind in ("device", "managed"):
+        ways = {how: HOLDS[how] for how in ON_DEVICE}
+    elif anywhere.kind != "pinned":
+        ways = {how: HOLDS[how] for how in HOLDS if how != "interface"}
+    for fill, (how, hold) in enumerate(ways.items(), 1):
         if name == "bump" and how in NOT_HELD:
             continue  # a reset closes those
-        block = allocator.alloc(40)
+        block = anywhere.alloc(40)
         poke(block.address, 40, fill)
         kept.append((block.address, fill, hold(block)))
         del block
     for _ in range(3):
-        others = fill_up(allocator, 40)
+        others = fill_up(anywhere, 40)
         for other in others:
             poke(other.address, 40, 0xFF)
         starts = {other.address for other in others}
         del others, other
         if name == "bump":
-            allocator.reset()
+            anywhere.reset()
         for start, fill, _ in kept:
             assert not starts & set(range(start - 39, start + 40))
             assert peek(start, 40) == bytes([fill]) * 40
-        adds_up(allocator)
+        adds_up(anywhere)
 
 
-def test_slices_share_their_roots_bytes(allocator):
-    block = allocator.alloc(100)
+def test_slices_share_their_roots_bytes(anywhere):
+    block = anywhere.alloc(100)
     part = block[10:30][5:]
     assert part.nbytes == 15 and part.address == block.address + 15
     part.fill(3)
-    assert bytes(block[15:30]) == b"\3" * 15
+    assert peek(block.address + 15, 15) == b"\3" * 15
 
 
 def test_dlpack(allocator):
@@ -196,8 +254,8 @@ def test_dlpack(allocator):
         block.release()
 
 
-def test_plain_pickle_copies_and_protocol_5_does_not(allocator):
-    block = allocator.alloc(1000)
+def test_plain_pickle_copies_and_protocol_5_does_not(host_visible):
+    block = host_visible.alloc(1000)
     block.fill(9)
     copied = pickle.loads(pickle.dumps(block))
     parts = []
@@ -208,20 +266,20 @@ def test_plain_pickle_copies_and_protocol_5_does_not(allocator):
     block.fill(1)
     assert bytes(copied) == b"\t" * 1000 and copied.allocator is None
     with pytest.raises(TypeError):
-        pickle.dumps(allocator)
+        pickle.dumps(host_visible)
 
 
 # Giving back ---------------------------------------------------------------------------------
 
 
-def test_release(allocator):
-    block = allocator.alloc(100)
+def test_release(host_visible):
+    block = host_visible.alloc(100)
     part = block[1:5]
     view = memoryview(part)
-    before = adds_up(allocator)
+    before = adds_up(host_visible)
     with pytest.raises(BufferError):
         block.release()
-    assert not block.closed and not part.closed and adds_up(allocator) == before
+    assert not block.closed and not part.closed and adds_up(host_visible) == before
     view[:] = b"good"
     view.release()
     block.release()
@@ -233,10 +291,10 @@ def test_release(allocator):
     ):  # fmt: skip
         with pytest.raises(ValueError, match="closed"):
             use()
-    with allocator.alloc(10) as again:
+    with host_visible.alloc(10) as again:
         again.fill(1)
     assert again.closed
-    adds_up(allocator)
+    adds_up(host_visible)
 
 
 @pytest.mark.parametrize("way", ["release", "drop", "drop an array", "with", "other thread"])
@@ -245,7 +303,7 @@ def test_what_was_given_back_serves_again(reusing, way):
     addresses = set()
     for number in range(300):
         block = reusing.empty(ITEM, "u1") if way == "drop an array" else reusing.alloc(ITEM)
-        address = block.ctypes.data if way == "drop an array" else block.address
+        address = address_of(block)
         addresses.add(address)
         poke(address, ITEM, number % 251)
         if way == "release":
@@ -301,38 +359,38 @@ def test_memory_lives_as_long_as_somebody_sees_it(name, source):
 # The end of memory ---------------------------------------------------------------------------
 
 
-def test_exhaustion_is_an_error_that_changes_nothing(allocator, name):
-    blocks = fill_up(allocator, ITEM)
+def test_exhaustion_is_an_error_that_changes_nothing(anywhere, name):
+    blocks = fill_up(anywhere, ITEM)
     assert len(blocks) > NBYTES // ITEM // 3
-    before = view(allocator)
+    before = view(anywhere)
     for call in (
-        lambda: allocator.alloc(ITEM),
-        lambda: allocator.empty(ITEM, "u1"),
-        lambda: allocator.zeros(ITEM // 8),
-        lambda: allocator.alloc_many([ITEM] * 3),
-        lambda: allocator.copy(np.zeros(ITEM, "u1")),
+        lambda: anywhere.alloc(ITEM),
+        lambda: anywhere.empty(ITEM, "u1"),
+        lambda: anywhere.zeros(ITEM // 8),
+        lambda: anywhere.alloc_many([ITEM] * 3),
+        lambda: anywhere.copy(np.zeros(ITEM, "u1")),
     ):
         with pytest.raises(OutOfMemory) as caught:
             call()
-        assert view(allocator) == before
+        assert view(anywhere) == before
     option = {"bump": "max_bytes", "slab": "max_count"}.get(name, "max_bytes")
     assert option in str(caught.value), "the message says what to turn"
     blocks.pop().release()
-    assert allocator.alloc(ITEM).nbytes == ITEM, "what was given back serves"
+    assert anywhere.alloc(ITEM).nbytes == ITEM, "what was given back serves"
 
 
-def test_alloc_many_that_fails_late_changes_nothing(allocator):
-    allocator.alloc(10).release()
-    kept = allocator.alloc(100)
-    before = view(allocator)
+def test_alloc_many_that_fails_late_changes_nothing(anywhere):
+    anywhere.alloc(10).release()
+    kept = anywhere.alloc(100)
+    before = view(anywhere)
     with pytest.raises(OutOfMemory):
-        allocator.alloc_many([ITEM] * (2 * NBYTES // ITEM))
+        anywhere.alloc_many([ITEM] * (2 * NBYTES // ITEM))
     with pytest.raises(ValueError, match="-1"):
-        allocator.alloc_many([1, 2, -1])
+        anywhere.alloc_many([1, 2, -1])
     with pytest.raises(TypeError):
-        allocator.alloc_many([1, "2"])
-    assert view(allocator) == before
-    assert not kept.closed and allocator.alloc_many([]) == []
+        anywhere.alloc_many([1, "2"])
+    assert view(anywhere) == before
+    assert not kept.closed and anywhere.alloc_many([]) == []
 
 
 IMPOSSIBLE = {
@@ -343,46 +401,46 @@ IMPOSSIBLE = {
 }
 
 
-def test_impossible_sizes_and_alignments(allocator):
-    before = view(allocator)
+def test_impossible_sizes_and_alignments(anywhere):
+    before = view(anywhere)
     for nbytes, call in itertools.product(
         [-1, -(2**63), 2**63, 2**64, 10**30], IMPOSSIBLE.values()
     ):
         with pytest.raises(ValueError, match=str(nbytes)):
-            call(allocator, nbytes)
-    assert view(allocator) == before
+            call(anywhere, nbytes)
+    assert view(anywhere) == before
 
 
 # Regions -------------------------------------------------------------------------------------
 
 
-def test_closing_the_regions_closes_the_allocator(allocator):
-    block, kept = allocator.alloc(8), allocator.alloc(8)
+def test_closing_the_regions_closes_the_allocator(host_visible):
+    block, kept = host_visible.alloc(8), host_visible.alloc(8)
     held = memoryview(kept)
     with pytest.raises(BufferError):
-        allocator.regions[0].close()
+        host_visible.regions[0].close()
     held.release()
     del held, kept
-    if isinstance(allocator, Bump):
-        allocator.reset()
-        block = allocator.alloc(8)
-    (region,) = allocator.regions
+    if isinstance(host_visible, Bump):
+        host_visible.reset()
+        block = host_visible.alloc(8)
+    (region,) = host_visible.regions
     region.close()
     assert block.closed and region.closed
     for use in (
-        lambda: allocator.alloc(8), lambda: allocator.empty(3), lambda: allocator.zeros(3),
-        lambda: allocator.alloc_many([3]), lambda: memoryview(block),
+        lambda: host_visible.alloc(8), lambda: host_visible.empty(3), lambda: host_visible.zeros(3),
+        lambda: host_visible.alloc_many([3]), lambda: memoryview(block),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="closed"):
             use()
     block.release()
-    adds_up(allocator)
+    adds_up(host_visible)
 
 
-def test_a_region_belongs_to_one_allocator(allocator):
+def test_a_region_belongs_to_one_allocator(anywhere):
     class Again:
         def region(self, nbytes):
-            return allocator.regions[0]
+            return anywhere.regions[0]
 
     for make in (
         lambda: Bump(PAGE, Again()),
@@ -391,74 +449,4 @@ def test_a_region_belongs_to_one_allocator(allocator):
     ):
         with pytest.raises(ValueError, match="allocator"):
             make()
-    adds_up(allocator)
-
-
-@pytest.mark.parametrize("what", ["file", "existing"])
-def test_read_only_memory_is_refused_with_the_reason_and_the_remedy(name, tmp_path, what):
-    path = tmp_path / "data"
-    path.write_bytes(bytes(2 * NBYTES))
-    source = File(path) if what == "file" else Existing(bytes(2 * NBYTES), readonly=True)
-    with pytest.raises(ValueError, match="read-only") as caught:
-        ALLOCATORS[name](source).alloc(8)
-    assert any(remedy in str(caught.value) for remedy in ("r+", "buffer(", "readonly", "writable"))
-    assert source.region().buffer()[:10].readonly, "the source was left as it was"
-
-
-def test_an_object_that_is_too_small_is_refused(name):
-    memory = bytearray(NBYTES // 4)
-    with pytest.raises(OutOfMemory, match=str(len(memory))):
-        ALLOCATORS[name](Existing(memory)).alloc(ITEM)
-    gc.collect()
-    memory.append(0)  # nothing keeps it exported
-
-
-def test_of_a_larger_object_only_what_was_asked_for_is_used(name):
-    memory = bytearray(3 * NBYTES)
-    allocator = ALLOCATORS[name](Existing(memory))
-    blocks = fill_up(allocator, PAGE)
-    for block in blocks:
-        poke(block.address, PAGE, 1)
-    reserved = sum(region.nbytes for region in allocator.regions)
-    assert NBYTES <= reserved <= NBYTES + ITEM
-    assert not any(memory[reserved:])
-    with pytest.raises(BufferError):
-        memory.append(0)
-    blocks.clear()
-    del block, allocator
-    gc.collect()
-    memory.append(0)
-
-
-@pytest.mark.parametrize("source", [3, "host", object(), Host])
-def test_what_is_no_source(name, source):
-    with pytest.raises(TypeError, match="region"):
-        ALLOCATORS[name](source).alloc(8)
-
-
-def test_a_region_with_too_few_bytes_is_refused(name):
-    class Mean:
-        def region(self, nbytes):
-            return Host().region(nbytes // 2)
-
-    with pytest.raises(ValueError, match="gave only"):
-        ALLOCATORS[name](Mean())
-
-
-def test_bytes_another_process_may_see_are_pending_and_not_reused():
-    from multiprocessing.reduction import ForkingPickler
-
-    for name in REUSING:
-        allocator = ALLOCATORS[name](Shared())
-        block = allocator.alloc(PAGE)
-        size = adds_up(allocator).allocated_bytes
-        block.fill(5)
-        received = ForkingPickler.loads(ForkingPickler.dumps(block))
-        start = block.address
-        del block
-        stats = adds_up(allocator)
-        assert (stats.allocated_bytes, stats.pending_bytes) == (0, size)
-        assert [info.state for info in allocator.blocks() if info.address == start] == ["pending"]
-        for other in fill_up(allocator, PAGE):
-            poke(other.address, PAGE, 0xFF)
-        assert bytes(received) == b"\5" * PAGE
+    adds_up(anywhere)

@@ -1,0 +1,173 @@
+"""Naming a stream while it is captured into a graph. On the simulated driver.
+
+A question for the id of such a stream makes its capture invalid, and so does waiting for its
+context: the driver has no capture mode that allows it.
+"""
+
+import ctypes
+
+import pytest
+from cuda_machine import Wrapped
+from cuda_support import MIB, new_stream, only_one, slowly_fill, take
+
+from arenapy import Pool, Slab, cuda
+
+
+class ExternalStream(Wrapped):
+    """As CuPy and torch call what somebody else may destroy."""
+
+
+def known(stream):
+    """By this object, and not the one that was named last."""
+    return stream
+
+
+NAMES = {
+    "a known object": known,
+    "another object": lambda stream: Wrapped(stream.handle_),
+    "an external one": lambda stream: ExternalStream(stream.handle_),
+    "an integer": lambda stream: stream.handle_,
+}
+USES = {
+    "fill": lambda block, stream: block.fill(3, stream=stream),
+    "copy_from": lambda block, stream: block.copy_from(other_block(), stream=stream),
+    "copy_to": lambda block, stream: block.copy_to(other_block(), stream=stream),
+    "record_stream": lambda block, stream: block.record_stream(stream),
+    "release": lambda block, stream: block.release(stream),
+    "dlpack": lambda block, stream: block.__dlpack__(
+        stream=stream if isinstance(stream, int) else stream.handle_
+    ),
+    "batch": lambda block, stream: cuda.copy_batch([(block, other_block())], stream=stream),
+}
+
+
+def other_block():
+    """Of another allocator, as large."""
+    return cuda.Device().region(2 * MIB).buffer()
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [(name, True) for name in NAMES] + [(name, False) for name in [*NAMES][1:]]
+)
+@pytest.mark.parametrize("use", USES)
+def test_it_stays_valid_and_the_graph_has_the_block(gpu, use, name, before):
+    """`before`: arenapy has known the stream by then, and since named another one."""
+    pool = only_one("pool", cuda.Device())
+    s, last = new_stream(gpu), new_stream(gpu)
+    b = take(pool)
+    if before:
+        b.record_stream(s)
+        b.record_stream(last)
+    named = NAMES[name](s)
+    gpu.begin_capture(s.handle_)
+    USES[use](b, named)
+    del b
+    pool.stats()
+    graph = gpu.end_capture(s.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.drain()
+    assert pool.stats().pending_bytes, "whenever the graph is launched it uses the block"
+    pool.check()
+    gpu.replay(graph, last.handle_)
+    gpu.destroy_graph(graph)
+    assert pool.stats().pending_bytes, "it still runs"
+    gpu.drain()
+    assert pool.stats().pending_bytes == 0
+    take(pool)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_order_within_one_capture(gpu, name):
+    """One stream of it waits for another, of which arenapy is to ask nothing either."""
+    origin, joined = new_stream(gpu), new_stream(gpu)
+    pool = Pool(4 * MIB, cuda.Device())
+    b = pool.alloc(MIB)
+    b.record_stream(NAMES[name](joined))
+    gpu.drain()
+    gpu.begin_capture(origin.handle_)
+    event = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
+    assert gpu.call("cuEventRecord", event, origin.handle_) == 0
+    assert gpu.call("cuStreamWaitEvent", joined.handle_, event, 0) == 0
+    slowly_fill(gpu, joined, b, 1)
+    b.record_stream(NAMES[name](joined))
+    capsule = b.__dlpack__(stream=origin.handle_)  # comes after what `joined` does
+    graph = gpu.end_capture(origin.handle_)
+    assert graph, "the capture was invalidated"
+    del capsule, b
+    gpu.destroy_graph(graph)
+    gpu.drain()
+    assert pool.stats().pending_bytes == 0
+
+
+def test_streams_told_apart_in_captures(gpu):
+    """What two integers capture are two graphs; each keeps its own block."""
+    slab = Slab(MIB, 2, cuda.Device())
+    streams = [new_stream(gpu), new_stream(gpu)]
+    for s in streams:
+        gpu.begin_capture(s.handle_, 2)
+    for s in streams:
+        slab.alloc().fill(1, stream=s.handle_)
+    first, second = (gpu.end_capture(s.handle_) for s in streams)
+    assert first and second
+    gpu.destroy_graph(first)
+    assert slab.stats().pending_bytes == MIB
+    gpu.destroy_graph(second)
+    assert slab.stats().pending_bytes == 0
+
+
+def test_a_handle_that_captures_for_the_second_time(gpu):
+    """It is kept by the second graph, too, and by nothing else once that is gone."""
+    slab, s = Slab(MIB, 2, cuda.Device()), new_stream(gpu)
+    graphs = []
+    for _ in range(2):
+        gpu.begin_capture(s.handle_)
+        slab.alloc().fill(1, stream=s.handle_)
+        graphs.append(gpu.end_capture(s.handle_))
+        assert graphs[-1]
+    for graph, left in zip(graphs, (MIB, 0), strict=True):
+        gpu.destroy_graph(graph)
+        assert slab.stats().pending_bytes == left
+
+
+def test_what_is_refused_disturbs_no_capture(gpu):
+    stream, s = cuda.Stream(), new_stream(gpu)
+    pool = Pool(4 * MIB, cuda.Device())
+    gpu.begin_capture(s.handle_)
+    for name in (s, s.handle_):
+        for use in (stream.wait, lambda name: pool.alloc(1, stream=name)):
+            with pytest.raises(cuda.CudaError, match="captured into a graph"):
+                use(name)
+    graph = gpu.end_capture(s.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
+
+
+# The last resort -----------------------------------------------------------------------------
+
+
+def test_a_context_is_not_waited_for_while_a_known_stream_captures(gpu, reusing):
+    """A block whose stream is gone: only the context could tell. It is free later."""
+    s, captured, done = new_stream(gpu), new_stream(gpu), []
+    b = take(reusing)
+    b.record_stream(captured)  # now known
+    b.release()
+    gpu.drain()
+    assert reusing.stats().pending_bytes == 0
+    b = take(reusing)
+    b.record_stream(s.handle_)
+    gpu.launch(s.handle_, lambda: done.append(1), [(b.address, b.nbytes)])
+    assert gpu.call("cuStreamDestroy", s.handle_) == 0
+    again = new_stream(gpu)
+    assert again.handle_ == s.handle_
+    gpu.begin_capture(captured.handle_)
+    del b
+    for _ in range(3):
+        assert reusing.stats().pending_bytes
+        with pytest.raises(MemoryError):
+            take(reusing)
+    assert gpu.calls["cuCtxSynchronize"] == 0 and not done
+    graph = gpu.end_capture(captured.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
+    assert reusing.stats().pending_bytes == 0 and done
+    assert gpu.calls["cuCtxSynchronize"] == 1

@@ -1,0 +1,160 @@
+"""The driver's own pool as a source: when its memory goes back. On the simulated driver.
+
+The driver waits for nobody here: what `cuMemFreeAsync` frees is somebody else's at once. So it has
+to come after whatever uses the memory, and may neither wait for the context nor disturb a capture.
+"""
+
+import gc
+
+import pytest
+from cuda_support import LEGACY, MIB, new_stream, slowly_fill
+
+from arenapy import Pool, cuda
+
+
+@pytest.fixture(params=["non-blocking", "blocking"])
+def captured(gpu, request):
+    """Somebody's stream that is being captured, in the mode that forbids most."""
+    stream = new_stream(gpu, int(request.param == "non-blocking"))
+    gpu.begin_capture(stream.handle_)
+    return stream
+
+
+def still_valid(driver, stream):
+    graph = driver.end_capture(stream.handle_)
+    assert graph, "the capture was invalidated"
+    driver.destroy_graph(graph)
+
+
+def backwards(driver):
+    """What was given last runs first, wherever it may."""
+    while driver.step(-1):
+        pass
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("later", ["region", "trim"])
+def test_a_region_that_is_freed_during_a_capture(gpu, known, later):
+    source, stream = cuda.DriverPool(release_threshold=0), new_stream(gpu)
+    if known:
+        Pool(MIB, cuda.Device()).alloc(1).record_stream(stream)
+    regions = [source.region(2 * MIB) for _ in range(3)]
+    gpu.begin_capture(stream.handle_)
+    regions.clear()
+    gc.collect()
+    assert gpu.calls["cuCtxSynchronize"] == 0
+    still_valid(gpu, stream)
+    if later == "region":
+        region = source.region(MIB)
+        gpu.drain()
+        source.trim()
+        assert gpu.memory.used[0] == MIB
+        del region
+    source.trim()
+    assert gpu.memory.used[0] == 0, "it was never given back"
+    assert gpu.calls["cuMemFreeAsync"] == 3 + (later == "region")
+    assert gpu.calls["cuCtxSynchronize"] == 0
+
+
+@pytest.mark.parametrize("later", ["region", "trim"])
+def test_while_the_legacy_stream_is_barred(gpu, later):
+    """By a blocking stream that is captured: who could use the memory there cannot be asked."""
+    source, stream = cuda.DriverPool(), new_stream(gpu, 0)
+    region = source.region(2 * MIB)
+    slowly_fill(gpu, LEGACY, region, 1)
+    gpu.begin_capture(stream.handle_)
+    del region
+    gc.collect()
+    assert gpu.calls["cuMemFreeAsync"] == 0
+    still_valid(gpu, stream)
+    if later == "region":
+        kept = source.region(MIB)
+        assert gpu.calls["cuMemFreeAsync"] == 1
+        assert not gpu.queue, "the kernel is over, and so is the free"
+        del kept
+    source.trim()
+    assert gpu.memory.used[0] == 0 and not gpu.queue
+
+
+def test_an_allocator_that_goes_during_a_capture(gpu, captured):
+    pool = Pool(8 * MIB, cuda.Device())
+    b = pool.alloc(MIB)
+    del b, pool
+    gc.collect()
+    still_valid(gpu, captured)
+
+
+def test_trimmed_memory_is_free_when_the_call_returns(gpu):
+    source = cuda.DriverPool()
+    regions = [source.region(2 * MIB) for _ in range(3)]
+    regions.clear()
+    source.trim()
+    assert gpu.memory.used[0] == 0
+    pool = Pool(8 * MIB, source)
+    b = pool.alloc(MIB)
+    b.fill(1)
+    del b
+    pool.trim()
+    source.trim()
+    assert gpu.memory.used[0] == 0
+    kept = source.region(2 * MIB)
+    source.region(2 * MIB).close()
+    source.trim(4 * MIB)
+    assert gpu.memory.used[0] == 4 * MIB
+    source.trim()
+    assert gpu.memory.used[0] == kept.nbytes
+
+
+@pytest.mark.parametrize("who", ["an object", "the legacy stream", "cuda.Stream", "blocking"])
+def test_a_kernel_that_still_uses_a_region(gpu, who):
+    """Of which arenapy was not told; but the stream it knows, and the free comes after it."""
+    stream = {
+        "an object": lambda: new_stream(gpu),
+        "the legacy stream": lambda: LEGACY,
+        "cuda.Stream": cuda.Stream,
+        "blocking": lambda: new_stream(gpu, 0),
+    }[who]()
+    other = cuda.Device().region(MIB).buffer()
+    other.fill(0, stream=stream)  # now it is known
+    source = cuda.DriverPool(release_threshold=0)
+    region = source.region(2 * MIB)
+    slowly_fill(gpu, getattr(stream, "handle", stream), region, 1)
+    del region
+    assert gpu.queue, "nobody waited"
+    assert gpu.calls["cuMemFreeAsync"] == 1
+    backwards(gpu)
+    assert not gpu.errors
+    source.trim()
+    assert gpu.memory.used[0] == other.nbytes
+
+
+def test_memory_is_not_used_again_while_a_known_stream_is_at_work(gpu):
+    """The next region of the same pool is not there before the kernel is done."""
+    source, stream, done = cuda.DriverPool(), new_stream(gpu), []
+    other = cuda.Device().region(MIB).buffer()
+    other.fill(0, stream=stream)
+    region = source.region(2 * MIB)
+    gpu.launch(stream.handle_, lambda: done.append(1), [(region.address, region.nbytes)])
+    del region
+    again = source.region(2 * MIB)
+    assert done, "it was handed out while a kernel was at work on what was freed"
+    del again
+
+
+@pytest.mark.parametrize("way", ["drop", "trim"])
+@pytest.mark.parametrize("who", ["object", "legacy", "cuda.Stream", "lane"])
+def test_the_memory_of_a_pool_goes_after_its_own_streams_work(gpu, way, who):
+    """A block that its own stream uses is recorded nowhere."""
+    stream = {"object": lambda: new_stream(gpu), "legacy": lambda: None, "lane": lambda: None,
+              "cuda.Stream": cuda.Stream}[who]()  # fmt: skip
+    pool = Pool(8 * MIB, cuda.DriverPool(release_threshold=0), stream=stream)
+    on = new_stream(gpu) if who == "lane" else stream
+    b = pool.alloc(2 * MIB, stream=on)
+    slowly_fill(gpu, LEGACY if on is None else getattr(on, "handle", on), b, 1)
+    del b
+    if way == "trim":
+        pool.trim()
+    del pool, stream, on
+    gc.collect()
+    backwards(gpu)
+    assert not gpu.errors
