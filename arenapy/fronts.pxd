@@ -17,6 +17,7 @@ cdef enum:
     DEPTH = 64               # slots of one step in a front cache, at most
     LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
     SKEW = 2048              # bytes
+    FIT = 6                  # of a device's block, this power of a half may be more than was asked for
 
 # A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
 cdef struct Entry:
@@ -69,6 +70,8 @@ cdef class Fronts(Segments):
     cdef Front* fronts[MOST_FRONTS]
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
+    # Before a larger block is cut, what is free is merged: where memory is scarcer than time.
+    cdef bint merges_first
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
     cdef Asked asked
@@ -76,6 +79,8 @@ cdef class Fronts(Segments):
     cdef uint8_t class_at[N_STEPS]       # class of a step
 
     cdef int open(self, size_t pages, int rounding) except -1
+    cdef size_t block_pages(self, size_t size) noexcept nogil
+    cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil
     cdef Front* own_front(self) noexcept nogil
     # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
     cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
@@ -234,6 +239,8 @@ cdef inline char* pop(
         return NULL
     if hot:
         hotter_first(c, &f.large[s - N_SMALL])
+    if c.rounding == ROUND_LINES and not c.fitting_first(&f.large[s - N_SMALL], n):
+        return NULL
     id = f.large[s - N_SMALL]
     d = &c.descriptors[id]
     f.large[s - N_SMALL] = d.next
@@ -243,7 +250,8 @@ cdef inline char* pop(
     tag[0] = <uint64_t>id << 6
     set_bit(&d.live, 0)
     count_taken(f, d.size_class, d.size)
-    return skewed(d, tag[0], d.size - n)
+    # A device's blocks have no processor's cache lines to be skewed over.
+    return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, tag[0], d.size - n)
 
 
 # To the front cache, its lock held. False: the block is not live.
@@ -290,8 +298,6 @@ cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexce
         s = step_of(n)
     else:
         s = step_of(rounded(n, c.rounding))
-        if c.rounding == ROUND_LINES:
-            n = step_bytes(s)                # its caches have no lines to be skewed over
     if not likely(owned_enter(&f.lock)):
         ptr = c.shared_take(n, s, hot, &other)
         tag[0] = other

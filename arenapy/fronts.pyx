@@ -25,7 +25,7 @@ from arenapy.atomic cimport (
 )
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport (
-    BLOCK, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, earlier, have_spare, low_bit, scatter,
+    BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, earlier, have_spare, low_bit, scatter,
 )
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport (
@@ -154,7 +154,7 @@ cdef class Fronts(Segments):
         cdef char* ptr = NULL
         cdef bint cached
         if s >= N_SMALL:
-            pages = pages_of(size)
+            pages = self.block_pages(size)
         elif align > PAGE:
             s = N_STEPS                      # pages, not a slot
         else:
@@ -166,8 +166,11 @@ cdef class Fronts(Segments):
                 return NULL
             owned_acquire(&f.lock)
             if cached:
-                ptr = pop(self, f, s, n if align <= 64 else step_bytes(s), False, tag)
-            if ptr == NULL:
+                ptr = pop(self, f, s, n if align <= 64 or self.rounding == ROUND_LINES
+                          else step_bytes(s), False, tag)
+            if ptr == NULL and attempt == 0 and self.merges_first and s >= N_SMALL:
+                pass                         # what is free may do without a cut, once it is merged
+            elif ptr == NULL:
                 arenapy_spin_acquire(&self.heap_lock)
                 ptr = self.from_heap(f, s, n, pages, align, miss, NULL, tag)
                 if ptr != NULL and miss:
@@ -199,7 +202,7 @@ cdef class Fronts(Segments):
             out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].tag)
             if out[i].ptr == NULL:
                 out[i].ptr = self.from_heap(
-                    f, s, sizes[i], pages_of(size), 1, miss and i == 0, asked, &out[i].tag)
+                    f, s, sizes[i], self.block_pages(size), 1, miss and i == 0, asked, &out[i].tag)
             if out[i].ptr == NULL:
                 break
             if miss and i == 0:
@@ -261,7 +264,7 @@ cdef class Fronts(Segments):
         d.live = 1
         tag[0] = <uint64_t>id << 6
         count_taken(f, d.size_class, d.size)
-        if d.state != BLOCK or align > 64:
+        if d.state != BLOCK or align > 64 or self.rounding == ROUND_LINES:
             return <char*>d.address
         return skewed(d, tag[0], d.size - n)
 
@@ -436,7 +439,32 @@ cdef class Fronts(Segments):
             while align > 64 and step_bytes(s) & (align - 1):
                 s += 1
             return self.steps[s].pages
-        return pages_of(size) + (max(align, <size_t>PAGE) >> PAGE_BITS) - 1
+        return self.block_pages(size) + (max(align, <size_t>PAGE) >> PAGE_BITS) - 1
+
+    cdef size_t block_pages(self, size_t size) noexcept nogil:
+        """Of a block that is no slot. A device's are not rounded further: memory is scarce there."""
+        if self.rounding == ROUND_LINES:
+            return (size + PAGE - 1) >> PAGE_BITS
+        return (round_bytes(size) + PAGE - 1) >> PAGE_BITS
+
+    cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil:
+        """Let one come first that has n bytes, and hardly more; f's lock held. False: none found."""
+        cdef uint32_t* link = head
+        cdef uint32_t id = head[0]
+        cdef Descriptor* d
+        cdef int looks = 0
+        n = (n + PAGE - 1) & ~<size_t>(PAGE - 1)
+        while id and looks < LOOKS:
+            d = &self.descriptors[id]
+            if n <= d.size and d.size - n <= d.size >> FIT:
+                link[0] = d.next
+                d.next = head[0] if link != head else d.next
+                head[0] = id
+                return True
+            link = &d.next
+            id = d.next
+            looks += 1
+        return False
 
     # -- all locks
 
@@ -467,8 +495,3 @@ cdef uint32_t slots_of(size_t size) noexcept nogil:
     while slots > 8 and size > 512 and (slots // 2 * size) % PAGE == 0 and slots * size > 32 << 10:
         slots //= 2
     return slots
-
-
-cdef inline size_t pages_of(size_t size) noexcept nogil:
-    """Pages of a block that is no slot; `size` is rounded to its step."""
-    return (round_bytes(size) + PAGE - 1) >> PAGE_BITS

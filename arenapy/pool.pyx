@@ -156,6 +156,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         elif core.medium is None:
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.allocator = weakref.ref(self)
+        core.merges_first = core.medium is not None
         if core.medium is not None and not core.host_accessible:
             self.lanes, self.lanes_named = {}, []
         core.ready()

@@ -9,13 +9,14 @@ from libc.stdint cimport uint64_t
 from arenapy.allocator cimport Allocator
 from arenapy.atomic cimport arenapy_glance
 from arenapy.many cimport Many
-from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, PAGE_BITS, STOCK, have_spare
+from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE_BITS, STOCK, have_spare
 from arenapy.pool_core cimport PoolCore, PoolFigures
 
 from arenapy.errors import OutOfMemory
 
 cdef enum:
-    GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page
+    GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
+    DEVICE_SHARE = 256       # on a device, where memory is scarcer
 
 
 @cython.auto_pickle(False)
@@ -39,6 +40,7 @@ cdef class PoolGrowth(Allocator):
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
         cdef PoolCore c = self.core
         cdef size_t missing = 0, wished
+        cdef int share
         cdef size_t pages = c.pages_for(n, align)
         cdef object error = None
         c.open_check()
@@ -48,7 +50,10 @@ cdef class PoolGrowth(Allocator):
             c.settle_sends()
         if c.settle_streams(False):
             return False
-        wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // GROWTH_SHARE)
+        share = GROWTH_SHARE
+        if c.merges_first:                   # regions, of which there are not many in the end
+            share = max(1, min(<int>DEVICE_SHARE, MOST_SEGMENTS - c.n_segments))
+        wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // share)
         self.memory.recycle(pages, n)
         while True:
             if not have_spare(c):

@@ -246,6 +246,8 @@ cdef class PoolMemory:
         arenapy_spin_acquire(&c.heap_lock)
         idle = c.aged_pages
         arenapy_spin_release(&c.heap_lock)
+        if c.merges_first:                   # regions of a device, which are given back whole
+            idle = self.trimmable()
         if idle <= max(self.slack, <size_t>HUGE_PAGES):
             return 0
         if seen.n != n:

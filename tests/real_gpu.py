@@ -160,7 +160,8 @@ class Gpu:
         cu = self.driver
         done(cu.cuInit(0))
         device = done(cu.cuDeviceGet(self.ordinal))
-        done(cu.cuCtxPushCurrent(done(cu.cuDevicePrimaryCtxRetain(device))))
+        self.context = done(cu.cuDevicePrimaryCtxRetain(device))
+        done(cu.cuCtxPushCurrent(self.context))
         module = done(cu.cuModuleLoadData(KERNELS + b"\0"))
         for name in ("write_slowly", "count_wrong", "add_to"):
             setattr(self, f"_{name}", done(cu.cuModuleGetFunction(module, name.encode())))

@@ -346,7 +346,7 @@ CALLS = {
     "cuMemAlloc": 1,
     "cuMemHostRegister": 1,
     "cuMemcpyAsync": 3,
-    "cuEventCreate": 2,
+    "cuEventCreate": 1,
     "cuEventRecord": 1,
     "cuStreamWaitEvent": 2,
 }

@@ -227,6 +227,18 @@ def pinned_bytes():
 
 # ---- the driver's pool -------------------------------------------------------------------
 
+cdef set unfinished = set()          # handles that have memory left, of which nobody else may know
+
+
+cdef int finish() except -1:
+    for one in list(unfinished):
+        if callable_((<DriverPoolHandle>one).generation):
+            (<DriverPoolHandle>one).give_what_is_left()
+        else:
+            unfinished.discard(one)
+    return 0
+
+
 @cython.auto_pickle(False)
 @cython.final
 cdef class DriverPoolHandle:
@@ -273,8 +285,9 @@ cdef class DriverPoolHandle:
         invalid.
         """
         self.left.append(address)
+        unfinished.add(self)
         try:
-            self.give_what_is_left()
+            finish()
         except Exception:
             pass                             # later, perhaps
 
@@ -288,7 +301,8 @@ cdef class DriverPoolHandle:
         if legacy.state() != FREE_TO_USE:
             return 0
         for one in streams_in(self.context):
-            if one is not mine and one.state() == FREE_TO_USE and not new_event(one).wait(mine):
+            if one is not mine and (
+                    one.state() != FREE_TO_USE or not new_event(one).wait(mine)):
                 return 0
         while self.left:
             address = self.left.pop()
@@ -297,13 +311,16 @@ cdef class DriverPoolHandle:
                 if result == SUCCESS:
                     result = driver.cuMemFreeAsync(address, handle)
                     leave()
+            if result != SUCCESS:
+                self.left.append(address)    # later, perhaps
             checked(result, "cuMemFreeAsync")
+        unfinished.discard(self)
         return 0
 
     def trim_to(self, size_t nbytes):
         """Let the driver give back what is beyond so many bytes."""
         cdef int result
-        self.give_what_is_left()
+        finish()
         synchronize(stream_of(self.stream, self.ordinal))    # it is free only then
         with nogil:
             result = enter(self.context)
@@ -334,7 +351,7 @@ def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
     cdef void* stream = pool.stream.handle
     cdef uint64_t address = 0
     cdef int result
-    pool.give_what_is_left()
+    finish()
     with nogil:
         result = enter(pool.context)
         if result == SUCCESS:

@@ -94,6 +94,8 @@ cdef class Ordering(Medium):
             )
         if stream is not None:
             own = <Stream>self.named(stream)
+            free_to_use(own, "make the allocator before the capture, or after it", None)
+            own.of_allocator = True
             if own.thread:
                 raise ValueError(
                     f"stream={stream!r}: the default stream of a thread cannot be an allocator's; "
@@ -275,9 +277,13 @@ cdef class Ordering(Medium):
 
     cdef void sort_arrived(self) noexcept:
         cdef uint64_t nobody = 0
+        cdef Batch batch
         while arenapy_load_ptr(&self.arrived) != NULL and arenapy_cas(
                 &self.busy, &nobody, PyThread_get_thread_ident()):
             self.take_arrived()
+            for batch in list(self.open):
+                if batch.nbytes > OPEN_BYTES or batch.nbytes > self.room // OPEN_SHARE:
+                    self.close(batch)
             arenapy_store(&self.busy, 0)
             nobody = 0
 
@@ -296,9 +302,6 @@ cdef class Ordering(Medium):
             hold = queue
             queue = hold.ended_next
             self.wait_for(hold)
-        for batch in list(self.open):
-            if batch.nbytes > OPEN_BYTES or batch.nbytes > self.room // OPEN_SHARE:
-                self.close(batch)
 
     cdef void wait_for(self, Hold* hold) noexcept:
         """Into the batch of what uses it: all tickets, or else the first stream."""
@@ -351,7 +354,8 @@ cdef class Ordering(Medium):
     cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef Stream waiter = None
-        if wait and not self.host_accessible and (<Stream>self.own).state() == FREE_TO_USE:
+        if wait and not self.host_accessible and not (<Stream>self.own).gone() and (
+                <Stream>self.own).state() == FREE_TO_USE:
             waiter = <Stream>self.own
         return self.advance(keeper, wait, waiter)
 
@@ -447,11 +451,15 @@ cdef bint fix_uses(list uses) noexcept:
     cdef bint graph = False
     for i in range(len(uses)):
         one = uses[i]
-        if isinstance(one, Stream) and (not (<Stream>one).lasting or (<Stream>one).captures()):
-            try:
+        if not isinstance(one, Stream):
+            continue
+        try:
+            if not (<Stream>one).lasting:
                 uses[i] = ticket_of(<Stream>one)
-            except Exception:
-                pass
+            elif (<Stream>one).captures():   # it stays, too, for what it was given before
+                uses.append(new_graph(<Stream>one))
+        except Exception:
+            pass
     uses.sort(key=is_stream)                 # tickets first: they are looked at together
     for one in uses:
         graph = graph or isinstance(one, Graph)

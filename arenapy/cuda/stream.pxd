@@ -21,6 +21,7 @@ cdef class Stream:
     cdef readonly int device_id
     # It is sure to exist for as long as this: the legacy default stream, or `owner` sees to that.
     cdef bint lasting
+    cdef bint of_allocator           # the own one, which its user keeps for so long
     cdef object owner
     cdef object tells                # if the owner may destroy it before its own end: its protocol
     cdef bint fence                  # see fence_of

@@ -336,7 +336,8 @@ cdef list streams_in(void* context):
     cdef Stream one
     with knowing:
         for key, one in list(known.items()):
-            if (key[0] == generation and one.context == context and one.lasting
+            if (key[0] == generation and one.context == context
+                    and (one.lasting or one.of_allocator)
                     and not one.fence and not one.gone()):
                 found.append(one)
     return found
