@@ -1,4 +1,4 @@
-"""Captures, streams given as integers, and memory that cannot go back now. On the simulated driver."""
+"""Captures, integer streams, memory that cannot go back now. On the simulated driver."""
 
 import gc
 
