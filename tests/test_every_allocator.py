@@ -44,6 +44,8 @@ def in_use(request, tmp_path):
         pytest.skip(reason)
     with using(request.param):
         yield MAKERS[request.param](tmp_path)
+        request.node.funcargs.clear()  # what pytest keeps could not go back once the driver is gone
+        gc.collect()
 
 
 @pytest.fixture(params=SOURCES)

@@ -333,6 +333,7 @@ def test_cuda_core_buffers_are_buffers_to_us(gpu):
     theirs = device.memory_resource.allocate(4 * KIB, stream=stream)
     taken = cuda.from_dlpack(theirs)
     taken.fill(9, stream=stream)
+    stream.sync()
     assert taken.address == int(theirs.handle)
     assert (content(taken) == 9).all()
 
