@@ -394,6 +394,13 @@ class SimulatedDriver(gpu.Gpu):
             return INVALID_VALUE
         put(out, ctypes.c_uint64, known[attribute])
 
+    def cuMemPoolSetAccess(self, pool, access, count):
+        """What the pool's memory may be reached from; nothing is refused without it."""
+        kind, other, flags = (ctypes.c_int * 3).from_address(access)
+        if (kind, flags, count) != (1, 3, 1):
+            raise Refused(INVALID_VALUE, f"access {kind, flags} for {count}")
+        self.pool_handles.get(pool).reached_from.add(other)
+
     def cuMemPoolTrimTo(self, pool, keep):
         self.pool_handles.get(pool).trim(keep)
 

@@ -164,6 +164,7 @@ def test_neighbours_freed_on_different_streams_and_merged(gpu, source, safe):
         assert high == low + MIB
         if safe:
             halves[1].record_stream(two)
+            two.wait(one)  # whose the bytes are: it has waited for who had them before
         for stream, half in zip((one, two), halves, strict=True):
             address = half.address
             gpu.write_slowly(stream, address, BLOCK, i, SLOW)
@@ -258,7 +259,7 @@ def test_random_programs(gpu):
                 block.record_stream(its)
             else:
                 block.release(its)
-            del block
+            block = None
             continue
         nbytes = int(2 ** rng.uniform(8, 20)) // 4 * 4
         try:
@@ -270,7 +271,7 @@ def test_random_programs(gpu):
         live.append((block, i, nbytes, stream))
         if i % 500 == 0:
             pool.check()
-    del block
+    block = None
     live.clear()
     assert gpu.how_many_wrong() == 0
     pool.check()

@@ -27,6 +27,13 @@ def current():
     return int(done(driver.cuCtxGetCurrent()))
 
 
+@contextlib.contextmanager
+def current_in(gpu):
+    done(gpu.driver.cuCtxPushCurrent(gpu.context))
+    yield
+    done(gpu.driver.cuCtxPopCurrent())
+
+
 def test_each_has_its_own_memory(gpus):
     before = current()
     pools = [Pool(64 * MIB, cuda.Device(i)) for i in range(2)]
@@ -70,16 +77,16 @@ def test_a_block_that_the_other_device_copies(gpus):
     with Gpu(1) as second:
         for i in range(1000):
             block = pool.alloc(2 * MIB)
-            first.write_slowly(1, block.address, BLOCK, i)
-            first.synchronize(1)
+            with current_in(first):
+                first.write_slowly(1, block.address, BLOCK, i)
+                first.synchronize(1)
             second.wait(there, SLOW)
             target.copy_from(block[:BLOCK], stream=there)
             del block
             second.count_wrong(there, target.address, BLOCK, i)
-            done(second.driver.cuCtxPushCurrent(first.context))
-            again = pool.alloc(2 * MIB)
-            first.write_slowly(1, again.address, BLOCK, ~i)
-            done(second.driver.cuCtxPopCurrent())
+            with current_in(first):
+                again = pool.alloc(2 * MIB)
+                first.write_slowly(1, again.address, BLOCK, ~i)
             del again
         assert second.how_many_wrong() == 0
 

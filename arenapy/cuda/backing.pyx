@@ -25,6 +25,7 @@ from arenapy.cuda.stream cimport (
 )
 from arenapy.cuda.ticket cimport new_event, synchronize
 
+from arenapy.cuda.driver import device_count
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import format_bytes
 from arenapy.memory_info import memory_info as host_memory
@@ -41,6 +42,7 @@ cdef enum:
     RELEASE_THRESHOLD = 4            # CU_MEMPOOL_ATTR_*
     ALLOCATION_PINNED = 1            # CU_MEM_ALLOCATION_TYPE_PINNED
     ON_DEVICE = 1                    # CU_MEM_LOCATION_TYPE_DEVICE
+    READ_WRITE = 3                   # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     LEGACY = 1                       # the legacy default stream
 
 # A CUmemPoolProps.
@@ -52,6 +54,11 @@ cdef struct PoolProps:
     size_t max_size
     unsigned short usage
     unsigned char[54] reserved
+
+# A CUmemAccessDesc.
+cdef struct Access:
+    Location location
+    int flags
 
 cdef uint64_t registered = 0         # bytes that are pinned now; atomic
 
@@ -270,6 +277,23 @@ cdef class DriverPoolHandle:
                 leave()
         self.context, self.ordinal, self.generation = context, ordinal, generation
         checked(result, "cuMemPoolCreate")
+        self.let_others_reach_it()
+
+    cdef int let_others_reach_it(self) except -1:
+        """Streams of other devices copy memory of a pool only if they may reach it."""
+        cdef Access access
+        cdef int ours = self.ordinal, other, can, result
+        access.flags = READ_WRITE
+        access.location.type = ON_DEVICE
+        for other in range(device_count()):
+            can = 0
+            access.location.id = other
+            with nogil:
+                result = driver.cuDeviceCanAccessPeer(&can, other, ours) if other != ours else 0
+                if result == SUCCESS and can:
+                    result = driver.cuMemPoolSetAccess(self.pool, &access, 1)
+            checked(result, "cuMemPoolSetAccess")
+        return 0
 
     def __dealloc__(self):
         if self.pool != NULL and callable_(self.generation):

@@ -53,6 +53,7 @@ cdef struct Driver:
     int (*cuMemPoolSetAttribute)(void*, int, void*) noexcept nogil
     int (*cuMemPoolGetAttribute)(void*, int, void*) noexcept nogil
     int (*cuMemPoolTrimTo)(void*, size_t) noexcept nogil
+    int (*cuMemPoolSetAccess)(void*, const void*, size_t) noexcept nogil
     int (*cuMemAllocFromPoolAsync)(uint64_t*, size_t, void*, void*) noexcept nogil
     int (*cuMemFreeAsync)(uint64_t, void*) noexcept nogil
     int (*cuStreamCreate)(void**, unsigned int) noexcept nogil

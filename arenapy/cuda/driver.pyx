@@ -73,6 +73,7 @@ ENTRIES = (
     ("cuMemPoolSetAttribute", "CUresult (CUmemoryPool, CUmemPool_attribute, void *)"),
     ("cuMemPoolGetAttribute", "CUresult (CUmemoryPool, CUmemPool_attribute, void *)"),
     ("cuMemPoolTrimTo", "CUresult (CUmemoryPool, size_t)"),
+    ("cuMemPoolSetAccess", "CUresult (CUmemoryPool, CUmemAccessDesc const *, size_t)"),
     ("cuMemAllocFromPoolAsync", "CUresult (CUdeviceptr *, size_t, CUmemoryPool, CUstream)"),
     ("cuMemFreeAsync", "CUresult (CUdeviceptr, CUstream)"),
     ("cuStreamCreate", "CUresult (CUstream *, unsigned int)"),
