@@ -6,8 +6,9 @@ nothing else of arenapy does: ``pip install hypothesis``.
 """
 
 from arenapy.testing.buffers import BufferMachine, BufferRules
-from arenapy.testing.machine import AllocatorMachine, MarkRecord
-from arenapy.testing.operations import OneOf, drawn, operation, operations
+from arenapy.testing.machine import AllocatorMachine
+from arenapy.testing.model import MarkRecord
+from arenapy.testing.operations import OneOf, operation, operations
 from arenapy.testing.own import BumpMachine, PoolMachine, SlabMachine
 from arenapy.testing.ranges import Live
 from arenapy.testing.sources import FailingSource
@@ -32,7 +33,6 @@ __all__ = [
     "Tally",
     "TwoThreadMachine",
     "alignments",
-    "drawn",
     "load",
     "operation",
     "operations",

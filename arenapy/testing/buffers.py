@@ -55,11 +55,11 @@ class BufferRules(AllocatorMachine):
         """Held: exported at some time, and the Buffer is there."""
         return super().survives(known) or (known.extra is not None and known.extra.ever)
 
-    def give_all_back(self) -> None:
+    def give_all_back(self, how: str) -> None:
         """Nobody sees anything any more."""
         for known in self.live.values():
             known.extra = None
-        super().give_all_back()
+        super().give_all_back(how)
 
     @operation("live", which=OneOf("live"), how=st.sampled_from(sorted(EXPORTS)))
     def export(self, which: int, how: str) -> None:
@@ -84,10 +84,9 @@ class BufferRules(AllocatorMachine):
         if known.extra is not None and known.extra.objects:
             known.extra.objects.pop()
 
-    @operation("live", which=OneOf("live"))
-    def free_block(self, which: int) -> None:
+    def give_back(self, serial: int) -> None:
         """Release a Buffer: refused as long as somebody sees it."""
-        serial, known = self.pick_live(which)
+        known = self.live[serial]
         if known.extra is not None and known.extra.objects:
             self.reached("released while exported")
             with self.refused((BufferError,), "a release of an exported buffer"):

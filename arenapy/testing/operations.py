@@ -8,6 +8,7 @@ numbers and the like, and what picks a live block is a number too, counted round
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +18,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from arenapy.testing.steps import Step
 
-__all__ = ["OneOf", "drawn", "operation", "operations"]
+__all__ = ["OneOf", "operation", "operations"]
 
 MANY = 15  # of a collection that is not there yet, an index is drawn up to this
 
@@ -43,7 +44,7 @@ class OneOf:
         return st.runner().flatmap(indices)
 
 
-Argument = st.SearchStrategy[Any] | OneOf | str
+Argument = st.SearchStrategy[Any] | OneOf | str | Callable[[Any], st.SearchStrategy[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +67,20 @@ class Operation:
     def _beforehand(machine: type[Any], argument: Argument) -> st.SearchStrategy[Any]:
         if isinstance(argument, OneOf):
             return st.integers(0, MANY)
-        if isinstance(argument, str):
-            found: st.SearchStrategy[Any] = getattr(machine, argument)
-            return found
-        return argument
+        return argument if isinstance(argument, st.SearchStrategy) else _asked(argument)(machine)
 
 
-def drawn(name: str) -> st.SearchStrategy[Any]:
-    """The strategy that the running machine calls `name`, so that a subclass can replace it.
-
-    Parameters
-    ----------
-    name : str
-        An attribute of the machine that is a strategy: ``"sizes"``.
-    """
-    return st.runner().flatmap(lambda machine: getattr(machine, name))
+def _asked(argument: str | Callable[[Any], st.SearchStrategy[Any]]) -> Any:
+    """The function that gets a strategy from a machine, or from its class."""
+    return operator.attrgetter(argument) if isinstance(argument, str) else argument
 
 
 def _while_running(argument: Argument) -> st.SearchStrategy[Any]:
     if isinstance(argument, OneOf):
         return argument.strategy()
-    return drawn(argument) if isinstance(argument, str) else argument
+    if isinstance(argument, st.SearchStrategy):
+        return argument
+    return st.runner().flatmap(_asked(argument))
 
 
 def operation(
@@ -101,9 +95,10 @@ def operation(
         collection is not empty.
     first : bool
         Run it once, before all others.
-    **arguments : strategy, str or OneOf
-        A strategy of what JSON can say; the name of a strategy that the machine has; or `OneOf`, an
-        index of a collection.
+    **arguments : strategy, str, OneOf or callable
+        A strategy of what JSON can say; the name of one that the machine has, for a subclass to
+        replace; `OneOf`, an index of a collection; or a function that makes a strategy, given the
+        machine or (for programs) its class.
 
     Returns
     -------
@@ -138,11 +133,9 @@ def operation(
         told = Operation(needs, arguments)
         written.operation = told  # type: ignore[attr-defined]
         strategies = {key: _while_running(value) for key, value in arguments.items()}
-        if first:
-            return initialize(**strategies)(written)
         # cast: to mypy, a dict of strategies could be the rule's target as well
-        made: Callable[..., None] = cast(Any, rule)(**strategies)(written)
-        return precondition(told.possible)(made)
+        made: Callable[..., None] = cast(Any, initialize if first else rule)(**strategies)(written)
+        return made if first else precondition(told.possible)(made)
 
     return decorate
 

@@ -29,7 +29,8 @@ class OwnMachine(AllocatorMachine):
     """What arenapy's allocators have in common."""
 
     default_align = DEFAULT_ALIGN
-    alignments = st.none() | alignments(2 << 20)
+    # Not more than a region is aligned to: what is served must not depend on where memory lies.
+    alignments = st.none() | alignments(PAGE)
     bad_request = (ValueError, MemoryError)
     source = PLAIN
 
@@ -95,7 +96,7 @@ class BumpMachine(OwnMachine):
 
     def make(self, nbytes: int, max_bytes: int | None) -> Any:
         """A Bump; one that grows is in several parts afterwards, and so serves less."""
-        self.refills = max_bytes is None
+        self.refills = ("reset",) if max_bytes is None else ()
         self.grows = max_bytes is not None
         return Bump(nbytes, self.source, max_bytes)
 

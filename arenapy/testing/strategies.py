@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["alignments", "programs", "shapes_and_dtypes", "sizes"]
 
 PAGE = mmap.PAGESIZE
-SMALL = 300
+TINY, SMALL = 32, 300  # smaller than a header; smaller than a page
 AROUND = 2  # bytes on either side of an edge
 DTYPES = ("u1", "?", "<i2", ">f4", "f8", "c16", "S3", "U2", "M8[ns]", [("a", "u1"), ("b", "<f8")])
 
@@ -80,7 +80,8 @@ def sizes(
     edges = _edges(most, classes, remaining) or [0]
     near = st.builds(int.__add__, st.sampled_from(edges), st.integers(-AROUND, AROUND))
     inside = near.map(lambda nbytes: min(max(nbytes, 0), most))
-    return st.one_of(st.integers(0, min(SMALL, most)), inside, st.integers(0, most))
+    tiny, small = st.integers(0, min(TINY, most)), st.integers(0, min(SMALL, most))
+    return st.one_of(tiny, small, inside, st.integers(0, most))
 
 
 def alignments(most: int = PAGE) -> st.SearchStrategy[int]:

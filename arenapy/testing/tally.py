@@ -23,6 +23,8 @@ class Tally:
         How often each rule ran; their sum is the number of steps.
     states : Counter of str
         How often each rare state was reached.
+    found_at : int or None
+        The number of the first example that failed.
     failing : Program or None
         The program that failed last: once Hypothesis has finished, the smallest.
     error : BaseException or None
@@ -36,6 +38,7 @@ class Tally:
     examples: int = 0
     rules: Counter[str] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
+    found_at: int | None = None
     failing: Program | None = None
     error: BaseException | None = None
 
@@ -49,3 +52,8 @@ class Tally:
         self.states[state] += 1
         if hypothesis.currently_in_test_context():
             hypothesis.event(state)
+
+    def failed(self, program: Program, error: BaseException) -> None:
+        """Keep what failed: the last one is the smallest."""
+        self.found_at = self.found_at or self.examples
+        self.failing, self.error = program, error

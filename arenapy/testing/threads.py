@@ -52,9 +52,11 @@ class TwoThreadMachine(AllocatorMachine):
 
     def teardown(self) -> None:
         """End the threads."""
-        super().teardown()
-        for worker in self.workers:
-            worker.shutdown()
+        try:
+            super().teardown()
+        finally:
+            for worker in self.workers:
+                worker.shutdown()
 
     @operation()
     def other_thread(self) -> None:
@@ -73,7 +75,8 @@ class TwoThreadMachine(AllocatorMachine):
             found = self.at_once([partial(self.allocate_all, plans[i], i) for i in range(RACERS)])
             mine = [[self.admit_raced(*one) for one in blocks] for blocks in found]
             self.contents_survive()
-            others = [[self.gone(serial) for serial in serials] for serials in reversed(mine)]
+            # Past `gone`: in which order they were served must not decide what comes later.
+            others = [[self.live.pop(one).block for one in serials] for serials in reversed(mine)]
             self.at_once([partial(self.free_all, blocks) for blocks in others])
         finally:
             sys.setswitchinterval(interval)
