@@ -19,6 +19,7 @@ from arenapy.testing.ranges import check_reads, windows
 
 __all__ = ["AllocatorMachine"]
 
+SEVERAL = 8  # blocks asked for in a row, at most
 REFILL_MOST = 64  # blocks that a refill counts
 REFILL_LARGEST = 1 << 20  # bytes
 LAST_REFILL = 64  # bytes of the blocks at the end of an example
@@ -54,6 +55,8 @@ class AllocatorMachine(AllocatorModel):
     double_free, stale_mark : tuple of exceptions or None
         How a second `free`, and a `reset` to a mark that a reset has ended, are refused. None, the
         default: do not try.
+    smallest : int
+        Bytes of the smallest block that may be asked for.
     empty_is_apart : bool
         Whether a block of 0 bytes has an address that no other live block has.
     grows : bool
@@ -98,16 +101,16 @@ class AllocatorMachine(AllocatorModel):
         """Ask for a block."""
         self.request(nbytes, align)
 
-    @operation(nbytes=lambda machine: st.lists(machine.sizes, max_size=8))
-    def allocate_several(self, nbytes: list[int]) -> None:
+    @operation(requests=lambda m: st.lists(st.tuples(m.sizes, m.alignments), max_size=SEVERAL))
+    def allocate_several(self, requests: list[tuple[int, int | None]]) -> None:
         """Ask for some blocks in a row: neighbours, most likely."""
-        for size in nbytes:
-            self.request(size, None)
+        for nbytes, align in requests:
+            self.request(nbytes, align)
 
     @operation("remaining", off=st.integers(-2, 2), align="alignments")
     def allocate_near_the_end(self, off: int, align: int | None) -> None:
         """Ask for what is left, or nearly."""
-        self.request(max(0, self.call(self.remaining, self.state) + off), align)
+        self.request(max(self.smallest, self.call(self.remaining, self.state) + off), align)
 
     @operation(
         "freed_sizes", which=OneOf("freed_sizes"), off=st.integers(-1, 1), align="alignments"
@@ -115,7 +118,7 @@ class AllocatorMachine(AllocatorModel):
     def allocate_again(self, which: int, off: int, align: int | None) -> None:
         """Ask for the size of something that was given back, or nearly."""
         sizes = self.freed_sizes
-        self.request(max(0, sizes[which % len(sizes)] + off), align)
+        self.request(max(self.smallest, sizes[which % len(sizes)] + off), align)
 
     @operation(
         "bad_request",
@@ -154,10 +157,10 @@ class AllocatorMachine(AllocatorModel):
         """Give a block back."""
         self.give_back(self.pick_live(which)[0])
 
-    @operation("free", "live", odd=st.integers(0, 1))
-    def free_every_other(self, odd: int) -> None:
-        """Give back every second block, which leaves holes."""
-        for serial in list(self.live)[odd::2]:
+    @operation("free", "live", nth=st.sampled_from([2, 3, 1]))
+    def free_every(self, nth: int) -> None:
+        """Give back every second block, or third, which leaves holes; or all."""
+        for serial in list(self.live)[::nth]:
             self.give_back(serial)
 
     @operation("free", "live", which=OneOf("live"), off=st.integers(-1, 1))
@@ -165,7 +168,7 @@ class AllocatorMachine(AllocatorModel):
         """Give a block back, and ask for its size at once, or nearly."""
         serial, known = self.pick_live(which)
         self.give_back(serial)
-        self.request(max(0, known.nbytes + off), None)
+        self.request(max(self.smallest, known.nbytes + off), None)
 
     @operation("double_free", "free", "live", which=OneOf("live"))
     def free_twice(self, which: int) -> None:
@@ -237,10 +240,12 @@ class AllocatorMachine(AllocatorModel):
         )
 
     def teardown(self) -> None:
-        """Whatever the example was, see at its end that nothing was lost on the way."""
+        """Whatever the example was, see that nothing was lost on the way, and give all back."""
         if self.started and sys.exc_info()[0] is None:  # else it has failed already
             for which in range(len(self.refills)):
                 self.refill(which=which, nbytes=LAST_REFILL)
+            if self.free is not None and self.live:
+                self.free_every(nth=1)
         super().teardown()
 
     def give_all_back(self, how: str) -> None:

@@ -76,6 +76,7 @@ class AllocatorModel(RuleBasedStateMachine):
     bad_request: tuple[type[BaseException], ...] | None = (Exception,)
     double_free: tuple[type[BaseException], ...] | None = None
     stale_mark: tuple[type[BaseException], ...] | None = None
+    smallest: int = 0
     empty_is_apart: bool = True
     grows: bool = False
     contiguous: bool = False
@@ -203,6 +204,10 @@ class AllocatorModel(RuleBasedStateMachine):
         """Steer Hypothesis to where much is live at once."""
         if hypothesis.currently_in_test_context() and self.started:
             hypothesis.target(float(self.most_live), label="blocks live at once")
+        self.live.clear()  # now, and not when the garbage collector comes across the machine
+        self.marks.clear()
+        self.stale.clear()
+        self.state = None
 
     # The model -----------------------------------------------------------------------------------
 

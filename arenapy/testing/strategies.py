@@ -40,6 +40,7 @@ def _edges(most: int, classes: Iterable[int | None], remaining: Iterable[int]) -
 def sizes(
     most: int = 8 * PAGE,
     *,
+    least: int = 0,
     classes: Iterable[int | None] = SIZE_CLASSES,
     remaining: Iterable[int] = (),
 ) -> st.SearchStrategy[int]:
@@ -49,6 +50,8 @@ def sizes(
     ----------
     most : int
         The largest.
+    least : int
+        The smallest.
     classes : iterable of int or None
         Edges of the allocator's size classes: by default those of `arenapy.Pool`.
     remaining : iterable of int
@@ -57,12 +60,12 @@ def sizes(
     Returns
     -------
     strategy of int
-        From 0 to `most`: small ones, those within two bytes of an edge, and any.
+        From `least` to `most`: small ones, those within two bytes of an edge, and any.
 
     Raises
     ------
     ValueError
-        `most` is negative.
+        `least` is negative, or more than `most`.
 
     Notes
     -----
@@ -75,13 +78,14 @@ def sizes(
     >>> find(sizes(1000), lambda nbytes: nbytes > 64)
     65
     """
-    if most < 0:
-        raise ValueError(f"most={most}: need 0 or more")
+    if not 0 <= least <= most:
+        raise ValueError(f"least={least}, most={most}: need 0 <= least <= most")
     edges = _edges(most, classes, remaining) or [0]
     near = st.builds(int.__add__, st.sampled_from(edges), st.integers(-AROUND, AROUND))
-    inside = near.map(lambda nbytes: min(max(nbytes, 0), most))
-    tiny, small = st.integers(0, min(TINY, most)), st.integers(0, min(SMALL, most))
-    return st.one_of(tiny, small, inside, st.integers(0, most))
+    inside = near.map(lambda nbytes: min(max(nbytes, least), most))
+    ends = (min(max(end, least), most) for end in (TINY, SMALL, most))
+    tiny, small, any_size = (st.integers(least, end) for end in ends)
+    return st.one_of(tiny, small, inside, any_size)
 
 
 def alignments(most: int = PAGE) -> st.SearchStrategy[int]:
