@@ -50,7 +50,7 @@ def address_of(block: Any) -> int:
     for name in ("address", "ptr", "handle"):
         found = getattr(block, name, None)
         found = found() if callable(found) else found
-        if isinstance(found, int) or hasattr(found, "__int__"):
+        if found is not None and hasattr(found, "__int__"):
             return int(found)
     try:
         return int(np.frombuffer(block, "u1").ctypes.data) if len(block) else 0

@@ -26,7 +26,7 @@ class Tally:
     found_at : int or None
         The number of the first example that failed.
     failing : Program or None
-        The program that failed last: once Hypothesis has finished, the smallest.
+        The smallest program that failed.
     error : BaseException or None
         What it failed with.
 
@@ -54,6 +54,11 @@ class Tally:
             hypothesis.event(state)
 
     def failed(self, program: Program, error: BaseException) -> None:
-        """Keep what failed: the last one is the smallest."""
+        """Keep the smallest of what failed."""
         self.found_at = self.found_at or self.examples
-        self.failing, self.error = program, error
+        if self.failing is None or _size(program) <= _size(self.failing):
+            self.failing, self.error = program, error
+
+
+def _size(program: Program) -> tuple[int, int]:
+    return len(program), len(str(program))
