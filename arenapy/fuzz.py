@@ -39,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Attack an allocator with random programs: that blocks do not overlap, are "
         "aligned, keep their contents, that a refusal changes nothing. The status is 1 if "
         "something was found, and the smallest program that shows it is printed.",
-        epilog="make_allocator() returns an object with alloc, allocate or malloc(nbytes[, align]). "
-        "A block is an int, has .address or a buffer, and goes back by free(block), by its own "
-        "release() or by being dropped. mark(), reset([mark]), remaining and check() are used if "
-        "they are there.",
+        epilog="make_allocator() returns an object with alloc, allocate or malloc, called with "
+        "(nbytes[, align]). A block is an int, has .address or a buffer, and goes back by "
+        "free(block), by its own release() or by being dropped. mark(), reset([mark]), remaining "
+        "and check() are used if they are there.",
         allow_abbrev=False,
     )
     parser.add_argument(

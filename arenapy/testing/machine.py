@@ -25,6 +25,12 @@ REFILL_LARGEST = 1 << 20  # bytes
 LAST_REFILL = 64  # bytes of the blocks at the end of an example
 
 
+def several(machine: Any) -> st.SearchStrategy[list[list[Any]]]:
+    """Some requests, as [bytes, alignment]."""
+    request = st.tuples(machine.sizes, machine.alignments).map(list)
+    return st.lists(request, max_size=SEVERAL)
+
+
 class AllocatorMachine(AllocatorModel):
     """Attack an allocator: subclass, say how to make, allocate and address.
 
@@ -101,8 +107,8 @@ class AllocatorMachine(AllocatorModel):
         """Ask for a block."""
         self.request(nbytes, align)
 
-    @operation(requests=lambda m: st.lists(st.tuples(m.sizes, m.alignments), max_size=SEVERAL))
-    def allocate_several(self, requests: list[tuple[int, int | None]]) -> None:
+    @operation(requests=several)
+    def allocate_several(self, requests: list[list[Any]]) -> None:
         """Ask for some blocks in a row: neighbours, most likely."""
         for nbytes, align in requests:
             self.request(nbytes, align)

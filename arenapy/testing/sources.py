@@ -43,14 +43,14 @@ class FailingSource:
     --------
     >>> import arenapy
     >>> from arenapy.testing import FailingSource
-    >>> pool = arenapy.Pool(source=FailingSource(after=0))
+    >>> arena = arenapy.Bump(4096, FailingSource(after=1), max_bytes=1 << 20)
     >>> try:
-    ...     pool.alloc(100)
+    ...     arena.alloc(8192)
     ... except arenapy.OutOfMemory as error:
     ...     print(str(error).partition(":")[0])
-    planned failure of region 1
-    >>> pool.alloc(100).nbytes    # it failed once
-    100
+    planned failure of region 2
+    >>> arena.alloc(8192).nbytes    # it fails once
+    8192
     """
 
     def __init__(
