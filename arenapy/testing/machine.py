@@ -247,7 +247,7 @@ class AllocatorMachine(AllocatorModel):
 
     def teardown(self) -> None:
         """Whatever the example was, see that nothing was lost on the way, and give all back."""
-        if self.started and sys.exc_info()[0] is None:  # else it has failed already
+        if self.started and sys.exc_info()[1] is self.handled:  # else it has failed already
             for which in range(len(self.refills)):
                 self.refill(which=which, nbytes=LAST_REFILL)
             if self.free is not None and self.live:

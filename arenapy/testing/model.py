@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -104,6 +105,7 @@ class AllocatorModel(RuleBasedStateMachine):
         self.survivors_ever = False
         self.used_when_new: Any = None
         self.freed: dict[int, int] = {}  # start: bytes, of what was given back
+        self.handled = sys.exc_info()[1]  # whatever is being handled around this machine
         self.tally.examples += 1
         steps.begin(self.recipe())
 

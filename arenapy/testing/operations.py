@@ -151,6 +151,12 @@ def operations(machine: type[Any]) -> dict[str, Operation]:
     Returns
     -------
     dict of str to Operation
+
+    Examples
+    --------
+    >>> from arenapy.testing import SlabMachine, operations
+    >>> "trim" in operations(SlabMachine), "push_mark" in operations(SlabMachine)
+    (True, False)
     """
     found = {}
     for name in dir(machine):

@@ -226,6 +226,20 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
         It is no such file, or its machine cannot be imported.
     OSError
         It cannot be read.
+
+    Notes
+    -----
+    Thread-safety: importing has its own lock.
+
+    Examples
+    --------
+    >>> from arenapy.testing import BumpMachine, Program, Step, load, steps_path
+    >>> program = Program((Step("start", {"config": {"nbytes": 4096, "max_bytes": None}}),))
+    >>> program.run(BumpMachine)
+    1
+    >>> machine, again = load(steps_path())
+    >>> machine.__name__, again.steps[0] == program.steps[0]
+    ('BumpMachine', True)
     """
     with open(path, encoding="utf-8") as lines:
         first, *rest = lines.read().splitlines() or [""]

@@ -95,7 +95,8 @@ class TwoThreadMachine(AllocatorMachine):
     def allocate_all(self, plan: list[int], racer: int) -> list[tuple[Any, int, int]]:
         """In a thread: allocate and fill; every other block goes at once, to keep things moving."""
         kept = []
-        for index, nbytes in enumerate(plan):
+        for index, drawn in enumerate(plan):
+            nbytes = max(self.smallest, drawn)
             try:
                 block = self.allocate(self.state, nbytes, None)
             except self.refusals:
