@@ -53,6 +53,7 @@ def test_what_is_found_is_made_small_and_kept(tmp_path):
     assert "overlaps block" in again.stderr
 
 
+@pytest.mark.no_sanitizer  # which has its own way to end
 def test_a_signal_is_found_and_its_program_made_small(tmp_path):
     done = fuzz("crashing:Killed", "--seed", "5")
     assert done.returncode == 1

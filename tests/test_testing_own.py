@@ -1,4 +1,10 @@
-"""arenapy's own allocators under the machines of `arenapy.testing`."""
+"""arenapy's own allocators under the machines of `arenapy.testing`.
+
+The suite's own machines know more of each; these are as a user has them, so a part of the examples
+of the profile will do.
+"""
+
+from hypothesis import settings
 
 from arenapy.testing import (
     BufferMachine,
@@ -8,11 +14,6 @@ from arenapy.testing import (
     SlabMachine,
     TwoThreadMachine,
 )
-
-TestBump = BumpMachine.TestCase
-TestSlab = SlabMachine.TestCase
-TestPool = PoolMachine.TestCase
-TestBuffers = BufferMachine.TestCase
 
 
 class SlabBuffers(BufferRules, SlabMachine):
@@ -31,7 +32,17 @@ class TwoAtAPool(TwoThreadMachine, PoolMachine):
     pass
 
 
-TestSlabBuffers = SlabBuffers.TestCase
-TestPoolBuffers = PoolBuffers.TestCase
-TestTwoAtASlab = TwoAtASlab.TestCase
-TestTwoAtAPool = TwoAtAPool.TestCase
+def a_part(machine):
+    case = machine.TestCase
+    case.settings = settings(case.settings, max_examples=max(settings().max_examples // 4, 5))
+    return case
+
+
+TestBump = a_part(BumpMachine)
+TestSlab = a_part(SlabMachine)
+TestPool = a_part(PoolMachine)
+TestBuffers = a_part(BufferMachine)
+TestSlabBuffers = a_part(SlabBuffers)
+TestPoolBuffers = a_part(PoolBuffers)
+TestTwoAtASlab = a_part(TwoAtASlab)
+TestTwoAtAPool = a_part(TwoAtAPool)

@@ -122,6 +122,7 @@ def test_the_file_has_every_step_before_it_runs():
     assert machine is Crashing
 
 
+@pytest.mark.no_sanitizer  # which has its own way to end
 def test_a_segfault_leaves_a_file_that_crashes_again(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
