@@ -101,6 +101,7 @@ class AllocatorModel(RuleBasedStateMachine):
         self.program: list[Step] = []
         self.serial = 0
         self.most_live = 0
+        self.steers = True
         self.started = False
         self.survivors_ever = False
         self.used_when_new: Any = None
@@ -204,7 +205,7 @@ class AllocatorModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Steer Hypothesis to where much is live at once."""
-        if hypothesis.currently_in_test_context() and self.started:
+        if self.steers and self.started and hypothesis.currently_in_test_context():
             hypothesis.target(float(self.most_live), label="blocks live at once")
         self.live.clear()  # now, and not when the garbage collector comes across the machine
         self.marks.clear()
