@@ -249,7 +249,8 @@ class AllocatorModel(RuleBasedStateMachine):
         except self.refusals:
             self.reached("refused")
             self.unchanged(before, f"a request of {nbytes} bytes")
-            fits = self.contiguous and align is None and room is not None and nbytes <= room
+            needed = max(nbytes, 1) if self.empty_is_apart else nbytes
+            fits = self.contiguous and align is None and room is not None and needed <= room
             assert not fits, f"{nbytes} bytes of {room} were refused"
             return None
         assert self.grows or room is None or nbytes <= room, f"{nbytes} bytes of {room} were served"
