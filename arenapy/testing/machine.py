@@ -137,9 +137,11 @@ class AllocatorMachine(AllocatorModel):
         with self.refused(self.bad_request, f"a request of {nbytes} bytes"):
             self.call(self.allocate, self.state, nbytes, align)
 
-    @operation("zeroed", nbytes="sizes")
-    def allocate_zeroed(self, nbytes: int) -> None:
-        """Ask for zeros, and see that they are."""
+    @operation("zeroed", nbytes="sizes", again=st.booleans())
+    def allocate_zeroed(self, nbytes: int, again: bool) -> None:
+        """Ask for zeros, or as many as of the largest block given back, and see that they are."""
+        if again and self.freed_sizes:
+            nbytes = max(self.freed_sizes)
         before = self.snapshot()
         try:
             block = self.call(self.zeroed, self.state, nbytes)

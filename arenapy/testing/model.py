@@ -311,10 +311,14 @@ class AllocatorModel(RuleBasedStateMachine):
         for record in self.marks:
             record.clean = record.clean and record.serial < serial
         known = self.live.pop(serial)
-        self.freed[known.start] = known.nbytes
-        self.freed_sizes = [known.nbytes, *self.freed_sizes][:KEPT_SIZES]
+        self.note_freed(known)
         block, known.block = known.block, None
         return block
+
+    def note_freed(self, known: Live) -> None:
+        """Its place and its size are worth another request."""
+        self.freed[known.start] = known.nbytes
+        self.freed_sizes = [known.nbytes, *self.freed_sizes][:KEPT_SIZES]
 
     def give_back(self, serial: int) -> None:
         """Free a block, which leaves the model."""
@@ -327,5 +331,4 @@ class AllocatorModel(RuleBasedStateMachine):
                 self.live[young].survivor = self.survivors_ever = True
                 self.reached("a block survives a reset")
             else:
-                known = self.live.pop(young)
-                self.freed[known.start] = known.nbytes
+                self.note_freed(self.live.pop(young))
