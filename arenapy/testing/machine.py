@@ -191,13 +191,30 @@ class AllocatorMachine(AllocatorModel):
     @operation("mark")
     def push_mark(self) -> None:
         """Mark a place."""
+        self.add_mark()
+
+    def add_mark(self) -> None:
+        """The same, within another step."""
         used = None if self.used is None else self.call(self.used, self.state)
         self.marks.append(MarkRecord(self.call(self.mark, self.state), self.serial, used))
 
     @operation("reset", "marks", which=OneOf("marks"))
     def reset_to_mark(self, which: int) -> None:
         """Give back what is younger than a mark, which stays; the marks after it end."""
-        index = which % len(self.marks)
+        self.go_back(which % len(self.marks))
+
+    @operation("mark", "reset", requests=several)
+    def frame(self, requests: list[list[Any]]) -> None:
+        """Mark, allocate, go back, and allocate the same again."""
+        self.add_mark()
+        for again in (False, True):
+            for nbytes, align in requests:
+                self.request(nbytes, align)
+            if not again:
+                self.go_back(len(self.marks) - 1)
+
+    def go_back(self, index: int) -> None:
+        """Reset to a mark, within a step."""
         record = self.marks[index]
         if index + 1 < len(self.marks):
             self.reached("a reset ends newer marks")
