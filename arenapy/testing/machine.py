@@ -142,6 +142,10 @@ class AllocatorMachine(AllocatorModel):
         """Ask for zeros, or as many as of the largest block given back, and see that they are."""
         if again and self.freed_sizes:
             nbytes = max(self.freed_sizes)
+        self.request_zeros(nbytes)
+
+    def request_zeros(self, nbytes: int) -> None:
+        """The same, within another step."""
         before = self.snapshot()
         try:
             block = self.call(self.zeroed, self.state, nbytes)
@@ -205,13 +209,16 @@ class AllocatorMachine(AllocatorModel):
 
     @operation("mark", "reset", requests=several)
     def frame(self, requests: list[list[Any]]) -> None:
-        """Mark, allocate, go back, and allocate the same again."""
+        """Mark, allocate, go back, and allocate the same again: zeros, if there are."""
         self.add_mark()
-        for again in (False, True):
-            for nbytes, align in requests:
+        for nbytes, align in requests:
+            self.request(nbytes, align)
+        self.go_back(len(self.marks) - 1)
+        for nbytes, align in requests:
+            if self.zeroed is None:
                 self.request(nbytes, align)
-            if not again:
-                self.go_back(len(self.marks) - 1)
+            else:
+                self.request_zeros(nbytes)
 
     def go_back(self, index: int) -> None:
         """Reset to a mark, within a step."""
