@@ -28,6 +28,7 @@ COMMANDS = {
     "run": ("arenapy.run", "a program with its NumPy arrays in a pool, and a report at its end"),
     "compare": ("arenapy.compare", "is a program faster so? measured, with a plain verdict"),
     "replay": ("arenapy.replay", "a recorded trace with other allocators: time, memory held"),
+    "fuzz": ("arenapy.fuzz", "attack an allocator with random programs; find the smallest"),
 }
 
 EXIT_FAILURE = 1

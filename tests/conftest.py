@@ -1,8 +1,9 @@
 """Hypothesis profiles, and a fixture that runs a program in a fresh interpreter.
 
 ``HYPOTHESIS_PROFILE`` picks a profile: ``dev`` (the default), ``ci`` (the same examples on every
-run, and a blob that reproduces a failure), ``quick`` (the same with few examples) or ``long`` (many
-more and longer programs).
+run, and a blob that reproduces a failure), ``quick`` (the same with few examples), ``long`` (many
+more and longer programs) or ``fuzz`` (still more, with a database of its own in
+``.hypothesis/fuzz``, from which the next run goes on).
 """
 
 import os
@@ -14,6 +15,7 @@ import textwrap
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 PHASES = [phase for phase in Phase if phase is not Phase.explain]  # it triples a failing run
@@ -28,6 +30,12 @@ settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, p
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 settings.register_profile(
     "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
+)
+settings.register_profile(
+    "fuzz",
+    settings.get_profile("long"),
+    max_examples=10_000,
+    database=DirectoryBasedExampleDatabase(".hypothesis/fuzz"),
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

@@ -1,0 +1,176 @@
+"""``arenapy fuzz``: attack an allocator, or the malloc of a C library, without writing a class.
+
+What lives here: the command and its report. The attack runs in another process, which may crash;
+its steps are in a file by then. Hypothesis is needed there and for nothing else, so this module is
+imported without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from arenapy.replay import LATE
+
+__all__ = ["main"]
+
+EXIT_FOUND = 1
+EXIT_USAGE = 2
+TRIES_SECONDS = 60.0  # to make a crash smaller
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="arenapy fuzz",
+        description="Attack an allocator with random programs: that blocks do not overlap, are "
+        "aligned, keep their contents, that a refusal changes nothing. The status is 1 if "
+        "something was found, and the smallest program that shows it is printed.",
+        epilog="make_allocator() returns an object with alloc, allocate or malloc, called with "
+        "(nbytes[, align]). A block is an int, has .address or a buffer, and goes back by "
+        "free(block), by its own release() or by being dropped. mark(), reset([mark]), remaining "
+        "and check() are used if they are there.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target", nargs="?", metavar="PACKAGE:MAKE_ALLOCATOR", help="a callable without arguments"
+    )
+    parser.add_argument("--library", metavar="SO", help="malloc, aligned_alloc and free of this")
+    parser.add_argument("--examples", type=_positive, default=100, help="programs (100)")
+    parser.add_argument("--steps", type=_positive, default=50, help="of a program, at most (50)")
+    parser.add_argument("--seconds", type=float, help="go on for so long instead of --examples")
+    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--seed", type=int, help="the same programs again")
+    parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: need at least 1")
+    return value
+
+
+def _attack(job: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any], list[str], str]:
+    """(exit status, what was found, the file of steps, standard error) of the other process."""
+    report, written = folder / "report.json", folder / "steps.jsonl"
+    tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
+    done = subprocess.run(
+        [sys.executable, "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
+        env={**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    found = json.loads(report.read_text()) if report.exists() else {}
+    lines = written.read_text().splitlines() if written.exists() else []
+    return done.returncode, found, lines, done.stderr.strip()
+
+
+def _tables(found: dict[str, Any]) -> Table:
+    shown = Table()
+    for name in "step", "times", "rare state", "times":
+        shown.add_column(name, justify="right" if name == "times" else "left")
+    columns = [sorted(found[key].items(), key=lambda one: -one[1]) for key in ("rules", "states")]
+    for row in range(max(map(len, columns))):
+        cells = [rows[row] if row < len(rows) else ("", "") for rows in columns]
+        shown.add_row(*(str(cell) for pair in cells for cell in pair))
+    return shown
+
+
+def _show_program(console: Console, lines: Sequence[str], save: str | None) -> None:
+    from arenapy.testing.steps import Program
+
+    program = Program.parse(lines[1:])
+    console.print(str(program), highlight=False, markup=False, soft_wrap=True)
+    if save is not None:
+        Path(save).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        console.print(
+            f"again: python -m arenapy.testing reproduce {save}", highlight=False, soft_wrap=True
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``arenapy fuzz``; the exit status.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after ``fuzz``. None: those of this process.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if (options.target is None) == (options.library is None):
+        parser.error("name PACKAGE:MAKE_ALLOCATOR, or --library SO")
+    if importlib.util.find_spec("hypothesis") is None:
+        print("arenapy fuzz needs Hypothesis: pip install hypothesis", file=sys.stderr)
+        return EXIT_FOUND
+    start = secrets.randbits(32) if options.seed is None else options.seed
+    job = {
+        "machine": {name: getattr(options, name) for name in ("target", "library", "threads")},
+        "attack": {name: getattr(options, name) for name in ("examples", "steps", "seconds")},
+    }
+    job["attack"]["start"] = start
+    console = Console()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="arenapy-fuzz-") as folder:
+        status, found, lines, errors = _attack(job, Path(folder))
+    if status == EXIT_USAGE:
+        parser.error(errors)
+    if status < 0:
+        return _report_crash(console, -status, lines, options.save, start)
+    if status or not found:
+        print(errors or f"the attack ended with status {status}", file=sys.stderr)
+        return EXIT_FOUND
+    if errors:
+        print(errors, file=sys.stderr)
+    console.print(_tables(found))
+    console.print(
+        f"{found['examples']} programs, {sum(found['rules'].values())} steps in "
+        f"{time.monotonic() - began:.1f} s; --seed {start}",
+        highlight=False,
+    )
+    if found["failing"] is None:
+        console.print("nothing found")
+        return 0
+    console.print(f"found: {found['error']}", highlight=False, markup=False, soft_wrap=True)
+    _show_program(console, [lines[0], *found["failing"]], options.save)
+    return EXIT_FOUND
+
+
+def _report_crash(
+    console: Console, number: int, lines: list[str], save: str | None, start: int
+) -> int:
+    """What the process was doing when a signal ended it, made as small as the time allows."""
+    from arenapy.testing.crashes import crashes, smaller
+
+    console.print(f"found: killed by {signal.Signals(number).name}; --seed {start}")
+    if not lines:
+        console.print("before the first step")
+        return EXIT_FOUND
+    if crashes(lines):
+        lines = smaller(lines, TRIES_SECONDS)
+    else:
+        console.print(
+            "the same steps do not do it again: an earlier program is part of it, or luck"
+        )
+    _show_program(console, lines, save)
+    return EXIT_FOUND
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Programs that end the process: made smaller, each try in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+__all__ = ["crashes", "smaller"]
+
+PATIENCE = 60.0  # seconds of one try: a program that hangs does not crash
+
+
+def crashes(lines: list[str]) -> bool:
+    """Whether the steps of a file, done again, end the process by a signal.
+
+    Parameters
+    ----------
+    lines : list of str
+        A file of steps: how the machine is imported, then a step each.
+    """
+    with tempfile.TemporaryDirectory(prefix="arenapy-crash-") as folder:
+        path = os.path.join(folder, "steps.jsonl")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+        command = [sys.executable, "-m", "arenapy.testing", "reproduce", path]
+        environment = {**os.environ, "ARENAPY_STEPS": os.path.join(folder, "again.jsonl")}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, timeout=PATIENCE, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode < 0
+
+
+def smaller(
+    lines: list[str], seconds: float = 60.0, still: Callable[[list[str]], bool] = crashes
+) -> list[str]:
+    """As few of the steps as still crash.
+
+    Parameters
+    ----------
+    lines : list of str
+        A file of steps. The first two, the import and the start, stay.
+    seconds : float
+        To be given up after.
+    still : callable
+        Whether fewer lines do it, too.
+
+    Returns
+    -------
+    list of str
+
+    Notes
+    -----
+    Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> from arenapy.testing.crashes import smaller
+    >>> smaller(["import", "start", "a", "b", "c", "d"], still=lambda lines: "c" in lines)
+    ['import', 'start', 'c']
+    """
+    end = time.monotonic() + seconds
+    head, steps = lines[:2], lines[2:]
+    part = max(len(steps) // 2, 1)
+    while steps:
+        index, before = 0, len(steps)
+        while index < len(steps):
+            if time.monotonic() > end:
+                return head + steps
+            fewer = steps[:index] + steps[index + part :]
+            if still(head + fewer):
+                steps = fewer
+            else:
+                index += part
+        if part == 1 and len(steps) == before:
+            break
+        part = max(part // 2, 1)
+    return head + steps

@@ -1,0 +1,323 @@
+"""A state machine that attacks any allocator, with a model that never asks it for the answer.
+
+What lives here: the rules, which decide what is asked and when. The hooks, and what is known of the
+allocator, are in model.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant
+
+from arenapy.testing.model import AllocatorModel, MarkRecord
+from arenapy.testing.operations import OneOf, operation
+from arenapy.testing.ranges import check_reads, windows
+
+__all__ = ["AllocatorMachine"]
+
+SEVERAL = 8  # blocks asked for in a row, at most
+REFILL_MOST = 64  # blocks that a refill counts
+REFILL_LARGEST = 1 << 20  # bytes
+LAST_REFILL = 64  # bytes of the blocks at the end of an example
+
+
+def several(machine: Any) -> st.SearchStrategy[list[list[Any]]]:
+    """Some requests, as [bytes, alignment]."""
+    request = st.tuples(machine.sizes, machine.alignments).map(list)
+    return st.lists(request, max_size=SEVERAL)
+
+
+class AllocatorMachine(AllocatorModel):
+    """Attack an allocator: subclass, say how to make, allocate and address.
+
+    A hook that is None switches its rules off. ``Mine.TestCase`` is a `unittest.TestCase` for
+    pytest to collect.
+
+    Attributes
+    ----------
+    state : object
+        What `make` returned.
+    config : dict
+        What it was made with.
+    live : dict of int to Live
+        What somebody has, by serial number.
+    marks : list of MarkRecord
+        The marks that are valid, oldest first.
+
+    sizes, alignments : strategy
+        What is asked for; an alignment of None asks for none. Class attributes, as all below.
+    configs : strategy
+        Of dicts: keyword arguments of `make`. Vary the capacity, if there is one.
+    default_align : int
+        What a block is aligned to that no alignment was asked for.
+    refusals : tuple of exceptions
+        How a request that cannot be served is refused.
+    bad_request : tuple of exceptions or None
+        How sizes are refused that cannot be. None: do not try.
+    double_free, stale_mark : tuple of exceptions or None
+        How a second `free`, and a `reset` to a mark that a reset has ended, are refused. None, the
+        default: do not try.
+    smallest : int
+        Bytes of the smallest block that may be asked for.
+    empty_is_apart : bool
+        Whether a block of 0 bytes has an address that no other live block has.
+    grows : bool
+        Whether more may be served than `remaining` says.
+    contiguous : bool
+        Whether a request of all that is `remaining`, without an alignment, is served.
+    refills : tuple of str
+        After which of ``"free"`` (of all blocks) and ``"reset"`` an allocator serves as much as a
+        new one. Of an allocator that is one of a kind and cannot be made twice: none.
+
+    Notes
+    -----
+    Thread-safety: one thread runs a machine.
+
+    Examples
+    --------
+    >>> import mmap, ctypes
+    >>> from arenapy.testing import AllocatorMachine
+    >>> class Mapped(AllocatorMachine):
+    ...     def make(self):
+    ...         return None
+    ...     def allocate(self, state, nbytes, align):
+    ...         return mmap.mmap(-1, nbytes or 1)
+    ...     def address(self, block):
+    ...         return ctypes.addressof(ctypes.c_char.from_buffer(block))
+    ...     def free(self, state, block):
+    ...         block.close()
+    >>> TestMapped = Mapped.TestCase
+    """
+
+    @operation(first=True, config="configs")
+    def start(self, config: dict[str, Any]) -> None:
+        """Make the allocator."""
+        self.config = config
+        self.state = self.call(lambda: self.make(**config))
+        self.started = True
+        if self.used is not None:
+            self.used_when_new = self.call(self.used, self.state)
+
+    @operation(nbytes="sizes", align="alignments")
+    def allocate_block(self, nbytes: int, align: int | None) -> None:
+        """Ask for a block."""
+        self.request(nbytes, align)
+
+    @operation(requests=several)
+    def allocate_several(self, requests: list[list[Any]]) -> None:
+        """Ask for some blocks in a row: neighbours, most likely."""
+        for nbytes, align in requests:
+            self.request(nbytes, align)
+
+    @operation("remaining", off=st.integers(-2, 2), align="alignments")
+    def allocate_near_the_end(self, off: int, align: int | None) -> None:
+        """Ask for what is left, or nearly."""
+        self.request(max(self.smallest, self.call(self.remaining, self.state) + off), align)
+
+    @operation(
+        "freed_sizes", which=OneOf("freed_sizes"), off=st.integers(-1, 1), align="alignments"
+    )
+    def allocate_again(self, which: int, off: int, align: int | None) -> None:
+        """Ask for the size of something that was given back, or nearly."""
+        sizes = self.freed_sizes
+        self.request(max(self.smallest, sizes[which % len(sizes)] + off), align)
+
+    @operation(
+        "bad_request",
+        nbytes=st.sampled_from([-1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**200]),
+        align="alignments",
+    )
+    def allocate_impossible(self, nbytes: int, align: int | None) -> None:
+        """Ask for what cannot be."""
+        assert self.bad_request is not None
+        with self.refused(self.bad_request, f"a request of {nbytes} bytes"):
+            self.call(self.allocate, self.state, nbytes, align)
+
+    @operation("zeroed", nbytes="sizes", again=st.booleans())
+    def allocate_zeroed(self, nbytes: int, again: bool) -> None:
+        """Ask for zeros, or as many as of the largest block given back, and see that they are."""
+        if again and self.freed_sizes:
+            nbytes = max(self.freed_sizes)
+        self.request_zeros(nbytes)
+
+    def request_zeros(self, nbytes: int) -> None:
+        """The same, within another step."""
+        before = self.snapshot()
+        try:
+            block = self.call(self.zeroed, self.state, nbytes)
+        except self.refusals:
+            self.unchanged(before, f"a request of {nbytes} zeros")
+            return
+        known = self.take_in(block, nbytes, None)
+        for offset, length in windows(nbytes) if self.read is not None else ():
+            check_reads(self.serial + 1, known, offset, self.call(self.read, block, offset, length))
+        self.admit(block, nbytes)
+
+    @operation("live", which=OneOf("live"), fill=st.integers(1, 255))
+    def overwrite(self, which: int, fill: int) -> None:
+        """Write something else into a block."""
+        known = self.pick_live(which)[1]
+        known.fill = fill
+        self.fill(known)
+
+    @operation("free", "live", which=OneOf("live"))
+    def free_block(self, which: int) -> None:
+        """Give a block back."""
+        self.give_back(self.pick_live(which)[0])
+
+    @operation("free", "live", nth=st.sampled_from([2, 3, 1]))
+    def free_every(self, nth: int) -> None:
+        """Give back every second block, or third, which leaves holes; or all."""
+        for serial in list(self.live)[::nth]:
+            self.give_back(serial)
+
+    @operation("free", "live", which=OneOf("live"), off=st.integers(-1, 1))
+    def replace_block(self, which: int, off: int) -> None:
+        """Give a block back, and ask for its size at once, or nearly."""
+        serial, known = self.pick_live(which)
+        self.give_back(serial)
+        self.request(max(self.smallest, known.nbytes + off), None)
+
+    @operation("double_free", "free", "live", which=OneOf("live"))
+    def free_twice(self, which: int) -> None:
+        """Give a block back, and once more."""
+        assert self.double_free is not None
+        block = self.gone(self.pick_live(which)[0])
+        self.call(self.free, self.state, block)
+        self.reached("a double free")
+        with self.refused(self.double_free, "a double free"):
+            self.call(self.free, self.state, block)
+
+    @operation("mark")
+    def push_mark(self) -> None:
+        """Mark a place."""
+        self.add_mark()
+
+    def add_mark(self) -> None:
+        """The same, within another step."""
+        used = None if self.used is None else self.call(self.used, self.state)
+        self.marks.append(MarkRecord(self.call(self.mark, self.state), self.serial, used))
+
+    @operation("reset", "marks", which=OneOf("marks"))
+    def reset_to_mark(self, which: int) -> None:
+        """Give back what is younger than a mark, which stays; the marks after it end."""
+        self.go_back(which % len(self.marks))
+
+    @operation("mark", "reset", requests=several)
+    def frame(self, requests: list[list[Any]]) -> None:
+        """Mark, allocate, go back, and allocate the same again: zeros, if there are."""
+        self.add_mark()
+        for nbytes, align in requests:
+            self.request(nbytes, align)
+        self.go_back(len(self.marks) - 1)
+        for nbytes, align in requests:
+            if self.zeroed is None:
+                self.request(nbytes, align)
+            else:
+                self.request_zeros(nbytes)
+
+    def go_back(self, index: int) -> None:
+        """Reset to a mark, within a step."""
+        record = self.marks[index]
+        if index + 1 < len(self.marks):
+            self.reached("a reset ends newer marks")
+        self.call(self.reset, self.state, record.mark)
+        self.stale.extend(newer.mark for newer in self.marks[index + 1 :])
+        del self.marks[index + 1 :]
+        self.end_blocks(record.serial)
+        if self.used is not None and record.clean and not self.survivors_ever:
+            used = self.call(self.used, self.state)
+            assert used == record.used, f"{used} used after the reset, {record.used} at the mark"
+
+    @operation("reset")
+    def reset_all(self) -> None:
+        """Give back everything, and end all marks."""
+        self.reset_everything()
+
+    def reset_everything(self) -> None:
+        """The same, within another step."""
+        self.call(self.reset, self.state)
+        self.stale.extend(record.mark for record in self.marks)
+        self.marks.clear()
+        self.end_blocks(0)
+        if self.used is not None and not self.survivors_ever:
+            used = self.call(self.used, self.state)
+            assert used == self.used_when_new, f"{used} used after a reset of everything"
+
+    @operation("stale_mark", "stale", which=OneOf("stale"))
+    def reset_to_stale_mark(self, which: int) -> None:
+        """Reset to a mark that has ended."""
+        assert self.stale_mark is not None
+        self.reached("a stale mark")
+        with self.refused(self.stale_mark, "a stale mark"):
+            self.call(self.reset, self.state, self.stale[which % len(self.stale)])
+
+    @operation("refills", which=OneOf("refills"), nbytes="sizes")
+    def refill(self, which: int, nbytes: int) -> None:
+        """Give everything back, and see that as much is served as by a new allocator."""
+        how = self.refills[which % len(self.refills)]
+        self.give_all_back(how)
+        new = self.call(lambda: self.make(**self.config))
+        largest = self.largest(new, how)
+        served = self.serves(self.state, largest, 1, how)
+        assert served, f"emptied, it refuses {largest} bytes, which a new one serves"
+        expected = self.serves(new, nbytes, REFILL_MOST, how)
+        served = self.serves(self.state, nbytes, REFILL_MOST, how)
+        assert served == expected, (
+            f"emptied, it serves {nbytes} bytes {served} times, and a new one {expected} times"
+        )
+
+    def teardown(self) -> None:
+        """Whatever the example was, see that nothing was lost on the way, and give all back."""
+        if self.started and sys.exc_info()[1] is self.handled:  # else it has failed already
+            for which in range(len(self.refills)):
+                self.refill(which=which, nbytes=LAST_REFILL)
+            if self.free is not None and self.live:
+                self.free_every(nth=1)
+        super().teardown()
+
+    def give_all_back(self, how: str) -> None:
+        """Nothing is live after this, unless it survives a reset."""
+        if how == "reset":
+            self.reset_everything()
+        while self.free is not None and self.live:
+            self.give_back(next(reversed(self.live)))
+
+    def serves(self, state: Any, nbytes: int, most: int, how: str) -> int:
+        """How many blocks of this size an empty allocator serves; it is empty again."""
+        blocks: list[Any] = []
+        with contextlib.suppress(*self.refusals):
+            while len(blocks) < most:
+                blocks.append(self.call(self.allocate, state, nbytes, None))
+        count = len(blocks)
+        if count < most:
+            self.reached("filled up")
+        if how == "reset":
+            self.call(self.reset, state)
+        while how == "free" and blocks:
+            self.call(self.free, state, blocks.pop())
+        return count
+
+    def largest(self, state: Any, how: str) -> int:
+        """The largest block that an empty allocator serves, up to a limit."""
+        low, high = 0, REFILL_LARGEST
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.serves(state, middle, 1, how):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    # Invariants ----------------------------------------------------------------------------------
+
+    @invariant()
+    def all_is_well(self) -> None:
+        """Look, once there is something to look at."""
+        if self.started:
+            with self.failures_kept():
+                self.look()

@@ -1,0 +1,334 @@
+"""The model of an allocator: its hooks, and what is known of it without asking it.
+
+What lives here: the hooks that a user fills in, the books (`live`, what somebody can still see, and
+the stack `marks`), and what each request and return does to them. The rules that decide what is
+asked are in machine.py, what is compared in ranges.py, how a rule becomes a step in operations.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.errors import HypothesisException
+from hypothesis.stateful import RuleBasedStateMachine
+
+from arenapy.testing import steps
+from arenapy.testing.operations import Operation
+from arenapy.testing.ranges import (
+    Live,
+    check_aligned,
+    check_apart,
+    check_inside,
+    check_reads,
+    fill_of,
+    windows,
+)
+from arenapy.testing.steps import Program, Step
+from arenapy.testing.strategies import alignments, sizes
+from arenapy.testing.tally import Tally
+
+__all__ = ["AllocatorModel", "MarkRecord"]
+
+LARGE_ALIGN = 4096
+KEPT_SIZES = 8  # of blocks given back, to be asked for again
+
+
+@dataclass(eq=False, slots=True)
+class MarkRecord:
+    """What is known of a mark: blocks with a larger serial number are in its frame or a newer."""
+
+    mark: Any
+    serial: int
+    used: Any
+    clean: bool = True  # False once something older than the mark was given back after it
+
+
+class AllocatorModel(RuleBasedStateMachine):
+    """The hooks and the books of an `AllocatorMachine`, whose docstring says what they are.
+
+    Notes
+    -----
+    Thread-safety: one thread runs a machine.
+    """
+
+    # Hooks that may be left out. Any: a subclass makes methods of them.
+    free: Any = None  #: ``free(state, block)``: give it back.
+    mark: Any = None  #: ``mark(state)``: a place to reset to.
+    reset: Any = None  #: ``reset(state, mark=None)``: give back what is younger, or all.
+    used: Any = None  #: ``used(state)``: bytes handed out, padding included or not.
+    remaining: Any = None  #: ``remaining(state)``: bytes that are left.
+    stats: Any = None  #: ``stats(state)``: anything that a refusal leaves equal.
+    zeroed: Any = None  #: ``zeroed(state, nbytes)``: a block of zeros.
+    bounds: Any = None  #: ``bounds(state)``: the memory it has, as (start, nbytes) pairs.
+
+    sizes: st.SearchStrategy[int] = sizes()
+    alignments: st.SearchStrategy[int | None] = st.none() | alignments()
+    configs: st.SearchStrategy[dict[str, Any]] = st.just({})
+    default_align: int = 1
+    refusals: tuple[type[BaseException], ...] = (MemoryError,)
+    bad_request: tuple[type[BaseException], ...] | None = (Exception,)
+    double_free: tuple[type[BaseException], ...] | None = None
+    stale_mark: tuple[type[BaseException], ...] | None = None
+    smallest: int = 0
+    empty_is_apart: bool = True
+    grows: bool = False
+    contiguous: bool = False
+    refills: tuple[str, ...] = ()
+
+    tally: ClassVar[Tally]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Count for each class apart."""
+        super().__init_subclass__(**options)
+        cls.tally = Tally()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+        self.config: dict[str, Any] = {}
+        self.live: dict[int, Live] = {}
+        self.marks: list[MarkRecord] = []
+        self.stale: list[Any] = []
+        self.freed_sizes: list[int] = []
+        self.program: list[Step] = []
+        self.serial = 0
+        self.most_live = 0
+        self.steers = True
+        self.started = False
+        self.survivors_ever = False
+        self.used_when_new: Any = None
+        self.freed: dict[int, int] = {}  # start: bytes, of what was given back
+        self.handled = sys.exc_info()[1]  # whatever is being handled around this machine
+        self.tally.examples += 1
+        steps.begin(self.recipe())
+
+    # Hooks ---------------------------------------------------------------------------------------
+
+    def make(self, *_arguments: Any, **config: Any) -> Any:
+        """A new allocator, or whatever the other hooks want to be given."""
+        raise NotImplementedError("say how to make() an allocator")
+
+    def allocate(self, state: Any, nbytes: int, align: int | None) -> Any:
+        """A block, or one of `refusals`; `align` None asks for no alignment."""
+        raise NotImplementedError("say how to allocate()")
+
+    def address(self, block: Any) -> int:
+        """Where a block starts."""
+        raise NotImplementedError("say where a block starts: address()")
+
+    def write(self, block: Any, offset: int, data: bytes) -> None:
+        """Write into a block, behind the allocator's back. None: leave contents alone."""
+        ctypes.memmove(self.address(block) + offset, data, len(data))
+
+    def read(self, block: Any, offset: int, nbytes: int) -> bytes:
+        """Read what is in a block."""
+        return ctypes.string_at(self.address(block) + offset, nbytes)
+
+    def survives(self, known: Live) -> bool:
+        """Whether a reset must leave this block alone, since somebody sees it."""
+        return False
+
+    def look(self) -> None:
+        """What must hold after every step; a subclass adds to it."""
+        self.contents_survive()
+        if self.used is not None and self.live:
+            used = self.call(self.used, self.state)
+            held = sum(known.nbytes for known in self.live.values() if not known.survivor)
+            assert used >= held, f"{used} bytes are used, and {held} are live"
+
+    def call(self, hook: Any, *arguments: Any) -> Any:
+        """Call a hook; where another thread shall, a subclass says so here."""
+        return hook(*arguments)
+
+    @classmethod
+    def recipe(cls) -> dict[str, Any]:
+        """How another process makes this class: the first line of the file of steps."""
+        try:
+            file = inspect.getfile(cls)
+        except (OSError, TypeError):  # typed into an interpreter
+            file = None
+        return {"machine": f"{cls.__module__}:{cls.__qualname__}", "file": file}
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def about_to(self, step: Step) -> None:
+        """Take down a step before it runs."""
+        steps.write_down(step)
+        self.program.append(step)
+        self.tally.rules[step.name] += 1
+
+    @contextlib.contextmanager
+    def failures_kept(self) -> Iterator[None]:
+        """What fails in here leaves its program in the tally."""
+        try:
+            yield
+        except HypothesisException:  # an assumption, or wrong use: no failure of the allocator
+            raise
+        except Exception as error:
+            self.tally.failed(Program(tuple(self.program)), error)
+            raise
+
+    def perform(self, step: Step) -> bool:
+        """Do a step of a program, and look; False if it cannot be done now.
+
+        Parameters
+        ----------
+        step : Step
+
+        Raises
+        ------
+        ValueError
+            The machine has no such step.
+        """
+        function = getattr(self, step.name, None)
+        told = getattr(function, "operation", None)
+        if function is None or not isinstance(told, Operation):
+            raise ValueError(f"{type(self).__name__} has no step {step.name!r}")
+        if self.started == (step.name == "start") or not told.possible(self):
+            return False
+        function(**step.arguments)
+        with self.failures_kept():
+            self.look()
+        return True
+
+    def reached(self, state: str) -> None:
+        """Count a rare state for the summary."""
+        self.tally.reached(state)
+
+    def teardown(self) -> None:
+        """Steer Hypothesis to where much is live at once."""
+        if self.steers and self.started and hypothesis.currently_in_test_context():
+            hypothesis.target(float(self.most_live), label="blocks live at once")
+        self.live.clear()  # now, and not when the garbage collector comes across the machine
+        self.marks.clear()
+        self.stale.clear()
+        self.state = None
+
+    # The model -----------------------------------------------------------------------------------
+
+    def pick_live(self, which: int) -> tuple[int, Live]:
+        """(serial number, block) of an index that an operation drew, counted round."""
+        serial = list(self.live)[which % len(self.live)]
+        return serial, self.live[serial]
+
+    def snapshot(self) -> list[Any]:
+        """All that the allocator says about itself, to be the same after a refusal."""
+        hooks = (self.used, self.remaining, self.stats)
+        return [self.call(hook, self.state) for hook in hooks if hook is not None]
+
+    @contextlib.contextmanager
+    def refused(self, errors: tuple[type[BaseException], ...], what: str) -> Iterator[None]:
+        """The body must raise one of `errors`, and change nothing."""
+        before = self.snapshot()
+        try:
+            yield
+        except errors:
+            self.unchanged(before, what)
+            return
+        raise AssertionError(f"{what} was accepted")
+
+    def unchanged(self, before: list[Any], what: str) -> None:
+        """`snapshot` is what it was before a request that was refused."""
+        after = self.snapshot()
+        assert after == before, f"{what} was refused and changed something: {before}, {after}"
+
+    def request(self, nbytes: int, align: int | None) -> int | None:
+        """Allocate; the serial number of the new block, or None if it was refused."""
+        before = self.snapshot()
+        room = None if self.remaining is None else self.call(self.remaining, self.state)
+        try:
+            block = self.call(self.allocate, self.state, nbytes, align)
+        except self.refusals:
+            self.reached("refused")
+            self.unchanged(before, f"a request of {nbytes} bytes")
+            needed = max(nbytes, 1) if self.empty_is_apart else nbytes
+            fits = self.contiguous and align is None and room is not None and needed <= room
+            assert not fits, f"{nbytes} bytes of {room} were refused"
+            return None
+        assert self.grows or room is None or nbytes <= room, f"{nbytes} bytes of {room} were served"
+        return self.admit(block, nbytes, align)
+
+    def admit(self, block: Any, nbytes: int, align: int | None = None) -> int:
+        """Take a new block into the model, and make its bytes its own; its serial number."""
+        known = self.take_in(block, nbytes, align)
+        self.serial += 1
+        known.fill = fill_of(self.serial)
+        self.fill(known)
+        self.live[self.serial] = known
+        self.most_live = max(self.most_live, len(self.live))
+        self.note_what_is_rare(known, align)
+        return self.serial
+
+    def take_in(self, block: Any, nbytes: int, align: int | None) -> Live:
+        """Where a new block lies, after a look at whether it may."""
+        extent = max(nbytes, 1) if self.empty_is_apart else nbytes
+        known = Live(block, self.address(block), nbytes, 0, extent)
+        check_aligned(known.start, align or self.default_align)
+        if extent:
+            check_apart(known, self.live.items())
+        if self.bounds is not None:
+            check_inside(known, self.call(self.bounds, self.state))
+        return known
+
+    def note_what_is_rare(self, known: Live, align: int | None) -> None:
+        """Count the states that a good attack reaches."""
+        if known.nbytes == 0:
+            self.reached("an empty block")
+        if align is not None and align >= LARGE_ALIGN:
+            self.reached(f"aligned to {LARGE_ALIGN} or more")
+        if self.freed.get(known.start) == known.nbytes:
+            self.reached("a block serves again")
+        elif known.start in self.freed:
+            self.reached("a freed place serves another size")
+
+    def fill(self, known: Live) -> None:
+        """Write the block's byte all over it."""
+        if self.write is None:
+            return
+        for offset, length in windows(known.nbytes):
+            self.call(self.write, known.block, offset, bytes([known.fill]) * length)
+
+    def contents_survive(self) -> None:
+        """Every block reads as it was written."""
+        if self.read is None or self.write is None:
+            return
+        for serial, known in self.live.items():
+            for offset, length in windows(known.nbytes):
+                check_reads(
+                    serial, known, offset, self.call(self.read, known.block, offset, length)
+                )
+
+    def gone(self, serial: int) -> Any:
+        """A block leaves the model; what `allocate` returned."""
+        for record in self.marks:
+            record.clean = record.clean and record.serial < serial
+        known = self.live.pop(serial)
+        self.note_freed(known)
+        block, known.block = known.block, None
+        return block
+
+    def note_freed(self, known: Live) -> None:
+        """Its place and its size are worth another request."""
+        self.freed[known.start] = known.nbytes
+        self.freed_sizes = [known.nbytes, *self.freed_sizes][:KEPT_SIZES]
+
+    def give_back(self, serial: int) -> None:
+        """Free a block, which leaves the model."""
+        self.call(self.free, self.state, self.gone(serial))
+
+    def end_blocks(self, serial: int) -> None:
+        """The model's side of a reset: what is younger goes, but for what somebody sees."""
+        for young in [key for key in self.live if key > serial]:
+            if self.survives(self.live[young]):
+                self.live[young].survivor = self.survivors_ever = True
+                self.reached("a block survives a reset")
+            else:
+                self.note_freed(self.live.pop(young))

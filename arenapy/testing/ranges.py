@@ -1,0 +1,104 @@
+"""The oracle: which addresses are somebody's, and what they must read as.
+
+It is told what was handed out and what was given back, and keeps the books by itself. It never asks
+the allocator under test. A block is filled with one byte that is not zero and that its neighbours
+in time do not have, so that what belongs to somebody else reads wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Live"]
+
+FILLS = 255  # bytes but zero
+WHOLE = 1 << 14  # bytes of a block that are all filled and read; of a longer one, samples
+SAMPLE = 1 << 12
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """What is known of one block that somebody has.
+
+    Attributes
+    ----------
+    block : object
+        What `allocate` returned.
+    start, nbytes : int
+        Where it lies.
+    fill : int
+        The byte that all of it must read as.
+    extent : int
+        Bytes that nobody else may have: one of an empty block, where that has its own address.
+    survivor : bool
+        A reset went past it while somebody saw it.
+    extra : object
+        For a subclass.
+    """
+
+    block: Any
+    start: int
+    nbytes: int
+    fill: int
+    extent: int
+    survivor: bool = False
+    extra: Any = None
+
+    @property
+    def end(self) -> int:
+        """The first address that is not its own."""
+        return self.start + self.extent
+
+    def __str__(self) -> str:
+        """Its range."""
+        return f"[{self.start:#x}, {self.start + self.nbytes:#x})"
+
+
+def fill_of(serial: int) -> int:
+    """The byte of the block of this number."""
+    return 1 + serial % FILLS
+
+
+def windows(nbytes: int) -> list[tuple[int, int]]:
+    """(offset, length) of the parts of a block that are filled and read.
+
+    All of a small one; of a large one both ends, where neighbours and headers are, and the middle.
+    """
+    if nbytes == 0:
+        return []
+    if nbytes <= WHOLE:
+        return [(0, nbytes)]
+    return [(0, SAMPLE), (nbytes // 2, 64), (nbytes - SAMPLE, SAMPLE)]
+
+
+def check_aligned(start: int, align: int) -> None:
+    """A block starts where it was asked to."""
+    assert start % align == 0, f"{start:#x} is not aligned to {align}"
+
+
+def check_inside(new: Live, bounds: Iterable[tuple[int, int]]) -> None:
+    """A block is within one of the ranges (start, nbytes) that its allocator has."""
+    ranges = list(bounds)
+    assert any(a <= new.start and new.start + new.nbytes <= a + n for a, n in ranges), (
+        f"{new} is outside of " + ", ".join(f"[{a:#x}, {a + n:#x})" for a, n in ranges)
+    )
+
+
+def check_apart(new: Live, others: Iterable[tuple[int, Live]]) -> None:
+    """A block shares no byte with those that are live."""
+    for serial, other in others:
+        assert new.end <= other.start or other.end <= new.start, (
+            f"{new} overlaps block {serial} at {other}, which is live"
+        )
+
+
+def check_reads(serial: int, known: Live, offset: int, seen: bytes) -> None:
+    """What was read at `offset` of a block is what was written there."""
+    if seen != bytes([known.fill]) * len(seen):
+        at = next(i for i, byte in enumerate(seen) if byte != known.fill)
+        raise AssertionError(
+            f"byte {offset + at} of block {serial} at {known} reads {seen[at]:#04x}, "
+            f"and {known.fill:#04x} was written"
+        )

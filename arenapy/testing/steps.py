@@ -1,0 +1,306 @@
+"""Steps: what a machine did, as data that can be printed, kept in a file and done again.
+
+What lives here: `Step` and `Program`, and the file to which a machine writes every step *before* it
+runs, so that a crash of the process still says what led to it. What may not: what a step means,
+which is the machine's business.
+
+The file is JSON lines: first how the machine is imported, then a step each. It is written with
+`os.write`, without a buffer of this process's that a crash would lose, and removed when the process
+ends as it should.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Program", "Step", "load", "steps_path"]
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a machine.
+
+    Attributes
+    ----------
+    name : str
+        The method of the machine.
+    arguments : mapping
+        Its keyword arguments: what JSON can say.
+
+    Examples
+    --------
+    >>> from arenapy.testing import Step
+    >>> print(Step("allocate_block", {"nbytes": 64, "align": None}))
+    allocate_block(nbytes=64, align=None)
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """As the call that it is."""
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
+
+    def line(self) -> str:
+        """As a line of a file of steps.
+
+        Raises
+        ------
+        TypeError
+            An argument is nothing that JSON can say, and could not be replayed.
+        """
+        try:
+            return json.dumps({"step": self.name, "arguments": dict(self.arguments)})
+        except TypeError as error:
+            raise TypeError(
+                f"{self} cannot be written down ({error}): draw numbers, strings, lists and dicts, "
+                "and make other objects of them in the rule"
+            ) from error
+
+    @classmethod
+    def parse(cls, line: str) -> Step:
+        """A step from its `line`."""
+        found = json.loads(line)
+        return cls(found["step"], found["arguments"])
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A sequence of steps.
+
+    Attributes
+    ----------
+    steps : tuple of Step
+
+    Notes
+    -----
+    Thread-safety: immutable.
+
+    Examples
+    --------
+    >>> from arenapy.testing import BumpMachine, Program, Step
+    >>> program = Program((
+    ...     Step("start", {"config": {"nbytes": 4096, "max_bytes": None}}),
+    ...     Step("allocate_block", {"nbytes": 100, "align": 64}),
+    ...     Step("reset_all"),
+    ... ))
+    >>> print(program)
+    start(config={'nbytes': 4096, 'max_bytes': None})
+    allocate_block(nbytes=100, align=64)
+    reset_all()
+    >>> program.run(BumpMachine)
+    3
+    >>> Program.parse(program.lines()) == program
+    True
+    """
+
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        """A call a line."""
+        return "\n".join(map(str, self.steps))
+
+    def __len__(self) -> int:
+        """How many steps it has."""
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        """Step by step."""
+        return iter(self.steps)
+
+    def lines(self) -> list[str]:
+        """As lines of a file of steps."""
+        return [step.line() for step in self.steps]
+
+    @classmethod
+    def parse(cls, lines: Iterable[str]) -> Program:
+        """A program from its `lines`."""
+        return cls(tuple(Step.parse(line) for line in lines))
+
+    def run(self, machine: type[Any], *, echo: bool = False) -> int:
+        """Do the steps with a new machine of this class, and look after each.
+
+        A step that cannot be done at its moment (to free, where nothing is live) is left out.
+
+        Parameters
+        ----------
+        machine : class
+            A subclass of `AllocatorMachine`.
+        echo : bool
+            Print every step before it runs.
+
+        Returns
+        -------
+        int
+            How many steps were done.
+
+        Raises
+        ------
+        AssertionError
+            What the machine found; also whatever the allocator raised out of turn.
+        """
+        running = machine()
+        running.steers = False  # towards long programs: older Hypothesis finds no end to that
+        done = 0
+        try:
+            for step in self.steps:
+                if echo:
+                    print(step, flush=True)
+                done += running.perform(step)
+        finally:
+            running.teardown()
+        return done
+
+
+# The file --------------------------------------------------------------------------------------
+
+
+def steps_path() -> str:
+    """Where this process writes its steps: ``ARENAPY_STEPS``, or a file named after the process.
+
+    Examples
+    --------
+    >>> import os
+    >>> from arenapy.testing import steps_path
+    >>> str(os.getpid()) in steps_path() or "ARENAPY_STEPS" in os.environ
+    True
+    """
+    default = os.path.join(tempfile.gettempdir(), f"arenapy-steps-{os.getpid()}.jsonl")
+    return os.environ.get("ARENAPY_STEPS") or default
+
+
+@functools.lru_cache(maxsize=1)
+def _descriptor(owner: int) -> int:
+    path = steps_path()
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def remove() -> None:
+        # Who gets as far as this did not crash. Forked children leave the file alone.
+        if os.getpid() == owner and "ARENAPY_STEPS" not in os.environ and os.path.exists(path):
+            os.unlink(path)
+
+    atexit.register(remove)
+    return fd
+
+
+def begin(recipe: Mapping[str, Any]) -> None:
+    """Start the file of this process again: `recipe` says which machine the steps are of."""
+    fd = _descriptor(os.getpid())
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    os.write(fd, (json.dumps({"arenapy.testing": VERSION, **recipe}) + "\n").encode())
+
+
+def write_down(step: Step) -> None:
+    """Add a step to the file, before it runs."""
+    os.write(_descriptor(os.getpid()), (step.line() + "\n").encode())
+
+
+def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
+    """The machine and the program of a file of steps.
+
+    Parameters
+    ----------
+    path : path
+        A file that a machine left behind; see `steps_path`.
+
+    Returns
+    -------
+    tuple of (class, Program)
+
+    Raises
+    ------
+    ValueError
+        It is no such file, or its machine cannot be imported.
+    OSError
+        It cannot be read.
+
+    Notes
+    -----
+    Thread-safety: importing has its own lock.
+
+    Examples
+    --------
+    >>> from arenapy.testing import BumpMachine, Program, Step, load, steps_path
+    >>> program = Program((Step("start", {"config": {"nbytes": 4096, "max_bytes": None}}),))
+    >>> program.run(BumpMachine)
+    1
+    >>> machine, again = load(steps_path())
+    >>> machine.__name__, again.steps[0] == program.steps[0]
+    ('BumpMachine', True)
+    """
+    with open(path, encoding="utf-8") as lines:
+        first, *rest = lines.read().splitlines() or [""]
+    try:
+        recipe = json.loads(first)
+        if recipe["arenapy.testing"] != VERSION:
+            raise ValueError(f"version {recipe['arenapy.testing']}, and not {VERSION}")
+        program = Program.parse(rest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of steps of arenapy.testing: {error!r}") from error
+    machine = find(recipe["machine"], recipe.get("file"))
+    if "arguments" in recipe:
+        machine = machine(**recipe["arguments"])
+    return machine, program
+
+
+def find(name: str, file: str | None = None) -> Any:
+    """What ``"package.module:object"`` names; `file` is where the module was, if it is known.
+
+    Raises
+    ------
+    ValueError
+        There is no such thing, or it was made within a function.
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(f"{name!r}: say it as package.module:object")
+    if "<locals>" in path:
+        raise ValueError(
+            f"{name} was made within a function and cannot be imported: move it to the module"
+        )
+    found: Any = _module(module_name, file)
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ValueError(f"{name!r}: {found!r} has no {part!r}") from None
+    return found
+
+
+def _module(name: str, file: str | None) -> Any:
+    """Import it as the process did that wrote the file; a script or a test file by its path."""
+    folders = [os.getcwd()]
+    if file is not None and name != "__main__":
+        folders.append(str(Path(file).resolve().parents[name.count(".")]))
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+    try:
+        if name != "__main__":
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != name.partition(".")[0]:
+            raise  # the module is there, and something that it needs is not
+        if file is None:
+            raise ValueError(f"there is no module {name!r} ({error})") from error
+    if file is None or not os.path.exists(file):
+        raise ValueError(f"there is no module {name!r}, and no file {file!r}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file!r} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module

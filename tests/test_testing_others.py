@@ -1,0 +1,125 @@
+"""Allocators that are not arenapy's under `AllocatorMachine`: what ten lines a piece attack."""
+
+import ctypes
+import mmap
+from multiprocessing.shared_memory import SharedMemory
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from arenapy.testing import AllocatorMachine, TwoThreadMachine, sizes
+
+SYSTEM_CALLS = settings(max_examples=20, stateful_step_count=20)  # each block is one
+
+
+class Unaligned(AllocatorMachine):
+    """Allocators that cannot be asked for an alignment, and hand out as much as there is."""
+
+    alignments = st.none()
+
+    def make(self):
+        return None
+
+
+class MmapMachine(Unaligned):
+    """A mapping a block. Empty ones there are none."""
+
+    sizes = sizes(least=1)
+    smallest = 1
+    default_align = mmap.PAGESIZE
+
+    def allocate(self, state, nbytes, align):
+        return mmap.mmap(-1, nbytes)
+
+    def address(self, block):
+        return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+    def free(self, state, block):
+        block.close()
+
+    def zeroed(self, state, nbytes):
+        return mmap.mmap(-1, nbytes)
+
+
+class SharedMemoryMachine(Unaligned):
+    """A segment a block."""
+
+    sizes = sizes(least=1)
+    smallest = 1
+    default_align = mmap.PAGESIZE
+
+    def allocate(self, state, nbytes, align):
+        return SharedMemory(create=True, size=nbytes)
+
+    def address(self, block):
+        return ctypes.addressof(ctypes.c_char.from_buffer(block.buf))
+
+    def free(self, state, block):
+        block.close()
+        block.unlink()
+
+
+class ByteArrayMachine(Unaligned):
+    """Python's own objects; dropping one gives it back."""
+
+    empty_is_apart = False  # it has no memory then
+
+    def allocate(self, state, nbytes, align):
+        return bytearray(nbytes)
+
+    def address(self, block):
+        return ctypes.addressof((ctypes.c_char * len(block)).from_buffer(block))
+
+    def free(self, state, block):
+        pass
+
+    def zeroed(self, state, nbytes):
+        return bytearray(nbytes)
+
+
+TestMmap = settings(SYSTEM_CALLS)(MmapMachine).TestCase
+TestSharedMemory = settings(SYSTEM_CALLS)(SharedMemoryMachine).TestCase
+TestByteArray = ByteArrayMachine.TestCase
+
+
+class ArrowMachine(Unaligned):
+    """A pool of pyarrow, behind a proxy: what that says is allocated is this machine's."""
+
+    default_align = 64
+    empty_is_apart = False  # all of them are one static area
+
+    def make(self):
+        import pyarrow
+
+        return pyarrow.proxy_memory_pool(self.pool)
+
+    def allocate(self, state, nbytes, align):
+        import pyarrow
+
+        return pyarrow.allocate_buffer(nbytes, memory_pool=state)
+
+    def address(self, block):
+        return block.address
+
+    def free(self, state, block):
+        pass  # by being dropped
+
+    def used(self, state):
+        return state.bytes_allocated()
+
+
+class TwoAtArrow(TwoThreadMachine, ArrowMachine):
+    pass
+
+
+@pytest.mark.parametrize("base", [ArrowMachine, TwoAtArrow])
+@pytest.mark.parametrize("name", ["mimalloc", "jemalloc", "system"])
+def test_arrow(name, base):
+    pyarrow = pytest.importorskip("pyarrow")
+    if name not in pyarrow.supported_memory_backends():
+        pytest.skip(f"this pyarrow has no {name}")
+    machine = type("Arrow", (base,), {"pool": getattr(pyarrow, f"{name}_memory_pool")()})
+    run_state_machine_as_test(machine, settings=settings(max_examples=30))
+    assert machine.tally.steps > 100 and machine.tally.found_at is None
