@@ -26,7 +26,7 @@ cdef tuple HOST = (KIND_CPU, 0)
 cdef tuple PINNED = (KIND_CUDA_HOST, 0)
 # NumPy's kind letter to DLPack's type code.
 cdef dict CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
-# Pinned memory says that it is the host's: few libraries know KIND_CUDA_HOST, which may be asked for.
+# Pinned memory says that it is the host's: few libraries know KIND_CUDA_HOST. It may be asked for.
 cdef dict DEVICES = {"device": KIND_CUDA, "managed": KIND_CUDA_MANAGED}
 
 

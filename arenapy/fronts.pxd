@@ -17,7 +17,7 @@ cdef enum:
     DEPTH = 64               # slots of one step in a front cache, at most
     LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
     SKEW = 2048              # bytes
-    FIT = 6                  # of a device's block, this power of a half may be more than was asked for
+    FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
 
 # A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
 cdef struct Entry:

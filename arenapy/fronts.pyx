@@ -442,13 +442,13 @@ cdef class Fronts(Segments):
         return self.block_pages(size) + (max(align, <size_t>PAGE) >> PAGE_BITS) - 1
 
     cdef size_t block_pages(self, size_t size) noexcept nogil:
-        """Of a block that is no slot. A device's are not rounded further: memory is scarce there."""
+        """Of a block that is no slot. A device's is not rounded further, as memory is scarce."""
         if self.rounding == ROUND_LINES:
             return (size + PAGE - 1) >> PAGE_BITS
         return (round_bytes(size) + PAGE - 1) >> PAGE_BITS
 
     cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil:
-        """Let one come first that has n bytes, and hardly more; f's lock held. False: none found."""
+        """Let one come first that has n bytes, and hardly more; lock held. False: none found."""
         cdef uint32_t* link = head
         cdef uint32_t id = head[0]
         cdef Descriptor* d

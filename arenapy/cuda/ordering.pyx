@@ -292,7 +292,6 @@ cdef class Ordering(Medium):
         cdef Hold* hold = <Hold*>arenapy_take_ptr(&self.arrived)
         cdef Hold* queue = NULL
         cdef Hold* other
-        cdef Batch batch
         while hold != NULL:                  # newest first: reverse
             other = hold.ended_next
             hold.ended_next = queue

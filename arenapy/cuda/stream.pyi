@@ -1,8 +1,5 @@
 from typing import final
 
-from typing_extensions import disjoint_base
-
-@disjoint_base
 class Kept: ...
 
 @final

@@ -85,7 +85,7 @@ cdef class Stream:
         return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
 
     cdef bint gone(self) noexcept:
-        """Has somebody closed it? The driver crashes on the handle of a stream that is destroyed."""
+        """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
         if self.tells is None:
             return False
         try:

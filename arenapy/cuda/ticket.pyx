@@ -30,6 +30,7 @@ cdef enum:
 
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
 
+
 @cython.auto_pickle(False)
 cdef class Ticket:
     """Something that has to be over before memory is used again. Internal."""
