@@ -151,6 +151,8 @@ step_sanitizers() {
         --ignore=tests/test_{cli,compare,demo,info,memory_info,packaging,run}.py \
         --ignore=tests/test_numpy_{contexts,exit,fork,leaks,memory,tasks,threads}.py \
         --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/test_simulated_driver.py \
+        --ignore=tests/test_{demo_gpu,fuzz,gpu_replay,torch_history}.py \
+        --ignore=tests/test_testing_{others,planted,steps,strategies}.py \
         -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
