@@ -122,6 +122,7 @@ step_other_pythons() {
     local python tree code=0 found=()
     mapfile -t found < <(other_pythons gil)
     [[ ${#found[@]} -gt 0 ]] || not_here "no other CPython >= 3.11 on this machine"
+    [[ $TIER == long ]] || found=("${found[@]: -1}")    # the newest
     for python in "${found[@]}"; do
         tree=$WORK/$(python_version "$python")
         echo "--- $("$python" --version)"

@@ -70,8 +70,6 @@ cdef class Fronts(Segments):
     cdef Front* fronts[MOST_FRONTS]
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
-    # Before a larger block is cut, what is free is merged: where memory is scarcer than time.
-    cdef bint merges_first
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
     cdef Asked asked

@@ -271,6 +271,11 @@ def _cuda() -> Iterator[Fact]:
     for info in found:
         shown = f"{format_bytes(info.free_bytes)} free of {format_bytes(info.total_bytes)}"
         meaning = f"{info.name}: cuda.Device({info.device_id}) takes memory of it"
+        if info.reserved_bytes:
+            shown += (
+                f", {format_bytes(info.reserved_bytes)} reserved here, "
+                f"{format_bytes(info.allocated_bytes)} allocated"
+            )
         yield Fact("CUDA", f"device {info.device_id}", info.free_bytes, shown, meaning)
     pinned = backing.pinned_bytes()
     yield Fact(

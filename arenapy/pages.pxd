@@ -101,6 +101,9 @@ cdef class Pages(RegionSet):
     cdef size_t busy_pages           # on their way to have memory
     cdef uint32_t forks              # how many forks this process is from where the heap was made
     cdef size_t free_pages[N_CLASSES]    # of FREE extents, by class
+    # Before a larger block is cut, what is free is merged, and what fits best is cut: where memory is
+    # scarcer than time.
+    cdef bint merges_first
     cdef arenapy_spin table_growth       # held while a table grows; taken before any other
 
     cdef bint open_tables(self, size_t pages) noexcept nogil
@@ -172,17 +175,30 @@ cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
     cdef size_t nbytes = pages << PAGE_BITS
     cdef int s = step_of(nbytes)
     cdef int looks = 0
-    cdef uint32_t id
+    cdef uint32_t id, best = 0
     if step_bytes(s) != nbytes:
         # The bin below may have one too, but not every one in it is large enough.
         id = bins.heads[s - 1]
         while id and looks < LOOKS:
             if p.descriptors[id].pages >= pages:
-                return id
+                if not p.merges_first:
+                    return id
+                if best == 0 or p.descriptors[id].pages < p.descriptors[best].pages:
+                    best = id
             id = p.descriptors[id].next
             looks += 1
+        if best:
+            return best
     s = next_bin(bins, s)
-    return bins.heads[s] if s >= 0 else 0
+    if s < 0:
+        return 0
+    id = best = bins.heads[s]
+    while p.merges_first and id and looks < LOOKS:   # of a device, the one that fits best
+        if p.descriptors[id].pages < p.descriptors[best].pages:
+            best = id
+        id = p.descriptors[id].next
+        looks += 1
+    return best
 
 
 # A region no page of which is in use.

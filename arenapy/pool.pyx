@@ -82,8 +82,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served; if it
         returns True, having freed something, the request is tried again.
     rounding : {"step", "class"}
-        "step": blocks are rounded to an eighth of a doubling. "class": to the bound of their
-        class, which wastes up to half.
+        "step": blocks are rounded to an eighth of a doubling, of a device to pages. "class": to
+        the bound of their class, which wastes up to half.
     debug : bool, optional
         Fill what is given back with a pattern and check it; by default as the environment
         variable ``ARENAPY_DEBUG`` says.

@@ -1,5 +1,6 @@
 """The CUDA driver without a GPU: what is asked of it, what it says, and how that is told."""
 
+import gc
 import pickle
 import sys
 import types
@@ -83,6 +84,26 @@ def test_memory_of_each_device(one):
     assert [info.total_bytes for info in cuda.devices()] == list(one.MEMORY)
     assert one.calls["cuDevicePrimaryCtxRetain"] == 2, "once for each"
     assert one.calls["cuCtxPushCurrent"] == one.calls["cuCtxPopCurrent"] == 3
+
+
+def test_what_allocators_here_have_of_it(one):
+    """Reserved, and in blocks; of streams' own pools, too; pinned memory is the host's."""
+    mib = 1 << 20
+    others = cuda.memory_info()
+    pool = arenapy.Pool(16 * mib, cuda.Device(), 4 * mib)
+    slab = arenapy.Slab(mib, 2, cuda.DriverPool())
+    bump = arenapy.Bump(mib, cuda.Managed())
+    pinned = arenapy.Slab(mib, 2, cuda.Pinned(mapped=False))
+    blocks = [pool.alloc(mib), slab.alloc(), bump.alloc(1000), pinned.alloc()]
+    info = cuda.memory_info()
+    assert info.reserved_bytes - others.reserved_bytes == (4 + 2 + 1) * mib
+    assert info.allocated_bytes - others.allocated_bytes == 2 * mib + 1000
+    assert cuda.memory_info(1).reserved_bytes == 0
+    blocks.clear()
+    assert cuda.memory_info().allocated_bytes <= others.allocated_bytes + 1000
+    del pool, slab, bump
+    gc.collect()
+    assert cuda.memory_info().reserved_bytes == others.reserved_bytes
 
 
 def test_the_heap_of_kernels(one):

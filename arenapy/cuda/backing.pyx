@@ -86,11 +86,11 @@ cdef Region region_of(
 
 
 cdef object out_of_memory(size_t nbytes, int ordinal, str what):
-    from arenapy.cuda.device import memory_info
-    info = memory_info(ordinal)
+    from arenapy.cuda.device import driver_memory
+    name, free_bytes, total_bytes = driver_memory(ordinal)
     return OutOfMemory(
-        f"{what} of {format_bytes(nbytes)} on device {ordinal} ({info.name}) failed: "
-        f"{format_bytes(info.free_bytes)} of {format_bytes(info.total_bytes)} are free; ask for "
+        f"{what} of {format_bytes(nbytes)} on device {ordinal} ({name}) failed: "
+        f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)} are free; ask for "
         "less, or end what else uses the device"
     )
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from arenapy.arguments cimport as_size
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, leave, primary
 
+from arenapy.allocator import live_allocators
 from arenapy.cuda.driver import device_count
+from arenapy.cuda.keeper import memory_of
 
 cdef enum:
     NAME_BYTES = 256
@@ -26,12 +28,17 @@ class DeviceMemory:
         What the driver calls it.
     free_bytes, total_bytes : int
         Free for any process, and all that it has.
+    reserved_bytes, allocated_bytes : int
+        What this process's allocators of arenapy have of it (`Device`, `DriverPool`, `Managed`),
+        and what of that is in blocks: as torch names them.
     """
 
     device_id: int
     name: str
     free_bytes: int
     total_bytes: int
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
 
 
 cdef object ordinal_of(object device_id):
@@ -44,7 +51,7 @@ cdef object ordinal_of(object device_id):
 
 
 def memory_info(device_id=0):
-    """Free and total memory of a device.
+    """Free and total memory of a device, and what allocators here have of it.
 
     Parameters
     ----------
@@ -69,8 +76,27 @@ def memory_info(device_id=0):
     Thread-safety: may be called from any thread. The first call makes the device's primary context,
     which takes memory there (some hundred MiB) and some 100 ms.
     """
+    device_id = ordinal_of(device_id)
+    name, free_bytes, total_bytes = driver_memory(device_id)
+    return DeviceMemory(device_id, name, free_bytes, total_bytes, *in_use(device_id))
+
+
+def in_use(int device_id):
+    """Internal: bytes that allocators have reserved of a device, and that are in blocks."""
+    reserved = allocated = 0
+    for one in live_allocators():
+        memory, _ = memory_of(one)
+        if memory.device_id == device_id and memory.kind in ("device", "managed"):
+            stats = one.stats()
+            bump = hasattr(stats, "live_bytes")
+            reserved += stats.capacity if bump else stats.reserved_bytes
+            allocated += stats.live_bytes if bump else stats.allocated_bytes
+    return reserved, allocated
+
+
+def driver_memory(index):
+    """Internal: the name of a device, free and total bytes, as its driver says."""
     cdef size_t free_bytes = 0, total_bytes = 0
-    cdef object index = ordinal_of(device_id)
     cdef void* context = primary(index)
     cdef int ordinal = index                 # one of a device, now
     cdef char[NAME_BYTES] name
@@ -86,7 +112,7 @@ def memory_info(device_id=0):
                 result = driver.cuDeviceGetName(name, NAME_BYTES, device)
             leave()
     checked(result, "cuMemGetInfo")
-    return DeviceMemory(ordinal, name.decode(errors="replace"), free_bytes, total_bytes)
+    return name.decode(errors="replace"), free_bytes, total_bytes
 
 
 def device_heap_limit(nbytes=None, device_id=0):

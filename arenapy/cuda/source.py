@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 from arenapy.buffer import Buffer
 from arenapy.cuda import backing
-from arenapy.cuda.device import memory_info
+from arenapy.cuda.device import driver_memory
 from arenapy.cuda.managed import advise as _advise
 from arenapy.cuda.managed import prefetch as _prefetch
 from arenapy.errors import OutOfMemory
@@ -210,7 +210,7 @@ class Managed:
         """
         nbytes = checked_size(nbytes)
         memory = self.medium
-        free = memory_info(self.ordinal).free_bytes
+        _, free, _ = driver_memory(self.ordinal)
         if nbytes > free and not self.oversubscribe:
             raise OutOfMemory(
                 f"{format_bytes(nbytes)} of managed memory are more than the "
