@@ -19,7 +19,7 @@ import arenapy
 SPAN = 32 * KIB  # up to here blocks share pages, so that a free page does not serve any size
 COMMON = (None, 1, 64)  # alignments that cost nothing
 GROWTH = 2 * MIB  # of a region
-SLACK = 128 * KIB  # what a request up to SPAN may take from the source at most
+SLACK = 8 * SPAN  # what a request up to SPAN may take from the source at most: eight slots
 COUNTED = ("total_allocations", "pool_hits", "pool_misses", "splits", "active_allocations")
 SUMMED = (*COUNTED, "allocated_bytes", "pending_bytes", "idle_bytes", "reserved_bytes")
 

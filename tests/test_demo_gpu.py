@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_gpu import need_gpu
 from rich.console import Console
@@ -136,6 +136,7 @@ def test_a_traced_run_is_compared_too(fake, monkeypatch, capsys):
     assert "arenapy, traced: 20 of 20 batches" in capsys.readouterr().err
 
 
+@settings(max_examples=15)  # each is a whole pipeline
 @given(st.integers(0, 1 << 32))
 def test_checksums_are_right_in_any_order(seed):
     """Whatever of the queued work a device does first, batches are never mixed up."""
