@@ -26,7 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "dev", max_examples=100, deadline=None, suppress_health_check=SLOW_IS_FINE, phases=PHASES
 )
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile(
+    "ci", settings.get_profile("dev"), max_examples=40, derandomize=True, print_blob=True
+)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 settings.register_profile(
     "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
