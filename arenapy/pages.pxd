@@ -101,8 +101,8 @@ cdef class Pages(RegionSet):
     cdef size_t busy_pages           # on their way to have memory
     cdef uint32_t forks              # how many forks this process is from where the heap was made
     cdef size_t free_pages[N_CLASSES]    # of FREE extents, by class
-    # Before a larger block is cut, what is free is merged, and what fits best is cut: where memory is
-    # scarcer than time.
+    # Before a larger block is cut, what is free is merged, and what fits best is cut: where memory
+    # is scarcer than time.
     cdef bint merges_first
     cdef arenapy_spin table_growth       # held while a table grows; taken before any other
 
