@@ -14,20 +14,39 @@ from arenapy import cuda
 
 CYCLES = 1_800  # of a GPU's clock, about a microsecond
 
-KERNELS = b"""
-.version 7.0
-.target sm_70
-.address_size 64
+HEAD = ".version 7.0\n.target sm_70\n.address_size 64\n"
 
-.visible .entry write_slowly(
-    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 cycles)
-{
+#: Each thread takes every so-manieth word, whose address is in %d8.
+KERNEL = """
+.visible .entry {name}(
+    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 {last})
+{{
     .reg .pred %p<3>;
     .reg .u32 %r<6>;
     .reg .u64 %d<10>;
     ld.param.u64 %d1, [start];
     ld.param.u64 %d2, [words];
     ld.param.u32 %r1, [value];
+{first}    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.u32 %r2, %r2, %r3, %r4;
+    mov.u32 %r4, %nctaid.x;
+    mul.lo.u32 %r3, %r3, %r4;
+    cvt.u64.u32 %d6, %r2;
+    cvt.u64.u32 %d7, %r3;
+NEXT:
+    setp.ge.u64 %p2, %d6, %d2;
+    @%p2 bra DONE;
+    shl.b64 %d8, %d6, 2;
+    add.u64 %d8, %d1, %d8;
+{each}    add.u64 %d6, %d6, %d7;
+    bra NEXT;
+DONE:
+    ret;
+}}
+"""
+WAIT = """\
     ld.param.u64 %d3, [cycles];
     mov.u64 %d4, %clock64;
 WAIT:
@@ -35,89 +54,28 @@ WAIT:
     sub.u64 %d5, %d5, %d4;
     setp.lt.u64 %p1, %d5, %d3;
     @%p1 bra WAIT;
-    mov.u32 %r2, %ctaid.x;
-    mov.u32 %r3, %ntid.x;
-    mov.u32 %r4, %tid.x;
-    mad.lo.u32 %r2, %r2, %r3, %r4;
-    mov.u32 %r4, %nctaid.x;
-    mul.lo.u32 %r3, %r3, %r4;
-    cvt.u64.u32 %d6, %r2;
-    cvt.u64.u32 %d7, %r3;
-NEXT:
-    setp.ge.u64 %p2, %d6, %d2;
-    @%p2 bra DONE;
-    shl.b64 %d8, %d6, 2;
-    add.u64 %d8, %d1, %d8;
-    st.u32 [%d8], %r1;
-    add.u64 %d6, %d6, %d7;
-    bra NEXT;
-DONE:
-    ret;
-}
-
-.visible .entry count_wrong(
-    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 counter)
-{
-    .reg .pred %p<3>;
-    .reg .u32 %r<6>;
-    .reg .u64 %d<10>;
-    ld.param.u64 %d1, [start];
-    ld.param.u64 %d2, [words];
-    ld.param.u32 %r1, [value];
-    ld.param.u64 %d3, [counter];
-    mov.u32 %r2, %ctaid.x;
-    mov.u32 %r3, %ntid.x;
-    mov.u32 %r4, %tid.x;
-    mad.lo.u32 %r2, %r2, %r3, %r4;
-    mov.u32 %r4, %nctaid.x;
-    mul.lo.u32 %r3, %r3, %r4;
-    cvt.u64.u32 %d6, %r2;
-    cvt.u64.u32 %d7, %r3;
-NEXT:
-    setp.ge.u64 %p2, %d6, %d2;
-    @%p2 bra DONE;
-    shl.b64 %d8, %d6, 2;
-    add.u64 %d8, %d1, %d8;
+"""
+COUNT = """\
     ld.volatile.u32 %r5, [%d8];
     setp.ne.u32 %p1, %r5, %r1;
     @%p1 red.add.u32 [%d3], 1;
-    add.u64 %d6, %d6, %d7;
-    bra NEXT;
-DONE:
-    ret;
-}
-
-.visible .entry add_to(
-    .param .u64 start, .param .u64 words, .param .u32 value, .param .u64 unused)
-{
-    .reg .pred %p<3>;
-    .reg .u32 %r<6>;
-    .reg .u64 %d<10>;
-    ld.param.u64 %d1, [start];
-    ld.param.u64 %d2, [words];
-    ld.param.u32 %r1, [value];
-    mov.u32 %r2, %ctaid.x;
-    mov.u32 %r3, %ntid.x;
-    mov.u32 %r4, %tid.x;
-    mad.lo.u32 %r2, %r2, %r3, %r4;
-    mov.u32 %r4, %nctaid.x;
-    mul.lo.u32 %r3, %r3, %r4;
-    cvt.u64.u32 %d6, %r2;
-    cvt.u64.u32 %d7, %r3;
-NEXT:
-    setp.ge.u64 %p2, %d6, %d2;
-    @%p2 bra DONE;
-    shl.b64 %d8, %d6, 2;
-    add.u64 %d8, %d1, %d8;
+"""
+ADD = """\
     ld.u32 %r5, [%d8];
     add.u32 %r5, %r5, %r1;
     st.u32 [%d8], %r5;
-    add.u64 %d6, %d6, %d7;
-    bra NEXT;
-DONE:
-    ret;
-}
 """
+KERNELS = "".join(
+    [HEAD]
+    + [
+        KERNEL.format(name=name, last=last, first=first, each=each)
+        for name, last, first, each in (
+            ("write_slowly", "cycles", WAIT, "    st.u32 [%d8], %r1;\n"),
+            ("count_wrong", "counter", "    ld.param.u64 %d3, [counter];\n", COUNT),
+            ("add_to", "unused", "", ADD),
+        )
+    ]
+).encode()
 
 
 @functools.cache

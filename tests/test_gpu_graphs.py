@@ -1,5 +1,6 @@
 """On a real GPU: captures into graphs, and what is replayed."""
 
+import contextlib
 import gc
 
 import numpy as np
@@ -56,9 +57,8 @@ def test_capture_and_replay(gpu, mode):
         pool.alloc(MIB, stream=stream)
     beside = pool.alloc(4 * MIB, stream=other)  # a miss: the driver is asked in mid-capture
     beside.fill(9, stream=other)
-    with pytest.raises(cuda.CudaError):
-        stream.synchronize()  # and spoils the capture
-        raise cuda.CudaError("cuStreamSynchronize may be refused or not", 0, "")
+    with contextlib.suppress(cuda.CudaError):
+        stream.synchronize()  # which may spoil the capture
     try:
         graph, executable = end(gpu, stream)
     except AssertionError:  # it was spoilt, as it should be; once more without
