@@ -19,4 +19,5 @@ cdef class PoolGrowth(Allocator):
     cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL
     # Get memory for a request. False: none, but something was freed.
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1
+    cdef size_t growth(self) noexcept
     cdef int take_many(self, Many many) except -1

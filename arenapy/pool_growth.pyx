@@ -16,7 +16,8 @@ from arenapy.errors import OutOfMemory
 
 cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
-    DEVICE_SHARE = 256       # on a device, where memory is scarcer
+    MOST_GROWTH = 8          # on a device, where memory is scarcer, by so many of those at most,
+    DEVICE_SHARE = 256       # or by this part
 
 
 @cython.auto_pickle(False)
@@ -40,7 +41,6 @@ cdef class PoolGrowth(Allocator):
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
         cdef PoolCore c = self.core
         cdef size_t missing = 0, wished
-        cdef int share
         cdef size_t pages = c.pages_for(n, align)
         cdef object error = None
         c.open_check()
@@ -50,10 +50,9 @@ cdef class PoolGrowth(Allocator):
             c.settle_sends()
         if c.settle_streams(False):
             return False
-        share = GROWTH_SHARE
-        if c.merges_first:                   # regions, of which there are not many in the end
-            share = max(1, min(<int>DEVICE_SHARE, MOST_SEGMENTS - c.n_segments))
-        wished = max(pages, <size_t>HUGE_PAGES, c.reserved_pages // share)
+        wished = max(pages, <size_t>HUGE_PAGES, self.growth())
+        if c.merges_first:                   # the driver takes so much, and nobody had the rest
+            wished = (wished + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         self.memory.recycle(pages, n)
         while True:
             if not have_spare(c):
@@ -76,6 +75,17 @@ cdef class PoolGrowth(Allocator):
         if error is not None:
             raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
         raise OutOfMemory(self.full(n, "it may not reserve more"))
+
+    cdef size_t growth(self) noexcept:
+        """Pages that a pool takes at once, though a request wants fewer."""
+        cdef PoolCore c = self.core
+        cdef size_t part = c.reserved_pages // GROWTH_SHARE
+        cdef int share
+        if not c.merges_first:
+            return part
+        # There are not many regions in the end: the last ones double what there is.
+        share = max(1, min(<int>DEVICE_SHARE, MOST_SEGMENTS - c.n_segments))
+        return max(min(part, <size_t>MOST_GROWTH * HUGE_PAGES), c.reserved_pages // share)
 
     def full(self, n, why):
         """Why a request failed, and what to do."""

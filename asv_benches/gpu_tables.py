@@ -39,9 +39,10 @@ ABOUT = {
     "copies": "Times of large copies are the device's, the others the wall's. A managed range is "
     "written by the host, filled by a kernel and read by the host again.",
     "pipeline": "`arenapy demo --gpu`: 1,000 batches of 8 MiB are filled, copied and computed.",
-    "replay": "The most bytes reserved, over the most bytes live. `torch training` was recorded by "
-    "torch's memory history (`torch_training_trace.py`); the random ones follow the rule of RMM's "
-    "benchmark.",
+    "replay": "The most bytes taken of the device, over the most bytes live; in brackets what the "
+    "allocator says that it has reserved, where that is less: the driver maps 2 MiB at a time. "
+    "`torch training` was recorded by torch's memory history (`torch_training_trace.py`); the random "
+    "ones follow the rule of RMM's benchmark.",
 }
 VERSIONS = ("numpy", "cuda-bindings", "cuda-core", "cupy-cuda13x", "torch", "rmm-cu13")
 
@@ -81,14 +82,21 @@ def of_lines(found):
     return table(("", "measured", "target", "kept"), rows)
 
 
+def of_accounts(found):
+    """What an allocator has taken, and what it says."""
+    if "ratio" not in found:
+        return ""
+    said, of_device = f"{found['ratio']:.3f}", f"{found['device_ratio']:.3f}"
+    return said if float(of_device) <= float(said) else f"{of_device} ({said})"
+
+
 def of_traces(found):
     """Ratios of allocators (columns) on traces."""
     names = list(found["traces"][0]["results"])
     names = [name for name in names if name not in ("loop", "rmm-arena")]
     rows = []
     for trace in found["traces"]:
-        ratios = [trace["results"].get(name, {}).get("ratio") for name in names]
-        cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        cells = [of_accounts(trace["results"].get(name, {})) for name in names]
         rows.append((trace["trace"], *cells, "yes" if trace["kept"] else "**no**"))
     heads = ("", *names, "arenapy no worse than torch, CuPy and RMM's pool")
     return table(heads, rows)

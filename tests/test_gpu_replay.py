@@ -141,8 +141,14 @@ def test_what_is_not_there_is_said(tmp_path, name):
     ],
 )
 def test_the_verdict(ratios, kept, words):
-    results = {name: {"ratio": ratio} for name, ratio in ratios.items()}
-    results |= {name: {"note": "missing"} for name in gpu_heaps.HEAPS if name not in ratios}
+    missing = {name: {"note": "missing"} for name in gpu_heaps.HEAPS if name not in ratios}
+    for said, of_device in (("ratio", "device_ratio"), ("device_ratio", "ratio")):
+        # The larger account counts, whosever it is.
+        results = missing | {name: {said: x, of_device: x / 2} for name, x in ratios.items()}
+        says_the(results, kept, words)
+
+
+def says_the(results, kept, words):
     found = gpu_replay.verdict(results)
     assert found[0] == kept
     assert words in found[1]
