@@ -41,8 +41,8 @@ ABOUT = {
     "pipeline": "`arenapy demo --gpu`: 1,000 batches of 8 MiB are filled, copied and computed.",
     "replay": "The most bytes taken of the device, over the most bytes live; in brackets what the "
     "allocator says that it has reserved, where that is less: the driver maps 2 MiB at a time. "
-    "`torch training` was recorded by torch's memory history (`torch_training_trace.py`); the random "
-    "ones follow the rule of RMM's benchmark.",
+    "`torch training` was recorded by torch's memory history (`torch_training_trace.py`); the "
+    "random ones follow the rule of RMM's benchmark.",
 }
 VERSIONS = ("numpy", "cuda-bindings", "cuda-core", "cupy-cuda13x", "torch", "rmm-cu13")
 
