@@ -32,7 +32,8 @@ __all__ = ["Alone", "Pipeline", "Traced", "WayTiming", "measure", "rounds_for"]
 
 MILLISECONDS = 1e3
 WARM_UP = 8  # batches
-PACE = 48  # batches from which the pace of filling and copying is taken
+PACE = 48  # batches from which the pace of filling and copying is taken,
+PACE_RUNS = 7  # so often: one run alone was seen to be 1.5x another
 REPEATS = 15  # of what is timed alone
 TRACED = 100  # batches, at most, whose copies and kernels are timed one by one
 PINNED_SHARE = 10  # pinning for each batch is slow: a tenth of the batches do
@@ -185,7 +186,8 @@ class _Measurement:
         """Choose the rounds; return the pace of filling and copying, and each stage alone."""
         self.batches.rounds = 0
         self.run(self.pooled, WARM_UP)
-        pace = self.run(self.pooled, PACE)[0] * MILLISECONDS / PACE
+        paces = [self.run(self.pooled, PACE)[0] for _ in range(PACE_RUNS)]
+        pace = median(paces) * MILLISECONDS / PACE
         items = self.pooled.items()
         filling = median(self._fill(items, number) for number in range(REPEATS))
         block = self.pooled.pool.alloc(self.batches.nbytes)
