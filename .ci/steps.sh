@@ -114,7 +114,7 @@ step_benchmarks() {
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
-    "$PYTHON" gpu_tables.py --check
+    "$PYTHON" figures.py --check
 }
 
 # Other CPythons run the same suite; the property tests take the profile with fewer examples.

@@ -43,6 +43,7 @@ from arenapy.replay_program import Program, program
 from arenapy.torch_history import is_pickle
 from asv_benches.gpu_heaps import HEAPS, PEERS
 from asv_benches.gpu_traces import traces
+from asv_benches.stored import stamp, store
 
 OURS = "arenapy"
 TIMED_PASSES = 3
@@ -319,11 +320,7 @@ def main(argv=None):
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": about, "traces": figures}, indent=1))
     if options.into:
-        from asv_benches.gpu_report import stamp  # which wants a GPU
-
-        stored = json.loads(options.into.read_text()) if options.into.exists() else {}
-        stored["replay"] = {"stamp": stamp(options.commit), "traces": figures}
-        options.into.write_text(json.dumps(stored, indent=1) + "\n")
+        store(options.into, "replay", stamp(options.commit), {"traces": figures})
     return 0 if good else 1
 
 

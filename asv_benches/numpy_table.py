@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from asv_benches import bench_numpy, bench_workloads, numpy_traces
-from asv_benches.report import figure, machine, show
+from asv_benches.report import figure, show
 from asv_benches.rivals import DEFAULT, OURS, Ratios
+from asv_benches.stored import machine
 
 MIB = 1 << 20
 

@@ -1,17 +1,18 @@
 """Every performance promise in one run: measured, beside its peers, with the verdict.
 
     python asv_benches/report.py [--quick] [--json FILE] [--only SECTION ...]
+        [--into asv_benches/host_results.json --commit $(git rev-parse HEAD)]
 
 Rounds of what is compared follow each other in random order within this one process. Run it on an
 idle machine; the load is printed, as are the processor and the versions. The exit status is 1 if
-a promise is not kept.
+a promise is not kept. `--into` stores what is measured in a results file, of which figures.py makes
+the documentation's tables; sections that are not measured stay there as they were.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -19,11 +20,9 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import arenapy
 from asv_benches import (
     bench_c,
     bench_curve,
@@ -42,6 +41,7 @@ from asv_benches import (
     numpy_traces,
 )
 from asv_benches.rounds import Line
+from asv_benches.stored import stamp, store
 
 
 def prefault_lines(quick):
@@ -75,27 +75,14 @@ SECTIONS = {
 }
 
 
-def machine():
-    """What the figures depend on."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "arenapy": arenapy.__version__,
-        "load": os.getloadavg()[0],
-    }
-
-
 def figure(value):
     """Three digits, or all of a whole number."""
     return f"{value:.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
+
+
+def as_data(lines):
+    """For a file."""
+    return [dataclasses.asdict(line) | {"verdict": line.verdict} for line in lines]
 
 
 def show(console, section, lines):
@@ -112,22 +99,26 @@ def show(console, section, lines):
     console.print(table)
 
 
-def main():
-    """Run, print, and say by the exit status whether all is met."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(sections=SECTIONS, about=__doc__):
+    """Run, print, store, and say by the exit status whether all is met."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it runs")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a results file")
+    parser.add_argument("--commit", default="unknown", help="what is measured, for its stamp")
+    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
     options = parser.parse_args()
-    console = Console()
-    about = machine()
-    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    machine = stamp(options.commit)
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items() if value))
     found = []
     start = time.perf_counter()
     for section in options.only:
-        lines = list(SECTIONS[section](options.quick))
+        lines = list(sections[section](options.quick))
         show(console, section, lines)
         found += lines
+        if options.into:
+            store(options.into, section, machine, {"lines": as_data(lines)})
     missed = [line for line in found if line.verdict == "MISSED"]
     promises = [line for line in found if line.limit is not None]
     seconds = time.perf_counter() - start
@@ -136,8 +127,8 @@ def main():
         f"load at the end {os.getloadavg()[0]:.1f}"
     )
     if options.json:
-        lines = [dataclasses.asdict(line) | {"verdict": line.verdict} for line in found]
-        Path(options.json).write_text(json.dumps({"machine": about, "lines": lines}, indent=1))
+        text = json.dumps({"machine": machine, "lines": as_data(found)}, indent=1)
+        Path(options.json).write_text(text)
     return bool(missed)
 
 
