@@ -84,6 +84,20 @@ def faults(quick):
     yield Figure("arena.empty", arena, "faults", arena == 0)
 
 
+def current_driver():
+    """cuda.bindings' driver, with the first device's context current in this thread."""
+    from cuda.bindings import driver
+
+    error, context = driver.cuDevicePrimaryCtxRetain(0)
+    assert error == 0, error
+    (error,) = driver.cuCtxSetCurrent(context)
+    assert error == 0, error
+    error, pointer = driver.cuMemAlloc(1)
+    assert error == 0, error  # what is timed does not look
+    driver.cuMemFree(pointer)
+    return driver
+
+
 def allocations(quick):
     """A pool beside what it takes its memory from: made and dropped at once."""
     names = {"np": np, "pool": arenapy.Pool(), "loops": native.load("c_loops")}
@@ -94,10 +108,8 @@ def allocations(quick):
                                   "empty = np.empty; touch = loops.touch"),
     }  # fmt: skip
     if has_gpu():
-        from cuda.bindings import driver
-
         names |= {
-            "driver": driver,
+            "driver": current_driver(),
             "device": arenapy.Pool(1 << 30, cuda.Device(), 1 << 29),
             "pinned": arenapy.Pool(1 << 30, cuda.Pinned(), 1 << 29),
         }
@@ -271,8 +283,7 @@ def false_sharing(quick):
 
 def driver_allocations(quick):
     """The driver's own calls."""
-    from cuda.bindings import driver
-
+    driver = current_driver()
     ways = {"cudaMalloc": ("cuMemAlloc", "cuMemFree"),
             "cudaMallocHost": ("cuMemAllocHost", "cuMemFreeHost")}  # fmt: skip
     for name, (alloc, free) in ways.items():

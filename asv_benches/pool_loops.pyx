@@ -15,13 +15,18 @@ from arenapy.atomic cimport arenapy_add
 
 cdef extern from *:
     """
+    #ifndef _GNU_SOURCE
+    #define _GNU_SOURCE
+    #endif
     #include <dlfcn.h>
     #include <stdint.h>
     #include <stdlib.h>
     #include <time.h>
+    /* Of its neighbour: a program that is not position-independent, as some Pythons are, has an
+       address for malloc itself. */
     static const char *malloc_comes_from(void) {
         Dl_info info;
-        return dladdr((void *)malloc, &info) ? info.dli_fname : "";
+        return dladdr(dlsym(RTLD_DEFAULT, "aligned_alloc"), &info) ? info.dli_fname : "";
     }
     static inline uint64_t now(void) {
         struct timespec t;
