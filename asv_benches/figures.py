@@ -24,7 +24,8 @@ MEASURED = {
     "gpu_results.json": ("arenapy/cuda", "arenapy/demo"),
     "claims_results.json": ("arenapy/cuda", "arenapy/demo"),
 }
-VERSIONS = ("numpy", "pyarrow", "cuda-bindings", "cuda-core", "cupy-cuda13x", "torch", "rmm-cu13")
+VERSIONS = ("numpy", "pyarrow")
+GPU_VERSIONS = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "torch", "rmm-cu13")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 ONLY_SHOWN = ("loop", "rmm-arena")  # of the replays: what is no allocator, or is not compared
 
@@ -35,10 +36,12 @@ def results_of(name):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def stamped(stamp):
-    """What a section was measured on."""
-    gpu = f"{stamp['gpu']}, driver {stamp['driver']}, " if stamp.get("gpu") else ""
-    versions = ", ".join(f"{name} {stamp[name]}" for name in VERSIONS if stamp.get(name))
+def stamped(stamp, with_gpu=True):
+    """What a section was measured on; a GPU that it does not use is left out."""
+    with_gpu = with_gpu and stamp.get("gpu")
+    gpu = f"{stamp['gpu']}, driver {stamp['driver']}, " if with_gpu else ""
+    names = VERSIONS + (GPU_VERSIONS if with_gpu else ())
+    versions = ", ".join(f"{name} {stamp[name]}" for name in names if stamp.get(name))
     return (
         f"{gpu}{stamp['cpu']} ({stamp['cores']} cores), Linux {stamp['kernel']}, "
         f"Python {stamp['python']}; {versions}; commit {stamp['commit'][:12]}, {stamp['date']}."
@@ -103,7 +106,7 @@ def sections(text, results):
             found = results[section]
             made = of_traces(found) if "traces" in found else of_lines(found)
             lines += [f"## {told['title']}", "", told["about"], *made, ""]
-            lines += [stamped(found["stamp"]), ""]
+            lines += [stamped(found["stamp"], text["of_a_gpu"]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -143,7 +146,7 @@ def readme(text, readme_text, results):
             rows.append((*first, f"{name}: {measured(peer)}", f"{ratio:.2f}"))
             first = "", ""
     lines = [*table(("", "arenapy", "beside it", "ratio"), rows), ""]
-    lines.append(stamped(next(iter(results.values()))["stamp"]))
+    lines.append(stamped(next(iter(results.values()))["stamp"], with_gpu=False))
     before, _, rest = readme_text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + after
