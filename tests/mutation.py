@@ -1,0 +1,225 @@
+"""Mutants of the core: do the tests notice when one line of it is wrong?
+
+    python tests/mutation.py [--mutants 96] [--seed 0] [--jobs N] [--json FILE] [--show]
+
+Draws lines of the core's .pyx files and changes each in one place: a comparison, an operator, a
+constant, or a statement that is left out. Every mutant is built alone, beside a copy of the
+installed package, and attacked by the tests of its part. It is killed if one of them fails, crashes
+or does not end; a survivor is shown with its line. What does not compile is drawn again. Run it on
+many cores: a mutant takes one about a minute. The exit status is 0 whatever survives: a survivor is
+to be looked at, and may change nothing that anybody could see.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "arenapy"
+COMMON = ["test_every_allocator"]
+BUMP = ["test_bump_machine", "test_planted", "test_bump_growth", "test_bump", "test_buffer_held"]
+SLAB = ["test_slab_machine", "test_planted_slab", "test_slab_basics"]
+POOL = [
+    "test_pool_machine", "test_planted_pool", "test_pool_regions", "test_reservation",
+    "test_reservation_failures", "test_attacks_pool", "test_pool_skew",
+]  # fmt: skip
+BUFFER = ["test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles"]
+#: Module: the tests of its part, quickest first.
+CORE = {
+    "bump_core": BUMP, "extents": BUMP, "space": BUMP, "bump_growth": BUMP, "mark": BUMP,
+    "slab_core": SLAB, "slab_items": SLAB,
+    "pages": POOL, "segments": POOL, "fronts": POOL, "pool_core": POOL, "pool_memory": POOL,
+    "pool_growth": POOL, "many": [*POOL, *SLAB, *BUMP], "table": POOL,
+    "buffer": BUFFER, "block": [*BUFFER, *BUMP],
+}  # fmt: skip
+SECONDS = 150  # for the tests of one mutant: longer is killed, too
+SWAPS = [
+    (r" < ", " <= "), (r" <= ", " < "), (r" > ", " >= "), (r" >= ", " > "),
+    (r" == ", " != "), (r" != ", " == "), (r" and ", " or "), (r" or ", " and "),
+    (r" \+ ", " - "), (r" - ", " + "), (r" \+ 1\b", ""), (r" - 1\b", ""),
+    (r" \+= ", " -= "), (r" -= ", " += "), (r"\bnot ", ""),
+    (r"\bTrue\b", "False"), (r"\bFalse\b", "True"), (r"\bmin\(", "max("), (r"\bmax\(", "min("),
+    (r" << ", " >> "), (r" >> ", " << "), (r" & ", " | "), (r" \| ", " & "),
+]  # fmt: skip
+STATEMENT = re.compile(r"^(\s+)([\w.\[\]]+(\(.*\)| [-+|&]?= .*))$")
+NO_CODE = re.compile(r"^\s*(#|f?\"|cdef |cpdef |def |class |cimport|from |import |@|raise |$)")
+
+
+@dataclass
+class Mutant:
+    """One change, and what became of it."""
+
+    module: str
+    line: int
+    before: str
+    after: str
+    outcome: str = ""
+    by: str = ""
+    seconds: float = 0.0
+
+    def __str__(self):
+        return f"{self.module}.pyx:{self.line}: {self.before.strip()}  ->  {self.after.strip()}"
+
+
+def code_lines(text):
+    """(number, line) of statements: no docstrings, comments, declarations or C."""
+    inside = False
+    for number, line in enumerate(text.splitlines()):
+        quotes = line.count('"""')
+        if inside or quotes:
+            inside = inside != (quotes == 1)
+            continue
+        if not NO_CODE.match(line) and line.startswith(" "):
+            yield number, line
+
+
+def mutations(line):
+    """What a line could be instead."""
+    code, hash_sign, comment = line.partition("  #")
+    for pattern, swap in SWAPS:
+        for match in re.finditer(pattern, code):
+            yield code[: match.start()] + swap + code[match.end() :] + hash_sign + comment
+    if match := STATEMENT.match(code.rstrip()):
+        balanced = code.count("(") == code.count(")") and code.count("[") == code.count("]")
+        if balanced and not code.rstrip().endswith(("\\", ",", "(")):
+            yield match[1] + "pass"
+
+
+def all_mutants():
+    """Every one that there is."""
+    for module in CORE:
+        for number, line in code_lines((PACKAGE / f"{module}.pyx").read_text()):
+            for after in mutations(line):
+                if after != line:
+                    yield Mutant(module, number + 1, line, after)
+
+
+def build(mutant, place, installed):
+    """A package beside the installed one with this module in it. False: it does not compile."""
+    package = place / "arenapy"
+    shutil.copytree(installed, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for pattern in ("*.pyx", "*.pxd"):
+        for file in PACKAGE.rglob(pattern):
+            shutil.copy(file, package / file.relative_to(PACKAGE))
+    source = package / f"{mutant.module}.pyx"
+    lines = source.read_text().splitlines(keepends=True)
+    assert lines[mutant.line - 1].rstrip("\n") == mutant.before
+    lines[mutant.line - 1] = mutant.after + "\n"
+    source.write_text("".join(lines))
+    for old in package.glob(f"{mutant.module}.*.so"):
+        old.unlink()
+    code = (
+        "import sys; sys.argv[1:] = ['build_ext', '--inplace']\n"
+        "from setuptools import Extension, setup\n"
+        "from Cython.Build import cythonize\n"
+        "import runpy; flags = runpy.run_path('arenapy/_build.py')\n"
+        f"setup(ext_modules=cythonize([Extension('arenapy.{mutant.module}', "
+        f"['arenapy/{mutant.module}.pyx'], extra_compile_args=flags['COMPILE_ARGS'] + ['-O1'])], "
+        "compiler_directives=flags['DIRECTIVES'], quiet=True))"
+    )
+    return quiet([sys.executable, "-c", code], place, 300) == 0
+
+
+def quiet(command, place, seconds, log=None):
+    """The exit status of a command; None if it took too long."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]),
+        "HYPOTHESIS_PROFILE": "ci",
+        "ARENAPY_STEPS": str(place / "steps"),
+    }
+    with open(log or os.devnull, "w") as out:
+        try:
+            done = subprocess.run(
+                command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, timeout=seconds, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None
+    return done.returncode
+
+
+def attack(mutant, installed):
+    """Build it and run its tests; what became of it is noted in it."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="arenapy-mutant-") as place:
+        place = Path(place)
+        if not build(mutant, place, installed):
+            mutant.outcome = "does not compile"
+            return mutant
+        shutil.copytree(ROOT / "tests", place / "tests")
+        shutil.copy(ROOT / "pyproject.toml", place)
+        files = [f"tests/{name}.py" for name in (*CORE[mutant.module], *COMMON)]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+        log = place / "log"
+        status = quiet(command, place, SECONDS, log)
+        mutant.outcome = "survived" if status == 0 else "killed"
+        text = log.read_text(errors="replace")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+        mutant.by = failed[0] if failed else "no end" if status is None else f"exit {status}"
+    mutant.seconds = time.perf_counter() - start
+    return mutant
+
+
+def unchanged(installed):
+    """The tests must pass without a mutant, or they say nothing."""
+    line = (PACKAGE / "table.pyx").read_text().splitlines()[0]
+    return attack(Mutant("table", 1, line, line), installed).outcome == "survived"
+
+
+def main():
+    """Draw, attack, tell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mutants", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after this")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--show", action="store_true", help="name the mutants, and run nothing")
+    options = parser.parse_args()
+    drawn = list(all_mutants())
+    print(f"{len(drawn)} mutants are possible; {options.mutants} of them, seed {options.seed}")
+    random.Random(options.seed).shuffle(drawn)
+    if options.show:
+        print(*drawn[: options.mutants], sep="\n")
+        return 0
+    import arenapy
+
+    installed = Path(arenapy.__file__).parent
+    start = time.perf_counter()
+    if not unchanged(installed):
+        print("the tests fail without a mutant")
+        return 1
+    done = []
+    with ThreadPoolExecutor(options.jobs) as executor:
+        waiting = iter(drawn)
+
+        def one():
+            # Until enough were built and attacked.
+            while len(done) < options.mutants and time.perf_counter() - start < options.seconds:
+                mutant = attack(next(waiting), installed)
+                if mutant.outcome != "does not compile":
+                    done.append(mutant)
+                    print(f"{mutant.outcome:9} {mutant.seconds:4.0f} s  {mutant}  [{mutant.by}]")
+                if options.json:
+                    options.json.write_text(json.dumps([asdict(m) for m in done], indent=1))
+
+        for future in [executor.submit(one) for _ in range(options.jobs)]:
+            future.result()
+    killed = sum(mutant.outcome == "killed" for mutant in done)
+    print(f"{killed} of {len(done)} killed, {time.perf_counter() - start:.0f} s")
+    print(*(mutant for mutant in done if mutant.outcome == "survived"), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
