@@ -1,6 +1,7 @@
 """Mutants of the core: do the tests notice when one line of it is wrong?
 
     python tests/mutation.py [--mutants 96] [--seed 0] [--jobs N] [--json FILE] [--show]
+                             [--again FILE --tests NAME ...]
 
 Draws lines of the core's .pyx files and changes each in one place: a comparison, an operator, a
 constant, or a statement that is left out. Every mutant is built alone, beside a copy of the
@@ -148,8 +149,8 @@ def quiet(command, place, seconds, log=None):
     return done.returncode
 
 
-def attack(mutant, installed):
-    """Build it and run its tests; what became of it is noted in it."""
+def attack(mutant, installed, tests=None):
+    """Build it and run its tests, or these; what became of it is noted in it."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="arenapy-mutant-") as place:
         place = Path(place)
@@ -158,7 +159,8 @@ def attack(mutant, installed):
             return mutant
         shutil.copytree(ROOT / "tests", place / "tests")
         shutil.copy(ROOT / "pyproject.toml", place)
-        files = [f"tests/{name}.py" for name in (*CORE[mutant.module], *COMMON)]
+        names = tests or (*CORE[mutant.module], *COMMON)
+        files = [f"tests/{name}.py" for name in names]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
         log = place / "log"
         status = quiet(command, place, SECONDS, log)
@@ -184,6 +186,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="the survivors of --json's")
+    parser.add_argument("--tests", nargs="+", metavar="NAME", help="not those of the part: these")
     parser.add_argument("--show", action="store_true", help="name the mutants, and run nothing")
     options = parser.parse_args()
     drawn = list(all_mutants())
@@ -195,8 +199,12 @@ def main():
     import arenapy
 
     installed = Path(arenapy.__file__).parent
+    if options.again:
+        before = [Mutant(**one) for one in json.loads(options.again.read_text())]
+        drawn = [mutant for mutant in before if mutant.outcome == "survived"]
+        options.mutants = len(drawn)
     start = time.perf_counter()
-    if not unchanged(installed):
+    if not options.again and not unchanged(installed):
         print("the tests fail without a mutant")
         return 1
     done = []
@@ -206,7 +214,10 @@ def main():
         def one():
             # Until enough were built and attacked.
             while len(done) < options.mutants and time.perf_counter() - start < options.seconds:
-                mutant = attack(next(waiting), installed)
+                mutant = next(waiting, None)
+                if mutant is None:
+                    return
+                attack(mutant, installed, options.tests)
                 if mutant.outcome != "does not compile":
                     done.append(mutant)
                     print(f"{mutant.outcome:9} {mutant.seconds:4.0f} s  {mutant}  [{mutant.by}]")

@@ -74,6 +74,13 @@ def test_repr_says_kind_bytes_allocator_and_state(arena, buffer):
     assert "Bump" not in repr(orphan)
 
 
+def test_repr_says_the_layout_of_what_is_no_row_of_bytes(buffer):
+    assert "(5, 5) '<f4'" in repr(buffer.view((5, 5), "f4"))
+    assert "(25,) '<f4'" in repr(buffer.view((25,), "f4"))
+    assert "(10, 10) '|u1'" in repr(buffer.view((10, 10), "u1"))
+    assert "|u1" not in repr(buffer) + repr(buffer[10:20])
+
+
 def test_repr_does_not_export(buffer):
     repr(buffer), str(buffer), len(buffer), buffer.nbytes, buffer.__dlpack_device__()
     assert not buffer.held

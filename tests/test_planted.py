@@ -41,6 +41,13 @@ def test_the_count_of_held_buffers_falls(retired):
     assert arena.stats().held_buffers == 0
 
 
+def test_the_figures_count_the_regions():
+    arena = Bump(PAGE, source=Pages(), max_bytes=1 << 20)
+    assert arena.stats().regions == 1
+    arena.alloc(3 * PAGE)
+    assert arena.stats().regions == len(arena.regions) == 2
+
+
 @pytest.mark.parametrize("nbytes", [1, 1000, 1 << 16, 1 << 18, (1 << 20) + 3])
 def test_zeros_of_every_size_on_recycled_memory(nbytes):
     """Small and large arrays are cleared by different code."""

@@ -458,3 +458,13 @@ def test_what_another_process_let_go_of_serves_again():
     os.close(write)
     assert pool.alloc(500 * KIB).nbytes == 500 * KIB
     pool.check()
+
+
+def test_of_many_blocks_only_those_that_the_source_was_asked_for_are_misses():
+    pool = Pool(source=Regions())
+    blocks = pool.alloc_many([MIB, 300 * KIB, 300 * KIB, 300 * KIB])
+    pool_of_one = Pool(source=Regions())
+    others = [pool_of_one.alloc(block.nbytes) for block in blocks]
+    many, one = pool.stats(), pool_of_one.stats()
+    assert (many.pool_misses, many.pool_hits) == (one.pool_misses, one.pool_hits)
+    assert many.pool_misses < len(blocks) == len(others)
