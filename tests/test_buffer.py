@@ -416,3 +416,14 @@ def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena):
     del buffer, seen, other, others
     arena.reset()
     assert arena.remaining == arena.capacity
+
+
+def test_a_released_slice_of_a_held_block_is_closed_to_everybody(buffer):
+    view = memoryview(buffer)
+    part = buffer[10:20]
+    part.release()
+    exports = memoryview, np.from_dlpack, lambda b: b.array(), lambda b: b[1:], bytes
+    for export in exports:
+        with pytest.raises(ValueError, match="released|closed"):
+            export(part)
+    assert view.nbytes == 100 and len(buffer[10:20]) == 10

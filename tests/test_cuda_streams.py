@@ -130,6 +130,19 @@ def test_release_with_a_stream(gpu, reusing):
     assert reusing.stats().pending_bytes == 0
 
 
+@pytest.mark.parametrize("source", HOST_VISIBLE)
+def test_a_refused_release_tells_nobody_of_its_stream(gpu, source):
+    pool = Pool(4 * MIB, SOURCES[source]())
+    b, s = pool.alloc(4096), new_stream(gpu)
+    view = memoryview(b)
+    slowly_fill(gpu, s, b, 1)
+    with pytest.raises(BufferError, match="exports"):
+        b.release(stream=s)
+    del view, b  # as nobody was told of the stream, it serves again at once
+    assert pool.stats().pending_bytes == 0
+    gpu.drain()
+
+
 def test_an_integer_is_asked_when_the_block_is_released(gpu, reusing):
     """Whose handle may be another stream's later."""
     s = new_stream(gpu)
