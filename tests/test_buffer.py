@@ -424,6 +424,6 @@ def test_a_released_slice_of_a_held_block_is_closed_to_everybody(buffer):
     part.release()
     exports = memoryview, np.from_dlpack, lambda b: b.array(), lambda b: b[1:], bytes
     for export in exports:
-        with pytest.raises(ValueError, match="released|closed"):
+        with pytest.raises(ValueError, match=r"released|closed"):
             export(part)
     assert view.nbytes == 100 and len(buffer[10:20]) == 10

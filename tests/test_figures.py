@@ -1,6 +1,8 @@
 """The pages of figures are made from the results files, and a difference is noticed."""
 
 import copy
+import html
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # behind what is installed
 
-from asv_benches import figures
+from asv_benches import chart, figures
 
 PAGES = {
     "host_results.json": (figures.sections, figures.TEXT["host"]),
@@ -106,3 +108,10 @@ def test_every_claim_has_a_reason_and_a_verdict():
     for key, found in stored.items():
         kept = [claims.Figure(**one) for one in found["figures"]]
         assert claims.verdict(kept) == found["verdict"], key
+
+
+def test_the_chart_shows_what_was_measured():
+    drawn = chart.CHART.read_text()
+    (said,) = re.findall(r"<dc:description>(.*?)</dc:description>", drawn, re.S)
+    assert json.loads(html.unescape(said)) == chart.values(), "run asv_benches/chart.py"
+    assert f"{min(chart.values().values()):.2g} µs" in drawn
