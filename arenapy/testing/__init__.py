@@ -14,8 +14,10 @@ from arenapy.testing.ranges import Live
 from arenapy.testing.sources import FailingSource
 from arenapy.testing.steps import Program, Step, load, steps_path
 from arenapy.testing.strategies import alignments, programs, shapes_and_dtypes, sizes
+from arenapy.testing.streams import StreamMachine, Streams
 from arenapy.testing.tally import Tally
 from arenapy.testing.threads import TwoThreadMachine
+from arenapy.testing.timeline import SimulatedEvent, SimulatedStream, SimulatedStreams
 
 __all__ = [
     "AllocatorMachine",
@@ -28,8 +30,13 @@ __all__ = [
     "OneOf",
     "PoolMachine",
     "Program",
+    "SimulatedEvent",
+    "SimulatedStream",
+    "SimulatedStreams",
     "SlabMachine",
     "Step",
+    "StreamMachine",
+    "Streams",
     "Tally",
     "TwoThreadMachine",
     "alignments",

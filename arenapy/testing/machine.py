@@ -96,11 +96,7 @@ class AllocatorMachine(AllocatorModel):
     @operation(first=True, config="configs")
     def start(self, config: dict[str, Any]) -> None:
         """Make the allocator."""
-        self.config = config
-        self.state = self.call(lambda: self.make(**config))
-        self.started = True
-        if self.used is not None:
-            self.used_when_new = self.call(self.used, self.state)
+        self.begin(config)
 
     @operation(nbytes="sizes", align="alignments")
     def allocate_block(self, nbytes: int, align: int | None) -> None:
@@ -135,7 +131,7 @@ class AllocatorMachine(AllocatorModel):
         """Ask for what cannot be."""
         assert self.bad_request is not None
         with self.refused(self.bad_request, f"a request of {nbytes} bytes"):
-            self.call(self.allocate, self.state, nbytes, align)
+            self.ask(self.state, nbytes, align)
 
     @operation("zeroed", nbytes="sizes", again=st.booleans())
     def allocate_zeroed(self, nbytes: int, again: bool) -> None:
@@ -187,10 +183,10 @@ class AllocatorMachine(AllocatorModel):
         """Give a block back, and once more."""
         assert self.double_free is not None
         block = self.gone(self.pick_live(which)[0])
-        self.call(self.free, self.state, block)
+        self.let_go(self.state, block)
         self.reached("a double free")
         with self.refused(self.double_free, "a double free"):
-            self.call(self.free, self.state, block)
+            self.let_go(self.state, block)
 
     @operation("mark")
     def push_mark(self) -> None:
@@ -225,7 +221,7 @@ class AllocatorMachine(AllocatorModel):
         record = self.marks[index]
         if index + 1 < len(self.marks):
             self.reached("a reset ends newer marks")
-        self.call(self.reset, self.state, record.mark)
+        self.rewind(self.state, record.mark)
         self.stale.extend(newer.mark for newer in self.marks[index + 1 :])
         del self.marks[index + 1 :]
         self.end_blocks(record.serial)
@@ -240,7 +236,7 @@ class AllocatorMachine(AllocatorModel):
 
     def reset_everything(self) -> None:
         """The same, within another step."""
-        self.call(self.reset, self.state)
+        self.rewind(self.state)
         self.stale.extend(record.mark for record in self.marks)
         self.marks.clear()
         self.end_blocks(0)
@@ -254,7 +250,7 @@ class AllocatorMachine(AllocatorModel):
         assert self.stale_mark is not None
         self.reached("a stale mark")
         with self.refused(self.stale_mark, "a stale mark"):
-            self.call(self.reset, self.state, self.stale[which % len(self.stale)])
+            self.rewind(self.state, self.stale[which % len(self.stale)])
 
     @operation("refills", which=OneOf("refills"), nbytes="sizes")
     def refill(self, which: int, nbytes: int) -> None:
@@ -292,14 +288,14 @@ class AllocatorMachine(AllocatorModel):
         blocks: list[Any] = []
         with contextlib.suppress(*self.refusals):
             while len(blocks) < most:
-                blocks.append(self.call(self.allocate, state, nbytes, None))
+                blocks.append(self.ask(state, nbytes, None))
         count = len(blocks)
         if count < most:
             self.reached("filled up")
         if how == "reset":
-            self.call(self.reset, state)
+            self.rewind(state)
         while how == "free" and blocks:
-            self.call(self.free, state, blocks.pop())
+            self.let_go(state, blocks.pop())
         return count
 
     def largest(self, state: Any, how: str) -> int:

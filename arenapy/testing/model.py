@@ -148,6 +148,18 @@ class AllocatorModel(RuleBasedStateMachine):
         """Call a hook; where another thread shall, a subclass says so here."""
         return hook(*arguments)
 
+    def ask(self, state: Any, nbytes: int, align: int | None) -> Any:
+        """Call `allocate`."""
+        return self.call(self.allocate, state, nbytes, align)
+
+    def let_go(self, state: Any, block: Any) -> None:
+        """Call `free`."""
+        self.call(self.free, state, block)
+
+    def rewind(self, state: Any, *mark: Any) -> None:
+        """Call `reset`, with a mark or to the start."""
+        self.call(self.reset, state, *mark)
+
     @classmethod
     def recipe(cls) -> dict[str, Any]:
         """How another process makes this class: the first line of the file of steps."""
@@ -214,6 +226,14 @@ class AllocatorModel(RuleBasedStateMachine):
 
     # The model -----------------------------------------------------------------------------------
 
+    def begin(self, config: dict[str, Any]) -> None:
+        """The model of a new allocator."""
+        self.config = config
+        self.state = self.call(lambda: self.make(**config))
+        self.started = True
+        if self.used is not None:
+            self.used_when_new = self.call(self.used, self.state)
+
     def pick_live(self, which: int) -> tuple[int, Live]:
         """(serial number, block) of an index that an operation drew, counted round."""
         serial = list(self.live)[which % len(self.live)]
@@ -245,7 +265,7 @@ class AllocatorModel(RuleBasedStateMachine):
         before = self.snapshot()
         room = None if self.remaining is None else self.call(self.remaining, self.state)
         try:
-            block = self.call(self.allocate, self.state, nbytes, align)
+            block = self.ask(self.state, nbytes, align)
         except self.refusals:
             self.reached("refused")
             self.unchanged(before, f"a request of {nbytes} bytes")
@@ -322,7 +342,7 @@ class AllocatorModel(RuleBasedStateMachine):
 
     def give_back(self, serial: int) -> None:
         """Free a block, which leaves the model."""
-        self.call(self.free, self.state, self.gone(serial))
+        self.let_go(self.state, self.gone(serial))
 
     def end_blocks(self, serial: int) -> None:
         """The model's side of a reset: what is younger goes, but for what somebody sees."""

@@ -1,0 +1,71 @@
+"""`arenapy.testing` attacks arenapy's allocators of CUDA memory, on the simulated driver."""
+
+import ctypes
+
+import pytest
+from cuda_support import HOST_VISIBLE, SOURCES, a_gpu
+from driver_streams import DriverStreams
+from gpu_machines import (
+    OwnBump,
+    OwnPool,
+    OwnSlab,
+    PlainBump,
+    PlainPool,
+    PlainSlab,
+    UntoldPool,
+    own_kind,
+    streamed,
+)
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+
+class SimulatedGpu:
+    """What machines for a GPU need of one."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def streams_for(self, machine, make_stream):
+        return DriverStreams(self.driver)
+
+    def upload(self, address, data):
+        self.driver.drain()
+        ctypes.memmove(address, data, len(data))
+
+    def download(self, address, nbytes):
+        self.driver.drain()
+        return ctypes.string_at(address, nbytes)
+
+    def synchronize(self):
+        self.driver.drain()
+
+
+def run(machine):
+    few = max(10, settings.default.max_examples // 4)
+    run_state_machine_as_test(machine, settings=settings(max_examples=few, stateful_step_count=30))
+    assert machine.tally.steps > 100
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("machine", [PlainBump, PlainSlab, PlainPool])
+def test_contents(machine, source):
+    with a_gpu(leaks=True) as driver:  # Hypothesis keeps the class, and so the source
+        body = {"gpu": SimulatedGpu(driver), "host": source in HOST_VISIBLE}
+        run(type(machine.__name__, (machine,), {**body, "source": SOURCES[source]()}))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("kind", [OwnBump, OwnSlab, OwnPool])
+def test_streams(kind, source):
+    with a_gpu() as driver:
+        made = own_kind(kind, SOURCES[source], host=source in HOST_VISIBLE)
+        run(streamed(made, SimulatedGpu(driver), kind.__name__))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_pool_that_is_told_of_no_stream_is_found(source):
+    with a_gpu(leaks=True) as driver:
+        made = own_kind(UntoldPool, SOURCES[source], host=source in HOST_VISIBLE)
+        with pytest.raises(AssertionError, match="does not come after"):
+            run(streamed(made, SimulatedGpu(driver), "UntoldPool"))
