@@ -6,6 +6,7 @@ from cuda_machine import NON_BLOCKING, Wrapped
 from simulated_gpu import behind
 from support import peek, poke
 
+from arenapy.testing.ranges import windows
 from arenapy.testing.timeline import HOST
 
 
@@ -19,16 +20,23 @@ class DriverStreams:
         ]
         self.streams = tuple(Wrapped(handle) for handle in self.handles)
         self.found = []
+        driver.errors.clear()  # of an example that failed
 
     def write(self, stream, known, serial):
         start, nbytes, fill = known.start, known.nbytes, known.fill
-        return self.launch(stream, start, nbytes, lambda: poke(start, nbytes, fill))
+
+        def run():
+            for offset, length in windows(nbytes):
+                poke(start + offset, length, fill)
+
+        return self.launch(stream, start, nbytes, run)
 
     def check(self, stream, known, serial):
         start, nbytes, fill = known.start, known.nbytes, known.fill
 
         def run():
-            if peek(start, nbytes) != bytes([fill]) * nbytes:
+            seen = b"".join(peek(start + offset, length) for offset, length in windows(nbytes))
+            if seen != bytes([fill]) * len(seen):
                 self.found.append(f"block {serial} is read otherwise than it was written")
 
         return self.launch(stream, start, nbytes, run)
