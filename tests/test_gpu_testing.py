@@ -140,7 +140,7 @@ def test_own_streams(gpu, capsys, kind, source):
 
 def test_a_pool_that_is_told_of_no_stream_is_found(gpu):
     machine = streamed(own_kind(UntoldPool, cuda.Device), gpu, "UntoldPool")
-    with pytest.raises(Exception, match="otherwise|Inconsistent"):  # if it was fast for once
+    with pytest.raises(Exception, match=r"otherwise|Inconsistent"):  # if it was fast for once
         run_state_machine_as_test(machine, settings=settings(FEW, phases=[Phase.generate]))
     assert "otherwise than" in str(machine.tally.error)
 
