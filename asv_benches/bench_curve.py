@@ -21,7 +21,7 @@ import arenapy
 
 from . import native
 from .bench_faults import KIB
-from .rounds import Line, Way, enough, medians, turns
+from .rounds import Line, Way, enough, medians, named, turns
 from .workers import OURS, Worker, installed, mixed
 
 COUNTS = tuple(10**i for i in range(1, 7))
@@ -136,26 +136,26 @@ def metadata(count, kind):
 
 
 class Curve:
-    """asv: nanoseconds of a free and an allocation in C."""
+    """asv: a free and an allocation in C."""
 
-    params = ((*HEAPS, *installed()), COUNTS, tuple(ORDERS))
+    params = ((*HEAPS, *installed()), COUNTS[::2], tuple(ORDERS))
     param_names = ("allocator", "live", "order")
     timeout = 600
-    unit = "ns"
 
+    @named("A free and an allocation in C, so many blocks live", "ns")
     def track_alloc_free(self, allocator, live, order):
         """The median of rounds in a worker."""
         return in_c([allocator], live, 21)[allocator, order] * 1e9
 
 
 class PythonCurve:
-    """asv: nanoseconds of a drop and an allocation from Python, both orders' medians."""
+    """asv: a drop and an allocation from Python."""
 
-    params = (COUNTS, tuple(ORDERS), ("pool.alloc", "bytearray"))
+    params = (COUNTS[::2], tuple(ORDERS), ("pool.alloc", "bytearray"))
     param_names = ("live", "order", "allocator")
     timeout = 600
-    unit = "ns"
 
+    @named("A drop and an allocation from Python, so many blocks live", "ns")
     def track_alloc_drop(self, live, order, allocator):
         """Both take turns; one is kept."""
         return in_python(live, 21).get((allocator, order), float("nan")) * 1e9
@@ -164,21 +164,20 @@ class PythonCurve:
 class EachCall:
     """asv: the dearest single call, and bytes of bookkeeping a block."""
 
-    params = (COUNTS[2:], tuple(KINDS))
+    params = (COUNTS[3:], tuple(KINDS))
     param_names = ("live", "sizes")
     timeout = 600
 
+    @named("The dearest single call of a Pool", "ns")
     def track_worst_call(self, live, sizes):
         """Of filling, freeing and filling again."""
         found = each_call(live, KINDS[sizes])
         return max(int(calls.max()) for calls in found.values())
 
+    @named("Bookkeeping of a Pool, a block", "bytes")
     def track_metadata(self, live, sizes):
         """With all of them live."""
         return metadata(live, KINDS[sizes])
-
-    track_worst_call.unit = "ns"
-    track_metadata.unit = "bytes"
 
 
 def lines(quick):

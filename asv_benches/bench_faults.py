@@ -17,7 +17,7 @@ import arenapy
 from arenapy import vm
 
 from . import native
-from .rounds import CLOCK, Line, Way, medians
+from .rounds import Line, Way, medians, named, timed
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -113,53 +113,35 @@ def namespace():
 
 
 class Faults:
-    """asv: minor faults of 1,000 iterations; up to a minute each."""
+    """asv: minor faults of an iteration; none is what is promised."""
 
-    params = (SIZES,)
-    param_names = ("nbytes",)
+    params = (("arena", "np.empty"), tuple(map(text, SIZES[::2])))
+    param_names = ("memory", "array")
     timeout = 600
 
-    def track_arena(self, nbytes):
-        """Scope, allocate, write all."""
-        return arena_faults(nbytes, ITERATIONS)
-
-    def track_numpy(self, nbytes):
-        """Of 20 iterations only, times 50."""
-        return numpy_faults(nbytes, PEER_ITERATIONS) * (ITERATIONS // PEER_ITERATIONS)
-
-    track_arena.unit = track_numpy.unit = "faults"
+    @named("Page faults: scope, allocate, write all, an iteration", "faults")
+    def track_array(self, memory, array):
+        """Of 20 iterations."""
+        count = arena_faults if memory == "arena" else numpy_faults
+        nbytes = next(nbytes for nbytes in SIZES if text(nbytes) == array)
+        return count(nbytes, PEER_ITERATIONS) / PEER_ITERATIONS
 
 
 class MixedFaults:
-    """asv: minor faults of 10,000 arrays of mixed sizes, the last few kept."""
+    """asv: 10,000 arrays, the last few kept."""
 
     params = ("pool", "slab", "np.empty")
     param_names = ("allocator",)
     timeout = 300
-    unit = "faults"
 
+    @named("Page faults of 10,000 arrays of mixed sizes", "faults")
     def track_mixed(self, allocator):
         """Allocate, write all, drop."""
         empty, largest = mixed_makers()[allocator]
         return mixed_faults(empty, MIXED_ITERATIONS, largest)
 
 
-class FirstTouch:
-    """asv: 64 MiB, one byte written a page."""
-
-    params = tuple(TOUCH)
-    param_names = ("way",)
-    number = 1
-    timer = CLOCK
-    timeout = 300
-
-    def setup(self, way):
-        """A new arena."""
-        self.loop = TOUCH[way].loop(namespace())
-
-    def time_64_mib(self, way):
-        """Make, touch and drop."""
-        self.loop.timeit(1)
+FirstTouch = timed("FirstTouch", "64 MiB made, a byte of each page written", TOUCH, namespace, 1)
 
 
 def lines(quick):

@@ -15,7 +15,7 @@ import numpy as np
 import arenapy
 
 from . import native
-from .rounds import CLOCK, Line, Way, medians
+from .rounds import CLOCK, Line, Way, medians, named
 
 FIELDS = 16
 RECORDS = 1 << 22  # 256 MiB of records, 16 MiB a field
@@ -84,6 +84,7 @@ class Layout:
         """New records."""
         self.loop = WAYS[loop].loop(namespace(PAGES[pages]))
 
+    @named("A sum over 4 Mi records, by layout and pages")
     def time_4_mi_records(self, loop, pages):
         """Add up."""
         self.loop.timeit(1)
@@ -94,8 +95,8 @@ class Huge:
 
     params = tuple(PAGES)
     param_names = ("pages",)
-    unit = "1"
 
+    @named("Share of memory on huge pages", "1")
     def track_huge_fraction(self, pages):
         """As the kernel says."""
         arena = arenapy.Bump(128 << 20, arenapy.Host(huge_pages=PAGES[pages]))

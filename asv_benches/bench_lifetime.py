@@ -10,7 +10,7 @@ import random
 
 import arenapy
 
-from .rounds import Line
+from .rounds import Line, named
 
 F = 1 << 20
 ITERATIONS = 100_000
@@ -77,28 +77,28 @@ def kept_bytes(frames):
 
 
 class Lifetime:
-    """asv: room used by 100,000 iterations, in F."""
+    """asv: room used by 10,000 iterations, in F, the largest size."""
 
     params = tuple(LOOPS)
     param_names = ("loop",)
     timeout = 300
-    unit = "F"
 
+    @named("Room that loops need whose arrays outlive their scope", "F")
     def track_reach(self, loop):
         """Fails where the bound does not do."""
         bound, sizes = LOOPS[loop]
-        return reach(bound, sizes(ITERATIONS))
+        return reach(bound, sizes(ITERATIONS // 10))
 
 
 class Kept:
-    """asv: a small array kept of each of 10,000 frames."""
+    """asv: a small array kept of each of 1,000 frames."""
 
     timeout = 300
-    unit = "1"
 
+    @named("Bytes not given back for each byte that is kept", "1")
     def track_bytes_over_kept_bytes(self):
         """1 if nothing else is kept."""
-        return kept_bytes(FRAMES)[0]
+        return kept_bytes(FRAMES // 10)[0]
 
 
 def lines(quick):

@@ -20,7 +20,7 @@ import arenapy
 
 from .process import Loop
 from .rivals import DEFAULT, OURS, Program, Ratios, here
-from .rounds import CLOCK, Line, Way, enough, samples, turns
+from .rounds import CLOCK, Line, Way, enough, named, samples, turns
 
 SIDES = (200, 300, 500, 700, 1000, 1400, 2000, 2800, 4000, 6000)
 QUICK_SIDES = (200, 1000, 3000)
@@ -130,13 +130,13 @@ def lines(quick):
 
 
 class Expression:
-    """asv: milliseconds of the element-wise expression, the median of rounds in a process."""
+    """asv: the element-wise expression, in a process for each rival."""
 
-    params = (tuple(here()), SIDES)
+    params = (tuple(here()), QUICK_SIDES)
     param_names = ("memory", "n")
     timeout = 300
-    unit = "ms"
 
+    @named("a*b + a - b/2 of n x n float32", "ms")
     def track_run(self, memory, n):
         """Steady state."""
         with Program(memory, MATRICES.format(n=n)) as program:
@@ -144,13 +144,12 @@ class Expression:
             runs = max(2, enough(loop, TURN))
             return statistics.median(samples({"": loop}, runs, 11)[""]) * 1e3
 
+    @named("Page faults of a*b + a - b/2, n x n float32, 20 runs", "faults")
     def track_faults(self, memory, n):
-        """Minor faults of 20 runs, once it is warm."""
+        """Once it is warm."""
         with Program(memory, MATRICES.format(n=n)) as program:
             program.value(f"faults_of({EXPRESSION.statement!r}, {FAULT_RUNS})")
             return program.value(f"faults_of({EXPRESSION.statement!r}, {FAULT_RUNS})")
-
-    track_faults.unit = "faults"
 
 
 class Empty:
@@ -167,6 +166,7 @@ class Empty:
         self.loop = empty_loops(elements)[memory]
         self.loop.timeit(CALLS)
 
+    @named("np.empty of float64, and dropped: 10,000 times")
     def time_10_000(self, memory, elements):
         """Make them."""
         self.loop.timeit(CALLS)

@@ -16,8 +16,13 @@ import random
 import statistics
 import sys
 import time
+from pathlib import Path
+
+if not __package__:  # run as a script; behind what is installed
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from arenapy import vm
+from asv_benches.rounds import named
 
 MIB = 1 << 20
 THP_SIZE = 2 * MIB
@@ -112,6 +117,7 @@ class Prefault:
         if way == "touch each page":
             vm.inject_populate_error(22)
 
+    @named("1 GiB made ready for use")
     def time_one_gib(self, way):
         """Fault all of it in."""
         if self.whole is not None:  # the warm-up calls again without setup

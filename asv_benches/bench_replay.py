@@ -16,7 +16,8 @@ from arenapy.recorder import Recorder
 from arenapy.replay import replay
 from arenapy.replay_core import Heap, PoolHeap, run
 
-from .rounds import CLOCK, Line, Way, medians
+from . import gpu_traces
+from .rounds import CLOCK, Line, Way, medians, named
 
 EVENTS = 200_000
 NBYTES = 4096
@@ -24,6 +25,9 @@ SEEDS = (0, 1, 2)
 PEERS = ("jemalloc", "mimalloc")
 SHOWN = ("pool-class", "malloc", "tcmalloc", "jemalloc-eager", "mimalloc-eager")
 QUICK_ALLOCATIONS = 1_500
+
+RECORDED = "torch training"
+TRACES = (*(f"random {seed}" for seed in SEEDS), RECORDED)
 
 START = "recorder = Recorder(path); recorder.start()"
 WAYS = {
@@ -55,6 +59,13 @@ def namespace(path):
     }
 
 
+def traced(name):
+    """One of TRACES."""
+    if name == RECORDED:
+        return gpu_traces.unpack(gpu_traces.TRAINING)
+    return trace.synthetic(int(name.split()[1]))
+
+
 class Recording:
     """asv: 200,000 allocations and frees."""
 
@@ -73,23 +84,34 @@ class Recording:
         """Remove the file."""
         self.folder.cleanup()
 
+    @named("Recording a trace: 200,000 allocations and frees")
     def time_200_000(self, way):
         """Do them all."""
         self.loop.timeit(1)
 
 
-class Reserved:
-    """asv: peak reserved over peak live of a random trace, every page of every block written."""
+class Replay:
+    """asv: traces repeated, each allocator in a process of its own."""
 
-    params = (("pool", "pool-class", *PEERS), SEEDS)
-    param_names = ("allocator", "seed")
+    params = (("pool", "pool-class", "malloc", *PEERS), TRACES)
+    param_names = ("allocator", "trace")
     timeout = 600
-    unit = "x"
 
-    def track_ratio(self, allocator, seed):
-        """In a process of its own."""
-        (found,) = replay(trace.synthetic(seed), [allocator])
-        return float("nan") if found.ratio is None else found.ratio
+    def setup(self, allocator, trace):
+        """Not what is not here."""
+        (self.found,) = replay(traced(trace), [allocator])
+        if self.found.ratio is None:
+            raise NotImplementedError(self.found.note)
+
+    @named("Peak reserved over peak live of a trace, every page written", "x")
+    def track_reserved(self, allocator, trace):
+        """What rounding, fragmentation and bookkeeping cost in memory."""
+        return self.found.ratio
+
+    @named("An event of a trace, in a second pass", "ns")
+    def track_event(self, allocator, trace):
+        """The first byte of every block written."""
+        return self.found.event_ns
 
 
 def recording_lines(quick):

@@ -12,7 +12,7 @@ import arenapy
 
 from . import native
 from .bench_faults import MIB
-from .rounds import Line, Way, Ways, medians
+from .rounds import Line, Way, Ways, medians, named, timed
 from .workers import mixed
 
 ROUNDINGS = ("step", "class")
@@ -57,17 +57,7 @@ def reserved_over_live(rounding, replaced):
     return pool.stats().reserved_bytes / most  # which only grew: nothing was trimmed
 
 
-class Rounding(Ways):
-    """asv: 10,000 blocks replaced in C."""
-
-    ways = WAYS
-    params = ROUNDINGS
-    namespace = staticmethod(namespace)
-    param_names = ("rounding",)
-
-    def time_10_000(self, rounding):
-        """Random sizes into random slots."""
-        self.loop.timeit(self.runs)
+Rounding = timed("Rounding", "A block of a Pool replaced by another size, in C", WAYS, namespace)
 
 
 class Reserved:
@@ -76,8 +66,8 @@ class Reserved:
     params = ROUNDINGS
     param_names = ("rounding",)
     timeout = 300
-    unit = "x"
 
+    @named("Peak reserved over peak asked for, by rounding", "x")
     def track_reserved_over_live(self, rounding):
         """Of 50,000 blocks replaced."""
         return reserved_over_live(rounding, REPLACED)

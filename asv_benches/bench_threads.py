@@ -20,13 +20,14 @@ import arenapy
 
 from . import native
 from .bench_faults import KIB
-from .rounds import HAS_GIL, Line
+from .rounds import HAS_GIL, Line, named
 from .workers import OURS, Worker, installed, mixed
 
 CPUS = sorted(os.sched_getaffinity(0))
 CPUS = CPUS[::2] + CPUS[1::2]  # two threads of one core, which share its caches, come last
 THREADS = [n for n in (1, 2, 4) if n <= len(CPUS)]
 ROUNDS = 101
+ASV_ROUNDS = 15
 WRITES = 2_000_000
 CALLS = 100_000  # of each thread, in C
 PYTHON_CALLS = 20_000
@@ -109,15 +110,15 @@ def rate_in_c(heap, threads, work):
     return threads * CALLS / took
 
 
-def rates_in_c(malloc, heap, work, rounds):
+def rates_in_c(malloc, heap, work, rounds, threads=THREADS):
     """{threads: the best rate}."""
     with Worker(malloc, f"from asv_benches import bench_threads; heap = {heap}") as process:
         rate = "bench_threads.rate_in_c(heap, {}, {!r})"
-        found = [[process.value(rate.format(n, work)) for n in THREADS] for _ in range(rounds)]
-    return dict(zip(THREADS, map(max, zip(*found, strict=True)), strict=True))
+        found = [[process.value(rate.format(n, work)) for n in threads] for _ in range(rounds)]
+    return dict(zip(threads, map(max, zip(*found, strict=True)), strict=True))
 
 
-def rates_in_python(name, rounds):
+def rates_in_python(name, rounds, threads=THREADS):
     """{threads: the best rate of calls from Python}."""
     allocs = {
         "slab": lambda: arenapy.Slab(64, 1 << 10).alloc,
@@ -133,48 +134,48 @@ def rates_in_python(name, rounds):
         timer = timeit.Timer(STATEMENTS[name], "alloc = bound", globals={"bound": bound})
         timer.timeit(PYTHON_CALLS)
 
-    return {n: max(n * PYTHON_CALLS / together([task] * n) for _ in range(rounds)) for n in THREADS}
+    return {n: max(n * PYTHON_CALLS / together([task] * n) for _ in range(rounds)) for n in threads}
 
 
 class Isolation:
-    """asv: nanoseconds of a write by each of two threads, to neighbouring items."""
+    """asv: two threads, each with a processor of its own."""
 
     params = ("isolated", "packed")
     param_names = ("items",)
     timeout = 300
-    unit = "ns"
 
+    @named("A write by each of two threads to neighbouring items of a Slab", "ns")
     def track_write(self, items):
         """The median of some rounds."""
-        return isolation(ROUNDS)[self.params.index(items)] * 1e9
+        return isolation(ASV_ROUNDS)[self.params.index(items)] * 1e9
 
 
 class Threads:
-    """asv: millions of allocations and frees a second in C."""
+    """asv: a processor for each thread."""
 
     params = ((*HEAPS, *installed()), WORK, THREADS)
     param_names = ("allocator", "work", "threads")
     timeout = 300
-    unit = "M/s"
 
+    @named("Allocations and frees in C, all threads together", "M/s")
     def track_rate(self, allocator, work, threads):
         """The best of some rounds."""
         malloc = OURS if allocator in HEAPS else allocator
-        rates = rates_in_c(malloc, HEAPS.get(allocator, "heap"), work, ROUNDS)
+        rates = rates_in_c(malloc, HEAPS.get(allocator, "heap"), work, ASV_ROUNDS, (threads,))
         return rates[threads] / 1e6
 
 
 class PythonThreads:
-    """asv: millions of allocations and drops a second from Python."""
+    """asv: a processor for each thread."""
 
     params = (tuple(STATEMENTS), THREADS)
     param_names = ("statement", "threads")
     timeout = 300
-    unit = "M/s"
 
+    @named("Allocations and drops from Python, all threads together", "M/s")
     def track_rate(self, statement, threads):
         """The best of some rounds."""
-        return rates_in_python(statement, ROUNDS)[threads] / 1e6
+        return rates_in_python(statement, ASV_ROUNDS, (threads,))[threads] / 1e6
 
 
 def rate_lines(name, rates, limit=None):

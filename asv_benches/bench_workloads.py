@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from .rivals import DEFAULT, OURS, Program, Ratios, here
-from .rounds import Line, samples
+from .rounds import Line, named, samples
 from .workloads import WORKLOADS
 
 TURN = 0.2  # seconds of steps
@@ -129,13 +129,13 @@ def lines(quick):
 
 
 class Workloads:
-    """asv: the ten programs; milliseconds a step, the median of rounds in one process."""
+    """asv: the ten programs, the median of rounds in one process."""
 
     params = (tuple(WORKLOADS), tuple(here()))
     param_names = ("workload", "memory")
     timeout = 600
-    unit = "ms"
 
+    @named("A step of a program", "ms")
     def track_step(self, workload, memory):
         """Steady state; NaN if a library that it needs is not here."""
         with Program(memory) as program:

@@ -13,7 +13,7 @@ import arenapy
 from arenapy import cuda
 
 from .bench_faults import KIB, MIB, text
-from .rounds import Line, Way, Ways, enough, turns
+from .rounds import Line, Way, enough, turns
 
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 100 * MIB)
 PINNED_SIZES = (4 * KIB, MIB, 100 * MIB)
@@ -221,23 +221,3 @@ def lines(quick):
     if ("torch", MIB) in found:
         ratio = found["arenapy.Pool", MIB] / found["torch", MIB]
         yield Line("ping-pong", "arenapy.Pool / torch", ratio, "x", 0.5)
-
-
-class Block(Ways):
-    """A block of 4 KiB on the device, for asv; skipped where there is no GPU."""
-
-    ways = OURS | SMALL | PEERS
-    params = tuple(ways)
-    timer = time.perf_counter
-
-    @staticmethod
-    def namespace():
-        """The names that the statements use."""
-        try:
-            return namespace() | {"n": SIZES[0]}
-        except cuda.Unavailable as error:
-            raise NotImplementedError(str(error)) from error
-
-    def time_10_000(self, way):
-        """Seconds of 10,000 blocks."""
-        self.loop.timeit(self.runs)

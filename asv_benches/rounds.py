@@ -7,7 +7,9 @@ machine that is slow for a while is slow for all of them. Time is the processor'
 the kernel's work for it included: waiting for a processor while others run is not a cost of ours.
 """
 
+import hashlib
 import random
+import re
 import statistics
 import sysconfig
 import time
@@ -26,6 +28,12 @@ class Way:
     statement: str
     before: str = "pass"
     operations: int = 1
+
+    def missing(self, names):
+        """Of the names that it uses, those that are None: what is not installed."""
+        code = f"{self.before}\n{self.statement}"
+        return [name for name, value in names.items()
+                if value is None and re.search(rf"\b{name}\b", code)]
 
     def loop(self, names, clock=CLOCK):
         """What runs the statement: `loop.timeit(n)` gives the seconds of n runs."""
@@ -54,7 +62,7 @@ class Line:
 
 
 class Ways:
-    """What an asv class is that times one of `ways`, CALLS operations at a time."""
+    """What asv times: 10,000 operations of one of `ways`, or more. `timed` makes classes of it."""
 
     CALLS = 10_000
     param_names = ("way",)
@@ -73,11 +81,54 @@ class Ways:
         """New allocators."""
         names = self.namespace()
         way = self.ways[way]
-        for name, value in names.items():
-            if value is None and name in way.before + way.statement:
-                raise NotImplementedError(f"{name} is not installed")
-        self.runs = self.CALLS // way.operations
+        for name in way.missing(names):
+            raise NotImplementedError(f"{name} is not installed")
+        self.runs = max(1, self.CALLS // way.operations)
         self.loop = way.loop(names, self.timer)
+
+
+def timed(name, pretty_name, ways, namespace, calls=Ways.CALLS, timer=CLOCK):
+    """An asv class of that name: a graph with a line for each of `ways`, of at least `calls`."""
+
+    def time_calls(self, way):
+        """Run them."""
+        self.loop.timeit(self.runs)
+
+    calls = max(calls, *(way.operations for way in ways.values()))
+    time_calls.pretty_name = pretty_name if calls == 1 else f"{pretty_name}: {calls:,} times"
+    return type(
+        name,
+        (Ways,),
+        {
+            "__doc__": f"asv: {pretty_name}.",
+            "ways": ways,
+            "CALLS": calls,
+            "params": tuple(ways),
+            "namespace": staticmethod(namespace),
+            "timer": staticmethod(timer),
+            "time_calls": time_calls,
+            "version": version(ways),
+        },
+    )
+
+
+def version(what):
+    """For asv, which keeps results of the same version only: another text, another version."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+def named(pretty_name, unit=None, **more):
+    """Name a benchmark in asv's pages, where the function's name would be shown."""
+
+    def decorate(function):
+        function.pretty_name = pretty_name
+        if unit is not None:
+            function.unit = unit
+        for name, value in more.items():
+            setattr(function, name, value)
+        return function
+
+    return decorate
 
 
 def samples(loops, runs, rounds):

@@ -1,0 +1,257 @@
+"""Fails on what costs more than 5 % more instructions than in the commit before.
+
+    python asv_benches/regressions.py [--base REV] [--limit PERCENT]
+
+Counts both commits by callgrind (instructions.py) with this checkout's benchmarks. The new one is
+the working tree, whose extension modules must be built (an editable install does that); the base is
+HEAD if there are uncommitted changes to the package, and HEAD's first parent if there are none. It
+is built here, as this tree was, but only where it differs.
+
+A change that costs something on purpose says so in its commit's message, a line for each benchmark:
+
+    Instructions-accepted: pool.alloc(64) (a guard against double frees)
+    Instructions-accepted: np.* (what this buys)
+
+`*` stands for anything, and there must be a reason. A benchmark that the base does not have is
+listed, not judged. Exit status: 0 kept, 1 not, 77 nothing to compare with (it says why).
+"""
+
+import argparse
+import fnmatch
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:  # run as a script; behind what is installed
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNTED = ("arenapy", "pyproject.toml")
+# Not imported by what is counted.
+ELSEWHERE = ("arenapy/cuda/", "arenapy/testing/", "arenapy/demo/", "arenapy/data/")
+TRAILER = "Instructions-accepted"
+NOTHING = 77  # exit status, as test harnesses have it
+LEAST = 1.0  # instruction: what less is is no regression
+BUILD = """
+from setuptools import Distribution
+distribution = Distribution()
+distribution.parse_config_files()
+distribution.ext_modules = [
+    module for module in distribution.ext_modules if not module.name.startswith("arenapy.cuda.")
+]
+command = distribution.get_command_obj("build_ext")
+command.build_lib, command.build_temp, command.inplace = {lib!r}, {temp!r}, True
+distribution.run_command("build_ext")
+"""
+
+
+class NothingToCompare(Exception):
+    """There is no base; says why."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One benchmark in both commits."""
+
+    name: str
+    before: float
+    after: float
+    accepted: str | None = None  # the reason
+
+    @property
+    def percent(self):
+        """More instructions than before; negative: fewer."""
+        return 100 * (self.after / self.before - 1)
+
+    def regressed(self, limit):
+        """Whether that is more than `limit` percent."""
+        return self.percent > limit and self.after - self.before >= LEAST
+
+
+# ---- what git knows -----------------------------------------------------------------------
+
+
+def git(*arguments, root=ROOT):
+    """What a git command prints; raises CalledProcessError."""
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def base_of(root=ROOT, base=None):
+    """The commit to compare with, and whether HEAD's message speaks of the change."""
+    try:
+        git("rev-parse", "--git-dir", root=root)
+    except (OSError, subprocess.CalledProcessError):
+        raise NothingToCompare("this is not a git repository") from None
+    dirty = bool(git("status", "--porcelain", "--", *COUNTED, root=root).strip())
+    wanted = base or ("HEAD" if dirty else "HEAD^1")
+    try:
+        return git("rev-parse", "--verify", f"{wanted}^{{commit}}", root=root).strip()
+    except subprocess.CalledProcessError:
+        shallow = git("rev-parse", "--is-shallow-repository", root=root).strip() == "true"
+        why = ("this clone is shallow: git fetch --deepen=1" if shallow
+               else "HEAD is the first commit" if base is None else "git does not know it")  # fmt: skip
+        raise NothingToCompare(f"there is no {wanted}: {why}") from None
+
+
+def changed_since(base, root=ROOT):
+    """Files that are counted and differ between a commit and the working tree."""
+    names = git("diff", "--name-only", base, "--", *COUNTED, root=root).splitlines()
+    names += git("ls-files", "--others", "--exclude-standard", "--", *COUNTED, root=root).splitlines()
+    return [
+        name
+        for name in names
+        if name.endswith((".py", ".pyx", ".pxd", ".toml")) and not name.startswith(ELSEWHERE)
+    ]
+
+
+def accepted_since(base, root=ROOT):
+    """[(pattern, reason)] of the trailers of all commits since; raises ValueError for bad ones."""
+    form = f"%(trailers:key={TRAILER},valueonly,unfold)"
+    found = []
+    for line in git("log", f"--format={form}", f"{base}..HEAD", root=root).splitlines():
+        if line.strip():
+            entry = re.fullmatch(r"(\S.*?) \((.*\S.*)\)", line.strip())
+            if entry is None:
+                raise ValueError(f"{TRAILER}: {line.strip()!r} should be: NAME (reason)")
+            found.append((entry[1], entry[2]))
+    return found
+
+
+# ---- the verdict --------------------------------------------------------------------------
+
+
+def matches(pattern, name):
+    """Whether a name is meant; only `*` is special."""
+    return fnmatch.fnmatchcase(name, re.sub(r"([\[?])", r"[\1]", pattern))
+
+
+def changes(before, after, accepted):
+    """What both commits have, in the order of `after`."""
+    return [
+        Change(
+            name,
+            before[name],
+            count,
+            next((reason for pattern, reason in accepted if matches(pattern, name)), None),
+        )
+        for name, count in after.items()
+        if name in before
+    ]
+
+
+def report(found, before, after, accepted, limit):
+    """Print; the exit status. `before` and `after` are Counts."""
+    for one in found:
+        verdict = ""
+        if one.regressed(limit):
+            verdict = f"accepted: {one.accepted}" if one.accepted else "REGRESSED"
+        print(f"{one.before:12.1f} {one.after:12.1f} {one.percent:+8.2f} %  {one.name}  {verdict}")
+    for name in after.found:
+        if name not in before.found:
+            why = before.absent.get(name, "not there")
+            print(f"{'-':>12} {after.found[name]:12.1f} {'':10}  {name}  (not in the base: {why})")
+    gone = [name for name in before.found if name not in after.found]
+    for name in gone:
+        print(f"LOST: {name} ran in the base and does not run now: {after.absent.get(name)}")
+    idle = [pattern for pattern, _ in accepted
+            if not any(matches(pattern, name) for name in after.found)]  # fmt: skip
+    for pattern in idle:
+        print(f"{TRAILER}: {pattern!r} names no benchmark")
+    bad = [one for one in found if one.regressed(limit) and not one.accepted]
+    for one in bad:
+        print(f"\n{one.name}: {one.before:.1f} -> {one.after:.1f} instructions, {one.percent:+.1f} %")
+    if bad:
+        print(
+            f"\nMore than {limit:g} %. If that is meant, the commit's message says so and why:\n\n"
+            + "\n".join(f"    {TRAILER}: {one.name} (reason)" for one in bad)
+            + "\n\nWhere it comes from: python asv_benches/instructions.py --annotate NAME"
+        )
+    if not found and not gone:
+        print("nothing that is counted here is in the base")
+    return 1 if bad or gone or idle else 0
+
+
+# ---- the base, built and counted ----------------------------------------------------------
+
+
+def lay_out(base, target, root=ROOT):
+    """The files of a commit. Those that are the same here keep their times, and what was built from
+    them comes along: then only what differs is built."""
+    data = subprocess.run(
+        ["git", "-C", str(root), "archive", base, "--", *COUNTED], capture_output=True, check=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(target, filter="data")
+    now = time.time()
+    for file in target.rglob("*"):
+        if file.is_file():
+            twin = root / file.relative_to(target)
+            same = twin.is_file() and twin.read_bytes() == file.read_bytes()
+            os.utime(file, ns=(twin.stat().st_mtime_ns,) * 2 if same else (int(now * 1e9),) * 2)
+    if (root / "build").is_dir():
+        shutil.copytree(root / "build", target / "build", symlinks=True)
+
+
+def build(tree):
+    """Compile a tree in place, as an editable install does."""
+    stays = f"build/editable-{sysconfig.get_config_var('SOABI')}"
+    code = BUILD.format(lib=f"{stays}/lib", temp=f"{stays}/temp")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the base does not build:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def main(argv=None):
+    """Build, count, compare; the exit status is the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", metavar="REV", help="compare with this commit")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="PERCENT")
+    options = parser.parse_args(argv)
+    try:
+        base = base_of(base=options.base)
+    except NothingToCompare as reason:
+        print(f"nothing to compare with: {reason}")
+        return NOTHING
+    changed = changed_since(base)
+    print(f"base {git('log', '-1', '--format=%h %s', base).strip()}; changed since: {len(changed)} files")
+    accepted = accepted_since(base)
+    if not changed:
+        print("nothing that is counted has changed")
+        return 0
+
+    from asv_benches import instructions
+
+    if reason := instructions.can_count():
+        print(f"nothing is counted: {reason}")
+        return NOTHING
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="arenapy-base.") as folder:
+        tree = Path(folder)
+        lay_out(base, tree)
+        build(tree)
+        built = time.perf_counter()
+        before = instructions.count(gate=True, path=tree)
+        after = instructions.count(gate=True)
+    for counts, place in ((before, tree), (after, ROOT)):
+        if Path(counts.arenapy).parents[1] != place:
+            raise RuntimeError(f"{counts.arenapy} was counted, which is not in {place}")
+    control = instructions.CONTROL
+    if abs(Change(control, before.found.pop(control), after.found.pop(control)).percent) > 0.5:
+        raise RuntimeError(f"{control} has another count in the base: they were not run alike")
+    status = report(changes(before.found, after.found, accepted), before, after, accepted, options.limit)
+    print(f"built in {built - start:.0f} s, counted in {time.perf_counter() - built:.0f} s")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
