@@ -241,7 +241,7 @@ def main(argv=None):
         build(tree)
         built = time.perf_counter()
         before = instructions.count(gate=True, path=tree)
-        after = instructions.count(gate=True)
+        after = instructions.count(gate=True, path=ROOT)
     for counts, place in ((before, tree), (after, ROOT)):
         if Path(counts.arenapy).parents[1] != place:
             raise RuntimeError(f"{counts.arenapy} was counted, which is not in {place}")
