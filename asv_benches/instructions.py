@@ -143,7 +143,9 @@ def handler():
             memory.install() if ours else memory.uninstall()
             inside[0] = ours
 
-    return {"np": np, "use": use, "a": np.arange(100.0)}
+    # On a cache line, as the handler's arrays are: how many instructions a SIMD loop has depends on it.
+    a = arenapy.Bump(1 << 16).copy(np.arange(100.0))
+    return {"np": np, "use": use, "a": a}
 
 
 def replays():
