@@ -102,6 +102,10 @@ cdef class Allocator:
         """Record every operation from now on; None: no longer."""
         raise NotImplementedError(type(self).__name__)
 
+    def _reserved(self):
+        """(address, bytes) of all that came from the source and is here still."""
+        return [(region.address, region.nbytes) for region in self.regions]
+
     def empty(self, shape, dtype="f8", order="C"):
         """An uninitialized ndarray in this allocator's memory, 64-byte aligned.
 

@@ -25,7 +25,7 @@ from arenapy.block cimport (
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
-from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET
+from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
 from arenapy.regions cimport record
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.places cimport NOWHERE, here
@@ -137,8 +137,7 @@ cdef class Bump(Allocator):
         cdef PyObject* o = (<BumpCore>core).nest.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef void* start
-        if (not ARENAPY_GIL or o == NULL or n < 0 or align is not None
-                or stream is not None):
+        if not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None:
             return self.careful_alloc(nbytes, align, stream)
         if (<BumpCore>core).ended_list != NULL:
             (<BumpCore>core).drain()
@@ -214,6 +213,7 @@ cdef class Bump(Allocator):
             c.drop_regions(before.regions, dropped)
             arenapy_lock_release(&c.lock)
             for region in dropped:
+                record(c, EVENT_TRIM, (<Region>region).ptr, (<Region>region).size)
                 (<Region>region).detach()
             raise
         return blocks
@@ -263,6 +263,7 @@ cdef class Bump(Allocator):
             done = True
         arenapy_lock_release(&c.lock)
         if done:
+            record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:
                 c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
                 c.operated()
@@ -342,8 +343,7 @@ cdef class Bump(Allocator):
 
     cdef int rewind_to(self, Mark mark, bint strict) except -1:
         cdef BumpCore c = self.core
-        cdef Py_ssize_t f = 0
-        cdef Py_ssize_t held = 0
+        cdef Py_ssize_t f = 0, held = 0
         cdef int status = 0
         cdef int named = 0
         cdef Hold* hold

@@ -9,7 +9,9 @@ from arenapy.allocator cimport make_region
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer cimport Buffer
 from arenapy.bump_core cimport BumpCore, take
+from arenapy.recorder cimport EVENT_GROW
 from arenapy.region cimport Region
+from arenapy.regions cimport record
 
 from arenapy.errors import OutOfMemory
 
@@ -27,6 +29,7 @@ cdef int grow_arena(
     cdef size_t size
     cdef uintptr_t start
     cdef Region region
+    cdef bint grown
     c.open_check()
     if max_bytes is not None and <size_t>max_bytes > known:
         left = <size_t>max_bytes - known
@@ -46,10 +49,13 @@ cdef int grow_arena(
         raise OutOfMemory(c.full(n, align, max_bytes))
     arenapy_lock_acquire(&c.lock)
     try:
-        if c.capacity == known:              # else other code grew it meanwhile: try again
+        grown = c.capacity == known          # else other code grew it meanwhile: try again
+        if grown:
             c.add_region(region)
     finally:
         arenapy_lock_release(&c.lock)
+    if grown:
+        record(c, EVENT_GROW, region.ptr, region.size)
     return 0
 
 

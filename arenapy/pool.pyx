@@ -22,13 +22,11 @@ from arenapy.many cimport Many
 from arenapy.pool_core cimport PoolCore, PoolFigures
 from arenapy.pool_growth cimport PoolGrowth
 from arenapy.pool_memory cimport PoolMemory, checked_limit
-from arenapy.recorder cimport EVENT_TRIM
-from arenapy.regions cimport record
 from arenapy.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import memory_info
-from arenapy.pool_check import listing, stats_of, verify
+from arenapy.pool_check import extents, listing, stats_of, verify
 from arenapy.pool_lanes import blocks_with, tally_with, with_lanes
 from arenapy.source import Existing, File, Host, Shared
 from arenapy.stats import Defragmented
@@ -400,7 +398,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.flush_all()
         idle = c.figures().all.idle
         freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
-        record(c, EVENT_TRIM, NULL, freed << PAGE_BITS)
         return freed << PAGE_BITS
 
     def defragment(self):
@@ -481,6 +478,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def _record(self, recorder):
         self.core.record_into(recorder)
         self.core.set_special()
+
+    def _reserved(self):
+        return extents(self.core)
 
     def check(self):
         """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""

@@ -1,4 +1,4 @@
-"""What must hold of a pool's bookkeeping, a listing of its blocks, and its figures for users.
+"""What must hold of a pool's bookkeeping, listings of its memory, and its figures for users.
 
 What lives here: reading all of it under all locks, then telling. Nothing is changed. The figures
 are counted again from the descriptors, and compared with those that are kept.
@@ -112,6 +112,35 @@ def listing(PoolCore c not None):
     found.blocks = blocks
     found.pending = pending
     return iter(found)
+
+
+def extents(PoolCore c not None):
+    """(address, bytes) of what has memory, each as large as it goes."""
+    cdef List found = List(NULL, 0, 0, False)
+    cdef uintptr_t end = 0
+    cdef uint32_t page
+    cdef int i
+    cdef Segment* s
+    cdef Descriptor* d
+    c.lock_all()
+    for i in range(c.n_segments):
+        s = &c.segments[c.order[i]]
+        page = 0
+        while page < s.pages and not (s.frontier and page == c.descriptors[s.frontier].page):
+            d = &c.descriptors[s.map[scatter(page)]]
+            page += d.pages
+            if d.state in (VOID, BUSY):
+                continue
+            if d.address == end:
+                found.items[found.n - 1].nbytes += <size_t>d.pages << PAGE_BITS
+            else:
+                add(&found, d.address, <size_t>d.pages << PAGE_BITS, 0, 0)
+            end = 0 if found.full else d.address + (<size_t>d.pages << PAGE_BITS)
+    c.unlock_all()
+    try:
+        return [(found.items[i].address, found.items[i].nbytes) for i in range(found.n)]
+    finally:
+        free(found.items)
 
 
 cdef class Listing:

@@ -19,7 +19,9 @@ from arenapy.atomic cimport (
 from arenapy.fronts cimport front_of
 from arenapy.pages cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
 from arenapy.pool_core cimport PoolCore
+from arenapy.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.region cimport Region
+from arenapy.regions cimport record
 from arenapy.table cimport Table, table_close
 from arenapy.vm_reserve cimport vm_decommit
 
@@ -142,6 +144,7 @@ cdef class PoolMemory:
                 c.open_check()
             self.rooms[c.segments[d.segment].base].commit(
                 <size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
+            record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
             done = True
         finally:
             arenapy_spin_acquire(&c.heap_lock)
@@ -219,7 +222,9 @@ cdef class PoolMemory:
                 f"{region!r} is {region.kind} memory, and the pool has {self.core.kind} memory; "
                 "a source of a pool makes regions of one kind"
             )
-        return self.core.add_segment(region, False, self.max_pages, front_of(self.core).tick)
+        self.core.add_segment(region, False, self.max_pages, front_of(self.core).tick)
+        record(self.core, EVENT_GROW, region.ptr, region.size)
+        return 0
 
     cdef size_t trimmable(self) noexcept:
         """Pages that could be given back now, once everything is merged."""
@@ -290,6 +295,7 @@ cdef class PoolMemory:
             c.unlock_all()
             if segment >= 0:
                 table_close(&table)
+                record(c, EVENT_TRIM, region.ptr, region.size)
                 c.drop_region(region)
                 region = None                # which may unmap it
             elif id == 0:
@@ -300,6 +306,8 @@ cdef class PoolMemory:
                 arenapy_add(&c.in_transit, 1)
                 with nogil:
                     status = vm_decommit(at, n << PAGE_BITS) if not c.shut else -1
+                    if status >= 0:          # before others may have it
+                        record(c, EVENT_TRIM, at, n << PAGE_BITS)
                 arenapy_spin_acquire(&c.heap_lock)
                 c.end_trim(id, status >= 0)
                 arenapy_spin_release(&c.heap_lock)

@@ -7,6 +7,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
+from arenapy.callers cimport Callers
 from arenapy.owned cimport Owned
 
 cdef enum:
@@ -15,8 +16,11 @@ cdef enum:
     EVENT_FREE = 2       # nbytes may be 0: not known
     EVENT_MARK = 3       # `block` identifies the mark, uniquely among those that are valid
     EVENT_RESET = 4      # to mark `block`, whose later allocations end; 0: everything ends
-    EVENT_TRIM = 5       # nbytes: how many went back to the source
+    EVENT_TRIM = 5       # nbytes from `block` on went back to the source
     EVENT_STREAM = 6     # written by the recorder: `block` is the stream of the next event
+    EVENT_GROW = 7       # nbytes from `block` on came from the source
+    EVENT_SITE = 8       # written by the recorder: `block` is the number of the next event's site
+    EVENT_TEXT = 9       # written by the recorder: 16 bytes of the text of sites
 
 # What recorder.pyx describes; docs/traces.md has it for readers of files.
 cdef struct Event:
@@ -49,12 +53,14 @@ cdef class Recorder:
     cdef readonly str path
     cdef readonly str kind
     cdef bint used
+    cdef Callers callers     # None: allocation sites are not wanted, and `wants_sites` is 0
+    cdef bint wants_sites
 
     cdef int check_started(self) except -1
     cdef int raise_failure(self) except -1
 
 
-# Record one operation. From any thread, with or without the GIL, under any lock: it calls no
-# Python, takes its own lock, and writes to the file once in 10,921 events. `errno` is kept.
+# Record one operation. From any thread, with or without the GIL, under any lock: it runs no Python
+# code, takes its own lock, and writes to the file once in 10,921 events. `errno` is kept.
 cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbytes,
                        uint64_t stream) noexcept nogil

@@ -6,7 +6,7 @@ OPERATIONS: Mapping[str, int]
 
 @final
 class Recorder:
-    def __new__(cls, path: str | os.PathLike[str], kind: str = "") -> Recorder: ...
+    def __new__(cls, path: str | os.PathLike[str], kind: str = "", sites: int = 0) -> Recorder: ...
     @property
     def path(self) -> str: ...
     @property
@@ -18,7 +18,7 @@ class Recorder:
     def start(self) -> None: ...
     def add(
         self,
-        operation: Literal["alloc", "free", "mark", "reset", "trim"],
+        operation: Literal["alloc", "free", "mark", "reset", "trim", "grow"],
         address: int,
         nbytes: int = 0,
         stream: int = 0,

@@ -14,6 +14,10 @@ where clock_gettime takes 28. A clock event, which pairs ticks with CLOCK_MONOTO
 buffer and the header holds the first pair: so whatever part of a file there is says how long its
 ticks are.
 
+Allocation sites, if they are wanted: an allocation by a thread that may look at Python's stack is
+preceded by the number of that stack, and a new number by its text, in records of its own. Who is
+on the stack is for callers.pyx to say.
+
 All state that changes lies in pages that fork() gives the child zeroed (MADV_WIPEONFORK): there
 the lock is free and nothing is running, so a child neither hangs nor writes into its parent's file.
 """
@@ -27,6 +31,7 @@ import stat
 from pathlib import Path
 from time import time_ns
 
+from arenapy.callers cimport Callers, attached
 from arenapy.owned cimport owned_acquire, owned_release
 
 cdef extern from *:
@@ -85,7 +90,15 @@ cdef extern from *:
         errno = kept;
         return done;
     }
+    /* Call what may use the interpreter, from code that does not know that it may. */
+    static uint32_t call_attached(void *function, PyObject *argument) {
+        int kept = errno;
+        uint32_t found = ((uint32_t (*)(PyObject *))function)(argument);
+        errno = kept;
+        return found;
+    }
     """
+    uint32_t call_attached(void* function, PyObject* argument) noexcept nogil
     const int CLOCK_OF_KERNEL, CLOCK_TSC, CLOCK_CNTVCT
     uint64_t kernel_ns() noexcept nogil
     uint64_t ticks_of(int clock) noexcept nogil
@@ -98,13 +111,14 @@ cdef extern from *:
     int close(int fd) nogil
 
 cdef enum:
-    VERSION = 1
+    VERSION = 2
     PLACES = 10922                       # events in a buffer: a quarter of a MiB
     BUFFERS = 2 * PLACES * 24            # bytes
     TIME_BITS = 56
     SIZE_BITS = 48
     KIND = 32                            # bytes of a name
     MOST_THREADS = (1 << 16) - 1         # further threads share this number
+    TEXT = 16                            # bytes of it in a record: two words
 
 cdef uint64_t TIME_MASK = (<uint64_t>1 << TIME_BITS) - 1
 cdef uint64_t SIZE_MASK = (<uint64_t>1 << SIZE_BITS) - 1
@@ -125,7 +139,7 @@ cdef struct Header:
     char reserved[32]
 
 OPERATIONS = {"alloc": EVENT_ALLOC, "free": EVENT_FREE, "mark": EVENT_MARK,
-              "reset": EVENT_RESET, "trim": EVENT_TRIM}
+              "reset": EVENT_RESET, "trim": EVENT_TRIM, "grow": EVENT_GROW}
 
 
 cdef int best_clock() except -1:
@@ -206,21 +220,58 @@ cdef void drop_buffers(Tape* tape) noexcept nogil:
         tape.buffers = NULL
 
 
-cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbytes,
-                       uint64_t stream) noexcept nogil:
-    cdef Tape* tape = (<Recorder>recorder).tape
-    cdef int clock = (<Recorder>recorder).clock
-    cdef int places = 2 if stream else 1
-    cdef uint32_t thread = this_thread()
-    cdef uint64_t now
-    owned_acquire(&tape.lock)
+cdef bint have_places(Tape* tape, int clock, int places) noexcept nogil:
+    """Make room in the current buffer, the lock held. False: events are not wanted any more."""
     while tape.running and tape.last - tape.at < places:
         if tape.writing:
             let_others(tape)
         else:
             write_out(tape, clock)
-    if tape.running:
+    return tape.running != 0
+
+
+cdef void record_text(Tape* tape, int clock, const char* text, size_t n) noexcept nogil:
+    """The last record is filled up with NUL. One text at a time: events may come between."""
+    cdef size_t part
+    owned_acquire(&tape.lock)
+    while n and have_places(tape, clock, 1):
+        put(tape, tape.at, EVENT_TEXT, tick(tape, clock), 0, 0, 0)
+        part = min(n, <size_t>TEXT)
+        memset(&tape.at.block, 0, TEXT)
+        memcpy(&tape.at.block, text, part)
+        text += part
+        n -= part
+        tape.at += 1
+    owned_release(&tape.lock)
+
+
+cdef uint32_t site_of_call(PyObject* recorder) noexcept:
+    """The number of the stack that is calling, 0: none."""
+    cdef Recorder r = <Recorder>recorder
+    cdef uint32_t number = 0
+    cdef bytes text
+    with cython.critical_section(r.callers):
+        text = r.callers.look(&number)
+        if text is not None:
+            record_text(r.tape, r.clock, text, len(text))
+    return number
+
+
+cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbytes,
+                       uint64_t stream) noexcept nogil:
+    cdef Tape* tape = (<Recorder>recorder).tape
+    cdef int clock = (<Recorder>recorder).clock
+    cdef uint32_t thread = this_thread()
+    cdef uint32_t site = 0
+    cdef uint64_t now
+    if (<Recorder>recorder).wants_sites and op == EVENT_ALLOC and tape.running and attached():
+        site = call_attached(<void*>site_of_call, recorder)
+    owned_acquire(&tape.lock)
+    if have_places(tape, clock, 1 + (stream != 0) + (site != 0)):
         now = tick(tape, clock)
+        if site:
+            put(tape, tape.at, EVENT_SITE, now, site, 0, thread)
+            tape.at += 1
         if stream:
             put(tape, tape.at, EVENT_STREAM, now, stream, 0, thread)
             tape.at += 1
@@ -233,8 +284,9 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
 
 @cython.auto_pickle(False)
 @cython.final
+@cython.no_gc
 cdef class Recorder:
-    """Recorder(path, kind="")\n--\n
+    """Recorder(path, kind="", sites=0)\n--\n
     Writes events to a trace file.
 
     `arenapy.trace.record` makes one and hands it to an allocator. Code that wants the events of
@@ -246,6 +298,8 @@ cdef class Recorder:
         The file, which `start` makes or overwrites. A regular file.
     kind : str
         What is recorded, at most 31 bytes: the name of the allocator's class.
+    sites : int
+        How many callers of each allocation to note, the innermost first: 0 to 64.
 
     Notes
     -----
@@ -253,12 +307,15 @@ cdef class Recorder:
     is stopped, and the file is its parent's.
     """
 
-    def __cinit__(self, path, kind=""):
+    def __cinit__(self, path, kind="", sites=0):
         self.fd = -1
         self.path = os.fsdecode(path)
         self.kind = kind
         if len(kind.encode()) >= KIND or "\0" in kind:
             raise ValueError(f"kind={kind!r}: a name of at most {KIND - 1} bytes")
+        if sites != 0:
+            self.callers = Callers(sites)
+            self.wants_sites = True
         self.clock = best_clock()
         self.tape = <Tape*>pages_of(sizeof(Tape), MADV_WIPEONFORK)
         if self.tape == NULL:
@@ -340,9 +397,9 @@ cdef class Recorder:
 
         Parameters
         ----------
-        operation : {"alloc", "free", "mark", "reset", "trim"}
+        operation : {"alloc", "free", "mark", "reset", "trim", "grow"}
         address : int
-            Of the block; of a mark and of a reset to it the number of the mark, not 0.
+            Of the block, or of the memory that went to or came from the source; of a mark and of a reset to it the number of the mark, not 0.
         nbytes : int
             Size of the block as asked for.
         stream : int

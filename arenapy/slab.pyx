@@ -14,9 +14,7 @@ from arenapy.allocator cimport Allocator, aligned_region, check_source
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
-from arenapy.recorder cimport EVENT_TRIM
 from arenapy.region cimport Region
-from arenapy.regions cimport record
 from arenapy.slab_core cimport SlabCore, SlabFigures
 from arenapy.slab_items cimport OTHER_GROWS, SELF_GROWS, quick_take
 
@@ -364,7 +362,6 @@ cdef class Slab(Allocator):
         for region in c.regions[:0:-1]:
             if c.remove_part(<Region>region):
                 freed += (<Region>region).size
-        record(c, EVENT_TRIM, NULL, freed)
         if c.debug:
             c.operated()
         return freed

@@ -21,8 +21,9 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport Block
 from arenapy.owned cimport owned_acquire, owned_release
+from arenapy.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet
+from arenapy.regions cimport RegionSet, record
 from arenapy.table cimport Table, table_close, table_grow, table_open
 from arenapy.threads cimport MOST_FRONTS, front_number
 
@@ -318,6 +319,7 @@ cdef class Items(RegionSet):
         self.items += items
         self.reserved += region.size
         self.unlock_all()
+        record(self, EVENT_GROW, region.ptr, region.size)
         return 0
 
     cdef void link_part(self, uint32_t number) noexcept nogil:
@@ -392,6 +394,7 @@ cdef class Items(RegionSet):
         self.unlock_all()
         if done:
             table_close(&old.table)
+            record(self, EVENT_TRIM, region.ptr, region.size)
             self.drop_region(region)
         return done
 

@@ -19,14 +19,25 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from arenapy.trace_file import Frame, Site
+
 __all__ = ["History", "Snapshot", "history", "is_pickle"]
 
 #: What ``torch.cuda.memory._snapshot()`` returns, or the file of ``_dump_snapshot()``.
 Snapshot: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 
-#: Whether an entry allocates. Those of other actions are about torch's own segments, about the
-#: recording itself, or say "free_requested": the block is not free then if other streams use it.
-ACTIONS = {"alloc": True, "free_completed": False}
+#: What an entry is in a trace. Those of other actions are about the recording itself, or say
+#: "free_requested": the block is not free then if other streams use it.
+ACTIONS = {
+    "alloc": "alloc",
+    "free_completed": "free",
+    "segment_alloc": "grow",
+    "segment_map": "grow",
+    "segment_free": "trim",
+    "segment_unmap": "trim",
+}
+OF_BLOCKS = ("alloc", "free_completed")
+MOST_FRAMES = 64  # of a site
 #: The most of each number that a trace has room for.
 MOST = {"addr": 2**64 - 1, "size": 2**48 - 1, "stream": 2**64 - 1, "time_us": 2**63 - 1}
 MOST_NS = 2**56 - 1  # since the first
@@ -35,21 +46,26 @@ REMEDY = "call torch.cuda.memory._record_memory_history() before the work, _snap
 
 @dataclass(frozen=True, eq=False, slots=True)
 class History:
-    """Allocations and frees of one device, in torch's order.
+    """Allocations, frees and segments of one device, in torch's order.
 
     Attributes
     ----------
     device : int
     started : int
         ns since 1970; 0: not known.
-    is_alloc : ndarray of bool
+    operations : list of str
+    numbers : list of int
+        Places in `sites`.
+    sites : tuple of tuple of Frame
     columns : dict of str to ndarray of uint64
         ``addr``, ``size``, ``stream``, and ``time_us`` since the first, which never goes back.
     """
 
     device: int
     started: int
-    is_alloc: npt.NDArray[np.bool_]
+    operations: list[str]
+    numbers: list[int]
+    sites: tuple[Site, ...]
     columns: dict[str, npt.NDArray[np.uint64]]
 
 
@@ -97,7 +113,12 @@ def history(snapshot: Snapshot, device: int | None) -> History:
     if not isinstance(traces, list | tuple):
         raise ValueError(f"the snapshot has no list of 'device_traces', so no history; {REMEDY}")
     found = [_relevant(trace, ordinal) for ordinal, trace in enumerate(traces)]
-    device = _chosen([ordinal for ordinal, entries in enumerate(found) if entries], device)
+    there = [
+        ordinal
+        for ordinal, entries in enumerate(found)
+        if any(entry["action"] in OF_BLOCKS for entry in entries)
+    ]
+    device = _chosen(there, device)
     entries = found[device]
     columns = {
         name: np.array([_number(entry, name, device) for entry in entries], "u8")
@@ -111,12 +132,28 @@ def history(snapshot: Snapshot, device: int | None) -> History:
         columns["time_us"] = np.maximum.accumulate(times) - times[0]
         if columns["time_us"][-1] > MOST_NS // 1000 or started >= 2**63:
             raise ValueError(f"device {device}: times from {times.min()} to {times.max()} us")
-    is_alloc = np.array([ACTIONS[entry["action"]] for entry in entries], bool)
-    return History(device, started, is_alloc, columns)
+    operations = [ACTIONS[entry["action"]] for entry in entries]
+    known: dict[Site, int] = {(): 0}
+    numbers = [known.setdefault(_site(entry), len(known)) for entry in entries]
+    return History(device, started, operations, numbers, tuple(known), columns)
+
+
+def _site(entry: Mapping[str, Any]) -> Site:
+    """Who allocated; nobody, if torch did not record that, or something that is not known here."""
+    frames = entry.get("frames")
+    if entry["action"] != "alloc" or not isinstance(frames, list | tuple):
+        return ()
+    try:
+        return tuple(
+            Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+            for frame in frames[:MOST_FRAMES]
+        )
+    except (KeyError, TypeError, ValueError):
+        return ()
 
 
 def _relevant(trace: Any, device: int) -> list[Mapping[str, Any]]:
-    """The entries that allocate or free."""
+    """The entries that count."""
     if not isinstance(trace, list | tuple):
         raise ValueError(f"device_traces[{device}] is {type(trace).__name__}, and no list")
     for number, entry in enumerate(trace):

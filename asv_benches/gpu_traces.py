@@ -79,8 +79,9 @@ def random_trace(seed, sizes, allocations=ALLOCATIONS, most_bytes=MOST_BYTES):
 
 
 def pack(trace, path):
-    """Write a trace in little room: addresses become numbers, times whole microseconds."""
-    events = trace.events
+    """Write a trace's blocks in little room: addresses become numbers, times microseconds."""
+    of_blocks = np.isin(trace.events["operation"], [OPERATIONS["alloc"], OPERATIONS["free"]])
+    events = trace.events[of_blocks]
     named = events["address"], events["stream"]
     (_, block), (streams, stream) = (np.unique(one, return_inverse=True) for one in named)
     ticks = events["time"] // np.uint64(1000)

@@ -48,12 +48,13 @@ class Torch:
         }
 
 
-def rows(made):
-    names = {code: name for name, code in trace.OPERATIONS.items()}
-    events = made.events
+def rows(made, *wanted):
+    """Events as tuples: of blocks, or those that are wanted."""
+    names = {trace.OPERATIONS[name]: name for name in wanted or ("alloc", "free")}
     return [
         (names[event["operation"]], *(int(event[n]) for n in ("address", "nbytes", "stream")))
-        for event in events
+        for event in made.events
+        if event["operation"] in names
     ]
 
 
@@ -90,12 +91,48 @@ def test_allocations_and_completed_frees_are_what_counts(some):
     assert rows(made) == SOME
     assert made.kind == "torch, device 0" and made.complete
     assert (made.events["thread"] == 1).all()
-    # Its first event is the second entry; times are those of torch, in ns.
-    assert made.started == (1_790_000_000_000_000 + 6) * 1000
-    assert made.events["time"].tolist() == [0, 6000, 12000, 33000, 36000]
+    # Times are those of torch, in ns.
+    assert made.started == (1_790_000_000_000_000 + 3) * 1000
+    of_blocks = np.isin(made.events["operation"], [1, 2])
+    assert made.events["time"][of_blocks].tolist() == [3000, 9000, 15000, 36000, 39000]
     summary = made.summary()
     assert (summary.streams, summary.earlier, summary.threads) == (1, 0, 1)
     assert program(made).live().max() == 7000
+
+
+def test_segments_come_and_go(some):
+    found = rows(trace.from_torch(some.snapshot()), "grow", "trim")
+    assert found == [
+        ("grow", 0x7F00_0000_0000, 2 * MIB, 0),
+        ("grow", 0x7F00_0000_0000, 2 * MIB, SIDE),
+        ("grow", 0x7F00_0020_0000, 2 * MIB, 0),
+        ("trim", 0x7F00_0020_0000, 2 * MIB, 0),
+        ("grow", 0x7F00_0000_0000, 2 * MIB, 0),
+        ("trim", 0x7F00_0000_0000, 2 * MIB, 0),
+    ]
+
+
+def frame(line):
+    return {"filename": "train.py", "line": line, "name": "step"}
+
+
+STACKS = [[frame(1), frame(7)], [frame(2)], [frame(1), frame(7)], []]
+ODD = [None, "frames", [5], [{}], [{"filename": "x", "line": "?", "name": "y"}]]
+
+
+def test_stacks_become_sites(tmp_path):
+    torch = Torch()
+    for number, frames in enumerate(STACKS + ODD, 1):
+        torch.add("alloc", number << 20, 10, frames=frames)
+        torch.add("free_completed", number << 20, 10, frames=[frame(9)])
+    made = trace.from_torch(torch.snapshot())
+    made.save(tmp_path / "a.trace")
+    for found in made, trace.load(tmp_path / "a.trace"):
+        seen = [found.sites[number] for number in found.events["site"].tolist()]
+        expected = [tuple(tuple(f.values()) for f in frames) for frames in STACKS] + [()] * len(ODD)
+        assert seen[::2] == expected
+        assert seen[1::2] == [()] * len(expected)
+        assert len(found.sites) == 3
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

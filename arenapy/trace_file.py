@@ -1,0 +1,227 @@
+"""Trace files: their form, read and written as arrays.
+
+What lives here: records, and how events, streams and allocation sites lie in them; docs/traces.md
+describes the same for others. What does not: what a trace is good for (trace.py), recording
+(recorder.pyx).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["EVENT", "HEADER", "OPERATIONS", "RECORD", "Contents", "Frame", "Site", "read", "write"]
+
+#: Operation codes, by name.
+OPERATIONS = {"alloc": 1, "free": 2, "mark": 3, "reset": 4, "trim": 5, "grow": 7}
+CLOCK, STREAM, SITE, TEXT = 0, 6, 8, 9  # of records that are no operations
+
+#: One event: times are ns since the recording began; threads are numbered from 1.
+EVENT = np.dtype(
+    [
+        ("time", "u8"),
+        ("address", "u8"),
+        ("nbytes", "u8"),
+        ("stream", "u8"),
+        ("site", "u4"),
+        ("thread", "u2"),
+        ("operation", "u1"),
+    ]
+)
+
+MAGIC = b"arenatrc"
+VERSION = 2  # 1 had neither sites nor "grow"
+CLOCKS = ("kernel", "tsc", "cntvct")
+HEADER = np.dtype(
+    [
+        ("magic", "V8"),
+        ("version", "<u4"),
+        ("header_nbytes", "<u4"),
+        ("event_nbytes", "<u4"),
+        ("clock", "<u4"),
+        ("started", "<i8"),
+        ("ticks", "<u8"),
+        ("monotonic", "<u8"),
+        ("events", "<u8"),
+        ("complete", "<u4"),
+        ("process", "<u4"),
+        ("kind", "S32"),
+        ("reserved", "V32"),
+    ]
+)
+RECORD = np.dtype([("time", "<u8"), ("block", "<u8"), ("size", "<u8")])
+TIME_BITS = 56
+SIZE_BITS = 48
+TEXT_NBYTES = 16  # in a record: its last two words
+
+Events: TypeAlias = npt.NDArray[Any]
+
+
+class Frame(NamedTuple):
+    """A place in a program.
+
+    Attributes
+    ----------
+    file : str
+    line : int
+        0: not known.
+    function : str
+        Its qualified name.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+#: The callers of an allocation, the innermost first.
+Site: TypeAlias = tuple[Frame, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What is in a file; `arenapy.trace.Trace` says what each attribute is."""
+
+    events: Events
+    kind: str = ""
+    complete: bool = True
+    started: int = 0
+    process: int = 0
+    clock: str = "kernel"
+    sites: tuple[Site, ...] = ((),)
+
+
+def write(path: str | os.PathLike[str], contents: Contents) -> None:
+    """Write a file that `read` reads; its clock is the kernel's."""
+    events = contents.events
+    texts = _text_records(contents.sites)
+    has_site, has_stream = events["site"] != 0, events["stream"] != 0
+    ends = len(texts) + np.cumsum(1 + has_site + has_stream)
+    records = np.zeros(int(ends[-1]) if len(ends) else len(texts), RECORD)
+    records[: len(texts)] = texts
+    thread = events["thread"].astype("u8") << np.uint64(SIZE_BITS)
+    own = ends - 1
+    records["time"][own] = events["time"] | _high(events["operation"])
+    records["block"][own] = events["address"]
+    records["size"][own] = events["nbytes"] | thread
+    for some, name, operation, before in (
+        (has_stream, "stream", STREAM, 1),
+        (has_site, "site", SITE, 1 + has_stream[has_site]),
+    ):
+        at = own[some] - before
+        records["time"][at] = events["time"][some] | _high(np.uint8(operation))
+        records["block"][at] = events[name][some]
+        records["size"][at] = thread[some]
+    header = np.zeros(1, HEADER)
+    header["magic"] = np.void(MAGIC)
+    header["version"] = VERSION
+    header["header_nbytes"] = HEADER.itemsize
+    header["event_nbytes"] = RECORD.itemsize
+    header["started"] = contents.started
+    header["events"] = len(records)
+    header["complete"] = contents.complete
+    header["process"] = contents.process
+    header["kind"] = contents.kind.encode()
+    with open(path, "wb") as file:
+        file.write(header.tobytes())
+        records.tofile(file)
+
+
+def read(path: str | os.PathLike[str]) -> Contents:
+    """Read a file. The errors are those of `arenapy.trace.load`."""
+    name = os.fspath(path)
+    with open(path, "rb") as file:
+        text = file.read(HEADER.itemsize)
+        if text[: len(MAGIC)] != MAGIC or len(text) < HEADER.itemsize:
+            raise ValueError(f"{name!r} is no trace: it does not begin as arenapy.trace files do")
+        header = np.frombuffer(text, HEADER)[0]
+        if not 1 <= header["version"] <= VERSION:
+            raise ValueError(
+                f"{name!r} is a trace of version {header['version']}, and this arenapy reads "
+                f"versions 1 to {VERSION}: use the arenapy that recorded it, or a newer one"
+            )
+        found = os.fstat(file.fileno()).st_size - HEADER.itemsize
+        records = np.fromfile(file, RECORD, max(0, found) // RECORD.itemsize)
+    complete = bool(header["complete"] and len(records) == header["events"])
+    operation = (records["time"] >> np.uint64(TIME_BITS)).astype("u1")
+    if len(records) and operation.max() > TEXT:
+        raise ValueError(f"{name!r} is damaged: operation {operation.max()} is not known")
+    is_event = np.isin(operation, list(OPERATIONS.values()))
+    kept = records[is_event]
+    events = np.zeros(len(kept), EVENT)
+    events["time"] = _nanoseconds(header, records, operation, kept["time"])
+    events["address"] = kept["block"]
+    events["nbytes"] = kept["size"] & np.uint64((1 << SIZE_BITS) - 1)
+    events["thread"] = kept["size"] >> np.uint64(SIZE_BITS)
+    events["operation"] = operation[is_event]
+    number = np.cumsum(is_event)  # of the event that follows a record that is none
+    for field, code in ("stream", STREAM), ("site", SITE):
+        before = np.flatnonzero(operation == code)
+        before = before[number[before] < len(events)]
+        events[field][number[before]] = records["block"][before]
+    sites = _sites(records[operation == TEXT])
+    events["site"][events["site"] >= len(sites)] = 0  # a text that was cut off
+    return Contents(
+        events,
+        header["kind"].decode(errors="replace"),
+        complete,
+        int(header["started"]),
+        int(header["process"]),
+        CLOCKS[header["clock"]],
+        sites,
+    )
+
+
+def _high(operation: npt.NDArray[np.uint8] | np.uint8) -> npt.NDArray[np.uint64] | np.uint64:
+    return operation.astype("u8") << np.uint64(TIME_BITS)
+
+
+def _nanoseconds(
+    header: Any, records: Events, operation: npt.NDArray[Any], times: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Ticks as ns since the beginning: between two clock records the clock runs evenly."""
+    ticks = times & np.uint64((1 << TIME_BITS) - 1)
+    if CLOCKS[header["clock"]] == "kernel":
+        return ticks
+    clocks = records[operation == CLOCK]
+    at = np.append(0, clocks["time"].astype("i8"))
+    ns = np.append(0, (clocks["block"] - header["monotonic"]).astype("i8"))
+    found: npt.NDArray[Any] = np.interp(ticks.astype("i8"), at, ns).astype("u8")
+    return found
+
+
+# ---- sites: a line of text each, in the order of their numbers, from 1 on
+
+
+def _text_records(sites: tuple[Site, ...]) -> Events:
+    lines = []
+    for site in sites[1:]:
+        fields = [str(field) for frame in site for field in frame]
+        line = "\t".join(map(_plain, fields)).encode(errors="backslashreplace") + b"\n"
+        lines.append(line.ljust(-(-len(line) // TEXT_NBYTES) * TEXT_NBYTES, b"\0"))
+    words = np.frombuffer(b"".join(lines), "<u8").reshape(-1, 2)
+    records = np.zeros(len(words), RECORD)
+    records["time"] = _high(np.uint8(TEXT))
+    records["block"], records["size"] = words.T
+    return records
+
+
+def _plain(field: str) -> str:
+    return "".join("?" if char < " " else char for char in field)
+
+
+def _sites(records: Events) -> tuple[Site, ...]:
+    words = np.stack([records["block"], records["size"]], axis=1)
+    lines = words.tobytes().replace(b"\0", b"").decode(errors="replace").split("\n")
+    return (), *(tuple(_frames(line)) for line in lines[:-1])
+
+
+def _frames(line: str) -> Iterator[Frame]:
+    fields = line.split("\t")
+    for file, number, function in zip(fields[::3], fields[1::3], fields[2::3], strict=False):
+        yield Frame(file, int(number) if number.isdecimal() else 0, function)
