@@ -61,8 +61,10 @@ cdef enum:
 CONTROL = bytes(range(32)), b"?" * 32
 TABLE = bytes.maketrans(*CONTROL)
 
-#: The outermost frames of a program under ``arenapy run`` are not the program's.
+#: The outermost frames of a program under ``arenapy run`` are not the program's, and what imports
+#: is shown in no traceback either.
 RUNNER = ("arenapy/run_program.py", "<frozen runpy>")
+IMPORTS = "<frozen importlib"
 
 
 @cython.auto_pickle(False)
@@ -96,8 +98,7 @@ cdef class Callers:
                 if found is not None:
                     number[0] = <uint32_t>found
                 elif len(self.numbers) < MOST_STACKS:
-                    text = b"\t".join([described(&stack[i]) for i in range(outermost(stack, n))])
-                    text += b"\n"
+                    text = described(stack, n)
                     self.codes.append([<object>stack[i].code for i in range(n)])
                     number[0] = len(self.numbers) + 1
                     self.numbers[key] = number[0]
@@ -107,19 +108,18 @@ cdef class Callers:
         return text
 
 
-cdef int outermost(Caller* stack, int n):
-    """How many of these frames are the program's."""
+cdef bytes described(Caller* stack, int n):
+    """File, line and function of each frame that is the program's."""
+    cdef list fields = []
+    cdef int i
     for i in range(n):
-        if (<object>stack[i].code).co_filename.endswith(RUNNER):
-            return i
-    return n
-
-
-cdef bytes described(Caller* caller):
-    """File, line and function."""
-    code = <object>caller.code
-    line = PyCode_Addr2Line(caller.code, <int>caller.instruction)
-    return b"\t".join([plain(code.co_filename), b"%d" % max(line, 0), plain(code.co_qualname)])
+        code = <object>stack[i].code
+        if code.co_filename.endswith(RUNNER):
+            break
+        if not code.co_filename.startswith(IMPORTS):
+            line = PyCode_Addr2Line(stack[i].code, <int>stack[i].instruction)
+            fields += plain(code.co_filename), b"%d" % max(line, 0), plain(code.co_qualname)
+    return b"\t".join(fields) + b"\n"
 
 
 cdef bytes plain(str name):

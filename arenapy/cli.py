@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": ("arenapy.demo", "an arena at work: NumPy with and without page faults, measured"),
     "run": ("arenapy.run", "a program with its NumPy arrays in a pool, and a report at its end"),
     "compare": ("arenapy.compare", "is a program faster so? measured, with a plain verdict"),
+    "trace": ("arenapy.trace_command", "what a trace tells, and as a page with charts"),
     "replay": ("arenapy.replay", "a recorded trace with other allocators: time, memory held"),
     "fuzz": ("arenapy.fuzz", "attack an allocator with random programs; find the smallest"),
 }

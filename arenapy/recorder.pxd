@@ -21,6 +21,7 @@ cdef enum:
     EVENT_GROW = 7       # nbytes from `block` on came from the source
     EVENT_SITE = 8       # written by the recorder: `block` is the number of the next event's site
     EVENT_TEXT = 9       # written by the recorder: 16 bytes of the text of sites
+    EVENT_KEEP = 10      # the block outlived the resets so far, and may do so beyond the last event
 
 # What recorder.pyx describes; docs/traces.md has it for readers of files.
 cdef struct Event:

@@ -18,7 +18,7 @@ class Recorder:
     def start(self) -> None: ...
     def add(
         self,
-        operation: Literal["alloc", "free", "mark", "reset", "trim", "grow"],
+        operation: Literal["alloc", "free", "mark", "reset", "trim", "grow", "keep"],
         address: int,
         nbytes: int = 0,
         stream: int = 0,

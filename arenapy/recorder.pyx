@@ -139,7 +139,8 @@ cdef struct Header:
     char reserved[32]
 
 OPERATIONS = {"alloc": EVENT_ALLOC, "free": EVENT_FREE, "mark": EVENT_MARK,
-              "reset": EVENT_RESET, "trim": EVENT_TRIM, "grow": EVENT_GROW}
+              "reset": EVENT_RESET, "trim": EVENT_TRIM, "grow": EVENT_GROW,
+              "keep": EVENT_KEEP}
 
 
 cdef int best_clock() except -1:
@@ -397,7 +398,7 @@ cdef class Recorder:
 
         Parameters
         ----------
-        operation : {"alloc", "free", "mark", "reset", "trim", "grow"}
+        operation : {"alloc", "free", "mark", "reset", "trim", "grow", "keep"}
         address : int
             Of the block, or of the memory that went to or came from the source; of a mark and of a reset to it the number of the mark, not 0.
         nbytes : int

@@ -20,6 +20,7 @@ __all__ = ["add_pool_options", "add_program", "main", "parse_size"]
 
 PACKAGE = Path(__file__).resolve().parent
 HUGE_PAGES = {"auto": "auto", "2M": "2M", "1G": "1G", "none": None}
+SITES = 16  # callers that --sites notes: through libraries, into the program
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -80,6 +81,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     """The options of a command that runs a program; the file of ``--json`` can be written."""
     options = parser.parse_args(argv)
     check_pool_options(parser, options)
+    if getattr(options, "sites", False) and not options.trace:
+        parser.error("--sites are written into a trace; give --trace FILE")
     if options.json:
         options.json = os.path.abspath(options.json)
         with open(options.json, "a"):  # now, and not when the program has run for hours
@@ -92,7 +95,14 @@ def interpreter() -> list[str]:
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
-def command(options: argparse.Namespace, *, report: bool, json_file: str | None) -> list[str]:
+def command(
+    options: argparse.Namespace,
+    *,
+    report: bool,
+    json_file: str | None,
+    trace: str | None = None,
+    sites: bool = False,
+) -> list[str]:
     """The command line that runs a program in the pool that `options` want."""
     python = interpreter()
     settings: dict[str, Any] = {
@@ -106,6 +116,8 @@ def command(options: argparse.Namespace, *, report: bool, json_file: str | None)
         "on_full": options.on_full,
         "report": report,
         "json": json_file,
+        "trace": trace and os.path.abspath(trace),
+        "sites": SITES if sites else 0,
     }
     program = [str(PACKAGE / "run_program.py"), json.dumps(settings), options.program]
     return [*python, *program, *options.arguments]
@@ -122,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     add_pool_options(parser)
     parser.add_argument(
         "--json", metavar="FILE", help="write the figures there, too; sizes are bytes"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="record what the pool does, for arenapy trace and replay"
+    )
+    parser.add_argument(
+        "--sites", action="store_true", help="with --trace: note which code asks for memory, too"
     )
     parser.add_argument("--quiet", action="store_true", help="no report on standard error")
     add_program(parser)
@@ -142,7 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The file of ``--json`` cannot be written.
     """
     options = parse(_parser(), argv)
-    line = command(options, report=not options.quiet, json_file=options.json)
+    line = command(
+        options,
+        report=not options.quiet,
+        json_file=options.json,
+        trace=options.trace,
+        sites=options.sites,
+    )
     sys.stdout.flush()
     os.execv(line[0], line)
 

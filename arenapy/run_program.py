@@ -123,6 +123,7 @@ class Session:
             }
             text = "arenapy run: the program did not import NumPy, so there was no pool\n"
             if self.memory is not None:
+                self.memory.end_trace()
                 figures |= self.memory.figures()
                 text = self.memory.text(figures)
             errors = sys.__stderr__

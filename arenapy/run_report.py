@@ -6,6 +6,7 @@ the program (run_program.py), and the command line (run.py).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from arenapy._version import __version__
 from arenapy.memory_info import format_bytes
 from arenapy.numpy_memory import numpy_memory
 from arenapy.pool import Pool
+from arenapy.recorder import Recorder
 from arenapy.region import Region
 from arenapy.reservation import Reservation
 from arenapy.source import Host
@@ -92,7 +94,7 @@ class ProgramMemory:
     ----------
     options : mapping
         ``max_bytes``, ``initial_bytes``, ``huge_pages``, ``lock``, ``on_full``: as for `Pool`,
-        `Host` and `numpy_memory`.
+        `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for `trace.record`.
 
     Raises
     ------
@@ -106,8 +108,27 @@ class ProgramMemory:
             options["max_bytes"], source=self.source, initial_bytes=options["initial_bytes"]
         )
         self.source.pool = weakref.ref(self.pool)
+        self.recording = self._begin_trace(options["trace"], options["sites"])
+        self.traced = ""  # for the report
         self.handler = numpy_memory(self.pool, on_full=options["on_full"], threads=True).install()
         self._unreached: set[str] = set()
+
+    def _begin_trace(self, path: str | None, sites: int) -> Recorder | None:
+        if path is None:
+            return None
+        from arenapy.trace import record
+
+        return record(self.pool, path, sites=sites).__enter__()
+
+    def end_trace(self) -> None:
+        """What is done from now on is not recorded."""
+        if self.recording is not None:
+            try:
+                self.recording.stop()
+                nbytes = os.path.getsize(self.recording.path)
+                self.traced = f"{self.recording.path}, {format_bytes(nbytes)}; see arenapy trace"
+            except OSError as error:
+                self.traced = str(error)
 
     def see_threads(self) -> None:
         """Note which threads run now and do not have the pool."""
@@ -128,6 +149,7 @@ class ProgramMemory:
             "never_used_bytes": max(0, peak_reserved - pool.peak_bytes),
             "fell_back": self.handler.stats().as_dict(),
             "unreached_threads": sorted(self._unreached),
+            "trace": None if self.recording is None else self.recording.path,
             "pool": pool.as_dict(),
         }
 
@@ -149,6 +171,7 @@ class ProgramMemory:
             ),
             ("page faults", f"{figures['minor_faults']:,} minor, of the whole process"),
             *(("fell back", line) for line in self._fell_back(figures)),
+            *([("trace", self.traced)] if self.traced else []),
         ]
         return "arenapy run: NumPy's memory from a pool\n" + "".join(
             f"  {name:<11}  {text}\n" for name, text in lines

@@ -14,6 +14,7 @@ cdef class Space(RegionSet):
     cdef size_t retired_bytes
 
     cdef int add_region(self, Region region) except -1
+    cdef int record_into(self, object recorder) except -1
     cdef int drop_regions(self, Py_ssize_t keep, list dropped) except -1
     cdef void free_or_lease(self, Hold* hold) noexcept nogil
     cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil

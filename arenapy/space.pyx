@@ -9,12 +9,14 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 
+from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.block cimport Hold, drop_hold
 from arenapy.extents cimport (
     Extent, extents_after, extents_carve, extents_insert, extents_room,
 )
+from arenapy.recorder cimport EVENT_KEEP
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet, link_hold, unlink_hold
+from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
 from arenapy.vm cimport vm_lease
 
 
@@ -63,6 +65,18 @@ cdef class Space(RegionSet):
             self.forget(<Region>self.regions[self.n_regions])
             self.list_regions(self.regions[:self.n_regions])
         return 0
+
+    cdef int record_into(self, object recorder) except -1:
+        """The end of a recording says which of the blocks that resets ended are there still."""
+        cdef Hold* hold
+        if recorder is None and self.recorder != NULL:
+            arenapy_lock_acquire(&self.lock)
+            hold = self.retired
+            while hold != NULL:
+                record(self, EVENT_KEEP, <void*>hold.start, 0)
+                hold = hold.next
+            arenapy_lock_release(&self.lock)
+        return RegionSet.record_into(self, recorder)
 
     # -- ranges that come back
 

@@ -135,7 +135,7 @@ def record(allocator: Recordable, path: str | os.PathLike[str], *, sites: int = 
     ...     with trace.record(pool, file.name):
     ...         pool.alloc(100).release()
     ...     trace.load(file.name).summary().operations
-    {'alloc': 1, 'free': 1, 'mark': 0, 'reset': 0, 'trim': 0, 'grow': 1}
+    {'alloc': 1, 'free': 1, 'mark': 0, 'reset': 0, 'trim': 0, 'grow': 1, 'keep': 0}
     """
     return Recording(allocator, path, sites)
 

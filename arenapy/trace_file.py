@@ -18,8 +18,9 @@ import numpy.typing as npt
 __all__ = ["EVENT", "HEADER", "OPERATIONS", "RECORD", "Contents", "Frame", "Site", "read", "write"]
 
 #: Operation codes, by name.
-OPERATIONS = {"alloc": 1, "free": 2, "mark": 3, "reset": 4, "trim": 5, "grow": 7}
+OPERATIONS = {"alloc": 1, "free": 2, "mark": 3, "reset": 4, "trim": 5, "grow": 7, "keep": 10}
 CLOCK, STREAM, SITE, TEXT = 0, 6, 8, 9  # of records that are no operations
+MOST = max(TEXT, *OPERATIONS.values())
 
 #: One event: times are ns since the recording began; threads are numbered from 1.
 EVENT = np.dtype(
@@ -35,7 +36,7 @@ EVENT = np.dtype(
 )
 
 MAGIC = b"arenatrc"
-VERSION = 2  # 1 had neither sites nor "grow"
+VERSION = 2  # 1 had no sites, no "grow" and no "keep"
 CLOCKS = ("kernel", "tsc", "cntvct")
 HEADER = np.dtype(
     [
@@ -149,7 +150,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
         records = np.fromfile(file, RECORD, max(0, found) // RECORD.itemsize)
     complete = bool(header["complete"] and len(records) == header["events"])
     operation = (records["time"] >> np.uint64(TIME_BITS)).astype("u1")
-    if len(records) and operation.max() > TEXT:
+    if len(records) and operation.max() > MOST:
         raise ValueError(f"{name!r} is damaged: operation {operation.max()} is not known")
     is_event = np.isin(operation, list(OPERATIONS.values()))
     kept = records[is_event]
@@ -164,8 +165,9 @@ def read(path: str | os.PathLike[str]) -> Contents:
         before = np.flatnonzero(operation == code)
         before = before[number[before] < len(events)]
         events[field][number[before]] = records["block"][before]
-    sites = _sites(records[operation == TEXT])
-    events["site"][events["site"] >= len(sites)] = 0  # a text that was cut off
+    numbers, sites = _sites(records[operation == TEXT])
+    events["site"][events["site"] >= len(numbers)] = 0  # its text was cut off
+    events["site"] = numbers[events["site"]]
     return Contents(
         events,
         header["kind"].decode(errors="replace"),
@@ -215,10 +217,13 @@ def _plain(field: str) -> str:
     return "".join("?" if char < " " else char for char in field)
 
 
-def _sites(records: Events) -> tuple[Site, ...]:
+def _sites(records: Events) -> tuple[npt.NDArray[np.uint32], tuple[Site, ...]]:
+    """The place of each number, and what is there. Two stacks may differ in no line."""
     words = np.stack([records["block"], records["size"]], axis=1)
     lines = words.tobytes().replace(b"\0", b"").decode(errors="replace").split("\n")
-    return (), *(tuple(_frames(line)) for line in lines[:-1])
+    known: dict[Site, int] = {(): 0}
+    found = [known.setdefault(tuple(_frames(line)), len(known)) for line in lines[:-1]]
+    return np.array([0, *found], "u4"), tuple(known)
 
 
 def _frames(line: str) -> Iterator[Frame]:
