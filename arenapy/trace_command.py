@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.path.exists(options.html) and os.path.samefile(options.html, options.file):
         parser.error(f"--html {options.html}: that is the trace itself")
     try:
-        text = page(view, f"Memory over {os.path.basename(options.file)}")
+        text = page(view, f"Memory over time: {os.path.basename(options.file)}")
     except ImportError as error:
         print(f"arenapy: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
 """Who holds the memory of a trace: its blocks in groups, and what there is to say in sentences.
 
 What lives here: groups of blocks by site, size, thread or stream, how much each holds at a moment,
-how long blocks lived. What does not: drawing (trace_page.py). Which line of a call stack is meant
-by a site is decided here, too: the innermost one that is neither NumPy's nor ours.
+how long blocks lived. What does not: drawing (trace_page.py). Which line of a call stack a site is
+known by is decided here, too: the innermost one that is not of NumPy, torch or this package.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 WAYS = ("site", "size", "thread", "stream")
 SIZES = tuple(1 << bits for bits in (12, 16, 20, 24, 26, 28))  # upper bounds, the last has none
 UNKNOWN = Frame("", 0, "not known: no Python code was running")
-LIBRARIES = re.compile(r"-packages[/\\](?:numpy|arenapy)[/\\]|^<(?:frozen|__array_function__)")
+LIBRARIES = re.compile(
+    r"-packages[/\\](?:arenapy|numpy|torch)[/\\]|^<(?:frozen|__array_function__)"
+)
 PER_DECADE = 4  # bars of the histogram
 
 
@@ -114,8 +116,9 @@ def grouped(found: Blocks, sites: Sequence[Site], way: str) -> Groups:
         return Groups(way, of, [names[one] for one in present.tolist()], ordered=True)
     if way == "site":
         known: dict[Frame, int] = {}
-        numbers = [known.setdefault(place(site), len(known)) for site in sites]
-        return Groups(way, np.array(numbers, "i8")[found.site], [label(frame) for frame in known])
+        present, of = np.unique(found.site, return_inverse=True)
+        numbers = [known.setdefault(place(sites[one]), len(known)) for one in present.tolist()]
+        return Groups(way, np.array(numbers, "i8")[of], [label(frame) for frame in known])
     if way == "thread":
         values, of = np.unique(found.thread, return_inverse=True)
         return Groups(way, of, [f"thread {value}" for value in values.tolist()])
@@ -204,13 +207,13 @@ class Lifetimes(NamedTuple):
 
 
 def lifetimes(ages: npt.NDArray[np.float64], is_freed: npt.NDArray[np.bool_]) -> Lifetimes:
-    """A histogram of ages; what is below 1 counts as 1."""
+    """A histogram of ages, of whole decades; what is below 1 counts as 1."""
     bars = np.floor(np.log10(np.maximum(ages, 1)) * PER_DECADE).astype("i8")
-    first, last = (int(bars.min()), int(bars.max())) if len(bars) else (0, 0)
-    edges = 10.0 ** (np.arange(first, last + 2) / PER_DECADE)
+    first, last = (int(bars.min()), int(bars.max()) + 1) if len(bars) else (0, 1)
+    first, last = first // PER_DECADE * PER_DECADE, -(-last // PER_DECADE) * PER_DECADE
+    edges = 10.0 ** (np.arange(first, last + 1) / PER_DECADE)
     freed, kept = (
-        np.bincount(bars[some] - first, minlength=last + 1 - first)
-        for some in (is_freed, ~is_freed)
+        np.bincount(bars[some] - first, minlength=last - first) for some in (is_freed, ~is_freed)
     )
     return Lifetimes(edges, freed, kept)
 

@@ -4,9 +4,11 @@ What lives here: where on the map an address is, which blocks are drawn one by o
 of those that are not. What does not: lifetimes (trace_blocks.py), colours and drawing
 (trace_page.py).
 
-An address space is nearly empty: what no block ever used is left out, but for gaps that are small
-beside the blocks. Blocks beyond some number would only slow the page down, most of them smaller
-than a pixel. These become an image whose pixels say how much of them is covered, to the byte.
+An address space is nearly empty. Gaps that no block ever used are drawn as they are, the smallest
+first, as long as all of them together are no larger than what was used; the others are cut.
+
+Blocks beyond some number would only slow the page down, most of them smaller than a pixel. These
+become an image whose pixels say how much of them is covered, to the byte.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
-GAP = 1 / 50  # of all bytes that were ever used: a larger gap is drawn as large as that,
+GAP = 1 / 50  # of all bytes that were ever used: as large a gap is drawn that is cut,
 GAPS = 1 / 4  # and all such gaps together not larger than that
 PIXELS = 1000, 500  # of the map, about: how large a block looks
 CELLS = 800, 400  # of the image
@@ -76,11 +78,15 @@ def axis(address: Addresses, nbytes: npt.NDArray[np.int64]) -> Axis:
         return Axis(start, end, np.zeros(0), 0.0)
     new = end - np.maximum(start, np.append(start[:1], end[:-1]))  # that no other one has
     total = float(new.astype("f8").sum())
-    cut = start[1:] - np.minimum(end[:-1], start[1:]) > total * GAP
+    gap = (start[1:] - np.minimum(end[:-1], start[1:])).astype("f8")
+    rising = np.sort(gap)
+    kept = np.searchsorted(np.cumsum(rising), total, "right")
+    cut = gap > (rising[kept - 1] if kept else 0)
     first, last = np.append(True, cut), np.append(cut, True)
     span_start, span_end = start[first], end[last]
     size = (span_end - span_start).astype("f8")
     space = min(total * GAP, total * GAPS / max(1, int(np.count_nonzero(cut))))
+    space = max(1.0, np.floor(space))  # so that every byte has a whole number
     at = np.append(0.0, np.cumsum(size + space)[:-1])
     return Axis(span_start, span_end, at, float(at[-1] + size[-1]))
 

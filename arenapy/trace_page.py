@@ -159,8 +159,10 @@ def _memory(view: View) -> Figure:
         x_range=Range1d(first - room, last + room, bounds=(first - room, last + room)),
         y_range=(0, most * 1.12 or 1.0),
     )
-    layers = np.cumsum(np.vstack([np.zeros_like(live), curves.live]), axis=0).astype("f8")
-    for low, high, colour in zip(layers[:-1], layers[1:], _palette(view), strict=True):
+    stacked = np.vstack([np.zeros_like(live), curves.live[view.layers]])
+    heights = np.cumsum(stacked, axis=0).astype("f8")
+    palette = [_palette(view)[one] for one in view.layers]
+    for low, high, colour in zip(heights[:-1], heights[1:], palette, strict=True):
         source = ColumnDataSource({"x": curves.x, "y1": low, "y2": high})
         fig.add_glyph(
             source,
@@ -174,13 +176,13 @@ def _memory(view: View) -> Figure:
         columns["reserved"] = curves.reserved.astype("f8")
         told.append(("reserved", "@reserved{0.00 ib}"))
     source = ColumnDataSource(columns)
-    outline = fig.step("x", "live", source=source, mode="after", line_color=LINE, line_width=0.5)
+    unseen = fig.step("x", "live", source=source, mode="after", line_alpha=0)
     if curves.reserved is not None:
         fig.step(
             "x", "reserved", source=source, mode="after",
             line_color=LINE, line_width=1.5, line_dash=[6, 4],
         )  # fmt: skip
-    fig.add_tools(HoverTool(renderers=[outline], mode="vline", tooltips=told))
+    fig.add_tools(HoverTool(renderers=[unseen], mode="vline", tooltips=told))
     peak = view.blocks.peak
     high = int(view.blocks.live[peak])
     fig.scatter([view.x[peak]], [high], size=7, color=LINE)
@@ -305,12 +307,17 @@ def _draw_merged(view: View, fig: Figure) -> None:
 
 
 def _name_spans(view: View, fig: Figure) -> None:
-    """The addresses at which parts of the map begin, at its right side."""
-    from bokeh.models import FixedTicker, LinearAxis
+    """The addresses at which parts of the map begin, at its right side; what was cut is dotted."""
+    from bokeh.models import FixedTicker, LinearAxis, Span
 
     axis = view.axis
     size = (axis.end - axis.start).astype("f8")
     some = np.sort(np.argsort(-size, kind="stable")[:MOST_SPANS])
+    for end, start in zip((axis.at + size)[:-1], axis.at[1:], strict=True):
+        if len(size) <= MOST_SPANS:
+            cut = Span(location=(end + start) / 2, dimension="width", line_color=LINE)
+            cut.line_dash, cut.line_width = [2, 4], 1
+            fig.add_layout(cut)
     ticks = axis.at[some].tolist()
     side = LinearAxis(ticker=FixedTicker(ticks=ticks))
     side.major_label_overrides = {
@@ -440,7 +447,6 @@ def _colour_of(view: View, group: int) -> str:
     """Of one of all groups; those that have none are drawn as others."""
     palette = _palette(view)
     if group < 0:
-        return palette[-1] if not view.groups.ordered else IDLE
-    name = view.groups.names[group]
-    names = view.colours.names
-    return palette[names.index(name)] if name in names else palette[-1]
+        return palette[-1]
+    one = int(np.argmax(view.groups.of == group))  # a block of it
+    return palette[int(view.colours.of[one])]

@@ -202,6 +202,14 @@ class View:
             None if had is None else np.append(had, had[-1]),
         )
 
+    @cached_property
+    def layers(self) -> Ints:
+        """Colours from the bottom of the curves to the top: the steady ones first."""
+        live = self.curves.live
+        if self.groups.ordered:
+            return np.arange(len(live))
+        return np.argsort(np.abs(np.diff(live)).sum(axis=1) / np.maximum(live.max(axis=1), 1))
+
     # ---- the map
 
     @cached_property
@@ -296,8 +304,8 @@ class View:
             first = self.holders(found.moments - 1)[0]
             said.append(
                 f"At the end {_count(int(kept.sum()), 'block')} of {nbytes} "
-                f"{'were' if kept.sum() != 1 else 'was'} not freed; the most is of "
-                f"{first.name}: {format_bytes(first.nbytes)}."
+                f"{'were' if kept.sum() != 1 else 'was'} not freed, "
+                f"{format_bytes(first.nbytes)} of it by {first.name}."
             )
         else:
             said.append("In the end everything was freed.")
@@ -321,7 +329,7 @@ class View:
                 text += f" ({1 - live / had:.1%} of them in no block)"
         first = self.holders(peak)[0]
         if live:
-            text += f"; the most is of {first.name}: {first.nbytes / live:.0%}"
+            text += f"; {first.nbytes / live:.0%} of it by {first.name}"
         return text + "."
 
     def notes(self) -> list[str]:
@@ -331,8 +339,8 @@ class View:
             said.append("The recording did not end in good order: its last events are missing.")
         if found.earlier:
             said.append(
-                f"{_count(found.earlier, 'free')} of blocks from before the recording began "
-                "are left out."
+                f"Left out: {_count(found.earlier, 'free')} of blocks from before the recording "
+                "began."
             )
         if not self.has_sites:
             how = SITES_OF_TORCH if self.trace.kind.startswith("torch") else SITES

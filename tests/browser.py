@@ -37,6 +37,8 @@ def browser(width=1280, height=1000):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options, ChromeService(PROGRAMS[1]))
     try:
+        inner = driver.execute_script("return innerHeight")  # there is a bar above it
+        driver.set_window_size(width, 2 * height - inner)
         yield driver
     finally:
         driver.quit()

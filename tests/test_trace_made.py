@@ -49,7 +49,15 @@ def test_summary():
     events["stream"] = [0, 0, 8, 9]
     events["time"] = [0, 1, 2, 3_000_000_000]
     found = trace.Trace(events, "Pool").summary()
-    assert found.operations == {"alloc": 2, "free": 1, "mark": 0, "reset": 1, "trim": 0, "grow": 0, "keep": 0}
+    assert found.operations == {
+        "alloc": 2,
+        "free": 1,
+        "mark": 0,
+        "reset": 1,
+        "trim": 0,
+        "grow": 0,
+        "keep": 0,
+    }
     assert (found.threads, found.streams, found.seconds) == (2, 2, 3.0)
     assert (found.allocated_bytes, found.smallest, found.largest) == (40, 10, 30)
     assert "2 alloc, 1 free, 1 reset" in str(found)
