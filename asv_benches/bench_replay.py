@@ -1,8 +1,9 @@
 """Traces: what recording an operation costs, and what replays of random traces leave reserved.
 
-Recording is measured twice: in a loop that does nothing else, and on a pool, whose short way is
-closed while it is recorded. What counts is the processor's time, the kernel's for writing the
-file included. The replays are those of ``arenapy replay``, one process an allocator.
+Recording is measured three times: in a loop that does nothing else, on a pool, whose short way is
+closed while it is recorded, and from Python 20 calls deep, with the callers and without. What
+counts is the processor's time, the kernel's for writing the file included. The replays are those of
+``arenapy replay``, one process an allocator.
 """
 
 import os
@@ -41,13 +42,43 @@ WAYS = {
         f"record(None); {START}; record(recorder)",
         operations=EVENTS,
     ),
+    "Python": Way("below(DEPTH, allocate)", "record(None)", operations=EVENTS),
+    **{
+        f"Python, recorded, {sites} callers": Way(
+            "below(DEPTH, allocate)",
+            f"record(None); recorder = Recorder(path, '', {sites}); recorder.start(); "
+            "record(recorder)",
+            operations=EVENTS,
+        )
+        for sites in (0, 1, 16)
+    },
 }
+DEPTH = 20  # calls around an allocation
+
+
+def below(depth, function):
+    """Call a function from the depth of the stack."""
+    if depth:
+        below(depth - 1, function)
+    else:
+        function()
 
 
 def namespace(path):
     """What the ways use; `path` is a file to record into."""
     pool = arenapy.Pool()
+
+    def ask():
+        pool.alloc(NBYTES)
+
+    def allocate():
+        for _ in range(EVENTS // 2):
+            ask()
+
     return {
+        "below": below,
+        "allocate": allocate,
+        "DEPTH": DEPTH,
         "run": run,
         "heap": Heap(),
         "pool_heap": PoolHeap(pool),
@@ -124,6 +155,10 @@ def recording_lines(quick):
         cost = (found[f"{name}, recorded"] - found[name]) * 1e9
         yield Line("replay", f"recording an event, {name}", cost, "ns", 60)
     yield Line("replay", "an event of a pool that is not recorded", found["pool"] * 1e9, "ns")
+    for sites in 1, 16:
+        more = found[f"Python, recorded, {sites} callers"] - found["Python, recorded, 0 callers"]
+        what = f"the site of an allocation, {sites} caller{'s' * (sites > 1)}"
+        yield Line("replay", what, 2 * more * 1e9, "ns", 400)
 
 
 def lines(quick):
