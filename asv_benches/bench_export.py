@@ -13,7 +13,7 @@ import numpy as np
 import arenapy
 
 from .bench_latency import ARENA, pyarrow
-from .rounds import Line, Ways, Way, medians, timed
+from .rounds import Line, Way, Ways, medians, timed
 
 BYTES = 4096
 DLPACK, NP_DLPACK = "np.from_dlpack(b)", "np.from_dlpack(array)"

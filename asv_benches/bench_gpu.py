@@ -28,7 +28,11 @@ GROUPS = {
     ),
     "Pinned": (
         "A block of pinned memory from Python",
-        {(name, n): way for n in gpu_latency.PINNED_SIZES for name, way in gpu_latency.PINNED.items()},
+        {
+            (name, n): way
+            for n in gpu_latency.PINNED_SIZES
+            for name, way in gpu_latency.PINNED.items()
+        },
     ),
     "PingPong": (
         "A block made on one stream and used by another",

@@ -147,9 +147,7 @@ def pool_lines(quick):
     compared = [name for name in (BYTEARRAY, EMPTY, ARROW) if name != ARROW or pyarrow]
     here = {name: BLOCKS[name] for name in (SLAB, "pool.alloc(64)", *POOL.values(), *compared)}
     arrays = {name: way for name, way in ARRAYS.items() if name != OUR_ARRAY}
-    batches = {
-        name: BATCHES[name] for name in (ONE_CALL, MANY_CALLS, ONE_CALL_ITEMS, MANY_ITEMS)
-    }
+    batches = {name: BATCHES[name] for name in (ONE_CALL, MANY_CALLS, ONE_CALL_ITEMS, MANY_ITEMS)}
     found = medians(here, names, CALLS, rounds)
     others = {name: way.loop(names) for name, way in OTHERS.items() if not way.missing(names)}
     runs = {name: enough(loop, 0.002) for name, loop in others.items()}
@@ -161,7 +159,9 @@ def pool_lines(quick):
     for name, limit in ((SLAB, 0.55), *((name, 0.8) for name in POOL.values())):
         for peer in compared:
             ratio = found[name] / found[peer]
-            yield Line("pool", f"{name} / {peer}", ratio, limit=limit if peer == BYTEARRAY else None)
+            yield Line(
+                "pool", f"{name} / {peer}", ratio, limit=limit if peer == BYTEARRAY else None
+            )
     ours = [found[name] for name in POOL.values()]
     yield Line(
         "pool", "pool.alloc, the dearest size / the cheapest", max(ours) / min(ours), limit=1.3

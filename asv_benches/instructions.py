@@ -2,10 +2,10 @@
 
     python asv_benches/instructions.py [--annotate WAY ...] [--lines N] [--json FILE]
 
-Each statement runs some hundred times in one process, and twice as often again; the difference is what the
-runs cost and not the starting. The loop around a statement counts, as it does in the benchmarks.
---annotate shows in which functions the instructions of one way are. bench_instructions shows the
-counts over commits, regressions.py compares two commits.
+Each statement runs some hundred times in one process, and twice as often again; the difference is
+what the runs cost and not the starting. The loop around a statement counts, as it does in the
+benchmarks. --annotate shows in which functions the instructions of one way are. bench_instructions
+shows the counts over commits, regressions.py compares two commits.
 
 What this does not show: time. An instruction that waits for memory counts as much as any other, and
 the kernel's do not count at all.
@@ -143,7 +143,7 @@ def handler():
             memory.install() if ours else memory.uninstall()
             inside[0] = ours
 
-    # On a cache line, as the handler's arrays are: how many instructions a SIMD loop has depends on it.
+    # On a cache line, as the handler's arrays are: a SIMD loop's instructions depend on it.
     a = arenapy.Bump(1 << 16).copy(np.arange(100.0))
     return {"np": np, "use": use, "a": a}
 
@@ -172,7 +172,9 @@ def makers():
 
 def ours(ways):
     """Names of what is arenapy's, by what the name says."""
-    return tuple(name for name in ways if re.match(r"(arena|slab|pool|m = arena|with arena)\b", name))
+    return tuple(
+        name for name in ways if re.match(r"(arena|slab|pool|m = arena|with arena)\b", name)
+    )
 
 
 CONTROL = bench_latency.NOOP  # no commit of ours changes its count
@@ -190,7 +192,9 @@ GROUPS = {
         "a frame", bench_latency.MARKS, bench_latency.namespace, ours(bench_latency.MARKS)
     ),
     "Batch": Group(
-        "a block of many", bench_latency.BATCHES, bench_latency.namespace,
+        "a block of many",
+        bench_latency.BATCHES,
+        bench_latency.namespace,
         ours(bench_latency.BATCHES),
     ),
     "Export": Group(
@@ -200,11 +204,19 @@ GROUPS = {
         ("memoryview(b)", "np.asarray(b)", "b.array()", "b[64:128]", bench_export.DLPACK),
     ),
     "Arena": Group(
-        "a C call of an arena", bench_c.WAYS, bench_c.namespace, tuple(bench_c.WAYS), True,
+        "a C call of an arena",
+        bench_c.WAYS,
+        bench_c.namespace,
+        tuple(bench_c.WAYS),
+        True,
         C_RUNS,
     ),
     "Heap": Group(
-        "an allocation and a free in C", C_CALLS, heaps, (SLAB, *POOL.values(), RANDOM), True,
+        "an allocation and a free in C",
+        C_CALLS,
+        heaps,
+        (SLAB, *POOL.values(), RANDOM),
+        True,
         C_RUNS,
     ),
     "Handler": Group(
@@ -301,7 +313,9 @@ def run(directory, groups, gate=False, path=None):
     totals, dumps = {}, {}
     for file in Path(directory).glob("out.*"):
         text = file.read_text()
-        trigger = re.search(r"^desc: Trigger: Client Request: (\w+) (\d+) (\d)$", text, re.MULTILINE)
+        trigger = re.search(
+            r"^desc: Trigger: Client Request: (\w+) (\d+) (\d)$", text, re.MULTILINE
+        )
         if trigger:
             total = re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE)
             totals[trigger[1], int(trigger[2]), int(trigger[3])] = int(total[1])

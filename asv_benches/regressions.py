@@ -98,15 +98,17 @@ def base_of(root=ROOT, base=None):
         return git("rev-parse", "--verify", f"{wanted}^{{commit}}", root=root).strip()
     except subprocess.CalledProcessError:
         shallow = git("rev-parse", "--is-shallow-repository", root=root).strip() == "true"
-        why = ("this clone is shallow: git fetch --deepen=1" if shallow
-               else "HEAD is the first commit" if base is None else "git does not know it")  # fmt: skip
+        why = "HEAD is the first commit" if base is None else "git does not know it"
+        why = "this clone is shallow: git fetch --deepen=1" if shallow else why
         raise NothingToCompare(f"there is no {wanted}: {why}") from None
 
 
 def changed_since(base, root=ROOT):
     """Files that are counted and differ between a commit and the working tree."""
     names = git("diff", "--name-only", base, "--", *COUNTED, root=root).splitlines()
-    names += git("ls-files", "--others", "--exclude-standard", "--", *COUNTED, root=root).splitlines()
+    names += git(
+        "ls-files", "--others", "--exclude-standard", "--", *COUNTED, root=root
+    ).splitlines()
     return [
         name
         for name in names
@@ -169,7 +171,9 @@ def report(found, before, after, accepted, limit):
         print(f"{TRAILER}: {pattern!r} names no benchmark")
     bad = [one for one in found if one.regressed(limit) and not one.accepted]
     for one in bad:
-        print(f"\n{one.name}: {one.before:.1f} -> {one.after:.1f} instructions, {one.percent:+.1f} %")
+        print(
+            f"\n{one.name}: {one.before:.1f} -> {one.after:.1f} instructions, {one.percent:+.1f} %"
+        )
     if bad:
         print(
             f"\nMore than {limit:g} %. If that is meant, the commit's message says so and why:\n\n"
@@ -223,7 +227,8 @@ def main(argv=None):
         print(f"nothing to compare with: {reason}")
         return NOTHING
     changed = changed_since(base)
-    print(f"base {git('log', '-1', '--format=%h %s', base).strip()}; changed since: {len(changed)} files")
+    subject = git("log", "-1", "--format=%h %s", base).strip()
+    print(f"base {subject}; changed since: {len(changed)} files")
     accepted = accepted_since(base)
     if not changed:
         print("nothing that is counted has changed")
@@ -248,7 +253,9 @@ def main(argv=None):
     control = instructions.CONTROL
     if abs(Change(control, before.found.pop(control), after.found.pop(control)).percent) > 0.5:
         raise RuntimeError(f"{control} has another count in the base: they were not run alike")
-    status = report(changes(before.found, after.found, accepted), before, after, accepted, options.limit)
+    status = report(
+        changes(before.found, after.found, accepted), before, after, accepted, options.limit
+    )
     print(f"built in {built - start:.0f} s, counted in {time.perf_counter() - built:.0f} s")
     return status
 

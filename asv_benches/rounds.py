@@ -32,8 +32,11 @@ class Way:
     def missing(self, names):
         """Of the names that it uses, those that are None: what is not installed."""
         code = f"{self.before}\n{self.statement}"
-        return [name for name, value in names.items()
-                if value is None and re.search(rf"\b{name}\b", code)]
+        return [
+            name
+            for name, value in names.items()
+            if value is None and re.search(rf"\b{name}\b", code)
+        ]
 
     def loop(self, names, clock=CLOCK):
         """What runs the statement: `loop.timeit(n)` gives the seconds of n runs."""
