@@ -109,6 +109,18 @@ step_docs() {
     tail -8 docs/_build/doctest/output.txt
 }
 
+# Pages in a real browser; what it showed is kept for people.
+step_pages() {
+    need chromium chromium
+    need chromedriver chromium-driver
+    install_extra "$PYTHON" pages
+    cd "$README_TREE"
+    "$PYTHON" -m pytest -q tests/test_trace_page.py | tee "$WORK/pages.log"
+    mkdir -p "$ROOT/.artifacts"
+    cp .artifacts/*.png "$ROOT/.artifacts/"
+    ! grep -q skipped "$WORK/pages.log"
+}
+
 step_benchmarks() {
     install_extra "$PYTHON" bench
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
@@ -130,7 +142,8 @@ step_other_pythons() {
         # What is Python alone, and slow, ran with the README's.
         (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q \
             --ignore=tests/test_{compare,demo,demo_gpu,fuzz,gpu_replay,torch_history}.py \
-            --ignore=tests/test_testing_{others,planted,steps,strategies}.py) ||
+            --ignore=tests/test_testing_{others,planted,steps,strategies}.py \
+            --ignore=tests/test_trace_{command,map,page,view}.py) ||
             code=$?
     done
     return $code
@@ -158,6 +171,7 @@ step_sanitizers() {
         --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/test_simulated_driver.py \
         --ignore=tests/test_{demo_gpu,fuzz,gpu_replay,torch_history}.py \
         --ignore=tests/test_testing_{others,planted,steps,strategies}.py \
+        --ignore=tests/test_trace_{command,map,page,view}.py \
         -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1

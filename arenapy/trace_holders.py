@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -87,17 +87,20 @@ class Groups:
         np.add.at(held, self.of[there], found.nbytes[there])
         return held
 
-    def largest(self, score: Ints, most: int) -> Groups:
-        """The groups of the highest scores, in that order, and a last one of all others."""
+    def largest(self, score: npt.NDArray[Any], most: int, share: float = 0.0) -> Groups:
+        """The groups of the highest scores, in that order, and a last one of all others.
+
+        Those with less than a share of all scores are others, too.
+        """
         order = np.argsort(-score, kind="stable")
-        kept = order if len(order) <= most + 1 else order[:most]
-        names = [self.names[one] for one in kept.tolist()]
-        if len(kept) == len(order):
-            new = np.argsort(order)
-        else:
-            new = np.full(len(order), most)
-            new[kept] = np.arange(most)
-            names.append(f"{len(order) - most} others")
+        kept = min(most, max(1, int(np.count_nonzero(score >= share * score.sum()))))
+        if kept >= len(order) - 1:  # nothing, or one that has a name
+            kept = len(order)
+        new = np.full(len(order), kept)
+        new[order[:kept]] = np.arange(kept)
+        names = [self.names[one] for one in order[:kept].tolist()]
+        if kept < len(order):
+            names.append(f"{len(order) - kept} others")
         return Groups(self.way, new[self.of], names, self.ordered)
 
 

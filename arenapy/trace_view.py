@@ -35,6 +35,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 MOST_GROUPS = 7  # that have a colour of their own
+LEAST_SHARE = 0.002  # of the area of all blocks; less is hardly seen
 MOST_ROWS = 12  # of a table
 BINS = 1500  # of the curves: pixels of a wide screen
 MOST_RANGES = 20_000  # of reserved memory, on the map
@@ -182,13 +183,12 @@ class View:
 
     @cached_property
     def colours(self) -> Groups:
-        """Groups that have a colour, the most important first; those of sizes ascending."""
+        """Groups that have a colour: those of the largest areas first, or of sizes ascending."""
         if self.groups.ordered:
             return self.groups
-        found = self.blocks
-        score = self.groups.bytes_at(found, found.peak)
-        score = score + self.groups.bytes_at(found, found.moments - 1)
-        return self.groups.largest(score, MOST_GROUPS)
+        areas = (self.right - self.left + 1e-9) * self.blocks.nbytes
+        score = np.bincount(self.groups.of, areas, len(self.groups.names))
+        return self.groups.largest(score, MOST_GROUPS, LEAST_SHARE)
 
     @cached_property
     def curves(self) -> Curves:

@@ -1,6 +1,11 @@
 """Sphinx configuration. The reference is made from the installed package, so install it first."""
 
+import sys
+from pathlib import Path
+
 import arenapy
+
+sys.path.insert(0, str(Path(__file__).parent / "memory_map"))
 
 project = "arenapy"
 author = "The arenapy developers"
@@ -20,6 +25,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = f"arenapy {version}"
 
 autodoc_member_order = "groupwise"
@@ -36,3 +42,16 @@ doctest_global_setup = "import arenapy\nimport numpy as np"
 
 # Properties among the attributes of a dataclass, which numpydoc refers to from the class.
 nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]
+
+
+def make_example(app, error):
+    """The page of a trace that traces.md refers to."""
+    if error is None and app.builder.format == "html":
+        from make import make_page
+
+        (app.outdir / "memory_map.html").write_text(make_page(), encoding="utf-8")
+
+
+def setup(app):
+    """Sphinx calls this."""
+    app.connect("build-finished", make_example)

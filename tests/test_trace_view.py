@@ -83,6 +83,12 @@ def test_groups_have_every_block_once(rows, way):
         == sorted(score.tolist(), reverse=True)[:most]
     )
     assert few.bytes_at(found, found.peak).sum() == score.sum()
+    # Neither do those have one that are hardly seen.
+    half = groups.largest(score, 100, 0.5)
+    named = [name for name in half.names if not name.endswith(" others")]
+    large = int((score >= 0.5 * score.sum()).sum())
+    assert len(named) in (max(1, large), len(groups.names))
+    assert half.bytes_at(found, found.peak).sum() == score.sum()
 
 
 @given(EVENTS.filter(some_alloc))
