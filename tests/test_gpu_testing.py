@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -147,9 +148,10 @@ def test_a_pool_that_is_told_of_no_stream_is_found(gpu, monkeypatch):
     monkeypatch.setattr("real_streams.SLOW", VERY_SLOW)
     machine = streamed(own_kind(UntoldPool, cuda.Device), gpu, "UntoldPool")
     many = settings(FEW, phases=[Phase.generate], max_examples=200)
-    with pytest.raises(Exception, match=r"otherwise|Inconsistent"):  # if it was fast for once
+    with pytest.raises(Exception, match=r"otherwise|Inconsistent") as raised:  # fast, for once
         run_state_machine_as_test(machine, settings=many)
-    assert "otherwise than" in str(machine.tally.error)
+    told = traceback.format_exception(raised.value)
+    assert "otherwise than" in f"{machine.tally.error} {told}"
 
 
 @pytest.mark.parametrize("kind", [CupyPool, CupyAsyncPool])

@@ -376,7 +376,8 @@ class StreamMachine(AllocatorMachine):
             super().teardown()
             if fine:
                 device.finish_all()
-                self.contents_survive()
+                with self.failures_kept():
+                    self.contents_survive()
         finally:
             self.retired.clear()
             if device is not None:
