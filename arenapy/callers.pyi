@@ -1,5 +1,10 @@
 from typing import final
 
+CONTROL: tuple[bytes, bytes]
+IMPORTS: str
+RUNNER: tuple[str, ...]
+TABLE: bytes
+
 @final
 class Callers:
     def __new__(cls, depth: int) -> Callers: ...

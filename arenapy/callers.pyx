@@ -12,7 +12,6 @@ ask for it.
 """
 cimport cython
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
 from libc.stdint cimport intptr_t, uint32_t
 
 cdef extern from *:

@@ -400,7 +400,8 @@ cdef class Recorder:
         ----------
         operation : {"alloc", "free", "mark", "reset", "trim", "grow", "keep"}
         address : int
-            Of the block, or of the memory that went to or came from the source; of a mark and of a reset to it the number of the mark, not 0.
+            Of the block, or of the memory that went to or came from the source; of a mark and of a
+            reset to it the number of the mark, not 0.
         nbytes : int
             Size of the block as asked for.
         stream : int

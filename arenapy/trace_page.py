@@ -26,7 +26,7 @@ from arenapy.trace_holders import Holder, format_ns
 from arenapy.trace_view import View
 
 if TYPE_CHECKING:
-    from bokeh.plotting import figure as Figure
+    from bokeh.plotting import figure as _Figure
 
 __all__ = ["page"]
 
@@ -107,7 +107,7 @@ def _palette(view: View) -> list[str]:
     return list(COLOURS[:count])
 
 
-def _figure(view: View, tools: str, label: str, height: int, **more: Any) -> Figure:
+def _figure(view: View, tools: str, label: str, height: int, **more: Any) -> _Figure:
     """An empty chart over time."""
     from bokeh.models import AdaptiveTicker, NumeralTickFormatter
     from bokeh.plotting import figure
@@ -134,13 +134,13 @@ def _figure(view: View, tools: str, label: str, height: int, **more: Any) -> Fig
     return fig
 
 
-def _use_wheel(fig: Figure) -> None:
+def _use_wheel(fig: _Figure) -> None:
     from bokeh.models import WheelZoomTool
 
     fig.toolbar.active_scroll = fig.select_one(WheelZoomTool)
 
 
-def _memory(view: View) -> Figure:
+def _memory(view: View) -> _Figure:
     """Live bytes over time, a layer a colour, below what was reserved."""
     from bokeh.models import ColumnDataSource, HoverTool, Label, Range1d, VAreaStep
 
@@ -204,7 +204,7 @@ def _at(view: View, x: float) -> str:
     return f"event {x:,.0f}" if view.by_events else f"{x:.6g} {view.unit}"
 
 
-def _map(view: View, memory: Figure) -> Figure:
+def _map(view: View, memory: _Figure) -> _Figure:
     """The blocks, and what is reserved beneath them."""
     from bokeh.models import HoverTool, LinearColorMapper, Range1d
 
@@ -280,7 +280,7 @@ def _columns(view: View) -> Any:
     return ColumnDataSource(data)
 
 
-def _draw_reserved(view: View, fig: Figure) -> None:
+def _draw_reserved(view: View, fig: _Figure) -> None:
     had = view.mapped
     if had is None:
         return
@@ -292,7 +292,7 @@ def _draw_reserved(view: View, fig: Figure) -> None:
     )  # fmt: skip
 
 
-def _draw_merged(view: View, fig: Figure) -> None:
+def _draw_merged(view: View, fig: _Figure) -> None:
     from bokeh.models import LinearColorMapper
 
     merged = view.merged
@@ -306,7 +306,7 @@ def _draw_merged(view: View, fig: Figure) -> None:
     )  # fmt: skip
 
 
-def _name_spans(view: View, fig: Figure) -> None:
+def _name_spans(view: View, fig: _Figure) -> None:
     """The addresses at which parts of the map begin, at its right side; what was cut is dotted."""
     from bokeh.models import FixedTicker, LinearAxis, Span
 
@@ -328,7 +328,7 @@ def _name_spans(view: View, fig: Figure) -> None:
     fig.add_layout(side, "right")
 
 
-def _lifetimes(view: View) -> Figure:
+def _lifetimes(view: View) -> _Figure:
     """A histogram: how many blocks lived how long."""
     from bokeh.models import ColumnDataSource, FixedTicker, HoverTool
     from bokeh.plotting import figure

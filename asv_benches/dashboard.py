@@ -14,7 +14,6 @@ import argparse
 import functools
 import http.server
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -84,7 +83,8 @@ def known_results(results, folder, root=ROOT):
     files = commits_of(results)
     if len(unknown) == len(files):
         shallow = git("rev-parse", "--is-shallow-repository", root=root).strip() == "true"
-        why = "this clone is shallow: git fetch --unshallow" if shallow else "is this another project?"
+        why = "is this another project?"
+        why = "this clone is shallow: git fetch --unshallow" if shallow else why
         raise Refusal(f"no commit that has results is in the history of HEAD: {why}")
     print(f"note: {len(unknown)} of {len(files)} commits with results are not in the history of "
           "HEAD, and are left out")  # fmt: skip
@@ -171,8 +171,8 @@ def run(last, bench, name):
         file.write("\n".join(commits) + "\n")
         file.flush()
         asv(
-            "run", f"HASHFILE:{file.name}", "-E", f"virtualenv:{python}", "--skip-existing-successful",
-            "--show-stderr", *FEW_SAMPLES, *(["--bench", bench] if bench else []),
+            "run", f"HASHFILE:{file.name}", "-E", f"virtualenv:{python}",
+            "--skip-existing-successful", "--show-stderr", *FEW_SAMPLES, *(["--bench", bench] if bench else []),
             *machine_arguments(name),
         )  # fmt: skip
     print(f"{len(commits)} commits in {time.perf_counter() - start:.0f} s")

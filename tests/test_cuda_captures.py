@@ -52,7 +52,7 @@ def test_what_a_capture_uses_is_kept_until_its_graph_is_gone(gpu, reusing):
 
 
 def test_nothing_disturbs_another_streams_capture(gpu):
-    pool, captured, s = Pool(16 * MIB, cuda.Device()), new_stream(gpu), new_stream(gpu)
+    pool, captured, s = Pool(32 * MIB, cuda.Device()), new_stream(gpu), new_stream(gpu)
     blocks = [pool.alloc(3 * MIB) for _ in range(4)]
     gpu.begin_capture(captured.handle_)
     blocks[0].record_stream(s)
