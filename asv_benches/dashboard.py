@@ -172,8 +172,8 @@ def run(last, bench, name):
         file.flush()
         asv(
             "run", f"HASHFILE:{file.name}", "-E", f"virtualenv:{python}",
-            "--skip-existing-successful", "--show-stderr", *FEW_SAMPLES, *(["--bench", bench] if bench else []),
-            *machine_arguments(name),
+            "--skip-existing-successful", "--show-stderr", *FEW_SAMPLES,
+            *(["--bench", bench] if bench else []), *machine_arguments(name),
         )  # fmt: skip
     print(f"{len(commits)} commits in {time.perf_counter() - start:.0f} s")
     publish()

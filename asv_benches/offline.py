@@ -1,8 +1,8 @@
 """Makes a site that asv has published need no network: its scripts and styles lie beside it.
 
 asv's pages load jQuery, flot, Bootstrap, stupidtable and md5 from elsewhere. Debian has all of
-them, and so each tag is given the file of a Debian package. What lives here: which file stands for which
-tag, and what asv expects of an older flot. What does not: publishing itself (dashboard.py).
+them, and so each tag is given the file of a Debian package. What lives here: which file stands for
+which tag, and what asv expects of an older flot. What does not: publishing itself (dashboard.py).
 """
 
 import re
