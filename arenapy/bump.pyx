@@ -29,6 +29,7 @@ from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
 from arenapy.regions cimport permit, record
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.places cimport NOWHERE, here
+from arenapy.poison cimport POISONS
 from arenapy.region cimport Region
 
 from arenapy.bump_check import verify
@@ -255,7 +256,8 @@ cdef class Bump(Allocator):
         if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
             c.cursor = start + n + (n == 0)
             c.live += n - buffer.size
-            permit(c, start, n)
+            if POISONS:
+                permit(c, start, n)
             buffer.size = n
             if buffer.hold != NULL:
                 buffer.hold.end = c.cursor

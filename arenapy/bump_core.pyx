@@ -451,7 +451,7 @@ cdef class BumpCore(Space):
             start = frame.cursor if i == frame.run else self.runs[i].start
             if self.may_lease:
                 self.carve_leases(start, self.runs[i].end, self.runs[i].region)
-            if self.debug or POISONS:
+            if POISONS or self.debug:
                 self.poison_free(start, self.runs[i].end, self.runs[i].region)
         self.n_runs = frame.run + 1
         self.runs[frame.run].end = frame.cursor

@@ -208,7 +208,7 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     size = (<PoolCore>h.core).size_at(<char*>block)
     if size and (<PoolCore>h.core).gone == GONE_FORKED:
         return NULL                          # its bytes are not here
-    if POISONS and size:                     # all is read below, or n bytes are asked for here
+    if POISONS:                              # all is read below, or n bytes are asked for here
         permit(<PoolCore>h.core, <uintptr_t>block, size)
         if size >= n > size // 2:
             forbid(<PoolCore>h.core, <uintptr_t>block + n, <uintptr_t>block + size)

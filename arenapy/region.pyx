@@ -157,8 +157,8 @@ cdef class Region(Keeper):
         self.kind = kind
         self.owner = owner
         self.foreign = owner is not None and not isinstance(owner, Backing)
-        if POISONS and owner is None and map_size == 0:
-            self.foreign = True              # memory of which the caller may look at every byte
+        if POISONS:                          # the caller may look at every byte
+            self.foreign = self.foreign or (owner is None and map_size == 0)
         self.readonly = readonly
         self.device_id = device_id
         self.host_accessible = host_accessible

@@ -13,6 +13,7 @@ from arenapy.pages cimport (
     BUSY, FREE, HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, STOCK, VOID,
     Descriptor, Pages, Segment, earlier, is_idle, roomy, scatter,
 )
+from arenapy.poison cimport POISONS
 from arenapy.region cimport Region
 from arenapy.regions cimport forbid, forbid_new, permit
 from arenapy.table cimport Table, table_close, table_grow, table_open
@@ -144,7 +145,8 @@ cdef class Segments(Pages):
             self.enter(id)
         else:
             self.reserved_pages += d.pages
-            forbid(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
+            if POISONS:
+                forbid(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
             self.give(id, d.tick)
 
     cdef void forget_growth(self) noexcept nogil:

@@ -68,7 +68,8 @@ cdef class SlabCore(Items):
             self.settle()
             ptr = self.take(name)
         if ptr != NULL:
-            forbid_from(self, ptr, nbytes, self.item_size)
+            if POISONS:
+                forbid_from(self, ptr, nbytes, self.item_size)
             record(self, EVENT_ALLOC, ptr, nbytes)
             if self.debug:
                 self.began(ptr, self.stride, nbytes)

@@ -307,8 +307,9 @@ cdef class Items(RegionSet):
         except BaseException:
             table_close(&table)
             raise
-        if POISONS and self.align >= POISON_UNIT:
-            forbid_new(self, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
+        if POISONS:
+            if self.align >= POISON_UNIT:
+                forbid_new(self, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
         self.lock_all()
         if number == self.unused:
             self.unused = p.next

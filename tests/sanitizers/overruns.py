@@ -5,7 +5,8 @@ what it did before that is all allowed. Run as a script, this prints a line for 
 address (0: not touched, the control) and how the child ended.
 """
 
-import mmap
+import ctypes
+import errno
 import os
 import sys
 import tempfile
@@ -14,9 +15,13 @@ import numpy as np
 import overrun
 
 import arenapy
-from arenapy import Bump, Host, Pool, Slab, trace
+from arenapy import Bump, Host, Pool, Slab, trace, vm
 
 MIB = 1 << 20
+FIXED_NOREPLACE = 0x100000  # there, or nowhere
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_size_t
+libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 PROGRAMS = {}
 
 
@@ -294,9 +299,18 @@ def pool_freed_large():
 @program
 def pool_freed_to_the_heap():
     pool = Pool(16 * MIB)
-    block = owned(pool, 5 * MIB, 1 << 20)  # of no exact step: never cached
+    block = owned(pool, 3000, 8192)  # no slot, and too small for the front cache
     overrun.free(pool, block)
-    yield block
+    yield block + 2999
+
+
+@program
+def pool_freed_to_a_full_cache():
+    pool = Pool(64 * MIB)
+    blocks = [overrun.alloc(pool, 40_000) for _ in range(300)]
+    for block in blocks[:257]:
+        overrun.free(pool, block)
+    yield blocks[256]
 
 
 @program
@@ -389,6 +403,7 @@ def allowed_trimmed_and_grown_again():
     block = owned(pool, 8 * MIB)
     overrun.free(pool, block)
     assert pool.trim() > 0
+    vm.inject_populate_error(errno.EINVAL)  # an old kernel: what is grown is touched
     block = owned(pool, 16 * MIB)
     overrun.free(pool, block)
     pool.prewarm({1000: 50, MIB: 3})
@@ -403,20 +418,12 @@ def reused(make):
     """The memory of an allocator that is gone, mapped again by somebody else: his, all of it."""
     allocator = make()
     region = allocator.regions[0]
-    address, nbytes = region.address, region.nbytes
+    address, nbytes = region.address, MIB
+    assert region.nbytes >= nbytes
     del allocator, region
-    taken = []
-    while len(taken) < 100:
-        taken.append(mmap.mmap(-1, nbytes))
-        start = address_of(taken[-1])
-        if start <= address < start + nbytes:
-            overrun.fill(start, nbytes)
-            return
-    raise AssertionError("the address was not mapped again")
-
-
-def address_of(memory):
-    return arenapy.Existing(memory).region().address
+    mapped = libc.mmap(address, nbytes, 3, 0x22 | FIXED_NOREPLACE, -1, 0)
+    assert mapped == address
+    overrun.fill(address, nbytes)
 
 
 @program
@@ -427,7 +434,7 @@ def allowed_bump_memory_mapped_again():
 
 @program
 def allowed_slab_memory_mapped_again():
-    reused(lambda: Slab(1000, count=1000))
+    reused(lambda: Slab(1000, count=1100))
     yield 0
 
 
@@ -452,7 +459,7 @@ def allowed_users_own_memory():
     memory = bytearray(4096)
     arena = Bump(4096, source=arenapy.Existing(memory))
     arena.alloc(100)
-    overrun.fill(address_of(memoryview(memory)[2048:]), 2048)
+    overrun.fill(arena.regions[0].address + 2048, 2048)
     yield 0
 
 

@@ -5,9 +5,9 @@ ARENAPY_SANITIZER: ``address`` or ``valgrind``; then nothing is skipped. docs/cr
 commands.
 """
 
+import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-import arenapy.regions
-
 HERE = Path(__file__).parent
+# Not imported: that takes a process in which the sanitizer runs.
+PACKAGE = Path(importlib.util.find_spec("arenapy").origin).parent
+TREE = PACKAGE.parent
 FLAGS = {
     "address": "-fsanitize=address -fno-omit-frame-pointer -g -O1",
     "valgrind": "-DARENAPY_VALGRIND -g -O1",
@@ -28,14 +29,13 @@ def kind_of_build():
     named = os.environ.get("ARENAPY_SANITIZER")
     if named:
         return named
-    found = b"__asan_poison_memory_region" in Path(arenapy.regions.__file__).read_bytes()
-    return "address" if found else None
+    (module,) = PACKAGE.glob(f"regions{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return "address" if b"__asan_poison_memory_region" in module.read_bytes() else None
 
 
 KIND = kind_of_build()
 if KIND is None:
     pytest.skip("arenapy is not built for a sanitizer", allow_module_level=True)
-sys.path.insert(0, str(HERE))
 
 
 def names():
@@ -50,34 +50,31 @@ def built(tmp_path_factory):
     """The directory of the extension module, built with the flags of this build."""
     folder = tmp_path_factory.mktemp("overrun")
     source = folder / "overrun.c"
-    command = [sys.executable, "-m", "cython", "-3", "-I", str(HERE), "-o", str(source)]
-    where = Path(arenapy.__file__).parents[1]
-    subprocess.run([*command, str(HERE / "overrun.pyx")], check=True, cwd=where)
     module = folder / f"overrun{sysconfig.get_config_var('EXT_SUFFIX')}"
-    include = sysconfig.get_path("include")
-    compiler = [shutil.which("gcc"), "-shared", "-fPIC", "-w", f"-I{include}", *FLAGS[KIND].split()]
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    translate = [sys.executable, "-m", "cython", "-o", str(source), str(HERE / "overrun.pyx")]
+    subprocess.run(translate, check=True, cwd=TREE, env=environment)
+    include = f"-I{sysconfig.get_path('include')}"
+    compiler = ["gcc", "-shared", "-fPIC", "-w", include, *FLAGS[KIND].split()]
     subprocess.run([*compiler, str(source), "-o", str(module)], check=True, env=environment)
     return folder
 
 
 def run_all(built, how):
     """What became of each program: (target, exit status, what was said of its process, of all)."""
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(built), str(Path(arenapy.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-    )
+    environment = {**os.environ, "PYTHONMALLOC": "malloc"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(built), str(TREE)])
     command = [sys.executable, str(HERE / "overruns.py"), how]
     if KIND == "valgrind":
-        environment["PYTHONMALLOC"] = "malloc"
-        supp = Path(arenapy.__file__).parents[1] / ".ci" / "valgrind.supp"
-        command = [
-            "valgrind", "--error-exitcode=9", "--leak-check=no", "--undef-value-errors=no",
-            f"--suppressions={supp}", *command,
-        ]  # fmt: skip
+        suppressions = f"--suppressions={TREE / '.ci' / 'valgrind.supp'}"
+        options = ["--error-exitcode=9", "--leak-check=no", "--undef-value-errors=no"]
+        command = ["valgrind", *options, suppressions, *command]
     else:
-        # Not the file that CI looks into for reports of other tests.
-        environment["ASAN_OPTIONS"] = "detect_leaks=0:halt_on_error=1:symbolize=0:exitcode=9"
+        named = ["gcc", "-print-file-name=libasan.so"]
+        runtime = subprocess.run(named, check=True, capture_output=True, text=True).stdout.strip()
+        # Its reports go to stderr, and not where CI looks for those of other tests.
+        options = "detect_leaks=0:halt_on_error=1:symbolize=0:exitcode=9"
+        environment.update(LD_PRELOAD=runtime, ASAN_OPTIONS=options)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     results = {}
