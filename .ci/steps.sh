@@ -171,10 +171,11 @@ step_sanitizers() {
         --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/test_simulated_driver.py \
         --ignore=tests/test_{demo_gpu,fuzz,gpu_replay,torch_history}.py \
         --ignore=tests/test_testing_{others,planted,steps,strategies}.py \
-        --ignore=tests/test_trace_{command,map,page,view}.py \
+        --ignore=tests/test_trace_{command,map,page,view}.py --ignore=tests/sanitizers \
         -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
+    overruns address || code=1
     return $code
 }
 
@@ -192,12 +193,34 @@ step_oldest_numpy() {
 }
 
 # Invalid reads, writes and frees. Undefined values are not looked for: CPython uses some itself.
+# A build that tells valgrind which bytes nobody may touch: the overruns on purpose, the state
+# machines of the core with few examples, and somebody else's package.
 step_valgrind() {
     need valgrind valgrind
-    cd "$WORK/downstream/tests"
+    local tree=$WORK/valgrind code=0
+    CFLAGS='-DARENAPY_VALGRIND -g -O1 -fno-omit-frame-pointer' test_environment "$tree" python3
+    cd "$tree"
+    overruns valgrind || code=1
+    HYPOTHESIS_PROFILE=few under_valgrind .venv/bin/python -m pytest -q \
+        tests/test_{bump,slab,pool}_machine.py tests/test_bump.py tests/test_slab_basics.py || code=1
+    cp -r "$ROOT/tests/downstream" "$WORK/valgrind-downstream"
+    .venv/bin/pip install --quiet 'setuptools>=80'
+    CFLAGS='-DARENAPY_VALGRIND -g -O1' .venv/bin/pip install --quiet --no-build-isolation \
+        "$WORK/valgrind-downstream"
+    under_valgrind .venv/bin/python -m pytest -q "$WORK/valgrind-downstream/tests/test_use.py" ||
+        code=1
+    return $code
+}
+
+under_valgrind() {
     PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=9 --leak-check=no --undef-value-errors=no \
-        --suppressions="$ROOT/.ci/valgrind.supp" \
-        "$WORK/downstream-venv/bin/python" -m pytest -q test_use.py
+        --suppressions="$ROOT/.ci/valgrind.supp" "$@"
+}
+
+# The programs of tests/sanitizers, in the tree that is the current directory: none is skipped.
+overruns() {
+    .venv/bin/python -m pip install --quiet 'cython>=3.1'
+    ARENAPY_SANITIZER=$1 .venv/bin/python -m pytest -q tests/sanitizers
 }
 
 # The GIL must stay off after every module was imported, and the suite must pass without it.

@@ -26,9 +26,10 @@ from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
-from arenapy.regions cimport record
+from arenapy.regions cimport permit, record
 from arenapy.mark cimport Mark, begin_mark, end_mark, new_scope
 from arenapy.places cimport NOWHERE, here
+from arenapy.poison cimport POISONS
 from arenapy.region cimport Region
 
 from arenapy.bump_check import verify
@@ -255,6 +256,8 @@ cdef class Bump(Allocator):
         if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
             c.cursor = start + n + (n == 0)
             c.live += n - buffer.size
+            if POISONS:
+                permit(c, start, n)
             buffer.size = n
             if buffer.hold != NULL:
                 buffer.hold.end = c.cursor

@@ -6,6 +6,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from arenapy.block cimport Block, Hold
 from arenapy.extents cimport Extent
 from arenapy.region cimport Region
+from arenapy.regions cimport forbid, permit
 from arenapy.space cimport Space
 
 # What was allocated since a mark (the base frame: since the last full reset).
@@ -99,6 +100,7 @@ cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexce
         c.live += n
         c.total += 1
         c.cursor = start + size
+        permit(c, start, n)
         return <void*>start
     return c.take_slow(n, align, pad)
 
@@ -111,6 +113,7 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
             and c.ended_list == NULL):
         if c.cursor != frame.cursor:         # else nothing is there to free, or to close
             note_peak(c)
+            forbid(c, frame.cursor, c.cursor)
             c.cursor = frame.cursor
             c.freed += c.live - frame.live
             c.live = frame.live

@@ -41,7 +41,8 @@ from arenapy.extents cimport (
 )
 from arenapy.region cimport Region
 from arenapy.recorder cimport EVENT_FREE
-from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.poison cimport POISONS
+from arenapy.regions cimport RegionSet, forbid, link_hold, permit, record, unlink_hold
 from arenapy.space cimport Space
 
 
@@ -245,6 +246,7 @@ cdef class BumpCore(Space):
             self.live += n
             self.total += 1
             pad[0] = <uint32_t>(start - e.start)
+            permit(self, start, n)
             return <void*>start
         self.continue_at(self.cursor, here)
         return NULL
@@ -307,7 +309,8 @@ cdef class BumpCore(Space):
         cdef uintptr_t start = <uintptr_t>root.ptr
         cdef bint empty = root.size == 0
         record(self, EVENT_FREE, root.ptr, root.size)
-        self.move_back(start, start + root.size + empty, root.tag, root.pad, empty)
+        if not self.move_back(start, start + root.size + empty, root.tag, root.pad, empty):
+            forbid(self, start, start + root.size)
 
     cdef void ended(self, Hold* hold) noexcept nogil:
         cdef void* head
@@ -343,8 +346,9 @@ cdef class BumpCore(Space):
             else:
                 unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
                 # If it is not the newest, its bytes come back at the next reset.
-                self.move_back(hold.start, hold.end, hold.tag, hold.pad,
-                               hold.flags & HOLD_EMPTY != 0)
+                if not self.move_back(hold.start, hold.end, hold.tag, hold.pad,
+                                      hold.flags & HOLD_EMPTY != 0):
+                    forbid(self, hold.start, hold.end)
                 drop_hold(self, hold)
 
     cdef bint has_holds(self) noexcept nogil:
@@ -447,7 +451,7 @@ cdef class BumpCore(Space):
             start = frame.cursor if i == frame.run else self.runs[i].start
             if self.may_lease:
                 self.carve_leases(start, self.runs[i].end, self.runs[i].region)
-            if self.debug:
+            if POISONS or self.debug:
                 self.poison_free(start, self.runs[i].end, self.runs[i].region)
         self.n_runs = frame.run + 1
         self.runs[frame.run].end = frame.cursor

@@ -6,6 +6,8 @@ from arenapy.owned cimport Owned, owned_enter, owned_leave
 from arenapy.pages cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
+from arenapy.poison cimport POISONS
+from arenapy.regions cimport forbid, permit
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, ROUND_STEP, rounded, step_bytes, step_of,
@@ -199,6 +201,14 @@ cdef inline char* skewed(Descriptor* d, uint64_t tag, size_t slack) noexcept nog
     return <char*>d.address + d.skew
 
 
+# In builds that poison: a block is free, all of it.
+cdef inline void forbid_block(Fronts c, Descriptor* d, char* ptr) noexcept nogil:
+    if POISONS:
+        if d.state != SPAN:                  # which may begin before it, skewed
+            ptr = <char*>d.address
+        forbid(c, <uintptr_t>ptr, <uintptr_t>ptr + d.size)
+
+
 # Of the two blocks of a list that were freed last, the one that was handed out later comes first.
 # `x = f(x)` frees its temporaries, which are in the processor's caches, before what x was.
 cdef inline void hotter_first(Fronts c, uint32_t* head) noexcept nogil:
@@ -212,7 +222,7 @@ cdef inline void hotter_first(Fronts c, uint32_t* head) noexcept nogil:
 
 
 # From the front cache, its lock held: the block of the step that was freed last, for n bytes; NULL.
-# `hot`: or the one before.
+# `hot`: or the one before. (Who hands it out permits n bytes of it.)
 cdef inline char* pop(
     Fronts c, Front* f, int s, size_t n, bint hot, uint64_t* tag
 ) noexcept nogil:
@@ -278,6 +288,7 @@ cdef inline bint push(
         f.n_large += 1
     else:
         return c.push_slow(f, ptr, tag)
+    forbid_block(c, d, ptr)
     count_given(f, d.size_class, d.size)
     return True
 
@@ -302,6 +313,8 @@ cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexce
         return ptr
     ptr = pop(c, f, s, n, hot, tag)
     owned_leave(&f.lock)
+    if POISONS and ptr != NULL:
+        permit(c, <uintptr_t>ptr, n)
     return ptr
 
 

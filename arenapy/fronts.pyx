@@ -16,7 +16,7 @@ span's descriptor. Larger blocks are extents of their own.
 Locks: a front cache's, then the heap's. Nobody holds two front caches' locks, but `lock_all`.
 """
 cimport cython
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memmove
 
 from arenapy.atomic cimport (
@@ -27,6 +27,8 @@ from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport (
     BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, earlier, have_spare, low_bit, scatter,
 )
+from arenapy.poison cimport POISONS
+from arenapy.regions cimport permit
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport (
     MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, round_bytes, rounded, step_bytes,
@@ -122,6 +124,8 @@ cdef class Fronts(Segments):
         owned_acquire(&f.lock)
         ptr = pop(self, f, s, n, hot, tag)
         owned_release(&f.lock)
+        if POISONS and ptr != NULL:
+            permit(self, <uintptr_t>ptr, n)
         return ptr
 
     cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil:
@@ -182,6 +186,7 @@ cdef class Fronts(Segments):
                 arenapy_spin_release(&self.heap_lock)
             owned_release(&f.lock)
             if ptr != NULL:
+                permit(self, <uintptr_t>ptr, n)
                 return ptr
             if attempt == 0:
                 self.flush_all()
@@ -207,6 +212,7 @@ cdef class Fronts(Segments):
                 break
             if miss and i == 0:
                 self.count_asked(self.class_at[s], True, asked)
+            permit(self, <uintptr_t>out[i].ptr, sizes[i])
             i += 1
         arenapy_spin_release(&self.heap_lock)
         owned_release(&f.lock)
@@ -342,6 +348,7 @@ cdef class Fronts(Segments):
         count_given(f, d.size_class, d.size)
         f.tick += 1
         d.tick = f.tick
+        forbid_block(self, d, ptr)
         arenapy_spin_acquire(&self.heap_lock)
         if f.n_large == LARGE_KEPT:
             self.flush_large(f)

@@ -23,7 +23,9 @@ from arenapy.fronts cimport Front, front_of
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.pages cimport segment_of
 from arenapy.pool cimport Pool
+from arenapy.poison cimport POISONS
 from arenapy.pool_core cimport PoolCore, take_hit
+from arenapy.regions cimport forbid, permit
 
 cdef extern from "Python.h":
     """
@@ -206,6 +208,10 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     size = (<PoolCore>h.core).size_at(<char*>block)
     if size and (<PoolCore>h.core).gone == GONE_FORKED:
         return NULL                          # its bytes are not here
+    if POISONS:                              # all is read below, or n bytes are asked for here
+        permit(<PoolCore>h.core, <uintptr_t>block, size)
+        if size >= n > size // 2:
+            forbid(<PoolCore>h.core, <uintptr_t>block + n, <uintptr_t>block + size)
     if size == 0:
         size = header_of(block).nbytes
     if size >= n > size // 2:

@@ -1,6 +1,9 @@
 """The C calls of a Pool: what `cimport arenapy` gives. The short way is all that is here."""
+from libc.stdint cimport uintptr_t
+
 from arenapy.pool cimport Pool
 from arenapy.pool_core cimport PoolCore, give_hit, take_hit
+from arenapy.regions cimport permit
 
 cdef enum:
     USUAL_ALIGN = 64         # what every block has
@@ -26,4 +29,6 @@ cdef int _given(PoolCore c, char* block) noexcept nogil:
 
 
 cdef size_t pool_usable_size(Pool pool, void* block) noexcept nogil:
-    return pool.core.size_at(<char*>block)
+    cdef size_t size = pool.core.size_at(<char*>block)
+    permit(pool.core, <uintptr_t>block, size)    # who asks may use them
+    return size

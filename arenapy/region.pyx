@@ -27,6 +27,7 @@ from arenapy.atomic cimport (
 from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper
 from arenapy.buffer cimport new_range
+from arenapy.poison cimport POISONS
 from arenapy.vm cimport (
     vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap,
 )
@@ -156,6 +157,8 @@ cdef class Region(Keeper):
         self.kind = kind
         self.owner = owner
         self.foreign = owner is not None and not isinstance(owner, Backing)
+        if POISONS:                          # the caller may look at every byte
+            self.foreign = self.foreign or (owner is None and map_size == 0)
         self.readonly = readonly
         self.device_id = device_id
         self.host_accessible = host_accessible

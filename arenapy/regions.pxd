@@ -6,6 +6,7 @@ from arenapy.atomic cimport arenapy_load_ptr
 from arenapy.block cimport Hold, Keeper
 from arenapy.ledger cimport Ledger
 from arenapy.medium cimport Medium
+from arenapy.poison cimport POISONS, poison, unpoison
 from arenapy.recorder cimport record_event
 from arenapy.region cimport Region
 
@@ -50,7 +51,7 @@ cdef class RegionSet(Keeper):
     # Debug mode, if that is wanted: is it? Nothing below is called without it, but for `poison`,
     # `forget`, `tell`, `refuse`, `born_at` and `check_free`.
     cdef bint watch(self, object allocator, object debug, object verifier) except -1
-    # A block was handed out; [start, end) is free from now on.
+    # A block was handed out; [start, end) is free from now on (where builds poison, they do it).
     cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil
     cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil
     # Raise what was found; after an operation also what is wrong with the bookkeeping; after an
@@ -88,6 +89,31 @@ cdef inline void link_hold(Hold** head, Hold* hold) noexcept nogil:
     if head[0] != NULL:
         head[0].prev = hold
     head[0] = hold
+
+
+# In builds that poison: nobody may touch these bytes; somebody may again. Not a user's own memory,
+# which he may look at anywhere, nor what a device and its driver touch, too. Debug mode fills and
+# reads what is free, so it does without.
+
+cdef inline bint poisons(RegionSet c) noexcept nogil:
+    return (POISONS and c.host_accessible and c.device_id < 0
+            and not (c.debug or c.foreign))
+
+
+cdef inline void forbid(RegionSet c, uintptr_t start, uintptr_t end) noexcept nogil:
+    if POISONS and start < end and poisons(c) and not c.shut:
+        poison(start, end - start)
+
+
+# The first memory of an allocator, which allocates only after this.
+cdef inline void forbid_new(RegionSet c, uintptr_t start, uintptr_t end) noexcept nogil:
+    if POISONS and start < end and poisons(c):
+        poison(start, end - start)
+
+
+cdef inline void permit(RegionSet c, uintptr_t start, size_t nbytes) noexcept nogil:
+    if POISONS and nbytes and c.host_accessible and c.device_id < 0:
+        unpoison(start, nbytes)
 
 
 # Not under a lock: now and then this writes to a file.

@@ -21,6 +21,7 @@ from arenapy.extents cimport make_room
 from arenapy.ledger cimport Ledger
 from arenapy.medium cimport Medium
 from arenapy.places cimport NOWHERE, here, said
+from arenapy.poison cimport POISONS
 from arenapy.recorder cimport Recorder
 from arenapy.region cimport Region, register_core, unregister_core
 
@@ -54,6 +55,7 @@ cdef class RegionSet(Keeper):
         unregister_core(self)
         if self.debug and not (self.shut or arenapy_finalizing()):
             self.warn_of_leaks()
+        permit_all(self)
         while self.leased != NULL:
             hold = self.leased
             self.leased = hold.next
@@ -230,6 +232,8 @@ cdef class RegionSet(Keeper):
         """No block lies there: the region is new, or about to go."""
         if self.debug:
             self.ledger.forget(<uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
+        if POISONS and not self.shut:
+            permit(self, <uintptr_t>region.ptr, region.size)
 
     cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil:
         self.ledger.begin(<uintptr_t>ptr, <uintptr_t>ptr + size, nbytes, here())
@@ -242,6 +246,7 @@ cdef class RegionSet(Keeper):
         if self.debug and not self.shut:
             self.ledger.end(start, end, self.host_accessible and not (
                 self.ledger.over or arenapy_finalizing()))
+        forbid(self, start, end)
 
     cdef int raise_damage(self) except -1:
         damage = self.ledger.take_damage()
@@ -323,6 +328,7 @@ cdef class RegionSet(Keeper):
     cdef void disable(self, int why) noexcept nogil:
         if why != GONE_NOT:
             self.gone = why
+        permit_all(self)
         self.shut = True
 
     cdef void forked(self, bint unmapped) noexcept nogil:
@@ -337,3 +343,11 @@ cdef class RegionSet(Keeper):
 
     cdef object owner_of(self):
         return None if self.allocator is None else self.allocator()
+
+
+cdef inline void permit_all(RegionSet c) noexcept nogil:
+    """The memory is about to be somebody else's, or it was before (`shut`)."""
+    cdef Py_ssize_t i
+    if POISONS and not c.shut:
+        for i in range(c.n_regions):
+            permit(c, <uintptr_t>(<Region>c.region[i]).ptr, (<Region>c.region[i]).size)

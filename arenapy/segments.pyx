@@ -13,7 +13,9 @@ from arenapy.pages cimport (
     BUSY, FREE, HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, STOCK, VOID,
     Descriptor, Pages, Segment, earlier, is_idle, roomy, scatter,
 )
+from arenapy.poison cimport POISONS
 from arenapy.region cimport Region
+from arenapy.regions cimport forbid, forbid_new, permit
 from arenapy.table cimport Table, table_close, table_grow, table_open
 
 
@@ -108,6 +110,7 @@ cdef class Segments(Pages):
         cdef Descriptor* d = &self.descriptors[id]
         self.busy_pages -= d.pages
         if grown:
+            forbid_new(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
             self.reserved_pages += d.pages
             self.give(id, tick)
         else:
@@ -130,6 +133,8 @@ cdef class Segments(Pages):
         self.descriptors[id].state = BUSY
         self.tag(id)
         self.reserved_pages -= self.descriptors[id].pages
+        permit(self, self.descriptors[id].address,
+               <size_t>self.descriptors[id].pages << PAGE_BITS)
         return id
 
     cdef void end_trim(self, uint32_t id, bint trimmed) noexcept nogil:
@@ -140,6 +145,8 @@ cdef class Segments(Pages):
             self.enter(id)
         else:
             self.reserved_pages += d.pages
+            if POISONS:
+                forbid(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
             self.give(id, d.tick)
 
     cdef void forget_growth(self) noexcept nogil:
@@ -192,6 +199,8 @@ cdef class Segments(Pages):
         except BaseException:
             table_close(&segment.table)
             raise
+        if not growing:
+            forbid_new(self, base, base + (pages << PAGE_BITS))
         self.lock_all()
         i = 0
         while self.segments[i].base:

@@ -14,9 +14,10 @@ from arenapy.allocator cimport Allocator, aligned_region, check_source
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
+from arenapy.poison cimport POISONS
 from arenapy.region cimport Region
 from arenapy.slab_core cimport SlabCore, SlabFigures
-from arenapy.slab_items cimport OTHER_GROWS, SELF_GROWS, quick_take
+from arenapy.slab_items cimport OTHER_GROWS, SELF_GROWS, forbid_from, quick_take
 
 from arenapy.errors import OutOfMemory
 from arenapy.slab_check import listing, verify
@@ -169,6 +170,8 @@ cdef class Slab(Allocator):
         ptr = quick_take(<SlabCore>core, &(<Buffer>o).tag)
         if ptr == NULL:
             return self.careful_alloc(nbytes, align, stream)
+        if POISONS:
+            forbid_from(<SlabCore>core, ptr, n, (<SlabCore>core).item_size)
         (<Buffer>o).size = n
         (<Buffer>o).align = 1
         (<Buffer>o).word = 0

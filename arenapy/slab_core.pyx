@@ -17,10 +17,11 @@ from arenapy.block cimport HELD, Block, Hold
 from arenapy.fronts cimport clear_bit
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.owned cimport owned_acquire, owned_release
+from arenapy.poison cimport POISON_UNIT, POISONS
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
 from arenapy.slab_items cimport (
-    Items, Part, Stack, address_of, nth_word, quick_give, stack_of, stow, word_of,
+    Items, Part, Stack, address_of, forbid_from, nth_word, quick_give, stack_of, stow, word_of,
 )
 from arenapy.threads cimport MOST_FRONTS
 from arenapy.vm cimport vm_lease
@@ -67,6 +68,8 @@ cdef class SlabCore(Items):
             self.settle()
             ptr = self.take(name)
         if ptr != NULL:
+            if POISONS:
+                forbid_from(self, ptr, nbytes, self.item_size)
             record(self, EVENT_ALLOC, ptr, nbytes)
             if self.debug:
                 self.began(ptr, self.stride, nbytes)
@@ -77,6 +80,9 @@ cdef class SlabCore(Items):
         if self.shut or not self.take_many(buffers, n):
             return False
         for i in range(n):
+            if POISONS:
+                forbid_from(
+                    self, (<Block>buffers[i]).ptr, (<Block>buffers[i]).size, self.item_size)
             record(self, EVENT_ALLOC, (<Block>buffers[i]).ptr, (<Block>buffers[i]).size)
             if self.debug:
                 self.began((<Block>buffers[i]).ptr, self.stride, (<Block>buffers[i]).size)
@@ -144,7 +150,8 @@ cdef class SlabCore(Items):
         """A claimed item is free again."""
         cdef Stack* s = stack_of(self)
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
-        self.poison(start, start + self.stride)
+        if not POISONS or self.debug or self.align >= POISON_UNIT:
+            self.poison(start, start + self.stride)
         owned_acquire(&s.lock)
         arenapy_sub(&self.claimed, 1)
         stow(self, s, word_of(self, name), name)

@@ -1,13 +1,14 @@
 # The C surface of items of one size.
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.abi cimport ARENAPY_ABI
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_spin, likely
 from arenapy.fronts cimport clear_bit, set_bit
 from arenapy.owned cimport Owned, owned_enter, owned_leave
+from arenapy.poison cimport POISON_UNIT, POISONS
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet
+from arenapy.regions cimport RegionSet, forbid, permit
 from arenapy.table cimport Table
 from arenapy.threads cimport MOST_FRONTS
 
@@ -147,6 +148,13 @@ cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
     return c.parts[name >> 32].base + <uint32_t>name * c.stride
 
 
+# In builds that poison: what is free of items, and of one of which n bytes were asked for. Threads
+# have neighbouring items at once, so not of those that share a unit.
+cdef inline void forbid_from(Items c, char* at, size_t n, size_t end) noexcept nogil:
+    if POISONS and c.align >= POISON_UNIT:
+        forbid(c, <uintptr_t>at + n, <uintptr_t>at + end)
+
+
 cdef inline Stack* stack_of(Items c) noexcept nogil:
     return c.depot if ARENAPY_GIL else c.own_stack()
 
@@ -171,6 +179,7 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     set_bit(&word.live, top)
     note(&word.tick, tick)
     name[0] = top
+    permit(c, <uintptr_t>ptr, c.item_size)
     return ptr
 
 
@@ -180,6 +189,8 @@ cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nog
     cdef uint64_t tick = s.tick + 1
     if not ARENAPY_GIL and s.n == DEPTH and s != c.depot:
         c.make_place(s)
+    if POISONS:
+        forbid_from(c, address_of(c, name), 0, c.stride)
     n = s.n
     names_of(s)[n] = name
     s.n = n + 1

@@ -22,8 +22,9 @@ from arenapy.atomic cimport (
 from arenapy.block cimport Block
 from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.recorder cimport EVENT_GROW, EVENT_TRIM
+from arenapy.poison cimport POISON_UNIT, POISONS
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet, record
+from arenapy.regions cimport RegionSet, forbid_new, record
 from arenapy.table cimport Table, table_close, table_grow, table_open
 from arenapy.threads cimport MOST_FRONTS, front_number
 
@@ -306,6 +307,9 @@ cdef class Items(RegionSet):
         except BaseException:
             table_close(&table)
             raise
+        if POISONS:
+            if self.align >= POISON_UNIT:
+                forbid_new(self, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
         self.lock_all()
         if number == self.unused:
             self.unused = p.next

@@ -16,7 +16,7 @@ from arenapy.extents cimport (
 )
 from arenapy.recorder cimport EVENT_KEEP
 from arenapy.region cimport Region
-from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.regions cimport RegionSet, forbid_new, link_hold, record, unlink_hold
 from arenapy.vm cimport vm_lease
 
 
@@ -40,6 +40,7 @@ cdef class Space(RegionSet):
             raise MemoryError("no memory for the bookkeeping of an arena")
         self.take_region(region)
         extents_insert(&self.free, start, start + region.size, self.n_regions - 1)
+        forbid_new(self, start, start + region.size)
         if region.sent:                      # before it had an allocator
             self.expect_leases()
             self.carve_leases(start, start + region.size, self.n_regions - 1)

@@ -1,9 +1,9 @@
 """Hypothesis profiles, and a fixture that runs a program in a fresh interpreter.
 
 ``HYPOTHESIS_PROFILE`` picks a profile: ``dev`` (the default), ``ci`` (the same examples on every
-run, and a blob that reproduces a failure), ``quick`` (the same with few examples), ``long`` (many
-more and longer programs) or ``fuzz`` (still more, with a database of its own in
-``.hypothesis/fuzz``, from which the next run goes on).
+run, and a blob that reproduces a failure), ``quick`` (the same with few examples), ``few`` (with
+hardly any, for valgrind), ``long`` (many more and longer programs) or ``fuzz`` (still more, with a
+database of its own in ``.hypothesis/fuzz``, from which the next run goes on).
 """
 
 import os
@@ -30,6 +30,7 @@ settings.register_profile(
     "ci", settings.get_profile("dev"), max_examples=40, derandomize=True, print_blob=True
 )
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
+settings.register_profile("few", settings.get_profile("ci"), max_examples=3)
 settings.register_profile(
     "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
 )
