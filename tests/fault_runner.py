@@ -1,6 +1,5 @@
 """Runs one operation of `fault_operations` with one of its calls failed, and looks at the ruins."""
 
-import errno
 import gc
 import inspect
 import sys
@@ -9,57 +8,10 @@ from typing import NamedTuple
 from unittest import mock
 
 from fault_operations import OPERATIONS
+from fault_table import ERRORS, LASTS, number
 from faults import FAILED, PYTHON_CALLS
 
-EHWPOISON = 133
-#: In ERRORS: from that call on all of them fail, as they do once memory is used up.
-LASTS = "ENOMEM, lasting"
-POPULATE = ("ENOMEM", LASTS, "EHWPOISON", "EINVAL", "EINTR", "EAGAIN")
-
-#: What a call may fail with, as its manual page says.
-ERRORS = {
-    "mmap": ("ENOMEM", LASTS, "EACCES"),
-    "munmap": ("ENOMEM", LASTS),
-    "mprotect": ("ENOMEM", LASTS, "EACCES"),
-    "madvise(DONTNEED)": ("EAGAIN", "EINVAL", "ENOMEM"),
-    "madvise(DONTNEED_LOCKED)": ("EAGAIN", "EINVAL"),
-    "madvise(DONTFORK)": ("EAGAIN", "ENOMEM"),
-    "madvise(HUGEPAGE)": ("EAGAIN", "EINVAL", "ENOMEM"),
-    "madvise(WIPEONFORK)": ("EINVAL", "ENOMEM"),
-    "madvise(POPULATE_READ)": POPULATE,
-    "madvise(POPULATE_WRITE)": POPULATE,
-    "mlock2": ("ENOMEM", "EPERM", "EAGAIN", "ENOSYS"),
-    "munlock": ("ENOMEM",),
-    "mbind": ("ENOMEM", "EPERM", "EINVAL", "ENOSYS"),
-    "membarrier": ("EPERM", "ENOSYS"),
-    "memfd_create": ("ENOMEM", "EMFILE", "ENFILE", "ENOSYS"),
-    "ftruncate": ("EINTR", "ENOMEM", "EFBIG"),
-    "fcntl(ADD_SEALS)": ("EPERM", "EBUSY"),
-    "fcntl(OFD_GETLK)": ("EINTR", "EINVAL"),
-    "fcntl(OFD_SETLK)": ("EINTR", "ENOLCK"),
-    "open": ("EINTR", "EMFILE", "ENOENT"),
-    "fstat": ("EIO",),
-    "ioctl": ("EINTR", "EINVAL", "ENOTTY"),
-    "pread": ("EINTR", "EIO"),
-    "write": ("EINTR", "ENOSPC", "EIO"),
-    "malloc": ("ENOMEM", LASTS),
-    "calloc": ("ENOMEM", LASTS),
-    "realloc": ("ENOMEM", LASTS),
-    "strdup": ("ENOMEM", LASTS),
-    "pthread_create": ("EAGAIN",),
-    "pthread_key_create": ("EAGAIN",),
-    "pthread_setspecific": ("ENOMEM",),
-    "__register_atfork": ("ENOMEM",),
-    "os.open": ("EACCES", "EMFILE"),
-    "os.stat": ("EACCES",),
-    "os.fstat": ("EIO",),
-    "os.ftruncate": ("EFBIG", "EIO"),
-    "os.posix_fallocate": ("ENOSPC", "EOPNOTSUPP"),
-    "os.write": ("ENOSPC",),
-    "os.pwrite": ("EIO",),
-    "os.dup": ("EMFILE",),
-    "open()": ("EMFILE", "EACCES"),
-}
+THOROUGH = ("region", "commit", "decommit", "reserve", "send")  # closest to the system
 
 
 class Outcome(NamedTuple):
@@ -73,13 +25,6 @@ class Outcome(NamedTuple):
     calls: list[str]  # all that was made
 
 
-def number(name):
-    if name is None:
-        return 0
-    name = name.partition(",")[0]
-    return EHWPOISON if name == "EHWPOISON" else getattr(errno, name)
-
-
 def made(name, directory):
     make = OPERATIONS[name]
     return make(directory) if inspect.signature(make).parameters else make()
@@ -91,6 +36,14 @@ def calls_of(faults, name, directory):
     outcome = attempt(faults, name, directory)
     assert not outcome.error and not outcome.problems, outcome
     return Counter(outcome.calls)
+
+
+def errors_of(name, call, nth):
+    """What the call fails with: all it may; what is like others that fail, once with the rest."""
+    errors = ERRORS[call]
+    if nth == 0 or name.startswith(THOROUGH):
+        return errors
+    return [error for error in errors if error in (errors[0], LASTS)]
 
 
 def attempt(faults, name, directory, call=None, nth=0, error=None):

@@ -1,15 +1,69 @@
-"""What is documented to come of a call that fails: `TABLE`, and calls that cannot: `CANNOT_FAIL`.
+"""What a call may fail with: `ERRORS`; what is documented to come of it: `TABLE`; and which calls
+cannot fail: `CANNOT_FAIL`.
 
 A row says for which operations (a pattern of their names), calls and errors it holds, which
 exception follows, "" if none does, and a part of its text. The first row that fits counts.
 """
 
+import errno
 import re
 from typing import NamedTuple
 
 NO_MEMORY = "ENOMEM|ENOMEM, lasting"
 AGAIN = "EINTR|EAGAIN"
 ANY = ".*"
+
+EHWPOISON = 133
+#: In ERRORS: from that call on all of them fail, as they do once memory is used up.
+LASTS = "ENOMEM, lasting"
+POPULATE = ("ENOMEM", LASTS, "EHWPOISON", "EINVAL", "EINTR", "EAGAIN")
+
+#: What a call may fail with, as its manual page says.
+ERRORS = {
+    "mmap": ("ENOMEM", LASTS, "EACCES"),
+    "munmap": ("ENOMEM", LASTS),
+    "mprotect": ("ENOMEM", LASTS, "EACCES"),
+    "madvise(DONTNEED)": ("ENOMEM", "EINVAL", "EAGAIN"),
+    "madvise(DONTNEED_LOCKED)": ("EAGAIN", "EINVAL"),
+    "madvise(DONTFORK)": ("ENOMEM", "EAGAIN"),
+    "madvise(HUGEPAGE)": ("ENOMEM", "EINVAL", "EAGAIN"),
+    "madvise(WIPEONFORK)": ("ENOMEM", "EINVAL"),
+    "madvise(POPULATE_READ)": POPULATE,
+    "madvise(POPULATE_WRITE)": POPULATE,
+    "mlock2": ("ENOMEM", "EPERM", "EAGAIN", "ENOSYS"),
+    "munlock": ("ENOMEM",),
+    "mbind": ("ENOMEM", "EPERM", "EINVAL", "ENOSYS"),
+    "membarrier": ("EPERM", "ENOSYS"),
+    "memfd_create": ("ENOMEM", "EMFILE", "ENFILE", "ENOSYS"),
+    "ftruncate": ("ENOMEM", "EFBIG", "EINTR"),
+    "fcntl(ADD_SEALS)": ("EPERM", "EBUSY"),
+    "fcntl(OFD_GETLK)": ("EINVAL", "EINTR"),
+    "fcntl(OFD_SETLK)": ("ENOLCK", "EINTR"),
+    "open": ("EMFILE", "ENOENT", "EINTR"),
+    "fstat": ("EIO",),
+    "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
+    "pread": ("EIO", "EINTR"),
+    "write": ("ENOSPC", "EIO", "EINTR"),
+    "malloc": ("ENOMEM", LASTS),
+    "calloc": ("ENOMEM", LASTS),
+    "realloc": ("ENOMEM", LASTS),
+    "strdup": ("ENOMEM", LASTS),
+    "posix_memalign": ("ENOMEM", LASTS),
+    "pthread_create": ("EAGAIN",),
+    "pthread_key_create": ("EAGAIN", "ENOMEM"),
+    "pthread_setspecific": ("ENOMEM",),
+    "__register_atfork": ("ENOMEM",),
+    "os.open": ("EACCES", "EMFILE"),
+    "os.stat": ("EACCES",),
+    "os.fstat": ("EIO",),
+    "os.ftruncate": ("EFBIG", "EIO"),
+    "os.posix_fallocate": ("ENOSPC", "EOPNOTSUPP"),
+    "os.write": ("ENOSPC",),
+    "os.pwrite": ("EIO",),
+    "os.dup": ("EMFILE",),
+    "open()": ("EMFILE", "EACCES"),
+}
+
 
 #: What our modules import of the C library beside what is failed, and why it is not.
 CANNOT_FAIL = {
@@ -36,6 +90,14 @@ class Row(NamedTuple):
     outcomes: tuple[str, ...]  # "exception: a part of its text"
 
 
+def number(name):
+    """Of an error; with no name, none."""
+    if name is None:
+        return 0
+    name = name.partition(",")[0]
+    return EHWPOISON if name == "EHWPOISON" else getattr(errno, name)
+
+
 def row(operations, calls, errors, *outcomes):
     return Row(operations, calls, errors, outcomes)
 
@@ -47,6 +109,7 @@ NO_LOCK = "OutOfMemory: RLIMIT_MEMLOCK"
 POOL_FULL = "OutOfMemory: do not fit into the pool, and its source has no more"
 SLAB_FULL = "OutOfMemory: do not fit into the slab, and its source has no more"
 NO_TABLE = "MemoryError: bookkeeping of a"
+NO_ATFORK = "MemoryError: pthread_atfork failed"
 NO_RECORD = "MemoryError: no memory for the record of an export"
 NOT_MAPPED = "PermissionError: cannot map"
 BAD_PAGE = "OSError: hardware error"
@@ -54,8 +117,13 @@ NUMPY_NONE = "MemoryError: Unable to allocate"
 MEMORY = r"mmap|mprotect|madvise\(POPULATE_WRITE\)|madvise\(HUGEPAGE\)"
 
 TABLE = [
+    # At the import, or when something is used for the first time.
+    row("first use", "__register_atfork", NO_MEMORY, FINE, NO_ATFORK, "OSError: arenapy.cuda"),
+    row("first use", "pthread_key_create|pthread_setspecific", ANY, FINE),  # a number less to give
+    row("first use", "strdup", NO_MEMORY, FINE),  # a place of which nothing is known
+    row(ANY, "membarrier", ANY, FINE),  # locks are never owned then
     # What is tried again, or done in another way.
-    row(ANY, r"madvise\(POPULATE_WRITE\)", f"{AGAIN}|EINVAL", FINE),
+    row(ANY, r"madvise\(POPULATE_.*\)", f"{AGAIN}|EINVAL", FINE),
     row(ANY, r"madvise\(HUGEPAGE\)", "EAGAIN|EINVAL", FINE),
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
     row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
@@ -125,6 +193,9 @@ TABLE = [
     row("send.*", "open", "ENOENT", "FileNotFoundError: /proc/self/fd/"),
     row("send.*", "os.dup", "EMFILE", "OSError: Too many open files"),
     row("send.*", r"fcntl\(OFD_SETLK\)", "ENOLCK", "OSError: No locks available"),
+    row("use of leased memory", r"fcntl\(OFD_GETLK\)", "EINVAL", FINE),  # as if it were leased
+    row("use of leased memory", "malloc", NO_MEMORY, FINE),  # they are not handed out again
+    row("unlock", "munlock", "ENOMEM", "OSError: Cannot allocate memory"),
     # Files.
     row("region of File.*", "fstat", "EIO", "OSError: Input/output error"),
     row("use of a file's region", "fstat", "EIO", "OSError: size of the file behind"),
@@ -133,12 +204,17 @@ TABLE = [
     row("region of File.*", "os.ftruncate|os.posix_fallocate", ANY, "OSError: on disk"),
     row("trace.*", "os.(fstat|ftruncate|write|pwrite)", ANY, "OSError: "),
     row("trace .*", "write", "ENOSPC|EIO", "OSError: the trace"),
+    row("fault in, read-only", r"madvise\(POPULATE_READ\)", NO_MEMORY, "OSError: allocate memory"),
+    row("fault in, read-only", r"madvise\(POPULATE_READ\)", "EHWPOISON", BAD_PAGE),
+    row("replay", "pread", "EIO", "OSError: statm cannot be read"),
+    row("replay", "calloc", NO_MEMORY, "MemoryError: no memory for 2 slots"),
     # What the C library has.
     row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
     row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
     row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of"),
     row(ANY, "malloc", NO_MEMORY, NO_RECORD),
     row("Pool blocks|trace.*", "realloc", NO_MEMORY, "MemoryError: a list of all blocks"),
+    row(ANY, "posix_memalign", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),
     row(ANY, "realloc", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),
 ]
 

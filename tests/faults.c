@@ -28,7 +28,7 @@ enum { MINUS, NOTHING, NUMBER, NOTED };
     X(mmap64, MINUS) X(munmap, MINUS) X(mprotect, MINUS) X(madvise, MINUS) X(munlock, MINUS) \
     X(syscall, MINUS) X(open64, MINUS) X(close, NOTED) X(fstat64, MINUS) X(ftruncate64, MINUS) \
     X(fcntl64, MINUS) X(ioctl, MINUS) X(pread64, MINUS) X(write, MINUS) X(malloc, NOTHING) \
-    X(calloc, NOTHING) X(realloc, NOTHING) X(strdup, NOTHING) X(free, NOTED) \
+    X(calloc, NOTHING) X(realloc, NOTHING) X(strdup, NOTHING) X(posix_memalign, NUMBER) X(free, NOTED) \
     X(pthread_create, NUMBER) X(pthread_key_create, NUMBER) X(pthread_setspecific, NUMBER) \
     X(__register_atfork, NUMBER)
 
@@ -96,7 +96,7 @@ static long intercept(int function, long a, long b, long c, long d, long e, long
         return kinds[function] == NOTHING ? 0 : -1;
     }
     result = reals[function](a, b, c, d, e, f, g);
-    call->result = result;
+    call->result = function == ID_posix_memalign && !result ? *(long *)a : result;
     return result;
 }
 

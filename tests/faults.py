@@ -8,6 +8,7 @@ allocated and is not any more can be told exactly, whatever else the process doe
 import builtins
 import contextlib
 import ctypes
+import importlib.util
 import io
 import mmap
 import os
@@ -16,10 +17,9 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-import arenapy
-
 HERE = Path(__file__).parent
-PACKAGE = os.path.dirname(os.path.abspath(arenapy.__file__)) + "/"
+# Not imported for that: fault_first_use fails what the import calls.
+PACKAGE = os.path.dirname(os.path.abspath(importlib.util.find_spec("arenapy").origin)) + "/"
 AARCH64 = os.uname().machine == "aarch64"
 PLAIN, ARMED, FAILED = range(3)
 NOTED = 3  # the kind of a function that is never failed
@@ -197,7 +197,7 @@ class Faults:
                     assert not _libc.munmap(ctypes.c_void_p(arguments[0]), arguments[1])
                 if state != FAILED or forgive:
                     mapped = _without(mapped, *arguments[:2])
-            elif name in ("malloc", "calloc") and state != FAILED:
+            elif name in ("malloc", "calloc", "posix_memalign") and state != FAILED:
                 blocks.add(result)
             elif name == "realloc" and state != FAILED:
                 blocks.discard(arguments[0])
