@@ -94,7 +94,7 @@ class sdist(_sdist):  # type: ignore[misc]
         """Add what setuptools does not know to be part of the sources."""
         self.filelist.include("CHANGELOG.md")
         for directory in ("asv_benches", "docs", "tests"):
-            for pattern in ("*.json", "*.md", "*.npz", "*.py", "*.pyx", "*.toml"):
+            for pattern in ("*.c", "*.json", "*.md", "*.npz", "*.py", "*.pyx", "*.toml"):
                 self.filelist.recursive_include(directory, pattern)
         for product in ("asv_benches/.asv", "docs/_build", "tests/downstream/build"):
             self.filelist.prune(product)

@@ -19,7 +19,7 @@ from arenapy.atomic cimport (
 from arenapy.allocator cimport Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport (
-    HOLD_EMPTY, ONE_EXPORT, Hold, acquire, born_held, check_open, is_open_locked, new_hold,
+    HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open, is_open_locked, new_hold,
     named_stream, track,
 )
 from arenapy.buffer cimport Buffer, hatch, new_block
@@ -168,20 +168,20 @@ cdef class Bump(Allocator):
         arenapy_lock_acquire(&c.lock)
         if arenapy_load_ptr(&c.ended_list) != NULL:
             c.drain()
-        start = take(c, n, align, &b.pad)
+        if held:
+            hold = new_hold(c)               # before the cursor moves
+        start = take(c, n, align, &b.pad) if hold != NULL or not held else NULL
         b.ptr = <char*>start
         b.tag = c.tag
         if start != NULL and held:
-            hold = new_hold(c)
-            if hold != NULL:
-                born_held(b, hold)
+            born_held(b, hold)
         arenapy_lock_release(&c.lock)
+        if held and hold == NULL:
+            raise MemoryError("no memory for the record of an export")
         if start == NULL:
-            grow_for(c, self.source, self.max_bytes, b, n, align)
+            grow_for(c, self.source, self.max_bytes, b, n, align, hold)
             if c.foreign:
                 track(b)
-        if held and hold == NULL:
-            acquire(b, False)
         record(c, EVENT_ALLOC, b.ptr, n)
         if c.debug:
             c.began(b.ptr, n + (n == 0), n)

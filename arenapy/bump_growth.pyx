@@ -4,9 +4,11 @@ What lives here: how large it is, and that it has room for the request. What doe
 go in it (bump_core).
 """
 from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free
 
 from arenapy.allocator cimport make_region
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.block cimport Hold, born_held
 from arenapy.buffer cimport Buffer
 from arenapy.bump_core cimport BumpCore, take
 from arenapy.recorder cimport EVENT_GROW
@@ -60,24 +62,35 @@ cdef int grow_arena(
 
 
 cdef int grow_for(
-    BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n, Py_ssize_t align
+    BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n, Py_ssize_t align,
+    Hold* hold,
 ) except -1:
+    """Memory for a new Buffer, which `hold` (or NULL) makes a held one, if need be from the source.
+
+    The hold is taken over, also in vain.
+    """
     cdef void* start = NULL
     cdef bint tried = False
     cdef object error = None
-    while start == NULL:
-        if error is not None:
-            raise error
-        if tried or not (c.may_lease or c.medium is not None):
-            try:
-                grow_arena(c, source, max_bytes, n, align)
-            except MemoryError as e:
-                error = None if c.settle_streams(True) else e
-        c.settle()                           # others may have let go meanwhile
-        tried = True
-        arenapy_lock_acquire(&c.lock)
-        start = take(c, n, align, &b.pad)
-        b.ptr = <char*>start
-        b.tag = c.tag
-        arenapy_lock_release(&c.lock)
+    try:
+        while start == NULL:
+            if error is not None:
+                raise error
+            if tried or not (c.may_lease or c.medium is not None):
+                try:
+                    grow_arena(c, source, max_bytes, n, align)
+                except MemoryError as e:
+                    error = None if c.settle_streams(True) else e
+            c.settle()                       # others may have let go meanwhile
+            tried = True
+            arenapy_lock_acquire(&c.lock)
+            start = take(c, n, align, &b.pad)
+            b.ptr = <char*>start
+            b.tag = c.tag
+            if start != NULL and hold != NULL:
+                born_held(b, hold)
+                hold = NULL
+            arenapy_lock_release(&c.lock)
+    finally:
+        free(hold)
     return 0

@@ -314,7 +314,7 @@ def _cgroup_folders(proc: Path, version: _Version) -> Iterator[Path]:
         group = mount
         if name == root or name.startswith(root.rstrip("/") + "/"):
             inside = name.removeprefix(root.rstrip("/")).lstrip("/")
-            if ".." not in inside.split("/") and (mount / inside).is_dir():
+            if ".." not in inside.split("/") and _is_directory(mount / inside):
                 group = mount / inside
         yield group
         while group != mount:
@@ -358,6 +358,13 @@ def _read(path: Path) -> str | None:
         return path.read_text(errors="surrogateescape").strip()
     except OSError:
         return None
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # it may not be looked at
+        return False
 
 
 def _number(path: Path) -> int | None:

@@ -45,9 +45,9 @@ cdef uint64_t n_places = 3               # atomic
 cdef dict numbers = {}                   # by file, line and function of each frame
 cdef str PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
-texts[NOWHERE] = strdup(b"an unknown place")
-texts[IN_C] = strdup(b"C code")
-texts[ELSEWHERE] = strdup(b"a place too many to tell")
+texts[NOWHERE] = <char*>b"an unknown place"
+texts[IN_C] = <char*>b"C code"
+texts[ELSEWHERE] = <char*>b"a place too many to tell"
 
 
 cdef uint32_t here() noexcept nogil:

@@ -138,6 +138,8 @@ def extents(PoolCore c not None):
             end = 0 if found.full else d.address + (<size_t>d.pages << PAGE_BITS)
     c.unlock_all()
     try:
+        if found.full:
+            raise MemoryError("no memory for a list of all blocks")
         return [(found.items[i].address, found.items[i].nbytes) for i in range(found.n)]
     finally:
         free(found.items)

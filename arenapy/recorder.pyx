@@ -23,7 +23,7 @@ the lock is free and nothing is running, so a child neither hangs nor writes int
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.errno cimport errno
+from libc.errno cimport ENOMEM, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
 import os
@@ -157,6 +157,12 @@ cdef int best_clock() except -1:
     except OSError:
         pass
     return CLOCK_OF_KERNEL
+
+
+cdef object no_pages(int error):
+    """The exception to raise where `pages_of` failed."""
+    text = f"cannot have memory to record in: {os.strerror(error)}"
+    return MemoryError(text) if error == ENOMEM else OSError(error, text)
 
 
 cdef inline void put(Tape* tape, Event* place, int op, uint64_t time, uint64_t block,
@@ -320,7 +326,7 @@ cdef class Recorder:
         self.clock = best_clock()
         self.tape = <Tape*>pages_of(sizeof(Tape), MADV_WIPEONFORK)
         if self.tape == NULL:
-            raise OSError(errno, f"no memory for recording: {os.strerror(errno)}")
+            raise no_pages(errno)
 
     def __dealloc__(self):
         if self.tape != NULL:
@@ -338,6 +344,8 @@ cdef class Recorder:
         ------
         OSError
             If the file cannot be made, or is no regular one.
+        MemoryError
+            If there is no memory for the buffers.
         ValueError
             If this recorder was started before.
         """
@@ -354,7 +362,7 @@ cdef class Recorder:
         buffers = <Event*>pages_of(BUFFERS, MADV_DONTFORK)
         try:
             if buffers == NULL:
-                raise OSError(errno, f"no memory for recording: {os.strerror(errno)}")
+                raise no_pages(errno)
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(f"{self.path!r} is no regular file; record into one")

@@ -16,7 +16,6 @@ child exits, however it ends.
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.errno cimport errno
 from libc.stdint cimport uintptr_t
 from posix.unistd cimport close as close_fd
 
@@ -28,9 +27,7 @@ from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper
 from arenapy.buffer cimport new_range
 from arenapy.poison cimport POISONS
-from arenapy.vm cimport (
-    vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap,
-)
+from arenapy.vm cimport vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap
 from arenapy.vm_reserve cimport vm_occupy
 from libc.stdlib cimport free
 
@@ -338,6 +335,8 @@ cdef class Region(Keeper):
         if not self.checked or self.descriptor < 0:
             return 0
         now = vm_file_nbytes(self.descriptor)
+        if now < 0:
+            raise OSError(-now, f"cannot ask for the size of the file behind {self!r}")
         if now < self.file_offset + <long long>self.size:
             raise BufferError(
                 f"the file behind {self!r} has shrunk to {now} bytes, and "
@@ -499,5 +498,5 @@ cdef void _in_child() noexcept nogil:
     _after_fork(True)
 
 
-if pthread_atfork(_before_fork, _in_parent, _in_child) != 0:
-    raise OSError(errno, "pthread_atfork failed: arenapy could not keep forks safe")
+if pthread_atfork(_before_fork, _in_parent, _in_child) != 0:       # it fails for want of memory
+    raise MemoryError("pthread_atfork failed: arenapy could not keep forks safe")

@@ -22,6 +22,7 @@ from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE, Recorder, record_event
 cdef extern from *:
     """
     #include <fcntl.h>
+    #include <errno.h>
     #include <stdint.h>
     #include <stdio.h>
     #include <time.h>
@@ -35,7 +36,8 @@ cdef extern from *:
     static long anonymous_bytes(int statm) {
         char text[128];
         long all, shared;
-        ssize_t n = pread(statm, text, sizeof text - 1, 0);
+        ssize_t n;
+        do n = pread(statm, text, sizeof text - 1, 0); while (n < 0 && errno == EINTR);
         if (n <= 0) return -1;
         text[n] = 0;
         if (sscanf(text, "%*d %ld %ld", &all, &shared) != 2) return -1;
@@ -177,6 +179,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     cdef void* p
     cdef int32_t s
     cdef long now, most = 0, before = 0
+    cdef bint unknown
     cdef uint64_t start, end
     if writes and type(heap) is Heap:
         raise ValueError(f"touch={touch!r}: this heap has no memory; touch nothing")
@@ -196,6 +199,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     memset(blocks, 0, n_slots * sizeof(void*))
     if statm >= 0:
         before = anonymous_bytes(statm)
+    unknown = before < 0
     with nogil:
         i = 0
         start = now_ns()
@@ -215,6 +219,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
                     record_event(tape, EVENT_ALLOC, <uintptr_t>p, sizes[i], 0)
                 if statm >= 0:
                     now = anonymous_bytes(statm)
+                    unknown |= now < 0
                     if now > most:
                         most = now
                         at = i
@@ -232,4 +237,6 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
                 heap.give(blocks[s], nbytes[s])
     free(blocks)
     free(nbytes)
+    if unknown:
+        raise OSError("/proc/self/statm cannot be read: a replay needs it")
     return (end - start) * 1e-9, i, max(0, most - before), at

@@ -135,7 +135,14 @@ class Request:
                 vm.advise(address, self.mapped, mmap.MADV_HUGEPAGE)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
-                    raise
+                    raise self.explain_map(error) from error
+
+    def keep_from_children(self, address: int) -> None:
+        """A forked child is not to have what was mapped."""
+        try:
+            vm.advise(address, self.mapped, mmap.MADV_DONTFORK)
+        except OSError as error:
+            raise self.explain_map(error) from error
 
     def take(self, address: int, threads: int = 0) -> None:
         """Lock and fault in, as the options say."""
@@ -148,11 +155,11 @@ class Request:
         try:
             vm.bind(address, self.mapped, node)
         except OSError as error:
-            raise OSError(
-                error.errno,
+            text = (
                 f"numa_node={node}: the kernel refused to bind {self.what} to it "
-                f"({error.strerror}); this process may use {_nodes_text()}",
-            ) from error
+                f"({error.strerror}); this process may use {_nodes_text()}"
+            )
+            raise refusal(error, text) from error
 
     def _lock(self, address: int) -> None:
         try:

@@ -8,7 +8,6 @@ What holds for the whole range, NUMA node, huge pages, guard pages and fork, is 
 there is a page; access, locks and pages come with each commit.
 """
 
-import mmap
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
         return None
     with undo(vm.unmap, map_address, map_nbytes):
         if host.fork == "skip":
-            vm.advise(address, nbytes, mmap.MADV_DONTFORK)
+            request.keep_from_children(address)
         request.place(address)
         region = Region.from_address(
             address,

@@ -17,6 +17,7 @@ from multiprocessing import context, reduction
 
 from arenapy import vm
 from arenapy.buffer import View as _View
+from arenapy.request import explain_map, refusal
 from arenapy.block cimport Keeper, acquire, check_open, root_of
 from arenapy.buffer cimport Buffer
 from arenapy.pickling import layout_of
@@ -121,12 +122,19 @@ def _map(handle, offset, nbytes, page_size, readonly=False):
     install()                                  # so that it can be sent on
     fd = handle.detach()
     start = offset // page_size * page_size
+    what = "received shared memory"
     try:
-        address, map_address, map_nbytes = vm.map_memory(
-            offset - start + nbytes, fd=fd, shared=True, offset=start, page_size=page_size
-        )
         try:
-            vm.prefault(address, offset - start + nbytes)
+            address, map_address, map_nbytes = vm.map_memory(
+                offset - start + nbytes, fd=fd, shared=True, offset=start, page_size=page_size
+            )
+        except OSError as error:
+            raise explain_map(error, what, nbytes) from error
+        try:
+            try:
+                vm.prefault(address, offset - start + nbytes)
+            except OSError as error:
+                raise refusal(error, f"cannot fault in {what}: {error.strerror}") from error
             region = Region.from_address(
                 address + offset - start, nbytes, kind="shared", fork="closed", fd=fd,
                 file_offset=offset, map_address=map_address, map_nbytes=map_nbytes,

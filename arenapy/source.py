@@ -9,7 +9,6 @@ Thread-safety: sources may be used from any thread.
 """
 
 import importlib
-import mmap
 import os
 import stat
 import threading
@@ -124,7 +123,7 @@ class Host:
         address, map_address, map_nbytes = request.map(guard=self.guard)
         with undo(vm.unmap, map_address, map_nbytes):
             if self.fork == "skip":
-                vm.advise(address, request.mapped, mmap.MADV_DONTFORK)
+                request.keep_from_children(address)
             request.fill(address, self.threads or 0)
             return Region.from_address(
                 address,

@@ -359,7 +359,10 @@ cdef int checked(int rc) except -1:
 
 def reopen(int fd):
     """A new descriptor of the same file with an open file description of its own, read-write."""
-    return checked(vm_reopen(fd))
+    cdef int new = vm_reopen(fd)
+    if new < 0:
+        raise OSError(-new, os.strerror(-new), f"/proc/self/fd/{fd}")
+    return new
 
 
 def lease(int fd, long long offset, long long nbytes):

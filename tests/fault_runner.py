@@ -1,0 +1,90 @@
+"""Runs one operation of `fault_operations` with one of its calls failed, and looks at the ruins."""
+
+import gc
+import inspect
+import sys
+from collections import Counter
+from typing import NamedTuple
+from unittest import mock
+
+from fault_operations import OPERATIONS
+from fault_table import ERRORS, LASTS, number
+from faults import FAILED, PYTHON_CALLS
+
+THOROUGH = ("region", "commit", "decommit", "reserve", "send")  # closest to the system
+
+
+class Outcome(NamedTuple):
+    """What came of it."""
+
+    error: str  # name of the exception's type; "" if there was none
+    text: str
+    errno: int | None
+    problems: tuple[str, ...]  # what should not have happened
+    failed: bool  # whether the call was made at all
+    calls: list[str]  # all that was made
+
+
+def made(name, directory):
+    make = OPERATIONS[name]
+    return make(directory) if inspect.signature(make).parameters else make()
+
+
+def calls_of(faults, name, directory):
+    """The calls that the operation makes if nothing fails: how many of which name."""
+    attempt(faults, name, directory)  # what is done the first time only, is not done again
+    outcome = attempt(faults, name, directory)
+    assert not outcome.error and not outcome.problems, outcome
+    return Counter(outcome.calls)
+
+
+def errors_of(name, call, nth):
+    """What the call fails with: all it may; what is like others that fail, once with the rest."""
+    errors = ERRORS[call]
+    if nth == 0 or name.startswith(THOROUGH):
+        return errors
+    return [error for error in errors if error in (errors[0], LASTS)]
+
+
+def attempt(faults, name, directory, call=None, nth=0, error=None):
+    """The outcome of the operation with that call failed."""
+    problems, untold = [], []
+    with faults.noting(), mock.patch.object(sys, "unraisablehook", untold.append):
+        before = faults.left()
+        act = made(name, directory)
+        view = act.view()
+        result, raised, text, number_of = None, "", "", None
+        try:
+            with faults.armed(call, nth, number(error), error == LASTS):
+                result = act.act()
+        except BaseException as caught:
+            raised, text = type(caught).__name__, str(caught)
+            number_of = getattr(caught, "errno", None)
+        calls = faults.armed_calls()
+        failed = [one.name for one in calls if one.state == FAILED]
+        assert set(failed) <= {call}, failed
+        try:
+            now = act.view()
+            if raised:
+                if now != view:
+                    problems.append(f"changed: {view} -> {now}")
+                result = act.act()
+            act.good(result)
+            act.view()
+            act.end()
+        except BaseException as caught:
+            problems.append(f"afterwards: {type(caught).__name__}: {caught}")
+        python = act.python
+        result = act = view = now = None
+        gc.collect()
+        if "debug" not in name:  # whose check at a block's end has nobody to tell
+            problems += [f"told nobody: {one.exc_value!r} {one.err_msg}" for one in untold]
+        untold.clear()
+        after = faults.left(forgive=True)
+        problems += [
+            f"left {what}: {one} -> {other}"
+            for what, one, other in zip(before._fields, before, after, strict=True)
+            if one != other
+        ]
+    names = [one.name for one in calls if python or one.name not in PYTHON_CALLS]
+    return Outcome(raised, text, number_of, tuple(problems), bool(failed), names)

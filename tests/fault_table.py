@@ -1,0 +1,236 @@
+"""What a call may fail with: `ERRORS`; what is documented to come of it: `TABLE`; and which calls
+cannot fail: `CANNOT_FAIL`.
+
+A row says for which operations (a pattern of their names), calls and errors it holds, which
+exception follows, "" if none does, and a part of its text. The first row that fits counts.
+"""
+
+import errno
+import re
+from typing import NamedTuple
+
+NO_MEMORY = "ENOMEM|ENOMEM, lasting"
+AGAIN = "EINTR|EAGAIN"
+ANY = ".*"
+
+EHWPOISON = 133
+#: In ERRORS: from that call on all of them fail, as they do once memory is used up.
+LASTS = "ENOMEM, lasting"
+POPULATE = ("ENOMEM", LASTS, "EHWPOISON", "EINVAL", "EINTR", "EAGAIN")
+
+#: What a call may fail with, as its manual page says.
+ERRORS = {
+    "mmap": ("ENOMEM", LASTS, "EACCES"),
+    "munmap": ("ENOMEM", LASTS),
+    "mprotect": ("ENOMEM", LASTS, "EACCES"),
+    "madvise(DONTNEED)": ("ENOMEM", "EINVAL", "EAGAIN"),
+    "madvise(DONTNEED_LOCKED)": ("EAGAIN", "EINVAL"),
+    "madvise(DONTFORK)": ("ENOMEM", "EAGAIN"),
+    "madvise(HUGEPAGE)": ("ENOMEM", "EINVAL", "EAGAIN"),
+    "madvise(WIPEONFORK)": ("ENOMEM", "EINVAL"),
+    "madvise(POPULATE_READ)": POPULATE,
+    "madvise(POPULATE_WRITE)": POPULATE,
+    "mlock2": ("ENOMEM", "EPERM", "EAGAIN", "ENOSYS"),
+    "munlock": ("ENOMEM",),
+    "mbind": ("ENOMEM", "EPERM", "EINVAL", "ENOSYS"),
+    "membarrier": ("EPERM", "ENOSYS"),
+    "memfd_create": ("ENOMEM", "EMFILE", "ENFILE", "ENOSYS"),
+    "ftruncate": ("ENOMEM", "EFBIG", "EINTR"),
+    "fcntl(ADD_SEALS)": ("EPERM", "EBUSY"),
+    "fcntl(OFD_GETLK)": ("EINVAL", "EINTR"),
+    "fcntl(OFD_SETLK)": ("ENOLCK", "EINTR"),
+    "open": ("EMFILE", "ENOENT", "EINTR"),
+    "fstat": ("EIO",),
+    "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
+    "pread": ("EIO", "EINTR"),
+    "write": ("ENOSPC", "EIO", "EINTR"),
+    "malloc": ("ENOMEM", LASTS),
+    "calloc": ("ENOMEM", LASTS),
+    "realloc": ("ENOMEM", LASTS),
+    "strdup": ("ENOMEM", LASTS),
+    "posix_memalign": ("ENOMEM", LASTS),
+    "pthread_create": ("EAGAIN",),
+    "pthread_key_create": ("EAGAIN", "ENOMEM"),
+    "pthread_setspecific": ("ENOMEM",),
+    "__register_atfork": ("ENOMEM",),
+    "os.open": ("EACCES", "EMFILE"),
+    "os.stat": ("EACCES",),
+    "os.fstat": ("EIO",),
+    "os.ftruncate": ("EFBIG", "EIO"),
+    "os.posix_fallocate": ("ENOSPC", "EOPNOTSUPP"),
+    "os.write": ("ENOSPC",),
+    "os.pwrite": ("EIO",),
+    "os.dup": ("EMFILE",),
+    "open()": ("EMFILE", "EACCES"),
+}
+
+
+#: What our modules import of the C library beside what is failed, and why it is not.
+CANNOT_FAIL = {
+    "it computes, or looks at memory": (
+        *("memcmp", "memcpy", "memmove", "memset", "strlen", "strncpy", "strrchr", "stderr"),
+        *("__errno_location", "__tls_get_addr", "sigfillset", "pthread_self"),
+        *("__isoc99_sscanf", "snprintf", "vsnprintf"),
+    ),
+    "it has no error": ("free", "sched_yield", "pthread_once"),
+    "it fails for arguments only that we never give": (
+        *("clock_gettime", "getrusage", "sysconf", "pthread_join", "pthread_sigmask"),
+        *("pthread_mutex_lock", "pthread_mutex_unlock"),
+    ),
+    "a wait that ends early is begun again, or was a courtesy": ("nanosleep", "usleep"),
+    "the descriptor is closed whatever it says": ("close",),
+    "a message to stderr, of what is wrong anyway": ("fprintf",),
+}
+
+
+class Row(NamedTuple):
+    operations: str
+    calls: str
+    errors: str
+    outcomes: tuple[str, ...]  # "exception: a part of its text"
+
+
+def number(name):
+    """Of an error; with no name, none."""
+    if name is None:
+        return 0
+    name = name.partition(",")[0]
+    return EHWPOISON if name == "EHWPOISON" else getattr(errno, name)
+
+
+def row(operations, calls, errors, *outcomes):
+    return Row(operations, calls, errors, outcomes)
+
+
+FINE = ""  # no exception
+NO_MAP = "OutOfMemory: the kernel refused to map"
+NO_PAGES = "OutOfMemory: cannot fault in"
+NO_LOCK = "OutOfMemory: RLIMIT_MEMLOCK"
+POOL_FULL = "OutOfMemory: do not fit into the pool, and its source has no more"
+SLAB_FULL = "OutOfMemory: do not fit into the slab, and its source has no more"
+NO_TABLE = "MemoryError: bookkeeping of a"
+NO_ATFORK = "MemoryError: pthread_atfork failed"
+NO_RECORD = "MemoryError: no memory for the record of an export"
+NOT_MAPPED = "PermissionError: cannot map"
+BAD_PAGE = "OSError: hardware error"
+NUMPY_NONE = "MemoryError: Unable to allocate"
+MEMORY = r"mmap|mprotect|madvise\(POPULATE_WRITE\)|madvise\(HUGEPAGE\)"
+
+TABLE = [
+    # At the import, or when something is used for the first time.
+    row("first use", "__register_atfork", NO_MEMORY, FINE, NO_ATFORK, "OSError: arenapy.cuda"),
+    row("first use", "pthread_key_create|pthread_setspecific", ANY, FINE),  # a number less to give
+    row("first use", "strdup", NO_MEMORY, FINE),  # a place of which nothing is known
+    row(ANY, "membarrier", ANY, FINE),  # locks are never owned then
+    # What is tried again, or done in another way.
+    row(ANY, r"madvise\(POPULATE_.*\)", f"{AGAIN}|EINVAL", FINE),
+    row(ANY, r"madvise\(HUGEPAGE\)", "EAGAIN|EINVAL", FINE),
+    row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
+    row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
+    row(ANY, r"open|ftruncate|fcntl\(.*\)|ioctl|write|pread", "EINTR", FINE),
+    row(ANY, "pthread_create", "EAGAIN", FINE),
+    row("huge_fraction|can_scan_pages.*", "open|ioctl", ANY, FINE),  # smaps is asked then
+    row("can_scan_pages.*", r"madvise\(POPULATE_WRITE\)", ANY, FINE),  # just that was the question
+    row("reserve", "mmap", ANY, FINE),  # None: regions are made instead
+    # What nobody is told: at an end, of bytes that are kept then, or of what is known later.
+    row(ANY, "munmap", NO_MEMORY, FINE),
+    row("fork", r"open|fcntl\(OFD_SETLK\)", ANY, FINE),  # the bytes are not handed out again
+    row("Pool .*", r"madvise\(DONTNEED\)", "ENOMEM", FINE),  # the pool keeps the pages
+    row("trace, while recording", "write", "ENOSPC|EIO", FINE),  # the end of the recording tells
+    # A limit that cannot be read is none, but what the machine has must be known.
+    row("region of .*", r"open\(\)", "EMFILE", FINE, "OSError: /proc/meminfo", "OSError: /smaps"),
+    row(
+        "region of .*",
+        r"open\(\)",
+        "EACCES",
+        FINE,
+        *(f"PermissionError: {name}" for name in ("/proc/meminfo", "/proc/self/smaps")),
+    ),
+    row("trace.*", r"open\(\)", ANY, FINE),  # which clock to read
+    row("region of (Host|Shared)", "os.stat", ANY, FINE),
+    # NumPy's arrays are libc's if the pool cannot grow, and lazy zeros a mapping of their own.
+    row("NumPy malloc, no libc", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NUMPY_NONE),
+    row("NumPy malloc, libc's", "malloc", NO_MEMORY, NUMPY_NONE),
+    row("NumPy memory, installed", "malloc", NO_MEMORY, "MemoryError: a NumPy handler"),
+    row("NumPy.*", f"{MEMORY}|realloc", ANY, FINE),
+    # Arenas and slabs ask for less before they give up.
+    row("Bump alloc_many, growing", MEMORY, "ENOMEM", FINE),
+    row("Bump .*growing|Bump grow", r"mmap|madvise\(HUGEPAGE\)", NO_MEMORY, NO_MAP),
+    row("Slab .*", MEMORY, "ENOMEM", FINE, NO_TABLE),
+    row("Slab .*", MEMORY, "ENOMEM, lasting", SLAB_FULL, NO_TABLE),
+    row(r"Slab\(\)", MEMORY, NO_MEMORY, NO_MAP, NO_PAGES, NO_TABLE),
+    row("Slab.*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, NO_TABLE),
+    row("Pool prewarm", MEMORY, "ENOMEM", FINE, POOL_FULL),
+    row(r"Pool\(\).*", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NO_TABLE),
+    row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
+    row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),
+    # Memory of the system's.
+    row("trace .*", r"mmap|madvise\(.*FORK\)", NO_MEMORY, "MemoryError: memory to record in"),
+    row("trace .*", "mmap", "EACCES", "PermissionError: memory to record in"),
+    row("trace .*", r"madvise\(.*FORK\)", "EINVAL", "OSError: memory to record in"),
+    row("trace .*", r"madvise\(.*FORK\)", "EAGAIN", "BlockingIOError: memory to record in"),
+    row(ANY, r"mmap|madvise\((HUGEPAGE|DONTFORK)\)", NO_MEMORY, NO_MAP),
+    row(ANY, "mprotect", NO_MEMORY, NO_MAP),
+    row(ANY, r"madvise\(POPULATE_WRITE\)", NO_MEMORY, NO_PAGES),
+    row(ANY, r"madvise\(POPULATE_WRITE\)", "EHWPOISON", BAD_PAGE),
+    row(ANY, "mmap|mprotect", "EACCES", NOT_MAPPED),
+    row("decommit.*", r"madvise\(DONTNEED\)", "ENOMEM", "OSError: Cannot allocate memory"),
+    row("Pool .*", "mlock2", "ENOMEM", POOL_FULL),
+    row(ANY, "mlock2", "ENOMEM", NO_LOCK),
+    row(ANY, "mlock2", "EPERM", "PermissionError: RLIMIT_MEMLOCK"),
+    row(ANY, "mlock2", "EAGAIN", "BlockingIOError: RLIMIT_MEMLOCK"),
+    row(ANY, "mlock2", "ENOSYS", "OSError: RLIMIT_MEMLOCK"),
+    row(ANY, "mbind", "ENOMEM", "OutOfMemory: numa_node=0"),
+    row(ANY, "mbind", "EPERM", "PermissionError: numa_node=0"),
+    row(ANY, "mbind", "EINVAL|ENOSYS", "OSError: numa_node=0"),
+    row("Pool .*", "memfd_create|ftruncate", "ENOMEM", POOL_FULL),
+    row(ANY, "memfd_create|ftruncate", "ENOMEM", NO_MAP),
+    row(ANY, "memfd_create|ftruncate", ANY, "OSError: cannot map a Shared region"),
+    row(ANY, r"fcntl\(ADD_SEALS\)", "EPERM", "PermissionError: cannot map a Shared region"),
+    row(ANY, r"fcntl\(ADD_SEALS\)", "EBUSY", "OSError: cannot map a Shared region"),
+    # Shared memory that is sent.
+    row("send.*", "open", "EMFILE", "OSError: /proc/self/fd/"),
+    row("send.*", "open", "ENOENT", "FileNotFoundError: /proc/self/fd/"),
+    row("send.*", "os.dup", "EMFILE", "OSError: Too many open files"),
+    row("send.*", r"fcntl\(OFD_SETLK\)", "ENOLCK", "OSError: No locks available"),
+    row("use of leased memory", r"fcntl\(OFD_GETLK\)", "EINVAL", FINE),  # as if it were leased
+    row("use of leased memory", "malloc", NO_MEMORY, FINE),  # they are not handed out again
+    row("unlock", "munlock", "ENOMEM", "OSError: Cannot allocate memory"),
+    # Files.
+    row("region of File.*", "fstat", "EIO", "OSError: Input/output error"),
+    row("use of a file's region", "fstat", "EIO", "OSError: size of the file behind"),
+    row(ANY, "os.(open|stat)", "EACCES", "PermissionError: Permission denied"),
+    row(ANY, "os.open", "EMFILE", "OSError: Too many open files"),
+    row("region of File.*", "os.ftruncate|os.posix_fallocate", ANY, "OSError: on disk"),
+    row("trace.*", "os.(fstat|ftruncate|write|pwrite)", ANY, "OSError: "),
+    row("trace .*", "write", "ENOSPC|EIO", "OSError: the trace"),
+    row("fault in, read-only", r"madvise\(POPULATE_READ\)", NO_MEMORY, "OSError: allocate memory"),
+    row("fault in, read-only", r"madvise\(POPULATE_READ\)", "EHWPOISON", BAD_PAGE),
+    row("replay", "pread", "EIO", "OSError: statm cannot be read"),
+    row("replay", "calloc", NO_MEMORY, "MemoryError: no memory for 2 slots"),
+    # What the C library has.
+    row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
+    row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
+    row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of"),
+    row(ANY, "malloc", NO_MEMORY, NO_RECORD),
+    row("Pool blocks|trace.*", "realloc", NO_MEMORY, "MemoryError: a list of all blocks"),
+    row(ANY, "posix_memalign", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),
+    row(ANY, "realloc", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),
+]
+
+
+def row_of(operation, call, error):
+    """The number of the row that says what comes of it; None if none does."""
+    for i, (operations, calls, errors, _outcomes) in enumerate(TABLE):
+        pairs = ((operations, operation), (calls, call), (errors, error))
+        if all(re.fullmatch(pattern, name) for pattern, name in pairs):
+            return i
+    return None
+
+
+def is_one_of(outcomes, exception, text):
+    for outcome in outcomes:
+        name, _, part = outcome.partition(": ")
+        if name == exception and part in text:
+            return True
+    return False
