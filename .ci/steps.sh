@@ -123,10 +123,26 @@ step_pages() {
 
 step_benchmarks() {
     install_extra "$PYTHON" bench
+    rm -rf "$README_TREE/.git"
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
     "$PYTHON" figures.py --check
+}
+
+# Nothing may cost more than 5 % more instructions than in the commit before, unless a message accepts
+# it. ARENAPY_CI_SINCE names the branch that this one left, if there is one: then all of it is judged.
+step_instructions() {
+    need valgrind valgrind
+    local code=0
+    install_extra "$PYTHON" bench
+    rm -rf "$README_TREE/.git"
+    cp -r "$ROOT/.git" "$README_TREE/.git"
+    cd "$README_TREE"
+    "$PYTHON" asv_benches/regressions.py ${ARENAPY_CI_SINCE:+--since "$ARENAPY_CI_SINCE"} |
+        tee "$WORK/instructions.log" || code=$?
+    [[ $code -ne 77 ]] || not_here "$(tail -1 "$WORK/instructions.log")"
+    return $code
 }
 
 # Other CPythons run the same suite; the property tests take the profile with fewer examples.

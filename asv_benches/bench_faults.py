@@ -8,15 +8,16 @@ own arrays, shown beside, fault when malloc returns and takes memory by the call
 What this does not show: the price of prefaulting, paid once; see bench_prefault.
 """
 
+import itertools
 import random
 from collections import deque
 
 import numpy as np
 
 import arenapy
-from arenapy import vm
 
 from . import native
+from .instruments import page_faults
 from .rounds import Line, Way, medians, named, timed
 
 KIB = 1 << 10
@@ -49,28 +50,40 @@ def text(nbytes):
     return f"{nbytes} B"
 
 
+def total_faults(step, iterations, warm_up=WARM_UP):
+    """Minor faults of so many calls of `step`, which is given the number of the call."""
+    numbers = itertools.count()
+    return round(
+        page_faults(lambda: step(next(numbers)), repeat=iterations, warmup=warm_up) * iterations
+    )
+
+
 def arena_faults(nbytes, iterations):
     """Minor faults of so many iterations with an arena."""
     arena = arenapy.Bump(2 * nbytes)
-    for i in range(-WARM_UP, iterations):
-        if i == 0:
-            before = vm.minor_faults()
+    array = None
+
+    def step(i):
+        nonlocal array
         with arena.scope():
             array = arena.empty(nbytes, "u1")
             array.fill(i & 255)
-    faults = vm.minor_faults() - before
-    assert array[0] == array[-1] == (iterations - 1) & 255
+
+    faults = total_faults(step, iterations)
+    assert array[0] == array[-1] == (WARM_UP + iterations - 1) & 255
     return faults
 
 
 def numpy_faults(nbytes, iterations):
     """The same with arrays of NumPy's own."""
-    for i in range(-WARM_UP, iterations):
-        if i == 0:
-            before = vm.minor_faults()
+    array = None
+
+    def step(i):
+        nonlocal array
         array = np.empty(nbytes, "u1")
         array.fill(i & 255)
-    return vm.minor_faults() - before
+
+    return total_faults(step, iterations)
 
 
 def mixed_faults(empty, iterations, largest=MIXED[1]):
@@ -80,15 +93,14 @@ def mixed_faults(empty, iterations, largest=MIXED[1]):
     sizes = [int(least * (most / least) ** rng.random()) for _ in range(iterations)]
     sizes[:: iterations // 10] = [most] * len(sizes[:: iterations // 10])
     kept = deque(maxlen=KEPT)
-    for i in range(-MIXED_WARM_UP, iterations):
-        if i == 0:
-            before = vm.minor_faults()
-        array = empty(sizes[i], "u1")
+
+    def step(i):
+        array = empty(sizes[i % iterations], "u1")
         array.fill(i & 255)
         kept.append(array)
-        del array
-    faults = vm.minor_faults() - before
-    assert kept[-1][0] == kept[-1][-1] == (iterations - 1) & 255
+
+    faults = total_faults(step, iterations, MIXED_WARM_UP)
+    assert kept[-1][0] == kept[-1][-1] == (MIXED_WARM_UP + iterations - 1) & 255
     return faults
 
 

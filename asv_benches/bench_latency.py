@@ -115,7 +115,12 @@ def namespace():
 
 
 Block = timed("Block", "A block from Python, made and dropped", BLOCKS, namespace)
-LargeBlock = timed("LargeBlock", "Blocks as large, of NumPy and pyarrow", OTHERS, namespace)
+LargeBlock = timed(
+    "LargeBlock",
+    "A larger block, made and dropped",
+    {n: BLOCKS[n] for n in POOL.values()} | OTHERS,
+    namespace,
+)
 Array = timed("Array", "An array, made and dropped", ARRAYS, namespace)
 Frame = timed("Frame", "A frame of an arena, entered and left", MARKS, namespace)
 Batch = timed("Batch", "Blocks made in one call or one by one", BATCHES, namespace)

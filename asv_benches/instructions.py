@@ -35,6 +35,7 @@ from asv_benches.workers import mixed, sizes
 
 RUNS = 512
 C_RUNS = 8192
+LEAST_RUNS = 4  # of a statement of many operations: what happens in one run of two is noise
 LIVE = bench_c.LIVE
 CHURN = (64, 256 * KIB)
 EVENTS = 1_000
@@ -53,7 +54,7 @@ class Group:
 
     def runs_of(self, way):
         """How often a statement that counts as so many operations runs."""
-        return max(1, self.runs // way.operations)
+        return max(LEAST_RUNS, self.runs // way.operations)
 
 
 # ---- calls in C ---------------------------------------------------------------------------
@@ -226,7 +227,7 @@ GROUPS = {
         tuple(name for name in HANDLER if name.endswith("arenapy")),
     ),
     "Replay": Group("an event of a trace", REPLAYS, replays, tuple(REPLAYS)[:1]),
-    "Made": Group("an allocator, made and dropped", MADE, makers, tuple(MADE)[:3], runs=4),
+    "Made": Group("an allocator, made and dropped", MADE, makers, tuple(MADE)[:3], runs=LEAST_RUNS),
 }
 EXTRA = {"Locks": Group("what locks cost", LOCKS, unlocked_heaps, (), True, C_RUNS)}
 # What is promised as a ratio of times has one of instructions too.
@@ -244,8 +245,9 @@ RATIOS = [
 # ---- in the process that is counted -------------------------------------------------------
 
 
-def child(groups, gate):
+def child(groups, gate, stir=0):
     """Under callgrind: run everything, and dump the counts of each piece under its name."""
+    kept = [bytes(48 + 16 * (i % 28)) for i in range(1_000 * stir)]  # see `run`
     loops = native.load()
     absent = {}
     for key in groups:
@@ -272,7 +274,7 @@ def child(groups, gate):
                     loops.end_counting(f"{key} {way} {times}".encode())
             except Exception as error:  # an older arenapy has no such thing
                 absent[name] = repr(error)
-    print(json.dumps({"arenapy": arenapy.__file__, "absent": absent}))
+    print(json.dumps({"arenapy": arenapy.__file__, "absent": absent, "kept": len(kept)}))
 
 
 # ---- outside of it ------------------------------------------------------------------------
@@ -298,14 +300,24 @@ def can_count():
     return None
 
 
-def run(directory, groups, gate=False, path=None):
-    """Counts and {name: dump file} of one run under callgrind, of the arenapy that `path` has."""
+def bare_environment(path):
+    """Nothing that another run would do otherwise: where dicts put what, who preloads what."""
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "TMPDIR") if name in os.environ}
+    return kept | {"PYTHONHASHSEED": "0"} | ({"PYTHONPATH": str(path)} if path else {})
+
+
+def run(directory, groups, gate=False, path=None, stir=0):
+    """Counts and {name: dump file} of one run under callgrind, of the arenapy that `path` has.
+
+    Runs that are repeated find the same, but for what the interpreter's own allocator does now and
+    then, which depends on what the process has allocated before: `stir` makes that another.
+    """
     command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--error-exitcode=9"]
     command += [f"--callgrind-out-file={directory}/out", sys.executable, __file__, "--child"]
-    command += [*groups, *["--gate"] * gate]
-    # Nothing that another run would do otherwise: where dicts put what, who preloads what.
-    kept = {name: os.environ[name] for name in ("HOME", "PATH", "TMPDIR") if name in os.environ}
-    environment = kept | {"PYTHONHASHSEED": "0"} | ({"PYTHONPATH": str(path)} if path else {})
+    command += [*groups, *["--gate"] * gate, f"--stir={stir}"]
+    environment = bare_environment(path)
+    # What is compiled on first use is there before: bytecode, and the loops in C.
+    subprocess.run([sys.executable, __file__, "--prepare"], check=True, env=environment)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"callgrind failed ({done.returncode}):\n{done.stderr[-3000:]}")
@@ -331,10 +343,10 @@ def run(directory, groups, gate=False, path=None):
     return Counts(found, said["absent"], said["arenapy"]), dumps
 
 
-def count(groups=tuple(GROUPS), gate=False, path=None):
+def count(groups=tuple(GROUPS), gate=False, path=None, stir=0):
     """Counts of one run."""
     with tempfile.TemporaryDirectory() as directory:
-        return run(directory, groups, gate, path)[0]
+        return run(directory, groups, gate, path, stir)[0]
 
 
 def annotate(path, lines):
@@ -370,9 +382,15 @@ def main():
     parser.add_argument("--json", metavar="FILE", help="write the counts there too")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--gate", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--stir", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.prepare:
+        for name in "c_loops", "pool_loops":
+            native.load(name)
+        return
     if options.child:
-        child(options.child, options.gate)
+        child(options.child, options.gate, options.stir)
         return
     if reason := can_count():
         sys.exit(reason)

@@ -2,22 +2,29 @@
 
 Subclass `AllocatorMachine`, say how to make, allocate and address, and pytest attacks your
 allocator; ``arenapy fuzz package:make_allocator`` does so without a class. Needs Hypothesis, which
-nothing else of arenapy does: ``pip install hypothesis``.
+nothing else of arenapy does: ``pip install hypothesis``. The exception is `arenapy.testing.asv`,
+for benchmarks, which is there without it.
 """
 
-from arenapy.testing.buffers import BufferMachine, BufferRules
-from arenapy.testing.machine import AllocatorMachine
-from arenapy.testing.model import MarkRecord
-from arenapy.testing.operations import OneOf, operation, operations
-from arenapy.testing.own import BumpMachine, PoolMachine, SlabMachine
-from arenapy.testing.ranges import Live
-from arenapy.testing.sources import FailingSource
-from arenapy.testing.steps import Program, Step, load, steps_path
-from arenapy.testing.strategies import alignments, programs, shapes_and_dtypes, sizes
-from arenapy.testing.streams import StreamMachine, Streams
-from arenapy.testing.tally import Tally
-from arenapy.testing.threads import TwoThreadMachine
-from arenapy.testing.timeline import SimulatedEvent, SimulatedStream, SimulatedStreams
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+_HAS_HYPOTHESIS = find_spec("hypothesis") is not None
+
+if TYPE_CHECKING or _HAS_HYPOTHESIS:
+    from arenapy.testing.buffers import BufferMachine, BufferRules
+    from arenapy.testing.machine import AllocatorMachine
+    from arenapy.testing.model import MarkRecord
+    from arenapy.testing.operations import OneOf, operation, operations
+    from arenapy.testing.own import BumpMachine, PoolMachine, SlabMachine
+    from arenapy.testing.ranges import Live
+    from arenapy.testing.sources import FailingSource
+    from arenapy.testing.steps import Program, Step, load, steps_path
+    from arenapy.testing.strategies import alignments, programs, shapes_and_dtypes, sizes
+    from arenapy.testing.streams import StreamMachine, Streams
+    from arenapy.testing.tally import Tally
+    from arenapy.testing.threads import TwoThreadMachine
+    from arenapy.testing.timeline import SimulatedEvent, SimulatedStream, SimulatedStreams
 
 __all__ = [
     "AllocatorMachine",
@@ -48,3 +55,13 @@ __all__ = [
     "sizes",
     "steps_path",
 ]
+
+if not (TYPE_CHECKING or _HAS_HYPOTHESIS):
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            raise ModuleNotFoundError(
+                f"arenapy.testing.{name} needs Hypothesis: pip install hypothesis",
+                name="hypothesis",
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

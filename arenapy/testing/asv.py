@@ -1,0 +1,341 @@
+"""What your own asv suite can track of memory: page faults, peaks, hit rates.
+
+asv's ``mem_`` benchmarks see Python objects, and its ``peakmem_`` a process's peak since it began:
+neither sees what a C library, NumPy or an allocator does in the body of a benchmark. The functions
+here give numbers for ``track_`` benchmarks, and `MemorySuite` makes benchmarks of a method. Neither
+asv nor Hypothesis is needed to import this module.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from arenapy import vm
+from arenapy.allocator import Allocator
+from arenapy.measure import measure
+from arenapy.pool import Pool
+
+__all__ = [
+    "MemorySuite",
+    "allocated_peak_bytes",
+    "hit_rate",
+    "page_faults",
+    "peak_bytes",
+    "tracked",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # see proc(5): the peak is then what is resident now
+_STATUS = Path("/proc/self/status")
+
+
+def tracked(unit: str, pretty_name: str | None = None, **attributes: object) -> Callable[..., Any]:
+    """Give a benchmark function its unit, and whatever else asv looks for on it.
+
+    Parameters
+    ----------
+    unit : str
+        What asv writes at the axis: ``"faults"``, ``"bytes"``, ``"1"``.
+    pretty_name : str, optional
+        What asv's pages show, where the function's name would be shown.
+    **attributes
+        More of them, such as ``timeout`` or ``version``.
+
+    Returns
+    -------
+    callable
+        A decorator that gives back the function itself.
+
+    Examples
+    --------
+    >>> from arenapy.testing.asv import tracked
+    >>> @tracked("faults", "Page faults of a step", timeout=120)
+    ... def track_faults():
+    ...     return 0
+    >>> track_faults.unit, track_faults.timeout
+    ('faults', 120)
+    """
+    named = {} if pretty_name is None else {"pretty_name": pretty_name}
+
+    def decorate(function: _Function) -> _Function:
+        for name, value in ({"unit": unit} | named | attributes).items():
+            setattr(function, name, value)
+        return function
+
+    return decorate
+
+
+def page_faults(function: Callable[[], object], *, repeat: int = 20, warmup: int = 3) -> float:
+    """Count the page faults of a call, once it is warm.
+
+    Parameters
+    ----------
+    function : callable
+        Called without arguments. What it returns is dropped before the next call.
+    repeat : int, default 20
+        Calls that are counted.
+    warmup : int, default 3
+        Calls before them, which are not: the interpreter's own memory, a malloc's thresholds.
+
+    Returns
+    -------
+    float
+        Minor faults a call, of all threads of the process.
+
+    Raises
+    ------
+    ValueError
+        If nothing is to be counted.
+
+    Notes
+    -----
+    Thread-safety: faults of other threads count too.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy.testing.asv import page_faults
+    >>> arena = arenapy.Bump(1 << 20)
+    >>> def frame():
+    ...     with arena.scope():
+    ...         arena.empty(1 << 19, "u1").fill(1)
+    >>> page_faults(frame)
+    0.0
+    """
+    if repeat < 1 or warmup < 0:
+        raise ValueError(f"repeat is {repeat} and warmup {warmup}: at least 1 and 0 are needed")
+    for _ in range(warmup):
+        function()
+    before = vm.minor_faults()
+    for _ in range(repeat):
+        function()
+    return (vm.minor_faults() - before) / repeat
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Measure by how much a call raises the memory that the process has resident.
+
+    The kernel's account: it has what C libraries allocate, and only what is touched. What was
+    resident before the call does not count, however large it was, and neither does memory that was
+    prefaulted then: see `allocated_peak_bytes`.
+
+    Parameters
+    ----------
+    function : callable
+        Called once, without arguments. What is allocated on first use is in the figure: call it
+        beforehand if that is not the question.
+
+    Returns
+    -------
+    int
+        Bytes, to within some hundred KiB: the kernel counts in batches, by processor.
+
+    Raises
+    ------
+    NotImplementedError
+        Where the kernel does not let a process reset its peak; asv then shows a skipped benchmark.
+
+    Notes
+    -----
+    Thread-safety: memory of other threads counts too, and the peak that the kernel keeps for the
+    process (``VmHWM``) begins anew.
+    """
+    gc.collect()
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError as error:
+        raise NotImplementedError(f"{_CLEAR_REFS} cannot be written: {error}") from None
+    before = _status("VmRSS")
+    function()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(field: str) -> int:
+    """Bytes that the kernel reports for this process."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise NotImplementedError(f"{_STATUS} has no {field}")
+
+
+def allocated_peak_bytes(allocator: Allocator, function: Callable[[], object]) -> int:
+    """Measure the most bytes that an allocator had handed out at once during a call.
+
+    Parameters
+    ----------
+    allocator : Allocator
+        A Bump, Slab or Pool.
+    function : callable
+        Called once, without arguments.
+
+    Returns
+    -------
+    int
+        Bytes of live blocks, padding of a Pool's and a Slab's included; also of those that were
+        live before.
+
+    Raises
+    ------
+    TypeError
+        For something that is not an allocator.
+
+    See Also
+    --------
+    arenapy.measure : The same, and more, of a block of code.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy.testing.asv import allocated_peak_bytes
+    >>> pool = arenapy.Pool()
+    >>> allocated_peak_bytes(pool, lambda: [pool.alloc(4096) for _ in range(3)])
+    12288
+    """
+    with measure(allocator) as measured:
+        function()
+    return measured.peak
+
+
+def hit_rate(pool: Pool, function: Callable[[], object], *, repeat: int = 1) -> float:
+    """Tell which share of a call's allocations a Pool served from memory that it had.
+
+    Parameters
+    ----------
+    pool : Pool
+        Whose allocations to look at.
+    function : callable
+        Called without arguments. The first call of a program mostly misses.
+    repeat : int, default 1
+        Calls.
+
+    Returns
+    -------
+    float
+        From 0 to 1; NaN, which asv leaves out, if nothing was allocated.
+
+    Raises
+    ------
+    TypeError
+        For something that is not a Pool.
+
+    Notes
+    -----
+    Thread-safety: allocations of other threads from the same pool count too.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy.testing.asv import hit_rate
+    >>> pool = arenapy.Pool()
+    >>> def step():
+    ...     a = pool.alloc(1 << 20)
+    >>> hit_rate(pool, step, repeat=100) > 0.98
+    True
+    """
+    if not isinstance(pool, Pool):
+        raise TypeError(f"{pool!r} is not a Pool, and nothing else has hits and misses")
+    before = pool.stats()
+    for _ in range(repeat):
+        function()
+    after = pool.stats()
+    hits = after.pool_hits - before.pool_hits
+    asked = hits + after.pool_misses - before.pool_misses
+    return hits / asked if asked else float("nan")
+
+
+class MemorySuite:
+    """Base of an asv class that tracks what its method ``work`` does with memory.
+
+    A subclass defines ``work(self, *params)``, and gets ``track_page_faults`` (unit "faults") and
+    ``track_peak_bytes`` ("bytes"). If it defines ``allocator(self, *params)`` too, which says whose
+    memory `work` takes (called once in each benchmark, after ``setup``), it also gets
+    ``track_allocated_peak_bytes`` ("bytes") and, of a Pool, ``track_hit_rate`` ("1"). ``params``,
+    ``param_names``, ``setup`` and everything else is as asv has it. A benchmark that is not wanted
+    is set to None in the subclass.
+
+    The base class itself has no benchmark: asv looks at every class that a module has imported.
+
+    Notes
+    -----
+    The peak is that of the first call; the hit rate is that of `repeat` calls after it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from arenapy.testing.asv import MemorySuite
+    >>> class Sort(MemorySuite):
+    ...     params = (1_000, 100_000)
+    ...     param_names = ("n",)
+    ...
+    ...     def setup(self, n):
+    ...         self.numbers = np.random.default_rng(0).random(n)
+    ...
+    ...     def work(self, n):
+    ...         np.sort(self.numbers)
+    >>> Sort.track_page_faults.unit, Sort.track_peak_bytes.unit
+    ('faults', 'bytes')
+    """
+
+    #: Calls of `work` for a figure of page faults or hits.
+    repeat: ClassVar[int] = 20
+
+    def work(self, *params: Any) -> object:
+        """Do what is tracked."""
+        raise NotImplementedError(f"{type(self).__name__} defines no work()")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give the subclass its benchmarks: functions of its own, whose units asv reads."""
+        super().__init_subclass__(**options)
+        tracks = _TRACKS | (_ALLOCATOR_TRACKS if hasattr(cls, "allocator") else {})
+        for name, (unit, title, body) in tracks.items():
+            if name not in vars(cls):
+                setattr(cls, name, _track(name, body, unit, f"{cls.__name__}: {title}"))
+
+
+def _track(
+    name: str, body: Callable[..., float], unit: str, pretty_name: str
+) -> Callable[..., float]:
+    def track(self: MemorySuite, *params: Any) -> float:
+        return body(self, lambda: self.work(*params), *params)
+
+    track.__name__, track.__doc__ = name, body.__doc__
+    decorated: Callable[..., float] = tracked(unit, pretty_name)(track)
+    return decorated
+
+
+def _faults(suite: MemorySuite, work: Callable[[], object], *params: Any) -> float:
+    """Page faults a call."""
+    return page_faults(work, repeat=suite.repeat)
+
+
+def _peak(suite: MemorySuite, work: Callable[[], object], *params: Any) -> float:
+    """Resident bytes that a call adds at its peak."""
+    return peak_bytes(work)
+
+
+def _allocated_peak(suite: Any, work: Callable[[], object], *params: Any) -> float:
+    """Bytes that the allocator has handed out at its peak."""
+    return allocated_peak_bytes(suite.allocator(*params), work)
+
+
+def _hits(suite: Any, work: Callable[[], object], *params: Any) -> float:
+    """Share of allocations that the pool serves from what it has."""
+    pool = suite.allocator(*params)
+    if not isinstance(pool, Pool):
+        raise NotImplementedError(f"{pool!r} is not a Pool")
+    work()
+    return hit_rate(pool, work, repeat=suite.repeat)
+
+
+_TRACKS: dict[str, tuple[str, str, Callable[..., float]]] = {
+    "track_page_faults": ("faults", "page faults a call", _faults),
+    "track_peak_bytes": ("bytes", "resident bytes at the peak", _peak),
+}
+_ALLOCATOR_TRACKS: dict[str, tuple[str, str, Callable[..., float]]] = {
+    "track_allocated_peak_bytes": ("bytes", "bytes of live blocks at the peak", _allocated_peak),
+    "track_hit_rate": ("1", "share of allocations that are hits", _hits),
+}
