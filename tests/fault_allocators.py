@@ -120,6 +120,17 @@ def pool_shared():
     return Act(lambda: Pool(max_bytes=64 * MIB, source=Shared()), good=seen)
 
 
+@operation("Pool alloc, first")
+def pool_first():
+    blocks = Pool(max_bytes=64 * MIB)
+
+    def view():  # but for the address space that it has reserved
+        blocks.check()
+        return figures(blocks), blocks.stats().reserved_bytes
+
+    return Act(lambda: blocks.alloc(100), view=view)
+
+
 def pool_act(name, use, **options):
     @operation(f"Pool {name}")
     def make():

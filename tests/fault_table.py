@@ -160,7 +160,9 @@ TABLE = [
     row("Slab .*", MEMORY, "ENOMEM, lasting", SLAB_FULL, NO_TABLE),
     row(r"Slab\(\)", MEMORY, NO_MEMORY, NO_MAP, NO_PAGES, NO_TABLE),
     row("Slab.*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, NO_TABLE),
-    row("Pool prewarm", MEMORY, "ENOMEM", FINE, POOL_FULL),
+    row("Pool prewarm|Pool alloc, first", MEMORY, "ENOMEM", FINE, POOL_FULL),
+    row("Pool alloc, first", "mmap", "EACCES", FINE, POOL_FULL),  # regions, if none is reserved
+    row("Pool alloc, first", "realloc", NO_MEMORY, "OutOfMemory: bookkeeping of an allocator"),
     row(r"Pool\(\).*", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NO_TABLE),
     row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
     row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),

@@ -18,6 +18,13 @@ from fault_operations import OPERATIONS
 from fault_runner import attempt, calls_of, errors_of
 from fault_table import CANNOT_FAIL, ERRORS, TABLE, is_one_of, row_of
 from faults import PACKAGE, PYTHON_CALLS, SYSCALLS, Faults, compiled
+from support import GIL
+
+pytestmark = [
+    # It replaces mlock, and maps and allocates for itself by what is failed here.
+    pytest.mark.no_sanitizer,
+    pytest.mark.skipif(not GIL, reason="without a GIL calls are made that have no rows yet"),
+]
 
 #: Of what all tests here have injected, for those that ask whether nothing was left out.
 injected = Counter()
