@@ -58,6 +58,13 @@ need() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq -y "$@"
 }
 
+# Makes sure that Debian packages without a command are there.
+packages() {
+    dpkg -s "$@" >/dev/null 2>&1 && return
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"
+}
+
 # Copies what git would commit (and has not been told to ignore) into a new directory.
 copy_tree() {
     mkdir -p "$1"

@@ -113,9 +113,11 @@ step_docs() {
 step_pages() {
     need chromium chromium
     need chromedriver chromium-driver
+    packages libjs-jquery libjs-jquery-flot libjs-jquery-stupidtable libjs-bootstrap node-blueimp-md5
     install_extra "$PYTHON" pages
+    install_extra "$PYTHON" bench
     cd "$README_TREE"
-    "$PYTHON" -m pytest -q tests/test_trace_page.py | tee "$WORK/pages.log"
+    "$PYTHON" -m pytest -q tests/test_trace_page.py tests/test_dashboard.py | tee "$WORK/pages.log"
     mkdir -p "$ROOT/.artifacts"
     cp .artifacts/*.png "$ROOT/.artifacts/"
     ! grep -q skipped "$WORK/pages.log"
@@ -128,6 +130,7 @@ step_benchmarks() {
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
     "$PYTHON" figures.py --check
+    cd .. && "$PYTHON" -m pytest -q tests/test_benchmarks.py    # with what asv finds by itself
 }
 
 # Nothing may cost more than 5 % more instructions than in the commit before, unless a message accepts

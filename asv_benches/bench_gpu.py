@@ -101,6 +101,7 @@ class Copy:
 
     params = (MEMORY, DIRECTIONS)
     param_names = ("memory", "direction")
+    version = version(MEMORY + DIRECTIONS)  # asv would take the function of this module for it
 
     def setup(self, counts, memory, direction):
         """Skip without a GPU."""

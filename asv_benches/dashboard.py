@@ -2,7 +2,9 @@
 
     python asv_benches/dashboard.py serve            what is committed under results/, in a browser
     python asv_benches/dashboard.py run --last 5     measure the last commits here, then publish
+    python asv_benches/dashboard.py run --commits REV ...   measure these
     python asv_benches/dashboard.py gpu              measure memory of this machine's GPU
+    python asv_benches/dashboard.py list             write down which benchmarks there are
     python asv_benches/dashboard.py publish          only make the site
 
 asv does the work (asv.conf.json); it and its peers are in the extra `bench`. Wheels of the last 12
@@ -24,7 +26,7 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from asv_benches import offline
+from asv_benches import history, offline
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -34,8 +36,11 @@ SITE = HERE / ".asv" / "html"
 MEASURED = ("arenapy", "pyproject.toml")  # a commit that touches nothing else has the same figures
 #: Minutes a commit; the others (curves, layouts, programs, threads, traces) take an hour.
 USUAL = "bench_(instructions|import|latency|export|faults|lifetime|numpy|prefault)"
-#: asv's own are for machines that nobody waits for.
-FEW_SAMPLES = ("-a", "rounds=1", "-a", "repeat=5", "-a", "warmup_time=0")
+#: asv's own are for machines that nobody waits for. Two rounds, one up the commits and one down, so
+#: that a machine that is slow for a while is not slow for one commit alone.
+FEW_SAMPLES = (
+    "--interleave-rounds", "-a", "rounds=2", "-a", "repeat=5", "-a", "warmup_time=0",
+)  # fmt: skip
 
 
 class Refusal(Exception):
@@ -75,24 +80,38 @@ def unknown_commits(results, root=ROOT):
     return [commit for commit in commits_of(results) if commit not in history]
 
 
-def known_results(results, folder, root=ROOT):
-    """The results, or a copy in `folder` without commits that this clone does not have."""
-    unknown = unknown_commits(results, root)
-    if not unknown:
-        return Path(results)
+def shown(results, folder, root=ROOT):
+    """(repository, results) to publish: those of commits that this clone has, or all, with commits
+    that stand for them (history.py), if it has none. Copies are made in `folder`."""
     files = commits_of(results)
+    try:
+        unknown = unknown_commits(results, root)
+    except Refusal:  # this is not a repository
+        unknown = list(files)
+    if not files:
+        raise Refusal(f"there are no results in {results}")
+    if not unknown:
+        return root, Path(results)
     if len(unknown) == len(files):
-        shallow = git("rev-parse", "--is-shallow-repository", root=root).strip() == "true"
-        why = "is this another project?"
-        why = "this clone is shallow: git fetch --unshallow" if shallow else why
-        raise Refusal(f"no commit that has results is in the history of HEAD: {why}")
+        print("note: no commit that has results is in the history of HEAD, as in a shallow clone: "
+              "others stand for them, tagged with their names")  # fmt: skip
+        return history.stand_in(results, folder)
     print(f"note: {len(unknown)} of {len(files)} commits with results are not in the history of "
           "HEAD, and are left out")  # fmt: skip
-    shutil.copytree(results, folder, dirs_exist_ok=True)
+    copy = Path(folder, "results")
+    shutil.copytree(results, copy)
     for commit in unknown:
         for path in files[commit]:
-            (Path(folder) / path.relative_to(results)).unlink()
-    return Path(folder)
+            (copy / path.relative_to(results)).unlink()
+    return root, copy
+
+
+def configuration(folder, **changes):
+    """A file in `folder`: asv.conf.json with changes, which may be used from anywhere."""
+    paths = {"repo": str(ROOT), "benchmark_dir": str(HERE), "env_dir": str(HERE / ".asv" / "env")}
+    path = Path(folder, "asv.conf.json")
+    path.write_text(json.dumps(json.loads(CONF.read_text()) | paths | changes))
+    return path
 
 
 def publish(site=SITE, online=False, results=RESULTS):
@@ -103,15 +122,10 @@ def publish(site=SITE, online=False, results=RESULTS):
             "(or --online: whoever looks loads them from elsewhere)"
         )
     with tempfile.TemporaryDirectory() as folder:
-        conf = json.loads(CONF.read_text()) | {
-            "repo": str(ROOT),
-            "benchmark_dir": str(HERE),
-            "env_dir": str(HERE / ".asv" / "env"),
-            "results_dir": str(known_results(results, Path(folder, "results"))),
-            "html_dir": str(site),
-        }
-        path = Path(folder, "asv.conf.json")
-        path.write_text(json.dumps(conf))
+        repository, copy = shown(results, folder)
+        path = configuration(
+            folder, repo=str(repository), results_dir=str(copy), html_dir=str(site)
+        )
         asv("publish", "--no-pull", "--config", str(path))
     if not online:
         offline.localize(site)
@@ -160,9 +174,10 @@ def machine_arguments(name):
     return ["--machine", name] if name else []
 
 
-def run(last, bench, name):
-    """Measure the last commits that are not measured yet, and publish."""
-    commits = last_commits(last)
+def run(last, bench, name, commits=()):
+    """Measure commits, or the last ones, that are not measured yet, and publish."""
+    commits = [git("rev-parse", f"{one}^{{commit}}").strip() for one in commits]
+    commits = commits or last_commits(last)
     if not commits:
         raise Refusal(f"no commit here touches {' or '.join(MEASURED)}")
     python = "{}.{}".format(*sys.version_info)
@@ -177,6 +192,17 @@ def run(last, bench, name):
         )  # fmt: skip
     print(f"{len(commits)} commits in {time.perf_counter() - start:.0f} s")
     publish()
+
+
+def write_list():
+    """Which benchmarks there are, for the pages: also those that nobody has run yet."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = configuration(folder, results_dir=folder)
+        asv(
+            "run", "--config", str(path), "-E", f"existing:{sys.executable}",
+            "--bench", "just-discover", *machine_arguments("list"),
+        )  # fmt: skip
+        shutil.copy(Path(folder, "benchmarks.json"), RESULTS)
 
 
 def gpu(name):
@@ -200,11 +226,13 @@ def main(argv=None):
     one.add_argument("--online", action="store_true", help="scripts come from elsewhere")
     one = commands.add_parser("run", help="measure the last commits, and publish")
     one.add_argument("--last", type=int, default=5, metavar="N", help="commits (5)")
+    one.add_argument("--commits", nargs="+", default=[], metavar="REV", help="these instead")
     one.add_argument("--bench", default=USUAL, metavar="REGEX", help=f"which ({USUAL})")
     one.add_argument("--all", action="store_true", help="every benchmark: about an hour a commit")
     one.add_argument("--machine", help="what to call this machine")
     one = commands.add_parser("gpu", help="measure this machine's GPU")
     one.add_argument("--machine", help="what to call this machine")
+    commands.add_parser("list", help="write down which benchmarks there are")
     options = parser.parse_args(argv)
     try:
         if options.command == "serve":
@@ -212,7 +240,10 @@ def main(argv=None):
         elif options.command == "publish":
             publish(options.html, options.online)
         elif options.command == "run":
-            run(options.last, None if options.all else options.bench, options.machine)
+            bench = None if options.all else options.bench
+            run(options.last, bench, options.machine, options.commits)
+        elif options.command == "list":
+            write_list()
         else:
             gpu(options.machine)
     except (Refusal, offline.MissingAssets) as reason:

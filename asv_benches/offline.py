@@ -47,12 +47,20 @@ ASSETS = (
 PACKAGES = tuple(dict.fromkeys(asset.package for asset in ASSETS))
 
 # Debian's flot is newer than the one that asv was written for: times are seconds there unless an
-# axis says otherwise. And the plugin that puts bars side by side is not in Debian.
+# axis says otherwise, and a legend's box is drawn as SVG says, black. It writes the axes' labels by
+# itself, so that asv's plugin would write them again. jQuery no longer ends tags that end by
+# themselves, and asv writes <b/>. And the plugin that puts bars side by side is not in Debian.
 ORDER_BARS = r"/jquery\.flot\.orderBars(\.min)?\.js$"
+AXIS_LABELS = "jquery.flot.axislabels.js"  # a file of asv's
 ADAPTER = """\
-/* What asv expects of flot 0.8 with the plugin orderBars; see asv_benches/offline.py. */
+/* What asv expects of jQuery 3.3, flot 0.8 and the plugin orderBars; asv_benches/offline.py. */
 (function ($) {
   "use strict";
+  $("<style>").text(".legendLayer .background { fill: #fff; fill-opacity: 0.85; }")
+    .appendTo("head");
+  var alone = new RegExp("<(?!area|br|col|embed|hr|img|input|link|meta|param)" +
+    "(([a-z][^/>\\\\s]*)[^>]*)/>", "gi");
+  $.htmlPrefilter = function (html) { return html.replace(alone, "<$1></$2>"); };
   $.plot.plugins.push({
     name: "asv",
     version: "1",
@@ -128,6 +136,7 @@ def localize(site, share=SHARE):
         text = tag[0].replace(address, f"{VENDOR}/{name}")
         return re.sub(r'\s+(integrity|crossorigin|referrerpolicy)="[^"]*"', "", text)
 
+    Path(site, AXIS_LABELS).write_text("/* flot has these by now */\n")
     for page in sorted(Path(site).glob("*.html")):
         page.write_text(TAG.sub(replace, page.read_text()))
     return used

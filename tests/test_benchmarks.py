@@ -55,6 +55,8 @@ def problems(one):
         found.append("it does not see memory of C: track what arenapy.testing.asv counts")
     if not one.attribute("pretty_name"):
         found.append("it has no pretty_name")
+    if not isinstance(one.attribute("version", ""), str):
+        found.append("its version is another thing of that name, and its results are of no version")
     names = one.attribute("param_names", ())
     if len(names) != len(one.params):
         found.append(f"it has {len(one.params)} parameters, and names {names}")
@@ -156,6 +158,7 @@ class Planted:
         ("time", "params = (1, 2); param_names = ('param1',)", "", "named"),
         ("time", "params = (1, 1); param_names = ('a',)", "", "has the values"),
         ("time", "pass", "time_it.pretty_name = ''", "no pretty_name"),
+        ("time", "version = len", "", "of no version"),
     ],
 )
 def test_what_is_missing_is_found(kind, body, more, what):

@@ -1,0 +1,326 @@
+"""The dashboard of the committed results: all benchmarks, several commits, peers, no network."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from urllib.request import urlopen
+
+import asv_suite
+import pytest
+from browser import browser, keep, messages, needs_browser
+
+pytest.importorskip("asv")
+
+from asv_benches import dashboard, history, offline
+
+LEAST_COMMITS = 3
+SOON = 20  # seconds
+#: A graph, and lines in it: ours and a peer's.
+GRAPHS = {
+    "bench_latency.Block.time_calls": ("arena.alloc(64)", "bytearray(64)"),
+    "bench_instructions.Block.track_instructions": ("pool.alloc(64)", "np.empty(64, 'u1')"),
+    "bench_numpy.Expression.track_run": ("arenapy", "mimalloc"),
+    "bench_prefault.Prefault.time_one_gib": ("prefault, 1 thread", "MAP_POPULATE"),
+}
+#: Those of the command `run` without --all.
+USUAL = re.compile(dashboard.USUAL)
+RESULTS = dashboard.RESULTS
+NAMES = [one.name for one in asv_suite.discover()]
+
+has_packages = pytest.mark.skipif(
+    bool(offline.missing()), reason=f"no {' '.join(offline.missing())} here"
+)
+
+
+# ---- what is committed
+
+
+def figures(results=RESULTS):
+    """{benchmark: {commit: whether there is a figure}}, of the version that the benchmark has."""
+    known = json.loads((results / "benchmarks.json").read_text())
+    known.pop("version")
+    found = {name: {} for name in known}
+    for commit, paths in dashboard.commits_of(results).items():
+        for path in paths:
+            one = json.loads(path.read_text())
+            columns = one["result_columns"]
+            for name, row in one["results"].items():
+                entry = dict(zip(columns, row, strict=False))
+                if name in known and entry["version"] == known[name]["version"]:
+                    values = entry["result"] or []
+                    found[name][commit] = any(isinstance(value, int | float) for value in values)
+    return found
+
+
+def lacking(found):
+    """What a dashboard of these figures would not show."""
+    said = [f"{name} is not in the results" for name in NAMES if name not in found]
+    said += [f"{name} is in the results and nowhere else" for name in found if name not in NAMES]
+    for name, commits in found.items():
+        if USUAL.match(name) and sum(commits.values()) < LEAST_COMMITS:
+            said.append(f"{name} has figures of {sum(commits.values())} commits")
+    return said
+
+
+def test_the_results_have_every_benchmark_and_three_commits():
+    """If not: `dashboard.py run`, or for what only has another name `dashboard.py list`."""
+    assert lacking(figures()) == []
+
+
+def test_what_the_results_lack_is_found(monkeypatch):
+    found = figures()
+    name = next(iter(GRAPHS))
+    names = list(NAMES)
+    monkeypatch.setattr("test_dashboard.NAMES", [*names, "bench_new.track_it"])
+    assert lacking(found) == ["bench_new.track_it is not in the results"]
+    monkeypatch.setattr("test_dashboard.NAMES", [one for one in names if one != name])
+    assert lacking(found) == [f"{name} is in the results and nowhere else"]
+    monkeypatch.undo()
+    found[name] = dict.fromkeys(list(found[name])[: LEAST_COMMITS - 1], True)
+    assert lacking(found) == [f"{name} has figures of 2 commits"]
+
+
+def test_the_results_are_small_and_name_no_place():
+    files = list(RESULTS.rglob("*.json"))
+    assert sum(path.stat().st_size for path in files) < 2_000_000
+    for path in files:
+        text = path.read_text()
+        assert not re.search(r'"[^"]*(/home/|/root\b|/tmp/|/usr/)', text), path.name
+    assert [path.name for path in RESULTS.iterdir() if path.is_dir()] == ["reference"]
+
+
+# ---- the site
+
+
+class Links(HTMLParser):
+    """What a page loads: scripts, styles, pictures, frames."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        if tag in ("script", "link", "img", "iframe"):
+            self.found += [value for name, value in attributes if name in ("src", "href")]
+
+
+def loaded(page):
+    """The addresses of what a page loads, and of what its local styles load."""
+    links = Links()
+    links.feed(page.read_text())
+    found = list(links.found)
+    for address in links.found:
+        style = page.parent / address.partition("?")[0]
+        if style.suffix == ".css" and style.is_file():
+            found += re.findall(r"(?:url\(|@import\s*)[\"']?([^\"')]+)", style.read_text())
+    return found
+
+
+def remote(page):
+    return [address for address in loaded(page) if re.match(r"(\w+:)?//", address)]
+
+
+def shown_lines(driver):
+    """{label: points} of the graph that is shown."""
+    return driver.execute_script("""
+        const plot = window.$ && $("#main-graph").data("plot");
+        return plot ? Object.fromEntries(plot.getData().map(
+          one => [one.label, one.data.filter(p => p[1] !== null).length])) : {};
+    """)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    site = tmp_path_factory.mktemp("dashboard") / "site"
+    dashboard.publish(site)
+    return site
+
+
+@contextmanager
+def served(site):
+    """The address of a site."""
+    with dashboard.server(site) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def shown(published):
+    with served(published) as address, browser(1280, 1000) as driver:
+        driver.address = address
+        driver.get(address)
+        yield driver
+
+
+def until(probe, what):
+    """The first true value of a probe."""
+    end = time.monotonic() + SOON
+    while not (found := probe()):
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+    return found
+
+
+@has_packages
+def test_pages_load_nothing_from_elsewhere(published):
+    pages = list(published.glob("*.html"))
+    assert len(pages) >= 2
+    for page in pages:
+        assert remote(page) == []
+        for address in loaded(page):
+            assert (
+                address.startswith("data:")
+                or address.startswith("../fonts")
+                or (page.parent / address.partition("?")[0]).is_file()
+            ), address
+
+
+@has_packages
+def test_a_remote_tag_is_found_and_not_published(published, tmp_path):
+    page = tmp_path / "index.html"
+    shutil.copytree(published, tmp_path, dirs_exist_ok=True)
+    address = "https://cdn.example.org/new.js"
+    page.write_text(
+        page.read_text().replace("</head>", f'<script src="{address}"></script></head>')
+    )
+    assert remote(page) == [address]
+    with pytest.raises(offline.MissingAssets, match=r"new\.js.*does not know"):
+        offline.localize(tmp_path)
+
+
+@has_packages
+@needs_browser
+def test_the_grid_shows_every_benchmark(shown):
+    shown.get(shown.address)
+    count = "return document.querySelectorAll('.benchmark-container').length"
+    until(lambda: shown.execute_script(count) == len(NAMES), "the grid is there")
+    links = shown.find_elements("css selector", ".benchmark-container")
+    assert sorted(one.get_attribute("href").partition("#")[2] for one in links) == sorted(NAMES)
+    keep(shown, "dashboard-grid")
+    # Each is drawn when it comes into view; those of a GPU have no figures.
+    height = shown.execute_script("return document.documentElement.scrollHeight")
+    for top in range(0, height, 800):
+        shown.execute_script(f"window.scrollTo(0, {top}); $(window).trigger('scroll')")
+    drawn = "return [...document.querySelectorAll('.benchmark-container')]" \
+            ".filter(e => e.querySelector('canvas')).map(e => e.hash.slice(1))"  # fmt: skip
+    wanted = {name for name, commits in figures().items() if any(commits.values())}
+    until(lambda: wanted <= {*shown.execute_script(drawn)}, "the graphs are drawn")
+
+
+@has_packages
+@needs_browser
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_has_points_of_commits_and_peers(shown, name):
+    shown.get(f"{shown.address}#{name}")
+    ours, peer = GRAPHS[name]
+
+    def points(label):
+        lines = shown_lines(shown)
+        return max((n for line, n in lines.items() if label in line), default=0)
+
+    until(lambda: shown_lines(shown), "a graph is drawn")
+    for label in ours, peer:
+        until(lambda label=label: points(label) >= LEAST_COMMITS, f"{label} is drawn")
+    unit = json.loads((RESULTS / "benchmarks.json").read_text())[name]["unit"]
+    assert unit in ("seconds", "instructions", "ms")
+    keep(shown, f"dashboard-{name.split('.')[0]}")
+
+
+@has_packages
+@needs_browser
+def test_newer_scripts_than_asvs_show_the_same(shown):
+    """Debian's jQuery and flot: names of benchmarks, a legend that can be read, labels once."""
+    shown.get(f"{shown.address}#{next(iter(GRAPHS))}")
+    until(lambda: shown_lines(shown), "a graph is drawn")
+    found = shown.execute_script("""
+        const fill = e => getComputedStyle(e).fill;
+        return {
+          carets: [...document.querySelectorAll("label.nav-header b")].map(e => e.textContent),
+          legend: fill(document.querySelector(".legendLayer .background")),
+          entry: fill(document.querySelector(".legendLayer text")),
+          labels: [...document.querySelectorAll("#main-graph *")].filter(
+            e => !e.children.length && /^(commits|microseconds)$/.test(e.textContent)).length,
+        };
+    """)
+    assert found["carets"] and not any(found["carets"])  # else the names are inside, and clipped
+    assert found["legend"] == "rgb(255, 255, 255)" != found["entry"]
+    assert found["labels"] == 2
+
+
+@has_packages
+@needs_browser
+def test_nothing_was_asked_of_a_network(shown):
+    shown.get(shown.address)
+    names = "return performance.getEntriesByType('resource').map(e => e.name)"
+    until(lambda: shown.execute_script(names), "something is loaded")
+    assert all(one.startswith(shown.address) for one in shown.execute_script(names))
+    # What has no figures has no file for the grid; nothing else is missing.
+    without = [name for name, commits in figures().items() if not any(commits.values())]
+    for message in messages(shown):
+        assert re.search(r"404 \(File not found\)$", message), message
+        assert any(f"/graphs/summary/{name}.json" in message for name in without), message
+
+
+# ---- clones without the commits
+
+
+def test_commits_that_are_not_there_have_stand_ins(tmp_path):
+    """As in a shallow clone: all of them, in the order of their dates, under their own names."""
+    there = tmp_path / "shallow"
+    there.mkdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    dates = {commit: json.loads(paths[0].read_text())["date"] // 1000
+             for commit, paths in dashboard.commits_of(RESULTS).items()}  # fmt: skip
+    repository, results = dashboard.shown(RESULTS, folder, root=there)
+    log = history.git(repository, "log", "--reverse", "--format=%H %ct %s").splitlines()
+    assert [line.split()[1:] for line in log] == [
+        [str(date), commit] for date, commit in sorted((d, c) for c, d in dates.items())
+    ]
+    twins = dashboard.commits_of(results)
+    assert {*twins} == {line.split()[0] for line in log}
+    for twin, paths in twins.items():
+        tag = history.git(repository, "describe", "--tags", "--exact-match", twin)
+        (before,) = [commit for commit in dates if commit.startswith(tag)]
+        old = json.loads(dashboard.commits_of(RESULTS)[before][0].read_text())
+        assert json.loads(paths[0].read_text()) == old | {"commit_hash": twin}
+        assert paths[0].name.startswith(twin[:8])
+
+
+def test_results_of_some_commits_are_left_out(tmp_path, monkeypatch, capsys):
+    lost = min(dashboard.commits_of(RESULTS))
+    monkeypatch.setattr(dashboard, "unknown_commits", lambda *_: [lost])
+    root, results = dashboard.shown(RESULTS, tmp_path)
+    assert root == dashboard.ROOT and "left out" in capsys.readouterr().out
+    assert {*dashboard.commits_of(results)} == {*dashboard.commits_of(RESULTS)} - {lost}
+
+
+def test_without_results_there_is_a_reason(tmp_path):
+    with pytest.raises(dashboard.Refusal, match="no results"):
+        dashboard.shown(tmp_path, tmp_path)
+
+
+@has_packages
+def test_serve_is_one_command(tmp_path):
+    """As a person has it: it publishes, says where it serves, and ends with Ctrl-C."""
+    command = [sys.executable, str(dashboard.HERE / "dashboard.py"), "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = next(line for line in process.stdout if line.startswith("http"))
+            with urlopen(line.split()[0]) as page:
+                assert b"asv" in page.read()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(SOON) == 0
