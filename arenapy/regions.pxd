@@ -92,11 +92,11 @@ cdef inline void link_hold(Hold** head, Hold* hold) noexcept nogil:
 
 
 # In builds that poison: nobody may touch these bytes; somebody may again. Not a user's own memory,
-# which he may look at anywhere, nor what a device and its driver touch, too. Debug mode fills and
+# which he may look at anywhere, nor what a device's driver touches, too. Debug mode fills and
 # reads what is free, so it does without.
 
 cdef inline bint poisons(RegionSet c) noexcept nogil:
-    return (POISONS and c.host_accessible and c.device_id < 0
+    return (POISONS and c.medium is None and c.host_accessible and c.device_id < 0
             and not (c.debug or c.foreign))
 
 
