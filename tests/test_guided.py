@@ -1,6 +1,6 @@
 """Fuzzing led by coverage: the parts that need neither clang nor atheris.
 
-What needs both is the step `guided` of .ci/run, which fails if no new edges are reached.
+What needs both is run by hand: tests/fuzz_coverage.py.
 """
 
 import ctypes

@@ -220,8 +220,7 @@ def guided(
         f"-seed={seed}",
         "-rss_limit_mb=4096",
         "-artifact_prefix=" + tempfile.gettempdir() + "/arenapy-guided-",
-        "-print_final_stats=1",
-        "-verbosity=1",
+        "-len_control=0",  # short inputs are programs of no steps
     ]
     return _process(target, corpus, options, minimizes=False)
 
