@@ -7,6 +7,7 @@ that both processes map, so that they are there whatever ends this one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -117,7 +118,8 @@ def main(argv: Sequence[str]) -> None:
     """``PROCESS JOB LIBFUZZER_OPTION...``; the job is JSON."""
     job = json.loads(argv[1])
     run = target_of(machine_named(job["target"]))
-    run(b"")  # what is done once, such as imports, is no merit of the first input
+    with contextlib.suppress(Exception):  # which it will meet again, in its turn
+        run(b"")  # what is done once, such as imports, is no merit of the first input
     edges = Edges()
     Path(job["modules"]).write_text(json.dumps(edges.modules), encoding="utf-8")
     figures = np.memmap(job["figures"], "u1", "w+", shape=(EXECUTIONS + edges.total,))
