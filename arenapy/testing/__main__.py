@@ -1,10 +1,11 @@
-"""``python -m arenapy.testing reproduce FILE``: do again what a machine did before it crashed."""
+"""``python -m arenapy.testing``: ``reproduce`` a file of steps, or fuzz ``guided`` by coverage."""
 
 import argparse
 import faulthandler
 import sys
 from collections.abc import Sequence
 
+from arenapy.testing import guided
 from arenapy.testing.steps import load
 
 
@@ -20,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     again = commands.add_parser("reproduce", help="do the steps of a file again")
     again.add_argument("file", metavar="FILE", help="what a machine left behind")
+    guided.add_arguments(commands.add_parser("guided", help="fuzz, led by coverage of C code"))
     options = parser.parse_args(argv)
+    if options.command == "guided":
+        return guided.run(options)
     try:
         machine, program = load(options.file)
     except (OSError, ValueError) as error:

@@ -1,0 +1,297 @@
+"""``python -m arenapy.testing guided``: programs that coverage of an allocator's C code leads.
+
+What lives here: the command, its options and its report. Inputs run in another process
+(guided_process.py), under atheris, which is libFuzzer for Python: libFuzzer mutates bytes,
+Hypothesis makes a program of them (``fuzz_one_input``), a machine runs it, and bytes that reach new
+edges of the extension modules are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from arenapy.testing.crashes import smaller
+from arenapy.testing.guided_process import EXECUTIONS
+from arenapy.testing.steps import Program
+
+__all__ = ["Found", "add_arguments", "guided", "minimize", "run"]
+
+PROCESS = "arenapy.testing.guided_process"
+RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFuzzer in one
+LONGEST = 2048  # bytes of an input: some 50 steps
+HANGS_AFTER = 60  # seconds
+SMALLER_SECONDS = 60.0
+ASAN = "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32"
+UBSAN = "halt_on_error=1:print_stacktrace=1"
+
+
+@dataclass(slots=True)
+class Found:
+    """What a run did.
+
+    Attributes
+    ----------
+    executions : int
+        Inputs that ran.
+    seconds : float
+    modules : dict of str to (int, int)
+        Of each instrumented module: edges reached, and edges in total.
+    files : int
+        Of the corpus, afterwards.
+    nbytes : int
+        Their bytes.
+    lines : list of str
+        The file of steps of the program that failed, made small; empty if none did.
+    output : str
+        What libFuzzer and the sanitizers printed.
+
+    Notes
+    -----
+    Thread-safety: a plain value.
+
+    Examples
+    --------
+    >>> from arenapy.testing.guided import Found
+    >>> found = Found(1000, 2.0, {"core": (70, 100), "check": (5, 10)}, 12, 3456)
+    >>> print(found)
+    1000 executions in 2.0 s, 500 a second
+    75 of 110 edges: core 70/100, check 5/10
+    corpus: 12 files, 3456 bytes
+    nothing found
+    """
+
+    executions: int
+    seconds: float
+    modules: dict[str, tuple[int, int]]
+    files: int
+    nbytes: int
+    lines: list[str] = field(default_factory=list)
+    output: str = ""
+
+    @property
+    def reached(self) -> int:
+        """Edges reached, of all modules."""
+        return sum(reached for reached, _ in self.modules.values())
+
+    @property
+    def total(self) -> int:
+        """Edges that there are."""
+        return sum(total for _, total in self.modules.values())
+
+    def __str__(self) -> str:
+        """As the command prints it."""
+        rows = sorted(self.modules.items(), key=lambda row: -row[1][0])
+        by_module = ", ".join(f"{name} {now}/{total}" for name, (now, total) in rows if now)
+        return (
+            f"{self.executions} executions in {self.seconds:.1f} s, "
+            f"{self.executions / max(self.seconds, 1e-3):.0f} a second\n"
+            f"{self.reached} of {self.total} edges: {by_module}\n"
+            f"corpus: {self.files} files, {self.nbytes} bytes\n"
+            + (f"found:\n{Program.parse(self.lines[1:])}" if self.lines else "nothing found")
+        )
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """That of a process with libFuzzer and the sanitizers in it."""
+    spec = importlib.util.find_spec("atheris")
+    runtime = Path(spec.origin).parent.parent / RUNTIME if spec and spec.origin else None
+    if runtime is None or not runtime.exists():
+        raise RuntimeError("needs atheris, with its sanitizers: pip install atheris")
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(runtime),
+        "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", ASAN),
+        "UBSAN_OPTIONS": os.environ.get("UBSAN_OPTIONS", UBSAN),
+        "PYTHONMALLOC": "malloc",
+        "PYTHONSAFEPATH": "1",  # a tree that is not instrumented may lie right here
+        "ARENAPY_STEPS": str(folder / "steps.jsonl"),
+    }
+
+
+def _process(
+    target: str, corpus: str | os.PathLike[str], options: Sequence[str], *, minimizes: bool
+) -> Found:
+    """Run the other process, and read what it left."""
+    with tempfile.TemporaryDirectory(prefix="arenapy-guided-") as name:
+        folder = Path(name)
+        environment = _environment(folder)
+        left, named = folder / "figures", folder / "modules.json"
+        files = {"corpus": str(corpus), "figures": str(left), "modules": str(named)}
+        job = {"target": target, "minimize": minimizes, **files}
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", PROCESS, json.dumps(job), *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        seconds = time.monotonic() - began
+        if not left.exists():
+            raise RuntimeError(f"it ended before the first input:\n{done.stdout}")
+        figures = np.fromfile(left, "u1")
+        modules, start = {}, EXECUTIONS
+        for module, total in json.loads(named.read_text()).items():
+            modules[module] = int(np.count_nonzero(figures[start : start + total])), total
+            start += total
+        sizes = [path.stat().st_size for path in Path(corpus).iterdir()]
+        executions = int(figures[:EXECUTIONS].view("u8")[0])
+        found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=done.stdout)
+        if done.returncode:
+            steps = Path(environment["ARENAPY_STEPS"])
+            found.lines = smaller(steps.read_text().splitlines(), SMALLER_SECONDS, _fails)
+    return found
+
+
+def _fails(lines: list[str]) -> bool:
+    """Whether the steps of a file, done again under the sanitizers, find something."""
+    with tempfile.TemporaryDirectory(prefix="arenapy-again-") as name:
+        path = Path(name) / "again.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "arenapy.testing", "reproduce", str(path)],
+            env=_environment(Path(name)),
+            capture_output=True,
+            check=False,
+        )
+    return done.returncode not in (0, 2)
+
+
+def guided(
+    target: str,
+    corpus: str | os.PathLike[str],
+    *,
+    seconds: float = 60,
+    executions: int | None = None,
+    seed: int = 0,
+) -> Found:
+    """Fuzz until something is found, or the time is over.
+
+    Parameters
+    ----------
+    target : str
+        ``"package.module:name"`` of an `AllocatorMachine`, or of what makes an allocator. The
+        extension modules behind it are built with clang, by
+        ``-fsanitize=address,undefined,fuzzer-no-link``.
+    corpus : path
+        A folder: inputs that are there run first, what reaches new edges is added.
+    seconds : float
+        At most; the start not counted.
+    executions : int, optional
+        At most.
+    seed : int
+        Of libFuzzer; 0 takes another one every time.
+
+    Returns
+    -------
+    Found
+
+    Raises
+    ------
+    RuntimeError
+        atheris is not installed, or the target cannot be attacked.
+
+    Notes
+    -----
+    Thread-safety: the work is done by a process of its own.
+    """
+    Path(corpus).mkdir(parents=True, exist_ok=True)
+    options = [
+        str(corpus),
+        f"-max_total_time={max(round(seconds), 1)}",
+        f"-runs={-1 if executions is None else executions}",
+        f"-max_len={LONGEST}",
+        f"-timeout={HANGS_AFTER}",
+        f"-seed={seed}",
+        "-rss_limit_mb=4096",
+        "-artifact_prefix=" + tempfile.gettempdir() + "/arenapy-guided-",
+        "-len_control=0",  # short inputs are programs of no steps
+    ]
+    return _process(target, corpus, options, minimizes=False)
+
+
+def minimize(target: str, corpus: str | os.PathLike[str]) -> Found:
+    """Remove the files of a corpus that reach nothing which smaller ones do not.
+
+    Parameters
+    ----------
+    target : str
+        As in `guided`.
+    corpus : path
+        A folder.
+
+    Returns
+    -------
+    Found
+        `Found.executions` is the number of files that stay.
+
+    Raises
+    ------
+    RuntimeError
+        As in `guided`.
+
+    Notes
+    -----
+    Thread-safety: nobody else may use the folder.
+    """
+    return _process(target, corpus, [], minimizes=True)
+
+
+# The command ----------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser of the options."""
+    parser.add_argument("target", metavar="PACKAGE:MACHINE", help="or a callable: an allocator")
+    parser.add_argument("--corpus", required=True, metavar="DIR", help="inputs, kept and added")
+    parser.add_argument("--seconds", type=float, default=60, help="to go on for (60)")
+    parser.add_argument("--executions", type=int, help="and at most so many")
+    parser.add_argument("--seed", type=int, default=0, help="of libFuzzer; 0: another every time")
+    parser.add_argument("--merge", metavar="DIR", action="append", default=[], help="add its files")
+    parser.add_argument("--minimize", action="store_true", help="of the corpus, and no more")
+    parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
+    parser.add_argument("--verbose", action="store_true", help="what libFuzzer prints, too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; its exit status."""
+    for folder in options.merge:
+        Path(options.corpus).mkdir(parents=True, exist_ok=True)
+        for path in Path(folder).iterdir():
+            shutil.copyfile(path, Path(options.corpus, path.name))
+    try:
+        if options.minimize or options.merge:
+            found = minimize(options.target, options.corpus)
+        else:
+            found = guided(
+                options.target,
+                options.corpus,
+                seconds=options.seconds,
+                executions=options.executions,
+                seed=options.seed,
+            )
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.verbose or found.lines:
+        print(found.output)
+    print(found)
+    if found.lines and options.save:
+        Path(options.save).write_text("\n".join(found.lines) + "\n", encoding="utf-8")
+        print(f"again: python -m arenapy.testing reproduce {options.save}")
+    return int(bool(found.lines))

@@ -1,0 +1,152 @@
+"""The process in which ``python -m arenapy.testing guided`` runs programs, and which may crash.
+
+What lives here: an input's way to a program, libFuzzer's loop, and the choice of inputs that are
+worth keeping. What may not: the command and its report (guided.py). Figures are written to a file
+that both processes map, so that they are there whatever ends this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+
+from arenapy.testing.attack import machine_for
+from arenapy.testing.edges import Edges
+from arenapy.testing.machine import AllocatorMachine
+from arenapy.testing.steps import find
+from arenapy.testing.strategies import programs
+
+__all__ = ["EXECUTIONS", "kept", "machine_named", "target_of"]
+
+# An input that ends too early would run nothing: to Hypothesis, zeros end lists and are first
+# choices.
+PADDING = bytes(1 << 14)
+EXECUTIONS = 8  # bytes before the edges in the file of figures: how many inputs ran
+NAME = 8  # letters of a file's
+
+
+def machine_named(name: str) -> type[AllocatorMachine]:
+    """The class of machines ``"package.module:name"``, or one for the allocator that this makes.
+
+    Raises
+    ------
+    ValueError
+        It cannot be imported, or does not make an allocator.
+    """
+    found = find(name)
+    if isinstance(found, type) and issubclass(found, AllocatorMachine):
+        return found
+    return machine_for(name)
+
+
+def target_of(machine: type[AllocatorMachine]) -> Callable[[bytes], Any]:
+    """A function that runs the program that an input stands for.
+
+    Parameters
+    ----------
+    machine : class
+        A subclass of `AllocatorMachine`.
+
+    Returns
+    -------
+    callable
+        Of bytes; it raises what the machine finds. The input comes first in what it draws from, and
+        zeros after it.
+
+    Examples
+    --------
+    >>> from arenapy.testing import BumpMachine
+    >>> from arenapy.testing.guided_process import target_of
+    >>> class Mine(BumpMachine):
+    ...     pass
+    >>> run = target_of(Mine)
+    >>> run(b""), Mine.tally.examples
+    (None, 1)
+    """
+
+    @settings(database=None, deadline=None)
+    @given(programs(machine))
+    def test(program: Any) -> None:
+        program.run(machine)
+
+    one_input = test.hypothesis.fuzz_one_input  # type: ignore[attr-defined]
+
+    def run(data: bytes) -> None:
+        one_input(data + PADDING)
+
+    return run
+
+
+def kept(
+    folder: str | os.PathLike[str], run: Callable[[bytes], Any], edges: Edges
+) -> tuple[list[Path], np.ndarray[Any, Any]]:
+    """The files of a corpus that reach what smaller ones do not, and what they reach together.
+
+    Parameters
+    ----------
+    folder : path
+    run : callable
+        See `target_of`.
+    edges : Edges
+
+    Returns
+    -------
+    tuple of (list of Path, array of bool)
+    """
+    reached = np.zeros(edges.total, "?")
+    chosen = []
+    for path in sorted(Path(folder).iterdir(), key=lambda one: (one.stat().st_size, one.name)):
+        edges.zero()
+        run(path.read_bytes())
+        now = edges.read() != 0
+        if (now & ~reached).any():
+            reached |= now
+            chosen.append(path)
+    return chosen, reached
+
+
+def main(argv: Sequence[str]) -> None:
+    """``PROCESS JOB LIBFUZZER_OPTION...``; the job is JSON."""
+    job = json.loads(argv[1])
+    run = target_of(machine_named(job["target"]))
+    with contextlib.suppress(Exception):  # which it will meet again, in its turn
+        run(b"")  # what is done once, such as imports, is no merit of the first input
+    edges = Edges()
+    Path(job["modules"]).write_text(json.dumps(edges.modules), encoding="utf-8")
+    figures = np.memmap(job["figures"], "u1", "w+", shape=(EXECUTIONS + edges.total,))
+    executions, seen = figures[:EXECUTIONS].view("u8"), figures[EXECUTIONS:]
+    if job["minimize"]:
+        chosen, reached = kept(job["corpus"], run, edges)
+        seen[:] = reached
+        executions[0] = len(chosen)
+        for path in Path(job["corpus"]).iterdir():
+            if path not in chosen:
+                path.unlink()
+        for path in chosen:
+            path.rename(path.with_name(hashlib.sha1(path.read_bytes()).hexdigest()[:NAME]))
+        return
+
+    import atheris
+
+    def one_input(data: bytes) -> None:
+        executions[0] += 1
+        try:
+            run(data)
+        finally:
+            np.maximum(seen, edges.read(), out=seen)
+
+    atheris.Setup([argv[0], *argv[2:]], one_input)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(sys.argv)
