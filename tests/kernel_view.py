@@ -2,15 +2,16 @@
 
 import contextlib
 import os
-import struct
 from pathlib import Path
+
+import numpy as np
 
 from arenapy import Bump, vm
 
 PAGE = vm.PAGE_SIZE
 ENTRY = 8  # bytes of /proc/self/pagemap for each page
 PRESENT = 63  # the highest bit of an entry
-SANITIZED = "libasan" in Path("/proc/self/maps").read_text()
+SANITIZED = "asan" in Path("/proc/self/maps").read_text()  # gcc's library or clang's
 
 
 def smaps(address):
@@ -47,7 +48,7 @@ def resident(address, nbytes):
     with open("/proc/self/pagemap", "rb", buffering=0) as pages:
         pages.seek(address // PAGE * ENTRY)
         entries = pages.read(-(-nbytes // PAGE) * ENTRY)
-    return sum(entry >> PRESENT for (entry,) in struct.iter_unpack("<Q", entries)) * PAGE
+    return int((np.frombuffer(entries, "<u8") >> PRESENT).sum()) * PAGE
 
 
 def is_mapped(address):

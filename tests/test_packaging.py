@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import pkgutil
 import platform
 import re
@@ -27,6 +28,24 @@ TOP_LEVEL = {
     "tests",
 }  # fmt: skip
 BUILD_PRODUCTS = {"build", "dist", "arenapy_memory.egg-info"}
+
+
+#: Each in a fork of a process that has imported nothing but NumPy; prints those that fail.
+IMPORT_EACH = """
+import importlib, os, sys, traceback
+import numpy
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
 
 
 def importable_modules():
@@ -90,9 +109,11 @@ def test_import_is_lean():
 
 
 def test_every_module_imports_on_its_own():
-    """No module relies on another having been imported before it."""
-    for name in importable_modules():
-        subprocess.run([sys.executable, "-W", "error", "-c", f"import {name}"], check=True)
+    """No module relies on another of ours having been imported before it."""
+    one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # so that it may fork
+    command = [sys.executable, "-W", "error", "-c", IMPORT_EACH, *importable_modules()]
+    done = subprocess.run(command, env=one_thread, check=True, capture_output=True, text=True)
+    assert not done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
