@@ -93,7 +93,19 @@ def test_the_results_are_small_and_name_no_place():
     for path in files:
         text = path.read_text()
         assert not re.search(r'"[^"]*(/home/|/root\b|/tmp/|/usr/)', text), path.name
-    assert [path.name for path in RESULTS.iterdir() if path.is_dir()] == ["reference"]
+    assert all(path.name.startswith("reference") for path in RESULTS.iterdir() if path.is_dir())
+
+
+def test_results_of_a_python_that_was_there_do_not_say_where(tmp_path):
+    place = "/opt/somebody/bin/python"
+    found = {"commit_hash": "12345678abc", "env_name": f"existing-py{place.replace('/', '_')}",
+             "python": place, "params": {"machine": "m", "python": place}}  # fmt: skip
+    path = tmp_path / f"12345678-{found['env_name']}.json"
+    path.write_text(json.dumps(found))
+    dashboard.forget_place(path)
+    (left,) = tmp_path.iterdir()
+    assert "somebody" not in left.name + left.read_text()
+    assert json.loads(left.read_text())["params"]["machine"] == "m"
 
 
 # ---- the site
