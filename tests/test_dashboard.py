@@ -176,6 +176,13 @@ def shown(published):
         yield driver
 
 
+def go_to(driver, name):
+    """The graph of a benchmark, on a page that has not shown another one."""
+    driver.get("about:blank")
+    driver.get(f"{driver.address}#{name}")
+    until(lambda: shown_lines(driver), "a graph is drawn")
+
+
 def until(probe, what):
     """The first true value of a probe."""
     end = time.monotonic() + SOON
@@ -235,14 +242,13 @@ def test_the_grid_shows_every_benchmark(shown):
 @needs_browser
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_has_points_of_commits_and_peers(shown, name):
-    shown.get(f"{shown.address}#{name}")
+    go_to(shown, name)
     ours, peer = GRAPHS[name]
 
     def points(label):
         lines = shown_lines(shown)
         return max((n for line, n in lines.items() if label in line), default=0)
 
-    until(lambda: shown_lines(shown), "a graph is drawn")
     for label in ours, peer:
         until(lambda label=label: points(label) >= LEAST_COMMITS, f"{label} is drawn")
     unit = json.loads((RESULTS / "benchmarks.json").read_text())[name]["unit"]
@@ -254,8 +260,7 @@ def test_a_graph_has_points_of_commits_and_peers(shown, name):
 @needs_browser
 def test_newer_scripts_than_asvs_show_the_same(shown):
     """Debian's jQuery and flot: names of benchmarks, a legend that can be read, labels once."""
-    shown.get(f"{shown.address}#{next(iter(GRAPHS))}")
-    until(lambda: shown_lines(shown), "a graph is drawn")
+    go_to(shown, next(iter(GRAPHS)))
     found = shown.execute_script("""
         const fill = e => getComputedStyle(e).fill;
         return {
