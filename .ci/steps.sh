@@ -130,7 +130,8 @@ step_benchmarks() {
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
     "$PYTHON" figures.py --check
-    cd .. && "$PYTHON" -m pytest -q tests/test_benchmarks.py    # with what asv finds by itself
+    cd ..
+    "$PYTHON" -m pytest -q tests/test_benchmarks.py tests/test_regressions.py
 }
 
 # Nothing may cost more than 5 % more instructions than in the commit before, unless a message accepts

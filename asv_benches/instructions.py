@@ -39,6 +39,7 @@ LEAST_RUNS = 4  # of a statement of many operations: what happens in one run of 
 LIVE = bench_c.LIVE
 CHURN = (64, 256 * KIB)
 EVENTS = 1_000
+WARM_REPLAYS = 48  # until a heap has grown to what the trace needs
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,9 @@ def replays():
             names[heap] = make_heap(heap, steps)
         except OSError:  # that library is not here
             names[heap] = None
+            continue
+        for _ in range(WARM_REPLAYS):
+            run(names[heap], steps.slots, steps.sizes, steps.count)
     return names
 
 
@@ -338,7 +342,11 @@ def run(directory, groups, gate=False, path=None, stir=0):
         for way, (name, what) in enumerate(group.ways.items()):
             if (key, way, 2) in totals and name not in said["absent"]:
                 each = group.runs if group.in_c else group.runs_of(what) * what.operations
-                found[name] = (totals[key, way, 2] - totals[key, way, 1]) / each
+                more = totals[key, way, 2] - totals[key, way, 1]
+                if more <= 0:
+                    said["absent"][name] = "twice as many runs cost no more: it was not warm"
+                    continue
+                found[name] = more / each
                 dumps[name] = dumps.pop((key, way))
     return Counts(found, said["absent"], said["arenapy"]), dumps
 

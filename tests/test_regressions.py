@@ -181,3 +181,28 @@ def test_what_seems_to_have_regressed_is_counted_again(monkeypatch, tmp_path):
     ]
     counted.clear()
     assert regressions.count_again(found[2:], tmp_path, 5) == found[2:] and not counted
+
+
+def test_what_was_not_warm_has_no_count(monkeypatch, tmp_path):
+    """Twice as many runs that cost less: something of the first ones happened only there."""
+    totals = {
+        (0, 1): 90_000,
+        (0, 2): 80_000,
+        (1, 1): 90_000,
+        (1, 2): 90_000 + 7 * instructions.RUNS,
+    }
+
+    def run(command, **_):
+        said = ""
+        if "--prepare" not in command:
+            for (way, times), total in totals.items():
+                trigger = f"desc: Trigger: Client Request: Frame {way} {times}"
+                (tmp_path / f"out.{way}{times}").write_text(f"{trigger}\ntotals: {total}\n")
+            said = '{"arenapy": "arenapy/__init__.py", "absent": {}}'
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(instructions.subprocess, "run", run)
+    counts, dumps = instructions.run(tmp_path, ["Frame"])
+    first, second = list(instructions.GROUPS["Frame"].ways)[:2]
+    assert counts.found == {second: 7.0} and second in dumps
+    assert "not warm" in counts.absent[first]
