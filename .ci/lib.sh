@@ -65,6 +65,11 @@ packages() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"
 }
 
+# The package is built several times alike: what was compiled once is not compiled again.
+cache_compiler() {
+    export CC='ccache gcc' CCACHE_DIR=$WORK/ccache CCACHE_NOHASHDIR=1
+}
+
 # Copies what git would commit (and has not been told to ignore) into a new directory.
 copy_tree() {
     mkdir -p "$1"
@@ -101,6 +106,11 @@ import sys, sysconfig
 assert sys.implementation.name == "cpython" and sys.version_info >= (3, 11)
 kind = "nogil" if sysconfig.get_config_var("Py_GIL_DISABLED") else "gil"
 print("%d.%d-%s" % (*sys.version_info[:2], kind))' 2>/dev/null
+}
+
+# The path of clang's AddressSanitizer.
+asan_runtime() {
+    clang -print-file-name="libclang_rt.asan-$(uname -m).so"
 }
 
 # Installs what one extra of the package asks for, without building the package again:

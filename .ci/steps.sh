@@ -7,6 +7,7 @@ PYTHON=$README_TREE/.venv/bin/python    # has the package installed in editable 
 step_tools() {
     need git git
     need gcc gcc libc6-dev
+    need ccache ccache
     need python3 python3 python3-dev python3-venv
     python3 -c 'import ensurepip, venv' || { apt-get update -qq && apt-get install -qq -y python3-venv; }
     local header
@@ -151,7 +152,7 @@ step_instructions() {
 
 # Other CPythons run the same suite; the property tests take the profile with fewer examples.
 step_other_pythons() {
-    local python tree code=0 found=()
+    local python tree code=0 found=() less=()
     mapfile -t found < <(other_pythons gil)
     [[ ${#found[@]} -gt 0 ]] || not_here "no other CPython >= 3.11 on this machine"
     [[ $TIER == long ]] || found=("${found[@]: -1}")    # the newest
@@ -159,12 +160,16 @@ step_other_pythons() {
         tree=$WORK/$(python_version "$python")
         echo "--- $("$python" --version)"
         test_environment "$tree" "$python"
-        # What is Python alone, and slow, ran with the README's.
+        # What is slow, and the same in every Python, ran with the README's.
+        [[ $TIER == long ]] || less=(
+            --ignore=tests/test_{compare,corpus,demo,demo_gpu,faults,fuzz,gpu_replay}.py
+            --ignore=tests/test_{every_allocator,packaging,simulated_driver,stream_machine}.py
+            --ignore=tests/test_{testing_others,testing_planted,testing_steps,testing_strategies}.py
+            --ignore=tests/test_{torch_history,trace_command,trace_map,trace_page,trace_view}.py
+            --ignore-glob='tests/test_cuda_*.py' --ignore-glob='tests/test_gpu_*.py'
+        )
         (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q \
-            --ignore=tests/test_{compare,demo,demo_gpu,fuzz,gpu_replay,torch_history}.py \
-            --ignore=tests/test_testing_{others,planted,steps,strategies}.py \
-            --ignore=tests/test_trace_{command,map,page,view}.py) ||
-            code=$?
+            "${less[@]}") || code=$?
     done
     return $code
 }
@@ -174,13 +179,18 @@ step_other_pythons() {
 # modules in them, and those that count page faults, limit the address space or wait for a SIGSEGV:
 # AddressSanitizer does each of these itself. Of NumPy's memory only its state machine and `handles`
 # run here: the others fork busy programs, ask for more than there is, or are Python's affair.
-# libstdc++ is named for matplotlib's exceptions.
+# libstdc++ is named for matplotlib's exceptions. By clang, with what libFuzzer counts, so that the
+# step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
+SANITIZERS_TREE=$WORK/sanitizers
 step_sanitizers() {
-    local tree=$WORK/sanitizers code=0
-    local flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
-    CFLAGS="$flags -g -O1" LDFLAGS=$flags test_environment "$tree" python3
+    need clang clang
+    local tree=$SANITIZERS_TREE code=0
+    local flags='-fsanitize=address,undefined,fuzzer-no-link -fno-sanitize=pointer-overflow,function'
+    flags+=' -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
+    CC=clang LDSHARED='clang -shared' CFLAGS="$flags -g1 -O1 -w" LDFLAGS=$flags \
+        test_environment "$tree" python3
     cd "$tree"
-    env LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
+    env LD_PRELOAD="$(asan_runtime) $(gcc -print-file-name=libstdc++.so)" \
         PYTHONMALLOC=malloc \
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
@@ -195,8 +205,20 @@ step_sanitizers() {
         -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
-    overruns address || code=1
+    CC=clang overruns address || code=1
     return $code
+}
+
+# Programs led by coverage of the C code, from the corpus of the repository, for a short while.
+step_guided() {
+    need clang clang
+    [[ -e $SANITIZERS_TREE/.venv ]] || not_here "this is of the modules that step sanitizers builds"
+    "$PYTHON" -m pip install --quiet --no-deps --target "$WORK/atheris" atheris
+    cp -r "$ROOT/tests/corpus" "$WORK/corpus"    # it grows, and the tests run what is there
+    cd "$README_TREE"
+    PYTHONPATH=$WORK/atheris "$PYTHON" tests/fuzz_coverage.py --built "$SANITIZERS_TREE" \
+        --corpus "$WORK/corpus" --seconds 4
+}
 }
 
 step_long_properties() {
@@ -220,7 +242,7 @@ step_valgrind() {
     local tree=$WORK/valgrind code=0
     CFLAGS='-DARENAPY_VALGRIND -g -O1 -fno-omit-frame-pointer' test_environment "$tree" python3
     cd "$tree"
-    overruns valgrind || code=1
+    CC=gcc overruns valgrind || code=1
     HYPOTHESIS_PROFILE=few under_valgrind .venv/bin/python -m pytest -q \
         tests/test_{bump,slab,pool}_machine.py || code=1
     cp -r "$ROOT/tests/downstream" "$WORK/valgrind-downstream"

@@ -443,6 +443,7 @@ cdef class Recorder:
         OSError
             If a write failed, now or before: what is in the file is then the part before it.
         """
+        cdef Header header                   # where its fields are
         cdef uint32_t complete = 1
         cdef uint64_t mine
         cdef int fd
@@ -459,8 +460,9 @@ cdef class Recorder:
             return
         try:
             if mine:
-                os.pwrite(fd, (<char*>&self.tape.events)[:8], <size_t>&(<Header*>NULL).events)
-                os.pwrite(fd, (<char*>&complete)[:4], <size_t>&(<Header*>NULL).complete)
+                os.pwrite(fd, (<char*>&self.tape.events)[:8],
+                          <char*>&header.events - <char*>&header)
+                os.pwrite(fd, (<char*>&complete)[:4], <char*>&header.complete - <char*>&header)
         finally:
             os.close(fd)
         self.raise_failure()

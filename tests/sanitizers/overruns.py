@@ -1,48 +1,18 @@
-"""Programs that touch what they may not, each in a forked child; test_overruns.py judges.
+"""Programs that touch what they may not, each in a forked child; see run.py.
 
 Each is a generator. It yields the address of the byte that it may not touch, and is not resumed:
-what it did before that is all allowed. Run as a script, this prints a line for each: the name, the
-address (0: not touched, the control) and how the child ended.
+what it did before that is all allowed.
 """
 
-import ctypes
 import errno
-import os
-import sys
 import tempfile
 
 import numpy as np
 import overrun
+from common import MIB, Regions, owned, program
 
 import arenapy
-from arenapy import Bump, Host, Pool, Slab, trace, vm
-
-MIB = 1 << 20
-FIXED_NOREPLACE = 0x100000  # there, or nowhere
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_size_t
-libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
-
-
-class Regions:
-    """A source that reserves nothing."""
-
-    def region(self, nbytes):
-        return Host().region(nbytes)
-
-
-def owned(allocator, nbytes, align=64):
-    """A block of C's, every byte of which is written."""
-    block = overrun.alloc(allocator, nbytes, align)
-    overrun.fill(block, nbytes)
-    return block
-
+from arenapy import Bump, Pool, Slab, trace, vm
 
 # ---- Bump ----
 
@@ -409,116 +379,3 @@ def allowed_trimmed_and_grown_again():
     pool.prewarm({1000: 50, MIB: 3})
     overrun.fill(owned(pool, 8 * MIB), 8 * MIB)
     yield 0
-
-
-# ---- what may be touched ----
-
-
-def reused(make):
-    """The memory of an allocator that is gone, mapped again by somebody else: his, all of it."""
-    allocator = make()
-    region = allocator.regions[0]
-    address, nbytes = region.address, MIB
-    assert region.nbytes >= nbytes
-    del allocator, region
-    mapped = libc.mmap(address, nbytes, 3, 0x22 | FIXED_NOREPLACE, -1, 0)
-    assert mapped == address
-    overrun.fill(address, nbytes)
-
-
-@program
-def allowed_bump_memory_mapped_again():
-    reused(lambda: Bump(MIB))
-    yield 0
-
-
-@program
-def allowed_slab_memory_mapped_again():
-    reused(lambda: Slab(1000, count=1100))
-    yield 0
-
-
-@program
-def allowed_pool_memory_mapped_again():
-    reused(lambda: Pool(MIB, source=Regions(), initial_bytes=MIB))
-    yield 0
-
-
-@program
-def allowed_closed_region():
-    arena = Bump(MIB)
-    region = arena.regions[0]
-    owned(arena, 100)
-    region.close()
-    assert region.closed
-    yield 0
-
-
-@program
-def allowed_users_own_memory():
-    memory = bytearray(4096)
-    arena = Bump(4096, source=arenapy.Existing(memory))
-    arena.alloc(100)
-    overrun.fill(arena.regions[0].address + 2048, 2048)
-    yield 0
-
-
-@program
-def allowed_in_a_forked_child():
-    arena = Bump(MIB, source=arenapy.Shared())
-    address = arena.regions[0].address
-    pid = os.fork()
-    if pid == 0:
-        overrun.fill(address, 1000)  # what it is sent may lie anywhere
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    yield 0
-
-
-@program
-def allowed_debug_mode():
-    arena = Bump(MIB, debug=True)
-    block = arena.alloc(100)
-    block.release()
-    arena.alloc(50)
-    arena.reset()
-    arena.check()
-    yield 0
-
-
-# ---- running them ----
-
-
-def child(run, pipe, touch):
-    steps = run()
-    target = next(steps)  # and keep what it made
-    if touch and target:
-        os.write(pipe, b"%d" % target)
-        touch(target)
-    os.close(pipe)
-
-
-def main():
-    touch = {"write": overrun.write, "read": overrun.read, "control": None}[sys.argv[1]]
-    for name, run in PROGRAMS.items():
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 99
-            try:
-                os.close(ours)
-                child(run, theirs, touch)
-                code = 0
-            except BaseException as error:
-                print(f"{name}: {error!r}", file=sys.stderr, flush=True)
-            finally:
-                os._exit(code)
-        os.close(theirs)
-        target = int(os.read(ours, 100) or b"0")
-        os.close(ours)
-        _, status = os.waitpid(pid, 0)
-        print(name, pid, target, os.waitstatus_to_exitcode(status), flush=True)
-
-
-if __name__ == "__main__":
-    main()

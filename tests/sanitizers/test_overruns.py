@@ -7,6 +7,7 @@ commands.
 
 import importlib.util
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,6 +20,9 @@ HERE = Path(__file__).parent
 # Not imported: that takes a process in which the sanitizer runs.
 PACKAGE = Path(importlib.util.find_spec("arenapy").origin).parent
 TREE = PACKAGE.parent
+# The compiler that made this build: their runtimes do not mix.
+COMPILER = os.environ.get("CC", "gcc")
+RUNTIME = f"libclang_rt.asan-{platform.machine()}.so" if "clang" in COMPILER else "libasan.so"
 FLAGS = {
     "address": "-fsanitize=address -fno-omit-frame-pointer -g -O1",
     "valgrind": "-DARENAPY_VALGRIND -g -O1",
@@ -40,7 +44,8 @@ if KIND is None:
 
 def names():
     """The programs, without importing what is not built yet."""
-    found = re.findall(r"^@program\ndef (\w+)", (HERE / "overruns.py").read_text(), re.MULTILINE)
+    text = "".join((HERE / name).read_text() for name in ("overruns.py", "allowed.py"))
+    found = re.findall(r"^@program\ndef (\w+)", text, re.MULTILINE)
     assert len(found) > 10
     return found
 
@@ -55,7 +60,7 @@ def built(tmp_path_factory):
     translate = [sys.executable, "-m", "cython", "-o", str(source), str(HERE / "overrun.pyx")]
     subprocess.run(translate, check=True, cwd=TREE, env=environment)
     include = f"-I{sysconfig.get_path('include')}"
-    compiler = ["gcc", "-shared", "-fPIC", "-w", include, *FLAGS[KIND].split()]
+    compiler = [COMPILER, "-shared", "-fPIC", "-w", include, *FLAGS[KIND].split()]
     subprocess.run([*compiler, str(source), "-o", str(module)], check=True, env=environment)
     return folder
 
@@ -64,13 +69,13 @@ def run_all(built, how):
     """What became of each program: (target, exit status, what was said of its process, of all)."""
     environment = {**os.environ, "PYTHONMALLOC": "malloc"}
     environment["PYTHONPATH"] = os.pathsep.join([str(built), str(TREE)])
-    command = [sys.executable, str(HERE / "overruns.py"), how]
+    command = [sys.executable, str(HERE / "run.py"), how]
     if KIND == "valgrind":
         suppressions = f"--suppressions={TREE / '.ci' / 'valgrind.supp'}"
         options = ["--error-exitcode=9", "--leak-check=no", "--undef-value-errors=no"]
         command = ["valgrind", *options, suppressions, *command]
     else:
-        named = ["gcc", "-print-file-name=libasan.so"]
+        named = [COMPILER, f"-print-file-name={RUNTIME}"]
         runtime = subprocess.run(named, check=True, capture_output=True, text=True).stdout.strip()
         # Its reports go to stderr, and not where CI looks for those of other tests.
         options = "detect_leaks=0:halt_on_error=1:symbolize=0:exitcode=9"
