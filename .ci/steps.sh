@@ -219,7 +219,6 @@ step_guided() {
     PYTHONPATH=$WORK/atheris "$PYTHON" tests/fuzz_coverage.py --built "$SANITIZERS_TREE" \
         --corpus "$WORK/corpus" --seconds 4
 }
-}
 
 step_long_properties() {
     cd "$README_TREE"
