@@ -112,6 +112,8 @@ def delete(pointer):
 @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 def destroy(capsule):
     """A capsule's destructor: who has taken the tensor over has renamed it."""
+    if is_capsule is None:
+        return  # the interpreter has ended, and this module with it: free-threaded builds wait
     for name in (OLD, NEW):
         if is_capsule(capsule, name):
             delete(pointer_in(capsule, name))
