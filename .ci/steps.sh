@@ -178,7 +178,8 @@ step_other_pythons() {
 # for: CPython and NumPy keep what they like until exit. Left out are the tests without extension
 # modules in them, and those that count page faults, limit the address space or wait for a SIGSEGV:
 # AddressSanitizer does each of these itself. Of NumPy's memory only its state machine and `handles`
-# run here: the others fork busy programs, ask for more than there is, or are Python's affair.
+# run here: the others fork busy programs, ask for more than there is, or are Python's affair. Of the
+# ends of interpreters test_exit's: each costs seconds.
 # libstdc++ is named for matplotlib's exceptions. By clang, with what libFuzzer counts, so that the
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 SANITIZERS_TREE=$WORK/sanitizers
@@ -196,12 +197,13 @@ step_sanitizers() {
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
         HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-quick}" \
         .venv/bin/python -m pytest -q -m 'not no_sanitizer' \
-        --ignore=tests/test_{cli,compare,demo,info,memory_info,packaging,run}.py \
+        --ignore=tests/test_{cli,compare,demo,docs,figures,info,memory_info,packaging,readme,run}.py \
         --ignore=tests/test_numpy_{contexts,exit,fork,leaks,memory,tasks,threads}.py \
         --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/test_simulated_driver.py \
-        --ignore=tests/test_{demo_gpu,fuzz,gpu_replay,torch_history}.py \
-        --ignore=tests/test_testing_{others,planted,steps,strategies}.py \
+        --ignore=tests/test_{demo_gpu,exit_pool,fuzz,replay,stream_machine,torch_history}.py \
+        --ignore=tests/test_testing_{asv,others,planted,steps,strategies}.py \
         --ignore=tests/test_trace_{command,map,page,view}.py --ignore=tests/sanitizers \
+        --ignore-glob='tests/test_gpu_*.py' \
         -k 'not (prefaulted or guard_is_a_segfault or threads_option)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1

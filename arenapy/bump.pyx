@@ -13,15 +13,12 @@ from libc.string cimport memcpy
 from collections.abc import Iterable
 import weakref
 
-from arenapy.atomic cimport (
-    ARENAPY_GIL, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
-)
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_load_ptr
+from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator cimport Allocator, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
-from arenapy.block cimport (
-    HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open, is_open_locked, new_hold,
-    named_stream, track,
-)
+from arenapy.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
+from arenapy.block cimport is_open_locked, named_stream, new_hold, track
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.bump_core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump_growth cimport grow_for

@@ -28,10 +28,8 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from arenapy.atomic cimport (
-    arenapy_cas_ptr, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
-    arenapy_take_ptr,
-)
+from arenapy.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
+from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.block cimport (
     HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold, drop_kept,
 )

@@ -19,21 +19,16 @@ cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memmove
 
-from arenapy.atomic cimport (
-    ARENAPY_GIL, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
-    arenapy_store_ptr,
-)
+from arenapy.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr
+from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.owned cimport owned_acquire, owned_release
-from arenapy.pages cimport (
-    BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, earlier, have_spare, low_bit, scatter,
-)
+from arenapy.pages cimport BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor
+from arenapy.pages cimport earlier, have_spare, low_bit, scatter
 from arenapy.poison cimport POISONS
 from arenapy.regions cimport permit
 from arenapy.segments cimport Segments
-from arenapy.size_classes cimport (
-    MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, round_bytes, rounded, step_bytes,
-    step_of,
-)
+from arenapy.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS
+from arenapy.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
 from arenapy.table cimport Table, table_close, table_grow, table_open
 from arenapy.threads cimport MOST_FRONTS, front_number
 

@@ -19,10 +19,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uintptr_t
 from posix.unistd cimport close as close_fd
 
-from arenapy.atomic cimport (
-    arenapy_add, arenapy_finalizing, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
-    arenapy_sub,
-)
+from arenapy.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
+from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper
 from arenapy.buffer cimport new_range

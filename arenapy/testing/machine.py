@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 
-from arenapy.testing.model import AllocatorModel, MarkRecord
+from arenapy.testing.model import AllocatorModel, MarkRecord, uncollected
 from arenapy.testing.operations import OneOf, operation
 from arenapy.testing.ranges import check_reads, windows
 
@@ -140,6 +140,7 @@ class AllocatorMachine(AllocatorModel):
             nbytes = max(self.freed_sizes)
         self.request_zeros(nbytes)
 
+    @uncollected()
     def request_zeros(self, nbytes: int) -> None:
         """The same, within another step."""
         before = self.snapshot()

@@ -8,6 +8,7 @@ asked are in machine.py, what is compared in ranges.py, how a rule becomes a ste
 from __future__ import annotations
 
 import contextlib
+import gc
 import ctypes
 import inspect
 import sys
@@ -49,6 +50,18 @@ class MarkRecord:
     serial: int
     used: Any
     clean: bool = True  # False once something older than the mark was given back after it
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage goes in here: a block in a cycle of its user's is not what a refusal changed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class AllocatorModel(RuleBasedStateMachine):
@@ -247,12 +260,13 @@ class AllocatorModel(RuleBasedStateMachine):
     @contextlib.contextmanager
     def refused(self, errors: tuple[type[BaseException], ...], what: str) -> Iterator[None]:
         """The body must raise one of `errors`, and change nothing."""
-        before = self.snapshot()
-        try:
-            yield
-        except errors:
-            self.unchanged(before, what)
-            return
+        with uncollected():
+            before = self.snapshot()
+            try:
+                yield
+            except errors:
+                self.unchanged(before, what)
+                return
         raise AssertionError(f"{what} was accepted")
 
     def unchanged(self, before: list[Any], what: str) -> None:
@@ -260,6 +274,7 @@ class AllocatorModel(RuleBasedStateMachine):
         after = self.snapshot()
         assert after == before, f"{what} was refused and changed something: {before}, {after}"
 
+    @uncollected()
     def request(self, nbytes: int, align: int | None) -> int | None:
         """Allocate; the serial number of the new block, or None if it was refused."""
         before = self.snapshot()
