@@ -162,7 +162,7 @@ step_other_pythons() {
         test_environment "$tree" "$python"
         # What is slow, and the same in every Python, ran with the README's.
         [[ $TIER == long ]] || less=(
-            --ignore=tests/test_{compare,corpus,demo,demo_gpu,faults,fuzz,gpu_replay}.py
+            --ignore=tests/test_{compare,corpus,demo,demo_gpu,docs,faults,figures,fuzz,readme,replay}.py
             --ignore=tests/test_{every_allocator,packaging,simulated_driver,stream_machine}.py
             --ignore=tests/test_{testing_others,testing_planted,testing_steps,testing_strategies}.py
             --ignore=tests/test_{torch_history,trace_command,trace_map,trace_page,trace_view}.py
