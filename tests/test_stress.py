@@ -109,7 +109,7 @@ class Crew:
             self.slab.trim()
         elif what == 3:
             stats = self.pool.stats()
-            assert 0 <= stats.active_allocations and stats.allocated_bytes <= stats.reserved_bytes
+            assert stats.active_allocations >= 0 and stats.allocated_bytes <= stats.reserved_bytes
         else:
             self.pool.check()
             self.slab.check()

@@ -8,8 +8,8 @@ asked are in machine.py, what is compared in ranges.py, how a rule becomes a ste
 from __future__ import annotations
 
 import contextlib
-import gc
 import ctypes
+import gc
 import inspect
 import sys
 from collections.abc import Iterator
