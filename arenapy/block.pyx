@@ -262,43 +262,54 @@ cdef bint is_readonly(Block block) noexcept:
 cdef int acquire(Block block, bint count) except -1:
     cdef Block root = root_of(block)
     cdef uint64_t step = ONE_EXPORT if count else 0
-    cdef uint64_t word
     cdef Hold* hold
-    cdef bint held = False, no_memory = False
+    cdef bint held, no_memory = False
     check_open(block)
     if root.keeper.checked:
         root.keeper.check()
-    word = arenapy_load(&root.word)
-    while not held and word & (HELD | CLOSED) == HELD:
-        held = arenapy_cas(&root.word, &word, word + step)
+    if root is not block and not add_export(block, step, 0):     # the slice's own, which may close
+        raise ValueError(why_closed(block))
+    held = add_export(root, step, HELD)
     if not held:
         arenapy_lock_acquire(&root.keeper.lock)
-        word = arenapy_load(&root.word)
-        if word == 0 and is_open_locked(block):
+        if arenapy_load(&root.word) == 0 and is_open_locked(block):
             hold = NULL if root.keeper.recycles else new_hold(root.keeper)
             if hold != NULL or root.keeper.recycles:
-                born_held(root, hold)
-                arenapy_add(&root.word, step)
+                enlist_hold(root, hold)
+                arenapy_store(&root.word, HELD + step)   # at once: who sees HELD may close it
                 held = True
             else:
                 no_memory = True
-        elif word & (HELD | CLOSED) == HELD:     # another thread was first
-            arenapy_add(&root.word, step)
-            held = True
+        else:                                # another thread was first, or it is closed
+            held = add_export(root, step, HELD)
         arenapy_lock_release(&root.keeper.lock)
+    if held:
+        return 0
+    if root is not block:
+        arenapy_sub(&block.word, step)
     if no_memory:
         raise MemoryError("no memory for the record of an export")
-    if not held:
-        raise ValueError(why_closed(block))
-    if root is not block and count:
-        arenapy_add(&block.word, ONE_EXPORT)
-    return 0
+    raise ValueError(why_closed(block))
+
+
+cdef inline bint add_export(Block block, uint64_t step, uint64_t state) noexcept nogil:
+    """Count it, as one change, unless HELD and CLOSED are not as in `state`."""
+    cdef uint64_t word = arenapy_load(&block.word)
+    while word & (HELD | CLOSED) == state:
+        if arenapy_cas(&block.word, &word, word + step):
+            return True
+    return False
 
 
 cdef void born_held(Block root, Hold* hold) noexcept nogil:
+    enlist_hold(root, hold)
+    arenapy_store(&root.word, HELD)
+
+
+cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
+    """All of it but the word."""
     if root.keeper.recycles:
         arenapy_add(&root.keeper.n_held, 1)
-        arenapy_store(&root.word, HELD)
         return
     hold.start = <uintptr_t>root.ptr
     hold.end = hold.start + <size_t>root.size + (root.size == 0)   # a 0-byte block occupies one
@@ -307,7 +318,6 @@ cdef void born_held(Block root, Hold* hold) noexcept nogil:
     hold.flags = HOLD_EMPTY if root.size == 0 else 0
     root.hold = hold
     root.keeper.enlist(hold)
-    arenapy_store(&root.word, HELD)
 
 
 cdef void unacquire(Block block) noexcept:

@@ -10,16 +10,19 @@ import contextlib
 import queue
 import random
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
-from support import in_threads, poke
+from support import GIL, in_threads, peek, poke
 
 import arenapy
 from arenapy import Bump, PerThread, Pool, Slab
 
 THREADS = 8
 TURNS = 600  # of each thread
+RACES = 250 if GIL else 1500  # of each team; threads meet at once where they run at once
 ITEM = 3000  # bytes of the slab's
 LARGEST = 40_000  # bytes: small blocks of spans, and large ones
 MIB = 1 << 20
@@ -28,6 +31,7 @@ VIEWS = [
     np.asarray,
     np.from_dlpack,
     lambda block: memoryview(block[: len(block)]),
+    lambda block: block.__dlpack__(),
     lambda block: np.ndarray(block.nbytes, "u1", buffer=block),  # keeps a reference, no export
 ]
 
@@ -40,6 +44,9 @@ def frequent_switches():
     sys.setswitchinterval(interval)
 
 
+SEEN = "what somebody sees was handed out again"
+
+
 class Crew:
     """What the threads share: the allocators, and for each thread what it is to look at or free."""
 
@@ -50,6 +57,7 @@ class Crew:
         self.arena = PerThread(self.new_arena)
         self.seen = [queue.SimpleQueue() for _ in range(THREADS)]
         self.freed = [queue.SimpleQueue() for _ in range(THREADS)]
+        self.views = [queue.SimpleQueue() for _ in range(THREADS)]
 
     def new_arena(self):
         arena = Bump(MIB, max_bytes=16 * MIB)
@@ -77,18 +85,18 @@ class Crew:
         """Export it, and see that it stays as it is while others release and allocate."""
         make = draw.choice(VIEWS)
         try:
-            view = make(block)
+            address, view = block.address, make(block)
         except ValueError:  # closed by then, by a release or, in an arena, by its owner's reset
             assert block.closed
             return False
         expected = bytes([fill]) * block.nbytes
         for _ in range(draw.randint(1, 3)):
-            assert bytes(view) == expected, "what somebody sees was handed out again"
+            assert peek(address, len(expected)) == expected, SEEN
         if make is not VIEWS[-1]:
             with pytest.raises(BufferError):
                 block.release()
             assert not block.closed
-        assert bytes(view) == expected
+        self.views[draw.randrange(THREADS)].put((view, address, expected))
         return True
 
     def compute(self, draw):
@@ -114,6 +122,17 @@ class Crew:
             self.pool.check()
             self.slab.check()
 
+    def is_whole(self):
+        """All was given back."""
+        self.pool.check()
+        self.slab.check()
+        assert self.pool.stats().active_allocations == 0
+        assert self.slab.count == self.slab.stats().active_allocations == 0
+        for arena in self.arenas:
+            arena.reset()
+            arena.check()
+            assert arena.used == arena.retired == 0
+
 
 def take(inbox):
     with contextlib.suppress(queue.Empty):
@@ -123,7 +142,7 @@ def take(inbox):
 
 def work(crew, me, seed):
     draw = random.Random(seed * THREADS + me)
-    looked, results = 0, []
+    looked, results, kept = 0, [], []
     for turn in range(TURNS):
         crew.pass_on(draw, *crew.allocate(draw, turn * THREADS + me))
         if (block := take(crew.freed[me])) is not None:
@@ -134,6 +153,13 @@ def work(crew, me, seed):
         if (item := take(crew.seen[me])) is not None:
             looked += crew.look(draw, *item)
             del item
+        if (item := take(crew.views[me])) is not None:
+            kept.append(item)
+            del item
+        if len(kept) > 5:  # dropped here, where it was neither made nor exported
+            view, address, expected = kept.pop(draw.randrange(len(kept)))
+            assert peek(address, len(expected)) == expected, SEEN
+            del view
         if turn % 8 == 0:
             results.append(crew.compute(draw))
             del results[:-3]  # some outlive others
@@ -151,14 +177,114 @@ def test_eight_threads(seed):
     crew = Crew()
     looked = in_threads(*(lambda me=me: work(crew, me, seed) for me in range(THREADS)))
     assert sum(looked) > THREADS * TURNS // 4  # the others were closed by then
-    for inbox in (*crew.seen, *crew.freed):
+    for inbox in (*crew.seen, *crew.freed, *crew.views):
         while take(inbox) is not None:
             pass
-    crew.pool.check()
-    crew.slab.check()
-    assert crew.pool.stats().active_allocations == 0
-    assert crew.slab.count == 0
-    for arena in crew.arenas:
-        arena.reset()
-        arena.check()
-        assert arena.used == arena.retired == 0
+    crew.is_whole()
+
+
+# At the same moment ---------------------------------------------------------------------------
+
+
+class Team:
+    """Four threads that all want something of one Buffer at once: it and what came of it."""
+
+    def __init__(self):
+        self.arrived = [0] * 4
+        self.broken = False
+        self.block = self.part = None
+        self.views = [None, None]
+        self.released = [None, None]
+
+    def meet(self, me):
+        """Wait for the others by looking, so that all go on as soon as the last is here."""
+        self.arrived[me] += 1
+        while min(self.arrived) < self.arrived[me]:
+            if self.broken:
+                raise threading.BrokenBarrierError
+            time.sleep(0)  # lets others run
+
+    def make(self, draw, allocator, number):
+        """A block that was never exported, and a slice of it; returns its size and its bytes."""
+        nbytes = draw.choice([1, 64, ITEM])
+        self.block = allocator.alloc(nbytes)
+        self.part = self.block[: draw.randint(1, nbytes)]
+        fill = number % 250 + 1
+        poke(self.block.address, nbytes, fill)
+        return nbytes, fill
+
+    def judge(self, allocator, nbytes, fill):
+        """What is granted: an export or a release, and never both; returns whether an export."""
+        others = [allocator.alloc(nbytes) for _ in range(3)]
+        for other in others:  # which are not where somebody sees something
+            poke(other.address, nbytes, 255)
+        of_block, of_part = self.views
+        for view in (of_block, of_part):
+            if view is not None:
+                assert bytes(view) == bytes([fill]) * len(view), SEEN
+        block_released, part_released = self.released
+        assert self.block.closed == block_released
+        assert self.part.closed == (block_released or part_released)
+        assert not (block_released and (of_block or of_part)), "exported and released"
+        assert not (part_released and of_part), "a slice exported and released"
+        granted = of_block is not None
+        self.block = self.part = of_block = of_part = view = None
+        self.views[:] = None, None  # dropped here, where they were not made
+        return granted
+
+    def export(self, draw, which, buffer):
+        """One view that stays, or one after the other that goes at once."""
+        self.views[which] = None
+        with contextlib.suppress(ValueError):
+            for _ in range(draw.choice([0, 0, 3])):
+                draw.choice([memoryview, np.from_dlpack])(buffer)
+            if draw.random() < 0.5:
+                self.views[which] = memoryview(buffer)
+
+    def release(self, draw, which, buffer):
+        self.released[which] = False
+        with contextlib.suppress(BufferError):
+            for _ in range(draw.randrange(30)):
+                pass
+            buffer.release()
+            self.released[which] = True
+
+
+def race(team, me, seed, allocator):
+    """0 makes, drops and judges, and exports the block; 1 the slice; 2 and 3 release them."""
+    draw, granted = random.Random(seed), 0
+    try:
+        for number in range(RACES):
+            made = team.make(draw, allocator.get(), number) if me == 0 else None
+            team.meet(me)
+            which, block = me % 2, team.part if me % 2 else team.block
+            team.meet(me)
+            (team.release if me > 1 else team.export)(draw, which, block)
+            del block
+            team.meet(me)
+            if me == 0:
+                granted += team.judge(allocator.get(), *made)
+                if number % 64 == 63 and isinstance(allocator.get(), Bump):
+                    allocator.get().reset()
+        return granted
+    except threading.BrokenBarrierError:
+        return granted  # another one failed, and says why
+    except BaseException:
+        team.broken = True
+        raise
+
+
+@pytest.mark.parametrize("name", ["pool", "slab", "arena"])
+def test_a_release_at_the_moment_of_an_export(name):
+    crew = Crew()
+    teams = [Team(), Team()]
+    allocator = crew.arena if name == "arena" else PerThread(lambda: getattr(crew, name))
+    granted = in_threads(
+        *(
+            lambda team=team, me=me, seed=seed: race(team, me, seed * 4 + me, allocator)
+            for seed, team in enumerate(teams)
+            for me in range(4)
+        )
+    )
+    assert 0 < sum(granted) < RACES * len(teams), "one side always won: nothing was raced"
+    crew.is_whole()
