@@ -21,6 +21,7 @@ Who waits for what:
 
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -373,8 +374,9 @@ def _iterate(
                 tell(done, total)
                 line.fill(executor, must=True)
         finally:
-            executor.shutdown(cancel_futures=True)
-            line.readers.shutdown()
+            if not sys.is_finalizing():  # their threads were joined, and modules go
+                executor.shutdown(cancel_futures=True)
+                line.readers.shutdown()
 
 
 def _let_go(block: Buffer) -> None:
