@@ -7,20 +7,26 @@ allocated. Each thread has a processor of its own. Times are of the clock, from 
 begins until the last is done. Rounds are short, and the best counts: other work on the machine can
 only take from them, and is not always there.
 
+Without a GIL, also how much more two threads get done than one, beside what a loop of Python's own
+gains: one and two threads take turns, and medians are compared, of rounds in which both ran at the
+same time. There, times are the processor's for each thread: what others take is not in them.
+
 What this does not show: more threads than cores.
 """
 
 import os
+import random
 import statistics
 import threading
 import time
 import timeit
+from typing import NamedTuple
 
 import arenapy
 
 from . import native
 from .bench_faults import KIB
-from .rounds import HAS_GIL, Line, named
+from .rounds import HAS_GIL, Line, enough, named
 from .workers import OURS, Worker, installed, mixed
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -41,27 +47,72 @@ STATEMENTS = {
     "pool.alloc(1 MiB)": "alloc(1048576)",
     "bytearray(64)": "alloc(64)",
 }
+LOOP = "a loop of Python's own"
+SCALING_ROUNDS = 101
+SCALING_SECONDS = 0.002  # of a round: less than the turns that programs get
+MOST_TRIES = 10  # for each round that counts
+NEAR_LINEAR = 0.8  # of what the loop gains; on a busy machine figures differ by a tenth
+#: What makes `alloc` in each thread, of what they share; and what is run there.
+SCALING = {
+    LOOP: ("alloc = None", "n = 0\nfor _ in range(100): n ^= 1"),
+    "a Bump of each": (
+        "alloc, reset = arena.alloc, arena.reset",
+        "for _ in range(100): alloc(64)\nreset()",
+    ),
+    "one Slab": ("alloc = slab.alloc", "for _ in range(100): alloc()"),
+    "one Pool, 4 KiB": ("alloc = pool.alloc", "for _ in range(100): alloc(4096)"),
+    "one Pool, 1 MiB": ("alloc = pool.alloc", "for _ in range(100): alloc(1048576)"),
+    "bytearray(64)": ("alloc = bytearray", "for _ in range(100): alloc(64)"),
+}
 
 
 def together(tasks):
     """Seconds from when the first of the tasks begins, a thread each, until the last is done."""
-    barrier = threading.Barrier(len(tasks))
-    spans = []
+    spans = at_once([lambda task=task: task for task in tasks])
+    return max(span.end for span in spans) - min(span.start for span in spans)
 
-    def body(task, cpu):
+
+class Span(NamedTuple):
+    """When a thread began and was done, and how long it had a processor meanwhile."""
+
+    start: float
+    end: float
+    used: float
+
+
+def at_once(makers):
+    """The Span of each task, on threads that begin when the last of them has a processor.
+
+    Before that each makes its own, of one of `makers`.
+    """
+    barrier = threading.Barrier(len(makers))
+    arrived, spans = [], []
+
+    def body(make, cpu):
         os.sched_setaffinity(0, {cpu})  # of this thread, which ends with it
+        task = make()
         barrier.wait()
-        start = time.perf_counter()
+        arrived.append(cpu)
+        while len(arrived) < len(makers):
+            pass
+        start, used = time.perf_counter(), time.thread_time()
         task()
-        spans.append((start, time.perf_counter()))
+        spans.append(Span(start, time.perf_counter(), time.thread_time() - used))
 
-    threads = [threading.Thread(target=body, args=pair) for pair in zip(tasks, CPUS, strict=False)]
+    threads = [threading.Thread(target=body, args=pair) for pair in zip(makers, CPUS, strict=False)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(spans) == len(tasks)
-    return max(end for _, end in spans) - min(start for start, _ in spans)
+    assert len(spans) == len(makers)
+    return spans
+
+
+def beside_each_other(spans):
+    """Whether nearly all was done while the others ran too."""
+    longest = max(span.end - span.start for span in spans)
+    common = min(span.end for span in spans) - max(span.start for span in spans)
+    return common >= longest * 0.7
 
 
 def neighbours(align):
@@ -137,6 +188,35 @@ def rates_in_python(name, rounds, threads=THREADS):
     return {n: max(n * PYTHON_CALLS / together([task] * n) for _ in range(rounds)) for n in threads}
 
 
+def scaling(rounds):
+    """{(way, threads): operations a second of the processors, in as many rounds that count}."""
+    shared = {"slab": arenapy.Slab(64, 1 << 10), "pool": arenapy.Pool()}
+    arenas = arenapy.PerThread(lambda: arenapy.Bump(1 << 20))
+
+    def loop(way):
+        """In a thread of its own, whose first call makes what each thread has for itself."""
+        setup, statement = SCALING[way]
+        names = shared | {"arena": arenas.get()} if "arena" in setup else shared
+        # A bound method of its own, see above.
+        timer = timeit.Timer(statement, setup, globals=names)
+        timer.timeit(1)
+        return timer
+
+    def task(way):
+        timer = loop(way)
+        return lambda: timer.timeit(runs[way])
+
+    runs = {way: enough(loop(way), SCALING_SECONDS) for way in SCALING}
+    found = {(way, n): [] for way in SCALING for n in (1, 2)}
+    for _ in range(rounds * MOST_TRIES):
+        missing = [key for key, rates in found.items() if len(rates) < rounds]
+        for way, n in random.sample(missing, len(missing)):
+            spans = at_once([lambda way=way: task(way)] * n)
+            if beside_each_other(spans):
+                found[way, n].append(sum(100 * runs[way] / span.used for span in spans))
+    return found
+
+
 class Isolation:
     """asv: two threads, each with a processor of its own."""
 
@@ -188,6 +268,25 @@ def rate_lines(name, rates, limit=None):
         )
 
 
+def scaling_lines(rounds):
+    """Rates, what a second thread adds, and how much of that a loop of Python's own gains."""
+    found = scaling(rounds)
+    fewest = min(map(len, found.values()))
+    yield Line("threads", "rounds of one and two threads", fewest, "", 1, True, False)
+    if not fewest:
+        return  # so busy a machine never has two processors for us
+    rates = {key: statistics.median(values) for key, values in found.items()}
+    for way in SCALING:
+        gain = rates[way, 2] / rates[way, 1]
+        yield Line("threads", f"{way}, 1 thread", rates[way, 1] / 1e6, "M/s")
+        yield Line("threads", f"{way}, 2 threads", rates[way, 2] / 1e6, "M/s")
+        yield Line("threads", f"{way}, 2 threads / 1", gain, "x")
+        if way != LOOP:
+            limit = None if way.startswith("bytearray") else NEAR_LINEAR
+            gain /= rates[LOOP, 2] / rates[LOOP, 1]
+            yield Line("threads", f"{way}, gain / the loop's", gain, "x", limit, True, False)
+
+
 def lines(quick):
     """The report's lines."""
     rounds = 11 if quick else ROUNDS
@@ -196,6 +295,8 @@ def lines(quick):
         for name, seconds in (("isolated", isolated), ("packed", packed)):
             yield Line("threads", f"write to {name} items, 2 threads", seconds * 1e9, "ns")
         yield Line("threads", "packed / isolated", packed / isolated, "x", 2, at_least=True)
+        if not HAS_GIL:  # with one there is nothing to gain
+            yield from scaling_lines(5 if quick else SCALING_ROUNDS)
     for name in STATEMENTS:
         ours = not name.startswith("bytearray")
         # With a GIL only one thread runs at a time, and nothing can grow.
