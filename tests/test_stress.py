@@ -22,7 +22,9 @@ from arenapy import Bump, PerThread, Pool, Slab
 
 THREADS = 8
 TURNS = 600  # of each thread
-RACES = 250 if GIL else 1500  # of each team; threads meet at once where they run at once
+MEETINGS = 60 if GIL else 250  # of each team
+RACES = 24  # between two meetings
+BURST = 150  # blocks: more than what threads keep for themselves
 ITEM = 3000  # bytes of the slab's
 LARGEST = 40_000  # bytes: small blocks of spans, and large ones
 MIB = 1 << 20
@@ -58,6 +60,7 @@ class Crew:
         self.seen = [queue.SimpleQueue() for _ in range(THREADS)]
         self.freed = [queue.SimpleQueue() for _ in range(THREADS)]
         self.views = [queue.SimpleQueue() for _ in range(THREADS)]
+        self.bursts = [queue.SimpleQueue() for _ in range(THREADS)]
 
     def new_arena(self):
         arena = Bump(MIB, max_bytes=16 * MIB)
@@ -80,6 +83,18 @@ class Crew:
         if draw.random() < 0.6:
             self.freed[second].put(block)
         self.seen[first].put((block, fill))
+
+    def burst(self, draw, fill):
+        """So many of one size that stores which threads share are filled and emptied."""
+        heap, nbytes = draw.choice([(self.slab, ITEM), (self.pool, draw.choice([64, 5000]))])
+        blocks = [heap.alloc(nbytes) for _ in range(BURST)]
+        for block in blocks[::9]:
+            poke(block.address, 16, fill)
+        self.bursts[draw.randrange(THREADS)].put((blocks, fill))
+
+    def end_burst(self, blocks, fill):
+        for block in blocks[::9]:
+            assert peek(block.address, 16) == bytes([fill]) * 16, "another's bytes"
 
     def look(self, draw, block, fill):
         """Export it, and see that it stays as it is while others release and allocate."""
@@ -160,12 +175,17 @@ def work(crew, me, seed):
             view, address, expected = kept.pop(draw.randrange(len(kept)))
             assert peek(address, len(expected)) == expected, SEEN
             del view
+        if turn % 32 == me:
+            crew.burst(draw, turn * THREADS % 250 + 1)
+        if (item := take(crew.bursts[me])) is not None:
+            crew.end_burst(*item)
+            del item
         if turn % 8 == 0:
             results.append(crew.compute(draw))
             del results[:-3]  # some outlive others
         for x, y, total in results:
             assert y.sum() == total and x[0] == 0
-        if turn % 16 == me:
+        if turn % 16 == me + THREADS:
             crew.keep_house(draw)
         if turn % 100 == 99:
             crew.arena.get().reset()
@@ -177,7 +197,7 @@ def test_eight_threads(seed):
     crew = Crew()
     looked = in_threads(*(lambda me=me: work(crew, me, seed) for me in range(THREADS)))
     assert sum(looked) > THREADS * TURNS // 4  # the others were closed by then
-    for inbox in (*crew.seen, *crew.freed, *crew.views):
+    for inbox in (*crew.seen, *crew.freed, *crew.views, *crew.bursts):
         while take(inbox) is not None:
             pass
     crew.is_whole()
@@ -186,15 +206,63 @@ def test_eight_threads(seed):
 # At the same moment ---------------------------------------------------------------------------
 
 
+class Race:
+    """One Buffer and a slice of it, never exported or once, and what became of them."""
+
+    def __init__(self, draw, allocator, number):
+        self.allocator = allocator
+        self.nbytes = draw.choice([1, 64, ITEM])
+        self.fill = number % 250 + 1
+        self.block = allocator.alloc(self.nbytes)
+        poke(self.block.address, self.nbytes, self.fill)
+        if draw.random() < 0.5:
+            memoryview(self.block).release()
+        self.both = [self.block, self.block[: draw.randint(1, self.nbytes)]]
+        self.views = [None, None]
+        self.released = [False, False]
+
+    def export(self, which, keep):
+        """A view that stays, or two that go at once."""
+        with contextlib.suppress(ValueError):
+            if keep:
+                self.views[which] = memoryview(self.both[which])
+            else:
+                memoryview(self.both[which])
+                np.from_dlpack(self.both[which])
+
+    def release(self, which, wait):
+        with contextlib.suppress(BufferError):
+            for _ in range(wait):
+                pass
+            self.both[which].release()
+            self.released[which] = True
+
+    def judge(self):
+        """What is granted: an export or a release, and never both; returns whether an export."""
+        other = self.allocator.alloc(self.nbytes)  # not where somebody sees something
+        poke(other.address, self.nbytes, 255)
+        of_block, of_part = self.views
+        for view in (of_block, of_part):
+            if view is not None:
+                assert bytes(view) == bytes([self.fill]) * len(view), SEEN
+        block, part = self.both
+        block_released, part_released = self.released
+        assert block.closed == block_released
+        assert part.closed == (block_released or part_released)
+        assert not (block_released and (of_block or of_part)), "exported and released"
+        assert not (part_released and of_part), "a slice exported and released"
+        exports = (of_block is not None) + (of_part is not None)
+        assert not block.held or block_released or f"held, {exports} live" in repr(block)
+        return of_block is not None
+
+
 class Team:
-    """Four threads that all want something of one Buffer at once: it and what came of it."""
+    """Four threads that all want something of the same Buffers at once."""
 
     def __init__(self):
         self.arrived = [0] * 4
         self.broken = False
-        self.block = self.part = None
-        self.views = [None, None]
-        self.released = [None, None]
+        self.races = []
 
     def meet(self, me):
         """Wait for the others by looking, so that all go on as soon as the last is here."""
@@ -204,68 +272,28 @@ class Team:
                 raise threading.BrokenBarrierError
             time.sleep(0)  # lets others run
 
-    def make(self, draw, allocator, number):
-        """A block that was never exported, and a slice of it; returns its size and its bytes."""
-        nbytes = draw.choice([1, 64, ITEM])
-        self.block = allocator.alloc(nbytes)
-        self.part = self.block[: draw.randint(1, nbytes)]
-        fill = number % 250 + 1
-        poke(self.block.address, nbytes, fill)
-        return nbytes, fill
 
-    def judge(self, allocator, nbytes, fill):
-        """What is granted: an export or a release, and never both; returns whether an export."""
-        others = [allocator.alloc(nbytes) for _ in range(3)]
-        for other in others:  # which are not where somebody sees something
-            poke(other.address, nbytes, 255)
-        of_block, of_part = self.views
-        for view in (of_block, of_part):
-            if view is not None:
-                assert bytes(view) == bytes([fill]) * len(view), SEEN
-        block_released, part_released = self.released
-        assert self.block.closed == block_released
-        assert self.part.closed == (block_released or part_released)
-        assert not (block_released and (of_block or of_part)), "exported and released"
-        assert not (part_released and of_part), "a slice exported and released"
-        granted = of_block is not None
-        self.block = self.part = of_block = of_part = view = None
-        self.views[:] = None, None  # dropped here, where they were not made
-        return granted
-
-    def export(self, draw, which, buffer):
-        """One view that stays, or one after the other that goes at once."""
-        self.views[which] = None
-        with contextlib.suppress(ValueError):
-            for _ in range(draw.choice([0, 0, 3])):
-                draw.choice([memoryview, np.from_dlpack])(buffer)
-            if draw.random() < 0.5:
-                self.views[which] = memoryview(buffer)
-
-    def release(self, draw, which, buffer):
-        self.released[which] = False
-        with contextlib.suppress(BufferError):
-            for _ in range(draw.randrange(30)):
-                pass
-            buffer.release()
-            self.released[which] = True
-
-
-def race(team, me, seed, allocator):
-    """0 makes, drops and judges, and exports the block; 1 the slice; 2 and 3 release them."""
+def run(team, me, seed, allocators):
+    """0 makes, drops and judges, and exports the blocks; 1 the slices; 2 and 3 release them."""
     draw, granted = random.Random(seed), 0
     try:
-        for number in range(RACES):
-            made = team.make(draw, allocator.get(), number) if me == 0 else None
+        for number in range(MEETINGS):
+            if me == 0:
+                team.races = [Race(draw, allocators.get(), number + i) for i in range(RACES)]
+            waits = [draw.randrange(20) for _ in range(RACES)]
             team.meet(me)
-            which, block = me % 2, team.part if me % 2 else team.block
-            team.meet(me)
-            (team.release if me > 1 else team.export)(draw, which, block)
-            del block
+            for race, wait in zip(team.races, waits, strict=True):
+                if me < 2:
+                    race.export(me, wait % 2)
+                else:
+                    race.release(me - 2, wait)
+            race = None
             team.meet(me)
             if me == 0:
-                granted += team.judge(allocator.get(), *made)
-                if number % 64 == 63 and isinstance(allocator.get(), Bump):
-                    allocator.get().reset()
+                granted += sum([race.judge() for race in team.races])
+                team.races = None  # with the views, one of which was made elsewhere
+                if isinstance(allocators.get(), Bump):
+                    allocators.get().reset()
         return granted
     except threading.BrokenBarrierError:
         return granted  # another one failed, and says why
@@ -281,10 +309,12 @@ def test_a_release_at_the_moment_of_an_export(name):
     allocator = crew.arena if name == "arena" else PerThread(lambda: getattr(crew, name))
     granted = in_threads(
         *(
-            lambda team=team, me=me, seed=seed: race(team, me, seed * 4 + me, allocator)
+            lambda team=team, me=me, seed=seed: run(team, me, seed * 4 + me, allocator)
             for seed, team in enumerate(teams)
             for me in range(4)
         )
     )
-    assert 0 < sum(granted) < RACES * len(teams), "one side always won: nothing was raced"
+    assert 0 < sum(granted) < MEETINGS * RACES * len(teams), (
+        "one side always won: nothing was raced"
+    )
     crew.is_whole()
