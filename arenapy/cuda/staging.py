@@ -374,7 +374,8 @@ def _iterate(
                 tell(done, total)
                 line.fill(executor, must=True)
         finally:
-            if not sys.is_finalizing():  # their threads were joined, and modules go
+            # At the interpreter's end their threads were joined, and what is global may be None.
+            if sys is not None and not sys.is_finalizing():
                 executor.shutdown(cancel_futures=True)
                 line.readers.shutdown()
 
