@@ -21,7 +21,6 @@ Who waits for what:
 
 import os
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -374,10 +373,8 @@ def _iterate(
                 tell(done, total)
                 line.fill(executor, must=True)
         finally:
-            # At the interpreter's end their threads were joined, and what is global may be None.
-            if sys is not None and not sys.is_finalizing():
-                executor.shutdown(cancel_futures=True)
-                line.readers.shutdown()
+            executor.shutdown(cancel_futures=True)
+            line.readers.shutdown()
 
 
 def _let_go(block: Buffer) -> None:
