@@ -76,6 +76,15 @@ def run_script(tmp_path):
 
 
 @pytest.fixture
+def frequent_switches():
+    """Many more switches between threads than the interpreter's own."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
 def gpu():
     """A simulated driver; see cuda_support, which most tests do without."""
     from cuda_support import a_gpu

@@ -9,7 +9,6 @@ import gc
 import itertools
 import queue
 import random
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,13 +30,7 @@ COUNT, MAX_COUNT, ITEM = 4, 24, 100  # of the Slabs
 EXACT = GIL
 
 
-@pytest.fixture(autouse=True)
-def frequent_switches():
-    """Many more switches between threads than the interpreter's own."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
+pytestmark = pytest.mark.usefixtures("frequent_switches")
 
 
 @pytest.fixture(scope="module")

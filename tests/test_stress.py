@@ -9,7 +9,6 @@ often as they can.
 import contextlib
 import queue
 import random
-import sys
 import threading
 import time
 
@@ -38,12 +37,7 @@ VIEWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def frequent_switches():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
+pytestmark = pytest.mark.usefixtures("frequent_switches")
 
 
 SEEN = "what somebody sees was handed out again"

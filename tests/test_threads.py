@@ -3,7 +3,6 @@
 import contextlib
 import queue
 import random
-import sys
 import threading
 
 import numpy as np
@@ -12,14 +11,7 @@ from support import exact, in_threads, peek, poke
 
 from arenapy import PerThread
 
-
-@pytest.fixture(autouse=True)
-def frequent_switches():
-    """Many more switches between threads than the interpreter's own."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
+pytestmark = pytest.mark.usefixtures("frequent_switches")
 
 
 HOLDS = [
