@@ -125,11 +125,17 @@ class Gpu:
             setattr(self, f"_{name}", done(cu.cuModuleGetFunction(module, name.encode())))
         self.wrong = done(cu.cuMemAlloc(4))
         self.forget_wrong()
+        self.gate = done(cu.cuMemAlloc(4))
+        done(cu.cuMemsetD32(self.gate, 0, 1))
+        self.gatekeeper = self.stream()
+        self.held = 0
         return self
 
     def __exit__(self, *error):
         done(self.driver.cuCtxSynchronize())
+        done(self.driver.cuStreamDestroy(self.gatekeeper))
         done(self.driver.cuMemFree(self.wrong))
+        done(self.driver.cuMemFree(self.gate))
         done(self.driver.cuCtxPopCurrent())
 
     def launch(self, function, stream, address, nbytes, value, last, blocks):
@@ -154,6 +160,18 @@ class Gpu:
 
     def add_to(self, stream, address, nbytes, value, blocks=8):
         self.launch(self._add_to, stream, address, nbytes, value, 0, blocks)
+
+    def hold(self, stream):
+        """Keep a stream from what is queued on it from now on, until `let_go`.
+
+        Which needs no luck, and no host of a certain speed; but nothing may wait for the stream.
+        """
+        self.held += 1
+        until = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        done(self.driver.cuStreamWaitValue32(handle_of(stream), self.gate, self.held, until))
+
+    def let_go(self):
+        done(self.driver.cuStreamWriteValue32(self.gatekeeper, self.gate, self.held, 0))
 
     def how_many_wrong(self):
         """Words that were found wrong by now, everywhere."""

@@ -21,6 +21,7 @@ Who waits for what:
 
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -373,8 +374,10 @@ def _iterate(
                 tell(done, total)
                 line.fill(executor, must=True)
         finally:
-            executor.shutdown(cancel_futures=True)
-            line.readers.shutdown()
+            # At the end of the interpreter the threads were joined already, and the name is None.
+            if sys is not None and not sys.is_finalizing():
+                executor.shutdown(cancel_futures=True)
+                line.readers.shutdown()
 
 
 def _let_go(block: Buffer) -> None:
