@@ -3,6 +3,7 @@
 What needs both is run by hand: tests/fuzz_coverage.py.
 """
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from fuzz_targets import Bumps
 
 from arenapy.testing import __main__ as command
 from arenapy.testing.edges import Edges, counters_in
-from arenapy.testing.guided_process import kept, machine_named, target_of
+from arenapy.testing.guided_process import by_chance, kept, machine_named, target_of
 
 # What the compiler makes of a function with three edges.
 WATCHED = """
@@ -111,3 +112,16 @@ def test_without_atheris_the_command_says_what_is_missing(tmp_path, capsys, monk
     arguments = ["guided", "fuzz_targets:Bumps", "--corpus", str(tmp_path / "corpus")]
     assert command.main(arguments) == 2
     assert "pip install atheris" in capsys.readouterr().err
+
+
+def test_programs_by_chance_run_until_the_time_is_over():
+    entered = []
+
+    @contextlib.contextmanager
+    def watch():
+        entered.append(Bumps.tally.examples)
+        yield
+
+    by_chance(Bumps, 0.01, watch)
+    assert len(entered) == 100
+    assert entered == sorted(set(entered)), "a program ran outside"

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from arenapy.testing.crashes import smaller
 from arenapy.testing.guided_process import EXECUTIONS
 from arenapy.testing.steps import Program
 
-__all__ = ["Found", "add_arguments", "guided", "minimize", "run"]
+__all__ = ["Found", "add_arguments", "by_chance", "guided", "minimize", "run"]
 
 PROCESS = "arenapy.testing.guided_process"
 RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFuzzer in one
@@ -122,7 +123,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _process(
-    target: str, corpus: str | os.PathLike[str], options: Sequence[str], *, minimizes: bool
+    target: str, corpus: str | os.PathLike[str], options: Sequence[str] = (), **job: Any
 ) -> Found:
     """Run the other process, and read what it left."""
     with tempfile.TemporaryDirectory(prefix="arenapy-guided-") as name:
@@ -130,7 +131,7 @@ def _process(
         environment = _environment(folder)
         left, named = folder / "figures", folder / "modules.json"
         files = {"corpus": str(corpus), "figures": str(left), "modules": str(named)}
-        job = {"target": target, "minimize": minimizes, **files}
+        job = {"target": target, "minimize": False, "by_chance": None, **files, **job}
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", PROCESS, json.dumps(job), *options],
@@ -222,7 +223,7 @@ def guided(
         "-artifact_prefix=" + tempfile.gettempdir() + "/arenapy-guided-",
         "-len_control=0",  # short inputs are programs of no steps
     ]
-    return _process(target, corpus, options, minimizes=False)
+    return _process(target, corpus, options)
 
 
 def minimize(target: str, corpus: str | os.PathLike[str]) -> Found:
@@ -249,7 +250,35 @@ def minimize(target: str, corpus: str | os.PathLike[str]) -> Found:
     -----
     Thread-safety: nobody else may use the folder.
     """
-    return _process(target, corpus, [], minimizes=True)
+    return _process(target, corpus, minimize=True)
+
+
+def by_chance(target: str, *, seconds: float = 60) -> Found:
+    """Run programs that nothing leads, to see what guidance is worth.
+
+    Parameters
+    ----------
+    target : str
+        As in `guided`.
+    seconds : float
+        To go on for.
+
+    Returns
+    -------
+    Found
+        It has no corpus.
+
+    Raises
+    ------
+    RuntimeError
+        As in `guided`.
+
+    Notes
+    -----
+    Thread-safety: the work is done by a process of its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="arenapy-chance-") as nothing:
+        return _process(target, nothing, by_chance=seconds)
 
 
 # The command ----------------------------------------------------------------------------------
@@ -262,6 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60, help="to go on for (60)")
     parser.add_argument("--executions", type=int, help="and at most so many")
     parser.add_argument("--seed", type=int, default=0, help="of libFuzzer; 0: another every time")
+    parser.add_argument("--by-chance", action="store_true", help="programs that nothing leads")
     parser.add_argument("--merge", metavar="DIR", action="append", default=[], help="add its files")
     parser.add_argument("--minimize", action="store_true", help="of the corpus, and no more")
     parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
@@ -277,6 +307,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.minimize or options.merge:
             found = minimize(options.target, options.corpus)
+        elif options.by_chance:
+            found = by_chance(options.target, seconds=options.seconds)
         else:
             found = guided(
                 options.target,

@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from arenapy.testing.attack import machine_for
 from arenapy.testing.edges import Edges
@@ -25,7 +27,7 @@ from arenapy.testing.machine import AllocatorMachine
 from arenapy.testing.steps import find
 from arenapy.testing.strategies import programs
 
-__all__ = ["EXECUTIONS", "kept", "machine_named", "target_of"]
+__all__ = ["EXECUTIONS", "by_chance", "kept", "machine_named", "target_of"]
 
 # An input that ends too early would run nothing: to Hypothesis, zeros end lists and are first
 # choices.
@@ -114,10 +116,45 @@ def kept(
     return chosen, reached
 
 
+def by_chance(
+    machine: type[AllocatorMachine],
+    seconds: float,
+    watch: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Run the programs that Hypothesis makes by itself: what guidance is compared with.
+
+    Parameters
+    ----------
+    machine : class
+        A subclass of `AllocatorMachine`.
+    seconds : float
+        To go on for.
+    watch : callable
+        What it returns is entered around each program.
+    """
+
+    @settings(
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        max_examples=100,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(machine))
+    def test(program: Any) -> None:
+        with watch():
+            program.run(machine)
+
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        test()
+
+
 def main(argv: Sequence[str]) -> None:
     """``PROCESS JOB LIBFUZZER_OPTION...``; the job is JSON."""
     job = json.loads(argv[1])
-    run = target_of(machine_named(job["target"]))
+    machine = machine_named(job["target"])
+    run = target_of(machine)
     with contextlib.suppress(Exception):  # which it will meet again, in its turn
         run(b"")  # what is done once, such as imports, is no merit of the first input
     edges = Edges()
@@ -135,14 +172,24 @@ def main(argv: Sequence[str]) -> None:
             path.rename(path.with_name(hashlib.sha1(path.read_bytes()).hexdigest()[:NAME]))
         return
 
+    @contextlib.contextmanager
+    def watch() -> Iterator[None]:
+        executions[0] += 1
+        edges.zero()  # as libFuzzer does
+        try:
+            yield
+        finally:
+            np.maximum(seen, edges.read(), out=seen)
+
+    if job["by_chance"] is not None:
+        by_chance(machine, job["by_chance"], watch)
+        return
+
     import atheris
 
     def one_input(data: bytes) -> None:
-        executions[0] += 1
-        try:
+        with watch():
             run(data)
-        finally:
-            np.maximum(seen, edges.read(), out=seen)
 
     atheris.Setup([argv[0], *argv[2:]], one_input)
     atheris.Fuzz()
