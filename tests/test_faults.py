@@ -5,7 +5,6 @@ comes of it. After each failure the allocator passes its check, a call that rais
 the same done again succeeds, and no mapping, block, descriptor or lock is left behind.
 """
 
-import gc
 import json
 import re
 import subprocess
@@ -18,12 +17,10 @@ from fault_operations import OPERATIONS
 from fault_runner import attempt, calls_of, errors_of
 from fault_table import CANNOT_FAIL, ERRORS, TABLE, is_one_of, row_of
 from faults import PACKAGE, PYTHON_CALLS, SYSCALLS, Faults, compiled
-from support import GIL
 
 pytestmark = [
     # It replaces mlock, and maps and allocates for itself by what is failed here.
     pytest.mark.no_sanitizer,
-    pytest.mark.skipif(not GIL, reason="without a GIL calls are made that have no rows yet"),
 ]
 
 #: Of what all tests here have injected, for those that ask whether nothing was left out.
@@ -33,10 +30,7 @@ rows_used = set()
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    gc.collect()
-    gc.freeze()  # each case collects, and what is there by now stays
-    yield Faults(compiled(tmp_path_factory.mktemp("faults")))
-    gc.unfreeze()
+    return Faults(compiled(tmp_path_factory.mktemp("faults")))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
