@@ -124,8 +124,6 @@ TABLE = [
     row(ANY, WAITS, *NO_WAIT),
     # What a copy that was begun needs is kept for good, if nobody can tell when it is done.
     row("copy from another.* on a stream", "cuEventRecord", TOLD, leaves="kept?"),
-    row("copy from another.* on a stream", "cuMemcpyAsync", TOLD, leaves="kept"),
-    row("copy from another.* on a stream", PUSH, FINE, TOLD, *NO_WAIT, leaves="kept?"),
     # The copy may still run then, and what it copies is the caller's to keep.
     row("copy from another.*", "cuStreamSynchronize", TOLD, misuse=GONE),
     row("copy from another library's pinned memory", PUSH, FINE, TOLD, misuse=GONE),
