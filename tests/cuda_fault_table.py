@@ -84,8 +84,7 @@ TABLE = [
     row("end of a DriverPool", PUSH, FINE, leaves="pools? streams?"),
     row("end of a Pool over (device|managed)", PUSH, FINE, leaves="memory?"),
     row("a stream that .*", PUSH, FINE, TOLD, leaves="memory?"),
-    row("end of a Pool over pinned", PUSH, FINE, leaves="registered?", misuse=GONE),
-    row("end of a Pool over pinned", f"{EVENTS}|{WAITS}", FINE, misuse=GONE),
+    row("end of a Pool over pinned", PUSH, FINE, leaves="registered?"),
     row("a graph that keeps nothing", "cuUserObjectRelease", FINE, leaves="objects"),
     row("end of a .*", "cuMemFreeAsync", FINE),  # it is tried again when the source is used next
     row("end of .*", ANY, FINE),

@@ -110,6 +110,9 @@ def copy_blocks(gpu, how):
         blocks[1].copy_from(blocks[0], stream=s)
 
     def end():
+        for block in blocks:
+            block.release()  # which it refuses while it is in use
+        del block
         blocks.clear()
         gpu.drain()
         assert in_use(device) == in_use(pinned) == (0, 0, 0)
@@ -128,7 +131,11 @@ def between_devices(gpu):
         there.copy_from(here)
         here.copy_from(there)
 
-    return Act(act, good=filled(7, here, there), view=lambda: [in_use(pool) for pool in pools])
+    def good(result):
+        filled(7, here, there)(result)
+        assert gpu.enabled == gpu.peers, "it goes by way of the host"
+
+    return Act(act, good=good, view=lambda: [in_use(pool) for pool in pools])
 
 
 @for_each(WITH, "copy_batch{}")
@@ -302,20 +309,35 @@ def from_dlpack(gpu):
     return Act(act, end=end, good=usable)
 
 
+@operation("fill of a borrowed Buffer")
+def fill_borrowed(gpu):
+    address, give_back = foreign(gpu, "device")
+    b = cuda.asbuffer(Array(address, (N,)))
+
+    def end():
+        b.release()  # which it refuses while it is in use
+        give_back()
+
+    return Act(lambda: b.fill(3), good=filled(3, b), end=end)
+
+
 @operation("end of a borrowed Buffer")
 def end_of_borrowed(gpu):
-    address, give_back = foreign(gpu, "device")
+    """Whose memory its library gives back at once."""
     s, t = new_stream(gpu), new_stream(gpu)
-    buffers = [cuda.asbuffer(Array(address, (N,)), stream=s)]
-    slowly_fill(gpu, s, buffers[0], 1)
+    array = Array(0, (N,))
+    array.data = registered(gpu, N)
+    array.described["data"] = (array.data.ctypes.data, False)
+    buffers = [cuda.asbuffer(array, stream=s)]
+    del array
     buffers[0].record_stream(t)
-    slowly_fill(gpu, t, buffers[0], 2)
+    slowly_fill(gpu, t, buffers[0], 1)
 
     def act():
         buffers.clear()
         gc.collect()
 
-    return Act(act, end=give_back)
+    return Act(act)
 
 
 @operation("export by DLPack")
