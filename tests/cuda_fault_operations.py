@@ -212,11 +212,15 @@ def release(gpu, source):
     streams[1] = streams[1].handle_
 
     def act():
+        done = []
         b = one.alloc(N)
         for s in streams:
             b.record_stream(s)
-            slowly_fill(gpu, s, b, 1)
+            work = [(b.address, b.nbytes)]
+            gpu.launch(getattr(s, "handle_", s), lambda: done.append(1), work)
         b.release()
+        pending = one.stats().pending_bytes
+        assert len(done) == len(streams) or pending, "it is free, and kernels are to use it"
 
     return Act(act, view=lambda: in_use(one))
 

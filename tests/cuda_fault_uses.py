@@ -90,7 +90,11 @@ def copy_kept(gpu, how):
         data = registered(gpu, N)
         data[:] = 5
         kept.append(weakref.ref(data))
-        b.copy_from(data, stream=s)
+        try:
+            b.copy_from(data, stream=s)
+        finally:
+            del data
+            one.stats()  # lets go of what is over
 
     def end():
         gpu.drain()
