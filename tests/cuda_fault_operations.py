@@ -207,9 +207,16 @@ def waiting_item(gpu):
 
 @for_each(SOURCES, "release, over {}")
 def release(gpu, source):
+    return released(gpu, source, [new_stream(gpu), new_stream(gpu).handle_, LEGACY])
+
+
+@operation("release by an integer")
+def release_by_an_integer(gpu):
+    return released(gpu, "device", [new_stream(gpu).handle_])
+
+
+def released(gpu, source, streams):
     one = pool_over(source)
-    streams = [new_stream(gpu), new_stream(gpu), LEGACY]
-    streams[1] = streams[1].handle_
 
     def act():
         done = []

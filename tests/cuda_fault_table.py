@@ -66,14 +66,12 @@ FOR_A_REGION = (
 TABLE = [
     # Around other calls.
     row(ANY, "cuCtxPopCurrent", FINE, leaves="contexts"),  # what was to be done is done
-    row(
-        ANY, EXCHANGE, FINE, leaves="modes?"
-    ),  # what follows may disturb a capture of another thread's, then
+    row(ANY, EXCHANGE, FINE),  # what follows may disturb a capture then
     row(ANY, f"{EXCHANGE} back", FINE, leaves="modes"),
     # At an end nobody is told. What could not be given back is lost to the process.
     row("end of a region of (device|managed)", f"cuMemFree|{PUSH}", FINE, leaves="memory"),
     row("end of a region of pinned", f"cuMemHostUnregister|{PUSH}", FINE, leaves="registered"),
-    row("end of a Pool over .*|a stream that .*", "cuMemFree", FINE, leaves="memory"),
+    row("end of a Pool over .*", "cuMemFree", FINE, leaves="memory"),
     row("end of a Pool over pinned", "cuMemHostUnregister", FINE, leaves="registered"),
     row("end of a DriverPool", "cuMemPoolDestroy", FINE, leaves="pools"),
     row("end of a (DriverPool|Stream)", "cuStreamDestroy", FINE, leaves="streams"),
@@ -83,7 +81,7 @@ TABLE = [
     row("elapsed", PUSH, FINE, TOLD, leaves="events?"),
     row("end of a DriverPool", PUSH, FINE, leaves="pools? streams?"),
     row("end of a Pool over (device|managed)", PUSH, FINE, leaves="memory?"),
-    row("a stream that .*", PUSH, FINE, TOLD, leaves="memory?"),
+    row("a stream that .*", PUSH, FINE, TOLD),
     row("end of a Pool over pinned", PUSH, FINE, leaves="registered?"),
     row("a graph that keeps nothing", "cuUserObjectRelease", FINE, leaves="objects"),
     row("end of a .*", "cuMemFreeAsync", FINE),  # it is tried again when the source is used next
