@@ -29,12 +29,12 @@ ALLOCATORS = {
 
 
 @contextlib.contextmanager
-def a_gpu(leaks=False):
+def a_gpu(leaks=False, version=13):
     """A device of 64 MiB and one of 128, all free, the first one's context current.
 
     All of it has to be free again at the end, unless something still lives then.
     """
-    with simulated() as driver, driver.on(0):
+    with simulated(version) as driver, driver.on(0):
         driver.memory.others = [0, 0]
         driver.attributes[SAME_POINTER] = 1
         yield driver

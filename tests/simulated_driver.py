@@ -55,6 +55,11 @@ def c_type(name):
     return C_TYPES.get(name, ctypes.c_int)
 
 
+def location_of(device):
+    """CUDA 13's words for what CUDA 12 calls a device, -1 being the host."""
+    return 2 if device == -1 else 1 | device << 32
+
+
 @dataclass(eq=False)
 class UserObject:
     pointer: int | None
@@ -69,9 +74,11 @@ class SimulatedDriver(gpu.Gpu):
 
     MEMORY = (64 << 20, 128 << 20)
 
-    def __init__(self):
+    def __init__(self, version=13):
+        """`version`: of CUDA, in whose words it is called; 12 or 13."""
         super().__init__(self.MEMORY)
         self.calls = Counter()
+        self.failed = Counter()  # of the calls, those that a test has made fail
         self.fails = {}  # {name: result}
         self.plan = {}  # {(name, the count of the call): result}
         self.before_call = None  # it is called with a name
@@ -84,13 +91,14 @@ class SimulatedDriver(gpu.Gpu):
         self.entries = {}
         self.functions = {}
         for name, signature in driver.ENTRIES:
-            if name.endswith("_12"):
+            plain = name.removesuffix("_12")
+            if plain in driver.CHANGED and (name != plain) != (version == 12):
                 continue
             arguments = signature.partition("(")[2].rstrip(")").split(", ")
             kinds = [c_type(one) for one in arguments if one != "void"]
             function = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(self.entry(name))
             self.functions[name] = function
-            self.entries[name] = (ctypes.cast(function, ctypes.c_void_p).value, signature)
+            self.entries[plain] = (ctypes.cast(function, ctypes.c_void_p).value, signature)
 
     def entry(self, name):
         method = getattr(self, name, None)
@@ -125,6 +133,7 @@ class SimulatedDriver(gpu.Gpu):
         self.calls[name] += 1
         planned = self.plan.pop((name, self.calls[name]), self.fails.get(name, SUCCESS))
         if planned:
+            self.failed[name] += 1
             return planned
         try:
             if threading.get_native_id() in self.destroying:
@@ -331,6 +340,12 @@ class SimulatedDriver(gpu.Gpu):
     def cuMemAdvise(self, address, nbytes, advice, location):
         self._advise("cuMemAdvise", address, nbytes, advice, location)
 
+    def cuMemAdvise_12(self, address, nbytes, advice, device):
+        self.cuMemAdvise(address, nbytes, advice, location_of(device))
+
+    def cuMemPrefetchAsync_12(self, address, nbytes, device, stream):
+        self.cuMemPrefetchAsync(address, nbytes, location_of(device), 0, stream)
+
     def cuMemPrefetchAsync(self, address, nbytes, location, flags, stream):
         self._advise("cuMemPrefetchAsync", address, nbytes, flags, location)
         self.submit(self.stream(stream), "a prefetch", None, [(address, nbytes)])
@@ -461,9 +476,9 @@ class SimulatedDriver(gpu.Gpu):
 
 
 @contextmanager
-def simulated():
+def simulated(version=13):
     """arenapy on a driver of its own, of which nothing may have been misused."""
-    one = SimulatedDriver()
+    one = SimulatedDriver(version)
     driver.use(one.entries)
     try:
         yield one

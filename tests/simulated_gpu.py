@@ -440,6 +440,8 @@ class Gpu:
             if out:
                 put(out, ctypes.c_uint64, capture.handle if capture and out == graph else 0)
 
+    cuStreamGetCaptureInfo_12 = cuStreamGetCaptureInfo
+
     def _capture(self, stream, out):
         one = self.stream(stream)
         if self.implicit(one):

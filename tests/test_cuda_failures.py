@@ -1,100 +1,91 @@
-"""Each driver call fails, one at a time: nothing leaks, and all goes on."""
+"""Every driver call that arenapy makes fails, one at a time: `driver.ENTRIES` says which there are.
+
+`cuda_fault_operations` says what is done, `cuda_fault_runner` how one call of it is failed, and
+`cuda_fault_table` what comes of it. After each failure the allocator passes its check, a call that
+raised changed nothing, the same done again succeeds, and the driver has nothing left but what the
+table says.
+"""
 
 import gc
-import re
+from collections import Counter
 
 import pytest
-from cuda_support import ALLOCATORS, MIB, SOURCES, a_gpu, content, new_stream, slowly_fill
-from simulated_driver import INVALID_VALUE, OUT_OF_MEMORY
-
-from arenapy import OutOfMemory, Pool, cuda
-
-#: Whose failure nobody is told, as it is at somebody's end: memory may be lost to the process.
-LOSES = {"cuMemFree", "cuMemHostUnregister", "cuMemFreeAsync", "cuMemPoolDestroy"}
-
-
-def scenario(gpu, allocator, source):
-    """A bit of everything, with one allocator; gives what it has left alive."""
-    one = ALLOCATORS[allocator](SOURCES[source]())
-    s, t = new_stream(gpu), new_stream(gpu)
-    a = one.alloc(50_000, stream=s)
-    b = one.alloc(50_000)
-    a.fill(1, stream=s)
-    b.copy_from(a, stream=s)
-    b.record_stream(t.handle_)
-    slowly_fill(gpu, t, b, 1)
-    b.release()
-    a.copy_to(bytearray(50_000))
-    a.fill(2)
-    c = one.alloc(1000, stream=t)
-    c.record_stream(s)
-    del c
-    if allocator == "bump":
-        one.reset(stream=s)
-    else:
-        one.trim()
-    return one, a
-
-
-def calls_of(allocator, source):
-    with a_gpu() as gpu:
-        before = gpu.calls.copy()
-        scenario(gpu, allocator, source)
-        gpu.drain()
-        gc.collect()
-        return gpu.calls - before
-
-
-@pytest.mark.parametrize(
-    ("allocator", "source"),
-    [*(("pool", source) for source in SOURCES), ("bump", "device"), ("slab", "pinned")],
+from cuda_fault_operations import OPERATIONS
+from cuda_fault_runner import attempt
+from cuda_fault_table import (
+    EXCHANGE,
+    NEVER_CALLED,
+    RESULTS,
+    TABLE,
+    outcomes_of,
+    problems_of,
+    row_of,
 )
-def test_each_call_can_fail(allocator, source):
-    failures = 0
-    for name, count in calls_of(allocator, source).items():
-        if name in ("cuInit", "cuDeviceGetCount", "cuCtxPopCurrent", "cuStreamCreate", *LOSES):
+from fault_table import is_one_of
+
+from arenapy.cuda import driver
+
+#: Calls that all operations make by the hundred: the first and the last are failed.
+EVERYWHERE = ("cuCtxPopCurrent", EXCHANGE)
+
+#: Of what all tests here have failed, and called, for the one that asks whether all was.
+failed, called = Counter(), Counter()
+rows_used = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Each failure collects, and what is there by now stays."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def failures_of(name, calls):
+    """(call, which of them, a result) ...: both results of what is called once."""
+    results = list(RESULTS)
+    for call, count in calls.items():
+        few = call in EVERYWHERE or name.startswith("a bit of everything")
+        for nth in {1, count} if few else range(1, count + 1):
+            for result in results if count == 1 else [results[nth % 2]]:
+                yield call, nth, result
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_call_can_fail(name):
+    usual = attempt(name)
+    assert not (usual.error or usual.problems or usual.misused), usual
+    assert usual.calls, "it calls nothing"
+    assert {what for what, count in usual.left.items() if count} <= {"streams"}  # the test's own
+    called.update(usual.calls)
+    wrong = []
+    for call, nth, result in failures_of(name, usual.calls):
+        i = row_of(name, call, nth, result)
+        assert i is not None, f"the table has no row for {call} {nth} {result}"
+        rows_used.add(i)
+        if not TABLE[i].outcomes:
             continue
-        for n in sorted({1, count}):
-            result = (OUT_OF_MEMORY, INVALID_VALUE)[n % 2]
-            failures += attempt(allocator, source, name, n, result)
-    assert failures > 10
+        outcome = attempt(name, call, nth, RESULTS[result][0])
+        failed[call] += outcome.failed
+        called.update(outcome.calls)
+        problems = problems_of(outcome, usual.left, TABLE[i])
+        if not is_one_of(outcomes_of(TABLE[i], result), outcome.error, outcome.text):
+            problems.append(f"{outcome[:2]} and not one of {TABLE[i].outcomes}")
+        if outcome.result not in (0, RESULTS[result][0]) and not TABLE[i].misuse:
+            problems.append(f"its result is {outcome.result}")
+        wrong += [f"{call} {nth} {result}: {problem}" for problem in problems]
+    assert not wrong, "\n".join(wrong)
 
 
-def attempt(allocator, source, name, n, result):
-    """Was the failure seen?"""
-    seen = False
-    with a_gpu() as gpu:
-        kept = None
-        gpu.fail_at(name, n, result)
-        try:
-            kept = scenario(gpu, allocator, source)
-        except (OutOfMemory, cuda.CudaError) as error:
-            seen = True
-            assert re.search("cu[A-Z]|do not fit|cannot wait", str(error)), error
-        gpu.plan.clear()
-        gpu.errors.clear()  # such as of an event that could not be recorded
-        gpu.drain()
-        if kept:
-            one, a = kept
-            one.check()
-            if not a.closed:
-                a.fill(3)
-                assert set(content(a)) == {3}
-            del one, a
-        kept = None
-    return seen
-
-
-@pytest.mark.parametrize("name", sorted(LOSES))
-def test_a_failure_at_the_end_is_told_nobody(name):
-    source = {"cuMemFree": "device", "cuMemHostUnregister": "pinned"}.get(name, "driver pool")
-    with a_gpu() as gpu:
-        pool = Pool(source=SOURCES[source]())
-        pool.alloc(MIB).release()
-        gpu.fails[name] = INVALID_VALUE
-        del pool
-        gc.collect()
-        assert gpu.calls[name]
-        gpu.fails.clear()
-        gpu.memory.registered.clear()
-        gpu.memory.used.clear()
+def test_nothing_is_left_out(request):
+    """Each entry point was failed, or is never called; each row says what came of some failure."""
+    run = [item.name for item in request.session.items if item.path == request.path]
+    if len(run) <= len(OPERATIONS):  # this one, too
+        pytest.skip("only some of the operations were run")
+    entries = {name for name, _ in driver.ENTRIES}
+    assert not {*called} & {*NEVER_CALLED}
+    assert {*called} == {*+failed} == entries - {*NEVER_CALLED}
+    assert {*NEVER_CALLED} <= entries
+    assert [row for i, row in enumerate(TABLE) if i not in rows_used] == []
+    print(sum(failed.values()), "failures:", dict(failed))

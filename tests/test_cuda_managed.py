@@ -1,6 +1,5 @@
 """Prefetches and advice reach the driver, in the words of CUDA 12 and of CUDA 13."""
 
-import ctypes
 from contextlib import contextmanager
 
 import pytest
@@ -10,42 +9,18 @@ from simulated_driver import INVALID_VALUE, simulated
 
 import arenapy
 from arenapy import cuda
-from arenapy.cuda import driver
 from arenapy.cuda.managed import ADVICE
 
 KIB = 1 << 10
 MIB = 1 << 20
+CALLS = ("cuMemAdvise", "cuMemPrefetchAsync")
 
 
 @contextmanager
 def cuda_of(version):
     """A simulated driver as the cuda-python of that version shows it."""
-    with simulated() as one, one.on(0):
+    with simulated(version) as one, one.on(0):
         one.memory.others = [0, 0]
-        if version == 12:
-            signatures = dict(driver.ENTRIES)
-            number, size = ctypes.c_uint64, ctypes.c_size_t
-
-            def location(device):
-                return 2 if device == -1 else 1 | device << 32
-
-            def advise(address, nbytes, advice, device):
-                return one.call("cuMemAdvise", address, nbytes, advice, location(device))
-
-            def prefetch(address, nbytes, device, stream):
-                return one.call("cuMemPrefetchAsync", address, nbytes, location(device), 0, stream)
-
-            int_ = ctypes.c_int
-            one.twelve = {
-                "cuMemAdvise": ctypes.CFUNCTYPE(int_, number, size, int_, int_)(advise),
-                "cuMemPrefetchAsync": ctypes.CFUNCTYPE(int_, number, size, int_, ctypes.c_void_p)(
-                    prefetch
-                ),
-            }
-            for name, function in one.twelve.items():
-                address = ctypes.cast(function, ctypes.c_void_p).value
-                one.entries[name] = (address, signatures[name + "_12"])
-            driver.use(one.entries)
         yield one
 
 
@@ -145,7 +120,8 @@ def test_what_cannot_be(one, block):
 
 
 def test_a_driver_that_refuses(one, block):
-    one.fails.update(cuMemAdvise=INVALID_VALUE, cuMemPrefetchAsync=INVALID_VALUE)
+    for name in one.functions.keys() & {*CALLS, *(f"{name}_12" for name in CALLS)}:
+        one.fails[name] = INVALID_VALUE
     with pytest.raises(cuda.CudaError, match="cuMemPrefetchAsync failed"):
         cuda.prefetch(block, 0)
     with pytest.raises(cuda.CudaError, match="cuMemAdvise failed"):

@@ -75,6 +75,7 @@ cdef class CudaMemory(Ordering):
         cdef void* to_context = NULL
         cdef void* source_context = NULL
         cdef int result
+        cdef bint begun = False
         if to.nbytes == 0:
             return 0
         if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
@@ -103,6 +104,7 @@ cdef class CudaMemory(Ordering):
                             to.address, source.address, to.nbytes, s.handle)
                     leave()
             checked(result, "cuMemcpyAsync")
+            begun = True
             for batch in kept:
                 self.keep_until(<Batch>batch, s)
             for side in (to, source):
@@ -111,6 +113,9 @@ cdef class CudaMemory(Ordering):
             if stream is None:
                 synchronize(s)
         finally:
+            if not begun:
+                for batch in kept:
+                    (<Batch>batch).kept = False      # nobody uses it
             for thing in held:
                 unacquire(<Block>thing)
         return 0

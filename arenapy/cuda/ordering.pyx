@@ -362,9 +362,11 @@ cdef class Ordering(Medium):
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
+        cdef int _
         PyErr_Fetch(&kind, &value, &trace)
-        while self.advance(keeper, True, None):
-            pass
+        for _ in range(2):                   # a call may fail once: what is left would be in use
+            while self.advance(keeper, True, None):
+                pass
         PyErr_Restore(kind, value, trace)
 
     cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept:

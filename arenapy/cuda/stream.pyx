@@ -35,6 +35,7 @@ cdef enum:
     LEGACY = 1               # CU_STREAM_LEGACY; 0 is taken for it, too
     PER_THREAD = 2           # CU_STREAM_PER_THREAD
     RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
+    UNCHANGED = -1           # no such mode
     INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     CAPTURE_IMPLICIT = 906   # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
     DEINITIALIZED = 4        # CUDA_ERROR_DEINITIALIZED
@@ -52,15 +53,19 @@ cdef object threads = itertools.count(1)
 # ---- the driver's calls ------------------------------------------------------------------
 
 cdef int relax(void* context, int* mode) noexcept nogil:
-    cdef int result = enter(context)
+    cdef int result = enter(context), refused
     mode[0] = RELAXED
     if result == SUCCESS:
-        forget(driver.cuThreadExchangeStreamCaptureMode(mode))
+        refused = driver.cuThreadExchangeStreamCaptureMode(mode)
+        if refused != SUCCESS:
+            mode[0] = UNCHANGED              # or `restore` would relax it for good
+            forget(refused)
     return result
 
 
 cdef void restore(int* mode) noexcept nogil:
-    forget(driver.cuThreadExchangeStreamCaptureMode(mode))
+    if mode[0] != UNCHANGED:
+        forget(driver.cuThreadExchangeStreamCaptureMode(mode))
     leave()
 
 

@@ -1,0 +1,164 @@
+"""What is documented to come of a driver call that fails: `TABLE`; and which calls arenapy does not
+make: `NEVER_CALLED`.
+
+A row says for which operations (a pattern of their names), calls and results it holds, and which
+exception follows, "" if none does, and a part of its text. It also says what is left behind, on
+purpose: in all failures of the row, or, with "?", in some. What is not named there may not be. The
+first row that fits counts.
+"""
+
+import re
+from typing import NamedTuple
+
+from simulated_driver import ERRORS, INVALID_VALUE, OUT_OF_MEMORY
+
+#: With which results every call is made to fail, and how these are told.
+RESULTS = {
+    "INVALID_VALUE": (INVALID_VALUE, "CudaError"),
+    "OUT_OF_MEMORY": (OUT_OF_MEMORY, "OutOfMemory"),
+}
+
+NEVER_CALLED = {
+    "cuDriverGetVersion": "what a driver has is seen by its entry points",
+    "cuCtxGetCurrent": "a context is pushed and popped, whichever was current",
+    "cuMemHostGetDevicePointer": "mapped memory is refused unless the addresses are the same",
+    "cuMemPoolGetAttribute": "what a pool has is not asked",
+}
+
+ANY = ".*"
+FINE = ""  # no exception
+TOLD = "{kind}: failed: {text}"
+NO_WAIT = (
+    "CudaError: cuStreamWaitEvent failed: ",
+    "CudaError: cannot wait for the event",
+    "CudaError: the event cannot be waited for",
+    "CudaError: waiting for",
+)
+FULL = "OutOfMemory: fit into the "
+NO_ROOM = "OutOfMemory: are free; ask for less"
+EXCHANGE = "cuThreadExchangeStreamCaptureMode"
+GONE = "was unregistered while|which is not the driver's"
+
+
+class Row(NamedTuple):
+    operations: str
+    calls: str
+    results: str
+    outcomes: tuple[str, ...]  # "exception: a part of its text"
+    leaves: frozenset[str]  # fields of `left`
+    misuse: str  # a pattern of what the driver may complain of
+
+
+def row(operations, calls, *outcomes, results=ANY, leaves="", misuse=""):
+    return Row(operations, calls, results, outcomes, frozenset(leaves.split()), misuse)
+
+
+PUSH = "cuCtxPushCurrent"
+WAITS = "cuStreamWaitEvent|cuEventSynchronize"
+EVENTS = "cuEventCreate|cuEventRecord|cuStreamGetId"
+ALLOCATES = "cuMemAlloc|cuMemAllocManaged|cuMemAllocFromPoolAsync"
+FOR_A_REGION = (
+    f"{ALLOCATES}|cuMemHostRegister|cuDeviceGetAttribute|cuMemPool(Create|SetAttribute|SetAccess)|"
+    "cuDeviceCanAccessPeer|cuMemGetInfo|cuDeviceGetName|cuDeviceGet|cuDevicePrimaryCtxRetain|"
+    "cuStreamCreate|cuStreamSynchronize"
+)
+
+TABLE = [
+    # Around other calls.
+    row(ANY, "cuCtxPopCurrent", FINE, leaves="contexts"),  # what was to be done is done
+    row(ANY, EXCHANGE, FINE),  # what follows may disturb a capture then
+    row(ANY, f"{EXCHANGE} back", FINE, leaves="modes"),
+    # At an end nobody is told. What could not be given back is lost to the process.
+    row("end of a region of (device|managed)", f"cuMemFree|{PUSH}", FINE, leaves="memory"),
+    row("end of a region of pinned", f"cuMemHostUnregister|{PUSH}", FINE, leaves="registered"),
+    row("end of a Pool over .*", "cuMemFree", FINE, leaves="memory"),
+    row("end of a Pool over pinned", "cuMemHostUnregister", FINE, leaves="registered"),
+    row("end of a DriverPool", "cuMemPoolDestroy", FINE, leaves="pools"),
+    row("end of a (DriverPool|Stream)", "cuStreamDestroy", FINE, leaves="streams"),
+    row("end of a Stream", PUSH, FINE, leaves="streams"),
+    row("elapsed|end of many Events", "cuEventDestroy", FINE, leaves="events"),
+    row("end of many Events", PUSH, FINE, leaves="events"),
+    row("elapsed", PUSH, FINE, TOLD, leaves="events?"),
+    row("end of a DriverPool", PUSH, FINE, leaves="pools? streams?"),
+    row("end of a Pool over (device|managed)", PUSH, FINE, leaves="memory?"),
+    row("a stream that .*", PUSH, FINE, TOLD),
+    row("end of a Pool over pinned", PUSH, FINE, leaves="registered?"),
+    row("a graph that keeps nothing", "cuUserObjectRelease", FINE, leaves="objects"),
+    row("end of a .*", "cuMemFreeAsync", FINE),  # it is tried again when the source is used next
+    row("end of .*", ANY, FINE),
+    # Questions: who does not know takes the worse answer, if there is one.
+    row("the text of an error|a .*", "cuGetError(Name|String)", FINE),
+    row("the text of an error", ANY, FINE, TOLD),  # a CudaError is expected there
+    row(
+        "(a graph|use in a capture).*",
+        "cuStreamIsCapturing",
+        FINE,
+        "CudaError: captured into a graph",
+        "CudaError: cuStreamGetId failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+        misuse="cuStreamGetId: .* invalidates a capture",
+    ),
+    row(ANY, "cuStreamIsCapturing|cuStreamQuery|cuEventQuery", FINE),
+    row("a stream that .*", "cuCtxSynchronize", FINE),  # the block is free later
+    row(".*pinned|a bit .*", "cuCtxGetDevice", FINE, TOLD),  # of no context: device 0
+    row("copy.*", "cuPointerGetAttribute", results="INVALID_VALUE"),  # an answer: it is pageable
+    row("copy.*", "cuPointerGetAttribute", FINE),
+    # A pool that gets no memory asks for less.
+    row("pool alloc, first.*", FOR_A_REGION, FINE, results="OUT_OF_MEMORY"),
+    row("pool alloc on another stream", EVENTS, FINE, TOLD, results="OUT_OF_MEMORY"),
+    row(
+        "(release|a bit of everything|use in a capture).*",
+        FOR_A_REGION,
+        *(FINE, TOLD),
+        results="OUT_OF_MEMORY",
+    ),
+    row(r"region of .*|bump\(\)|slab\(\)", ALLOCATES, NO_ROOM, results="OUT_OF_MEMORY"),
+    row("region of driver pool", "cuStreamSynchronize", NO_ROOM, results="OUT_OF_MEMORY"),
+    row(r"region of .*|bump\(\)|slab\(\)", PUSH, NO_ROOM, TOLD),
+    # A block that cannot be waited for is not handed out, and is looked at again later.
+    row(".* of memory in use.*", WAITS, FULL),
+    row(".* of memory in use.*", PUSH, FULL, FINE),
+    row("(release|a bit of everything|a stream that).*", EVENTS, FINE, TOLD),
+    row(ANY, WAITS, *NO_WAIT),
+    # What a copy that was begun needs is kept for good, if nobody can tell when it is done.
+    row("copy from another.* on a stream", "cuEventRecord", TOLD, leaves="kept?"),
+    # The copy may still run then, and what it copies is the caller's to keep.
+    row("copy from another.*", "cuStreamSynchronize", TOLD, misuse=GONE),
+    row("copy from another library's pinned memory", PUSH, FINE, TOLD, misuse=GONE),
+    # Before the default streams are asked whether they are captured, too.
+    row(ANY, PUSH, FINE, TOLD, *NO_WAIT),
+    row("a graph that keeps nothing", ANY, FINE, TOLD),  # a CudaError is expected there
+    row(ANY, ANY, TOLD),
+]
+
+
+def row_of(operation, call, nth, result):
+    """The number of the row that says what comes of it; None if none does."""
+    if call == EXCHANGE and nth % 2 == 0:  # of two, the second one undoes what the first one did
+        call += " back"
+    for i, row in enumerate(TABLE):
+        pairs = ((row.operations, operation), (row.calls, call), (row.results, result))
+        if all(re.fullmatch(pattern, name) for pattern, name in pairs):
+            return i
+    return None
+
+
+def outcomes_of(row, result):
+    """Its outcomes, with the words of that result."""
+    number, kind = RESULTS[result]
+    text = "{} ({})".format(*(part.decode() for part in ERRORS[number]))
+    return [outcome.format(kind=kind, text=text) for outcome in row.outcomes]
+
+
+def problems_of(outcome, usual, row):
+    """What should not have happened; `usual`: what is left when nothing fails."""
+    problems = list(outcome.problems)
+    if not outcome.failed:
+        problems.append("it was not called this time")
+    for what, count in outcome.left.items():
+        if count != usual[what] and not {what, f"{what}?"} & row.leaves:
+            problems.append(f"left {what}: {usual[what]} -> {count}")
+        if count <= usual[what] and what in row.leaves:
+            problems.append(f"it should have left {what}")
+    if row.misuse:
+        return [*problems, *(one for one in outcome.misused if not re.search(row.misuse, one))]
+    return problems + outcome.misused
