@@ -82,13 +82,15 @@ def test_a_thread_that_synchronizes(gpu):
     """The whole context waits for a kernel, and the driver's locks are whose they are then."""
     stream = cuda.Stream()
     napping = Napping()
-    gpu.write_slowly(stream, 0, 0, 0, 300_000, 1)
 
     def synchronize():
-        with Gpu():
-            napping.began.set()
-            gpu.synchronize()
-            napping.ended.set()
+        done(gpu.driver.cuCtxPushCurrent(gpu.context))  # a Gpu() would load kernels meanwhile
+        napping.began.set()
+        gpu.synchronize()
+        napping.ended.set()
+        done(gpu.driver.cuCtxPopCurrent())
+
+    gpu.write_slowly(stream, 0, 0, 0, 300_000, 1)
 
     thread = threading.Thread(target=synchronize)
     thread.start()
