@@ -28,9 +28,10 @@ GRAPHS = {
     "bench_instructions.Block.track_instructions": ("pool.alloc(64)", "np.empty(64, 'u1')"),
     "bench_numpy.Expression.track_run": ("arenapy", "mimalloc"),
     "bench_prefault.Prefault.time_one_gib": ("prefault, 1 thread", "MAP_POPULATE"),
+    "bench_gpu.Block.track_block": ("arenapy.Pool", "torch.empty"),
 }
-#: Those of the command `run` without --all.
-USUAL = re.compile(dashboard.USUAL)
+#: Those of the commands `run` without --all, and `gpu`.
+USUAL = re.compile(f"{dashboard.USUAL}|bench_gpu")
 RESULTS = dashboard.RESULTS
 NAMES = [one.name for one in asv_suite.discover()]
 
@@ -42,13 +43,15 @@ has_packages = pytest.mark.skipif(
 # ---- what is committed
 
 
-def figures(results=RESULTS):
+def figures(results=RESULTS, machine="*"):
     """{benchmark: {commit: whether there is a figure}}, of the version that the benchmark has."""
     known = json.loads((results / "benchmarks.json").read_text())
     known.pop("version")
     found = {name: {} for name in known}
     for commit, paths in dashboard.commits_of(results).items():
         for path in paths:
+            if not path.match(f"{machine}/*"):
+                continue
             one = json.loads(path.read_text())
             columns = one["result_columns"]
             for name, row in one["results"].items():
@@ -228,7 +231,7 @@ def test_the_grid_shows_every_benchmark(shown):
     links = shown.find_elements("css selector", ".benchmark-container")
     assert sorted(one.get_attribute("href").partition("#")[2] for one in links) == sorted(NAMES)
     keep(shown, "dashboard-grid")
-    # Each is drawn when it comes into view; those of a GPU have no figures.
+    # Each is drawn when it comes into view, if it has figures.
     height = shown.execute_script("return document.documentElement.scrollHeight")
     for top in range(0, height, 800):
         shown.execute_script(f"window.scrollTo(0, {top}); $(window).trigger('scroll')")
@@ -252,7 +255,7 @@ def test_a_graph_has_points_of_commits_and_peers(shown, name):
     for label in ours, peer:
         until(lambda label=label: points(label) >= LEAST_COMMITS, f"{label} is drawn")
     unit = json.loads((RESULTS / "benchmarks.json").read_text())[name]["unit"]
-    assert unit in ("seconds", "instructions", "ms")
+    assert unit in ("seconds", "instructions", "ms", "us")
     keep(shown, f"dashboard-{name.split('.')[0]}")
 
 
@@ -283,11 +286,19 @@ def test_nothing_was_asked_of_a_network(shown):
     names = "return performance.getEntriesByType('resource').map(e => e.name)"
     until(lambda: shown.execute_script(names), "something is loaded")
     assert all(one.startswith(shown.address) for one in shown.execute_script(names))
-    # What has no figures has no file for the grid; nothing else is missing.
-    without = [name for name, commits in figures().items() if not any(commits.values())]
+    # What has no figures has no file for the grid, nor for a machine that did not run it; nothing
+    # else is missing.
+    without = {
+        f"/graphs/summary/{name}.json" for name, has in figures().items() if not any(has.values())
+    }
+    for machine in ("reference", "reference-h200"):
+        has = figures(machine=machine)
+        without |= {
+            f"/machine-{machine}/.*/{name}.json" for name in NAMES if not any(has[name].values())
+        }
     for message in messages(shown):
         assert re.search(r"404 \(File not found\)$", message), message
-        assert any(f"/graphs/summary/{name}.json" in message for name in without), message
+        assert any(re.search(one, message) for one in without), message
 
 
 # ---- clones without the commits
