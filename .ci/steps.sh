@@ -285,5 +285,10 @@ for module in pkgutil.walk_packages(arenapy.__path__, "arenapy."):
         assert not sys._is_gil_enabled(), f"{module.name} turned the GIL on"
 PYTHON
         .venv/bin/python -m pytest -q
+        # Somebody else's C code, whose threads have no GIL to let go.
+        cp -r "$ROOT/tests/downstream" "$tree/downstream"
+        .venv/bin/pip install --quiet 'setuptools>=80' 'cython>=3.1'
+        .venv/bin/pip install --quiet --no-build-isolation downstream/
+        .venv/bin/python -m pytest -q downstream/tests/test_{traffic,turns,use}.py
     done
 }

@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, freethreading_compatible=True
 """Blocks of a Pool or a Slab taken and given back without the GIL, by several threads at once.
 
 Every block says in its first bytes whose it is, and all of its bytes (of a long one, its ends) say

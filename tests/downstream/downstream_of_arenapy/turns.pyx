@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, freethreading_compatible=True
 """A lock with an owner, and counters that are right only if nobody enters beside another."""
 from libc.stdint cimport uint64_t
 from libc.string cimport memset

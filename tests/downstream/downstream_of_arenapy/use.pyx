@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, freethreading_compatible=True
 """What a user of the C interface writes: a loop without the GIL, and Buffers in typed code."""
 
 from libc.stdint cimport uintptr_t
