@@ -74,7 +74,8 @@ def short(line):
     """The same for a sentence: two digits are enough there."""
     value = line["value"]
     unit = {"1": "", "x": " times", "us": " µs", "%": " %"}.get(line["unit"], f" {line['unit']}")
-    return (f"{value:,.0f}" if value >= 10 else f"{value:.2g}") + unit
+    whole = value >= 10 or value == int(value)
+    return (f"{value:,.0f}" if whole else f"{value:#.2g}") + unit
 
 
 def anchor(title):

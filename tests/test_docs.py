@@ -1,12 +1,62 @@
-"""What the documentation points to is there."""
+"""What the documentation points to is there, and its programs run.
 
+Examples with a prompt are doctests, which Sphinx runs; test_gpu_docs.py has the guides about CUDA.
+"""
+
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+ELSEWHERE = ("cuda", "streams", "overlap", "larger")  # test_gpu_docs.py
+PROGRAMS = [
+    pytest.param(code, id=f"{page.stem} {number}")
+    for page in DOCS
+    if page.stem not in ELSEWHERE
+    for number, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
+    )
+]
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_programs_run_as_printed(code, tmp_path):
+    for name in ("matplotlib", "torch"):
+        if name in code.replace("arenapy.plot", "matplotlib"):
+            pytest.importorskip(name)
+    if "torch.cuda" in code and not sys.modules["torch"].cuda.is_available():
+        pytest.skip("no GPU")
+    (tmp_path / "program.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_cython_example_compiles(tmp_path):
+    """Against what is installed; that such a module also runs is shown by tests/downstream."""
+    if not importlib.util.find_spec("Cython"):
+        pytest.skip("needs Cython")
+    (code,) = re.findall(
+        r"^```cython\n(.*?)^```", (ROOT / "docs/c_api.md").read_text(), re.DOTALL | re.M
+    )
+    (tmp_path / "example.pyx").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "cython", "-3", "example.pyx"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
