@@ -3,6 +3,7 @@
 Examples with a prompt are doctests, which Sphinx runs; test_gpu_docs.py has the guides about CUDA.
 """
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -101,3 +102,15 @@ def test_every_test_that_a_table_leads_to_is_on_the_page_and_no_other():
     for heading, path, name in shown:
         assert heading == name and name in linked, heading
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), name
+
+
+@pytest.mark.parametrize("module", ["arenapy", "arenapy.cuda", "arenapy.testing"])
+def test_everything_public_is_in_the_reference(module):
+    pytest.importorskip("hypothesis")
+    text = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("reference", "debugging"))
+    described = set(re.findall(r":: (arenapy[\w.]*)", text))
+    own = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+    figures = {f"arenapy.{name}" for name in importlib.import_module("arenapy.stats").__all__}
+    modules = {"arenapy.plot", "arenapy.testing.asv"}
+    unversioned = {name for name in own if not name.rpartition(".")[2].startswith("_")}
+    assert unversioned - figures - modules <= described
