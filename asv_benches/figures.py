@@ -2,13 +2,18 @@
 
     python asv_benches/figures.py [--check]
 
-Writes docs/host_figures.md, docs/gpu_figures.md, docs/claims.md and the table of README.md. With
---check writes nothing: the exit status is 1 if one of them is not what the results files say; and
-it says so, without failing, if what was measured has changed since.
+Writes docs/host_figures.md, numpy_figures.md, gpu_figures.md and claims.md, the table of README.md,
+and every figure elsewhere whose link names a row of one of those pages, as in
+
+    [55 GB/s](gpu_figures.md#copies-big-files-managed-memory "Pinned region, to the device")
+
+With --check writes nothing: the exit status is 1 if something is not what the results files say;
+and it says so, without failing, if what was measured has changed since.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -21,13 +26,19 @@ TEXT = tomllib.loads((HERE / "figures.toml").read_text())
 #: Results file: what the figures are of.
 MEASURED = {
     "host_results.json": ("arenapy", ":!arenapy/cuda", ":!arenapy/demo", ":!arenapy/testing"),
+    "numpy_results.json": ("arenapy", ":!arenapy/cuda", ":!arenapy/demo", ":!arenapy/testing"),
     "gpu_results.json": ("arenapy/cuda", "arenapy/demo"),
     "claims_results.json": ("arenapy/cuda", "arenapy/demo"),
 }
+#: What is made of it, beside claims: the page's name in figures.toml.
+PAGES = {"host": "host_results.json", "numpy": "numpy_results.json", "gpu": "gpu_results.json"}
+GENERATED = {DOCS / f"{key}_figures.md" for key in PAGES} | {DOCS / "claims.md"}
 VERSIONS = ("numpy", "pyarrow")
 GPU_VERSIONS = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "torch", "rmm-cu13")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 ONLY_SHOWN = ("loop", "rmm-arena")  # of the replays: what is no allocator, or is not compared
+#: A figure in the text of a page: what is shown, page, section, and the row in either quotes.
+SHOWN = re.compile(r"\[([^][]+)\]\(((?:docs/)?(\w+)\.md#([\w-]+)) (\"[^\"]+\"|'[^']+')\)")
 
 
 def results_of(name):
@@ -57,6 +68,19 @@ def measured(line):
     """A figure with its unit; what has none is a number."""
     unit = line["unit"].replace("us", "µs")
     return figure(line["value"]) + ("" if unit == "1" else f" {unit}")
+
+
+def short(line):
+    """The same for a sentence: two digits are enough there."""
+    value = line["value"]
+    unit = {"1": "", "x": " times", "us": " µs", "%": " %"}.get(line["unit"], f" {line['unit']}")
+    whole = value >= 10 or value == int(value)
+    return (f"{value:,.0f}" if whole else f"{value:#.2g}") + unit
+
+
+def anchor(title):
+    """What a heading is linked by."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def table(heads, rows):
@@ -98,23 +122,44 @@ def of_traces(found):
     return table(heads, rows)
 
 
+def of_cells(found):
+    """A table that was stored as such."""
+    return table(found["head"], found["rows"])
+
+
+def made_of(found):
+    """The table of a section."""
+    made = {"traces": of_traces, "rows": of_cells, "lines": of_lines}
+    return next(make(found) for key, make in made.items() if key in found)
+
+
+def once(results, with_gpu=True):
+    """What all sections were measured on, if that is one machine and one commit; else None."""
+    said = {stamped(found["stamp"], with_gpu) for found in results.values()}
+    return said.pop() if len(said) == 1 else None
+
+
 def sections(text, results):
     """A page of sections of a results file, each with its machine."""
-    lines = [f"# {text['title']}", "", text["head"]]
+    with_gpu = text["of_a_gpu"]
+    same = once(results, with_gpu)
+    lines = [f"# {text['title']}", "", text["head"], *([same, ""] if same else [])]
     for section, told in text["sections"].items():
         if section in results:
             found = results[section]
-            made = of_traces(found) if "traces" in found else of_lines(found)
-            lines += [f"## {told['title']}", "", told["about"], *made, ""]
-            lines += [stamped(found["stamp"], text["of_a_gpu"]), ""]
+            lines += [f"## {told['title']}", "", told["about"], *made_of(found), ""]
+            lines += [] if same else [stamped(found["stamp"], with_gpu), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def claims(text, results):
     """The page of claims."""
-    lines = [f"# {text['title']}", "", text["head"]]
+    same = once(results)
+    lines = [f"# {text['title']}", "", text["head"], *([same, ""] if same else [])]
     rows = [
-        (results[key]["said"], results[key]["verdict"]) for key in text["why"] if key in results
+        (f"[{results[key]['said']}](#{anchor(results[key]['said'])})", results[key]["verdict"])
+        for key in text["why"]
+        if key in results
     ]
     lines += ["| said | here |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows), ""]
     for key, why in text["why"].items():
@@ -124,7 +169,8 @@ def claims(text, results):
         lines += [f"## {found['said']}", "", f"It {found['verdict']}.", why]
         told = {None: "", True: "yes", False: "no"}
         rows = [(one["what"], measured(one), told[one["kept"]]) for one in found["figures"]]
-        lines += [*table(("", "measured", "as said"), rows), "", stamped(found["stamp"]), ""]
+        lines += [*table(("", "measured", "as said"), rows), ""]
+        lines += [] if same else [stamped(found["stamp"]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -152,13 +198,57 @@ def readme(text, readme_text, results):
     return before + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + after
 
 
+def rows_of(found):
+    """{row: what a sentence shows of it}; of a table of many columns "row: column"."""
+    shown = {}
+    for line in [*found.get("lines", ()), *found.get("figures", ())]:
+        shown.setdefault(line["what"], short(line))
+    for trace in found.get("traces", ()):
+        for name, one in trace["results"].items():
+            shown[f"{trace['trace']}: {name}"] = of_accounts(one).partition(" ")[0]
+    for row in found.get("rows", ()):
+        for head, cell in zip(found["head"], row, strict=True):
+            shown.setdefault(f"{row[0]}: {head}", cell)
+    return shown
+
+
+def every_row():
+    """{(page, section): rows_of it} of all results."""
+    rows = {}
+    for key, name in PAGES.items():
+        for section, told in TEXT[key]["sections"].items():
+            found = results_of(name).get(section, {})
+            rows[f"{key}_figures", anchor(told["title"])] = rows_of(found)
+    for found in results_of("claims_results.json").values():
+        rows["claims", anchor(found["said"])] = rows_of(found)
+    return rows
+
+
+def in_text(text, rows):
+    """A page with the figures in its sentences made anew."""
+
+    def one(match):
+        _, link, page, section, row = match.groups()
+        if (page, section) not in rows or row[1:-1] not in rows[page, section]:
+            raise SystemExit(f"no results say {row} in {page}.md#{section}")
+        return f"[{rows[page, section][row[1:-1]]}]({link} {row})"
+
+    return SHOWN.sub(one, text)
+
+
 def pages():
     """{path: text} of all that is made."""
-    host, gpu, said = (results_of(name) for name in MEASURED)
+    host, numpy, gpu, said = (results_of(name) for name in MEASURED)
     path = ROOT / "README.md"
-    made = {path: readme(TEXT["readme"], path.read_text(), host)}
+    rows = every_row()
+    made = {path: in_text(readme(TEXT["readme"], path.read_text(), host), rows)}
+    for page in sorted(set(DOCS.glob("*.md")) - GENERATED):
+        if SHOWN.search(page.read_text()):
+            made[page] = in_text(page.read_text(), rows)
     if host:
         made[DOCS / "host_figures.md"] = sections(TEXT["host"], host)
+    if numpy:
+        made[DOCS / "numpy_figures.md"] = sections(TEXT["numpy"], numpy)
     if gpu:
         made[DOCS / "gpu_figures.md"] = sections(TEXT["gpu"], gpu)
     if said:

@@ -1,9 +1,12 @@
-"""All figures of NumPy on arena memory, in one run, as tables: docs/numpy.md has them from here.
+"""All figures of NumPy on arena memory, in one run, as tables.
 
-    python asv_benches/numpy_table.py [--quick] [--markdown] [--json FILE] [--only PART ...]
+    python asv_benches/numpy_table.py [--quick] [--json FILE] [--only PART ...]
+        [--into asv_benches/numpy_results.json --commit $(git rev-parse HEAD)]
 
-Speed-ups are the other's time divided by arenapy's: above 1, arenapy is faster. Run it on an idle
-machine, which is named in the first line. The exit status is 1 if a promise is not kept.
+`--into` stores the tables in a results file, of which figures.py makes docs/numpy_figures.md; parts
+that are not measured stay there as they were. Speed-ups are the other's time divided by arenapy's:
+above 1, arenapy is faster. Run it on an idle machine, which is named in the first line. The exit
+status is 1 if a promise is not kept.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from rich.table import Table
 from asv_benches import bench_numpy, bench_workloads, numpy_traces
 from asv_benches.report import figure, show
 from asv_benches.rivals import DEFAULT, OURS, Ratios
-from asv_benches.stored import machine
+from asv_benches.stored import machine, stamp, store
 
 MIB = 1 << 20
 
@@ -125,15 +128,8 @@ PARTS = {
 }
 
 
-def markdown(title, head, rows):
-    """A table for docs/numpy.md."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    body = "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
-    return f"{title}:\n\n{body}\n"
-
-
 def rich_table(title, head, rows):
-    """The same for a terminal."""
+    """For a terminal."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, name in enumerate(head):
         table.add_column(name, justify="right" if i else "left")
@@ -146,8 +142,9 @@ def main():
     """Measure, print, and say by the exit status whether all is met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small: to see that it runs")
-    parser.add_argument("--markdown", action="store_true", help="tables for the documentation")
     parser.add_argument("--json", metavar="FILE", help="write all samples there too")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a results file")
+    parser.add_argument("--commit", default="unknown", help="what is measured, for its stamp")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     console = Console()
@@ -159,11 +156,11 @@ def main():
         kept[part] = measure(options.quick)
         found = list(promised(kept[part]))
         lines += found
-        if options.markdown:
-            print(markdown(title, *table(kept[part])), flush=True)
-        else:
-            console.print(rich_table(title, *table(kept[part])))
-            show(console, part, [line for line in found if line.limit is not None])
+        head, rows = table(kept[part])
+        console.print(rich_table(title, head, rows))
+        show(console, part, [line for line in found if line.limit is not None])
+        if options.into:
+            store(options.into, part, stamp(options.commit), {"head": head, "rows": rows})
     if options.json:
         text = json.dumps({"machine": about, **kept}, indent=1, default=dataclasses.asdict)
         Path(options.json).write_text(text)

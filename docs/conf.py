@@ -26,6 +26,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"arenapy {version}"
 
 autodoc_member_order = "groupwise"

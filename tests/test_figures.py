@@ -15,6 +15,7 @@ from asv_benches import chart, figures
 
 PAGES = {
     "host_results.json": (figures.sections, figures.TEXT["host"]),
+    "numpy_results.json": (figures.sections, figures.TEXT["numpy"]),
     "gpu_results.json": (figures.sections, figures.TEXT["gpu"]),
     "claims_results.json": (figures.claims, figures.TEXT["claims"]),
 }
@@ -24,13 +25,15 @@ def numbers(found):
     """(what is said of it, the number) of each figure of a section."""
     for line in found.get("lines", []) + found.get("figures", []):
         yield line["what"], figures.measured(line)
+    for row in found.get("rows", []):
+        yield row[0], row[1]
     for trace in found.get("traces", []):
         yield trace["trace"], f"{trace['results']['arenapy']['ratio']:.3f}"
 
 
 def test_the_pages_are_what_was_measured():
     made = figures.pages()
-    assert len(made) == 1 + sum(bool(figures.results_of(name)) for name in PAGES)
+    assert {path.stem for path in made} >= {"README", "host_figures", "numpy_figures", "claims"}
     for path, text in made.items():
         assert path.read_text() == text, f"run asv_benches/figures.py: {path.name}"
 
@@ -77,6 +80,39 @@ def test_the_readme_shows_the_results_and_their_ratios():
     )
     assert changed.partition(figures.BEGIN)[0] == text.partition(figures.BEGIN)[0]
     assert changed.partition(figures.END)[2] == text.partition(figures.END)[2]
+
+
+def test_a_figure_in_a_sentence_is_of_its_row():
+    rows = figures.every_row()
+    (page, section), found = next((at, found) for at, found in rows.items() if found)
+    row, shown = next(iter(found.items()))
+    text = f'It is [1 or so]({page}.md#{section} "{row}"), [elsewhere]({page}.md#{section}).'
+    made = figures.in_text(text, rows)
+    assert made == text.replace("1 or so", shown)
+    assert figures.in_text(made, rows) == made
+    with pytest.raises(SystemExit, match="no results say"):
+        figures.in_text(text.replace(row, "no such row"), rows)
+
+
+def test_no_figure_of_a_results_file_stands_in_a_page_by_hand():
+    """A link whose text has a number names the row that the number is of."""
+    for page in [*figures.DOCS.glob("*.md"), figures.ROOT / "README.md"]:
+        if page not in figures.GENERATED:
+            by_hand = re.findall(
+                r"\[[^][]*\d[^][]*\]\((?:docs/)?(?:\w+_figures|claims)\.md[^ ()]*\)",
+                page.read_text(),
+            )
+            assert not by_hand, page.name
+
+
+def test_a_stamp_that_all_sections_share_is_given_once():
+    make, text = PAGES["numpy_results.json"]
+    results = figures.results_of("numpy_results.json")
+    for found in results.values():
+        found["stamp"]["commit"] = "0123456789ab"
+    assert make(text, results).count("0123456789ab") == 1
+    next(iter(results.values()))["stamp"]["commit"] = "ba9876543210"
+    assert make(text, results).count("0123456789ab") == len(results) - 1
 
 
 def test_a_check_names_the_page_that_differs(monkeypatch, capsys):
