@@ -6,7 +6,6 @@ raised changed nothing, the same done again succeeds, and the driver has nothing
 table says.
 """
 
-import gc
 from collections import Counter
 
 import pytest
@@ -31,15 +30,6 @@ EVERYWHERE = ("cuCtxPopCurrent", EXCHANGE)
 #: Of what all tests here have failed, and called, for the one that asks whether all was.
 failed, called = Counter(), Counter()
 rows_used = set()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """Each failure collects, and what is there by now stays."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def failures_of(name, calls):
