@@ -1,5 +1,6 @@
 """Sphinx configuration. The reference is made from the installed package, so install it first."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -30,7 +31,10 @@ html_css_files = ["site.css"]
 html_title = f"arenapy {version}"
 
 autodoc_member_order = "groupwise"
-autodoc_typehints = "none"  # numpydoc's Parameters sections say it in words
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 # Parameters documented are those that exist, in their order.
@@ -43,6 +47,12 @@ doctest_global_setup = "import arenapy\nimport numpy as np"
 
 # Properties among the attributes of a dataclass, which numpydoc refers to from the class.
 nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]
+# Types in signatures that are other projects', or too small for an entry of their own.
+nitpick_ignore_regex = [
+    ("py:class", r"(collections|os|numpy|hypothesis|st)\..*"),
+    ("py:class", "NDArray|DTypeLike|Axes|View|Scope|Events|HasBlocks|Site"),
+    ("py:class", r"arenapy\.(\w+\.)*(Recordable|A|Limit|Operation|Reservation)"),
+]
 
 
 def make_example(app, error):
@@ -53,6 +63,59 @@ def make_example(app, error):
         (app.outdir / "memory_map.html").write_text(make_page(), encoding="utf-8")
 
 
+def read_stubs():
+    """{"Class.method" or "function": (arguments, what it returns)}, as the stubs have it.
+
+    Compiled modules do not know their annotations. Of overloads and properties there is nothing.
+    """
+    found, again = {}, set()
+    for path in sorted(Path(arenapy.__file__).parent.rglob("*.pyi")):
+        for node in ast.parse(path.read_text()).body:
+            inside = node.body if isinstance(node, ast.ClassDef) else [node]
+            prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            for one in inside:
+                if isinstance(one, ast.FunctionDef):
+                    again |= {prefix + one.name} & found.keys()
+                    found[prefix + one.name] = one
+    return {name: node for name, node in found.items() if name not in again}
+
+
+STUBS = read_stubs()
+
+
+def is_private(annotation):
+    """Whether a name in it is the stub's own, as `_Shape` is."""
+    names = [one.id for one in ast.walk(annotation) if isinstance(one, ast.Name)]
+    return any(name.startswith("_") for name in names)
+
+
+def without_private_names(arguments):
+    """What such a name stands for is said by the section Parameters."""
+    for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+        if one.annotation and is_private(one.annotation):
+            one.annotation = None
+    return arguments
+
+
+def signature_of_stub(app, what, name, obj, options, signature, returns):
+    """Types, for what is compiled."""
+    if what == "class":
+        stub = STUBS.get(f"{obj.__name__}.__init__")
+    else:
+        stub = STUBS.get(getattr(obj, "__qualname__", ""))
+    if stub is None or signature is None or "->" in signature:
+        return None
+    arguments = without_private_names(stub.args)
+    bound = (
+        what in ("class", "method") and arguments.args and arguments.args[0].arg in ("self", "cls")
+    )
+    if bound:
+        arguments = ast.arguments(**{**vars(arguments), "args": arguments.args[1:]})
+    told = stub.returns and what != "class" and not is_private(stub.returns)
+    return f"({ast.unparse(arguments)})", ast.unparse(stub.returns) if told else None
+
+
 def setup(app):
     """Sphinx calls this."""
+    app.connect("autodoc-process-signature", signature_of_stub, priority=400)  # before numpydoc
     app.connect("build-finished", make_example)

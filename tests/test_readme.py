@@ -22,5 +22,7 @@ def test_every_file_it_names_is_there():
     text = README.read_text()
     for name in re.findall(r"`((?:docs|arenapy|asv_benches)/[\w./]*|[A-Z]+\.md)`", text):
         assert (README.parent / name).exists(), name
+    for name in re.findall(r"\]\(((?!http)[^)# ]+)", text):
+        assert (README.parent / name).exists(), name
     for name in re.findall(r"python (asv_benches/\w+\.py)", text):
         assert (README.parent / name).exists(), name
