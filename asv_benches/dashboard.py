@@ -13,6 +13,7 @@ scripts from.
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import json
@@ -174,6 +175,18 @@ def machine_arguments(name):
     return ["--machine", name] if name else []
 
 
+@contextlib.contextmanager
+def keeps_description(name, results=None):
+    """asv writes over what somebody has written about a machine."""
+    path = Path(results or RESULTS, name or "", "machine.json")
+    before = path.read_text() if path.exists() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            path.write_text(before)
+
+
 def run(last, bench, name, commits=()):
     """Measure commits, or the last ones, that are not measured yet, and publish."""
     commits = [git("rev-parse", f"{one}^{{commit}}").strip() for one in commits]
@@ -182,7 +195,7 @@ def run(last, bench, name, commits=()):
         raise Refusal(f"no commit here touches {' or '.join(MEASURED)}")
     python = "{}.{}".format(*sys.version_info)
     start = time.perf_counter()
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with keeps_description(name), tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(commits) + "\n")
         file.flush()
         asv(
@@ -208,10 +221,11 @@ def write_list():
 def gpu(name):
     """Measure the GPU with the packages of this Python; elsewhere everything is skipped."""
     commit = git("rev-parse", "HEAD").strip()
-    asv(
-        "run", "-E", f"existing:{sys.executable}", "--set-commit-hash", commit, "--show-stderr",
-        "--bench", "bench_gpu", *machine_arguments(name),
-    )  # fmt: skip
+    with keeps_description(name):
+        asv(
+            "run", "-E", f"existing:{sys.executable}", "--set-commit-hash", commit, "--show-stderr",
+            "--bench", "bench_gpu", *machine_arguments(name),
+        )  # fmt: skip
     for path in RESULTS.glob(f"*/{commit[:8]}-existing-*.json"):
         forget_place(path)
 
