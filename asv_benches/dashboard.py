@@ -13,7 +13,6 @@ scripts from.
 """
 
 import argparse
-import contextlib
 import functools
 import http.server
 import json
@@ -169,22 +168,19 @@ def last_commits(count, root=ROOT):
     return found.split()[::-1]
 
 
+def described(name, results=RESULTS):
+    """asv's options for what the results say about a machine; it would write over that."""
+    path = Path(results, name or "", "machine.json")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    keys = [key for key in ("os", "arch", "cpu", "num_cpu", "ram") if key in known]
+    return [part for key in keys for part in (f"--{key}", known[key])]
+
+
 def machine_arguments(name):
     """asv's; the first time on a machine it is described without questions."""
-    asv("machine", "--yes", *(["--machine", name] if name else []))
-    return ["--machine", name] if name else []
-
-
-@contextlib.contextmanager
-def keeps_description(name, results=None):
-    """asv writes over what somebody has written about a machine."""
-    path = Path(results or RESULTS, name or "", "machine.json")
-    before = path.read_text() if path.exists() else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            path.write_text(before)
+    named = ["--machine", name] if name else []
+    asv("machine", "--yes", *named, *described(name))
+    return named
 
 
 def run(last, bench, name, commits=()):
@@ -195,7 +191,7 @@ def run(last, bench, name, commits=()):
         raise Refusal(f"no commit here touches {' or '.join(MEASURED)}")
     python = "{}.{}".format(*sys.version_info)
     start = time.perf_counter()
-    with keeps_description(name), tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(commits) + "\n")
         file.flush()
         asv(
@@ -221,11 +217,10 @@ def write_list():
 def gpu(name):
     """Measure the GPU with the packages of this Python; elsewhere everything is skipped."""
     commit = git("rev-parse", "HEAD").strip()
-    with keeps_description(name):
-        asv(
-            "run", "-E", f"existing:{sys.executable}", "--set-commit-hash", commit, "--show-stderr",
-            "--bench", "bench_gpu", *machine_arguments(name),
-        )  # fmt: skip
+    asv(
+        "run", "-E", f"existing:{sys.executable}", "--set-commit-hash", commit, "--show-stderr",
+        "--bench", "bench_gpu", *machine_arguments(name),
+    )  # fmt: skip
     for path in RESULTS.glob(f"*/{commit[:8]}-existing-*.json"):
         forget_place(path)
 

@@ -301,14 +301,12 @@ def test_nothing_was_asked_of_a_network(shown):
         assert any(re.search(one, message) for one in without), message
 
 
-def test_what_is_written_about_a_machine_stays(tmp_path):
-    path = tmp_path / "mine" / "machine.json"
-    for before in (None, '{"cpu": "told by a person"}'):
-        with dashboard.keeps_description("mine", tmp_path):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text("{}")
-        assert path.read_text() == (before or "{}")
-        path.write_text('{"cpu": "told by a person"}')
+def test_what_is_written_about_a_machine_is_told_to_asv(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "machine.json").write_text('{"machine": "mine", "cpu": "a fast one"}')
+    assert dashboard.described("mine", tmp_path) == ["--cpu", "a fast one"]
+    assert dashboard.described("other", tmp_path) == dashboard.described(None, tmp_path) == []
+    assert "--num_cpu" in dashboard.described("reference")
 
 
 # ---- clones without the commits
