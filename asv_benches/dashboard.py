@@ -169,17 +169,22 @@ def last_commits(count, root=ROOT):
 
 
 def described(name, results=RESULTS):
-    """asv's options for what the results say about a machine; it would write over that."""
+    """What the results say about a machine, in asv's words; nothing if they do not."""
     path = Path(results, name or "", "machine.json")
     known = json.loads(path.read_text()) if path.exists() else {}
-    keys = [key for key in ("os", "arch", "cpu", "num_cpu", "ram") if key in known]
-    return [part for key in keys for part in (f"--{key}", known[key])]
+    known.pop("version", None)
+    return known
 
 
 def machine_arguments(name):
     """asv's; the first time on a machine it is described without questions."""
+    if known := described(name):  # or asv would write what it finds over that
+        from asv.machine import MachineCollection
+
+        MachineCollection.save(name, known)
+        return ["--machine", name]
     named = ["--machine", name] if name else []
-    asv("machine", "--yes", *named, *described(name))
+    asv("machine", "--yes", *named)
     return named
 
 

@@ -18,6 +18,8 @@ from browser import browser, keep, messages, needs_browser
 
 pytest.importorskip("asv")
 
+from asv.machine import MachineCollection
+
 from asv_benches import dashboard, history, offline
 
 LEAST_COMMITS = 3
@@ -301,12 +303,15 @@ def test_nothing_was_asked_of_a_network(shown):
         assert any(re.search(one, message) for one in without), message
 
 
-def test_what_is_written_about_a_machine_is_told_to_asv(tmp_path):
+def test_what_is_written_about_a_machine_is_told_to_asv(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "machine.json").write_text('{"machine": "mine", "cpu": "a fast one"}')
-    assert dashboard.described("mine", tmp_path) == ["--cpu", "a fast one"]
-    assert dashboard.described("other", tmp_path) == dashboard.described(None, tmp_path) == []
-    assert "--num_cpu" in dashboard.described("reference")
+    assert dashboard.described("mine", tmp_path) == {"machine": "mine", "cpu": "a fast one"}
+    assert dashboard.described("other", tmp_path) == dashboard.described(None, tmp_path) == {}
+    home = tmp_path / "machines.json"
+    monkeypatch.setattr(MachineCollection, "get_machine_file_path", lambda: str(home))
+    assert dashboard.machine_arguments("reference") == ["--machine", "reference"]
+    assert "num_cpu" in json.loads(home.read_text())["reference"]
 
 
 # ---- clones without the commits
