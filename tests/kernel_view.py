@@ -12,6 +12,9 @@ PAGE = vm.PAGE_SIZE
 ENTRY = 8  # bytes of /proc/self/pagemap for each page
 PRESENT = 63  # the highest bit of an entry
 SANITIZED = "asan" in Path("/proc/self/maps").read_text()  # gcc's library or clang's
+#: At most, beside those of a test's memory: the interpreter's, its collector's, another thread's;
+#: a MiB has 256. AddressSanitizer's allocator gives each object that filling makes fresh memory.
+OWN_FAULTS = 64 if SANITIZED else 16
 
 
 def smaps(address):

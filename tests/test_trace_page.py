@@ -58,11 +58,22 @@ def until(probe, what):
     return found
 
 
+def evenly(path):
+    """Make a trace's events a millisecond apart.
+
+    Else the pictures are of how the machine ran the program: where it stood still for half a
+    second, the blocks of another place fill the charts.
+    """
+    found = trace.load(path)
+    found.events["time"] = np.arange(len(found)) * 10**6
+    found.save(path)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Pages by name: of a program, of torch, of more blocks than are drawn."""
     folder = tmp_path_factory.mktemp("pages")
-    record_program(folder)
+    evenly(record_program(folder))
     (folder / "torch.trace").write_bytes(pickle.dumps(Torch().snapshot()))
     many_blocks(folder / "many.trace", 60_000)
     found = {}
@@ -173,9 +184,9 @@ def test_charts_are_drawn_in_the_colours_of_the_legend(shown):
     assert names[0].startswith("program.py:") and names[-1] == "reserved"
     picture = pixels(element(shown, "#charts"))
     assert share_of(picture, "#0072b2") > 0.03
-    assert share_of(picture, "#e69f00") > 0.03
+    assert share_of(picture, "#e69f00") > 0.02
     assert 0.3 < share_of(picture, "#ffffff") < 0.95
-    assert share_of(pixels(element(shown, "#lifetimes")), "#56b4e9") > 0.02
+    assert share_of(pixels(element(shown, "#lifetimes")), "#56b4e9") > 0.01
     keep(shown, "trace-program")
     figures = element(shown, ".figures").text
     assert "live at the peak" in figures and "reserved then" in figures

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from kernel_view import SANITIZED, is_mapped, numa_map, smaps
+from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps
 
 from arenapy import vm
 from arenapy.memory_info import huge_pools
@@ -42,11 +42,6 @@ def all_ended_beyond(count):
     while threads_of_the_kernel() > count and time.monotonic() < deadline:
         time.sleep(0.001)
     return threads_of_the_kernel() <= count
-
-
-# At most: the interpreter's, its collector's, another thread's; a MiB has 256. AddressSanitizer's
-# allocator gives each object that filling makes fresh memory.
-OWN_FAULTS = 64 if SANITIZED else 16
 
 
 def faults_of(call, *args):

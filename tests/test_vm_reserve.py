@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from kernel_view import is_mapped, resident, smaps, vm_flags
+from kernel_view import OWN_FAULTS, is_mapped, resident, smaps, vm_flags
 
 from arenapy import vm
 
@@ -16,7 +16,6 @@ MIB = 1 << 20
 PAGE = vm.PAGE_SIZE
 # MADV_DONTNEED_LOCKED; without it the part is unlocked, which splits the mapping.
 LOCKED_PAGES_CAN_GO = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 18)
-OWN_FAULTS = 16  # at most: the interpreter's; a MiB has 256
 
 
 def mapped_bytes():
