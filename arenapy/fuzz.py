@@ -30,6 +30,7 @@ __all__ = ["main"]
 
 EXIT_FOUND = 1
 EXIT_USAGE = 2
+HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
 TRIES_SECONDS = 60.0  # to make a crash smaller
 
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--library", metavar="SO", help="malloc, aligned_alloc and free of this")
     parser.add_argument("--examples", type=_positive, default=100, help="programs (100)")
     parser.add_argument("--steps", type=_positive, default=50, help="of a program, at most (50)")
-    parser.add_argument("--seconds", type=float, help="go on for so long instead of --examples")
+    parser.add_argument("--seconds", type=_seconds, help="go on for so long instead of --examples")
     parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, help="the same programs again")
     parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
@@ -59,26 +60,58 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: need a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: need at least 1")
     return value
 
 
-def _attack(job: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any], list[str], str]:
-    """(exit status, what was found, the file of steps, standard error) of the other process."""
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: need a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: need a time above 0")
+    return value
+
+
+def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, Any], list[str], str]:
+    """(exit status, what was found, the file of steps, standard error) of the other process.
+
+    The status is None if a step did not end: the process was killed.
+    """
     report, written = folder / "report.json", folder / "steps.jsonl"
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
         env={**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables},
         stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+    hangs, errors = False, None
+    seen, since = -1, time.monotonic()
+    try:
+        while errors is None:
+            try:
+                errors = process.communicate(timeout=1)[1]
+            except subprocess.TimeoutExpired:
+                # Each step is written before it runs.
+                now = written.stat().st_mtime_ns if written.exists() else -1
+                if now != seen:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since > HANGS_AFTER:
+                    hangs = True
+                    process.kill()
+    finally:
+        process.kill()
+        process.wait()
     found = json.loads(report.read_text()) if report.exists() else {}
     lines = written.read_text().splitlines() if written.exists() else []
-    return done.returncode, found, lines, done.stderr.strip()
+    return None if hangs else process.returncode, found, lines, errors.strip()
 
 
 def _tables(found: dict[str, Any]) -> Table:
@@ -119,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("hypothesis") is None:
         print("arenapy fuzz needs Hypothesis: pip install hypothesis", file=sys.stderr)
         return EXIT_FOUND
+    if options.save is not None and not Path(options.save).absolute().parent.is_dir():
+        parser.error(f"--save {options.save}: there is no such folder; make it first")
     start = secrets.randbits(32) if options.seed is None else options.seed
     job = {
         "machine": {name: getattr(options, name) for name in ("target", "library", "threads")},
@@ -131,6 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, found, lines, errors = _attack(job, Path(folder))
     if status == EXIT_USAGE:
         parser.error(errors)
+    if status is None:
+        console.print(f"found: a step did not end within {HANGS_AFTER:.0f} s; --seed {start}")
+        if lines:
+            _show_program(console, lines, options.save)
+        else:
+            console.print("before the first step")
+        return EXIT_FOUND
     if status < 0:
         return _report_crash(console, -status, lines, options.save, start)
     if status or not found:

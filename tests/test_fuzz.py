@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import crashing
+import numpy as np
 import pytest
 
+from arenapy.fuzz import main
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
 
@@ -181,3 +185,69 @@ def test_an_allocator_that_cannot_be_made_is_an_error():
 
     found = attack(Broken, examples=3)
     assert str(found.error) == "no allocator today" and len(found.failing) == 1
+
+
+@pytest.mark.parametrize("made_by", [bytearray, lambda nbytes: np.empty(nbytes, "u1")])
+@pytest.mark.parametrize("start", [1, 2])
+def test_buffers_of_no_bytes_are_nowhere(made_by, start, monkeypatch):
+    monkeypatch.setattr(
+        crashing, "made_here", lambda: SimpleNamespace(alloc=made_by), raising=False
+    )
+    found = attack(machine_for("crashing:made_here"), start=start, examples=50)
+    assert found.failing is None, str(found.error)
+    assert found.rules["allocate_block"]
+
+
+def test_a_class_that_was_mended_is_attacked_anew(monkeypatch):
+    monkeypatch.setattr(crashing, "made_here", crashing.Overlapping, raising=False)
+    machine = machine_for("crashing:made_here")
+    assert attack(machine, start=5).failing is not None
+    machine.new = staticmethod(lambda: SimpleNamespace(alloc=bytearray))
+    found = attack(machine, start=5, examples=20)
+    assert (found.failing, found.error) == (None, None)
+    assert found.examples <= 40
+
+
+def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hanging.py").write_text(
+        "import sys, time\n"
+        "calls = []\n"
+        "def alloc(nbytes):\n"
+        "    calls.append(nbytes)\n"
+        "    time.sleep(1000 if len(calls) > 30 else 0)\n"
+        "    return bytearray(nbytes)\n"
+        "def made():\n"
+        "    return sys.modules[__name__]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("arenapy.fuzz.HANGS_AFTER", 3.0)
+    assert main(["hanging:made", "--seconds", "60", "--save", "kept.jsonl"]) == 1
+    out = capsys.readouterr().out
+    assert "a step did not end within 3 s" in out and "allocate" in out
+    assert (tmp_path / "kept.jsonl").read_text().count("\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--examples", "2.5"], "'2.5': need a whole number"),
+        (["--seconds", "nan"], "nan: need a time above 0"),
+        (["--seconds", "-3"], "-3: need a time above 0"),
+        (["--seconds", "soon"], "'soon': need a number of seconds"),
+        (["--save", "/nowhere/x"], "--save /nowhere/x: there is no such folder"),
+    ],
+)
+def test_wrong_values_are_told_before_the_attack(arguments, told, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["crashing:bump", *arguments])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["1/0", "def made(:", "raise RuntimeError('no GPU')"])
+def test_a_module_that_cannot_be_imported_is_an_error(content, tmp_path, monkeypatch):
+    (tmp_path / "broken_target.py").write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="broken_target:made: "):
+        machine_for("broken_target:made")
+    sys.modules.pop("broken_target", None)

@@ -209,5 +209,7 @@ def explained(what: str) -> Any:
     """Errors of importing and making what is named on a command line, as ValueError."""
     try:
         yield
-    except (ImportError, OSError, TypeError) as error:
-        raise ValueError(f"{what}: {error}") from error
+    except ValueError:
+        raise
+    except Exception as error:  # anything may be in the module that is named
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error

@@ -64,7 +64,10 @@ class AdapterMachine(AllocatorMachine):
 
     def address(self, block: Any) -> int:
         """By the block's usual names."""
-        return address_of(block[0])
+        found = address_of(block[0])
+        if not found:  # a buffer of no bytes is nowhere, and none is apart from another
+            self.empty_is_apart = False
+        return found
 
     def free(self, state: Any, block: Any) -> None:
         """Free it, or drop it."""
@@ -192,6 +195,7 @@ def attack(
         suppress_health_check=list(HealthCheck),
     )
     end = time.monotonic() + (seconds or 0)
+    machine.tally = Tally()  # a class may be attacked again, after it was mended
     try:
         while True:
             run_state_machine_as_test(seed(start)(machine), settings=options)

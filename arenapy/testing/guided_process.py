@@ -158,6 +158,11 @@ def main(argv: Sequence[str]) -> None:
     with contextlib.suppress(Exception):  # which it will meet again, in its turn
         run(b"")  # what is done once, such as imports, is no merit of the first input
     edges = Edges()
+    if not edges.total:
+        raise SystemExit(
+            f"no extension module that {job['target']} uses counts edges: build it with clang, by "
+            "-fsanitize=address,undefined,fuzzer-no-link"
+        )
     Path(job["modules"]).write_text(json.dumps(edges.modules), encoding="utf-8")
     figures = np.memmap(job["figures"], "u1", "w+", shape=(EXECUTIONS + edges.total,))
     executions, seen = figures[:EXECUTIONS].view("u8"), figures[EXECUTIONS:]

@@ -304,8 +304,9 @@ class AllocatorModel(RuleBasedStateMachine):
 
     def take_in(self, block: Any, nbytes: int, align: int | None) -> Live:
         """Where a new block lies, after a look at whether it may."""
+        start = self.address(block)  # before the next line: an adapter learns from it
         extent = max(nbytes, 1) if self.empty_is_apart else nbytes
-        known = Live(block, self.address(block), nbytes, 0, extent)
+        known = Live(block, start, nbytes, 0, extent)
         check_aligned(known.start, align or self.default_align)
         if extent:
             check_apart(known, self.live.items())
