@@ -5,6 +5,7 @@ What needs both is run by hand: tests/fuzz_coverage.py.
 
 import contextlib
 import ctypes
+import json
 import shutil
 import subprocess
 
@@ -13,6 +14,7 @@ import pytest
 from fuzz_targets import Bumps
 
 from arenapy.testing import __main__ as command
+from arenapy.testing import guided_process
 from arenapy.testing.edges import Edges, counters_in
 from arenapy.testing.guided_process import by_chance, kept, machine_named, target_of
 
@@ -77,6 +79,23 @@ def test_a_corpus_keeps_what_smaller_files_do_not_reach(tmp_path):
     chosen, reached = kept(tmp_path, edges.run, edges)
     assert [path.name for path in chosen] == ["b", "c", "a"]
     assert reached.tolist() == [True, True, True, False]
+
+
+def test_a_corpus_stays_if_no_module_counts_edges(tmp_path, monkeypatch):
+    class NoEdges(FourEdges):
+        total, modules = 0, {}
+
+    monkeypatch.setattr(guided_process, "Edges", NoEdges)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a").write_bytes(b"\1")
+    job = {
+        "target": "fuzz_targets:Bumps", "corpus": str(corpus), "minimize": True,
+        "modules": str(tmp_path / "modules"), "figures": str(tmp_path / "figures"),
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="fuzzer-no-link"):
+        guided_process.main(["process", json.dumps(job)])
+    assert [path.name for path in corpus.iterdir()] == ["a"]
 
 
 class Wrong(Bumps):
