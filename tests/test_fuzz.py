@@ -208,6 +208,7 @@ def test_a_class_that_was_mended_is_attacked_anew(monkeypatch):
     assert found.examples <= 40
 
 
+@pytest.mark.no_sanitizer  # under which imports alone may take as long
 def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
     (tmp_path / "hanging.py").write_text(
         "import sys, time\n"
@@ -220,10 +221,10 @@ def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
         "    return sys.modules[__name__]\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("arenapy.fuzz.HANGS_AFTER", 3.0)
+    monkeypatch.setattr("arenapy.fuzz.HANGS_AFTER", 10.0)
     assert main(["hanging:made", "--seconds", "60", "--save", "kept.jsonl"]) == 1
     out = capsys.readouterr().out
-    assert "a step did not end within 3 s" in out and "allocate" in out
+    assert "a step did not end within 10 s" in out and "allocate" in out
     assert (tmp_path / "kept.jsonl").read_text().count("\n") >= 2
 
 
