@@ -184,9 +184,9 @@ def test_charts_are_drawn_in_the_colours_of_the_legend(shown):
     assert names[0].startswith("program.py:") and names[-1] == "reserved"
     picture = pixels(element(shown, "#charts"))
     assert share_of(picture, "#0072b2") > 0.03
-    assert share_of(picture, "#e69f00") > 0.02
+    assert share_of(picture, "#e69f00") > 0.03
     assert 0.3 < share_of(picture, "#ffffff") < 0.95
-    assert share_of(pixels(element(shown, "#lifetimes")), "#56b4e9") > 0.01
+    assert share_of(pixels(element(shown, "#lifetimes")), "#56b4e9") > 0.02
     keep(shown, "trace-program")
     figures = element(shown, ".figures").text
     assert "live at the peak" in figures and "reserved then" in figures
