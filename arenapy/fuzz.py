@@ -128,6 +128,9 @@ def _tables(found: dict[str, Any]) -> Table:
 def _show_program(console: Console, lines: Sequence[str], save: str | None) -> None:
     from arenapy.testing.steps import Program
 
+    if not lines:
+        console.print("before the first step")
+        return
     program = Program.parse(lines[1:])
     console.print(str(program), highlight=False, markup=False, soft_wrap=True)
     if save is not None:
@@ -168,10 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(errors)
     if status is None:
         console.print(f"found: a step did not end within {HANGS_AFTER:.0f} s; --seed {start}")
-        if lines:
-            _show_program(console, lines, options.save)
-        else:
-            console.print("before the first step")
+        _show_program(console, lines, options.save)
         return EXIT_FOUND
     if status < 0:
         return _report_crash(console, -status, lines, options.save, start)
@@ -201,12 +201,9 @@ def _report_crash(
     from arenapy.testing.crashes import crashes, smaller
 
     console.print(f"found: killed by {signal.Signals(number).name}; --seed {start}")
-    if not lines:
-        console.print("before the first step")
-        return EXIT_FOUND
-    if crashes(lines):
+    if lines and crashes(lines):
         lines = smaller(lines, TRIES_SECONDS)
-    else:
+    elif lines:
         console.print(
             "the same steps do not do it again: an earlier program is part of it, or luck"
         )
