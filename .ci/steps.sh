@@ -159,13 +159,14 @@ step_other_pythons() {
     for python in "${found[@]}"; do
         tree=$WORK/$(python_version "$python")
         echo "--- $("$python" --version)"
-        test_environment "$tree" "$python"
+        CFLAGS=-O1 test_environment "$tree" "$python"    # half of the time to compile
         # What is slow, and the same in every Python, ran with the README's.
         [[ $TIER == long ]] || less=(
             --ignore=tests/test_{compare,corpus,demo,demo_gpu,docs,faults,figures,fuzz,readme,replay}.py
             --ignore=tests/test_{every_allocator,packaging,simulated_driver,stream_machine}.py
             --ignore=tests/test_{testing_others,testing_planted,testing_steps,testing_strategies}.py
             --ignore=tests/test_{torch_history,trace_command,trace_map,trace_page,trace_view}.py
+            --ignore=tests/test_{command_lines,hostile_traces,outputs,reentry}.py
             --ignore-glob='tests/test_cuda_*.py' --ignore-glob='tests/test_gpu_*.py'
         )
         (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q \
@@ -203,8 +204,11 @@ step_sanitizers() {
         --ignore=tests/test_{demo_gpu,exit_pool,fuzz,replay,stream_machine,torch_history}.py \
         --ignore=tests/test_testing_{asv,others,planted,steps,strategies}.py \
         --ignore=tests/test_trace_{command,map,page,view}.py --ignore=tests/sanitizers \
+        --ignore=tests/test_{every_allocator,exit,interop,measure,plot,steady}.py \
+        --ignore=tests/test_{command_lines,hostile_traces,interpreters,outputs,run_alike,signals}.py \
+        --ignore=tests/test_cuda_{between_calls,capture_owners,coming_streams,storage,told}.py \
         --ignore-glob='tests/test_gpu_*.py' \
-        -k 'not (prefaulted or guard_is_a_segfault or threads_option or varying_sizes)' || code=$?
+        -k 'not (prefaulted or guard_is_a_segfault or threads_option or varying_sizes or amid_recording)' || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
     CC=clang overruns address || code=1
@@ -224,7 +228,7 @@ step_guided() {
 
 step_long_properties() {
     cd "$README_TREE"
-    HYPOTHESIS_PROFILE=long "$PYTHON" -m pytest tests
+    HYPOTHESIS_PROFILE=long "$PYTHON" -m pytest --all tests
 }
 
 step_oldest_numpy() {

@@ -6,6 +6,13 @@ the user holds is a :class:`Buffer` or an ndarray over one. A byte that somebody
 is never handed out again and never unmapped.
 """
 
+import sys
+
+if getattr(sys, "argv", [""])[:1] == ["-m"] and not sys.flags.safe_path:
+    # ``python -m arenapy`` and the like: the modules of the current folder, which Python puts
+    # first, are the program's that a command runs, and not for us.
+    del sys.path[0]
+
 from arenapy._platform import require_supported
 
 require_supported()

@@ -19,7 +19,7 @@ from setuptools.errors import PlatformError
 
 HERE = Path(__file__).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-NUMPY_MODULES = {"arenapy.ndarray", "arenapy.numpy_handler"}
+NUMPY_MODULES = {"arenapy.ndarray", "arenapy.numpy_context", "arenapy.numpy_handler"}
 
 # These follow CFLAGS on the compiler's command line, so an optimization level chosen there is left
 # alone. Hidden visibility: modules call each other through Cython's capsules, never by symbol.
@@ -32,6 +32,10 @@ DIRECTIVES: dict[str, Any] = {
     "boundscheck": False,
     "wraparound": False,
     "freethreading_compatible": True,
+    # No method that sets the fields of an object from outside, and no None where a method expects
+    # an object of a class: both would be a crash (see sealed.pyx).
+    "auto_pickle": False,
+    "allow_none_for_extension_args": False,
     # Plain method descriptors: CPython calls them faster than Cython's own function objects. The
     # embedded signature is in the form that help() and inspect.signature() read.
     "binding": False,

@@ -1,5 +1,6 @@
 """Where arenapy runs. Standard library only: the build loads this file before anything is built."""
 
+import _thread
 import platform
 import sys
 
@@ -13,7 +14,8 @@ def require_supported() -> None:
     Raises
     ------
     ImportError
-        Naming the platform found and the ones that work.
+        Naming the platform found and the ones that work; in an interpreter that is not the main
+        one, before anything is imported that only one interpreter can have.
     """
     bits = sys.maxsize.bit_length() + 1
     machine = platform.machine()
@@ -22,3 +24,18 @@ def require_supported() -> None:
             "arenapy runs on 64-bit Linux on x86-64 and aarch64 only, "
             f"and this is {bits}-bit Python on {sys.platform} {machine}."
         )
+    if not in_main_interpreter():
+        raise ImportError(
+            "arenapy runs in the main interpreter only, as NumPy does, and this is a "
+            "subinterpreter: use threads or processes."
+        )
+
+
+def in_main_interpreter() -> bool:
+    """Whether this is the interpreter that the process began with."""
+    try:
+        return bool(_thread._is_main_interpreter())  # type: ignore[attr-defined]
+    except AttributeError:  # before 3.12
+        import _xxsubinterpreters as interpreters  # type: ignore[import-not-found]
+
+        return bool(interpreters.get_current() == interpreters.get_main())

@@ -6,9 +6,9 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 2
+    ARENAPY_ABI = 3
 
-cdef void built_for_arenapy_abi_2() noexcept nogil
+cdef void built_for_arenapy_abi_3() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_2()
+    built_for_arenapy_abi_3()

@@ -28,5 +28,7 @@ cdef int check_source(object source) except -1
 cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align)
 # The region that a source makes, checked to be one of at least n bytes.
 cdef Region make_region(object source, Py_ssize_t n)
+# The last step of the constructor of an allocator.
+cdef int complete(Allocator one) except -1
 # Not to be listed among the allocators of this process: it is a part of another one.
 cdef int hide(Allocator one) except -1

@@ -1,10 +1,10 @@
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, SupportsIndex, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-from typing_extensions import disjoint_base
 
+from arenapy.ledger import Ledger
 from arenapy.ndarray import _Shape
 from arenapy.recorder import Recorder
 
@@ -12,7 +12,7 @@ _DTypeT = TypeVar("_DTypeT", bound=np.dtype[Any])
 _ScalarT = TypeVar("_ScalarT", bound=np.generic)
 _ShapeT = TypeVar("_ShapeT", bound=tuple[int, ...])
 
-@disjoint_base
+@final
 class Allocator:
     @overload
     def empty(
@@ -54,6 +54,7 @@ class Allocator:
     def _tally(self) -> tuple[int, int, int]: ...
     def _exchange_peak(self, peak: int | None) -> int: ...
     def _record(self, recorder: Recorder | None) -> None: ...
+    def _ledger(self) -> Ledger | None: ...
     def _reserved(self) -> list[tuple[int, int]]: ...
 
 def live_allocators() -> list[Allocator]: ...

@@ -3,7 +3,7 @@
 What lives here: everything that can be said with `block`, the one thing that differs. Arrays
 are such a thing: an array is a block, held from birth, with an ndarray over it.
 """
-cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
@@ -20,6 +20,11 @@ from arenapy.mark cimport Mark
 from arenapy.ndarray cimport Spec, parse, wrap
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
+from arenapy.sealed cimport seal
+
+cdef extern from "Python.h":
+    void PyObject_GC_Track(PyObject* o)
+    void PyObject_GC_UnTrack(PyObject* o)
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
@@ -39,8 +44,24 @@ def live_allocators():
 
 
 def call_at_end(note):
-    """Call `note(allocator)` whenever an allocator, whole as yet, is about to end."""
+    """Call `note(allocator)` whenever an allocator, whole as yet, is about to end.
+
+    It must be compiled: a signal's exception at a bytecode of it would be printed, and lost.
+    """
     at_end.append(note)
+
+
+cdef int complete(Allocator one) except -1:
+    """The end of a constructor: only now other code can get hold of it."""
+    cdef RegionSet c = one.base
+    reference = weakref.ref(one)
+    if c.debug:
+        from arenapy.debug import remember
+        c.ledger.allocator = reference
+        remember(c.ledger)
+    alive[id(one)] = c.allocator = reference
+    PyObject_GC_Track(<PyObject*>one)
+    return 0
 
 
 cdef int hide(Allocator one) except -1:
@@ -48,18 +69,20 @@ cdef int hide(Allocator one) except -1:
     return 0
 
 
-@cython.auto_pickle(False)
 cdef class Allocator:
     """The base of all allocators. Not to be made: use Bump, Slab or Pool."""
 
     def __cinit__(self, *args, **kwargs):
-        if type(self) is Allocator:
-            raise TypeError("Allocator is the base of allocators; make a Bump, Slab or Pool")
-        alive[id(self)] = weakref.ref(self)
+        PyObject_GC_UnTrack(<PyObject*>self)     # until it is whole: see `complete`
 
     def __del__(self):
         if arenapy_finalizing():             # what is to be called may be gone
             return
+        if self.base is None or self.base.allocator is None:
+            return                           # it was never whole
+        if self.base.debug:
+            # Memory is left alone now: the collector may take what is left apart in any order.
+            self.base.ledger.over = True
         for note in at_end:
             note(self)
         alive.pop(id(self), None)
@@ -101,6 +124,10 @@ cdef class Allocator:
     def _record(self, recorder):
         """Record every operation from now on; None: no longer."""
         raise NotImplementedError(type(self).__name__)
+
+    def _ledger(self):
+        """That of debug mode, or None. Private to arenapy.debug."""
+        return self.base.ledger if self.base is not None else None
 
     def _reserved(self):
         """(address, bytes) of all that came from the source and is here still."""
@@ -157,6 +184,8 @@ cdef class Allocator:
         cdef RegionSet c = self.base
         descr = parse(shape, dtype, order, &spec)
         if not is_array(c):
+            if c.medium.own is not None:     # else it is only a graph that would zero it
+                c.medium.may_begin(c.medium.own)
             b = self.device_array(shape, descr, order, &spec)
             c.medium.fill(b, 0, c.medium.own)
             return b
@@ -228,6 +257,9 @@ cdef class Allocator:
         for name, descr, start in layout:
             arrays[name] = np.ndarray(n, descr, bytes_, start)
         return arrays
+
+
+seal(Allocator, "Allocator is the base of allocators; make a Bump, Slab or Pool")
 
 
 cdef bint is_array(RegionSet c) noexcept:

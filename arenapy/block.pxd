@@ -62,7 +62,8 @@ cdef class Keeper:
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
     cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
-    cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock
+    cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
+    cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
     cdef Nest nest                       # GIL builds only
     cdef char* nests                     # others: MOST_FRONTS of them, NEST_BYTES each; or NULL
     cdef PyObject* anchors               # a list, its allocator's, which alone may use it
@@ -72,6 +73,7 @@ cdef class Keeper:
     # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
     cdef bint alive(self, Block root) noexcept nogil
     cdef void enlist(self, Hold* hold) noexcept nogil
+    cdef void delist(self, Hold* hold) noexcept nogil   # of a hold that is not retired
     cdef void give_back(self, Block root) noexcept nogil
     cdef void ended(self, Hold* hold) noexcept nogil
     # The end of a root Buffer of one that recycles, which has no references left.
@@ -96,8 +98,9 @@ cdef class Keeper:
 
 
 # `word` is the whole state of a root, changed as one atomic: bit 0 CLOSED, bit 1 HELD (was ever
-# exported), the rest: live exports in units of ONE_EXPORT, those of its slices and views
-# included. A slice or view has a word of its own, without HELD.
+# exported), the rest: live exports and pins in units of ONE_EXPORT, those of its slices and views
+# included. Without HELD these are pins, and the word changes with the keeper's lock held. A slice
+# or view has a word of its own, without HELD.
 cdef class Block:
     cdef char* ptr
     cdef Py_ssize_t size
@@ -107,7 +110,7 @@ cdef class Block:
     cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
-    cdef Hold* hold                      # not NULL once HELD; if the keeper recycles, with uses
+    cdef Hold* hold          # not NULL once HELD or pinned; if the keeper recycles, with uses
     cdef PyObject* anchor                # of a root that does not count its keeper; else NULL
     cdef Keeper keeper                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held
@@ -134,6 +137,10 @@ cdef int writable(Block block) except -1
 # Mark the root held and count one live export (or, with count False, only mark it).
 cdef int acquire(Block block, bint count) except -1
 cdef void unacquire(Block block) noexcept
+# While a call uses a block: nobody can release it, and a reset retires it, but it is not exported
+# and so not HELD afterwards (unless it was before).
+cdef int pin(Block block) except -1
+cdef void unpin(Block block) noexcept
 cdef str why_closed(Block block)
 # A hold for a new export, reused or allocated; lock held; NULL without memory.
 cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
@@ -142,6 +149,7 @@ cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
         hold = <Hold*>malloc(sizeof(Hold))
         if hold == NULL:
             return NULL
+        keeper.n_made += 1
     else:
         keeper.spare = hold.next
     hold.uses = NULL
@@ -176,7 +184,9 @@ cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
 # A hold of a Buffer that has ended.
 cdef void end_hold(PyObject* root) noexcept
 # What uses a block besides, from now on; it is in a list of the hold. The keeper has a medium.
+# The length of that list; 0: it was there already. And no longer, unless it is the only one.
 cdef int note_use(Block block, object use) except -1
+cdef void drop_use(Block block, object use) noexcept
 cdef list uses_of(Block block)               # as they are now
 # What a stream argument names, for memory of this keeper; None: nothing to take note of.
 cdef object named_stream(Keeper keeper, object stream)

@@ -1,11 +1,9 @@
-from typing import Never, final
+from typing import Never, Self, final
 
-from typing_extensions import disjoint_base
-
-@disjoint_base
+@final
 class Keeper:
     # Nothing can be passed: sources make Regions, and allocators their cores.
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
     @property
     def kind(self) -> str: ...
     @property
@@ -20,7 +18,7 @@ class Keeper:
 @final
 class Anchor: ...
 
-@disjoint_base
+@final
 class Block:
     # Nothing can be passed: allocators, regions and slices make Buffers, the class does not.
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...

@@ -20,6 +20,7 @@ from arenapy.atomic cimport (
     arenapy_lock_release, arenapy_store, arenapy_sub,
 )
 from arenapy.places cimport said
+from arenapy.sealed cimport seal
 from arenapy.threads cimport MOST_FRONTS, thread_number
 
 cdef extern from "Python.h":
@@ -33,7 +34,6 @@ cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** at, size_t align, size_t size)
 
 
-@cython.auto_pickle(False)
 cdef class Keeper:
     """What a Buffer's bytes belong to. Internal: a Region or an allocator's core."""
 
@@ -41,11 +41,6 @@ cdef class Keeper:
         self.kind = "host"
         self.device_id = -1
         self.host_accessible = True
-
-    def __init__(self):
-        raise TypeError(
-            f"{type(self).__name__} is internal; make a source's region, or an allocator"
-        )
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -64,6 +59,9 @@ cdef class Keeper:
         return True
 
     cdef void enlist(self, Hold* hold) noexcept nogil:
+        pass
+
+    cdef void delist(self, Hold* hold) noexcept nogil:
         pass
 
     cdef void give_back(self, Block root) noexcept nogil:
@@ -122,9 +120,11 @@ cdef class Keeper:
         return 0
 
 
+seal(Keeper, "a Keeper is internal; make a source's region, or an allocator")
+
+
 # no_gc_clear: the dealloc needs the keeper to the last. A cycle through a block goes through a
 # user's object too, which the collector can clear.
-@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Block:
     """The state of a Buffer. Internal: what users see is Buffer."""
@@ -132,11 +132,8 @@ cdef class Block:
     def __cinit__(self):
         self.word = CLOSED        # until its maker opens it
 
-    def __init__(self):
-        raise TypeError(
-            "a Buffer is made by an allocator's alloc(), a region's buffer() or a slice, "
-            "not by calling the class"
-        )
+
+seal(Block, "a Block is internal; what users see is Buffer")
 
 
 # ---- dead roots --------------------------------------------------------------------------
@@ -168,11 +165,13 @@ cdef Nest* own_nest(PyObject* keeper) noexcept:
     return nth_nest(<Keeper>keeper, k)
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear               # the keeper is needed to the last
 cdef class Anchor:
     pass
+
+
+seal(Anchor)
 
 
 cdef int take_anchor(Block root) except -1:
@@ -225,14 +224,12 @@ cdef bint is_open_locked(Block block) noexcept:
     cdef uint64_t word = arenapy_load(&root.word)
     if (word | arenapy_load(&block.word)) & CLOSED or root.keeper.gone:
         return False
-    return word & HELD != 0 or root.keeper.alive(root)
+    return word != 0 or root.keeper.alive(root)
 
 
 cdef bint is_open(Block block) noexcept:
     cdef Keeper keeper = root_of(block).keeper
     cdef bint valid
-    if keeper is None:
-        return False                         # only __new__ was called
     arenapy_lock_acquire(&keeper.lock)
     valid = is_open_locked(block)
     arenapy_lock_release(&keeper.lock)
@@ -248,9 +245,9 @@ cdef int check_open(Block block) except -1:
 cdef str why_closed(Block block):
     cdef Keeper keeper = root_of(block).keeper
     cdef str why = "it was released, or its frame was reset"
-    if keeper is not None and keeper.gone == GONE_CLOSED:
+    if keeper.gone == GONE_CLOSED:
         why = "its region was closed"
-    elif keeper is not None and keeper.gone == GONE_FORKED:
+    elif keeper.gone == GONE_FORKED:
         why = "its memory stayed with the parent process when this one was forked"
     return f"{name_of(block)} is closed: {why}; allocate a new Buffer"
 
@@ -260,9 +257,16 @@ cdef bint is_readonly(Block block) noexcept:
 
 
 cdef int acquire(Block block, bint count) except -1:
+    return take_hold(block, ONE_EXPORT if count else 0, HELD)
+
+
+cdef int pin(Block block) except -1:
+    return take_hold(block, ONE_EXPORT, 0)
+
+
+cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
+    """Count it, and set `state`, as one change."""
     cdef Block root = root_of(block)
-    cdef uint64_t step = ONE_EXPORT if count else 0
-    cdef Hold* hold
     cdef bint held, no_memory = False
     check_open(block)
     if root.keeper.checked:
@@ -272,14 +276,11 @@ cdef int acquire(Block block, bint count) except -1:
     held = add_export(root, step, HELD)
     if not held:
         arenapy_lock_acquire(&root.keeper.lock)
-        if arenapy_load(&root.word) == 0 and is_open_locked(block):
-            hold = NULL if root.keeper.recycles else new_hold(root.keeper)
-            if hold != NULL or root.keeper.recycles:
-                enlist_hold(root, hold)
-                arenapy_store(&root.word, HELD + step)   # at once: who sees HELD may close it
-                held = True
-            else:
-                no_memory = True
+        if not arenapy_load(&root.word) & HELD and is_open_locked(block):
+            held = keep_in_place(root)
+            no_memory = not held
+            if held:
+                arenapy_add(&root.word, state + step)    # at once: who sees HELD may close it
         else:                                # another thread was first, or it is closed
             held = add_export(root, step, HELD)
         arenapy_lock_release(&root.keeper.lock)
@@ -290,6 +291,37 @@ cdef int acquire(Block block, bint count) except -1:
     if no_memory:
         raise MemoryError("no memory for the record of an export")
     raise ValueError(why_closed(block))
+
+
+cdef void unpin(Block block) noexcept:
+    cdef Block root = root_of(block)
+    cdef Keeper keeper = root.keeper
+    if root is not block:
+        arenapy_sub(&block.word, ONE_EXPORT)
+    arenapy_lock_acquire(&keeper.lock)       # against whoever marks it HELD
+    if arenapy_sub(&root.word, ONE_EXPORT) == ONE_EXPORT:
+        if keeper.recycles:
+            arenapy_sub(&keeper.n_held, 1)
+        elif root.hold.flags & HOLD_RETIRED:
+            arenapy_store(&root.word, HELD)  # it has outlived its frame
+        else:
+            keeper.delist(root.hold)
+            drop_hold(keeper, root.hold)
+            root.hold = NULL
+    arenapy_lock_release(&keeper.lock)
+
+
+cdef inline bint keep_in_place(Block root) noexcept nogil:
+    """The first export or pin of a root; lock held. False: no memory."""
+    cdef Hold* hold = NULL
+    if arenapy_load(&root.word):
+        return True                          # it is pinned
+    if not root.keeper.recycles:
+        hold = new_hold(root.keeper)
+        if hold == NULL:
+            return False
+    enlist_hold(root, hold)
+    return True
 
 
 cdef inline bint add_export(Block block, uint64_t step, uint64_t state) noexcept nogil:
@@ -329,8 +361,6 @@ cdef void unacquire(Block block) noexcept:
 cdef str name_of(Block block):
     """How messages call it: enough to find the block."""
     cdef Keeper keeper = root_of(block).keeper
-    if keeper is None:
-        return "a Buffer without memory"
     owner = keeper.owner_of()
     return (
         f"the {keeper.kind} Buffer of {block.size} bytes at {<uintptr_t>block.ptr:#x}"
@@ -390,9 +420,24 @@ cdef int note_use(Block block, object use) except -1:
     free(hold)
     if not valid:
         raise ValueError(why_closed(block))
-    if use not in uses:
-        uses.append(use)
-    return 0
+    if use in uses:
+        return 0
+    uses.append(use)
+    return <int>len(uses)
+
+
+cdef void drop_use(Block block, object use) noexcept:
+    cdef Block root = root_of(block)
+    cdef PyObject* uses
+    cdef Py_ssize_t i
+    arenapy_lock_acquire(&root.keeper.lock)
+    uses = root.hold.uses if root.hold != NULL else NULL
+    if uses != NULL:
+        for i in range(len(<list>uses)):
+            if (<list>uses)[i] is use and len(<list>uses) > 1:
+                del (<list>uses)[i]          # the caller has it, too: nothing ends here
+                break
+    arenapy_lock_release(&root.keeper.lock)
 
 
 cdef list uses_of(Block block):

@@ -1,10 +1,10 @@
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import Any, Self, SupportsIndex, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from typing_extensions import Buffer as _Exporter
-from typing_extensions import CapsuleType, disjoint_base
+from typing_extensions import CapsuleType
 
 from arenapy.allocator import Allocator
 from arenapy.block import Block
@@ -15,7 +15,8 @@ _Array: TypeAlias = _Exporter | _CudaArray | _Tensor
 _TargetT = TypeVar("_TargetT", bound=_Array)
 _ScalarT = TypeVar("_ScalarT", bound=np.generic)
 
-class Buffer(Block):
+@final
+class Buffer(Block):  # type: ignore[misc]
     @property
     def nbytes(self) -> int: ...
     @property
@@ -78,8 +79,8 @@ class Buffer(Block):
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]: ...
 
-@disjoint_base
-class View(Buffer):
+@final
+class View(Buffer):  # type: ignore[misc]
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property

@@ -25,6 +25,7 @@ from arenapy.block cimport (
     end_hold, is_open, host_only, is_readonly, name_of, named_stream, nest_of, place_of,
     root_of, take_anchor, unacquire,
 )
+from arenapy.sealed cimport seal
 from arenapy.transfer cimport copy_in, copy_out, fill_bytes
 
 cdef extern from "Python.h":
@@ -69,7 +70,7 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
     cdef PyObject* counted = (<Buffer>o).anchor if not ARENAPY_GIL else NULL
     cdef Nest* nest
-    # Tracked: over foreign memory, and where only __new__ was called.
+    # Tracked: over foreign memory, and a View for which there was no memory.
     cdef bint tracked = keeper == <PyObject*>None or (<Keeper>keeper).foreign
     if tracked:
         PyObject_GC_UnTrack(o)
@@ -148,22 +149,22 @@ cdef class Buffer(Block):
     @property
     def kind(self) -> str:
         """Kind of memory: "host", "shared", "file", "existing", "pinned", "device", ..."""
-        return root_of(self).keeper.kind if self.keeper is not None else "none"
+        return self.keeper.kind
 
     @property
     def device_id(self) -> int:
         """Ordinal of the device that the memory is on; -1 for the host."""
-        return self.keeper.device_id if self.keeper is not None else -1
+        return self.keeper.device_id
 
     @property
     def readonly(self) -> bool:
         """Whether exports are read-only."""
-        return self.keeper is None or is_readonly(self)
+        return is_readonly(self)
 
     @property
     def allocator(self):
         """The allocator, or None once that is gone (the memory lives on) or if there is none."""
-        return self.keeper.owner_of() if self.keeper is not None else None
+        return self.keeper.owner_of()
 
     @property
     def closed(self) -> bool:
@@ -224,6 +225,10 @@ cdef class Buffer(Block):
             self.record_stream(stream)
             word = arenapy_load(&self.word)
         while not word & CLOSED and not done:
+            if word >= ONE_EXPORT and not arenapy_load(&root_of(self).word) & HELD:
+                raise BufferError(
+                    f"{name_of(self)} is in use by a call that has not returned; release it then"
+                )
             if word >= ONE_EXPORT:
                 raise BufferError(
                     f"{name_of(self)} has {word // ONE_EXPORT} live exports; drop or release the "
@@ -421,15 +426,16 @@ cdef class Buffer(Block):
     @property
     def __array_interface__(self):
         """NumPy's array interface, version 3. Reading it marks the Buffer held."""
-        if self.keeper is None or not self.keeper.host_accessible:
+        if not self.keeper.host_accessible:
             raise AttributeError(f"{name_of(self)} is not on the host; copy_to() brings it there")
+        fields = _numpy().interface(self)
         acquire(self, False)
-        return _numpy().interface(self)
+        return fields
 
     @property
     def __cuda_array_interface__(self):
         """The CUDA array interface, version 3. Reading it marks the Buffer held; see `offer`."""
-        if self.keeper is None or not self.keeper.device_accessible:
+        if not self.keeper.device_accessible:
             raise AttributeError(f"{name_of(self)} is not accessible to a CUDA device")
         return _numpy().cuda_interface(self)
 
@@ -447,6 +453,13 @@ cdef class Buffer(Block):
         check_open(self)
         from arenapy.pickling import reduce_buffer
         return reduce_buffer(self, protocol)
+
+
+seal(
+    Buffer,
+    "a Buffer is made by an allocator's alloc(), a region's buffer() or a slice, not by "
+    "calling the class",
+)
 
 
 arenapy_set_dealloc(Buffer, _root_dealloc)
@@ -468,6 +481,9 @@ cdef class View(Buffer):
     def strides(self) -> tuple:
         """Bytes from one element to the next, along each dimension."""
         return tuple([self.dims[self.ndim + i] for i in range(self.ndim)])
+
+
+seal(View, "a View is made by slicing a Buffer, or by its view(), not by calling the class")
 
 
 # Imported when first needed: both import this module.

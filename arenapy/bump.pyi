@@ -1,5 +1,5 @@
 from collections.abc import Iterable
-from typing import NoReturn, SupportsIndex, final
+from typing import NoReturn, Self, SupportsIndex, final
 
 from arenapy.allocator import Allocator
 from arenapy.buffer import Buffer
@@ -9,9 +9,9 @@ from arenapy.source import Source
 from arenapy.stats import BumpStats
 
 @final
-class Bump(Allocator):
-    def __init__(
-        self,
+class Bump(Allocator):  # type: ignore[misc]
+    def __new__(
+        cls,
         nbytes: SupportsIndex,
         source: Source | None = None,
         max_bytes: SupportsIndex | None = None,
@@ -19,7 +19,7 @@ class Bump(Allocator):
         debug: bool | None = None,
         *,
         stream: object = None,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def source(self) -> Source: ...
     @property

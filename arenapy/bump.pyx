@@ -11,11 +11,10 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.string cimport memcpy
 from collections.abc import Iterable
-import weakref
 
 from arenapy.atomic cimport ARENAPY_GIL, arenapy_load_ptr
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
-from arenapy.allocator cimport Allocator, make_region
+from arenapy.allocator cimport Allocator, complete, make_region
 from arenapy.arguments cimport as_align, as_size, quick_size
 from arenapy.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
 from arenapy.block cimport is_open_locked, named_stream, new_hold, track
@@ -76,15 +75,11 @@ cdef class Bump(Allocator):
     (16.0, 0)
     """
 
-    def __cinit__(self, *args, **kwargs):
-        self.base = self.core = BumpCore.__new__(BumpCore)
-
-    def __init__(self, nbytes, source=None, max_bytes=None, strict=False, debug=None, *,
-                 stream=None):
-        cdef BumpCore core = self.core
+    def __cinit__(self, nbytes, source=None, max_bytes=None, strict=False, debug=None, *,
+                  stream=None):
+        cdef BumpCore core = BumpCore.__new__(BumpCore)
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        if core.n_regions:
-            raise TypeError("this Bump is made already; make another one")
+        self.base = self.core = core
         if n == 0:
             raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
         if max_bytes is not None:
@@ -93,15 +88,14 @@ cdef class Bump(Allocator):
                 raise ValueError(f"max_bytes={max_bytes} is less than nbytes={n}; give more")
         if source is None:
             source = Host()
-        region = make_region(source, n)
         core.adopt(source, stream)
-        self.debug = core.watch(self, debug, verify)
+        self.debug = core.watch(debug, verify)
         core.shorten(not self.debug)
-        core.open(region)
-        core.allocator = weakref.ref(self)
+        core.open(make_region(source, n))    # last: a file is emptied by it
         self.source = source
         self.max_bytes = max_bytes
         self.strict = strict
+        complete(self)
 
     # -- allocation
 
@@ -194,23 +188,26 @@ cdef class Bump(Allocator):
 
         Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
         """
-        cdef list wanted, blocks = [], dropped = []
+        cdef list wanted, blocks = []
         cdef BumpCore c = self.core
-        cdef Figures before = c.figures()
+        cdef Figures before
+        cdef Py_ssize_t made
         if not isinstance(sizes, Iterable):
             raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
         wanted = [as_size(n, "sizes") for n in sizes]
+        before = c.figures()                 # now: the sizes may come from code that allocates
         try:
             for n in wanted:
                 blocks.append(self.block(n, self.core.block_align, False))
         except BaseException:
+            made = len(blocks)
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
             arenapy_lock_acquire(&c.lock)
-            c.peak_bytes, c.total, c.freed = before.peak, before.total, before.bytes - c.live
-            c.drop_regions(before.regions, dropped)
+            c.total -= made                  # other code may have allocated meanwhile
+            c.peak_bytes, c.freed = before.peak, before.bytes - c.live
             arenapy_lock_release(&c.lock)
-            for region in dropped:
+            for region in c.drop_regions(before.regions):
                 record(c, EVENT_TRIM, (<Region>region).ptr, (<Region>region).size)
                 (<Region>region).detach()
             raise
@@ -223,12 +220,15 @@ cdef class Bump(Allocator):
         -------
         Buffer
             The same one if it is the newest block, no mark is newer and there is room; else
-            a new one with the contents, and the old one is released.
+            a new one with the contents, and the old one is released. The streams that use the old
+            one may go on with the new one: they wait for its contents, and it for them.
 
         Raises
         ------
         BufferError
             If it has to move and has live exports. Nothing changes.
+        CudaError
+            If it has to move while a stream that uses it is captured. Nothing changes.
         ValueError, OutOfMemory
         """
         cdef BumpCore c = self.core
@@ -236,6 +236,7 @@ cdef class Bump(Allocator):
         cdef Buffer new
         cdef bint done = False
         cdef uintptr_t start, end
+        cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.keeper != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
@@ -272,20 +273,30 @@ cdef class Bump(Allocator):
             raise BufferError(
                 f"{buffer!r} has to move to grow, and has live exports; drop them first"
             )
+        size = buffer.size
         new = self.block(n, max(buffer.align, c.block_align), False)
+        # Making it may have run code, which may have grown the old one, exported it or reset all.
         if c.medium is not None:
-            c.medium.copy(new[:buffer.size], buffer, c.medium.own)
+            try:
+                check_open(buffer)
+                if buffer.size != size:
+                    raise ValueError(f"{buffer!r} did not grow: it was changed meanwhile")
+                c.medium.move(new, buffer)
+            except BaseException:
+                new.release()
+                raise
             buffer.release()
             return new
-        arenapy_lock_acquire(&c.lock)        # making it may have run code that reset the arena
-        done = is_open_locked(buffer) and is_open_locked(new)
+        arenapy_lock_acquire(&c.lock)
+        done = is_open_locked(buffer) and is_open_locked(new) and buffer.size == size
+        done = done and buffer.word < ONE_EXPORT
         if done:
-            memcpy(new.ptr, buffer.ptr, buffer.size)
+            memcpy(new.ptr, buffer.ptr, size)
         arenapy_lock_release(&c.lock)
         if not done:
             new.release()
             check_open(buffer)
-            raise ValueError(f"{buffer!r} could not grow: the arena was reset meanwhile")
+            raise ValueError(f"{buffer!r} did not grow: it or the arena was changed meanwhile")
         buffer.release()
         return new
 
@@ -465,7 +476,7 @@ cdef class Bump(Allocator):
         cdef Figures f = self.core.figures()
         return BumpStats(
             f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,
-            f.peak, f.held, f.marks, f.regions, f.total,
+            f.peak, f.held, f.marks, f.regions, f.total, f.metadata,
         )
 
     def _tally(self):

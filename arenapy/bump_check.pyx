@@ -10,6 +10,7 @@ from libc.string cimport memcpy
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.block cimport Hold
 from arenapy.bump_core cimport BumpCore, Frame, used
+from arenapy.extents cimport Extent, extents_above, extents_fault, extents_first
 from arenapy.region cimport Region
 
 cdef enum:
@@ -43,13 +44,19 @@ def verify(BumpCore c not None):
     """Raise AssertionError unless every invariant of the arena holds."""
     cdef Range* ranges
     cdef Hold* hold
+    cdef Extent* e
     cdef Py_ssize_t i, n = 0, most
     cdef Frame* frames
     cdef Py_ssize_t n_frames, n_runs
     cdef uint64_t tag
     cdef size_t[6] sums
+    cdef const char* fault
     c.settle()
     arenapy_lock_acquire(&c.lock)
+    fault = extents_fault(&c.free)           # else nothing below can be relied on
+    if fault != NULL:
+        arenapy_lock_release(&c.lock)
+        raise AssertionError((<bytes>fault).decode())
     most = c.n_runs + 1 + c.free.n + _count(c.retired) + _count(c.leased)
     for i in range(c.n_frames):
         most += _count(c.frames[i].holds)
@@ -66,9 +73,11 @@ def verify(BumpCore c not None):
     ranges[n - 1].end = c.cursor
     ranges[n] = Range(c.cursor, c.limit, c.runs[c.n_runs - 1].region, CURRENT)
     n += 1
-    for i in range(c.free.n):
-        ranges[n] = Range(c.free.items[i].start, c.free.items[i].end, c.free.items[i].region, FREE)
+    e = extents_first(&c.free)
+    while e != NULL:
+        ranges[n] = Range(e.start, e.end, e.region, FREE)
         n += 1
+        e = extents_above(&c.free, e.region, e.start)
     hold = c.retired
     while hold != NULL:
         ranges[n] = Range(hold.start, hold.end, hold.region, RETIRED)
@@ -100,7 +109,8 @@ def verify(BumpCore c not None):
     _verify_tiling(c, copies)
     _verify_figures(copies, [sums[i] for i in range(6)])
     _verify_held(copies)
-    _verify_frames(stamps, n_runs, tag)
+    _verify_frames(stamps, tag)
+    _verify_runs(copies[:n_runs], [frame[2] for frame in stamps])
 
 
 def _name(entry):
@@ -113,22 +123,30 @@ def _verify_tiling(BumpCore c, copies):
     tiles = sorted(t for t in copies if t[3] != HELD and t[1] != t[2])
     by_region = {}
     for tile in tiles:
-        assert tile[1] < tile[2], f"{_name(tile)} ends before it starts"
+        if tile[1] >= tile[2]:
+            raise AssertionError(f"{_name(tile)} ends before it starts")
         by_region.setdefault(tile[0], []).append(tile)
     for index, region in enumerate(c.regions):
         at = (<Region>region).address
         before = None
         for tile in by_region.get(index, []):
-            assert tile[1] >= at, f"{_name(tile)} overlaps what ends at {at:#x}: {before}"
-            assert tile[1] == at, f"nobody owns [{at:#x}, {tile[1]:#x}), before {_name(tile)}"
-            assert not (before is not None and before[3] == FREE and tile[3] == FREE), (
-                f"{_name(before)} and {_name(tile)} are adjacent and not merged"
-            )
+            if tile[1] < at:
+                raise AssertionError(f"{_name(tile)} overlaps what ends at {at:#x}: {before}")
+            if tile[1] > at:
+                raise AssertionError(
+                    f"nobody owns [{at:#x}, {tile[1]:#x}), before {_name(tile)}"
+                )
+            if before is not None and before[3] == FREE and tile[3] == FREE:
+                raise AssertionError(
+                    f"{_name(before)} and {_name(tile)} are adjacent and not merged"
+                )
             at = tile[2]
             before = tile
         stop = region.address + region.nbytes
-        assert at == stop, f"nobody owns [{at:#x}, {stop:#x}) at the end of {region!r}"
-    assert set(by_region) <= set(range(len(c.regions))), "a range is in no region"
+        if at != stop:
+            raise AssertionError(f"nobody owns [{at:#x}, {stop:#x}) at the end of {region!r}")
+    if not set(by_region) <= set(range(len(c.regions))):
+        raise AssertionError("a range is in no region")
 
 
 def _verify_figures(copies, figures):
@@ -136,36 +154,52 @@ def _verify_figures(copies, figures):
     sizes = [0] * len(NAMES)
     for _, start, end, what in copies:
         sizes[what] += end - start
-    assert sizes[RUN] == in_runs, f"used is {in_runs}, and the runs have {sizes[RUN]} bytes"
-    assert sizes[RETIRED] == retired, f"retired is {retired}, and blocks have {sizes[RETIRED]}"
-    assert sizes[LEASED] == leased, f"leased is {leased}, and ranges have {sizes[LEASED]}"
-    assert sizes[FREE] + sizes[CURRENT] == free_, f"free is {free_}, not the extents' sum"
-    assert in_runs + free_ + retired + leased == capacity, f"{figures} do not add up"
-    assert live <= in_runs, f"live is {live} of {in_runs} used"
+    if sizes[RUN] != in_runs:
+        raise AssertionError(f"used is {in_runs}, and the runs have {sizes[RUN]} bytes")
+    if sizes[RETIRED] != retired:
+        raise AssertionError(f"retired is {retired}, and blocks have {sizes[RETIRED]}")
+    if sizes[LEASED] != leased:
+        raise AssertionError(f"leased is {leased}, and ranges have {sizes[LEASED]}")
+    if sizes[FREE] + sizes[CURRENT] != free_:
+        raise AssertionError(f"free is {free_}, not the extents' sum")
+    if in_runs + free_ + retired + leased != capacity:
+        raise AssertionError(f"{figures} do not add up")
+    if live > in_runs:
+        raise AssertionError(f"live is {live} of {in_runs} used")
 
 
 def _verify_held(copies):
     """Held blocks are disjoint, and those of standing frames lie in runs."""
     held = sorted((t[1], t[2]) for t in copies if t[3] in (HELD, RETIRED))
     for one, other in zip(held, held[1:]):
-        assert one[1] <= other[0], (
-            f"blocks [{one[0]:#x}, {one[1]:#x}) and [{other[0]:#x}, {other[1]:#x}) overlap"
-        )
+        if one[1] > other[0]:
+            raise AssertionError(
+                f"blocks [{one[0]:#x}, {one[1]:#x}) and [{other[0]:#x}, {other[1]:#x}) overlap"
+            )
     runs = sorted((t[1], t[2]) for t in copies if t[3] == RUN)
     i = 0
     for start, end in sorted((t[1], t[2]) for t in copies if t[3] == HELD):
         while i < len(runs) and runs[i][1] < end:
             i += 1
-        assert i < len(runs) and runs[i][0] <= start, (
-            f"block [{start:#x}, {end:#x}) is in no run"
-        )
+        if i == len(runs) or runs[i][0] > start:
+            raise AssertionError(f"block [{start:#x}, {end:#x}) is in no run")
 
 
-def _verify_frames(frames, n_runs, tag):
+def _verify_frames(frames, tag):
     for older, newer in zip(frames, frames[1:]):
-        assert older[0] < newer[0] and older[1] < newer[1] and older[2] <= newer[2], (
-            f"frames {older} and {newer} are out of order"
-        )
+        if older[0] >= newer[0] or older[1] >= newer[1] or older[2] > newer[2]:
+            raise AssertionError(f"frames {older} and {newer} are out of order")
     last = frames[len(frames) - 1]
-    assert last[0] == tag, f"the tag is {tag}, and the last frame's is {last[0]}"
-    assert last[2] < n_runs, f"frame {last} names a run beyond the {n_runs}"
+    if last[0] != tag:
+        raise AssertionError(f"the tag is {tag}, and the last frame's is {last[0]}")
+
+
+def _verify_runs(runs, stood_at):
+    """There are no more of them than frames, and runs with bytes in them, and the current one."""
+    if max(stood_at) >= len(runs):
+        raise AssertionError(f"a frame stands at run {max(stood_at)} of {len(runs)}")
+    empty = {i for i, run in enumerate(runs[:len(runs) - 1]) if run[1] == run[2]}
+    if not empty <= set(stood_at):
+        raise AssertionError(
+            f"of {len(runs)} runs, {len(empty - set(stood_at))} are empty and no frame stands there"
+        )

@@ -22,7 +22,7 @@ cdef struct Frame:
 
 # What stats() and the properties say; bytes.
 cdef struct Figures:
-    size_t capacity, used, live, free, largest_free, retired, leased, peak
+    size_t capacity, used, live, free, largest_free, retired, leased, peak, metadata
     Py_ssize_t held, marks, regions
     uint64_t total, bytes    # allocations ever
 
@@ -39,7 +39,9 @@ cdef class BumpCore(Space):
     cdef uint64_t freed      # bytes that were live and are no more
     cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
     cdef uint64_t stamp      # the last content or id given out
-    cdef Extent* runs        # bytes handed out contiguously, oldest first; n_runs >= 1
+    # Bytes handed out contiguously, oldest first; n_runs >= 1. Of all but the last, those in which
+    # there is nothing have a frame: frames[i].run. So n_runs <= n_frames + blocks not freed + 1.
+    cdef Extent* runs
     cdef Py_ssize_t n_runs, cap_runs
     cdef size_t before       # bytes of all runs but the last
     cdef Frame* frames       # n_frames >= 1; frames[0] is the base
@@ -47,7 +49,8 @@ cdef class BumpCore(Space):
     cdef Py_ssize_t n_frames, cap_frames
     cdef size_t peak_bytes
     cdef Py_ssize_t n_held   # holds that have not been drained
-    cdef bint pristine       # nothing was retired since everything was last free
+    # Nothing was retired since all that is free was last in one piece: one run, and no gaps.
+    cdef bint pristine
     cdef bint plain          # pristine, not shut, not debug, no leases: rewind() may be short
     cdef PyObject* last_mark   # the newest live Mark, borrowed: a list through Mark.older
     cdef uint64_t live_mark  # its id; 0: none
@@ -72,11 +75,13 @@ cdef class BumpCore(Space):
     # Shall alloc() take its short way? It does while there are dead Buffers to take.
     cdef void shorten(self, bint short) noexcept
     # internal
+    cdef void push_run(self, uintptr_t start, Py_ssize_t region) noexcept nogil
+    cdef void drop_run(self) noexcept nogil
     cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil
-    cdef void pop_run(self) noexcept nogil
+    cdef void place(self) noexcept nogil
     cdef bint run_is_spare(self) noexcept nogil
+    cdef void pop_run(self) noexcept nogil
     cdef bint is_empty(self, Frame* frame) noexcept nogil
-    cdef void count_runs(self) noexcept nogil
     cdef void set_plain(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
 

@@ -3,4 +3,4 @@ from typing import final
 from arenapy.space import Space
 
 @final
-class BumpCore(Space): ...
+class BumpCore(Space): ...  # type: ignore[misc]

@@ -6,7 +6,9 @@ how regions come to be (source); streams.
 
 The state. The capacity is tiled exactly by five kinds of range, which `verify` checks:
 
-* runs: what was handed out contiguously, in order; the newest one ends at the cursor;
+* runs: what was handed out contiguously, in order; the newest one ends at the cursor. Each of the
+  others has bytes in it, or a frame stands at it: so there are no more of them than frames and
+  allocations that were not freed since;
 * the current extent [cursor, limit): free, and next to be handed out;
 * other free extents, ordered by address within their region, coalesced;
 * retired: held blocks that outlived a reset of their frame;
@@ -21,6 +23,11 @@ a reset gives it a new one: so a Buffer is valid if its tag is still some frame'
 if it is held. Stamps only grow, hence along the frames too, and are found by bisection.
 
 Holds end on any thread: `ended` pushes onto a lock-free list, which the owner drains.
+
+What bounds the bookkeeping: frames are at most the live marks, and those that something was
+allocated in since; free extents at most the other ranges, and the regions; holds the Buffers
+that are held at once. Arrays and spare holds keep the room that was needed at most. Each operation
+takes logarithmic time, and a reset that for each block that it retires and each run that it frees.
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -34,17 +41,20 @@ from arenapy.block cimport (
     HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold, drop_kept,
 )
 from arenapy.extents cimport (
-    Extent, extents_after, extents_bytes, extents_carve, extents_insert, extents_remove,
-    extents_room, make_room,
+    Extent, Node, extents_above, extents_below, extents_carve, extents_first, extents_fit,
+    extents_insert, extents_most, extents_room, extents_take, make_room,
 )
 from arenapy.region cimport Region
 from arenapy.recorder cimport EVENT_FREE
 from arenapy.poison cimport POISONS
 from arenapy.regions cimport RegionSet, forbid, link_hold, permit, record, unlink_hold
+from arenapy.sealed cimport seal
 from arenapy.space cimport Space
 
+cdef enum:
+    LEASES_ASKED = 8         # ranges that a reset asks the kernel about: a call for each
 
-@cython.auto_pickle(False)
+
 @cython.final
 @cython.no_gc_clear
 cdef class BumpCore(Space):
@@ -58,10 +68,9 @@ cdef class BumpCore(Space):
         memset(self.runs, 0, sizeof(Extent))
         memset(self.frames, 0, sizeof(Frame))
         self.n_runs = self.n_frames = 1
+        self.top = self.frames
         self.stamp = self.tag = self.frames[0].content = 1
-        self.pristine = True
-        self.shut = True
-        self.set_plain()
+        self.pristine = self.shut = True
 
     def __dealloc__(self):
         self.finish_streams()
@@ -74,7 +83,7 @@ cdef class BumpCore(Space):
 
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""
-        self.add_region(region)
+        self.add_region(region, (region,))
         self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
         self.continue_at(<uintptr_t>region.ptr, 0)
         self.pristine = self.leased == NULL
@@ -88,13 +97,15 @@ cdef class BumpCore(Space):
 
     cdef int check_free(self) except -1:
         """Not all that was given back: C calls may have it again, and tell the ledger nothing."""
-        cdef Py_ssize_t i
+        cdef Extent* e
         if self.debug:
             arenapy_lock_acquire(&self.lock)
             if not self.shut:
                 self.ledger.scan(self.cursor, self.limit)
-                for i in range(self.free.n):
-                    self.ledger.scan(self.free.items[i].start, self.free.items[i].end)
+                e = extents_first(&self.free)
+                while e != NULL:
+                    self.ledger.scan(e.start, e.end)
+                    e = extents_above(&self.free, e.region, e.start)
             arenapy_lock_release(&self.lock)
             self.raise_damage()
         return 0
@@ -103,63 +114,81 @@ cdef class BumpCore(Space):
 
     cdef void set_plain(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.top = &self.frames[self.n_frames - 1]
         self.plain = self.pristine and not (self.shut or self.debug or self.may_lease)
 
     cdef void expect_leases(self) noexcept nogil:
         self.may_lease = True
         self.set_plain()
 
-    cdef void count_runs(self) noexcept nogil:
-        """After the runs have changed."""
-        cdef Py_ssize_t i
-        self.before = 0
-        for i in range(self.n_runs - 1):
-            self.before += self.runs[i].end - self.runs[i].start
-
     cdef size_t free_bytes(self) noexcept nogil:
-        return self.limit - self.cursor + extents_bytes(&self.free)
+        return self.capacity - used(self) - self.retired_bytes - self.leased_bytes
 
     cdef size_t largest_free(self) noexcept nogil:
         """The largest free range; what joins the current extent on a miss counts with it."""
-        cdef size_t most = self.limit - self.cursor
-        cdef size_t current = most
+        cdef size_t current = self.limit - self.cursor
         cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
-        cdef Extent e
-        cdef Py_ssize_t i
-        for i in range(self.free.n):
-            e = self.free.items[i]
-            if e.region == here and (e.start == self.limit or e.end == self.cursor):
-                current += e.end - e.start
-            most = max(most, e.end - e.start)
-        return max(most, current)
+        cdef Extent* e = extents_below(&self.free, here, self.cursor)
+        if e != NULL and e.region == here and e.end == self.cursor:
+            current += e.end - e.start
+        e = extents_above(&self.free, here, self.cursor)
+        if e != NULL and e.region == here and e.start == self.limit:
+            current += e.end - e.start
+        return max(current, extents_most(&self.free))
 
-    # -- free extents
+    # -- runs
+
+    cdef void push_run(self, uintptr_t start, Py_ssize_t region) noexcept nogil:
+        """Begin another run behind the last one, whose end is right; there is room for it."""
+        cdef Extent* last = &self.runs[self.n_runs - 1]
+        self.before += last.end - last.start
+        self.runs[self.n_runs] = Extent(start, start, region)
+        self.n_runs += 1
+
+    cdef void drop_run(self) noexcept nogil:
+        cdef Extent* last
+        self.n_runs -= 1
+        last = &self.runs[self.n_runs - 1]
+        self.before -= last.end - last.start
 
     cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil:
         """Make the free bytes from `at` on, if any, the current extent of the current run."""
-        cdef Py_ssize_t i = extents_after(&self.free, region, at) - 1
+        cdef Extent* e = extents_below(&self.free, region, at)
         cdef uintptr_t end
         self.cursor = self.limit = at
-        if i >= 0 and self.free.items[i].region == region and self.free.items[i].end > at:
-            end = self.free.items[i].end
+        if e != NULL and e.region == region and e.end > at:
+            end = e.end
             extents_carve(&self.free, at, end, region)
             self.limit = end
+
+    cdef void place(self) noexcept nogil:
+        """Put the cursor where it belongs when the last run has ended, and all that is free is in
+        `free`: behind that run where nothing was ever retired; else at the lowest free extent, so
+        that memory stays hot and gaps are used. There is room for one run more."""
+        cdef Extent* last = &self.runs[self.n_runs - 1]
+        cdef Extent* low = extents_first(&self.free)
+        if self.retired != NULL or self.leased != NULL:
+            self.pristine = False
+        elif self.n_runs == 1:
+            self.pristine = True
+        self.set_plain()
+        if (self.pristine or low == NULL
+                or (low.region == last.region and low.start == last.end)):
+            self.continue_at(last.end, last.region)
+        else:
+            self.push_run(low.start, low.region)
+            self.cursor, self.limit = low.start, low.end
+            extents_take(&self.free, low)
 
     # A spare run is an empty last run that no frame refers to.
 
     cdef bint run_is_spare(self) noexcept nogil:
         cdef Py_ssize_t last = self.n_runs - 1
-        return (self.cursor == self.runs[last].start
-                and last > self.frames[self.n_frames - 1].run)
+        return self.cursor == self.runs[last].start and last > self.top.run
 
     cdef void pop_run(self) noexcept nogil:
-        """Drop a spare run and go on behind the one before it; room for one extent more."""
-        cdef Py_ssize_t last = self.n_runs - 1
-        extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
-        self.n_runs = last
-        self.count_runs()
-        self.continue_at(self.runs[last - 1].end, self.runs[last - 1].region)
+        """Drop a spare run; all that is free is in `free` then. There is room for an extent."""
+        extents_insert(&self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
+        self.drop_run()
 
     # -- Python's side
 
@@ -168,6 +197,7 @@ cdef class BumpCore(Space):
         cdef Figures f
         self.settle()
         arenapy_lock_acquire(&self.lock)
+        self.prune()                     # a Mark that dies leaves its frame to the next call
         f.capacity = self.capacity
         f.used = used(self)
         f.live = self.live
@@ -176,6 +206,10 @@ cdef class BumpCore(Space):
         f.retired = self.retired_bytes
         f.leased = self.leased_bytes
         f.peak = max(self.peak_bytes, f.used)
+        f.metadata = (
+            self.cap_runs * sizeof(Extent) + self.cap_frames * sizeof(Frame)
+            + self.free.room * sizeof(Node) + self.n_made * sizeof(Hold)
+            + self.cap_regions * sizeof(PyObject*))
         f.held = self.n_held
         f.marks = self.n_frames - 1
         f.regions = self.n_regions
@@ -191,7 +225,7 @@ cdef class BumpCore(Space):
         arenapy_lock_acquire(&self.lock)
         if not self.shut:
             self.drain()
-            self.settle_leases()
+            self.settle_leases(-1)
         arenapy_lock_release(&self.lock)
         return 0
 
@@ -215,39 +249,39 @@ cdef class BumpCore(Space):
         """The current extent is too small: the first other that fits, else NULL."""
         cdef size_t size = n + (n == 0)
         cdef uintptr_t start
-        cdef Py_ssize_t i, here
+        cdef Py_ssize_t here
+        cdef Extent* found
         cdef Extent e
         if self.shut or size > self.capacity:
             return NULL
         self.drain()
-        self.settle_leases()
         if not (extents_room(&self.free, 3) and make_room(
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return NULL
         here = self.runs[self.n_runs - 1].region
         # The rest of the current extent may join what was freed beside it.
         extents_insert(&self.free, self.cursor, self.limit, here)
-        for i in range(self.free.n):
-            e = self.free.items[i]
-            start = (e.start + (align - 1)) & ~<uintptr_t>(align - 1)
-            if start >= e.end or size > e.end - start:
-                continue
-            if e.region != here or e.start != self.cursor:
-                self.runs[self.n_runs - 1].end = self.cursor
-                if not self.run_is_spare():
-                    self.n_runs += 1
-                self.runs[self.n_runs - 1] = Extent(e.start, e.start, e.region)
-                self.count_runs()
-            extents_remove(&self.free, i)
-            self.limit = e.end
-            self.cursor = start + size
-            self.live += n
-            self.total += 1
-            pad[0] = <uint32_t>(start - e.start)
-            permit(self, start, n)
-            return <void*>start
-        self.continue_at(self.cursor, here)
-        return NULL
+        found = extents_fit(&self.free, size, align)
+        if found == NULL and self.leased != NULL:
+            self.settle_leases(-1)
+            found = extents_fit(&self.free, size, align)
+        if found == NULL:
+            self.continue_at(self.cursor, here)
+            return NULL
+        e = extents_take(&self.free, found)
+        if e.region != here or e.start != self.cursor:
+            self.runs[self.n_runs - 1].end = self.cursor
+            if self.run_is_spare():
+                self.drop_run()
+            self.push_run(e.start, e.region)
+        start = (e.start + (align - 1)) & ~<uintptr_t>(align - 1)
+        self.limit = e.end
+        self.cursor = start + size
+        self.live += n
+        self.total += 1
+        pad[0] = <uint32_t>(start - e.start)
+        permit(self, start, n)
+        return <void*>start
 
     # -- freeing by moving back
 
@@ -265,6 +299,7 @@ cdef class BumpCore(Space):
             self.prune()
         if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
             self.pop_run()
+            self.continue_at(end, self.runs[self.n_runs - 1].region)
         last = self.n_runs - 1
         lowest = self.top.cursor if last == self.top.run else self.runs[last].start
         # A block of C code comes without its tag: what lies before a mark is not moved over.
@@ -279,6 +314,7 @@ cdef class BumpCore(Space):
         self.live -= end - start - empty
         if self.run_is_spare():
             self.pop_run()
+            self.place()
         return True
 
     # -- held blocks
@@ -303,6 +339,10 @@ cdef class BumpCore(Space):
         self.n_held += 1
         link_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
 
+    cdef void delist(self, Hold* hold) noexcept nogil:
+        self.n_held -= 1
+        unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
+
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>root.ptr
         cdef bint empty = root.size == 0
@@ -325,6 +365,7 @@ cdef class BumpCore(Space):
         cdef Hold* hold
         cdef Hold* other
         cdef Hold* queue = NULL
+        cdef bint back = False
         if arenapy_load_ptr(&self.ended_list) == NULL:
             return
         hold = <Hold*>arenapy_take_ptr(&self.ended_list)
@@ -341,6 +382,7 @@ cdef class BumpCore(Space):
                 unlink_hold(&self.retired, hold)
                 self.retired_bytes -= hold.end - hold.start
                 self.free_or_lease(hold)
+                back = True
             else:
                 unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
                 # If it is not the newest, its bytes come back at the next reset.
@@ -348,6 +390,10 @@ cdef class BumpCore(Space):
                                       hold.flags & HOLD_EMPTY != 0):
                     forbid(self, hold.start, hold.end)
                 drop_hold(self, hold)
+        # Nothing was allocated since a reset put the cursor here: there may be a better place now.
+        if back and not self.shut and self.run_is_spare() and extents_room(&self.free, 1):
+            self.pop_run()
+            self.place()
 
     cdef bint has_holds(self) noexcept nogil:
         self.drain()
@@ -386,11 +432,18 @@ cdef class BumpCore(Space):
     cdef void prune(self) noexcept nogil:
         """Forget the last frames if they are empty and no mark refers to them any more."""
         cdef Frame* frame = self.top
+        cdef Extent* run
         while (self.n_frames > 1 and frame.c_marks == 0 and frame.id > self.live_mark
                 and self.is_empty(frame)):
             self.n_frames -= 1
             self.top = frame = frame - 1
             self.tag = frame.content
+            # An empty run that this frame alone stood at goes with it.
+            if self.n_runs - 2 > frame.run:
+                run = &self.runs[self.n_runs - 2]
+                if run.start == run.end:
+                    run[0] = run[1]
+                    self.n_runs -= 1
 
     cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil:
         """Index of the frame of a mark, -1 if that was ended."""
@@ -420,20 +473,18 @@ cdef class BumpCore(Space):
         cdef Hold* hold
         cdef Hold* next
         cdef Py_ssize_t held = self.survivors(f)
-        cdef Py_ssize_t i, last, home
+        cdef Py_ssize_t i, first = frame.run
         cdef uintptr_t start
-        self.settle_leases()
+        self.settle_leases(LEASES_ASKED)
         # All memory first: from here on nothing can fail, or take of this room.
-        if not (extents_room(&self.free, self.n_runs - frame.run + held + 4) and make_room(
+        if not (extents_room(&self.free, self.n_runs - first + held + 4) and make_room(
                 <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
             return -1
         note_peak(self)
-        last = self.n_runs - 1
-        home = self.runs[frame.run].region
-        extents_insert(&self.free, self.cursor, self.limit, self.runs[last].region)
-        self.runs[last].end = self.cursor
-        for i in range(frame.run, self.n_runs):
-            start = frame.cursor if i == frame.run else self.runs[i].start
+        extents_insert(&self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
+        self.runs[self.n_runs - 1].end = self.cursor
+        for i in range(first, self.n_runs):
+            start = frame.cursor if i == first else self.runs[i].start
             extents_insert(&self.free, start, self.runs[i].end, self.runs[i].region)
         for i in range(f, self.n_frames):
             hold = self.frames[i].holds
@@ -445,37 +496,23 @@ cdef class BumpCore(Space):
                 self.retired_bytes += hold.end - hold.start
                 link_hold(&self.retired, hold)
                 hold = next
-        for i in range(frame.run, self.n_runs):
-            start = frame.cursor if i == frame.run else self.runs[i].start
+        for i in range(first, self.n_runs):
+            start = frame.cursor if i == first else self.runs[i].start
             if self.may_lease:
                 self.carve_leases(start, self.runs[i].end, self.runs[i].region)
             if POISONS or self.debug:
                 self.poison_free(start, self.runs[i].end, self.runs[i].region)
-        self.n_runs = frame.run + 1
-        self.runs[frame.run].end = frame.cursor
+        while self.n_runs - 1 > first:
+            self.drop_run()
+        self.runs[first].end = frame.cursor
+        self.place()
         self.n_frames = f + 1
+        self.top = frame
         frame.holds = NULL
         self.freed += self.live - frame.live
         self.live = frame.live
         self.stamp += 1
         self.tag = frame.content = self.stamp
-        if self.retired != NULL or self.leased != NULL:
-            self.pristine = False
-        elif f == 0:
-            self.pristine = True
-        self.set_plain()
-        # Where nothing was ever retired the cursor returns to the mark; else it takes the
-        # lowest free extent, so that memory stays hot and gaps are used.
-        if self.pristine or self.free.n == 0 or (
-                self.free.items[0].region == home and self.free.items[0].start == frame.cursor):
-            self.continue_at(frame.cursor, home)
-        else:
-            self.runs[self.n_runs] = Extent(
-                self.free.items[0].start, self.free.items[0].start, self.free.items[0].region)
-            self.cursor, self.limit = self.free.items[0].start, self.free.items[0].end
-            self.n_runs += 1
-            extents_remove(&self.free, 0)
-        self.count_runs()
         return 0
 
     cdef void disable(self, int why) noexcept nogil:
@@ -497,3 +534,6 @@ cdef class BumpCore(Space):
         status = self.lease_all(region, fd)
         self.continue_at(self.cursor, here)
         return status
+
+
+seal(BumpCore)

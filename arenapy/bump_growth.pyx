@@ -4,11 +4,10 @@ What lives here: how large it is, and that it has room for the request. What doe
 go in it (bump_core).
 """
 from libc.stdint cimport uintptr_t
-from libc.stdlib cimport free
 
 from arenapy.allocator cimport make_region
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
-from arenapy.block cimport Hold, born_held
+from arenapy.block cimport Hold, born_held, drop_hold
 from arenapy.buffer cimport Buffer
 from arenapy.bump_core cimport BumpCore, take
 from arenapy.recorder cimport EVENT_GROW
@@ -31,6 +30,7 @@ cdef int grow_arena(
     cdef size_t size
     cdef uintptr_t start
     cdef Region region
+    cdef tuple before, after
     cdef bint grown
     c.open_check()
     if max_bytes is not None and <size_t>max_bytes > known:
@@ -49,11 +49,14 @@ cdef int grow_arena(
     if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
         # max_bytes left no room to align in, and this one does not lie well.
         raise OutOfMemory(c.full(n, align, max_bytes))
+    before = c.listed()
+    after = before + (region,)
     arenapy_lock_acquire(&c.lock)
     try:
-        grown = c.capacity == known          # else other code grew it meanwhile: try again
+        # Else other code grew it, in the source or in a collection of garbage: try again.
+        grown = c.regions is before and c.capacity == known
         if grown:
-            c.add_region(region)
+            c.add_region(region, after)
     finally:
         arenapy_lock_release(&c.lock)
     if grown:
@@ -92,5 +95,8 @@ cdef int grow_for(
                 hold = NULL
             arenapy_lock_release(&c.lock)
     finally:
-        free(hold)
+        if hold != NULL:
+            arenapy_lock_acquire(&c.lock)
+            drop_hold(c, hold)
+            arenapy_lock_release(&c.lock)
     return 0

@@ -2,7 +2,7 @@ from typing import final
 
 CONTROL: tuple[bytes, bytes]
 IMPORTS: str
-RUNNER: tuple[str, ...]
+RUNNER: str
 TABLE: bytes
 
 @final

@@ -60,13 +60,12 @@ cdef enum:
 CONTROL = bytes(range(32)), b"?" * 32
 TABLE = bytes.maketrans(*CONTROL)
 
-#: The outermost frames of a program under ``arenapy run`` are not the program's, and what imports
-#: is shown in no traceback either.
-RUNNER = ("arenapy/run_program.py", "<frozen runpy>")
+#: The outermost frames of ``python -m`` are not the program's, and what imports is shown in no
+#: traceback either.
+RUNNER = "<frozen runpy>"
 IMPORTS = "<frozen importlib"
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc
 cdef class Callers:

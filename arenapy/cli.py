@@ -7,14 +7,16 @@ is decided here: 0 for success, 1 for a failure told in one line on standard err
 arguments (argparse), 130 for Ctrl-C, and SIGPIPE when the reader has gone away.
 """
 
-import argparse
 import contextlib
 import importlib
 import signal
 import sys
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from arenapy._version import __version__
+from arenapy.command_line import Parser
+from arenapy.printable import printable_lines
 
 __all__ = ["main"]
 
@@ -37,22 +39,18 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="arenapy",
         usage="%(prog)s [--help] [--version] COMMAND ...",
         description="Memory that was faulted in beforehand, for NumPy and friends.",
         epilog="\n".join(["commands:", *lines, "", "arenapy COMMAND --help says more."]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"arenapy {__version__}")
-    parser.add_argument(
-        "command", metavar="COMMAND", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS
-    )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("command", metavar="COMMAND", nargs="?", choices=COMMANDS, help=SUPPRESS)
     return parser
 
 
@@ -79,18 +77,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the process's own command line: a caller in Python keeps its signal handlers.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        parser = _parser()
-        arguments = parser.parse_args(argv)
-        if arguments.command is None:
+        words = list(sys.argv[1:] if argv is None else argv)
+        if not words or words[0] not in COMMANDS:
+            parser = _parser()
+            parser.parse_args(words[:1])  # says what there is, or what is wrong
             parser.print_help(sys.stderr)
             return EXIT_USAGE
-        module, _ = COMMANDS[arguments.command]
-        status: int = importlib.import_module(module).main(arguments.arguments)
-        sys.stdout.flush()  # so that a full disk is noticed here, and not ignored at exit
+        module, _ = COMMANDS[words[0]]
+        # All words are the subcommand's: argparse would keep a first "--" for itself.
+        status: int = importlib.import_module(module).main(words[1:])
+        if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (MemoryError, OSError) as error:
         with contextlib.suppress(OSError):
-            print(f"arenapy: {error}", file=sys.stderr)
+            print(printable_lines(f"arenapy: {error}"), file=sys.stderr)
         return EXIT_FAILURE

@@ -25,20 +25,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from arenapy import outputs
+from arenapy.command_line import Parser, check_outputs, console, whole
 from arenapy.compare_table import Run, sentences, show
 from arenapy.compare_verdict import LEAST_ROUNDS
 from arenapy.compare_ways import OURS, PLAIN, WAYS
-from arenapy.run import add_pool_options, add_program, interpreter, parse
+from arenapy.printable import printable_lines
+from arenapy.run import add_pool_options, add_program, interpreter, parse_program, program_words
 
 __all__ = ["Comparison", "Failed", "main"]
 
 CHILD = Path(__file__).with_name("compare_child.py")
-ROUNDS = 10
+MAIN = Path(__file__).with_name("__main__.py")
+ROUNDS, MOST_ROUNDS = 10, 1_000_000
 LOOK_EVERY = 0.005  # seconds
 LAST_LINES = 20  # of the errors of a program that fails
+REPORT = outputs.report("arenapy compare")
 
 
 class Failed(Exception):
@@ -110,7 +114,7 @@ class Comparison:
 
     def _command(self, way: str) -> list[str]:
         options = self.options
-        program = ["-m"] * options.module + [options.program, *options.arguments]
+        program = program_words(options)
         python = interpreter()
         if way != OURS:
             return [*python, *program]
@@ -119,7 +123,8 @@ class Comparison:
         pool += ["--huge-pages", options.huge_pages, "--on-full", options.on_full]
         pool += ["--lock"] * options.lock
         figures = str(self.folder / "figures.json")
-        return [*python, "-m", "arenapy", "run", "--quiet", "--json", figures, *pool, *program]
+        ours = [str(MAIN), "run", "--quiet", "--json", figures, *pool, *program]
+        return [*python, *ours]
 
     def _run(self, way: str, interval: float | None = None) -> dict[str, Any]:
         """What was measured of one run."""
@@ -164,26 +169,24 @@ def _ways(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _rounds(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds, 1 or more")
-    return int(text)
+def _can_be_read_again(program: str) -> bool:
+    path = Path(program)
+    return program != "-" and (path.is_file() or path.is_dir() or not path.exists())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     width = max(map(len, WAYS))
     lines = [f"  {name:<{width}}  {way.about}" for name, way in WAYS.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="arenapy compare",
         usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
         description="Run a program by turns as it is and under arenapy run, and say whether that "
         "is worth it. Its standard input is empty.",
         epilog="\n".join(["ways:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
-        "-n", dest="rounds", type=_rounds, default=ROUNDS, metavar="ROUNDS",
+        "-n", dest="rounds", type=whole(1, MOST_ROUNDS), default=ROUNDS, metavar="ROUNDS",
         help=f"how often each way is run (default: {ROUNDS}; a verdict needs {LEAST_ROUNDS})",
     )  # fmt: skip
     parser.add_argument(
@@ -199,10 +202,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(comparison: Comparison) -> None:
     """All runs, with a progress display on standard error if that is a terminal."""
-    console = Console(stderr=True)
+    terminal = console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    disable = not console.is_terminal or comparison.options.show_output
-    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+    disable = not terminal.is_terminal or comparison.options.show_output
+    with Progress(*columns, console=terminal, transient=True, disable=disable) as progress:
         task = progress.add_task("", total=len(comparison.ways) * (comparison.options.rounds + 1))
         for step in comparison.warm_up():
             progress.update(task, description=f"warm-up: {step}")
@@ -225,23 +228,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     OSError
         The file of ``--json`` cannot be written.
     """
-    options = parse(_parser(), argv)
+    parser = _parser()
+    options = parse_program(parser, argv)
+    program = None if options.module else options.program
+    check_outputs(parser, {"--json": (options.json, REPORT)}, {"SCRIPT": program})
+    if not options.module and not _can_be_read_again(options.program):
+        parser.error(f"{options.program!r} can be read only once; name a file or a folder")
     with tempfile.TemporaryDirectory(prefix="arenapy-compare-") as folder:
         comparison = Comparison(options, [PLAIN, OURS, *options.others], Path(folder))
         try:
             _measure(comparison)
         except Failed as failed:
-            print(f"arenapy compare: {failed}", file=sys.stderr)
+            print(printable_lines(f"arenapy compare: {failed}"), file=sys.stderr)
             return 1
-    show(Console(), comparison.runs, comparison.huge, comparison.notes)
-    if options.json:
+    show(console(), comparison.runs, comparison.huge, comparison.notes)
+    if options.json is not None:
         found = {
+            "report": "arenapy compare",
             "runs": {way: [asdict(run) for run in runs] for way, runs in comparison.runs.items()},
             "huge_bytes": comparison.huge,
             "not_compared": comparison.notes,
             "verdict": sentences(comparison.runs),
         }
-        Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+        outputs.write(options.json, (json.dumps(found, indent=2) + "\n").encode(), REPORT)
     return 0
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from arenapy.compare_verdict import ratio_of, verdict
 from arenapy.compare_ways import OURS, PLAIN
 from arenapy.memory_info import format_bytes
+from arenapy.printable import printable
 
 __all__ = ["Run", "show"]
 
@@ -143,6 +144,6 @@ def show(
     """Print the table, what could not be compared and why, and the verdict."""
     console.print(table(runs, huge))
     for way, note in notes.items():
-        console.print(f"{way}: not compared: {note}", markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(f"{way}: not compared: {note}"), soft_wrap=True)
     for line in sentences(runs):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

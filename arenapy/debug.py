@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from arenapy.allocator import Allocator, call_at_end
+from arenapy.allocator import Allocator
 from arenapy.ledger import Ledger
 
 __all__ = ["LiveBlock", "live_blocks"]
@@ -40,9 +40,7 @@ class LiveBlock:
     place: str
 
 
-# Of allocators in debug mode, by id of the allocator while that lives; and all, each of which lives
-# as long as the last Buffer of its allocator.
-_ledger_of: dict[int, Ledger] = {}
+# Of all allocators in debug mode; each lives as long as the last Buffer of its allocator.
 _ledgers: list[weakref.ref[Ledger]] = []
 
 
@@ -82,7 +80,7 @@ def live_blocks(allocator: Allocator) -> list[LiveBlock]:
     """
     if not isinstance(allocator, Allocator):
         raise TypeError(f"{allocator!r} is not an allocator; give a Bump, Slab or Pool")
-    ledger = _ledger_of.get(id(allocator))
+    ledger = allocator._ledger()
     if ledger is None:
         raise ValueError(
             f"{allocator!r} is not in debug mode; make it with debug=True, or set ARENAPY_DEBUG=1"
@@ -106,17 +104,10 @@ def summary(blocks: Iterable[tuple[int, int, str]]) -> str:
     return text
 
 
-def remember(ledger: Ledger, allocator: Allocator) -> None:
+def remember(ledger: Ledger) -> None:
     """Report on this one when the interpreter exits."""
     _ledgers[:] = [one for one in _ledgers if one() is not None]
     _ledgers.append(weakref.ref(ledger))
-    _ledger_of[id(allocator)] = ledger
-
-
-def _note_end(allocator: Allocator) -> None:
-    ledger = _ledger_of.pop(id(allocator), None)
-    if ledger is not None:
-        ledger.end_of_allocator()
 
 
 def _alive() -> list[Ledger]:
@@ -139,4 +130,3 @@ def _blocks(count: int) -> str:
 
 
 atexit.register(_report)
-call_at_end(_note_end)

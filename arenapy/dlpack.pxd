@@ -11,6 +11,9 @@ cdef enum:
     MAJOR = 1
     MINOR = 0
 
+# Two whole numbers that a user gave; `what` names them in the message of a ValueError.
+cdef tuple as_pair(object value, str what)
+
 cdef struct DLDevice:
     int32_t device_type
     int32_t device_id

@@ -22,6 +22,9 @@ from arenapy.block cimport Keeper, acquire, check_open, is_readonly, name_of, un
 from arenapy.buffer cimport Buffer, View
 from arenapy.medium cimport Medium
 
+cdef extern from "Python.h":
+    object PyNumber_Index(object o)
+
 cdef tuple HOST = (KIND_CPU, 0)
 cdef tuple PINNED = (KIND_CUDA_HOST, 0)
 # NumPy's kind letter to DLPack's type code.
@@ -128,12 +131,12 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     check_open(buffer)
     medium = buffer.keeper.medium
     here = device(buffer)
-    where = here if dl_device is None else tuple(dl_device)
+    where = here if dl_device is None else as_pair(dl_device, "dl_device")
     # Who asks for pinned memory may use it on the host, or on the device too.
     both = dl_device is None and buffer.keeper.kind == "pinned"
     if both and stream is not None:
         where = PINNED                       # whoever names a stream knows of it
-    if copy not in (None, True, False):
+    if copy is not None and not isinstance(copy, (bool, np.bool_)):
         raise ValueError(f"copy={copy!r} is not True, False or None")
     if medium is None and stream is not None:
         raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")
@@ -160,6 +163,8 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
             "the Buffer is read-only, which DLPack can say only since 1.0: the consumer has to "
             "pass max_version=(1, 0) or later, or copy=True"
         )
+    if medium is not None and where == PINNED and stream is None:
+        medium.ready(buffer, None)           # whoever names no stream may be this processor
     return _shared(buffer, where, both, consumer, dtype, versioned)
 
 
@@ -210,16 +215,16 @@ cdef object _shared(
     return _as_capsule(buffer, old, False)
 
 
-cdef bint _is_versioned(object max_version) except -1:
-    if max_version is None:
-        return False
+cdef tuple as_pair(object value, str what):
     try:
-        major, minor = max_version
-        return major >= MAJOR and minor >= 0
+        first, second = value
+        return PyNumber_Index(first), PyNumber_Index(second)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"max_version={max_version!r} is not a pair of numbers, like (1, 0)"
-        ) from None
+        raise ValueError(f"{what}={value!r} is not a pair of whole numbers, like (1, 0)") from None
+
+
+cdef bint _is_versioned(object max_version) except -1:
+    return max_version is not None and <object>as_pair(max_version, "max_version")[0] >= MAJOR
 
 
 cdef object _copied(Buffer buffer, object consumer, bint versioned, object max_version):

@@ -1,6 +1,6 @@
-from typing_extensions import disjoint_base
+from typing import final
 
 from arenapy.segments import Segments
 
-@disjoint_base
-class Fronts(Segments): ...
+@final
+class Fronts(Segments): ...  # type: ignore[misc]

@@ -26,6 +26,7 @@ from arenapy.pages cimport BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descripto
 from arenapy.pages cimport earlier, have_spare, low_bit, scatter
 from arenapy.poison cimport POISONS
 from arenapy.regions cimport permit
+from arenapy.sealed cimport seal
 from arenapy.segments cimport Segments
 from arenapy.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
@@ -58,7 +59,6 @@ cdef void drop_front(Front* f) noexcept nogil:
     table_close(&table)
 
 
-@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Fronts(Segments):
     """Blocks from pages, through front caches. Internal."""
@@ -485,6 +485,9 @@ cdef class Fronts(Segments):
             if self.fronts[i] != NULL:
                 owned_release(&self.fronts[i].lock)
         arenapy_spin_release(&self.births)
+
+
+seal(Fronts)
 
 
 cdef inline uint64_t all_slots(uint32_t n) noexcept nogil:

@@ -7,7 +7,6 @@ imported without it.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -19,12 +18,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from arenapy import outputs
+from arenapy.command_line import MOST, Parser, check_outputs, console, seconds, whole
+from arenapy.printable import printable, printable_lines
 from arenapy.replay import LATE
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["main"]
 
@@ -32,10 +37,11 @@ EXIT_FOUND = 1
 EXIT_USAGE = 2
 HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
 TRIES_SECONDS = 60.0  # to make a crash smaller
+MOST_STEPS = 1_000_000_000
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="arenapy fuzz",
         description="Attack an allocator with random programs: that blocks do not overlap, are "
         "aligned, keep their contents, that a refusal changes nothing. The status is 1 if "
@@ -44,39 +50,19 @@ def _parser() -> argparse.ArgumentParser:
         "(nbytes[, align]). A block is an int, has .address or a buffer, and goes back by "
         "free(block), by its own release() or by being dropped. mark(), reset([mark]), remaining "
         "and check() are used if they are there.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "target", nargs="?", metavar="PACKAGE:MAKE_ALLOCATOR", help="a callable without arguments"
     )
     parser.add_argument("--library", metavar="SO", help="malloc, aligned_alloc and free of this")
-    parser.add_argument("--examples", type=_positive, default=100, help="programs (100)")
-    parser.add_argument("--steps", type=_positive, default=50, help="of a program, at most (50)")
-    parser.add_argument("--seconds", type=_seconds, help="go on for so long instead of --examples")
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--seed", type=int, help="the same programs again")
+    count = whole(1, MOST_STEPS)
+    parser.add_argument("--examples", type=count, default=100, help="programs (100)")
+    parser.add_argument("--steps", type=count, default=50, help="of a program, at most (50)")
+    parser.add_argument("--seconds", type=seconds, help="go on for so long instead of --examples")
+    parser.add_argument("--threads", type=whole(1, 2), default=1, metavar="1|2")
+    parser.add_argument("--seed", type=whole(-MOST), help="the same programs again")
     parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
     return parser
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: need a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: need at least 1")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: need a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: need a time above 0")
-    return value
 
 
 def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, Any], list[str], str]:
@@ -87,7 +73,7 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, An
     report, written = folder / "report.json", folder / "steps.jsonl"
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     process = subprocess.Popen(
-        [sys.executable, "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
+        [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
         env={**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables},
         stderr=subprocess.PIPE,
         text=True,
@@ -121,23 +107,22 @@ def _tables(found: dict[str, Any]) -> Table:
     columns = [sorted(found[key].items(), key=lambda one: -one[1]) for key in ("rules", "states")]
     for row in range(max(map(len, columns))):
         cells = [rows[row] if row < len(rows) else ("", "") for rows in columns]
-        shown.add_row(*(str(cell) for pair in cells for cell in pair))
+        shown.add_row(*(Text(printable(str(cell))) for pair in cells for cell in pair))
     return shown
 
 
-def _show_program(console: Console, lines: Sequence[str], save: str | None) -> None:
+def _show_program(terminal: Console, lines: Sequence[str], save: str | None) -> None:
     from arenapy.testing.steps import Program
 
     if not lines:
-        console.print("before the first step")
+        terminal.print("before the first step")
         return
     program = Program.parse(lines[1:])
-    console.print(str(program), highlight=False, markup=False, soft_wrap=True)
+    terminal.print(printable_lines(str(program)), soft_wrap=True)
     if save is not None:
-        Path(save).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        console.print(
-            f"again: python -m arenapy.testing reproduce {save}", highlight=False, soft_wrap=True
-        )
+        outputs.write(save, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
+        again = f"again: python -m arenapy.testing reproduce {save}"
+        terminal.print(printable(again), soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,59 +140,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("hypothesis") is None:
         print("arenapy fuzz needs Hypothesis: pip install hypothesis", file=sys.stderr)
         return EXIT_FOUND
-    if options.save is not None and not Path(options.save).absolute().parent.is_dir():
-        parser.error(f"--save {options.save}: there is no such folder; make it first")
+    check_outputs(parser, {"--save": (options.save, outputs.STEPS)})
     start = secrets.randbits(32) if options.seed is None else options.seed
     job = {
         "machine": {name: getattr(options, name) for name in ("target", "library", "threads")},
         "attack": {name: getattr(options, name) for name in ("examples", "steps", "seconds")},
     }
     job["attack"]["start"] = start
-    console = Console()
+    terminal = console()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arenapy-fuzz-") as folder:
         status, found, lines, errors = _attack(job, Path(folder))
     if status == EXIT_USAGE:
         parser.error(errors)
     if status is None:
-        console.print(f"found: a step did not end within {HANGS_AFTER:.0f} s; --seed {start}")
-        _show_program(console, lines, options.save)
+        terminal.print(f"found: a step did not end within {HANGS_AFTER:.0f} s; --seed {start}")
+        _show_program(terminal, lines, options.save)
         return EXIT_FOUND
     if status < 0:
-        return _report_crash(console, -status, lines, options.save, start)
+        return _report_crash(terminal, -status, lines, options.save, start)
     if status or not found:
-        print(errors or f"the attack ended with status {status}", file=sys.stderr)
+        print(printable_lines(errors) or f"the attack ended with status {status}", file=sys.stderr)
         return EXIT_FOUND
     if errors:
-        print(errors, file=sys.stderr)
-    console.print(_tables(found))
-    console.print(
+        print(printable_lines(errors), file=sys.stderr)
+    terminal.print(_tables(found))
+    terminal.print(
         f"{found['examples']} programs, {sum(found['rules'].values())} steps in "
-        f"{time.monotonic() - began:.1f} s; --seed {start}",
-        highlight=False,
+        f"{time.monotonic() - began:.1f} s; --seed {start}"
     )
     if found["failing"] is None:
-        console.print("nothing found")
+        terminal.print("nothing found")
         return 0
-    console.print(f"found: {found['error']}", highlight=False, markup=False, soft_wrap=True)
-    _show_program(console, [lines[0], *found["failing"]], options.save)
+    terminal.print(printable(f"found: {found['error']}"), soft_wrap=True)
+    _show_program(terminal, [lines[0], *found["failing"]], options.save)
     return EXIT_FOUND
 
 
 def _report_crash(
-    console: Console, number: int, lines: list[str], save: str | None, start: int
+    terminal: Console, number: int, lines: list[str], save: str | None, start: int
 ) -> int:
     """What the process was doing when a signal ended it, made as small as the time allows."""
     from arenapy.testing.crashes import crashes, smaller
 
-    console.print(f"found: killed by {signal.Signals(number).name}; --seed {start}")
+    terminal.print(f"found: killed by {signal.Signals(number).name}; --seed {start}")
     if lines and crashes(lines):
         lines = smaller(lines, TRIES_SECONDS)
     elif lines:
-        console.print(
+        terminal.print(
             "the same steps do not do it again: an earlier program is part of it, or luck"
         )
-    _show_program(console, lines, save)
+    _show_program(terminal, lines, save)
     return EXIT_FOUND
 
 

@@ -4,22 +4,20 @@ What lives here: gathering (`facts`, plain data) and showing it (`main`). Kernel
 are probed by using them, not assumed from a version: containers and sandboxes filter system calls.
 """
 
-import argparse
 import importlib.util
 import itertools
 import json
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from arenapy import vm
+from arenapy.command_line import Parser, console
 from arenapy.memory_info import (
     SYS,
     HugePool,
@@ -29,6 +27,7 @@ from arenapy.memory_info import (
     memory_info,
     numa_nodes,
 )
+from arenapy.printable import printable
 
 __all__ = ["Fact", "facts", "main", "table"]
 
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         The arguments after ``info``. None: those of this process.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="arenapy info",
         description="What this machine offers arenapy, and what each fact means for you.",
     )
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps([asdict(fact) for fact in found], indent=2))
     else:
-        Console().print(table(found))
+        console().print(table(found))
     return 0
 
 
@@ -105,7 +104,8 @@ def table(found: list[Fact]) -> Table:
     shown.add_column("what it means", overflow="fold")
     for _, group in itertools.groupby(found, key=lambda fact: fact.group):
         for fact in group:
-            shown.add_row(*map(escape, (fact.name, fact.shown, fact.meaning)))
+            texts = fact.name, fact.shown, fact.meaning
+            shown.add_row(*(Text(printable(text)) for text in texts))
         shown.add_section()
     return shown
 
@@ -299,7 +299,7 @@ def _works(call: Callable[[], object]) -> bool:
 
 
 def _has_memfd() -> bool:
-    return _works(lambda: os.close(vm.memfd(b"arenapy probe", vm.PAGE_SIZE)))
+    return _works(lambda: vm.memfd(b"arenapy probe", vm.PAGE_SIZE).close())
 
 
 def _has_ofd_locks() -> bool:
@@ -317,11 +317,8 @@ def _has_mbind() -> bool:
 
 
 def _on_a_page(call: Callable[[int], None]) -> bool:
-    address, map_address, map_nbytes = vm.map_memory(vm.PAGE_SIZE)
-    try:
-        return _works(lambda: call(address))
-    finally:
-        vm.unmap(map_address, map_nbytes)
+    with vm.map_memory(vm.PAGE_SIZE) as mapping:
+        return _works(lambda: call(mapping.address))
 
 
 def _chosen(path: Path) -> str | None:

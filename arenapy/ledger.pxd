@@ -37,7 +37,7 @@ cdef class Ledger:
     cdef readonly str what           # "pool", "slab" or "arena"; in C:
     cdef const char* name
     cdef bytes spelled               # keeps it
-    cdef readonly object allocator   # weakref to what the user holds
+    cdef readonly object allocator   # weakref to what the user holds, once it is whole
     cdef readonly int process        # that made it
     cdef object __weakref__
 

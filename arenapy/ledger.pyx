@@ -19,7 +19,6 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memmove, memset
 
 import os
-import weakref
 
 from arenapy.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.extents cimport make_room
@@ -61,16 +60,14 @@ cdef void describe(char* text, Ledger ledger, const Damage* d) noexcept nogil:
         <int>d.reads, <int>FREED_BYTE, d.count, text_of(d.of.born), text_of(d.of.gone))
 
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class Ledger:
     """What is where, in an allocator in debug mode. Internal."""
 
-    def __cinit__(self, str what not None, allocator):
+    def __cinit__(self, str what):
         self.what = what
         self.spelled = what.encode()
         self.name = self.spelled
-        self.allocator = weakref.ref(allocator)
         self.process = os.getpid()
 
     def __dealloc__(self):
@@ -268,10 +265,6 @@ cdef class Ledger:
                     <void*>s.block, text_of(s.born), text_of(s.gone))
 
     # -- for Python
-
-    def end_of_allocator(self):
-        """From now on memory is left alone; the collector may take it apart in any order."""
-        self.over = True
 
     def live(self):
         """Address, bytes asked for and place of each live block, by address."""

@@ -11,7 +11,6 @@ cdef enum:
 
 
 @cython.final
-@cython.auto_pickle(False)
 cdef class Many:
     """Sizes in bytes, and the blocks that were taken for them. Internal."""
 

@@ -1,16 +1,16 @@
 from types import TracebackType
-from typing import Never, final
+from typing import Never, Self, final
 
 from arenapy.bump import Bump
 
 @final
 class Mark:
     # Nothing can be passed: Bump.mark() makes Marks, Bump.scope() Scopes.
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
 
 @final
 class Scope:
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
     @property
     def arena(self) -> Bump: ...
     def __enter__(self) -> Bump: ...

@@ -8,17 +8,14 @@ from cpython.object cimport PyObject
 
 from arenapy.allocator cimport Allocator
 from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.sealed cimport seal
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.freelist(64)
 @cython.no_gc_clear          # the core is needed to the last
 cdef class Mark:
     """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`."""
-
-    def __init__(self):
-        raise TypeError("a Mark is made by Bump.mark(), not by calling the class")
 
     def __dealloc__(self):
         if self.core is not None:
@@ -28,6 +25,9 @@ cdef class Mark:
 
     def __repr__(self):
         return f"<Mark {self.id}{'' if self.valid else ', ended'}>"
+
+
+seal(Mark, "a Mark is made by Bump.mark(), not by calling the class")
 
 
 cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept:
@@ -54,14 +54,10 @@ cdef void end_mark(Mark mark) noexcept:
     mark.older = mark.newer = NULL
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.freelist(64)
 cdef class Scope:
     """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
-
-    def __init__(self):
-        raise TypeError("a scope is made by Bump.scope(), not by calling the class")
 
     def __enter__(self):
         if self.mark is not None:
@@ -75,6 +71,9 @@ cdef class Scope:
             raise ValueError("this scope is not entered")
         self.mark = None
         self.arena.leave(mark, kind is not None)
+
+
+seal(Scope, "a scope is made by Bump.scope(), not by calling the class")
 
 
 cdef Scope new_scope(Allocator arena):

@@ -24,6 +24,8 @@ cdef class Medium:
     # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
     # are to come from a pool of their own, whose source `lane_source` is; else None.
     cdef object lane(self, object stream)
+    # Does that object name the same stream for as long as it is kept?
+    cdef bint always(self, object stream, object named)
     cdef object lane_source(self, object pool, object stream)
     # May a block be allocated for `stream` now? One is.
     cdef int may_begin(self, object stream) except -1
@@ -45,8 +47,12 @@ cdef class Medium:
     cdef int ready(self, object block, object stream) except -1
     # The same for readers of the CUDA array interface: the number they are to wait for, or None.
     cdef object offer(self, object block)
-    # The keeper ends: wait for the streams that use it, and free the holds.
-    cdef void finish(self, PyObject* keeper) noexcept
+    # The keeper ends: wait for the streams that use it, and free the holds. If that cannot be, keep
+    # `memory`, which has its bytes, until they are done.
+    cdef void finish(self, PyObject* keeper, object memory) noexcept
+    # Copy a block, which its user is going to release, to the beginning of another one of this
+    # memory, in the order of the streams that use it; those may then use the other one.
+    cdef int move(self, object to, object source) except -1
     # Copy between blocks, or a block and another object, of one size; one of them is of this kind.
     # Set all bytes of a block.
     cdef int copy(self, object to, object source, object stream) except -1

@@ -1,10 +1,8 @@
-from typing import Never
+from typing import Never, Self, final
 
-from typing_extensions import disjoint_base
-
-@disjoint_base
+@final
 class Medium:
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
     @property
     def kind(self) -> str: ...
     @property

@@ -3,16 +3,13 @@
 What lives here: what the core of arenapy asks of such memory. What does not: any answer; those are
 in arenapy.cuda, so that nothing else knows what a stream is.
 """
-cimport cython
 from cpython.object cimport PyObject
 
+from arenapy.sealed cimport seal
 
-@cython.auto_pickle(False)
+
 cdef class Medium:
     """Memory that streams use. Internal."""
-
-    def __init__(self):
-        raise TypeError("a Medium is internal; use a source of arenapy.cuda")
 
     cdef Medium bound(self, object stream):
         raise NotImplementedError
@@ -25,6 +22,9 @@ cdef class Medium:
 
     cdef object lane(self, object stream):
         return None
+
+    cdef bint always(self, object stream, object named):
+        raise NotImplementedError
 
     cdef object lane_source(self, object pool, object stream):
         raise NotImplementedError
@@ -59,11 +59,17 @@ cdef class Medium:
     cdef object offer(self, object block):
         raise NotImplementedError
 
-    cdef void finish(self, PyObject* keeper) noexcept:
+    cdef void finish(self, PyObject* keeper, object memory) noexcept:
         pass
+
+    cdef int move(self, object to, object source) except -1:
+        raise NotImplementedError
 
     cdef int copy(self, object to, object source, object stream) except -1:
         raise NotImplementedError
 
     cdef int fill(self, object block, int byte, object stream) except -1:
         raise NotImplementedError
+
+
+seal(Medium, "a Medium is internal; use a source of arenapy.cuda")

@@ -138,6 +138,32 @@ cdef object wrap(Buffer buffer, object dtype, Spec* spec):
     return array
 
 
+cdef str code_of(descr):
+    """The type in the buffer protocol's letters; raises ValueError if it has none.
+
+    NumPy's own but for structs: of those NumPy says no padding at the end, and then reads what it
+    said as another size, or another type.
+    """
+    cdef Py_ssize_t end = 0
+    cdef str code
+    cdef list parts = []
+    if descr.names is None:
+        return memoryview(np.empty((), descr)).format
+    for name in descr.names:
+        field, start = descr.fields[name][:2]
+        item, shape = field.subdtype or (field, ())
+        if start < end or ":" in name:
+            raise ValueError(f"a format has no words for {descr}")
+        code = code_of(item)
+        if code[0] not in "<>T":
+            code = f"^{code}"                # of native size, wherever it lies
+        if shape:
+            code = f"({','.join([str(n) for n in shape])}){code}"
+        parts.append(f"{'x' * (start - end)}{code}:{name}:")
+        end = start + field.itemsize
+    return f"T{{{''.join(parts)}{'x' * (descr.itemsize - end)}}}"
+
+
 def describe(dtype):
     """``(dtype, itemsize, typestr, format)``; `format` is None where PEP 3118 has no code."""
     cdef object entry
@@ -147,7 +173,7 @@ def describe(dtype):
         if descr.subdtype is not None:
             raise ValueError(f"dtype={descr} has a shape of its own; give that to `shape`")
         try:
-            format = memoryview(np.empty((), descr)).format.encode()
+            format = code_of(descr).encode()
         except ValueError:
             format = None
         entry = (descr.itemsize, descr.str, format)
@@ -204,11 +230,17 @@ def view_as_array(View view not None):
 
 
 def interface(Buffer buffer not None):
-    """The dict of NumPy's array interface, version 3; the caller has acquired the buffer."""
+    """The dict of NumPy's array interface, version 3; the caller acquires the buffer."""
     cdef bint typed = buffer.root is not None
     cdef dict fields = {}
     if typed and (<View>buffer).descr is not None and (<View>buffer).descr.names is not None:
-        fields["descr"] = (<View>buffer).descr.descr
+        try:
+            fields["descr"] = (<View>buffer).descr.descr
+        except ValueError:
+            raise ValueError(
+                f"the array interface has no words for {(<View>buffer).descr}, whose fields "
+                "overlap or are out of order; use array()"
+            ) from None
     return fields | {
         "version": 3,
         "shape": (<View>buffer).shape if typed else (buffer.size,),
@@ -221,9 +253,9 @@ def interface(Buffer buffer not None):
 def cuda_interface(Buffer buffer not None):
     """The dict of the CUDA array interface, version 3, with the stream that readers wait for."""
     cdef Medium medium = buffer.keeper.medium
+    fields = interface(buffer)
     acquire(buffer, False)
     stream = 1 if medium is None else medium.offer(buffer)
-    fields = interface(buffer)
     if buffer.size == 0:
         fields["data"] = (0, fields["data"][1])      # as it is specified
     return fields | {"stream": stream}

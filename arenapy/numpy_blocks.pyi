@@ -1,5 +1,5 @@
-from typing_extensions import disjoint_base
+from typing import final
 
-@disjoint_base
+@final
 class Counts:
     def as_tuple(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]: ...

@@ -9,6 +9,7 @@ only growth, which asks the source, needs the interpreter. A block is known by i
 idea of its size is not asked. What is in no region of the pool is libc's, and says in front of
 itself what it is.
 """
+cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
@@ -60,6 +61,7 @@ cdef struct Header:
     uint64_t unused[5]
 
 
+@cython.final
 cdef class Counts:
     """What a handler counts. Internal."""
 

@@ -1,7 +1,7 @@
 """What NumPy calls for the data of arrays: a handler (NEP 49) over a Pool.
 
 What lives here: the callbacks, the capsule that arrays keep. What does not: which handler is in
-force where (numpy_memory), what the short way cannot serve (numpy_blocks), the pool itself.
+force where (numpy_context), what the short way cannot serve (numpy_blocks), the pool itself.
 
 A capsule keeps the pool's core, and so its memory, but neither the Pool nor its source nor any
 other object of the user: an array in a cycle with them would keep it for ever. Each array keeps the
@@ -40,8 +40,6 @@ cdef extern from "numpy/arrayobject.h":
         char name[127]
         uint8_t version
         PyDataMemAllocator allocator
-    object PyDataMem_SetHandler(object handler)
-    object PyDataMem_GetHandler()
     PyObject* PyArray_HANDLER(cnp.ndarray array)
 
 cnp.import_array()
@@ -125,16 +123,6 @@ def make_handler(Pool pool not None, bint fallback):
     PyCapsule_SetContext(capsule, &marker)
     pool.core.in_arrays = True
     return capsule, counts
-
-
-def set_handler(capsule):
-    """Put a handler in force in this context; gives the one that was."""
-    return PyDataMem_SetHandler(capsule)
-
-
-def get_handler():
-    """The handler that is in force in this context."""
-    return PyDataMem_GetHandler()
 
 
 def handler_block(cnp.ndarray array not None):

@@ -18,6 +18,7 @@ from arenapy.atomic cimport (
     arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.regions cimport RegionSet
+from arenapy.sealed cimport seal
 from arenapy.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
 from arenapy.table cimport Table, table_close, table_grow, table_open
 
@@ -25,7 +26,6 @@ cdef enum:
     TABLE_STEP = 64 << 10    # bytes that the descriptor table grows by, or an eighth of it
 
 
-@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Pages(RegionSet):
     """A heap of pages. Internal."""
@@ -275,3 +275,6 @@ cdef class Pages(RegionSet):
 
     cdef void unlock_all(self) noexcept nogil:
         arenapy_spin_release(&self.heap_lock)
+
+
+seal(Pages)

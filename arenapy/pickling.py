@@ -24,11 +24,15 @@ def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
 
 def rebuild_buffer(data: Any, layout: tuple[Any, Any] | None, readonly: bool) -> Buffer:
     """Make a Buffer over the unpickled bytes, which it then owns."""
-    from arenapy.source import Existing
+    from arenapy.source import region_of, viewed
 
     memory = memoryview(data)
     nbytes = memory.nbytes
     if nbytes == 0 or (memory.readonly and not readonly):
         memory = memoryview(bytearray(memory) or bytearray(1))
-    buffer = Existing(memory, readonly=readonly).region().buffer(0, nbytes)
+    # Others may view the same bytes: what was pickled out of band is loaded as often as one likes.
+    region = region_of(
+        viewed(memory, readonly), memory.nbytes, readonly, False, "an unpickled Buffer"
+    )
+    buffer = region.buffer(0, nbytes)
     return buffer if layout is None else buffer.view(*layout)

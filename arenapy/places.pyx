@@ -13,7 +13,7 @@ from libc.string cimport strdup
 
 import os
 
-from arenapy.atomic cimport arenapy_add, arenapy_finalizing
+from arenapy.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load
 
 cdef extern from *:
     """
@@ -88,6 +88,8 @@ cdef uint32_t walk() except NOWHERE:
     key = tuple(found)
     number = numbers.get(key)
     if number is None:
+        if arenapy_load(&n_places) >= MOST_PLACES:
+            return ELSEWHERE                 # and `numbers` has no more, either
         number = numbers.setdefault(key, add(found))
     return number
 
@@ -96,8 +98,6 @@ cdef object add(list found):
     cdef uint64_t number
     lines = [f"{file}:{line} in {function}" for file, line, function in found]
     text = ", called at ".join(lines).encode("utf-8", "backslashreplace")
-    if n_places >= MOST_PLACES:
-        return ELSEWHERE
     number = arenapy_add(&n_places, 1)
     if number >= MOST_PLACES:
         return ELSEWHERE

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NoReturn, SupportsFloat, SupportsIndex, final
+from typing import Literal, NoReturn, Self, SupportsFloat, SupportsIndex, final
 
 from arenapy.buffer import Buffer
 from arenapy.pool_growth import PoolGrowth
@@ -8,9 +8,9 @@ from arenapy.source import Source
 from arenapy.stats import BlockInfo, Defragmented, PoolStats
 
 @final
-class Pool(PoolGrowth):
-    def __init__(
-        self,
+class Pool(PoolGrowth):  # type: ignore[misc]
+    def __new__(
+        cls,
         max_bytes: SupportsIndex | None = None,
         source: Source | None = None,
         initial_bytes: SupportsIndex = 0,
@@ -21,7 +21,7 @@ class Pool(PoolGrowth):
         *,
         trim_thread: bool = False,
         stream: object = None,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def trim_after(self) -> float | None: ...
     @property

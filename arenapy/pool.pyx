@@ -8,10 +8,9 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator cimport check_source, hide
+from arenapy.allocator cimport check_source, complete, hide
 from arenapy.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
 from arenapy.atomic cimport ARENAPY_GIL
 from arenapy.block cimport CLOSED, Nest, born_held, moor, nest_of, track
@@ -27,7 +26,7 @@ from arenapy.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_ST
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import memory_info
 from arenapy.pool_check import extents, listing, stats_of, verify
-from arenapy.pool_lanes import blocks_with, tally_with, with_lanes
+from arenapy.pool_lanes import blocks_with, tally_with, with_lane_gone, with_lanes
 from arenapy.source import Existing, File, Host, Shared
 from arenapy.stats import Defragmented
 from arenapy.trimming import start_trimming
@@ -41,6 +40,8 @@ cdef extern from "Python.h":
 # Bytes: bookkeeping has addresses for as much memory, four times over.
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
 cdef int MOST_NAMED = 4      # streams that are found without a question
+cdef int MANY_LANES = 32     # with fewer, none is looked at
+cdef int LOOKS = 8           # at what streams have done, in the seconds of `trim_after`
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -108,17 +109,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     0
     """
 
-    def __cinit__(self, *args, **kwargs):
-        self.base = self.core = PoolCore.__new__(PoolCore)
-        self.anchors = moor(self.core)
-
-    def __init__(self, max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None,
-                 rounding="step", debug=None, *, trim_thread=False, stream=None):
-        cdef PoolCore core = self.core
+    def __cinit__(self, max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None,
+                  rounding="step", debug=None, *, trim_thread=False, stream=None):
+        cdef PoolCore core = PoolCore.__new__(PoolCore)
         cdef size_t initial = as_size(initial_bytes, "initial_bytes")
         cdef size_t most
-        if core.allocator is not None:
-            raise TypeError("this Pool is made already; make another one")
+        self.base = self.core = core
+        self.anchors = moor(core)
         max_bytes = checked_limit(max_bytes, initial)
         if rounding not in ("step", "class"):
             raise ValueError(f"rounding={rounding!r} is neither 'step' nor 'class'")
@@ -134,7 +131,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             source = Host()
         check_source(source)
         self.max_bytes, self.on_oom, self.trim_after = max_bytes, on_oom, trim_after
-        self.rounding, self.debug = rounding, core.watch(self, debug, verify)
+        self.rounding, self.debug = rounding, core.watch(debug, verify)
         core.timed = -1 if trim_after is None else trim_after
         core.adopt(source, stream)
         machine = memory_info().total if core.medium is None else DEVICE_ROOM
@@ -153,11 +150,11 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.memory.begin(initial)
         elif core.medium is None:
             core.kind = "shared" if isinstance(source, Shared) else "host"
-        core.allocator = weakref.ref(self)
         core.merges_first = core.medium is not None
         if core.medium is not None and not core.host_accessible:
-            self.lanes, self.lanes_named = {}, []
+            self.lanes, self.lanes_named, self.most_lanes = {}, [], MANY_LANES
         core.ready()
+        complete(self)
         if trim_thread:
             start_trimming(self, trim_after)
 
@@ -207,7 +204,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
-        cdef Pool lane = None if stream is None or self.lanes is None else self.lane_of(stream)
+        cdef Pool lane = None
+        if stream is not None and self.lanes is not None:
+            if self.core.timed >= 0:         # an allocation of a lane looks at that lane alone
+                self.core.open_check()
+                self.trim_old()
+            lane = self.lane_of(stream)
         if lane is not None:
             block = None if align is not None else quick_alloc(<PyObject*>lane.core, nbytes)
             return lane.careful_alloc(nbytes, align, None) if block is None else <Buffer>block
@@ -233,9 +235,46 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             hide(lane)
             lane.core.allocator, lane.lanes = self.core.allocator, None
             lane = self.lanes.setdefault(named, lane)
-        if not isinstance(stream, int):      # which may be another stream's later
+            if len(self.lanes) > self.most_lanes:
+                self.forget_lanes(True)
+        if self.core.medium.always(stream, named):
             self.lanes_named = [(stream, named, lane), *self.lanes_named[:MOST_NAMED - 1]]
         return lane
+
+    cdef int forget_lanes(self, bint unused) except -1:
+        cdef Pool lane
+        cdef uint64_t asked
+        cdef Py_ssize_t asked_again = 0
+        for named, lane in list(self.lanes.items()):
+            asked = lane.core.figures().all.allocations
+            if unused and asked == lane.asked:
+                lane.core.settle_streams(False)
+                lane.memory.shrink(lane.memory.trimmable(), False)
+            asked_again += 0 < lane.asked < asked
+            lane.asked = asked
+            # Somebody may be about to allocate from it. Its memory then comes back with the block.
+            if lane.core.n_regions == 0 and asked and self.lanes.pop(named, None) is not None:
+                self.past = with_lane_gone(self.past, lane)
+                self.lanes_named = [known for known in self.lanes_named if known[2] is not lane]
+        # Room for as many more, or for twice those that come back; streams that were used only once
+        # do not make room for others.
+        self.most_lanes = len(self.lanes) + max(MANY_LANES, asked_again)
+        return 0
+
+    cdef size_t trim_old(self) except? 0:
+        cdef Pool lane
+        cdef double now
+        if self.core.medium is not None:     # whose driver is not to be asked at each allocation
+            now = time.monotonic()
+            if now >= self.streams_due:
+                self.streams_due = now + self.core.timed / LOOKS
+                for lane in list(self.lanes.values()) if self.lanes else []:
+                    lane.core.settle_streams(False)
+                    lane.memory.trim_stale(lane.core.timed)
+                if self.lanes:
+                    self.forget_lanes(False)
+                self.core.settle_streams(False)
+        return self.memory.trim_stale(self.core.timed)
 
     def _chunk(self, nbytes, stream):
         """Memory for the lane of a stream."""
@@ -254,7 +293,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             c.check()
         if c.timed >= 0:
             c.open_check()
-            self.memory.trim_stale(self.trim_after)
+            self.trim_old()
         ptr = c.get(n, align, False, &tag)
         if ptr == NULL:
             ptr = self.slow_get(n, align, True, &tag)
@@ -323,6 +362,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             blocks.append(b)
         if c.checked:
             c.check()
+        if c.timed >= 0:
+            c.open_check()
+            self.trim_old()
         self.take_many(many)
         for i in range(many.n):
             b = <Buffer>blocks[i]
@@ -394,6 +436,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.settle()
         for lane, _ in self._lanes():        # whose own memory is this pool's
             lane.trim()
+        if self.lanes:
+            self.forget_lanes(False)
         c.settle_streams(False)
         c.flush_all()
         idle = c.figures().all.idle
@@ -413,7 +457,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     def _trim_stale(self):
         """What `trim_after` means, now."""
-        return self.memory.trim_stale(self.trim_after) << PAGE_BITS
+        return self.trim_old() << PAGE_BITS
 
     # -- figures
 
@@ -438,7 +482,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.core.settle()
         self.core.settle_streams(False)
         own = stats_of(self.core)
-        return with_lanes(own, self._lanes()) if self.lanes else own
+        return with_lanes(own, self._lanes(), self.past) if self.lanes is not None else own
 
     def reset_peak(self):
         """Begin `peak_bytes` anew, here and in the classes."""
@@ -470,7 +514,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def _tally(self):
         cdef PoolFigures f = self.core.figures()
         tally = f.all.allocations, f.bytes, f.all.live
-        return tally_with(tally, self._lanes()) if self.lanes else tally
+        return tally_with(tally, self._lanes(), self.past) if self.lanes is not None else tally
 
     def _exchange_peak(self, peak):
         return self.core.exchange_peak(0 if peak is None else peak)

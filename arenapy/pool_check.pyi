@@ -1,7 +1,5 @@
 from collections.abc import Iterator
-from typing import Any
-
-from typing_extensions import disjoint_base
+from typing import Any, final
 
 from arenapy.stats import BlockInfo, PoolStats
 
@@ -13,7 +11,7 @@ def stats_of(core: Any) -> PoolStats: ...
 def extents(c: Any) -> list[tuple[int, int]]: ...
 def listing(c: Any) -> Iterator[BlockInfo]: ...
 
-@disjoint_base
+@final
 class Listing:
     def __iter__(self) -> Listing: ...
     def __next__(self) -> BlockInfo: ...

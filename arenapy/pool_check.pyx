@@ -3,6 +3,7 @@
 What lives here: reading all of it under all locks, then telling. Nothing is changed. The figures
 are counted again from the descriptors, and compared with those that are kept.
 """
+cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -13,6 +14,7 @@ from arenapy.pages cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
 )
 from arenapy.pool_core cimport ClassFigures, PoolCore, PoolFigures
+from arenapy.sealed cimport seal
 from arenapy.size_classes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
@@ -145,6 +147,7 @@ def extents(PoolCore c not None):
         free(found.items)
 
 
+@cython.final
 cdef class Listing:
     """Yields what was collected; frees it at the end."""
     cdef List blocks
@@ -165,6 +168,9 @@ cdef class Listing:
 
     def __dealloc__(self):
         free(self.blocks.items)
+
+
+seal(Listing)
 
 
 # ---- figures -----------------------------------------------------------------------------

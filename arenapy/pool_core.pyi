@@ -3,4 +3,4 @@ from typing import final
 from arenapy.fronts import Fronts
 
 @final
-class PoolCore(Fronts): ...
+class PoolCore(Fronts): ...  # type: ignore[misc]

@@ -23,6 +23,7 @@ from arenapy.pages cimport (
 from arenapy.region cimport Region
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.sealed cimport seal
 from arenapy.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.threads cimport MOST_FRONTS
 from arenapy.vm cimport vm_lease
@@ -43,7 +44,6 @@ cdef enum:
     LOOKS = 256              # free extents of one bin that are looked at for the largest
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
 cdef class PoolCore(Fronts):
@@ -190,6 +190,8 @@ cdef class PoolCore(Fronts):
         arenapy_sub(&self.n_held, 1)
         if not self.shut:
             self.restore(<char*>hold.start, hold.tag)
+            if self.timed >= 0:
+                self.note_time()
         free(hold)
 
     # -- as the keeper of Buffers
@@ -448,6 +450,9 @@ cdef class PoolCore(Fronts):
                     status = -1
                 page += d.pages
         return status
+
+
+seal(PoolCore)
 
 
 cdef bint leased(PoolCore c, char* ptr, uint64_t tag) noexcept nogil:

@@ -1,11 +1,10 @@
 from collections.abc import Callable
-
-from typing_extensions import disjoint_base
+from typing import final
 
 from arenapy.allocator import Allocator
 
-@disjoint_base
-class PoolGrowth(Allocator):
+@final
+class PoolGrowth(Allocator):  # type: ignore[misc]
     @property
     def max_bytes(self) -> int | None: ...
     @property

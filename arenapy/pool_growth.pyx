@@ -3,7 +3,6 @@
 What lives here: the order of what is tried, and the error in the end. What does not: the source
 and the limit (pool_memory), what the user calls (pool).
 """
-cimport cython
 from libc.stdint cimport uint64_t
 
 from arenapy.allocator cimport Allocator
@@ -11,6 +10,7 @@ from arenapy.atomic cimport arenapy_glance
 from arenapy.many cimport Many
 from arenapy.pages cimport HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE_BITS, STOCK, have_spare
 from arenapy.pool_core cimport PoolCore, PoolFigures
+from arenapy.sealed cimport seal
 
 from arenapy.errors import OutOfMemory
 
@@ -20,7 +20,6 @@ cdef enum:
     DEVICE_SHARE = 256       # or by this part
 
 
-@cython.auto_pickle(False)
 cdef class PoolGrowth(Allocator):
     """A Pool as far as it grows. Internal."""
 
@@ -40,7 +39,7 @@ cdef class PoolGrowth(Allocator):
 
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
         cdef PoolCore c = self.core
-        cdef size_t missing = 0, wished
+        cdef size_t missing = 0, wished, before
         cdef size_t pages = c.pages_for(n, align)
         cdef object error = None
         c.open_check()
@@ -54,6 +53,7 @@ cdef class PoolGrowth(Allocator):
         if c.merges_first:                   # the driver takes so much, and nobody had the rest
             wished = (wished + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         self.memory.recycle(pages, n)
+        before = c.reserved_pages
         while True:
             if not have_spare(c):
                 raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
@@ -67,6 +67,9 @@ cdef class PoolGrowth(Allocator):
             if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
                 break
             wished = pages
+        # Another thread that grows has the room meanwhile, and may have had more than it needs.
+        if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
+            return False
         # What other streams keep, or are still at work on; in the order of the pool's own.
         if trim_lanes(self.lanes, False) or c.settle_streams(True) or trim_lanes(
                 self.lanes, True) or (hooks and self.on_oom is not None and self.on_oom(n)):
@@ -119,6 +122,9 @@ cdef class PoolGrowth(Allocator):
             many.undo(c)
             raise
         return 0
+
+
+seal(PoolGrowth)
 
 
 cdef bint trim_lanes(dict lanes, bint wait) except -1:

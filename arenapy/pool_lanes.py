@@ -4,6 +4,8 @@ A lane's memory is live blocks of the pool that it belongs to, and figures say w
 it. `lanes` are pairs of a lane and {address: bytes} of what it has taken.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,15 +17,33 @@ if TYPE_CHECKING:
     from arenapy.pool import Pool
 
 Lanes = Sequence[tuple["Pool", dict[int, int]]]
+#: The counts of lanes that are gone, and the bytes that they had ever allocated.
+Past = tuple[PoolStats, int]
 
 COUNTS = ("total_allocations", "pool_hits", "pool_misses", "splits", "active_allocations")
 BYTES = ("allocated_bytes", "pending_bytes", "idle_bytes")
 
 
-def with_lanes(own: PoolStats, lanes: Lanes) -> PoolStats:
+def with_lane_gone(past: Past | None, lane: Pool) -> Past:
+    """What lanes without memory had done that are gone, and what one more had."""
+    stats, (_, nbytes, _) = replace(lane.stats(), metadata_bytes=0), lane._tally()
+    if past is None:
+        return stats, nbytes
+    before = past[0]
+    classes = tuple(
+        replace(one, **{name: getattr(one, name) + getattr(other, name) for name in COUNTS})
+        for one, other in zip(before.classes, stats.classes, strict=True)
+    )
+    counts = {name: getattr(before, name) + getattr(stats, name) for name in COUNTS}
+    return replace(before, **counts, classes=classes), past[1] + nbytes
+
+
+def with_lanes(own: PoolStats, lanes: Lanes, past: Past | None) -> PoolStats:
     """The figures of a pool and of its lanes as those of one."""
     lent = [nbytes for _, chunks in lanes for nbytes in chunks.values()]
     stats = [lane.stats() for lane, _ in lanes]
+    if past is not None:
+        stats.append(past[0])
     return replace(
         own,
         **_added(own, stats, lent),
@@ -69,9 +89,12 @@ def blocks_with(own: Iterable[BlockInfo], lanes: Lanes) -> Iterator[BlockInfo]:
         yield from inside.get(block.address, [block])
 
 
-def tally_with(own: tuple[int, int, int], lanes: Lanes) -> tuple[int, int, int]:
+def tally_with(own: tuple[int, int, int], lanes: Lanes, past: Past | None) -> tuple[int, int, int]:
     """Allocations ever, their bytes, and live bytes, what lanes have taken not counted twice."""
     allocations, nbytes, live = own
+    if past is not None:
+        allocations += past[0].total_allocations
+        nbytes += past[1]
     for lane, chunks in lanes:
         theirs = lane._tally()
         allocations += theirs[0]

@@ -23,6 +23,7 @@ cdef class PoolMemory:
     cdef size_t slack                # idle pages that growth leaves alone
     cdef size_t rent                 # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
+    cdef list growing                # threads that the source is at work for
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.
@@ -30,6 +31,8 @@ cdef class PoolMemory:
     # Reserve `pages` in one piece, or `wished` if that works. False: that is beyond the limit, by
     # `missing` pages. MemoryError: the source has no more.
     cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1
+    # Wait until another thread's growth, if one is under way, has ended. False: there was none.
+    cdef bint wait_for_growth(self) except -1
     cdef int add_region(self, Region region) except -1
     # Pages that could be given back now. Merges everything that is free.
     cdef size_t trimmable(self) noexcept

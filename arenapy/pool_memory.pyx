@@ -8,8 +8,9 @@ across growth; over other sources it takes region after region. Sources and syst
 any lock: pages are marked BUSY meanwhile, and are nobody else's.
 """
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator cimport make_region
 from arenapy.arguments cimport as_size
@@ -28,7 +29,15 @@ from arenapy.vm_reserve cimport vm_decommit
 from arenapy.errors import OutOfMemory
 from arenapy.source import Host
 
+cdef extern from "Python.h":
+    uint64_t PyThread_get_thread_ident() noexcept nogil
+
+cdef extern from "<unistd.h>":
+    int usleep(unsigned int microseconds) nogil
+
 cdef enum:
+    MOMENT = 200             # microseconds
+    PATIENCE = 50_000        # moments
     NO_LIMIT = 1 << 30
     RENT = 8                 # in units of what is reserved, as is
     RENT_AGAIN = 1
@@ -55,7 +64,6 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
 
 
 @cython.final
-@cython.auto_pickle(False)
 cdef class PoolMemory:
     """What a Pool reserves. Internal."""
 
@@ -68,6 +76,7 @@ cdef class PoolMemory:
         self.may_reserve = hasattr(source, "reserve") and (
             not isinstance(source, Host) or type(source).region is Host.region)
         self.rooms = {}
+        self.growing = []
 
     cdef int begin(self, size_t nbytes) except -1:
         cdef size_t missing = 0
@@ -87,6 +96,18 @@ cdef class PoolMemory:
         if self.may_reserve:
             return self.grow_reservation(pages, wished, missing)
         return self.grow_region(pages, wished, missing)
+
+    cdef bint wait_for_growth(self) except -1:
+        cdef size_t busy = self.core.busy_pages
+        cdef int n = 0
+        if busy == 0 or PyThread_get_thread_ident() in self.growing:
+            return False
+        while self.core.busy_pages == busy and n < PATIENCE:
+            with nogil:
+                usleep(MOMENT)
+            PyErr_CheckSignals()
+            n += 1
+        return n < PATIENCE                  # the source may wait for this very thread
 
     cdef size_t left(self) noexcept:
         """Pages that may still be reserved."""
@@ -138,7 +159,9 @@ cdef class PoolMemory:
         cdef Descriptor* d = &c.descriptors[id]
         cdef bint done = False
         cdef uint32_t forks = c.forks
+        cdef object me = PyThread_get_thread_ident()
         arenapy_add(&c.in_transit, 1)
+        self.growing.append(me)
         try:
             if c.gone:
                 c.open_check()
@@ -147,6 +170,7 @@ cdef class PoolMemory:
             record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
             done = True
         finally:
+            self.growing.remove(me)
             arenapy_spin_acquire(&c.heap_lock)
             if c.forks == forks:             # else they are VOID in this child: it takes others
                 c.end_growth(id, done, front_of(c).tick)
@@ -179,6 +203,7 @@ cdef class PoolMemory:
         cdef size_t left, want
         cdef uint32_t forks
         cdef Region region = None
+        cdef object me = PyThread_get_thread_ident()
         arenapy_spin_acquire(&c.heap_lock)
         forks = c.forks
         left = self.left()
@@ -188,6 +213,7 @@ cdef class PoolMemory:
         arenapy_spin_release(&c.heap_lock)
         if missing[0]:
             return False
+        self.growing.append(me)
         try:
             try:
                 region = make_region(self.source, want << PAGE_BITS)
@@ -202,6 +228,7 @@ cdef class PoolMemory:
             if padded:
                 raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
         finally:
+            self.growing.remove(me)
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
             arenapy_spin_release(&c.heap_lock)

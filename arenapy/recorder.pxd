@@ -1,9 +1,9 @@
 # The C surface of recording: what the core of an allocator calls for every operation.
 #
-# A core holds a `PyObject* recorder`, NULL when not recording, and owns a reference to it. It must
-# read that pointer and call `record_event` under one lock, the one under which the pointer is
-# changed; otherwise the recorder might end between the two. A free is recorded before, and an
-# allocation after another thread could get the block: a file must not show it live twice.
+# A core holds a `PyObject* recorder`, NULL when not recording, and owns a reference to it, which it
+# may give up once no thread is between reading that pointer and the end of `record_event`: see
+# RegionSet.record_now. A free is recorded before another thread could get the block, and an
+# allocation after: a file must not show it live twice.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 

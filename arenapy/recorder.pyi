@@ -1,6 +1,7 @@
 import os
-from collections.abc import Mapping
-from typing import Literal, final
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Literal, Protocol, final, type_check_only
 
 OPERATIONS: Mapping[str, int]
 
@@ -25,3 +26,23 @@ class Recorder:
     ) -> None: ...
     def flush(self) -> None: ...
     def stop(self) -> None: ...
+
+@type_check_only
+class Recordable(Protocol):
+    # Record into this from now on; None: no longer. ValueError if recording already.
+    def _record(self, recorder: Recorder | None, /) -> None: ...
+    # (address, bytes) of what it has from its source.
+    def _reserved(self) -> Iterable[tuple[int, int]]: ...
+
+@final
+class Recording:
+    def __new__(
+        cls, allocator: Recordable, path: str | os.PathLike[str], sites: int = 0
+    ) -> Recording: ...
+    def __enter__(self) -> Recorder: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...

@@ -27,18 +27,20 @@ from libc.errno cimport ENOMEM, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
 import os
-import stat
 from pathlib import Path
 from time import time_ns
 
+from arenapy import outputs
 from arenapy.callers cimport Callers, attached
 from arenapy.owned cimport owned_acquire, owned_release
+from arenapy.vm cimport Descriptor, OpenFile
 
 cdef extern from *:
     """
     #include <errno.h>
     #include <sched.h>
     #include <string.h>
+    #include <sys/file.h>
     #include <sys/mman.h>
     #include <time.h>
     #include <unistd.h>
@@ -108,6 +110,8 @@ cdef extern from *:
     int munmap(void* p, size_t n) noexcept nogil
     int sched_yield() nogil
     size_t write_all(int fd, const char* p, size_t n, int* error) noexcept nogil
+    const int LOCK_UN
+    int flock(int fd, int operation) noexcept nogil
     int close(int fd) nogil
 
 cdef enum:
@@ -227,6 +231,13 @@ cdef void drop_buffers(Tape* tape) noexcept nogil:
         tape.buffers = NULL
 
 
+cdef void unlock(Tape* tape, int fd) noexcept:
+    """Let others write the file, though forked children have it open for longer. They share the
+    lock, and may not release it: in them `begun` is 0."""
+    if tape.begun:
+        flock(fd, LOCK_UN)
+
+
 cdef bint have_places(Tape* tape, int clock, int places) noexcept nogil:
     """Make room in the current buffer, the lock held. False: events are not wanted any more."""
     while tape.running and tape.last - tape.at < places:
@@ -289,7 +300,6 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
     owned_release(&tape.lock)
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc
 cdef class Recorder:
@@ -302,7 +312,7 @@ cdef class Recorder:
     Parameters
     ----------
     path : path-like
-        The file, which `start` makes or overwrites. A regular file.
+        The file, which `start` makes, or overwrites if it is empty or a trace. A regular file.
     kind : str
         What is recorded, at most 31 bytes: the name of the allocator's class.
     sites : int
@@ -333,6 +343,8 @@ cdef class Recorder:
             owned_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             drop_buffers(self.tape)
+            if self.fd >= 0:
+                unlock(self.tape, self.fd)
             munmap(self.tape, sizeof(Tape))
         if self.fd >= 0:
             close(self.fd)
@@ -343,7 +355,8 @@ cdef class Recorder:
         Raises
         ------
         OSError
-            If the file cannot be made, or is no regular one.
+            If the file cannot be made, or is no regular one; if it is there and no trace; if
+            another recorder, of this process or of another one, is writing it.
         MemoryError
             If there is no memory for the buffers.
         ValueError
@@ -353,20 +366,19 @@ cdef class Recorder:
         cdef Header header
         cdef bytes kind = self.kind.encode()
         cdef Event* buffers
+        cdef Descriptor file = None
+        cdef OpenFile taken
         owned_acquire(&tape.lock)
         used, self.used = self.used, True
         owned_release(&tape.lock)
         if used:
             raise ValueError(f"this recorder of {self.path!r} was started before; make another one")
-        fd = -1
         buffers = <Event*>pages_of(BUFFERS, MADV_DONTFORK)
         try:
             if buffers == NULL:
                 raise no_pages(errno)
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(f"{self.path!r} is no regular file; record into one")
-            os.ftruncate(fd, 0)
+            file = outputs.begin(self.path, outputs.TRACE)
+            fd = file.fileno()
             memset(&header, 0, sizeof(Header))
             memcpy(header.magic, b"arenatrc", 8)
             header.version = VERSION
@@ -384,9 +396,10 @@ cdef class Recorder:
             self.used = False
             if buffers != NULL:
                 munmap(buffers, BUFFERS)
-            if fd >= 0:
-                os.close(fd)
+            if file is not None:
+                file.close()
             raise
+        file.take(&taken)
         owned_acquire(&tape.lock)
         self.fd = tape.fd = fd
         tape.buffers = tape.first = tape.at = buffers
@@ -464,6 +477,7 @@ cdef class Recorder:
                           <char*>&header.events - <char*>&header)
                 os.pwrite(fd, (<char*>&complete)[:4], <char*>&header.complete - <char*>&header)
         finally:
+            unlock(self.tape, fd)
             os.close(fd)
         self.raise_failure()
 
@@ -489,3 +503,45 @@ cdef class Recorder:
     def __repr__(self):
         state = "recording" if self.recording else "stopped" if self.used else "not started"
         return f"<Recorder of {self.kind or 'events'} to {self.path!r}, {state}>"
+
+
+# ---- contexts ----------------------------------------------------------------------------
+
+@cython.final
+cdef class Recording:
+    """An allocator being recorded: what :func:`arenapy.trace.record` returns.
+
+    Notes
+    -----
+    Thread-safety: any thread may use the allocator meanwhile.
+    """
+
+    # Compiled, as is all that these two call: a signal's exception comes before or after.
+    cdef object allocator
+    cdef Recorder recorder
+
+    def __cinit__(self, allocator, path, sites=0):
+        self.allocator = allocator
+        self.recorder = Recorder(path, type(allocator).__name__, sites)
+
+    def __enter__(self):
+        # The file is made last: an allocator that is being recorded already, perhaps into this very
+        # file, refuses first.
+        self.allocator._record(self.recorder)
+        try:
+            self.recorder.start()
+            for address, nbytes in self.allocator._reserved():
+                self.recorder.add("grow", address, nbytes)
+        except BaseException:
+            self.allocator._record(None)
+            raise
+        return self.recorder
+
+    def __exit__(self, kind, error, traceback):
+        self.allocator._record(None)
+        try:
+            self.recorder.stop()
+        except OSError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))

@@ -1,17 +1,18 @@
-from typing import Literal, Never, NoReturn, SupportsIndex
-
-from typing_extensions import disjoint_base
+from typing import Literal, Never, NoReturn, Self, SupportsIndex, final
 
 from arenapy.block import Keeper
 from arenapy.buffer import Buffer
+from arenapy.vm import Descriptor
+from arenapy.vm_reserve import Mapping
 
+@final
 class Backing:
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
 
-@disjoint_base
-class Region(Keeper):
+@final
+class Region(Keeper):  # type: ignore[misc]
     # Nothing can be passed: sources make Regions, with from_address.
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
     @classmethod
     def from_address(
         cls,
@@ -30,6 +31,8 @@ class Region(Keeper):
         file_offset: SupportsIndex = 0,
         map_address: SupportsIndex = 0,
         map_nbytes: SupportsIndex = 0,
+        mapping: Mapping | None = None,
+        descriptor: Descriptor | None = None,
     ) -> Region: ...
     @property
     def address(self) -> int: ...

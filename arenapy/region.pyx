@@ -9,13 +9,16 @@ allocator core holds a reference to it. `close()` does it earlier, if nobody is 
 
 Fork. Registries of live regions and of allocators' cores are walked by pthread_atfork
 handlers, which hold the cores' locks meanwhile. In the child, regions that are not its own copy
-are marked gone, and so are the allocators over them. For shared memory the handlers take a
-lease in the child's name on every byte that is not free: a read lock on those bytes of the
-memfd, through an open file description that only the child keeps. The kernel drops it when the
-child exits, however it ends.
+are marked gone, and so are the allocators over them. For memory that parent and child both see,
+the handlers take a lease in the child's name on every byte that is not free: a read lock on those
+bytes, through an open file description that only the child keeps. It keeps it by a mapping of one
+page, which no code knows: a child that closes all descriptors keeps its leases. The kernel drops
+them when the child exits or executes another program, however it ends. If any of this fails, the
+parent's allocator reuses nothing from then on.
 """
 cimport cython
 from cpython.object cimport PyObject
+from libc.errno cimport EBADF
 from libc.stdint cimport uintptr_t
 from posix.unistd cimport close as close_fd
 
@@ -24,9 +27,14 @@ from arenapy.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.arguments cimport as_size
 from arenapy.block cimport GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper
 from arenapy.buffer cimport new_range
+from arenapy.claims cimport Claim, claims_lock, claims_unlock
 from arenapy.poison cimport POISONS
-from arenapy.vm cimport vm_file_nbytes, vm_first_lease, vm_reopen, vm_unmap
-from arenapy.vm_reserve cimport vm_occupy
+from arenapy.sealed cimport seal
+from arenapy.vm cimport (
+    Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_first_lease, vm_identify, vm_is_mapped,
+    vm_is_open, vm_keep_leases, vm_lease, vm_lease_file, vm_reopen, vm_unmap,
+)
+from arenapy.vm_reserve cimport Mapping, vm_occupy
 from libc.stdlib cimport free
 
 cdef extern from "<pthread.h>" nogil:
@@ -51,15 +59,15 @@ cdef PyObject* regions = NULL       # heads of the registries
 cdef PyObject* cores = NULL
 
 
-@cython.auto_pickle(False)
 cdef class Backing:
     """What a region's memory is, where it is no mapping of its own. Internal."""
 
-    def __init__(self):
-        raise TypeError("a Backing is internal; make a source's region")
+
+seal(Backing, "a Backing is internal; make a source's region")
 
 
 @cython.no_gc_clear               # the end of a Buffer's streams needs `medium`
+@cython.trashcan(True)            # owners in chains, of any length, end one after the other
 cdef class Region(Keeper):
     """One contiguous address range that allocators carve up.
 
@@ -85,20 +93,15 @@ cdef class Region(Keeper):
     """
 
     def __cinit__(self):
-        self.descriptor = -1
-        self.fork_descriptor = -1
+        self.file.fd = self.lease_file.fd = -1
         self.gone = GONE_CLOSED          # until from_address opens it
-
-    def __init__(self):
-        raise TypeError(
-            "a Region is made by a source's region(nbytes), or by Region.from_address(...)"
-        )
 
     @classmethod
     def from_address(
         cls, address, nbytes, *, str kind not None="host", owner=None, readonly=False,
         int device_id=-1, host_accessible=True, device_accessible=False, page_size=4096,
         str fork="inherit", int fd=-1, long long file_offset=0, map_address=0, map_nbytes=0,
+        Mapping mapping=None, Descriptor descriptor=None,
     ):
         """Make a region of memory that something else has allocated: how sources are written.
 
@@ -127,13 +130,24 @@ cdef class Region(Keeper):
             Offset of the first byte in that file.
         map_address, map_nbytes : int
             The range to munmap at the end, if `map_nbytes` is not 0.
+        mapping, descriptor
+            Internal: owners to take the range and the file descriptor over from.
 
         Raises
         ------
         ValueError, TypeError
             For a value out of range. Nothing is taken over then.
+        OSError
+            If `fd` is not open. Nothing is taken over then.
+
+        Notes
+        -----
+        An integer owns nothing: an exception that a signal's handler raises between the system call
+        and this one (``KeyboardInterrupt``, say) leaks the range or the descriptor. An `owner` that
+        gives the memory back when it goes, and that exists before the memory does, has no such gap.
         """
         cdef Region self
+        cdef OpenFile file
         cdef size_t start = _address(address)
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef size_t map_start, map_size
@@ -141,6 +155,11 @@ cdef class Region(Keeper):
             raise ValueError(f"fork={fork!r} is not one of {', '.join(FORKS)}")
         if n == 0 or start == 0 or start + <size_t>n < start:
             raise ValueError(f"no region of {n} bytes can lie at address {start:#x}")
+        file.fd = -1
+        if fd >= 0:
+            number = vm_identify(fd, &file)
+            if number < 0:
+                raise OSError(-number, f"fd={fd} is no open file")
         self = Region.__new__(Region)
         map_start = _address(map_address)
         map_size = as_size(map_nbytes, "map_nbytes")
@@ -152,24 +171,37 @@ cdef class Region(Keeper):
         self.kind = kind
         self.owner = owner
         self.foreign = owner is not None and not isinstance(owner, Backing)
+        if isinstance(owner, Claim):
+            self.foreign = self.borrowed = (<Claim>owner).view is not None
+            (<Claim>owner).taken = True
+            if not self.foreign:             # a file's, mapped by the region itself
+                (<Claim>owner).place(start, n)
         if POISONS:                          # the caller may look at every byte
-            self.foreign = self.foreign or (owner is None and map_size == 0)
+            self.foreign = self.foreign or kind == "file" or (
+                owner is None and map_size == 0 and mapping is None)
         self.readonly = readonly
         self.device_id = device_id
         self.host_accessible = host_accessible
         self.device_accessible = device_accessible
         self.fork = FORKS[fork]
         self.file_offset = file_offset
-        self.checked = kind == "file" and fd >= 0
-        self.map_ptr, self.map_size = map_start, map_size   # from here on it is the region's
-        self.descriptor = fd
+        # From here on both are the region's: in C, so that no signal's exception comes between.
+        if mapping is not None:
+            mapping.take(&map_start, &map_size)
+        if descriptor is not None:
+            descriptor.take(&file)
+        self.map_ptr, self.map_size = map_start, map_size
+        self.file = file
+        self.checked = kind == "file" and file.fd >= 0
+        if kind == "shared":
+            self.lease_file = file
         self.gone = GONE_NOT
         _register(self)
         return self
 
     def __dealloc__(self):
         if self.medium is not None:
-            self.medium.finish(<PyObject*>self)
+            self.medium.finish(<PyObject*>self, self.owner)
         _unregister(self)
         self._unmap()
 
@@ -177,15 +209,38 @@ cdef class Region(Keeper):
         """Give the range back. Not once the interpreter ends: somebody may still be writing."""
         cdef size_t start = self.map_ptr
         cdef size_t n = self.map_size
+        cdef OpenFile file = self.file
+        cdef OpenFile lease_file
         if arenapy_finalizing():
             return 0
+        self._end_claim()
+        lease_file = self.lease_file
         self.map_size = 0
+        self.file.fd = self.lease_file.fd = -1
         if n and not (self.gone == GONE_FORKED and self.fork == FORK_SKIP):
             with nogil:                        # a gigabyte takes milliseconds
                 vm_unmap(start, n)
-        if self.descriptor >= 0:
-            close_fd(self.descriptor)
-            self.descriptor = -1
+        if lease_file.fd != file.fd:
+            vm_close(&lease_file)
+        vm_close(&file)
+        return 0
+
+    cdef int _end_claim(self) noexcept:
+        """If others see the bytes on, whoever claims them next has to wait for that."""
+        cdef Claim claim = <Claim>self.owner if isinstance(self.owner, Claim) else None
+        cdef uintptr_t start = <uintptr_t>self.ptr
+        cdef uintptr_t at, stop
+        if claim is None or claim.holding == NULL or self.fork != FORK_CLOSED:
+            return 0
+        if self.readonly and not self.borrowed:
+            return 0                         # a file, which the child's own lock protects
+        if self.file.fd >= 0 and self.file.fd == self.lease_file.fd:
+            return 0                         # its file goes when nobody sees it
+        if self.inherited or self.lease_lost:
+            claim.outlive(NULL)
+        elif self.leases(start, start + self.size, &at, &stop):
+            claim.outlive(&self.lease_file)
+            self.lease_file.fd = -1
         return 0
 
     # -- facts
@@ -203,7 +258,7 @@ cdef class Region(Keeper):
     @property
     def fd(self) -> int:
         """The file descriptor behind it, owned by the region; -1 if there is none."""
-        return self.descriptor
+        return self.file.fd
 
     @property
     def closed(self) -> bool:
@@ -321,20 +376,26 @@ cdef class Region(Keeper):
         if self.parent is not None:
             arenapy_add(&self.parent.holds, 1)
 
-    cdef void ended(self, Hold* hold) noexcept nogil:
+    cdef void delist(self, Hold* hold) noexcept nogil:
         arenapy_sub(&self.holds, 1)
         if self.parent is not None:
             arenapy_sub(&self.parent.holds, 1)
+
+    cdef void ended(self, Hold* hold) noexcept nogil:
+        self.delist(hold)
         free(hold)
 
     cdef int check(self) except -1:
         """A file that shrank below its mapping kills whoever touches it: refuse before."""
         cdef long long now
-        if not self.checked or self.descriptor < 0:
+        if not self.checked or self.file.fd < 0:
             return 0
-        now = vm_file_nbytes(self.descriptor)
+        now = vm_file_nbytes(&self.file)
         if now < 0:
-            raise OSError(-now, f"cannot ask for the size of the file behind {self!r}")
+            raise OSError(
+                -now, f"cannot ask for the size of the file behind {self!r}: its descriptor "
+                f"{self.file.fd} was closed by other code; do not close it, or map the file again"
+            )
         if now < self.file_offset + <long long>self.size:
             raise BufferError(
                 f"the file behind {self!r} has shrunk to {now} bytes, and "
@@ -370,16 +431,35 @@ cdef class Region(Keeper):
         self.user = NULL
         arenapy_registry_unlock()
 
+    cdef Descriptor reopened(self):
+        cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
+        cdef int fd = vm_reopen(&self.file)
+        if fd == -EBADF:
+            raise OSError(
+                EBADF, f"{self!r} cannot be sent any more: its descriptor {self.file.fd} was "
+                "closed by other code; do not close it, or send from a new region"
+            )
+        if fd < 0:
+            raise OSError(-fd, f"cannot open the memory of {self!r} again, to lease it")
+        file.own(fd)
+        return file
+
     cdef int leases(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop
     ) noexcept nogil:
         """Does another process still see bytes of [start, end)? 1, with a part in at, stop."""
         cdef long long first = 0, n = 0
         cdef long long base = <long long>(start - <uintptr_t>self.ptr) + self.file_offset
-        cdef int found = vm_first_lease(self.descriptor, base, <long long>(end - start), &first, &n)
+        cdef int found
         at[0], stop[0] = start, end
         if self.lease_lost:
             return 1
+        if self.lease_file.fd < 0:
+            return 0                          # none was given yet
+        if not vm_is_open(&self.lease_file):
+            return 1                          # nobody can be asked any more
+        found = vm_first_lease(
+            self.lease_file.fd, base, <long long>(end - start), &first, &n)
         if found == 0:
             return 0
         if found == 1:
@@ -388,6 +468,9 @@ cdef class Region(Keeper):
             if n > 0 and first + n - base < <long long>(end - start):
                 stop[0] = start + <uintptr_t>(first + n - base)
         return 1                              # an error counts as leased: never hand out
+
+
+seal(Region, "a Region is made by a source's region(nbytes), or by Region.from_address(...)")
 
 
 cdef size_t _address(object value) except? 0:
@@ -451,40 +534,88 @@ cdef void unregister_core(Keeper core) noexcept:
 cdef void _before_fork() noexcept nogil:
     cdef PyObject* p
     arenapy_registry_lock()
+    claims_lock()
     p = cores
     while p != NULL:
         (<Keeper>p).fork_lock()
         p = (<Keeper>p).next_core
     p = regions
     while p != NULL:
-        if ((<Region>p).fork == FORK_CLOSED and (<Region>p).user != NULL
-                and (<Region>p).descriptor >= 0 and not (<Region>p).checked):
-            (<Region>p).fork_descriptor = vm_reopen((<Region>p).descriptor)
-            if ((<Region>p).fork_descriptor < 0
-                    or (<Keeper>(<Region>p).user).lease_live(p, (<Region>p).fork_descriptor) < 0):
-                (<Region>p).lease_lost = True
+        if _child_writes_here(p) and not _lease_to_child(p):
+            (<Region>p).lease_lost = True
+            if (<Region>p).user != NULL:
+                (<Keeper>(<Region>p).user).expect_leases()
         p = (<Region>p).next
+
+
+cdef bint _child_writes_here(PyObject* p) noexcept nogil:
+    """Will a forked child see what this process allocates here later?"""
+    return (
+        (<Region>p).fork == FORK_CLOSED
+        and not ((<Region>p).inherited or (<Region>p).gone or (<Region>p).lease_lost)
+        # What nobody allocates from now is viewed, and may be allocated from later.
+        and ((<Region>p).user != NULL or not (
+            (<Region>p).received or ((<Region>p).readonly and not (<Region>p).borrowed)))
+    )
+
+
+cdef bint _lease_to_child(PyObject* p) noexcept nogil:
+    """Lease what is not free here to whoever has `fork_page` mapped. False: it is not leased."""
+    cdef int fd, rc
+    (<Region>p).sent = True
+    if (<Region>p).lease_file.fd < 0 and vm_lease_file(&(<Region>p).lease_file) < 0:
+        return False
+    fd = vm_reopen(&(<Region>p).lease_file)
+    if fd < 0:
+        return False
+    (<Region>p).fork_page = vm_keep_leases(fd, _lease_page(p))
+    if (<Region>p).user != NULL:
+        rc = (<Keeper>(<Region>p).user).lease_live(p, fd)
+    else:
+        rc = vm_lease(fd, (<Region>p).file_offset, <long long>(<Region>p).size)
+    close_fd(fd)
+    return rc == 0 and (<Region>p).fork_page != NULL
+
+
+cdef size_t _lease_page(PyObject* p) noexcept nogil:
+    """Bytes of the smallest mapping of the file of leases."""
+    return (<Region>p).page_size if (<Region>p).lease_file.fd == (<Region>p).file.fd else 1
+
+
+cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
+    """In a forked child: what is it to have of a region?"""
+    cdef bint skipped = (<Region>p).fork == FORK_SKIP
+    if (<Region>p).fork == FORK_CLOSED:
+        (<Region>p).inherited = True
+    if skipped or not mapped:
+        (<Region>p).gone = GONE_FORKED
+    # An address that somebody kept is a segfault then, and not somebody else's memory.
+    if skipped and (<Region>p).map_size:
+        vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
+    if (<Region>p).user != NULL and ((<Region>p).fork != FORK_INHERIT or not mapped):
+        (<Keeper>(<Region>p).user).forked((<Region>p).gone == GONE_FORKED)
 
 
 cdef void _after_fork(bint child) noexcept nogil:
     cdef PyObject* p = regions
+    # What a user's object has may lie in a region that is not for children, and be occupied below.
+    while child and p != NULL:
+        if (<Region>p).borrowed:
+            _inherit(p, vm_is_mapped(<uintptr_t>(<Region>p).ptr, (<Region>p).size))
+        p = (<Region>p).next
+    p = regions
     while p != NULL:
-        if not child and (<Region>p).fork_descriptor >= 0:
-            close_fd((<Region>p).fork_descriptor)     # the child's copy stays open until it ends
-        (<Region>p).fork_descriptor = -1
-        if child and (<Region>p).fork != FORK_INHERIT:
-            if (<Region>p).fork == FORK_SKIP:
-                (<Region>p).gone = GONE_FORKED
-                # An address that somebody kept is a segfault then, and not somebody else's memory.
-                if (<Region>p).map_size:
-                    vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
-            if (<Region>p).user != NULL:
-                (<Keeper>(<Region>p).user).forked((<Region>p).fork == FORK_SKIP)
+        if not child and (<Region>p).fork_page != NULL:
+            vm_unmap(<size_t>(<Region>p).fork_page, _lease_page(p))
+        (<Region>p).fork_page = NULL         # the child's stays until it ends
+        if child and not (<Region>p).borrowed:
+            _inherit(p, True)
         p = (<Region>p).next
     p = cores
     while p != NULL:
         (<Keeper>p).fork_unlock(child)
         p = (<Keeper>p).next_core
+    claims_unlock()
     arenapy_registry_unlock()
 
 

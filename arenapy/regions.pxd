@@ -1,13 +1,12 @@
 # The regions of an allocator: what Space (Bump), Pages (Pool) and SlabCore have in common.
 from cpython.object cimport PyObject
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.atomic cimport arenapy_load_ptr
-from arenapy.block cimport Hold, Keeper
+from arenapy.block cimport Block, Hold, Keeper
 from arenapy.ledger cimport Ledger
 from arenapy.medium cimport Medium
 from arenapy.poison cimport POISONS, poison, unpoison
-from arenapy.recorder cimport record_event
 from arenapy.region cimport Region
 
 
@@ -25,7 +24,8 @@ cdef class RegionSet(Keeper):
     cdef str what            # for messages: "arena", "pool", "slab"
     cdef object allocator    # weakref to what the user holds
     cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording
-    cdef list recorders      # every one there was: a thread may be recording with it still
+    cdef uint64_t n_recording    # atomic: threads that may have read `recorder`, and are using it
+    cdef list recorders      # all that such a thread may be using
 
     # What kind of memory its source gives, and to what stream blocks belong that name no other.
     cdef int adopt(self, object source, object stream) except -1
@@ -34,7 +34,7 @@ cdef class RegionSet(Keeper):
     # What a core does first when it ends, while it is still whole.
     cdef void finish_streams(self) noexcept
     # Take a region over, as the last one.
-    cdef int take_region(self, Region region) except -1
+    cdef int take_region(self, Region region, tuple regions) except -1
     # The same, and the reverse, while other threads may do so too.
     cdef int share_region(self, Region region) except -1
     cdef int drop_region(self, Region region) except -1
@@ -48,9 +48,10 @@ cdef class RegionSet(Keeper):
     cdef int settle_sends(self) except -1
     # Begin to record into a Recorder, or (None) end.
     cdef int record_into(self, object recorder) except -1
+    cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil
     # Debug mode, if that is wanted: is it? Nothing below is called without it, but for `poison`,
     # `forget`, `tell`, `refuse`, `born_at` and `check_free`.
-    cdef bint watch(self, object allocator, object debug, object verifier) except -1
+    cdef bint watch(self, object debug, object verifier) except -1
     # A block was handed out; [start, end) is free from now on (where builds poison, they do it).
     cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil
     cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil
@@ -72,6 +73,10 @@ cdef class RegionSet(Keeper):
     cdef void forget(self, Region region) noexcept nogil
     cdef void verify_quietly(self) noexcept
     cdef void warn_of_leaks(self) noexcept
+
+
+# The region that a Buffer's bytes are in, or None.
+cdef Region region_behind(Block block)
 
 
 cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:
@@ -118,6 +123,5 @@ cdef inline void permit(RegionSet c, uintptr_t start, size_t nbytes) noexcept no
 
 # Not under a lock: now and then this writes to a file.
 cdef inline void record(RegionSet c, int op, void* block, size_t nbytes) noexcept nogil:
-    cdef PyObject* recorder = <PyObject*>arenapy_load_ptr(<void**>&c.recorder)
-    if recorder != NULL:
-        record_event(recorder, op, <uintptr_t>block, nbytes, 0)
+    if arenapy_load_ptr(<void**>&c.recorder) != NULL:
+        c.record_now(op, block, nbytes)

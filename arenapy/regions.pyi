@@ -1,6 +1,8 @@
-from typing_extensions import disjoint_base
+from typing import final
 
-from arenapy.block import Keeper
+from arenapy.block import Block, Keeper
 
-@disjoint_base
-class RegionSet(Keeper): ...
+@final
+class RegionSet(Keeper): ...  # type: ignore[misc]
+
+def claim_behind(block: Block) -> int: ...

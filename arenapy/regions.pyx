@@ -6,29 +6,47 @@ are free.
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
 from arenapy.arguments cimport HOST_ALIGN, debug_wanted
 from arenapy.atomic cimport (
     arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
-    arenapy_spin_release,
+    arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
 )
 from arenapy.block cimport (
-    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept, named_stream,
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept, named_stream, root_of,
 )
+from arenapy.claims cimport Claim
 from arenapy.extents cimport make_room
 from arenapy.ledger cimport Ledger
 from arenapy.medium cimport Medium
 from arenapy.places cimport NOWHERE, here, said
 from arenapy.poison cimport POISONS
-from arenapy.recorder cimport Recorder
+from arenapy.recorder cimport Recorder, record_event
 from arenapy.region cimport Region, register_core, unregister_core
+from arenapy.sealed cimport seal
 
 import sys
 import warnings
 
 from arenapy.errors import MemoryCorruption
+
+cdef extern from *:
+    """
+    /* Sequentially consistent on both sides: whoever enters after `arenapy_nobody` has said yes
+       reads what was in the pointer by then. */
+    static inline void *arenapy_enter(uint64_t *inside, void **pointer) {
+        __atomic_fetch_add(inside, 1, __ATOMIC_SEQ_CST);
+        return __atomic_load_n(pointer, __ATOMIC_SEQ_CST);
+    }
+    static inline int arenapy_nobody(uint64_t *inside) {
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        return __atomic_load_n(inside, __ATOMIC_SEQ_CST) == 0;
+    }
+    """
+    void* arenapy_enter(uint64_t* inside, void** pointer) noexcept nogil
+    bint arenapy_nobody(uint64_t* inside) noexcept nogil
 
 cdef extern from "Python.h":
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
@@ -37,7 +55,6 @@ cdef extern from "Python.h":
 
 # no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
 # user's object too, which the collector can clear.
-@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class RegionSet(Keeper):
     """The regions of an allocator. Internal; Buffers keep it alive."""
@@ -83,17 +100,18 @@ cdef class RegionSet(Keeper):
 
     cdef void finish_streams(self) noexcept:
         if self.medium is not None:
-            self.medium.finish(<PyObject*>self)
+            self.medium.finish(<PyObject*>self, self.regions)
 
-    cdef int take_region(self, Region region) except -1:
+    cdef int take_region(self, Region region, tuple regions) except -1:
+        """Add a region. `regions` is all of them: to make it may run code that uses this."""
         if not make_room(
-                <void**>&self.region, &self.cap_regions, self.n_regions + 1, sizeof(PyObject*)):
+                <void**>&self.region, &self.cap_regions, len(regions), sizeof(PyObject*)):
             raise MemoryError("no memory for the bookkeeping of an allocator")
         region.attach(self)
         if self.medium is None and region.medium is not None:
             self.take_medium(region.medium.bound(None))
         self.forget(region)
-        self.list_regions(self.regions + (region,))
+        self.list_regions(regions)
         self.capacity += region.size
         return 0
 
@@ -178,10 +196,6 @@ cdef class RegionSet(Keeper):
         """Raise ValueError if this allocator no longer allocates."""
         if not self.shut:
             return 0
-        if self.allocator is None:
-            raise ValueError(
-                f"this {self.what} was never made: call the class, not only its __new__"
-            )
         if self.gone == GONE_CLOSED:
             raise ValueError(
                 f"a region of this {self.what} was closed; make a new {self.what}"
@@ -198,15 +212,25 @@ cdef class RegionSet(Keeper):
     cdef int record_into(self, object recorder) except -1:
         self.open_check()
         if recorder is None:
-            self.recorder = NULL
+            arenapy_store_ptr(<void**>&self.recorder, NULL)
         elif not isinstance(recorder, Recorder):
             raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
         elif self.recorder != NULL:
             raise ValueError(f"this {self.what} is being recorded already; end that first")
         else:
             self.recorders.append(recorder)
-            self.recorder = <PyObject*>recorder
+            arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)
+        # No thread can reach those that have ended. (If one is about to: next time.)
+        if arenapy_nobody(&self.n_recording):
+            self.recorders = [one for one in self.recorders if <PyObject*>one == self.recorder]
         return 0
+
+    cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil:
+        cdef PyObject* recorder = <PyObject*>arenapy_enter(
+            &self.n_recording, <void**>&self.recorder)
+        if recorder != NULL:                 # else it has just ended
+            record_event(recorder, op, <uintptr_t>block, nbytes, 0)
+        arenapy_sub(&self.n_recording, 1)
 
     cdef int settle_sends(self) except -1:
         """Messages that have arrived need not be kept open here any more."""
@@ -218,13 +242,11 @@ cdef class RegionSet(Keeper):
 
     # -- debug mode
 
-    cdef bint watch(self, object allocator, object debug, object verifier) except -1:
+    cdef bint watch(self, object debug, object verifier) except -1:
         if not debug_wanted(debug):
             return False
-        from arenapy.debug import remember
         self.verifier = verifier
-        self.ledger = Ledger(self.what, allocator)
-        remember(self.ledger, allocator)
+        self.ledger = Ledger(self.what)
         self.debug = self.checked = True     # `check` raises what was found
         return True
 
@@ -321,6 +343,8 @@ cdef class RegionSet(Keeper):
             arenapy_spin_acquire(&self.ledger.lock)
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
+        if child:
+            self.n_recording = 0             # of threads that it does not have
         if self.debug:
             arenapy_spin_release(&self.ledger.lock)
         Keeper.fork_unlock(self, child)
@@ -345,9 +369,34 @@ cdef class RegionSet(Keeper):
         return None if self.allocator is None else self.allocator()
 
 
+seal(RegionSet)
+
+
 cdef inline void permit_all(RegionSet c) noexcept nogil:
     """The memory is about to be somebody else's, or it was before (`shut`)."""
     cdef Py_ssize_t i
     if POISONS and not c.shut:
         for i in range(c.n_regions):
             permit(c, <uintptr_t>(<Region>c.region[i]).ptr, (<Region>c.region[i]).size)
+
+
+cdef Region region_behind(Block block):
+    cdef Keeper keeper = root_of(block).keeper
+    cdef Region region
+    cdef uintptr_t at = <uintptr_t>root_of(block).ptr
+    if isinstance(keeper, Region):
+        region = <Region>keeper
+        return region if region.parent is None else region.parent
+    if isinstance(keeper, RegionSet):
+        for region in (<RegionSet>keeper).listed():
+            if at - <uintptr_t>region.ptr < region.size:
+                return region
+    return None
+
+
+def claim_behind(Block block not None):
+    """The number of the claim on a user's object that a Buffer is a part of; 0: there is none."""
+    cdef Region region = region_behind(block)
+    if region is None or not region.borrowed:
+        return 0
+    return (<Claim>region.owner).number

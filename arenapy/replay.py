@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from arenapy.command_line import Parser, console, whole
 from arenapy.memory_info import check_request, format_bytes
+from arenapy.printable import printable
 from arenapy.replay_one import PEERS
 from arenapy.replay_program import Program, program
 from arenapy.torch_history import is_pickle
@@ -72,8 +73,9 @@ class Result:
 def _run(name: str, folder: Path, written: bool) -> dict[str, Any]:
     """One process's figures; OSError with the reason if it has none."""
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
+    command = [sys.executable, "-P", "-m", "arenapy.replay_one", str(folder), name]
     done = subprocess.run(
-        [sys.executable, "-m", "arenapy.replay_one", str(folder), name] + ["--written"] * written,
+        command + ["--written"] * written,
         env={**os.environ, "GLIBC_TUNABLES": tunables, **PEERS[name].environment},
         capture_output=True,
         text=True,
@@ -188,20 +190,19 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     width = max(map(len, PEERS))
     lines = [f"  {name:<{width}}  {peer.about}" for name, peer in PEERS.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="arenapy replay",
         description="Do what a trace says with other allocators: how long it takes, how much "
         "memory they hold. Record a trace with arenapy.trace.record, or take a made-up one.",
         epilog="\n".join(["allocators:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("file", nargs="?", metavar="FILE", help="a trace, or torch's memory snapshot")
-    what.add_argument("--synthetic", type=int, metavar="SEED", help="a random trace instead")
+    what.add_argument("--synthetic", type=whole(), metavar="SEED", help="a random trace instead")
     parser.add_argument(
         "--with",
         dest="names",
@@ -237,12 +238,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = {"trace": asdict(trace.summary()), "results": [asdict(one) for one in results]}
         print(json.dumps(what, indent=2))
     else:
-        console = Console()
-        console.print(str(trace.summary()), highlight=False)
-        console.print(table(results))
+        terminal = console()
+        terminal.print(str(trace.summary()))
+        terminal.print(table(results))
         for one in results:
             if one.note:
-                console.print(f"{one.name}: {one.note}", highlight=False, markup=False)
+                terminal.print(printable(f"{one.name}: {one.note}"))
     return 0 if any(one.event_ns is not None for one in results) else 1
 
 

@@ -3,7 +3,6 @@ from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import disjoint_base
 
 from arenapy.bump import Bump
 from arenapy.pool import Pool
@@ -11,20 +10,23 @@ from arenapy.recorder import Recorder
 
 TOUCH: Mapping[str, int]
 
-@disjoint_base
+@final
 class Heap: ...
 
 @final
-class MallocHeap(Heap):
-    def __init__(self, get: int, put: int) -> None: ...
+class NoHeap(Heap): ...  # type: ignore[misc]
 
 @final
-class BumpHeap(Heap):
-    def __init__(self, arena: Bump) -> None: ...
+class MallocHeap(Heap):  # type: ignore[misc]
+    def __new__(cls, get: int, put: int) -> MallocHeap: ...
 
 @final
-class PoolHeap(Heap):
-    def __init__(self, pool: Pool) -> None: ...
+class BumpHeap(Heap):  # type: ignore[misc]
+    def __new__(cls, arena: Bump) -> BumpHeap: ...
+
+@final
+class PoolHeap(Heap):  # type: ignore[misc]
+    def __new__(cls, pool: Pool) -> PoolHeap: ...
 
 def resident(statm: int) -> int: ...
 def run(

@@ -18,6 +18,7 @@ from arenapy.bump_calls cimport BumpMark, bump_alloc, bump_free, bump_mark, bump
 from arenapy.pool cimport Pool
 from arenapy.pool_calls cimport pool_alloc, pool_free
 from arenapy.recorder cimport EVENT_ALLOC, EVENT_FREE, Recorder, record_event
+from arenapy.sealed cimport seal
 
 cdef extern from *:
     """
@@ -68,7 +69,7 @@ TOUCH = {"nothing": NOTHING, "first": FIRST_BYTE, "pages": EVERY_PAGE}
 
 
 cdef class Heap:
-    """What is asked for memory. This one gives the same address always: the loop's own cost."""
+    """What is asked for memory."""
 
     cdef void* take(self, size_t n) noexcept nogil:
         return <void*>ALIGN
@@ -78,6 +79,14 @@ cdef class Heap:
         return 0
 
 
+seal(Heap)
+
+
+@cython.final
+cdef class NoHeap(Heap):
+    """It gives the same address always: the loop's own cost."""
+
+
 @cython.final
 cdef class MallocHeap(Heap):
     """The malloc and free at two addresses."""
@@ -85,7 +94,7 @@ cdef class MallocHeap(Heap):
     cdef malloc_call get
     cdef free_call put
 
-    def __init__(self, get, put):
+    def __cinit__(self, get, put):
         self.get = <malloc_call><void*><uintptr_t>get
         self.put = <free_call><void*><uintptr_t>put
 
@@ -105,7 +114,7 @@ cdef class BumpHeap(Heap):
     cdef BumpMark base
     cdef size_t live
 
-    def __init__(self, Bump arena not None):
+    def __cinit__(self, Bump arena):
         self.arena = arena
         self.base = bump_mark(arena)
 
@@ -127,7 +136,7 @@ cdef class PoolHeap(Heap):
 
     cdef Pool pool
 
-    def __init__(self, Pool pool not None):
+    def __cinit__(self, Pool pool):
         self.pool = pool
 
     cdef void* take(self, size_t n) noexcept nogil:
@@ -180,14 +189,20 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     cdef int32_t s
     cdef long now, most = 0, before = 0
     cdef bint unknown
+    cdef unsigned char[::1] filled
     cdef uint64_t start, end
-    if writes and type(heap) is Heap:
+    if writes and type(heap) is NoHeap:
         raise ValueError(f"touch={touch!r}: this heap has no memory; touch nothing")
     if sizes.shape[0] != n:
         raise ValueError(f"{n} slots but {sizes.shape[0]} sizes")
+    filled = bytearray(n_slots)
     for i in range(n):
-        if not -n_slots <= slots[i] < n_slots:
-            raise ValueError(f"slot {slots[i]} of {n_slots}")
+        s = slots[i]
+        if not -n_slots <= s < n_slots:
+            raise ValueError(f"slot {s} of {n_slots}")
+        if filled[max(s, ~s)] != (s < 0):
+            raise ValueError(f"step {i} {'frees' if s < 0 else 'fills'} slot {max(s, ~s)} twice")
+        filled[max(s, ~s)] = s >= 0
     blocks = <void**>calloc(n_slots + 1, sizeof(void*))
     nbytes = <size_t*>calloc(n_slots + 1, sizeof(size_t))
     if blocks == NULL or nbytes == NULL:

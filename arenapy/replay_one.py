@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from arenapy.replay_core import BumpHeap, Heap, MallocHeap, PoolHeap, resident, run
+from arenapy.replay_core import BumpHeap, Heap, MallocHeap, NoHeap, PoolHeap, resident, run
 from arenapy.replay_program import Program
 
 __all__ = ["PEERS", "Peer", "main", "make_heap", "measure"]
@@ -103,7 +103,7 @@ def make_heap(name: str, program: Program) -> Heap:
     peer = PEERS[name]
     match name:
         case "loop":
-            return Heap()
+            return NoHeap()
         case "bump":
             from arenapy.bump import Bump
 

@@ -10,7 +10,6 @@ import errno
 import mmap
 import operator
 import sys
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from arenapy import vm
@@ -23,6 +22,7 @@ from arenapy.memory_info import (
     numa_nodes,
     read_limits,
 )
+from arenapy.vm_reserve import Mapping
 
 MIB = 1 << 20
 THP_SIZE = 2 * MIB  # what huge_pages="auto" aligns to
@@ -98,7 +98,7 @@ class Request:
                 f'hugepages-{self.page_size >> 10}kB/nr_hugepages), or pass huge_pages="auto".'
             )
 
-    def map(self, fd: int = -1, *, guard: bool = False) -> tuple[int, int, int]:
+    def map(self, fd: int = -1, *, guard: bool = False) -> Mapping:
         """`vm.map_memory` of what is asked, its failure explained."""
         try:
             return vm.map_memory(
@@ -197,28 +197,19 @@ def refusal(error: OSError, text: str) -> Exception:
     return OutOfMemory(text) if error.errno == errno.ENOMEM else OSError(error.errno, text)
 
 
-class undo:
-    """``with undo(call, *args)``: call it if what is inside fails."""
+def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Exception:
+    """The error for a mapping that failed: for want of memory, naming the tightest limit.
 
-    # Not @contextmanager: an interrupt in its generator, after success, would look like a failure.
-
-    __slots__ = ("_args", "_call")
-
-    def __init__(self, call: Callable[..., object], *args: Any) -> None:
-        self._call = call
-        self._args = args
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
-        """Undo, if it failed."""
-        if kind is not None:
-            self._call(*self._args)
-
-
-def explain_map(error: OSError, what: str, nbytes: int) -> Exception:
-    """The error for a mapping that failed: for want of memory, naming the tightest limit."""
+    `huge` is the page size of the hugetlbfs that it is of, if it is.
+    """
+    if error.errno == errno.ENOMEM and huge:
+        pool = huge_pools().get(huge)
+        free = "unknown" if pool is None else pool.free
+        return OutOfMemory(
+            f"{what} of {format_bytes(nbytes)} needs {-(-nbytes // huge)} pages of "
+            f"{format_bytes(huge)}, and {free} are free. Reserve more (/sys/kernel/mm/hugepages/"
+            f"hugepages-{huge >> 10}kB/nr_hugepages), or use another file system"
+        )
     if error.errno != errno.ENOMEM:
         return OSError(
             error.errno, f"cannot map {what} of {format_bytes(nbytes)}: {error.strerror}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from arenapy import vm
 from arenapy.memory_info import read_limits
 from arenapy.region import Region
-from arenapy.request import THP_SIZE, Request, checked_index, undo
+from arenapy.request import THP_SIZE, Request, checked_index
 
 if TYPE_CHECKING:
     from arenapy.source import Host
@@ -29,21 +29,20 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
     if request.hugetlb or any(limit.counts_mappings for limit in read_limits()):
         return None
     try:
-        address, map_address, map_nbytes = vm.reserve(nbytes, align=THP_SIZE, guard=host.guard)
+        mapping = vm.reserve(nbytes, align=THP_SIZE, guard=host.guard)
     except OSError:
         return None
-    with undo(vm.unmap, map_address, map_nbytes):
+    with mapping:
         if host.fork == "skip":
-            request.keep_from_children(address)
-        request.place(address)
+            request.keep_from_children(mapping.address)
+        request.place(mapping.address)
         region = Region.from_address(
-            address,
+            mapping.address,
             nbytes,
             kind="host",
             page_size=request.page_size,
             fork=host.fork,
-            map_address=map_address,
-            map_nbytes=map_nbytes,
+            mapping=mapping,
         )
     return Reservation(host, region)
 
@@ -85,12 +84,15 @@ class Reservation:
         address = self._address(offset, nbytes)
         request = Request(self._host, WHAT, nbytes)
         request.check()
-        with undo(self._give_back, address, nbytes):
+        try:
             try:
                 vm.protect(address, nbytes, True)
             except OSError as error:
                 raise request.explain_map(error) from error
             request.take(address, self._host.threads or 0)
+        except BaseException:
+            self._give_back(address, nbytes)
+            raise
 
     def decommit(self, offset: int, nbytes: int) -> None:
         """Give the memory of a part back. To use it again, commit it again.

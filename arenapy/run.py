@@ -1,54 +1,39 @@
 """``arenapy run``: a program with the data of its NumPy arrays in a pool.
 
-What lives here: the command line, and its options that ``arenapy compare`` has, too. What does not:
-the program's process, which takes the place of this one (run_program.py).
+What lives here: the command line, and its options that ``arenapy compare`` has, too; becoming
+``python SCRIPT``. What does not: what happens in that process (startup/sitecustomize.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import marshal
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_pool_options", "add_program", "main", "parse_size"]
+from arenapy import outputs
+from arenapy.command_line import Parser, check_outputs, size
 
-PACKAGE = Path(__file__).resolve().parent
+__all__ = ["add_pool_options", "add_program", "main"]
+
+STARTUP = Path(__file__).resolve().parent / "startup"
+OPTIONS = "ARENAPY_RUN"  # the environment variable; startup/sitecustomize.py takes it
+REPORT = outputs.report("arenapy run")
 HUGE_PAGES = {"auto": "auto", "2M": "2M", "1G": "1G", "none": None}
 SITES = 16  # callers that --sites notes: through libraries, into the program
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Bytes: ``4G``, ``512M``, ``1.5 GiB``, ``4096``. Units are powers of 1024.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError
-        It is none, or 0.
-    """
-    match = SIZE.fullmatch(text.strip())
-    nbytes = (
-        int(float(match[1]) * (1 << 10 * " KMGT".index(match[2].upper() or " "))) if match else 0
-    )
-    if nbytes <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; say 512M or 4G")
-    return nbytes
 
 
 def add_pool_options(parser: argparse.ArgumentParser) -> None:
     """Add what the pool shall be like."""
     parser.add_argument(
-        "--max-bytes", type=parse_size, metavar="SIZE", help="the most that the pool holds: 4G"
+        "--max-bytes", type=size, metavar="SIZE", help="the most that the pool holds: 4G"
     )
     parser.add_argument(
-        "--initial-bytes", type=parse_size, default=0, metavar="SIZE",
+        "--initial-bytes", type=size, default=0, metavar="SIZE",
         help="fault in so much at once, when NumPy is imported",
     )  # fmt: skip
     parser.add_argument(
@@ -65,34 +50,74 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add the program; all that follows it is its own."""
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument("program", metavar="SCRIPT", help="a Python program, or with -m a module")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument(
+        "words", metavar="SCRIPT", nargs=argparse.REMAINDER,
+        help="a Python program, or with -m a module; then its arguments",
+    )  # fmt: skip
 
 
-def check_pool_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what cannot be before anything is run."""
+def parse_program(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options, with a program; what cannot be is refused before anything is run."""
+    options = parser.parse_args(argv)
+    # One list of words: argparse would take a "--" that follows the program for its own.
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not words:
+        parser.error("SCRIPT is missing: name a program")
+    options.program, *options.arguments = words
     if options.max_bytes is not None and options.initial_bytes > options.max_bytes:
         parser.error(
             f"--initial-bytes {options.initial_bytes} is more than --max-bytes {options.max_bytes}"
         )
-
-
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command that runs a program; the file of ``--json`` can be written."""
-    options = parser.parse_args(argv)
-    check_pool_options(parser, options)
-    if getattr(options, "sites", False) and not options.trace:
-        parser.error("--sites are written into a trace; give --trace FILE")
-    if options.json:
-        options.json = os.path.abspath(options.json)
-        with open(options.json, "a"):  # now, and not when the program has run for hours
-            pass
+    if sys.flags.no_site:
+        parser.error("python -S leaves out the site module, by which the pool comes; omit -S")
     return options
 
 
 def interpreter() -> list[str]:
-    """The Python of this process, with its flags."""
-    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    """The Python of this process, with its options: ``python -O`` of ``python -O -m arenapy``."""
+    flags: list[str] = []
+    rest = sys.orig_argv[1:]
+    while rest and re.match("-.", rest[0]) and rest[0] != "--":
+        word = rest.pop(0)
+        letters = _letters(word)
+        if word[len(letters) : len(letters) + 1] in ("c", "m"):
+            return [sys.executable, *flags, *[letters] * (letters != "-")]
+        flags.append(word)
+        if word.startswith("--") or word[len(letters) :] in ("W", "X"):  # its value is a word
+            flags += rest[:1]
+            del rest[:1]
+    return [sys.executable, *flags]
+
+
+def _letters(word: str) -> str:
+    """The options in a word that take no value: of ``-Im`` and ``-IWerror``, ``-I``."""
+    found = re.match("-[^-cmWX]*", word)
+    return found[0] if found else ""
+
+
+def _seeing_environment(python: Sequence[str]) -> list[str]:
+    """An interpreter's line without -E and -I, which hide the environment from Python."""
+    line = [python[0]]
+    for word in python[1:]:
+        letters = _letters(word)
+        left = re.sub("[EI]", "", letters) + word[len(letters) :]
+        line += [left] * (left != "-")
+    return line + ["-s", "-P"] * sys.flags.isolated
+
+
+def _had_at_start(name: str) -> bool:
+    """Whether this process was started with an environment variable."""
+    with open("/proc/self/environ", "rb") as file:
+        return any(word.startswith(f"{name}=".encode()) for word in file.read().split(b"\0"))
+
+
+def program_words(options: argparse.Namespace) -> list[str]:
+    """The program and its arguments, for a command line of Python's or of ours."""
+    is_like_option = options.program.startswith("-") and options.program != "-"
+    ends = ["-m"] if options.module else ["--"] * is_like_option
+    return [*ends, options.program, *options.arguments]
 
 
 def command(
@@ -102,34 +127,46 @@ def command(
     json_file: str | None,
     trace: str | None = None,
     sites: bool = False,
-) -> list[str]:
-    """The command line that runs a program in the pool that `options` want."""
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of a program in the pool that `options` want."""
     python = interpreter()
+    program = program_words(options)
+    environment = dict(os.environ)
+    flags, hidden, line = {}, {"PYTHONPATH"}, python
+    if sys.flags.ignore_environment:
+        flags = {"ignore_environment": 1, "isolated": sys.flags.isolated}
+        hidden |= {name for name in environment if name.startswith("PYTHON")}
+        line = _seeing_environment(python)
+    kept = {name: environment.pop(name, None) for name in hidden}
+    if not _had_at_start("LC_CTYPE"):
+        environment.pop("LC_CTYPE", None)  # Python set it for a C locale, and will again
     settings: dict[str, Any] = {
-        "package": str(PACKAGE),
-        "python": python,
-        "module": options.module,
+        "pid": os.getpid(),  # execve keeps it
+        "environment": kept,
+        "flags": flags,
+        "orig_argv": [*python, *program],
         "max_bytes": options.max_bytes,
         "initial_bytes": options.initial_bytes,
         "huge_pages": HUGE_PAGES[options.huge_pages],
         "lock": options.lock,
         "on_full": options.on_full,
         "report": report,
-        "json": json_file,
+        "json": json_file and os.path.abspath(json_file),
         "trace": trace and os.path.abspath(trace),
         "sites": SITES if sites else 0,
     }
-    program = [str(PACKAGE / "run_program.py"), json.dumps(settings), options.program]
-    return [*python, *program, *options.arguments]
+    others = None if flags else kept["PYTHONPATH"]
+    environment["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{others}" if others else str(STARTUP)
+    environment[OPTIONS] = marshal.dumps(settings).hex()
+    return [*line, *program], environment
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="arenapy run",
         usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
         description="Run a program as Python would, the data of its NumPy arrays in a pool of "
         "memory that was faulted in beforehand, and report at its end on standard error.",
-        allow_abbrev=False,
     )
     add_pool_options(parser)
     parser.add_argument(
@@ -156,19 +193,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises
     ------
-    OSError
-        The file of ``--json`` cannot be written.
+    SystemExit
+        With status 2 for wrong arguments.
     """
-    options = parse(_parser(), argv)
-    line = command(
+    parser = _parser()
+    options = parse_program(parser, argv)
+    written = {"--json": (options.json, REPORT), "--trace": (options.trace, outputs.TRACE)}
+    check_outputs(parser, written, {"SCRIPT": None if options.module else options.program})
+    if options.sites and options.trace is None:
+        parser.error("--sites are written into a trace; give --trace FILE")
+    # Python says so if it cannot read the program; then there is nothing to report.
+    there = options.module or options.program == "-" or os.access(options.program, os.R_OK)
+    line, environment = command(
         options,
-        report=not options.quiet,
-        json_file=options.json,
+        report=there and not options.quiet,
+        json_file=options.json if there else None,
         trace=options.trace,
         sites=options.sites,
     )
-    sys.stdout.flush()
-    os.execv(line[0], line)
+    if sys.stdout is not None:  # it was closed
+        sys.stdout.flush()
+    os.execve(line[0], line, environment)
 
 
 if __name__ == "__main__":

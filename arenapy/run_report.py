@@ -1,11 +1,12 @@
 """The memory of a program under ``arenapy run``: its pool, and what is said of it at the end.
 
 What lives here: the pool as the options want it, its figures, the report. What does not: running
-the program (run_program.py), and the command line (run.py).
+the program (startup/sitecustomize.py), and the command line (run.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from arenapy._version import __version__
 from arenapy.memory_info import format_bytes
 from arenapy.numpy_memory import numpy_memory
 from arenapy.pool import Pool
+from arenapy.printable import printable
 from arenapy.recorder import Recorder
 from arenapy.region import Region
 from arenapy.reservation import Reservation
@@ -112,6 +114,10 @@ class ProgramMemory:
         self.traced = ""  # for the report
         self.handler = numpy_memory(self.pool, on_full=options["on_full"], threads=True).install()
         self._unreached: set[str] = set()
+        self._pid = os.getpid()
+        with contextlib.suppress(RuntimeError):  # the exit handlers are running already
+            # Before it waits for threads, which end by that.
+            threading._register_atexit(self.see_threads)  # type: ignore[attr-defined]
 
     def _begin_trace(self, path: str | None, sites: int) -> Recorder | None:
         if path is None:
@@ -126,13 +132,15 @@ class ProgramMemory:
             try:
                 self.recording.stop()
                 nbytes = os.path.getsize(self.recording.path)
-                self.traced = f"{self.recording.path}, {format_bytes(nbytes)}; see arenapy trace"
+                path = printable(self.recording.path)
+                self.traced = f"{path}, {format_bytes(nbytes)}; see arenapy trace"
             except OSError as error:
-                self.traced = str(error)
+                self.traced = printable(str(error))
 
     def see_threads(self) -> None:
         """Note which threads run now and do not have the pool."""
-        self._unreached.update(self.handler.unreached())
+        if os.getpid() == self._pid:
+            self._unreached.update(self.handler.unreached())
 
     def figures(self) -> dict[str, Any]:
         """What happened so far, as plain data; sizes are bytes."""
@@ -193,7 +201,7 @@ class ProgramMemory:
                 f"{format_bytes(found['lazy_bytes'])}: so large zeros are mapped when touched"
             )
         if figures["unreached_threads"]:
-            names = ", ".join(figures["unreached_threads"])
+            names = ", ".join(map(printable, figures["unreached_threads"]))
             lines.append(f"arrays of threads that the pool does not reach: {names}")
         return lines or ["nothing"]
 

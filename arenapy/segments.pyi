@@ -1,3 +1,6 @@
+from typing import final
+
 from arenapy.pages import Pages
 
-class Segments(Pages): ...
+@final
+class Segments(Pages): ...  # type: ignore[misc]

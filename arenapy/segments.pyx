@@ -16,10 +16,10 @@ from arenapy.pages cimport (
 from arenapy.poison cimport POISONS
 from arenapy.region cimport Region
 from arenapy.regions cimport forbid, forbid_new, permit
+from arenapy.sealed cimport seal
 from arenapy.table cimport Table, table_close, table_grow, table_open
 
 
-@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Segments(Pages):
     """The segments of a heap of pages. Internal."""
@@ -272,6 +272,9 @@ cdef class Segments(Pages):
         self.hot = self.segments[self.hot_index]
         if self.n_segments == 0:
             self.hot.mapped = 0
+
+
+seal(Segments)
 
 
 cdef uint32_t mapped(Segment* s) noexcept nogil:

@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Iterator
-from typing import NoReturn, SupportsIndex, final
+from typing import NoReturn, Self, SupportsIndex, final
 
 from arenapy.allocator import Allocator
 from arenapy.buffer import Buffer
@@ -8,9 +8,9 @@ from arenapy.source import Source
 from arenapy.stats import BlockInfo, SlabStats
 
 @final
-class Slab(Allocator):
-    def __init__(
-        self,
+class Slab(Allocator):  # type: ignore[misc]
+    def __new__(
+        cls,
         item_size: SupportsIndex,
         count: SupportsIndex,
         source: Source | None = None,
@@ -19,7 +19,7 @@ class Slab(Allocator):
         debug: bool | None = None,
         *,
         stream: object = None,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def source(self) -> Source: ...
     @property

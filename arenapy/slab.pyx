@@ -7,11 +7,11 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-import weakref
 from collections.abc import Iterable
 
-from arenapy.allocator cimport Allocator, aligned_region, check_source
+from arenapy.allocator cimport Allocator, aligned_region, check_source, complete
 from arenapy.arguments cimport as_align, as_size, quick_size
+from arenapy.atomic cimport arenapy_finalizing
 from arenapy.block cimport Nest, born_held, moor, nest_of, track
 from arenapy.buffer cimport Buffer, hatch, new_block
 from arenapy.poison cimport POISONS
@@ -87,19 +87,15 @@ cdef class Slab(Allocator):
     True
     """
 
-    def __cinit__(self, *args, **kwargs):
-        self.base = self.core = SlabCore.__new__(SlabCore)
-        self.anchors = moor(self.core)
-
-    def __init__(self, item_size, count, source=None, align=None, max_count=None, debug=None, *,
-                 stream=None):
-        cdef SlabCore core = self.core
+    def __cinit__(self, item_size, count, source=None, align=None, max_count=None, debug=None, *,
+                  stream=None):
+        cdef SlabCore core = SlabCore.__new__(SlabCore)
         cdef size_t size = as_size(item_size, "item_size")
         cdef uint64_t items = as_count(count, "count")
         cdef Py_ssize_t a
         cdef Region region
-        if core.depot != NULL:
-            raise TypeError("this Slab is made already; make another one")
+        self.base = self.core = core
+        self.anchors = moor(core)
         self.most = items if max_count is None else as_count(max_count, "max_count")
         if self.most < items:
             raise ValueError(
@@ -115,7 +111,7 @@ cdef class Slab(Allocator):
                 f"{self.most} items of item_size={item_size} bytes, aligned to {a}, are more than "
                 "any address space holds"
             )
-        self.debug = core.watch(self, debug, verify)
+        self.debug = core.watch(debug, verify)
         self.source, self.max_count = source, max_count
         core.open(size, a, self.most)
         region = self.region_for(items)
@@ -126,8 +122,8 @@ cdef class Slab(Allocator):
                 "count, a smaller align, or aligned memory"
             )
         core.add_part(region, items)
-        core.allocator = weakref.ref(self)
         core.ready()
+        complete(self)
 
     # -- allocation
 
@@ -302,6 +298,8 @@ cdef class Slab(Allocator):
             return 0
         verdict = c.begin_growth()
         if verdict == OTHER_GROWS:
+            if arenapy_finalizing():         # that thread has ended, in its source
+                raise OutOfMemory(self.full(wanted, "the interpreter is ending"))
             with nogil:
                 usleep(MOMENT)
             return 0
@@ -427,8 +425,6 @@ cdef class Slab(Allocator):
 
     def _exchange_peak(self, peak):
         cdef SlabCore c = self.core
-        if c.depot == NULL:
-            return 0
         return c.exchange_peak(0 if peak is None else peak // c.stride) * c.stride
 
     def _record(self, recorder):

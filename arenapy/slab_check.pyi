@@ -1,14 +1,12 @@
 from collections.abc import Iterator
-from typing import Any
-
-from typing_extensions import disjoint_base
+from typing import Any, final
 
 from arenapy.stats import BlockInfo
 
 def verify(c: Any) -> None: ...
 def listing(c: Any) -> Iterator[BlockInfo]: ...
 
-@disjoint_base
+@final
 class Listing:
     def __iter__(self) -> Listing: ...
     def __next__(self) -> BlockInfo: ...

@@ -3,12 +3,14 @@
 What lives here: reading all of it under all locks, then telling. Nothing is changed. Every figure
 that is kept is counted again.
 """
+cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 
 from arenapy.atomic cimport arenapy_load
 from arenapy.block cimport Hold
 from arenapy.region cimport Region
+from arenapy.sealed cimport seal
 from arenapy.size_classes cimport class_of
 from arenapy.slab_core cimport SlabCore
 from arenapy.slab_items cimport DEPTH, Part, Stack, Word, names_of, nth_word
@@ -31,6 +33,7 @@ cdef struct Copied:
     Word* words              # of a copy of all parts' words
 
 
+@cython.final
 cdef class Listing:
     """Yields the items as they were when it was made, by address."""
     cdef Copied* parts
@@ -66,6 +69,9 @@ cdef class Listing:
     def __dealloc__(self):
         free(self.parts)
         free(self.words)
+
+
+seal(Listing)
 
 
 cdef bint copy_parts(SlabCore c, Listing found) noexcept nogil:

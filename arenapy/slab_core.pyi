@@ -3,4 +3,4 @@ from typing import final
 from arenapy.slab_items import Items
 
 @final
-class SlabCore(Items): ...
+class SlabCore(Items): ...  # type: ignore[misc]

@@ -20,6 +20,7 @@ from arenapy.owned cimport owned_acquire, owned_release
 from arenapy.poison cimport POISON_UNIT, POISONS
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.sealed cimport seal
 from arenapy.slab_items cimport (
     Items, Part, Stack, address_of, forbid_from, nth_word, quick_give, stack_of, stow, word_of,
 )
@@ -27,7 +28,6 @@ from arenapy.threads cimport MOST_FRONTS
 from arenapy.vm cimport vm_lease
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
 cdef class SlabCore(Items):
@@ -218,8 +218,6 @@ cdef class SlabCore(Items):
         cdef uint32_t k
         cdef Stack* s
         memset(&r, 0, sizeof(r))
-        if self.depot == NULL:
-            return r
         self.lock_all()
         for k in range(MOST_FRONTS + 1):
             s = self.fronts[k] if k < MOST_FRONTS else self.depot
@@ -304,3 +302,6 @@ cdef class SlabCore(Items):
                     status = -1
                 run = live
         return status
+
+
+seal(SlabCore)

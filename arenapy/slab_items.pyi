@@ -1,6 +1,6 @@
-from typing_extensions import disjoint_base
+from typing import final
 
 from arenapy.regions import RegionSet
 
-@disjoint_base
-class Items(RegionSet): ...
+@final
+class Items(RegionSet): ...  # type: ignore[misc]

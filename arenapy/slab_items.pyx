@@ -25,6 +25,7 @@ from arenapy.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.poison cimport POISON_UNIT, POISONS
 from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet, forbid_new, record
+from arenapy.sealed cimport seal
 from arenapy.table cimport Table, table_close, table_grow, table_open
 from arenapy.threads cimport MOST_FRONTS, front_number
 
@@ -65,7 +66,6 @@ cdef inline void shift(Stack* s, int64_t n) noexcept nogil:
     s.out += n
 
 
-@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Items(RegionSet):
     """Items of one size, in regions. Internal."""
@@ -419,6 +419,9 @@ cdef class Items(RegionSet):
             if self.fronts[i] != NULL:
                 owned_release(&self.fronts[i].lock)
         arenapy_spin_release(&self.births)
+
+
+seal(Items)
 
 
 cdef char* first_item(Region region, size_t align) noexcept nogil:

@@ -1,6 +1,6 @@
-from typing_extensions import disjoint_base
+from typing import final
 
 from arenapy.regions import RegionSet
 
-@disjoint_base
-class Space(RegionSet): ...
+@final
+class Space(RegionSet): ...  # type: ignore[misc]

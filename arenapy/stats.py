@@ -99,6 +99,9 @@ class BumpStats(Figures):
         Regions, the first and those added by growth.
     total_allocations : int
         Blocks ever handed out.
+    metadata_bytes : int
+        Of the bookkeeping, which lies elsewhere and is not in `capacity`. Grows with the held
+        Buffers, the marks and the free extents that there are at once, and does not shrink.
     """
 
     capacity: Bytes
@@ -113,6 +116,7 @@ class BumpStats(Figures):
     marks: int
     regions: int
     total_allocations: int
+    metadata_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)

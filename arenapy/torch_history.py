@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from arenapy.printable import printable
 from arenapy.trace_file import Frame, Site
 
 __all__ = ["History", "Snapshot", "history", "is_pickle"]
@@ -38,6 +40,8 @@ ACTIONS = {
 }
 OF_BLOCKS = ("alloc", "free_completed")
 MOST_FRAMES = 64  # of a site
+MOST_LINE = 10**9 - 1
+MOST_BITS_SHOWN = 128
 #: The most of each number that a trace has room for.
 MOST = {"addr": 2**64 - 1, "size": 2**48 - 1, "stream": 2**64 - 1, "time_us": 2**63 - 1}
 MOST_NS = 2**56 - 1  # since the first
@@ -145,11 +149,23 @@ def _site(entry: Mapping[str, Any]) -> Site:
         return ()
     try:
         return tuple(
-            Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+            Frame(_text(frame["filename"]), _line(frame["line"]), _text(frame["name"]))
             for frame in frames[:MOST_FRAMES]
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError):
         return ()
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in place of a name")
+    return printable(value)
+
+
+def _line(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{type(value).__name__} in place of a line")
+    return value if 0 < value <= MOST_LINE else 0
 
 
 def _relevant(trace: Any, device: int) -> list[Mapping[str, Any]]:
@@ -178,8 +194,10 @@ def _chosen(there: list[int], device: int | None) -> int:
 def _number(entry: Mapping[str, Any], name: str, device: int) -> int:
     value = entry.get(name)
     if not isinstance(value, int) or not 0 <= value <= MOST[name]:
+        is_long = isinstance(value, int) and value.bit_length() > MOST_BITS_SHOWN
+        shown = "..." if is_long else reprlib.repr(value)
         raise ValueError(
-            f"device {device}, {entry['action']!r}: {name}={value!r} is no number from 0 to "
+            f"device {device}, {entry['action']!r}: {name}={shown} is no number from 0 to "
             f"{MOST[name]}"
         )
     return value

@@ -8,18 +8,20 @@ such a file; `from_torch` takes what torch recorded itself; `synthetic` makes a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from arenapy.made_up import PHASES, Phase, draw
 from arenapy.memory_info import format_bytes
-from arenapy.recorder import Recorder
+from arenapy.recorder import Recording
 from arenapy.torch_history import Snapshot, history
 from arenapy.trace_file import EVENT, OPERATIONS, Contents, Frame, Site, read, write
+
+if TYPE_CHECKING:
+    from arenapy.recorder import Recordable
 
 __all__ = [
     "EVENT",
@@ -38,56 +40,6 @@ __all__ = [
 ]
 
 
-class Recordable(Protocol):
-    """What `record` asks of an allocator."""
-
-    def _record(self, recorder: Recorder | None, /) -> None:
-        """Record into this from now on; None: no longer. ValueError if recording already."""
-
-    def _reserved(self) -> Iterable[tuple[int, int]]:
-        """(address, bytes) of what it has from its source."""
-
-
-class Recording:
-    """An allocator being recorded: what `record` returns.
-
-    Notes
-    -----
-    Thread-safety: any thread may use the allocator meanwhile.
-    """
-
-    def __init__(self, allocator: Recordable, path: str | os.PathLike[str], sites: int = 0) -> None:
-        self._allocator = allocator
-        self._recorder = Recorder(path, type(allocator).__name__, sites)
-
-    def __enter__(self) -> Recorder:
-        # The file is made last: an allocator that is being recorded already, perhaps into this very
-        # file, refuses first.
-        self._allocator._record(self._recorder)
-        try:
-            self._recorder.start()
-            for address, nbytes in self._allocator._reserved():
-                self._recorder.add("grow", address, nbytes)
-        except BaseException:
-            self._allocator._record(None)
-            raise
-        return self._recorder
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._allocator._record(None)
-        try:
-            self._recorder.stop()
-        except OSError as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))
-
-
 def record(allocator: Recordable, path: str | os.PathLike[str], *, sites: int = 0) -> Recording:
     """Record what an allocator does while a ``with`` block runs.
 
@@ -95,7 +47,7 @@ def record(allocator: Recordable, path: str | os.PathLike[str], *, sites: int = 
     ----------
     allocator : Bump, Slab or Pool
     path : path-like
-        The file, overwritten if there is one.
+        The file. An empty one and an earlier trace are overwritten, anything else is refused.
     sites : int
         How many callers of each allocation to note, the innermost first, 0 to 64; 16 reach
         through a library into the program that uses it.
@@ -111,9 +63,10 @@ def record(allocator: Recordable, path: str | os.PathLike[str], *, sites: int = 
     ValueError
         On entering, if the allocator is being recorded already. At once, for other `sites`.
     OSError
-        On entering, if the file cannot be made; on leaving, if a write failed, because the disk
-        is full, say. The file then has the events before that. (If the block raised, its exception
-        goes on, with a note.)
+        On entering, if the file cannot be made, is there and no trace, or is being recorded into
+        by somebody else, in this process or another one. On leaving, if a write failed, because the
+        disk is full, say: the file then has the events before that. (If the block raised, its
+        exception goes on, with a note.)
 
     Notes
     -----
@@ -248,10 +201,12 @@ class Trace(Contents):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, for `load` and ``arenapy replay``.
 
+        An earlier trace is overwritten, once all of the new one is on the disk.
+
         Raises
         ------
         OSError
-            If it cannot be written.
+            If it cannot be written; if the file is there and no trace, or is being recorded into.
         """
         write(path, self)
 
@@ -272,11 +227,11 @@ def load(path: str | os.PathLike[str]) -> Trace:
     Raises
     ------
     ValueError
-        If it is no trace file, or of a version that is not known here.
+        If it is no trace file, or of a version that is not known here, or damaged.
     OSError
         If it cannot be read.
     """
-    return Trace(**vars(read(path)))
+    return read(path, Trace)
 
 
 def from_torch(snapshot: Snapshot, device: int | None = None) -> Trace:

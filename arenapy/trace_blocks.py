@@ -70,8 +70,10 @@ class Blocks:
 
     @cached_property
     def peak(self) -> int:
-        """The first moment with the most live bytes; 0 if there are none."""
-        return int(np.argmax(self.live)) if self.moments else 0
+        """The first moment with the most live bytes; if no block has any, when the first began."""
+        if not self.live.any():
+            return int(self.start[0]) if len(self) else 0
+        return int(np.argmax(self.live))
 
     def at(self, moment: int) -> npt.NDArray[np.bool_]:
         """Which are live."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from arenapy import outputs
+from arenapy.command_line import Parser, check_outputs, console, whole
 from arenapy.memory_info import format_bytes
+from arenapy.printable import printable
 from arenapy.torch_history import is_pickle
 from arenapy.trace import from_torch, load
 from arenapy.trace_holders import WAYS
@@ -22,12 +22,11 @@ from arenapy.trace_view import MOST_BLOCKS, View
 __all__ = ["main"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="arenapy trace",
         description="Say what a trace tells about memory: how much, when, whose, for how long. "
         "With --html as a page with charts that zoom, one file, which needs no network.",
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
     parser.add_argument("--html", metavar="OUT", help="write a page there")
@@ -39,10 +38,10 @@ def _parser() -> argparse.ArgumentParser:
         "--events", action="store_true", help="count events on the axis of time, not seconds"
     )
     parser.add_argument(
-        "--blocks", type=int, default=MOST_BLOCKS, metavar="N",
+        "--blocks", type=whole(), default=MOST_BLOCKS, metavar="N",
         help=f"draw so many blocks one by one, and merge the others (default: {MOST_BLOCKS})",
     )  # fmt: skip
-    parser.add_argument("--device", type=int, metavar="N", help="whose history, of a snapshot")
+    parser.add_argument("--device", type=whole(), metavar="N", help="whose history, of a snapshot")
     return parser
 
 
@@ -55,7 +54,7 @@ def _tables(view: View) -> list[Table]:
             table.add_column(name, justify="left" if name == view.groups.way else "right")
         for row in view.holders(moment):
             table.add_row(
-                escape(row.name), f"{row.blocks:,}", format_bytes(row.nbytes), view.when(row.since)
+                Text(row.name), f"{row.blocks:,}", format_bytes(row.nbytes), view.when(row.since)
             )
         if table.row_count:
             found.append(table)
@@ -72,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.blocks < 0:
-        parser.error(f"--blocks {options.blocks}: it is a number of blocks")
+    check_outputs(parser, {"--html": (options.html, outputs.PAGE)}, {"FILE": options.file})
     try:
         if is_pickle(options.file):
             trace = from_torch(options.file, options.device)
@@ -82,26 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         view = View(trace, options.by, options.events or None, options.blocks)
     except ValueError as error:
         parser.error(str(error))
-    console = Console()
+    terminal = console()
     for line in view.sentences():
-        console.print(line, highlight=False, markup=False)
-    if not options.html:
+        terminal.print(line)
+    if options.html is None:
         for table in _tables(view):
-            console.print(table)
+            terminal.print(table)
         for line in view.notes():
-            console.print(line, highlight=False, markup=False)
+            terminal.print(line)
         return 0
-    if os.path.exists(options.html) and os.path.samefile(options.html, options.file):
-        parser.error(f"--html {options.html}: that is the trace itself")
+    name = printable(os.path.basename(options.file))
     try:
-        text = page(view, f"Memory over time: {os.path.basename(options.file)}")
+        text = page(view, f"Memory over time: {name}").encode()
     except ImportError as error:
         print(f"arenapy: {error}", file=sys.stderr)
         return 1
-    out = Path(options.html)
-    out.write_text(text, encoding="utf-8")
-    size = format_bytes(out.stat().st_size)
-    console.print(f"{out}: {size}; open it in a browser", highlight=False, markup=False)
+    outputs.write(options.html, text, outputs.PAGE)
+    terminal.print(f"{printable(options.html)}: {format_bytes(len(text))}; open it in a browser")
     return 0
 
 

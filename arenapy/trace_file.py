@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from arenapy import outputs
+from arenapy.printable import printable
 
 __all__ = ["EVENT", "HEADER", "OPERATIONS", "RECORD", "Contents", "Frame", "Site", "read", "write"]
 
@@ -35,7 +38,7 @@ EVENT = np.dtype(
     ]
 )
 
-MAGIC = b"arenatrc"
+MAGIC = outputs.TRACE.begins
 VERSION = 2  # 1 had no sites, no "grow" and no "keep"
 CLOCKS = ("kernel", "tsc", "cntvct")
 HEADER = np.dtype(
@@ -59,6 +62,9 @@ RECORD = np.dtype([("time", "<u8"), ("block", "<u8"), ("size", "<u8")])
 TIME_BITS = 56
 SIZE_BITS = 48
 TEXT_NBYTES = 16  # in a record: its last two words
+MOST_FRAMES = 64  # of a site
+MOST_DIGITS = 9  # of a line's number
+MOST_BYTES = 2**62  # of all events together: sums are numbers of 64 bits
 
 Events: TypeAlias = npt.NDArray[Any]
 
@@ -86,7 +92,14 @@ Site: TypeAlias = tuple[Frame, ...]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What is in a file; `arenapy.trace.Trace` says what each attribute is."""
+    """What is in a file; `arenapy.trace.Trace` says what each attribute is.
+
+    Raises
+    ------
+    ValueError
+        The events are none that an allocator can have had, or a file cannot hold them: an unknown
+        operation, a site that there is not, times that go back, sizes beyond all memory.
+    """
 
     events: Events
     kind: str = ""
@@ -95,6 +108,26 @@ class Contents:
     process: int = 0
     clock: str = "kernel"
     sites: tuple[Site, ...] = ((),)
+
+    def __post_init__(self) -> None:
+        events = self.events
+        known = np.isin(events["operation"], list(OPERATIONS.values()))
+        if not known.all():
+            raise ValueError(f"operation {events['operation'][~known][0]} is not known")
+        back = events["time"][1:] < events["time"][:-1]
+        if back.any():
+            raise ValueError(f"at event {int(np.argmax(back)) + 1:,} the time goes back")
+        if len(events) and events["time"][-1] >> np.uint64(TIME_BITS):
+            raise ValueError(f"a time of {events['time'][-1]} ns is more than a trace can say")
+        if (events["site"] >= len(self.sites)).any():
+            raise ValueError(f"site {events['site'].max()} of {len(self.sites)} sites")
+        if (events["nbytes"] >> np.uint64(SIZE_BITS)).any():
+            raise ValueError(f"{events['nbytes'].max()} bytes are more than a trace can say")
+        if events["nbytes"].sum(dtype="f8") > MOST_BYTES:
+            raise ValueError("the sizes add up to more bytes than 64-bit numbers can count")
+
+
+ContentsT = TypeVar("ContentsT", bound=Contents)
 
 
 def write(path: str | os.PathLike[str], contents: Contents) -> None:
@@ -128,12 +161,10 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
     header["complete"] = contents.complete
     header["process"] = contents.process
     header["kind"] = contents.kind.encode()
-    with open(path, "wb") as file:
-        file.write(header.tobytes())
-        records.tofile(file)
+    outputs.write(path, header.tobytes() + records.tobytes(), outputs.TRACE)
 
 
-def read(path: str | os.PathLike[str]) -> Contents:
+def read(path: str | os.PathLike[str], make: type[ContentsT]) -> ContentsT:
     """Read a file. The errors are those of `arenapy.trace.load`."""
     name = os.fspath(path)
     with open(path, "rb") as file:
@@ -148,10 +179,22 @@ def read(path: str | os.PathLike[str]) -> Contents:
             )
         found = os.fstat(file.fileno()).st_size - HEADER.itemsize
         records = np.fromfile(file, RECORD, max(0, found) // RECORD.itemsize)
-    complete = bool(header["complete"] and len(records) == header["events"])
+    try:
+        return _contents(header, records, make)
+    except ValueError as error:
+        raise ValueError(f"{name!r} is damaged: {error}") from None
+
+
+def _contents(header: Any, records: Events, make: type[ContentsT]) -> ContentsT:
+    """What header and records say. ValueError if no recorder can have written them."""
+    for field, size in ("header_nbytes", HEADER.itemsize), ("event_nbytes", RECORD.itemsize):
+        if header[field] != size:
+            raise ValueError(f"{field} is {header[field]} and not {size}")
+    if header["clock"] >= len(CLOCKS):
+        raise ValueError(f"clock {header['clock']} is not known")
     operation = (records["time"] >> np.uint64(TIME_BITS)).astype("u1")
     if len(records) and operation.max() > MOST:
-        raise ValueError(f"{name!r} is damaged: operation {operation.max()} is not known")
+        raise ValueError(f"operation {operation.max()} is not known")
     is_event = np.isin(operation, list(OPERATIONS.values()))
     kept = records[is_event]
     events = np.zeros(len(kept), EVENT)
@@ -164,14 +207,15 @@ def read(path: str | os.PathLike[str]) -> Contents:
     for field, code in ("stream", STREAM), ("site", SITE):
         before = np.flatnonzero(operation == code)
         before = before[number[before] < len(events)]
-        events[field][number[before]] = records["block"][before]
+        most = np.iinfo(EVENT[field]).max
+        events[field][number[before]] = np.minimum(records["block"][before], most)
     numbers, sites = _sites(records[operation == TEXT])
     events["site"][events["site"] >= len(numbers)] = 0  # its text was cut off
     events["site"] = numbers[events["site"]]
-    return Contents(
+    return make(
         events,
-        header["kind"].decode(errors="replace"),
-        complete,
+        printable(header["kind"].decode(errors="replace")),
+        bool(header["complete"] and len(records) == header["events"]),
         int(header["started"]),
         int(header["process"]),
         CLOCKS[header["clock"]],
@@ -193,6 +237,8 @@ def _nanoseconds(
     clocks = records[operation == CLOCK]
     at = np.append(0, clocks["time"].astype("i8"))
     ns = np.append(0, (clocks["block"] - header["monotonic"]).astype("i8"))
+    if (np.diff(at) < 0).any() or (np.diff(ns) < 0).any():
+        raise ValueError("its clock goes back")
     found: npt.NDArray[Any] = np.interp(ticks.astype("i8"), at, ns).astype("u8")
     return found
 
@@ -204,17 +250,13 @@ def _text_records(sites: tuple[Site, ...]) -> Events:
     lines = []
     for site in sites[1:]:
         fields = [str(field) for frame in site for field in frame]
-        line = "\t".join(map(_plain, fields)).encode(errors="backslashreplace") + b"\n"
+        line = "\t".join(map(printable, fields)).encode(errors="backslashreplace") + b"\n"
         lines.append(line.ljust(-(-len(line) // TEXT_NBYTES) * TEXT_NBYTES, b"\0"))
     words = np.frombuffer(b"".join(lines), "<u8").reshape(-1, 2)
     records = np.zeros(len(words), RECORD)
     records["time"] = _high(np.uint8(TEXT))
     records["block"], records["size"] = words.T
     return records
-
-
-def _plain(field: str) -> str:
-    return "".join("?" if char < " " else char for char in field)
 
 
 def _sites(records: Events) -> tuple[npt.NDArray[np.uint32], tuple[Site, ...]]:
@@ -227,6 +269,7 @@ def _sites(records: Events) -> tuple[npt.NDArray[np.uint32], tuple[Site, ...]]:
 
 
 def _frames(line: str) -> Iterator[Frame]:
-    fields = line.split("\t")
+    fields = line.split("\t", 3 * MOST_FRAMES)[: 3 * MOST_FRAMES]
     for file, number, function in zip(fields[::3], fields[1::3], fields[2::3], strict=False):
-        yield Frame(file, int(number) if number.isdecimal() else 0, function)
+        known = number.isdecimal() and len(number) <= MOST_DIGITS
+        yield Frame(printable(file), int(number) if known else 0, printable(function))

@@ -45,7 +45,7 @@ cdef int fill_bytes(Block block, object value, object stream) except -1:
         byte = -1
     if not 0 <= byte <= 255:
         raise ValueError(f"value={value!r} is not a byte: give a number from 0 to 255")
-    if block.keeper is not None and block.keeper.medium is not None:
+    if block.keeper.medium is not None:
         return block.keeper.medium.fill(block, <int>byte, stream)
     writable(block)
     named_stream(block.keeper, stream)
@@ -54,8 +54,8 @@ cdef int fill_bytes(Block block, object value, object stream) except -1:
 
 cdef Medium either_medium(Block block, object other):
     """That of memory which streams use, if one of both is."""
-    cdef Medium medium = None if block.keeper is None else block.keeper.medium
-    if medium is None and isinstance(other, Block) and (<Block>other).keeper is not None:
+    cdef Medium medium = block.keeper.medium
+    if medium is None and isinstance(other, Block):
         medium = (<Block>other).keeper.medium
     return medium
 

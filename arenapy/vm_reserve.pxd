@@ -1,6 +1,21 @@
 # The C surface of reserved address space: what allocators keep their growing tables in.
 # None of these raises or touches Python. Addresses are multiples of the page; sizes are rounded up
 # to it. What is returned as int is 0 or a negative errno.
+from posix.types cimport pid_t
+
+
+# A mapped range and its owner: it is unmapped when this object goes, if nobody has taken it over.
+cdef class Mapping:
+    cdef readonly size_t address       # of the memory; guard pages may lie around it
+    cdef readonly size_t map_address   # [map_address, map_address + map_nbytes) is unmapped
+    cdef readonly size_t map_nbytes    # 0: nothing is mapped, or somebody else owns it
+    cdef pid_t process                 # that mapped it
+
+    cdef void own(self, size_t address, size_t nbytes, size_t margin) noexcept
+    # Hand the range over to the caller, whose it is from here on.
+    cdef void take(self, size_t* start, size_t* nbytes) noexcept
+    cdef void end(self) noexcept
+
 
 # `nbytes` of address space without access, aligned to `align` (a power of two; at least a page);
 # NULL if there is none. vm_unmap ends it.

@@ -1,10 +1,10 @@
 # cython: language_level=3, freethreading_compatible=True
 """Address space first, memory later: reserve, commit, decommit.
 
-What lives here: ranges that are mapped without access (`PROT_NONE`) and cost nothing but their
-addresses, and the calls by which parts of them get pages and lose them again. Tables that grow in
-place stand on them, and `Reservation`. What does not: how pages are filled (`vm_pages`), placed or
-locked (`vm`), and policy (`source.py`).
+What lives here: `Mapping`, which owns a mapped range; ranges that are mapped without access
+(`PROT_NONE`) and cost nothing but their addresses, and the calls by which parts of them get pages
+and lose them again. Tables that grow in place stand on them, and `Reservation`. What does not: how
+pages are filled (`vm_pages`), placed or locked (`vm`), and policy (`source.py`).
 
 A decommitted part stays accessible and reads as zeros: taking the access away and giving it again
 would split the mapping each time, and a process has some 65,000 mappings (`vm.max_map_count`).
@@ -16,12 +16,17 @@ is released in system calls.
 
 import os
 
+cimport cython
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from posix.mman cimport (
     MADV_DONTNEED, MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE,
     PROT_READ, PROT_WRITE, madvise, mmap, mprotect, munlock, munmap,
 )
 
+from posix.unistd cimport getpid
+
+from arenapy.atomic cimport arenapy_finalizing
+from arenapy.sealed cimport seal
 from arenapy.vm_pages cimport vm_populate
 
 cdef extern from * nogil:
@@ -114,6 +119,56 @@ cdef int vm_decommit(void* at, size_t nbytes) noexcept nogil:
 # ---- the same for Python ---------------------------------------------------------------------
 
 
+@cython.final
+cdef class Mapping:
+    """A mapped range, and its owner: it is unmapped when this object goes. Internal.
+
+    A signal's exception may strike between any two bytecodes. So the call that maps memory returns
+    its owner, which exists before the memory does, and a Region takes the range over in C: at no
+    bytecode has the range no owner, or two. Leaving a ``with`` unmaps what was not taken over, at
+    once even if a traceback keeps this object.
+
+    Attributes
+    ----------
+    address : int
+        Of the memory.
+    map_address, map_nbytes : int
+        All that is mapped, guard pages included; `map_nbytes` is 0 if this owns nothing.
+    """
+
+    cdef void own(self, size_t address, size_t nbytes, size_t margin) noexcept:
+        self.address, self.process = address, getpid()
+        self.map_address, self.map_nbytes = address - margin, nbytes + 2 * margin
+
+    cdef void take(self, size_t* start, size_t* nbytes) noexcept:
+        start[0], nbytes[0] = self.map_address, self.map_nbytes
+        self.map_nbytes = 0
+
+    cdef void end(self) noexcept:
+        cdef size_t start, nbytes
+        self.take(&start, &nbytes)
+        # A forked child may not have had the range (MADV_DONTFORK), and have something else there.
+        if nbytes and self.process == getpid() and not arenapy_finalizing():
+            with nogil:
+                munmap(<void*>start, nbytes)
+
+    def unmap(self):
+        """Unmap it now, if it is still its own. Done again, it does nothing."""
+        self.end()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_details):
+        self.end()
+
+    def __dealloc__(self):
+        self.end()
+
+
+seal(Mapping)
+
+
 cdef int checked(int rc) except -1:
     if rc < 0:
         raise OSError(-rc, os.strerror(-rc))
@@ -132,9 +187,10 @@ def reserve(size_t nbytes, *, size_t align=0, bint guard=False):
 
     Returns
     -------
-    tuple[int, int, int]
-        As `vm.map_memory` does: the address; address and bytes of all that is to be unmapped.
+    Mapping
+        The owner of what is reserved.
     """
+    cdef Mapping mapping = Mapping.__new__(Mapping)      # before there is anything to own
     cdef size_t margin = BASE_PAGE if guard else 0
     cdef void* at
     if nbytes == 0 or nbytes > <size_t>1 << 63:
@@ -143,8 +199,8 @@ def reserve(size_t nbytes, *, size_t align=0, bint guard=False):
         at = vm_reserve_within(nbytes, align, margin)
     if at == NULL:
         checked(-errno)
-    nbytes = (nbytes + BASE_PAGE - 1) & ~(BASE_PAGE - 1)
-    return <size_t>at, <size_t>at - margin, nbytes + 2 * margin
+    mapping.own(<size_t>at, (nbytes + BASE_PAGE - 1) & ~(BASE_PAGE - 1), margin)
+    return mapping
 
 
 def protect(size_t address, size_t nbytes, bint accessible):

@@ -70,6 +70,10 @@ ARRAYS = {OUR_ARRAY: Way(f"empty({SHAPES[0]})", "arena.reset(); empty = arena.em
 }
 
 MARK_RESET = "m = arena.mark(); arena.reset(m)"
+LATE = "with arena.scope(): x = arena.empty(8), in a function that x ends with"
+WORN = 10_000
+WORN_SCOPE = f"with arena.scope(): pass, after {WORN:,} of those"
+CROWDED_SCOPE = f"with arena.scope(): pass, beside {WORN:,} arrays that outlived theirs"
 MARKS = {
     MARK_RESET: Way(
         "m = mark(); reset(m)", "arena.reset(); mark = arena.mark; reset = arena.reset"
@@ -82,6 +86,10 @@ MARKS = {
         "arena.reset(); mark = arena.mark; alloc = arena.alloc; reset = arena.reset",
     ),
     "with arena.scope(): pass": Way("\nwith scope(): pass", "arena.reset(); scope = arena.scope"),
+    # No reset: what these leave behind is what is measured.
+    LATE: Way("late()"),
+    WORN_SCOPE: Way("\nwith scope(): pass", "scope = worn.scope"),
+    CROWDED_SCOPE: Way("\nwith scope(): pass", "scope = crowded.scope"),
 }
 
 MANY = 1000
@@ -101,9 +109,30 @@ BATCHES = {
 }
 
 
+def frame_of(arena):
+    """The function that LATE describes."""
+
+    def frame():
+        with arena.scope():
+            x = arena.empty(8)  # noqa: F841
+
+    return frame
+
+
 def namespace():
     """The names that the statements use; what is not installed is None."""
+    worn = arenapy.Bump(1 << 20)
+    late = frame_of(worn)
+    for _ in range(WORN):
+        late()
+    crowded = arenapy.Bump(WORN * 256)
+    with crowded.scope():  # 99 bytes: so that there is a gap behind each
+        outlived = [crowded.empty(99, "u1") for _ in range(WORN)]
     return {
+        "worn": worn,
+        "crowded": crowded,
+        "outlived": outlived,
+        "late": late,
         "arena": arenapy.Bump(ARENA),
         "slab": arenapy.Slab(64, 2 * MANY),
         "pool": arenapy.Pool(),

@@ -16,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a script; behind what is installed
@@ -34,24 +35,24 @@ MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def prepare(way, nbytes):
-    """What is not measured: (address, range to unmap) of a mapping; None if that is the way."""
-    address, *whole = vm.map_memory(nbytes, align=THP_SIZE)
-    vm.advise(address, nbytes, mmap.MADV_HUGEPAGE)
-    vm.prefault(address, nbytes)  # so that the host has these pages
-    vm.unmap(*whole)
+    """What is not measured: a mapping; None if that is the way."""
+    with vm.map_memory(nbytes, align=THP_SIZE) as mapping:
+        vm.advise(mapping.address, nbytes, mmap.MADV_HUGEPAGE)
+        vm.prefault(mapping.address, nbytes)  # so that the host has these pages
     if way == "MAP_POPULATE":
         return None
-    address, *whole = vm.map_memory(nbytes, align=THP_SIZE)
+    mapping = vm.map_memory(nbytes, align=THP_SIZE)
     if way != "touch each page":
-        vm.advise(address, nbytes, mmap.MADV_HUGEPAGE)
-    return address, whole
+        vm.advise(mapping.address, nbytes, mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def carry_out(way, nbytes, mapping):
-    """What is measured; gives the range to unmap."""
+    """What is measured; gives the call that unmaps it."""
     if way == "MAP_POPULATE":
         address = libc.mmap(
             None,
@@ -61,8 +62,8 @@ def carry_out(way, nbytes, mapping):
             -1,
             0,
         )
-        return address, nbytes
-    address, whole = mapping
+        return partial(libc.munmap, address, nbytes)
+    address = mapping.address
     if way == "touch each page":
         # In C, without the interpreter between two touches: prefault's own fallback.
         vm.prefault(address, nbytes, threads=1)
@@ -70,7 +71,7 @@ def carry_out(way, nbytes, mapping):
         vm.prefault(address, nbytes, threads=WAYS[way])
     else:
         ctypes.memset(address, 0, nbytes)
-    return whole
+    return mapping.unmap
 
 
 def measure(way, nbytes):
@@ -80,11 +81,11 @@ def measure(way, nbytes):
         vm.inject_populate_error(22)  # EINVAL: as on a kernel that cannot populate
     try:
         start = time.perf_counter()
-        whole = carry_out(way, nbytes, mapping)
+        unmap = carry_out(way, nbytes, mapping)
         seconds = time.perf_counter() - start
     finally:
         vm.inject_populate_error(0)
-    vm.unmap(*whole)
+    unmap()
     return seconds
 
 
@@ -112,7 +113,7 @@ class Prefault:
 
     def setup(self, way):
         """A new mapping for each call (asv calls it before each when number is 1)."""
-        self.whole = None
+        self.unmap = None
         self.mapping = prepare(way, SIZE)
         if way == "touch each page":
             vm.inject_populate_error(22)
@@ -120,18 +121,19 @@ class Prefault:
     @named("1 GiB made ready for use")
     def time_one_gib(self, way):
         """Fault all of it in."""
-        if self.whole is not None:  # the warm-up calls again without setup
+        if self.unmap is not None:  # the warm-up calls again without setup
             self.teardown(way)
             self.setup(way)
-        self.whole = carry_out(way, SIZE, self.mapping)
+        self.unmap = carry_out(way, SIZE, self.mapping)
 
     def teardown(self, way):
         """Give it back."""
         vm.inject_populate_error(0)
-        whole = self.whole or (self.mapping and self.mapping[1])
-        if whole:
-            vm.unmap(*whole)
-        self.whole = self.mapping = None
+        if self.unmap is not None:
+            self.unmap()
+        elif self.mapping is not None:
+            self.mapping.unmap()
+        self.unmap = self.mapping = None
 
 
 def main():

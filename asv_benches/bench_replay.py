@@ -15,7 +15,7 @@ import arenapy
 from arenapy import trace
 from arenapy.recorder import Recorder
 from arenapy.replay import replay
-from arenapy.replay_core import Heap, PoolHeap, run
+from arenapy.replay_core import NoHeap, PoolHeap, run
 
 from . import gpu_traces
 from .rounds import CLOCK, Line, Way, medians, named
@@ -80,7 +80,7 @@ def namespace(path):
         "allocate": allocate,
         "DEPTH": DEPTH,
         "run": run,
-        "heap": Heap(),
+        "heap": NoHeap(),
         "pool_heap": PoolHeap(pool),
         "record": pool._record,
         "slots": np.tile(np.array([0, ~0], "i4"), EVENTS // 2),

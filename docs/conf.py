@@ -51,7 +51,7 @@ nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]
 nitpick_ignore_regex = [
     ("py:class", r"(collections|os|numpy|hypothesis|st)\..*"),
     ("py:class", "NDArray|DTypeLike|Axes|View|Scope|Events|HasBlocks|Site"),
-    ("py:class", r"arenapy\.(\w+\.)*(Recordable|A|Limit|Operation|Reservation)"),
+    ("py:class", r"(arenapy\.(\w+\.)*)?(A|Descriptor|Limit|Operation|Recordable|Reservation)"),
 ]
 
 

@@ -5,6 +5,7 @@ kinds of export. LIVE ones forbid `release()`; a REFERENCE keeps the Buffer obje
 for the rest (UNSURE) the contract leaves open which of the two it is, and both are accepted.
 """
 
+import contextlib
 import ctypes
 import threading
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import numpy as np
 from hypothesis import event
 from hypothesis import strategies as st
 from machines import AllocatorMachine, Block
-from support import PAGE, Pages, unchanged_view
+from support import PAGE, Pages, c_function, unchanged_view
 
 import arenapy
 
@@ -29,6 +30,78 @@ EXPORTS = {
     "ndarray": (REFERENCE, lambda b: np.ndarray((b.nbytes,), "u1", buffer=b)),
     "array": (UNSURE, lambda b: b.array((b.nbytes,), "u1")),
 }
+
+
+class CMark(ctypes.Structure):
+    """BumpMark of bump_calls.pxd."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("serial", ctypes.c_uint64))
+
+
+c_mark = c_function("bump_mark_slow", CMark)
+c_reset = c_function("bump_reset_slow", ctypes.c_int, CMark)
+
+
+@contextlib.contextmanager
+def marked(arena):
+    mark = arena.mark()
+    try:
+        yield
+    finally:
+        arena.reset(mark)
+
+
+@contextlib.contextmanager
+def marked_in_c(arena):
+    mark = c_mark(arena)
+    assert mark.id
+    try:
+        yield
+    finally:
+        assert c_reset(arena, mark) == 0
+
+
+@contextlib.contextmanager
+def left_by_an_exception(arena):
+    with contextlib.suppress(KeyError), arena.scope():
+        yield
+        raise KeyError
+
+
+#: Frames of an arena that end in good order, by each way there is.
+FRAMES = {
+    "scope": lambda arena: arena.scope(),
+    "exception": left_by_an_exception,
+    "mark": marked,
+    "C mark": marked_in_c,
+}
+NEVER_STRICT = ("C mark", "exception")  # these retire in a strict arena, too
+ENTRY = 256  # bytes of bookkeeping that a block, a mark or a region needs, at most
+
+
+def outlived(arena, frames, parts, nbytes, kept, which):
+    """A plain function, in each of whose frames `parts` are made: its arrays end with it, after the
+    frames, in any order; what it puts into `kept` ends with the next call that does."""
+    arrays = []
+    with contextlib.ExitStack() as stack:
+        for depth, name in enumerate(frames):
+            stack.enter_context(FRAMES[name](arena))
+            for part in parts:
+                made = arena.alloc(nbytes) if part == "block" else arena.empty(nbytes, "u1")
+                made.fill(0xEE)
+                if part == "array":
+                    arrays.append(made)
+                elif part == "kept":
+                    kept[depth] = made
+                del made
+    while arrays:
+        del arrays[which % len(arrays)]
+
+
+def steady(view):
+    """Of `unchanged_view`, what calls that leave nothing behind leave as it was."""
+    used, remaining, retired, _, capacity, stats, _ = view
+    return used, remaining - capacity, retired, stats.live_bytes, stats.held_buffers
 
 
 @dataclass(eq=False)
@@ -50,6 +123,7 @@ class BumpModel(AllocatorMachine):
     """The Bump of section 6 with the Buffers of section 5: the model and what must always hold."""
 
     strict = False
+    frames = st.sampled_from(sorted(FRAMES))
     configs = st.fixed_dictionaries(
         {
             "nbytes": st.one_of(
@@ -66,6 +140,7 @@ class BumpModel(AllocatorMachine):
         self.scopes = []  # open: (context manager, record in marks or None once ended)
         self.closed = []  # handles that a reset or a release closed
         self.floating = {}  # serial: (bytes, exact) that nobody sees but no reset gave back yet
+        self.entries = 0  # the most blocks, marks and regions that there were at once
 
     # Hooks -----------------------------------------------------------------------------------
 
@@ -220,6 +295,7 @@ class BumpModel(AllocatorMachine):
         assert sum(getattr(stats, part) for part in parts) == stats.capacity, stats
         assert all(getattr(stats, part) >= 0 for part in parts), stats
         assert stats.pending_bytes == 0, "no stream was ever involved"
+        self.bookkeeping_is_bounded(stats)
         mine = [block for block in self.live.values() if not block.orphan]
         survivors = [block for block in mine if block.survivor]
         live = [block for block in mine if not block.survivor]
@@ -235,6 +311,12 @@ class BumpModel(AllocatorMachine):
         held = [block for block in mine if block.exported]
         sure = sum(not block.released for block in held)
         assert sure <= stats.held_buffers <= len(held), "who is held?"
+
+    def bookkeeping_is_bounded(self, stats, more=0):
+        """By what there was at once, however long that goes on; arrays double, from 16."""
+        held = len(self.live) + len(self.floating) + len(self.marks) + stats.regions
+        self.entries = max(self.entries, held + more)
+        assert stats.metadata_bytes <= ENTRY * (16 + 2 * self.entries), self.entries
 
     def handles_say_what_they_are(self):
         for block in self.live.values():

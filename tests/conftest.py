@@ -6,6 +6,7 @@ hardly any, for valgrind), ``long`` (many more and longer programs) or ``fuzz`` 
 database of its own in ``.hypothesis/fuzz``, from which the next run goes on).
 """
 
+import collections
 import gc
 import os
 import signal
@@ -44,6 +45,32 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+SAMPLE = 3  # of each test that is marked `sampled`, one case of this many runs
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="also slow tests, and every case of sampled ones"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    cases = collections.Counter()
+    chosen, left_out = [], []
+    for item in items:
+        test = item.path, item.originalname
+        later = item.get_closest_marker("slow") is not None or (
+            item.get_closest_marker("sampled") is not None and cases[test] % SAMPLE > 0
+        )
+        (left_out if later else chosen).append(item)
+        cases[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
 def pytest_report_header():
     trace = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
     return f"a crash inside a state machine leaves its steps in {trace}"
@@ -66,15 +93,16 @@ WARNINGS = ["-W", "error::ResourceWarning", "-W", "ignore:This process:Deprecati
 def run_script(tmp_path):
     """Run source text in a fresh interpreter; a crash, a message or a nonzero status fails."""
 
-    def run(source, *, quiet=True, timeout=120):
+    def run(source, *, quiet=True, timeout=120, flags=(), env=None):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
         done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", *WARNINGS, str(script)],
+            [sys.executable, "-X", "faulthandler", *WARNINGS, *flags, str(script)],
             capture_output=True,
             text=True,
             timeout=timeout,
             cwd=tmp_path,
+            env={**os.environ, **(env or {})},
         )
         report = f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert done.returncode == 0, report

@@ -60,7 +60,7 @@ ALLOCATES = "cuMemAlloc|cuMemAllocManaged|cuMemAllocFromPoolAsync"
 FOR_A_REGION = (
     f"{ALLOCATES}|cuMemHostRegister|cuDeviceGetAttribute|cuMemPool(Create|SetAttribute|SetAccess)|"
     "cuDeviceCanAccessPeer|cuMemGetInfo|cuDeviceGetName|cuDeviceGet|cuDevicePrimaryCtxRetain|"
-    "cuStreamCreate|cuStreamSynchronize"
+    "cuStreamCreate|cuStreamGetId|cuStreamSynchronize"
 )
 
 TABLE = [
@@ -97,7 +97,10 @@ TABLE = [
         "CudaError: cuStreamGetId failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         misuse="cuStreamGetId: .* invalidates a capture",
     ),
+    row("use in a capture.*", "cuStreamGetCaptureInfo.*", FINE, TOLD),  # at the release: FINE
     row(ANY, "cuStreamIsCapturing|cuStreamQuery|cuEventQuery", FINE),
+    row(ANY, "cuDevicePrimaryCtxGetState", FINE),  # it counts as in use
+    row("release of pinned memory that .*", "cuDeviceGet", FINE),  # likewise
     row("a stream that .*", "cuCtxSynchronize", FINE),  # the block is free later
     row(".*pinned|a bit .*", "cuCtxGetDevice", FINE, TOLD),  # of no context: device 0
     row("copy.*", "cuPointerGetAttribute", results="INVALID_VALUE"),  # an answer: it is pageable
@@ -119,8 +122,8 @@ TABLE = [
     row(".* of memory in use.*", PUSH, FULL, FINE),
     row("(release|a bit of everything|a stream that).*", EVENTS, FINE, TOLD),
     row(ANY, WAITS, *NO_WAIT),
-    # What a copy that was begun needs is kept for good, if nobody can tell when it is done.
-    row("copy from another.* on a stream", "cuEventRecord", TOLD, leaves="kept?"),
+    # Of a copy that was begun, the event that tells when it is done is made later, then.
+    row("copy from another.* on a stream", "cuEventRecord", FINE, TOLD),
     # The copy may still run then, and what it copies is the caller's to keep.
     row("copy from another.*", "cuStreamSynchronize", TOLD, misuse=GONE),
     row("copy from another library's pinned memory", PUSH, FINE, TOLD, misuse=GONE),

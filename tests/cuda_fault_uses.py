@@ -358,6 +358,14 @@ def to_interface(gpu):
     return Act(lambda: b.__cuda_array_interface__, view=lambda: in_use(one))
 
 
+@operation("release of pinned memory that was exported by the array interface")
+def exported_and_released(gpu):
+    one = pool_over("pinned")
+    blocks = [one.alloc(N)]
+    assert blocks[0].__cuda_array_interface__
+    return Act(blocks.clear, view=lambda: (gpu.drain(), in_use(one))[1])
+
+
 @operation("export of pinned memory to the host")
 def to_host(gpu):
     """The stream that has used it is waited for."""

@@ -17,19 +17,23 @@ from simulated_driver import simulated
 from support import peek, poke
 
 from arenapy import OutOfMemory
+from arenapy.cuda.stream import OWNERS
 
 NON_BLOCKING = 1
 TRACE = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
 
 
 class Wrapped:
-    """A stream object as libraries have them."""
+    """A stream object as libraries have them, of which arenapy knows that it keeps its stream."""
 
     def __init__(self, handle):
         self.handle_ = handle
 
     def __cuda_stream__(self):
         return 0, self.handle_
+
+
+OWNERS[Wrapped.__module__, Wrapped.__qualname__] = lambda stream: True
 
 
 class Block:

@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import resource
+from dataclasses import replace
 
 import numpy as np
 import support
@@ -218,6 +219,8 @@ def view(allocator):
     """All that an allocator says about itself; a refused call must leave it equal."""
     regions = [(region.address, region.nbytes) for region in allocator.regions]
     stats = adds_up(allocator)
+    if isinstance(allocator, Bump):  # its tables have grown, perhaps, in search of room
+        stats = replace(stats, metadata_bytes=0)
     if not isinstance(allocator, Pool):
         return stats, regions
     # What is free in a pool may have been merged or given back, in search of room.

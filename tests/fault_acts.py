@@ -1,7 +1,8 @@
 """What an operation of `fault_operations` is made of."""
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MIB = 1 << 20
@@ -36,8 +37,17 @@ def operation(name):
     return add
 
 
+def made(make, directory):
+    """The Act that an operation makes; one that needs a directory says so."""
+    return make(directory) if inspect.signature(make).parameters else make()
+
+
 def seen(allocator):
     """What an allocator says of itself, after its own check."""
+    from arenapy import Bump
+
     allocator.check()
     stats = allocator.stats()
+    if isinstance(allocator, Bump):  # its tables may have grown
+        stats = replace(stats, metadata_bytes=0)
     return stats, [(region.address, region.nbytes) for region in allocator.regions]

@@ -7,6 +7,7 @@ Those of `fault_allocators` are among them.
 import contextlib
 import copy
 import gc
+import mmap
 import os
 import pickle
 import threading
@@ -22,8 +23,10 @@ from arenapy import (
     Existing,
     File,
     Host,
+    OutOfMemory,
     PerThread,
     Pool,
+    Region,
     Shared,
     Slab,
     replay_core,
@@ -106,6 +109,35 @@ for _mode in ("r", "r+", "c", "w+"):
 def existing():
     source = Existing(bytearray(5000))
     return Act(source.region, python=True)
+
+
+@operation("region of Existing, mapped")
+def existing_mapped(directory):
+    path = directory / "file"
+    path.write_bytes(bytes(100_000))
+    with path.open("r+b") as file:
+        source = Existing(mmap.mmap(file.fileno(), 100_000))
+    return Act(source.region, python=True)
+
+
+@operation("region refused")
+def refused():
+    source = Existing(bytearray(5000))
+    region = source.region()
+
+    def act():
+        with contextlib.suppress(OutOfMemory):
+            source.region()
+
+    return Act(act, view=lambda: region.nbytes)
+
+
+@operation("region of a sparse File")
+def sparse(directory):
+    path = directory / "file"
+    path.write_bytes(b"")
+    os.truncate(path, 100_000)
+    return Act(File(path, "r+").region, python=True)
 
 
 @operation("use of a file's region")
@@ -358,12 +390,22 @@ def replay():
     return Act(act)
 
 
+class SeenByChildren:
+    """A source of memory that is no file's."""
+
+    def region(self, nbytes):
+        memory = mmap.mmap(-1, nbytes)
+        start = np.frombuffer(memory, "u1").ctypes.data
+        return Region.from_address(start, nbytes, owner=memory, fork="closed")
+
+
 @operation("fork")
 def fork():
     """Also the child's calls fail; it says by its status how it went."""
     blocks = Pool(max_bytes=4 * MIB, source=Shared())
     arena = Bump(MIB, source=Host(fork="skip"))
-    kept = [blocks.alloc(100), arena.alloc(100)]
+    items = Slab(4096, 10, source=SeenByChildren())
+    kept = [blocks.alloc(100), arena.alloc(100), items.alloc()]
 
     def act():
         child = os.fork()
@@ -371,4 +413,4 @@ def fork():
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
-    return Act(act, view=lambda: (blocks.check(), arena.check(), len(kept)))
+    return Act(act, view=lambda: (blocks.check(), arena.check(), items.check(), len(kept)))

@@ -1,12 +1,12 @@
 """Runs one operation of `fault_operations` with one of its calls failed, and looks at the ruins."""
 
 import gc
-import inspect
 import sys
 from collections import Counter
 from typing import NamedTuple
 from unittest import mock
 
+from fault_acts import made
 from fault_operations import OPERATIONS
 from fault_table import ERRORS, LASTS, number
 from faults import FAILED, PYTHON_CALLS
@@ -23,11 +23,6 @@ class Outcome(NamedTuple):
     problems: tuple[str, ...]  # what should not have happened
     failed: bool  # whether the call was made at all
     calls: list[str]  # all that was made
-
-
-def made(name, directory):
-    make = OPERATIONS[name]
-    return make(directory) if inspect.signature(make).parameters else make()
 
 
 def calls_of(faults, name, directory):
@@ -51,7 +46,7 @@ def attempt(faults, name, directory, call=None, nth=0, error=None):
     problems, untold = [], []
     with faults.noting(), mock.patch.object(sys, "unraisablehook", untold.append):
         before = faults.left()
-        act = made(name, directory)
+        act = made(OPERATIONS[name], directory)
         view = act.view()
         result, raised, text, number_of = None, "", "", None
         try:

@@ -41,6 +41,8 @@ ERRORS = {
     "fcntl(OFD_SETLK)": ("ENOLCK", "EINTR"),
     "open": ("EMFILE", "ENOENT", "EINTR"),
     "fstat": ("EIO",),
+    "fstatfs": ("EIO",),
+    "fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
     "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
     "pread": ("EIO", "EINTR"),
     "write": ("ENOSPC", "EIO", "EINTR"),
@@ -53,7 +55,6 @@ ERRORS = {
     "pthread_key_create": ("EAGAIN", "ENOMEM"),
     "pthread_setspecific": ("ENOMEM",),
     "__register_atfork": ("ENOMEM",),
-    "os.open": ("EACCES", "EMFILE"),
     "os.stat": ("EACCES",),
     "os.fstat": ("EIO",),
     "os.ftruncate": ("EFBIG", "EIO"),
@@ -72,14 +73,15 @@ CANNOT_FAIL = {
         *("__errno_location", "__tls_get_addr", "sigfillset", "pthread_self"),
         *("sscanf", "snprintf", "vsnprintf", "__stack_chk_fail"),
     ),
-    "it has no error": ("free", "sched_yield", "pthread_once"),
+    "it has no error": ("free", "getpid", "sched_yield", "pthread_once"),
     "it fails for arguments only that we never give": (
         *("clock_gettime", "getrusage", "sysconf", "pthread_join", "pthread_sigmask"),
         *("pthread_mutex_lock", "pthread_mutex_unlock"),
     ),
     "a wait that ends early is begun again, or was a courtesy": ("nanosleep", "usleep"),
-    "the descriptor is closed whatever it says": ("close",),
+    "the descriptor is closed whatever it says, and its lock goes with it": ("close", "flock"),
     "it does not return": ("__assert_fail",),
+    "that it fails is the answer: there is a gap": ("msync",),
     "a message to stderr, of what is wrong anyway": ("fprintf",),
 }
 
@@ -110,6 +112,7 @@ NO_LOCK = "OutOfMemory: RLIMIT_MEMLOCK"
 POOL_FULL = "OutOfMemory: do not fit into the pool, and its source has no more"
 SLAB_FULL = "OutOfMemory: do not fit into the slab, and its source has no more"
 NO_TABLE = "MemoryError: bookkeeping of a"
+NO_CLAIM = "MemoryError: no memory for the bookkeeping of a region"
 NO_ATFORK = "MemoryError: pthread_atfork failed"
 NO_RECORD = "MemoryError: no memory for the record of an export"
 NOT_MAPPED = "PermissionError: cannot map"
@@ -136,9 +139,19 @@ TABLE = [
     row("reserve", "mmap", ANY, FINE),  # None: regions are made instead
     # What nobody is told: at an end, of bytes that are kept then, or of what is known later.
     row(ANY, "munmap", NO_MEMORY, FINE),
-    row("fork", r"open|fcntl\(OFD_SETLK\)", ANY, FINE),  # the bytes are not handed out again
+    # The bytes are not handed out again.
+    row("fork", r"open|fcntl\(OFD_SETLK\)|memfd_create|mmap", ANY, FINE),
     row("Pool .*", r"madvise\(DONTNEED\)", "ENOMEM", FINE),  # the pool keeps the pages
     row("trace, while recording", "write", "ENOSPC|EIO", FINE),  # the end of the recording tells
+    # Which file it is and what other processes see is asked in another way, or nothing is known.
+    row("region of .*", "ioctl", ANY, FINE),
+    row("region of .*", r"fcntl\(OFD_SETLK\)", "ENOLCK", FINE),  # a file system without locks
+    row("region of Existing, mapped", "open|os.stat", ANY, FINE),
+    row("region of .*File.*", "open", "EMFILE", FINE, "OSError: Too many open files"),
+    row("region of .*File.*", "open", "ENOENT", FINE, "FileNotFoundError: No such file"),
+    row("region of .*File.*", "mmap", "ENOMEM", FINE, NO_MAP),
+    row("region of .*File.*", "mmap", "EACCES", FINE, NOT_MAPPED),
+    row("region of .*File.*", "fallocate", "EOPNOTSUPP|EINTR", FINE),
     # A limit that cannot be read is none, but what the machine has must be known.
     row("region of .*", r"open\(\)", "EMFILE", FINE, "OSError: /proc/meminfo", "OSError: /smaps"),
     row(
@@ -149,6 +162,10 @@ TABLE = [
         *(f"PermissionError: {name}" for name in ("/proc/meminfo", "/proc/self/smaps")),
     ),
     row("trace.*", r"open\(\)", ANY, FINE),  # which clock to read
+    row("trace record.*", "open", "EMFILE", "OSError: Too many open files"),
+    row("trace record.*", "open", "ENOENT", "FileNotFoundError: No such file"),
+    # What the file was before is asked twice.
+    row("trace record.*", r"os\.f?stat", ANY, FINE, "OSError: Input/output error"),
     row("region of (Host|Shared)", "os.stat", ANY, FINE),
     # NumPy's arrays are libc's if the pool cannot grow, and lazy zeros a mapping of their own.
     row("NumPy malloc, no libc", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NUMPY_NONE),
@@ -168,6 +185,14 @@ TABLE = [
     row(r"Pool\(\).*", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NO_TABLE),
     row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
     row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),
+    # Shared memory that is sent.
+    row("send.*", "open", "EMFILE", "OSError: again, to lease it"),
+    row("send.*", "open", "ENOENT", "FileNotFoundError: again, to lease it"),
+    row("send.*", "fstat", "EIO", FINE, "OSError: cannot be sent any more", "OSError: Input/out"),
+    row("send a Shared Region", "mmap", NO_MEMORY, NO_MAP, "OutOfMemory: cannot lease"),
+    row("send a Shared Region", "mmap", "EACCES", NOT_MAPPED, "PermissionError: cannot lease"),
+    row("send.*", "os.dup", "EMFILE", "OSError: Too many open files"),
+    row("send.*", r"fcntl\(OFD_SETLK\)", "ENOLCK", "OSError: No locks available"),
     # Memory of the system's.
     row("trace .*", r"mmap|madvise\(.*FORK\)", NO_MEMORY, "MemoryError: memory to record in"),
     row("trace .*", "mmap", "EACCES", "PermissionError: memory to record in"),
@@ -192,19 +217,16 @@ TABLE = [
     row(ANY, "memfd_create|ftruncate", ANY, "OSError: cannot map a Shared region"),
     row(ANY, r"fcntl\(ADD_SEALS\)", "EPERM", "PermissionError: cannot map a Shared region"),
     row(ANY, r"fcntl\(ADD_SEALS\)", "EBUSY", "OSError: cannot map a Shared region"),
-    # Shared memory that is sent.
-    row("send.*", "open", "EMFILE", "OSError: /proc/self/fd/"),
-    row("send.*", "open", "ENOENT", "FileNotFoundError: /proc/self/fd/"),
-    row("send.*", "os.dup", "EMFILE", "OSError: Too many open files"),
-    row("send.*", r"fcntl\(OFD_SETLK\)", "ENOLCK", "OSError: No locks available"),
     row("use of leased memory", r"fcntl\(OFD_GETLK\)", "EINVAL", FINE),  # as if it were leased
     row("use of leased memory", "malloc", NO_MEMORY, FINE),  # they are not handed out again
     row("unlock", "munlock", "ENOMEM", "OSError: Cannot allocate memory"),
     # Files.
-    row("region of File.*", "fstat", "EIO", "OSError: Input/output error"),
+    row("region of .*File.*", "fstat|fstatfs", "EIO", FINE, "OSError: Input/output error"),
+    row("region of .*File.*", "fallocate", "ENOSPC", "OSError: cannot reserve"),
     row("use of a file's region", "fstat", "EIO", "OSError: size of the file behind"),
+    row("close .*|use of leased memory|fork", "fstat", "EIO", FINE),  # leased, and closed
+    row(ANY, "fstat", "EIO", FINE, "OSError: Input/output error", "OSError: cannot map a Shared"),
     row(ANY, "os.(open|stat)", "EACCES", "PermissionError: Permission denied"),
-    row(ANY, "os.open", "EMFILE", "OSError: Too many open files"),
     row("region of File.*", "os.ftruncate|os.posix_fallocate", ANY, "OSError: on disk"),
     row("trace.*", "os.(fstat|ftruncate|write|pwrite)", ANY, "OSError: "),
     row("trace .*", "write", "ENOSPC|EIO", "OSError: the trace"),
@@ -213,6 +235,9 @@ TABLE = [
     row("replay", "pread", "EIO", "OSError: statm cannot be read"),
     row("replay", "calloc", NO_MEMORY, "MemoryError: no memory for 2 slots"),
     # What the C library has.
+    row("region refused", "strdup", NO_MEMORY, FINE, NO_CLAIM),
+    row("Pool .*", "calloc|strdup", NO_MEMORY, POOL_FULL),
+    row("region .*|send.*|copy a Buffer|pickle a Buffer", "calloc|strdup", NO_MEMORY, NO_CLAIM),
     row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
     row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
     row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of"),

@@ -47,7 +47,7 @@ DETAILS = {0: ("syscall", SYSCALLS), 1: ("fcntl", FCNTL), 2: ("madvise", ADVICE)
 #: What Python code of ours calls, by where it finds it.
 PYTHON_CALLS = {
     f"os.{name}": [(os, name)]
-    for name in ("open", "ftruncate", "posix_fallocate", "stat", "fstat", "write", "pwrite", "dup")
+    for name in ("ftruncate", "posix_fallocate", "stat", "fstat", "write", "pwrite", "dup")
 } | {"open()": [(builtins, "open"), (io, "open")]}
 
 
@@ -114,8 +114,9 @@ class Faults:
         return [name for i, name in enumerate(self.functions) if kind(i) != NOTED]
 
     @contextlib.contextmanager
-    def noting(self):
-        self.install()
+    def noting(self, install=True):
+        if install:
+            self.install()
         self._library.faults_note(1)
         try:
             yield
@@ -206,6 +207,24 @@ class Faults:
                 blocks.discard(arguments[0])
         return Left(_joined(mapped), len(blocks - {0}), _descriptors(), _locked())
 
+    def wrong(self):
+        """What was given back, since noting began, that was not there, or somebody else's."""
+        found, mapped = [], []
+        for name, state, arguments, result in self.calls():
+            if state == FAILED:
+                continue
+            if name == "mmap" and result != -1:
+                stop = result + _in_pages(arguments[1])
+                mapped = [*_without(mapped, result, arguments[1]), (result, stop)]
+            elif name == "munmap":
+                left = _without(mapped, *arguments[:2])
+                if _nbytes(mapped) - _nbytes(left) < _in_pages(arguments[1]):
+                    found.append(f"munmap of {arguments[1]} bytes at {arguments[0]:#x}: not ours")
+                mapped = left
+            elif name == "close" and result != 0:
+                found.append(f"close of {arguments[0]}, which was not open")
+        return found
+
 
 _libc = ctypes.CDLL(None)
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -213,11 +232,19 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 def _without(ranges, start, nbytes):
     """The ranges less whole pages from `start` on."""
-    stop = start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = start + _in_pages(nbytes)
     left = []
     for a, b in ranges:
         left += [part for part in ((a, min(b, start)), (max(a, stop), b)) if part[0] < part[1]]
     return left
+
+
+def _in_pages(nbytes):
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _nbytes(ranges):
+    return sum(stop - start for start, stop in ranges)
 
 
 def _joined(ranges):

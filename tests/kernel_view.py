@@ -74,8 +74,9 @@ def nothing_leaks(monkeypatch):
     real = vm.map_memory
 
     def map_memory(nbytes, **options):
-        mapped.append(real(nbytes, **options))
-        return mapped[-1]
+        mapping = real(nbytes, **options)
+        mapped.append((mapping.address, mapping.map_address, mapping.map_nbytes))
+        return mapping
 
     fds = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(vm, "map_memory", map_memory)

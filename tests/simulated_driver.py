@@ -84,6 +84,7 @@ class SimulatedDriver(gpu.Gpu):
         self.before_call = None  # it is called with a name
         self.hooked = set()  # threads that are in it
         self.closed = False
+        self.retained = set()  # devices
         self.raised = None  # by before_call, or by a kernel that a call has run
         self.heap = 8 << 20
         self.attributes.update({UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1})
@@ -217,7 +218,14 @@ class SimulatedDriver(gpu.Gpu):
     def cuDeviceCanAccessPeer(self, out, device, peer):
         put(out, ctypes.c_int, (device, peer) in self.peers)
 
+    def cuDevicePrimaryCtxGetState(self, device, flags, active):
+        """Who has a stream there has its context."""
+        there = any(one.device == device for one in self.streams)
+        put(flags, ctypes.c_uint, 0)
+        put(active, ctypes.c_int, there or device in self.retained)
+
     def cuDevicePrimaryCtxRetain(self, out, device):
+        self.retained.add(device)
         put(out, ctypes.c_void_p, 0x1000 * (device + 1))
 
     def cuCtxGetCurrent(self, out):

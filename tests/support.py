@@ -5,9 +5,11 @@ a block neither exports it nor keeps it alive.
 """
 
 import ctypes
+import importlib
 import mmap
 import sys
 import threading
+from dataclasses import replace
 
 import arenapy
 
@@ -65,9 +67,25 @@ def unchanged_view(arena):
         arena.retired,
         arena.peak,
         arena.capacity,
-        arena.stats(),
+        replace(arena.stats(), metadata_bytes=0),  # room that was made is kept
         [(region.address, region.nbytes) for region in arena.regions],
     )
+
+
+pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+
+
+def c_function(name, result, *arguments, gil=False):
+    """A C function that other packages cimport."""
+    module = importlib.import_module(f"arenapy.{name.partition('_')[0]}_calls")
+    capsule = module.__pyx_capi__[name]
+    kind = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
+    return kind(result, ctypes.py_object, *arguments)(pointer_of(capsule, name_of(capsule)))
 
 
 def readonly_buffer(data):

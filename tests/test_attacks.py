@@ -264,16 +264,6 @@ def test_field_names_changed_by_one_user_are_not_seen_by_another():
     assert arena.empty(3, "i4,i4").dtype.names == np.empty(3, "i4,i4").dtype.names
 
 
-@pytest.mark.parametrize("call", [
-    lambda b: b.fill(0, stream=1), lambda b: b.copy_from(b"", stream=1),
-    lambda b: b.copy_to(bytearray(), stream=1), lambda b: b.record_stream(1), lambda b: b.view(),
-    lambda b: memoryview(b), lambda b: b[1:], lambda b: b.address, lambda b: b.__dlpack__(),
-])  # fmt: skip
-def test_what_only_new_was_called_for_is_closed(call):
-    with pytest.raises((ValueError, BufferError)):
-        call(arenapy.Buffer.__new__(arenapy.Buffer))
-
-
 def test_a_closed_arena_adds_up_and_says_why():
     arena = Bump(4096, source=Pages(), max_bytes=1 << 16)
     arena.alloc(4096)

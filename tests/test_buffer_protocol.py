@@ -12,6 +12,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import exact, peek, poke, readonly_buffer
 
 BITS = {
@@ -129,6 +131,78 @@ def test_a_plain_buffer_is_bytes(nbytes):
     )
     assert view.c_contiguous and view.f_contiguous and not view.readonly
     assert view.obj is buffer
+
+
+LEAVES = [
+    "i1", "u1", "<i2", ">i2", "<u4", ">i4", "i8", "f2", "<f4", ">f8", "g", "c8", ">c16", "G", "?",
+    "S1", "S5", "U1", ">U3", "V3",
+]  # fmt: skip
+
+
+@st.composite
+def structs(draw, depth=2):
+    """A dtype of fields at any distance, with any padding at the end, nested and in arrays."""
+    parts = st.sampled_from(LEAVES).map(np.dtype)
+    if depth:
+        parts |= structs(depth - 1)
+    fields, end = {}, 0
+    for name in draw(st.lists(st.sampled_from(["x", "y", "a name", "é"]), min_size=1, unique=True)):
+        item = draw(parts)
+        if shape := draw(st.sampled_from([(), (), (2,), (1, 3)])):
+            item = np.dtype((item, shape))
+        start = end + draw(st.sampled_from([0, 0, 1, 3, 8]))
+        end = start + item.itemsize
+        fields[name] = (item, start)
+    if draw(st.booleans()):
+        return np.dtype([(name, item) for name, (item, _) in fields.items()], align=True)
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [item for item, _ in fields.values()],
+            "offsets": [start for _, start in fields.values()],
+            "itemsize": end + draw(st.sampled_from([0, 0, 1, 12])),
+        }
+    )
+
+
+@given(structs())
+def test_a_struct_says_every_byte(dtype):
+    """NumPy reads the format as the same type, whose own format of it may be another one."""
+    buffer = exact(1 << 16).alloc(3 * dtype.itemsize)
+    poke(buffer.address, buffer.nbytes, 0x31)
+    view = buffer.view((3,), dtype)
+    for array in (np.asarray(view), np.asarray(memoryview(view)), view.array()):
+        assert array.dtype == dtype and array.dtype.itemsize == dtype.itemsize
+        assert array.ctypes.data == buffer.address and array.shape == (3,)
+    assert memoryview(view).itemsize == dtype.itemsize
+    assert memoryview(view).tobytes() == bytes([0x31]) * buffer.nbytes
+
+
+@pytest.mark.parametrize("dtype", LEAVES)
+def test_a_plain_type_has_numpys_own_format(dtype):
+    view = exact(4096).alloc(96).view((), dtype)
+    assert memoryview(view).format == memoryview(np.empty((), dtype)).format
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", [("when", "M8[ns]"), ("x", "f4")], [("a:b", "i4")]])
+def test_a_type_without_a_format_comes_by_the_array_interface(dtype):
+    view = exact(4096).alloc(96).view((2,), dtype)
+    with pytest.raises(BufferError, match=r"no code in the buffer protocol; use array\(\)"):
+        memoryview(view)
+    assert not view.held
+    assert np.asarray(view).dtype == np.dtype(dtype) == view.array().dtype
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [4, 0]])
+def test_fields_that_no_protocol_has_words_for(offsets):
+    dtype = np.dtype(
+        {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": offsets, "itemsize": 8}
+    )
+    view = exact(4096).alloc(96).view((2,), dtype)
+    with pytest.raises(ValueError, match=r"overlap or are out of order; use array\(\)") as caught:
+        np.asarray(view)
+    assert str(dtype) in str(caught.value) and not view.held
+    assert view.array().dtype == dtype
 
 
 def test_a_refused_export_is_no_export():

@@ -224,3 +224,142 @@ def test_per_thread_is_an_arena_for_each():
     with arenas.scope():
         arenas.alloc(3)
     assert arenapy.Buffer is type(others[0][1].base)
+
+
+def meanwhile_grown(arena, block):
+    arena.grow(block, 30 * PAGE)
+
+
+def meanwhile_exported(arena, block):
+    kept.append(memoryview(block))
+
+
+def meanwhile_released(arena, block):
+    block.release()
+
+
+def meanwhile_reset(arena, block):
+    arena.reset()
+
+
+kept = []
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [meanwhile_grown, meanwhile_exported, meanwhile_released, meanwhile_reset]
+)
+def test_a_block_that_changes_while_room_is_made_for_it(meanwhile):
+    """The source is asked for room and runs code that uses the block: only what fits is copied."""
+    guarded = Host(huge_pages=None, guard=True)
+    acts = []
+
+    class Source:
+        def region(self, nbytes):
+            for act in acts:
+                act()
+            return guarded.region(nbytes)
+
+    arena = Bump(32 * PAGE, Source(), max_bytes=64 * PAGE)
+    block, other = arena.alloc(PAGE), arena.alloc(30 * PAGE)
+
+    def act():
+        acts.clear()
+        other.release()
+        meanwhile(arena, block)
+
+    acts.append(act)
+    with pytest.raises((ValueError, BufferError)):
+        arena.grow(block, 2 * PAGE)
+    kept.clear()
+    arena.check()
+    arena.reset()
+    assert arena.used == 0
+
+
+def test_garbage_is_collected_while_the_list_of_regions_is_made(run_script):
+    """The collector may run at any new object of the arena's own, and run code that grows it."""
+    run_script("""
+        import gc
+        from arenapy import Bump, Host, OutOfMemory
+
+        gc.set_threshold(10**6)
+        fill = [[tuple(range(k, k + n)) for k in range(3000)] for n in range(1, 19)]
+        kept, ran = [], 0
+
+        class Source:
+            armed = None
+
+            def region(self, nbytes):
+                if nbytes > 300_000:
+                    if act is refuse:
+                        self.arm()
+                    raise OutOfMemory("no more")
+                region = Host(huge_pages=None).region(nbytes)
+                if act is grow:
+                    self.arm()
+                return region
+
+            def arm(self):
+                # No dead tuple is left to be used again: the next one asks the collector.
+                fill.append([[tuple(range(k, k + n)) for k in range(30)] for n in range(1, 19)])
+                if self.armed is not None:
+                    gc.set_threshold(max(gc.get_count()[0] - self.armed, 1))
+
+        def use(phase, info):
+            global ran
+            if phase == "start" and source.armed is not None:
+                source.armed, ran = None, ran + 1
+                gc.set_threshold(10**6)
+                kept.append(arena.empty(250_000, "u1"))
+                kept[-1][:] = 7
+
+        def grow():
+            arena.alloc(200_000)
+
+        def refuse():
+            try:
+                arena.alloc_many([60_000] * 8 + [2 << 20])
+            except OutOfMemory:
+                pass
+
+        gc.callbacks.append(use)
+        for act in grow, refuse:
+            for late in range(-40, 2):
+                source = Source()
+                arena = Bump(1 << 16, source, max_bytes=1 << 24)
+                first = [arena.alloc(65_000) for _ in range(9)]
+                source.armed = late
+                act()
+                source.armed = None
+                gc.set_threshold(10**6)
+                arena.check()
+                places = [(r.address, r.address + r.nbytes) for r in arena.regions]
+                assert sum(end - start for start, end in places) == arena.capacity
+                for array in kept:
+                    at = array.ctypes.data
+                    assert any(start <= at < end for start, end in places), (late, act)
+                    assert (array == 7).all()
+                array = None
+                kept.clear()
+        assert ran > 20, ran
+    """)
+
+
+def test_blocks_that_other_code_took_are_counted():
+    """Also where alloc_many fails, whose own are not."""
+    taken = []
+
+    class Source:
+        def region(self, nbytes):
+            if nbytes > 1 << 19:
+                raise OutOfMemory("no more")
+            if regions:
+                taken.append(arena.alloc(100))
+            regions.append(Host(huge_pages=None).region(nbytes))
+            return regions[-1]
+
+    regions = []
+    arena = Bump(1 << 16, Source(), max_bytes=1 << 21)
+    with pytest.raises(OutOfMemory):
+        arena.alloc_many([60_000, 60_000, 1 << 20])
+    assert len(taken) == arena.stats().total_allocations == 1

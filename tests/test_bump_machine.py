@@ -4,11 +4,11 @@ import gc
 
 import numpy as np
 import pytest
-from bump_model import EXPORTS, LIVE, UNSURE, BumpModel
+from bump_model import EXPORTS, LIVE, NEVER_STRICT, UNSURE, BumpModel, outlived, steady
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from machines import MarkRecord, choice, needs, step
+from machines import MarkRecord, choice, drawn, needs, step
 from support import PAGE, peek, poke
 
 import arenapy
@@ -392,6 +392,30 @@ class BumpMachine(BumpModel):
         ):
             self.marks.remove(record)  # its blocks are the outer frame's now
 
+    # What people write: an array ends with the function, after its frame.
+
+    @rule(
+        frames=st.lists(drawn("frames"), min_size=1, max_size=4),
+        parts=st.lists(st.sampled_from(["array", "kept", "block"]), min_size=1, max_size=3),
+        nbytes=st.integers(0, 40),
+        times=st.sampled_from([1, 2, 3, 1000]),
+        which=st.integers(0, 3),
+    )
+    @step
+    def frames_that_arrays_outlive(self, frames, parts, nbytes, times, which):
+        kept = {}
+        before = self.snapshot()
+        for _ in range(times):
+            try:
+                outlived(self.allocator, frames, parts, nbytes, kept, which)
+            except MemoryError:
+                event("frames that arrays outlive do not fit")
+                break
+        self.allocator.check()
+        kept.clear()
+        self.bookkeeping_is_bounded(self.allocator.stats(), 4 * len(frames) * len(parts))
+        assert steady(self.snapshot()) == steady(before), "calls that left nothing left something"
+
     # Rules: the end of an arena ----------------------------------------------------------------
 
     @rule()
@@ -415,6 +439,7 @@ class BumpMachine(BumpModel):
 
 class StrictMachine(BumpMachine):
     strict = True
+    frames = st.sampled_from(NEVER_STRICT)
 
 
 class GrowingMachine(BumpMachine):

@@ -59,8 +59,9 @@ def test_help_names_every_command():
         assert run(name, "--help").stdout.startswith(f"usage: arenapy {name}")
 
 
-def test_no_command_prints_the_help_and_fails():
-    done = run()
+@pytest.mark.parametrize("words", [[], ["--"]])
+def test_no_command_prints_the_help_and_fails(words):
+    done = run(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == run("--help").stdout
 
@@ -162,3 +163,11 @@ def test_a_full_disk_is_noticed():
     assert done.returncode == 1
     assert done.stderr.startswith("arenapy: [Errno 28]")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_command_whose_output_is_closed():
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m arenapy info >&-', sys.executable],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

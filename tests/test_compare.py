@@ -351,7 +351,7 @@ def test_options_of_the_pool_arrive(script, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["-n", "0", "x.py"], "'0' is not a number of rounds"),
+        (["-n", "0", "x.py"], "'0' is not a whole number from 1"),
         (["-n", "many", "x.py"], "'many'"),
         (["--with", "jemalloc,nomalloc", "x.py"], "'nomalloc' is none of jemalloc"),
         (["--with", "plain", "x.py"], "'plain'"),

@@ -5,10 +5,14 @@ context: the driver has no capture mode that allows it.
 """
 
 import ctypes
+import threading
 
 import pytest
+from capsules import Array
 from cuda_machine import Wrapped
-from cuda_support import MIB, new_stream, only_one, slowly_fill, take
+from cuda_order import backwards
+from cuda_support import MIB, content, new_stream, only_one, slowly_fill, take
+from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, new_handle
 
 from arenapy import Pool, Slab, cuda
 
@@ -113,6 +117,113 @@ def test_streams_told_apart_in_captures(gpu):
     assert slab.stats().pending_bytes == MIB
     gpu.destroy_graph(second)
     assert slab.stats().pending_bytes == 0
+
+
+EVERYBODY = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [(use, "integer") for use in USES if use != "release"] + [("fill", name) for name in EVERYBODY],
+)
+def test_what_it_is_given_after_the_capture_counts(gpu, use, name, again):
+    """Until the block is released, `again`: in another capture. The first graph is gone then."""
+    own, handle = new_stream(gpu), new_handle(gpu)
+    slab = Slab(2 * MIB, 1, cuda.Device(), stream=own)
+    b = slab.alloc()
+    named = EVERYBODY[name](gpu, handle)
+    gpu.begin_capture(handle)
+    USES[use](b, named)
+    graph = gpu.end_capture(handle)
+    assert graph, "the capture was invalidated"
+    if name in OTHER_OWNERS:
+        del named  # it is kept, as it may own the stream
+    gpu.destroy_graph(graph)
+    slab.stats()  # lets go of the other side, which waits for all
+    slowly_fill(gpu, handle, b, 7)
+    if again:
+        gpu.begin_capture(handle)
+    del b
+    assert slab.stats().pending_bytes
+    if again:
+        gpu.destroy_graph(gpu.end_capture(handle))
+    victim = slab.alloc()
+    slowly_fill(gpu, own, victim, 9)
+    backwards(gpu)
+    assert set(content(victim)) == {9}
+
+
+@pytest.mark.parametrize("name", EVERYBODY)
+def test_a_copy_without_a_stream_comes_after_a_capture(gpu, name):
+    """And after what the stream was given since; while it is on it waits for nothing."""
+    handle, pool = new_handle(gpu), Pool(4 * MIB, cuda.Device())
+    b = pool.alloc(4096)
+    named = EVERYBODY[name](gpu, handle)
+    gpu.begin_capture(handle)
+    b.fill(1, stream=named)
+    b.copy_to(bytearray(4096))
+    gpu.destroy_graph(gpu.end_capture(handle))
+    slowly_fill(gpu, handle, b, 7)
+    got = bytearray(4096)
+    b.copy_to(got)
+    assert set(got) == {7}
+
+
+def let_wait(gpu, stream, other):
+    """By an event, as a user's program does."""
+    event = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
+    assert gpu.call("cuEventRecord", event, other.handle_) == 0
+    assert gpu.call("cuStreamWaitEvent", stream.handle_, event, 0) == 0
+
+
+@pytest.fixture
+def fork(gpu):
+    """Two streams that are captured into one graph."""
+    origin, joined = new_stream(gpu), new_stream(gpu)
+    gpu.begin_capture(origin.handle_, 2)
+    let_wait(gpu, joined, origin)
+    return origin, joined
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_of_one_capture_come_after_each_other(gpu, fork, name):
+    """An array of the one is copied on the other."""
+    origin, joined = fork
+    pool = Pool(4 * MIB, cuda.Device())
+    b, source = pool.alloc(4096), other_block()
+    slowly_fill(gpu, joined, source, 5)
+    array = Array(source.address, (4096,))
+    array.described["stream"] = joined.handle_
+    b.copy_from(array, stream=NAMES[name](origin))
+    let_wait(gpu, origin, joined)
+    graph = gpu.end_capture(origin.handle_)
+    gpu.replay(graph, new_stream(gpu).handle_)
+    backwards(gpu)
+    assert set(content(b)) == {5}
+    gpu.destroy_graph(graph)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_of_one_capture_named_at_once(gpu, fork, name):
+    """By two threads, of which the one is in the middle of a call."""
+    origin, joined = fork
+    blocks = other_block(), other_block()
+
+    def meanwhile(call):
+        if call == "cuMemsetD8Async":
+            gpu.before_call = None
+            named = NAMES[name](joined)
+            other = threading.Thread(target=lambda: blocks[1].fill(2, stream=named))
+            other.start()
+            other.join()
+
+    gpu.before_call = meanwhile
+    blocks[0].fill(1, stream=NAMES[name](origin))
+    done = [node.what for node in gpu.captures[0].graph.nodes if "memset" in node.what]
+    assert len(set(done)) == 2, done
+    let_wait(gpu, origin, joined)
+    gpu.destroy_graph(gpu.end_capture(origin.handle_))
 
 
 def test_a_handle_that_captures_for_the_second_time(gpu):

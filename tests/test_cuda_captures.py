@@ -1,5 +1,6 @@
 """Captures into graphs, streams that are gone, and what keeps what. On the simulated driver."""
 
+import contextlib
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from cuda_support import (
     MIB,
     PER_THREAD,
     SOURCES,
+    content,
     new_stream,
     slowly_fill,
     take,
@@ -108,6 +110,44 @@ def test_an_open_batch_is_not_closed_by_a_capture(gpu, reusing):
     assert graph, "the capture was invalidated"
     gpu.destroy_graph(graph)
     assert reusing.stats().pending_bytes, "the kernel from before is still to run"
+    gpu.drain()
+    assert reusing.stats().pending_bytes == 0
+
+
+LOOKS = {
+    "drop": None,
+    "copy": lambda block: block.copy_to(bytearray(block.nbytes)),
+    "dlpack": lambda block: block.__dlpack__(stream=LEGACY),
+    "interface": lambda block: block.__cuda_array_interface__,
+}
+
+
+@pytest.mark.parametrize("captured", [0, PER_THREAD])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_capture_beside_the_default_stream_of_another_thread(gpu, reusing, look, captured):
+    """The legacy stream stands for that one here, and may not be used, as the capture blocks it."""
+    blocks = []
+
+    def use():
+        with gpu.on(0):
+            blocks.append(take(reusing))
+            blocks[0].record_stream(PER_THREAD)
+            slowly_fill(gpu, PER_THREAD, blocks[0], 7)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    s = captured or new_stream(gpu, captured).handle_
+    gpu.begin_capture(s, 2)
+    if look != "drop":
+        with contextlib.suppress(cuda.CudaError):
+            LOOKS[look](blocks[0])
+    blocks.clear()
+    assert reusing.stats().pending_bytes
+    graph = gpu.end_capture(s)
+    assert graph, "the capture was invalidated"
+    assert reusing.stats().pending_bytes, "the kernel is still to run"
+    gpu.destroy_graph(graph)
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
 
@@ -249,3 +289,19 @@ def test_a_release_that_fails_records_nothing(gpu):
     b.release()
     del b
     assert pool.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_zeros_of_an_allocator_whose_own_stream_is_captured(gpu, allocator):
+    """The graph would zero the block whenever it is launched, and nobody would before."""
+    stream = new_stream(gpu)
+    one = ALLOCATORS[allocator](cuda.Device(), stream=stream)
+    gpu.begin_capture(stream.handle_)
+    before = one.stats()
+    with pytest.raises(cuda.CudaError, match="allocate before the capture"):
+        one.zeros(4096, "u1")
+    assert one.stats() == before
+    gpu.destroy_graph(gpu.end_capture(stream.handle_))
+    block = one.zeros(4096, "u1")
+    gpu.drain()
+    assert set(content(block)) == {0}

@@ -5,11 +5,15 @@ to come after whatever uses the memory, and may neither wait for the context nor
 """
 
 import gc
+import os
+import threading
 
 import pytest
-from cuda_support import LEGACY, MIB, new_stream, slowly_fill
+from cuda_machine import Wrapped
+from cuda_support import ALLOCATORS, LEGACY, MIB, new_stream, slowly_fill
+from stream_wrappers import core_own, new_handle
 
-from arenapy import Pool, cuda
+from arenapy import Pool, Slab, cuda
 
 
 @pytest.fixture(params=["non-blocking", "blocking"])
@@ -158,3 +162,103 @@ def test_the_memory_of_a_pool_goes_after_its_own_streams_work(gpu, way, who):
     gc.collect()
     backwards(gpu)
     assert not gpu.errors
+
+
+@pytest.mark.parametrize("later", ["region", "trim"])
+@pytest.mark.parametrize("who", ["owner", "handle", "cuda.Stream"])
+def test_memory_that_a_capture_kept_waits_for_the_stream_of_an_allocator_that_is_gone(
+    gpu, who, later
+):
+    other, source = cuda.Stream(), cuda.DriverPool(release_threshold=0)
+    handle = new_handle(gpu)
+    stream = cuda.Stream() if who == "cuda.Stream" else handle
+    stream = Wrapped(handle) if who == "owner" else stream
+    slab = Slab(MIB, 1, source, stream=stream)
+    b = slab.alloc()
+    slowly_fill(gpu, getattr(stream, "handle", stream), b, 3)
+    gpu.begin_capture(other.handle)
+    del b, slab, stream
+    gc.collect()
+    assert gpu.calls["cuMemFreeAsync"] == 0
+    gpu.destroy_graph(gpu.end_capture(other.handle))
+    kept = source.region(MIB) if later == "region" else source.trim()
+    backwards(gpu)
+    assert not gpu.errors and gpu.calls["cuMemFreeAsync"] == 1
+    del kept
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("way", ["drop", "trim", "close"])
+@pytest.mark.parametrize("name", ["slab", "pool", "bump"])
+def test_memory_whose_own_stream_was_closed_is_freed_after_its_work(gpu, name, way, captured):
+    """Its handle cannot be asked, so the context is waited for; not during a capture."""
+    source, stream = cuda.DriverPool(release_threshold=0), core_own(gpu, new_handle(gpu))
+    other = cuda.Stream()
+    allocator = ALLOCATORS[name](source, stream=stream)
+    b = allocator.alloc(4096)
+    slowly_fill(gpu, stream._handle, b, 3)
+    stream.close()
+    if captured:
+        gpu.begin_capture(other.handle)
+    del b
+    if way == "trim" and name != "bump":
+        allocator.trim()
+    if way == "close":
+        allocator.regions[0].close()
+    del allocator
+    gc.collect()
+    if captured:
+        assert gpu.calls["cuMemFreeAsync"] == 0
+        graph = gpu.end_capture(other.handle)
+        assert graph, "the capture was invalidated"
+        gpu.destroy_graph(graph)
+        source.trim()
+    backwards(gpu)
+    assert not gpu.errors
+    source.trim()
+    assert gpu.memory.used[0] == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["trim", "region"])
+def test_a_free_that_another_thread_begins_while_one_has_to_be_put_off(gpu, meanwhile):
+    source, stream = cuda.DriverPool(release_threshold=0), cuda.Stream()
+    region, kept = source.region(2 * MIB), []
+
+    def other():
+        with gpu.on(0):
+            kept.append(source.trim() if meanwhile == "trim" else source.region(MIB))
+
+    def hook(name):
+        if name == "cuEventRecord":
+            gpu.before_call = None
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            gpu.begin_capture(stream.handle)
+
+    gpu.before_call = hook
+    del region
+    gpu.before_call = None
+    graph = gpu.end_capture(stream.handle)
+    gpu.destroy_graph(graph)
+    kept.clear()
+    source.trim()
+    assert gpu.memory.used[0] == 0, "it was never given back"
+    assert not gpu.errors
+
+
+@pytest.mark.parametrize("what", ["trim", "region"])
+def test_a_forked_child_does_not_call_the_driver(gpu, what):
+    source = cuda.DriverPool()
+    kept = source.region(MIB)
+    child = os.fork()
+    if child == 0:
+        before = sum(gpu.calls.values())
+        try:
+            source.trim() if what == "trim" else source.region(MIB)
+        except cuda.Unavailable:
+            os._exit(0 if sum(gpu.calls.values()) == before else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del kept

@@ -15,6 +15,7 @@ from cuda_order import backwards, reads, stream, write
 from hypothesis import given
 from simulated_driver import INVALID_VALUE, simulated
 from support import peek, poke
+from test_dlpack import NONSENSE
 
 import arenapy
 from arenapy import Pool, cuda
@@ -214,6 +215,60 @@ def test_a_device_that_is_not_there(one):
     assert tensor.deleted == 1
 
 
+NO_INTERFACE = [
+    5, "interface", [], {}, {"data": 5}, {"data": (1, 2, 3)}, {"data": (-1, False)},
+    {"data": (1 << 70, False)}, {"data": ("x", False)}, {"shape": 5}, {"shape": ("a",)},
+    {"shape": (None,)}, {"shape": (1 << 70,)}, {"typestr": 5}, {"typestr": "nonsense"},
+    {"typestr": None}, {"strides": 5}, {"strides": (1, 2)}, {"strides": ("x",)},
+    {"typestr": "|V4", "descr": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", NO_INTERFACE)
+def test_an_interface_that_is_none(one, wrong):
+    class Producer:
+        pass
+
+    thing = Producer()
+    thing.__cuda_array_interface__ = wrong
+    if isinstance(wrong, dict):
+        whole = {"data": (memory(one), False), "shape": (N,), "typestr": "|u1", "version": 3}
+        thing.__cuda_array_interface__ = wrong and {**whole, **wrong}
+    with pytest.raises(BufferError) as caught:
+        cuda.asbuffer(thing)
+    assert "Producer" in str(caught.value)
+
+
+@pytest.mark.parametrize("device", [5, None, "cpu", (), (1,), (1, 2, 3), ("a", "b"), (1.5, 0)])
+def test_a_device_that_is_no_pair(one, device):
+    tensor = Tensor(memory(one), (N,), device=(2, 0))
+    tensor.device = device
+    with pytest.raises(ValueError, match=r"Tensor\.__dlpack_device__\(\)=.* is not a pair"):
+        cuda.from_dlpack(tensor)
+    assert not tensor.asked
+
+
+@pytest.mark.parametrize("capsule", [None, 5, b"x", object(), (1, 0)])
+def test_what_is_no_capsule(one, capsule):
+    tensor = Tensor(memory(one), (N,))
+    tensor.capsule = lambda: capsule
+    with pytest.raises(BufferError, match="which is no capsule"):
+        cuda.from_dlpack(tensor)
+
+
+@pytest.mark.parametrize("keyword", NONSENSE)
+@pytest.mark.parametrize("make", [cuda.Device, cuda.Managed, cuda.Pinned])
+def test_nonsense_is_refused_on_a_device_too(one, make, keyword):
+    for value in NONSENSE[keyword]:
+        try:
+            Pool(8 << 20, make()).alloc(N).__dlpack__(**{keyword: value})
+        except (TypeError, ValueError, BufferError) as error:
+            given = repr(value) in str(error) or repr(tuple(value)) in str(error)
+            assert f"{keyword}=" in str(error) and given
+        else:
+            assert value in (-1, 1, (2, 0)), (keyword, value)  # there are such streams and devices
+
+
 def test_what_is_no_array(one):
     with pytest.raises(TypeError, match="neither __cuda_array_interface__ nor __dlpack__"):
         cuda.asbuffer(b"123")
@@ -302,7 +357,8 @@ def used_by(how, one, view, on):
         seen = reads(one, on, address, N)
         consumer.delete()
     elif how == "interface":
-        assert view.__cuda_array_interface__["stream"]
+        number = view.__cuda_array_interface__["stream"]
+        assert (number is None) == (view.kind == "pinned"), "which is no device's"
         seen = reads(one, on, address, N)
     else:
         if how == "record":

@@ -23,6 +23,7 @@ from cuda_order import (
     stream,
     write,
 )
+from cuda_support import content, new_stream, slowly_fill
 from simulated_driver import simulated
 from support import peek, poke
 
@@ -461,3 +462,16 @@ def test_a_consumer_that_is_being_captured(one, interface):
     pool.trim()
     one.drain()  # the event of who did not name a stream
     assert pool.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("stream", [None, -1])
+def test_pinned_memory_that_is_asked_for_as_such_is_waited_for(gpu, stream):
+    """Without a stream this thread waits; -1 says that nobody is to."""
+    slab, s = Slab(4096, 1, cuda.Pinned(huge_pages=None)), new_stream(gpu)
+    b = slab.alloc()
+    b.fill(3)
+    b.record_stream(s)
+    slowly_fill(gpu, s, b, 7)
+    capsule = b.__dlpack__(max_version=(1, 0), dl_device=(3, 0), stream=stream)
+    assert set(content(b)) == {7 if stream is None else 3}
+    del capsule

@@ -17,10 +17,10 @@ def machine(name, host, allocator, source, base=StreamMachine):
     return type(name, (base,), {"HOST": host, "make": make})
 
 
-def run(kind):
+def run(kind, share=4):
     """A quarter of a profile's examples, since there is one of these for each pair."""
     case = kind.TestCase
-    most = max(10, settings.default.max_examples // 4)
+    most = max(10, settings.default.max_examples // share)
     case.settings = settings(case.settings, max_examples=most)
     case("runTest").runTest()
 

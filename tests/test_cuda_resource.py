@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import itertools
 import sys
 import types
 import weakref
@@ -180,6 +181,105 @@ def test_streams_order_it(one, monkeypatch):
         resource.allocate(4 * KIB, stream=first)
     one.end_capture(first.handle_)
     assert not resource._blocks
+
+
+SOURCES = {
+    "host": arenapy.Host,
+    "device": cuda.Device,
+    "driver pool": cuda.DriverPool,
+    "pinned": lambda: cuda.Pinned(huge_pages=None),
+    "managed": cuda.Managed,
+}
+
+
+def reset_to_the_start(allocator):
+    allocator.reset()
+
+
+def reset_to_a_mark(allocator):
+    allocator.reset(allocator.mark())
+    allocator.reset()
+
+
+def leave_a_scope(allocator):
+    with allocator.scope():
+        allocator.alloc(100)
+    allocator.reset(stream=1) if allocator.kind != "host" else allocator.reset()
+
+
+def close_its_region(allocator):
+    with pytest.raises(BufferError, match="drop them first"):
+        allocator.regions[0].close()
+
+
+def trim_it(allocator):
+    if not isinstance(allocator, arenapy.Bump):
+        allocator.trim()
+
+
+WAYS = [reset_to_the_start, reset_to_a_mark, leave_a_scope, close_its_region, trim_it]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_nobody_gets_what_cuda_core_has(one, monkeypatch, name, source, way):
+    """Two Buffers of cuda.core that are alive never have a byte in common."""
+    core = fake_core(monkeypatch)
+    one.attributes[91] = 1  # the device sees registered memory at its address
+    if name != "Bump" and way not in (close_its_region, trim_it):
+        return  # there is no reset
+    allocator = ALLOCATORS[name](SOURCES[source]())
+    resource = cuda.memory_resource(allocator)
+    # What a stream other than the own one was named for is held anyway.
+    stream = 1 if source in ("device", "driver pool") else None
+    buffers = [resource.allocate(KIB, stream=stream) for _ in range(3)]
+    buffers.pop(1).close()
+    for _ in range(3):
+        way(allocator)
+        buffers.append(resource.allocate(KIB, stream=stream))
+        starts = sorted(buffer.handle for buffer in buffers)
+        assert all(a + KIB <= b for a, b in itertools.pairwise(starts))
+        assert all(isinstance(buffer, core.Buffer) for buffer in buffers)
+        allocator.check()
+    for buffer in buffers:
+        poke(buffer.handle, KIB, 1)  # it is mapped
+    buffers.clear()
+    del buffer
+    gc.collect()
+    one.drain()
+    if name == "Bump":
+        allocator.reset()
+        assert allocator.used == 0
+    else:
+        assert allocator.stats().allocated_bytes == allocator.stats().pending_bytes == 0
+    assert not resource._blocks
+
+
+def test_a_strict_reset_names_what_cuda_core_has(core):
+    arena = arenapy.Bump(1 << 20, strict=True)
+    buffer = cuda.memory_resource(arena).allocate(KIB, stream=None)
+    with pytest.raises(BufferError, match="1 held blocks would outlive"):
+        arena.reset()
+    buffer.close()
+    arena.reset()
+
+
+def test_a_deallocation_that_fails(one, monkeypatch):
+    """Nobody can tell then what its stream still does: the block is not handed out again."""
+    fake_core(monkeypatch)
+    slab = arenapy.Slab(KIB, 1, cuda.Device())
+    resource = cuda.memory_resource(slab)
+    stream = cuda.Stream()
+    buffer = resource.allocate(KIB, stream=stream)
+    one.launch(stream.handle, None, [(buffer.handle, KIB)])
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        buffer.close(stream)
+    gc.collect()
+    with pytest.raises(arenapy.OutOfMemory):
+        slab.alloc()
+    assert slab.stats().active_allocations == 1
 
 
 def test_what_goes_wrong(one, monkeypatch):

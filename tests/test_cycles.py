@@ -1,4 +1,5 @@
-"""No reference cycle through a Buffer, an array or an arena may be uncollectable (section 5).
+"""No reference cycle through a Buffer, an array or an arena may be uncollectable (section 5), and
+chains of them, of any length, end.
 
 Each cycle runs through an object that the arena's memory belongs to: only a collector that sees
 from the Buffer through the region to the owner can free it. (An `ndarray` tells the collector
@@ -9,10 +10,12 @@ allows.)
 
 import ctypes
 import gc
+import sys
 import weakref
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from support import exact
 
 import arenapy
@@ -188,3 +191,73 @@ def test_the_collector_may_run_at_any_moment():
         assert arena.remaining == arena.capacity
     finally:
         gc.set_threshold(*thresholds)
+
+
+#: What a link of a chain has on top of a region, whose owner is the link before.
+LINKS = {
+    "region": "region(o)",
+    "buffer": "region(o).buffer()",
+    "view": "region(o).buffer().view()",
+    "slice of a view": "region(o).buffer().view()[1:]",
+    "views of views": "(o if isinstance(o, Buffer) else region(o).buffer()).view()",
+    "array": "region(o).buffer().array()",
+    "memoryview": "memoryview(region(o).buffer())",
+    "interface": "np.asarray(region(o).buffer())",
+    "DLPack": "np.from_dlpack(region(o).buffer())",
+    "capsule": "region(o).buffer().__dlpack__()",
+    "arena": "arena(o)",
+    "block": "arena(o).alloc(64)",
+    "array of an arena": "arena(o).empty(8)",
+    "mark": "arena(o).mark()",
+    "scope": "arena(o).scope()",
+    "list": "region([o])",
+}
+
+
+@pytest.mark.parametrize("place", ["in a thread with little stack", "in the main thread"])
+def test_a_chain_of_any_length_ends(place, run_script):
+    """Each link ends the one before, and is no frame on the stack."""
+    links = 4000 if "thread" in place else 200_000
+    # CPython 3.13 itself nests 10,000 deep before it unlinks in a loop, on whatever stack there is.
+    little = 8 << 20 if sys.version_info[:2] == (3, 13) else 256 << 10
+    long = settings().max_examples > 1000
+    kinds = LINKS if long or "thread" in place else {"region": LINKS["region"]}
+    run_script(f"""
+        import ctypes, threading
+        import numpy as np
+        from arenapy import Buffer, Bump, Region
+
+        memory = ctypes.create_string_buffer(8192)
+        start = -(-ctypes.addressof(memory) // 4096) * 4096
+
+        def region(owner):
+            return Region.from_address(start, 4096, owner=owner)
+
+        class Source:
+            def __init__(self, owner):
+                self.owner = owner
+
+            def region(self, nbytes):
+                return region(self.owner)
+
+        def arena(owner):
+            return Bump(4096, Source(owner))
+
+        def drop(chain):
+            chain.clear()
+
+        for link in {list(kinds.values())}:
+            link = eval("lambda o: " + link)
+            o = None
+            for _ in range({links}):
+                o = link(o)
+            chain = [o]
+            del o
+            if "main" in {place!r}:
+                drop(chain)
+                continue
+            threading.stack_size({little})
+            thread = threading.Thread(target=drop, args=(chain,))
+            thread.start()
+            thread.join()
+    """)

@@ -15,7 +15,7 @@ import threading
 import warnings
 
 import pytest
-from support import Pages, exact, poke
+from support import Pages, c_function, exact, poke
 from test_debug import FREED, HERE, freed_block
 
 import arenapy
@@ -24,30 +24,12 @@ from arenapy.debug import live_blocks
 from arenapy.errors import MemoryCorruption
 
 MINE = os.path.basename(__file__)
-pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
-    ("PyCapsule_GetName", ctypes.pythonapi)
-)
-
-
-def c_function(name, result, *arguments, gil=False):
-    """A C function that other packages cimport."""
-    module = sys.modules[f"arenapy.{name.partition('_')[0]}_calls"]
-    capsule = module.__pyx_capi__[name]
-    kind = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
-    return kind(result, ctypes.py_object, *arguments)(pointer_of(capsule, name_of(capsule)))
 
 
 class Calls:
     """The C calls of a kind of allocator, for blocks of up to 100 bytes."""
 
     def __init__(self, kind, gil=False):
-        import arenapy.bump_calls
-        import arenapy.pool_calls
-        import arenapy.slab_calls  # noqa: F401
-
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         if kind == "pool":
             alloc = c_function("pool_alloc", pointer, size, size, gil=gil)

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 import arenapy
-from arenapy import cli, demo
+from arenapy import cli, demo, outputs
 from arenapy.demo import chart, measuring, report, ways, workloads
 
 COMMAND = [sys.executable, "-m", "arenapy", "demo"]
@@ -59,6 +59,7 @@ def whole_run(tmp_path_factory):
     return done, json.loads((folder / "figures.json").read_text()), folder / "chart.png"
 
 
+@pytest.mark.slow
 def test_output_is_plain_text_in_80_columns(whole_run):
     done, _, _ = whole_run
     assert not CONTROL.search(done.stdout + done.stderr)
@@ -151,6 +152,8 @@ def test_the_accuracy_is_shown(whole_run):
 def test_the_chart_is_a_picture_with_the_three_colours_in_it(whole_run):
     *_, path = whole_run
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    outputs.check(path, outputs.CHART)  # so that the next one may be written over it
+    outputs.check(path.with_name("figures.json"), outputs.report("arenapy demo"))
     picture = matplotlib.image.imread(path)
     height, width, _ = picture.shape
     assert width > 1000
@@ -431,7 +434,7 @@ def test_a_busy_machine_is_named():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--sizes", "0"], "'0' is not a whole number of at least 1"),
+        (["--sizes", "0"], "'0' is not a whole number from 1 to"),
         (["--sizes", "500", "-5"], "'-5'"),
         (["--sizes", "1.5"], "'1.5'"),
         (["--sizes", "x"], "'x'"),
@@ -440,7 +443,7 @@ def test_a_busy_machine_is_named():
         (["--plot", "chart.pdf"], "chart.pdf must end in .png"),
         (["--plot", "no/such/chart.png"], "no/such"),
         (["--json", "no/such/figures.json"], "no/such"),
-        (["--json", "/"], "/ is a directory"),
+        (["--json", "/"], "'/' is a directory"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_measured(arguments, named, capsys):

@@ -208,7 +208,7 @@ def test_errors_of_the_bindings_have_the_drivers_name(fake):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--gpu", "--batches", "0"], "'0' is not a whole number of at least 1"),
+        (["--gpu", "--batches", "0"], "'0' is not a whole number from 1 to"),
         (["--gpu", "--batch-bytes", "x"], "'x'"),
         (["--gpu", "--batch-bytes", "1000"], "1000 is no multiple of 16384"),
         (["--gpu", "--sizes", "500"], "--sizes is for the demo without --gpu"),

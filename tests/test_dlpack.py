@@ -150,22 +150,41 @@ def test_the_device_asked_for(buffer, copy):
             buffer.__dlpack__(dl_device=device, copy=copy)
 
 
+NO_PAIRS = [
+    5, -1, 2.5, "cpu", b"abc", (), (1,), (1, 0, 0), ("a", "b"), (1, None), (1.0, 0), [], {}, {1: 2},
+    object(), Ellipsis, np.float64(1), np.zeros((2, 2)), ((1, 0), (1, 0)),
+]  # fmt: skip
+NONSENSE = {
+    "max_version": NO_PAIRS,
+    "dl_device": [*NO_PAIRS, (2, 0), (1, 1), (-1, -1), (1 << 70, 0)],
+    "copy": [0, 1, 2.5, "x", "False", b"", (), (True,), [], object(), np.zeros(3), np.int8(1)],
+    "stream": [0, 1, -1, 2.5, "x", (), (1, 0), [], object(), np.zeros(3)],
+}
+
+
 @pytest.mark.parametrize(
-    "keywords",
-    [
-        {"max_version": 1},
-        {"max_version": (1,)},
-        {"dl_device": 1},
-        {"copy": "x"},
-        {"max_version": ("a", "b")},
-        {"no_such": 1},
-    ],
+    ("keyword", "value"), [(key, value) for key, values in NONSENSE.items() for value in values]
 )
-def test_nonsense_keywords_are_refused(buffer, keywords):
-    with pytest.raises((TypeError, ValueError)):
-        buffer.__dlpack__(**keywords)
+@pytest.mark.parametrize("rest", [{}, {"max_version": (1, 0)}, {"copy": True}])
+def test_nonsense_is_refused_by_its_name(buffer, keyword, value, rest):
+    with pytest.raises((ValueError, BufferError)) as caught:
+        buffer.__dlpack__(**{**rest, keyword: value})
+    assert f"{keyword}=" in str(caught.value)
+    assert repr(value) in str(caught.value) or repr(tuple(value)) in str(caught.value)
     assert not buffer.held
     buffer.release()
+
+
+def test_an_unknown_keyword_is_refused(buffer):
+    with pytest.raises(TypeError, match="no_such"):
+        buffer.__dlpack__(no_such=1)
+    assert not buffer.held
+
+
+@pytest.mark.parametrize("pair", [(1, 0), [1, 0], np.array([1, 0]), (True, False), (np.int8(1), 0)])
+def test_whole_numbers_of_any_kind_are_a_pair(buffer, pair):
+    for keyword in ("dl_device", "max_version"):
+        buffer.__dlpack__(**{keyword: pair})
 
 
 def test_read_only_needs_a_versioned_capsule():

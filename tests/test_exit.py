@@ -8,6 +8,8 @@ import itertools
 
 import pytest
 
+pytestmark = pytest.mark.sampled
+
 PRELUDE = """
 import atexit, ctypes, gc, sys, threading, types
 import numpy as np
@@ -291,25 +293,35 @@ sys.last = Consumer(Bump(1 << 12).alloc(64).__dlpack__())
     )
 
 
-def test_subinterpreters_are_refused_or_work(run_script):
-    run_script(
-        PRELUDE
-        + """
-try:
-    import _xxsubinterpreters as interpreters
-except ImportError:
-    try:
-        import _interpreters as interpreters
-    except ImportError:
-        sys.exit(0)
-arena = Bump(1 << 12)
-number = interpreters.create()
-try:
-    interpreters.run_string(number, "import arenapy; arenapy.Bump(4096).alloc(9)")
-except Exception:
-    pass  # a refusal with a reason is as good
-interpreters.destroy(number)
-arena.alloc(9).fill(1)
-""",
-        quiet=False,
-    )
+def test_a_thread_that_ends_with_the_interpreter_while_it_grows_a_slab(run_script):
+    """Who allocates later does not wait for it."""
+    run_script("""
+        import builtins, threading, time
+        from arenapy import Host, OutOfMemory, Slab
+
+        growing = threading.Event()
+
+        class Source:
+            def region(self, nbytes):
+                if threading.current_thread() is not threading.main_thread():
+                    growing.set()
+                    time.sleep(1000)
+                return Host(huge_pages=None).region(nbytes)
+
+        slab = Slab(64, 10, Source(), max_count=1000)
+        kept = [slab.alloc() for _ in range(10)]
+        threading.Thread(target=slab.alloc, daemon=True).start()
+        growing.wait()
+
+        class Late:
+            def __init__(self):
+                self.slab, self.refused = slab, OutOfMemory
+
+            def __del__(self):
+                try:
+                    self.slab.alloc()
+                except self.refused:
+                    pass
+
+        builtins.late = Late()
+    """)

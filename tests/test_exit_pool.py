@@ -8,6 +8,8 @@ import itertools
 
 import pytest
 
+pytestmark = pytest.mark.sampled
+
 PRELUDE = """
 import atexit, builtins, gc, os, queue, sys, threading, types
 import numpy as np

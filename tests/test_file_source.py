@@ -6,16 +6,18 @@ import errno
 import mmap
 import os
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import numpy as np
 import pytest
 from kernel_view import closed_in_child, nothing_leaks, vm_flags
 
-from arenapy import vm
+from arenapy import Bump, Pool, Slab, vm
 from arenapy.errors import OutOfMemory
 from arenapy.source import Existing, File
 
 PAGE = vm.PAGE_SIZE
+HUGE_PAGES = 4  # that a test needs
 
 
 def content(region, nbytes=None):
@@ -52,6 +54,7 @@ def test_file_read_write(path):
     assert not region.readonly
     ctypes.memset(region.address, 0xEE, 2)
     assert path.read_bytes()[:3] == b"\xee\xee\x02"
+    region.close()
     assert closed_in_child(File(path, "r+"))
 
 
@@ -101,7 +104,7 @@ def test_file_errors(path, tmp_path, nothing_leaks):
     with pytest.raises(ValueError, match=r"empty'\)? is empty"):
         File(empty).region()
     for mode in ("r", "r+", "c"):
-        with pytest.raises(ValueError, match=f"{size + 1} bytes.*which has {size}.*w\\+"):
+        with pytest.raises(ValueError, match=f"{size + 1} bytes.*{size}.*posix_fallocate.*w\\+"):
             File(path, mode).region(size + 1)
     for mode in ("r", "w+"):
         for other in (tmp_path, tmp_path / "fifo"):
@@ -124,6 +127,230 @@ def test_new_file_without_room_is_removed(tmp_path, nothing_leaks):
         File(path, "w+").region(1 << 60)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda path: File(path, "w+").region(1 << 60),
+        lambda path: Bump(1 << 16, File(path, "w+"), stream=3),
+        lambda path: Slab(100, 1 << 50, File(path, "w+")),
+        lambda path: Pool(1 << 20, File(path, "w+"), initial_bytes=1 << 21),
+    ],
+)
+def test_a_refused_call_does_not_empty_a_file(path, refused):
+    before = path.read_bytes()
+    with pytest.raises((OSError, ValueError, TypeError)):
+        refused(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.no_sanitizer
+def test_a_mapping_that_fails_does_not_empty_a_file(run_script, path):
+    run_script(f"""
+        import resource
+        from pathlib import Path
+        from arenapy import File, OutOfMemory
+        path = Path({str(path)!r})
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (50 << 20), resource.RLIM_INFINITY))
+        before = path.read_bytes()
+        try:
+            File(path, "w+").region(200 << 20)
+            raise AssertionError("it was mapped")
+        except OutOfMemory:
+            pass
+        assert path.read_bytes() == before
+    """)
+
+
+def test_only_the_new_file_is_removed(tmp_path):
+    """A path is asked for its name once."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+
+    names = [str(tmp_path / "new"), str(precious), str(precious)]
+
+    class Path(os.PathLike):
+        def __fspath__(self):
+            return names.pop(0)
+
+    with pytest.raises(OSError, match="cannot reserve"):
+        File(Path(), "w+").region(1 << 60)
+    assert [*tmp_path.iterdir()] == [precious]
+
+
+def sparse(path, nbytes, written):
+    """A file of holes, but for some bytes."""
+    path.write_bytes(b"")
+    os.truncate(path, nbytes)
+    with path.open("r+b") as file:
+        for at in written:
+            file.seek(at)
+            file.write(b"written")
+    return path
+
+
+@pytest.mark.parametrize("hole", ["all", "first", "last", "none"])
+def test_what_is_written_to_is_on_disk(tmp_path, hole):
+    """A mapped file that finds the disk full is a SIGBUS."""
+    nbytes = 1 << 20
+    whole = range(0, nbytes, PAGE)
+    written = {"all": [], "first": whole[1:], "last": whole[:-1], "none": whole}[hole]
+    path = sparse(tmp_path / "sparse", nbytes, written)
+    before = path.read_bytes()
+    had = path.stat().st_blocks
+    for mode in ("r", "c"):
+        File(path, mode).region()
+    assert path.stat().st_blocks == had
+    region = File(path, "r+").region(nbytes // 2)
+    assert path.stat().st_blocks * 512 >= nbytes // 2
+    del region
+    region = File(path, "r+").region()
+    assert path.stat().st_blocks * 512 >= nbytes
+    assert content(region) == path.read_bytes() == before
+
+
+def test_a_disk_that_is_full(run_script, tmp_path):
+    out = run_script(f"""
+        import ctypes, os, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import mounts
+        from arenapy import Bump, File
+        disk = {str(tmp_path)!r}
+        try:
+            mounts.own_mounts()
+            mounts.mount("tmpfs", disk, "size=1m")
+        except mounts.Impossible as why:
+            print("skip", why)
+            sys.exit()
+        path = os.path.join(disk, "sparse")
+        with open(path, "wb") as file:
+            file.write(b"there")
+            file.truncate(4 << 20)
+        try:
+            File(path, "r+").region()
+        except OSError as error:
+            assert error.filename == path and "ask for less" in str(error), error
+            assert "cannot reserve 4 MiB on disk" in str(error), error
+        else:
+            raise AssertionError("mapped without room for it")
+        with open(path, "rb") as file:
+            assert file.read(10) == b"there" + bytes(5)
+        os.truncate(path, 0)
+        os.truncate(path, 1 << 19)
+        arena = Bump(1 << 19, File(path, "r+"))
+        with open(os.path.join(disk, "filler"), "wb", 0) as filler:  # now the disk is full
+            try:
+                while True:
+                    filler.write(bytes(4096))
+            except OSError:
+                pass
+        arena.zeros(1 << 19, "u1")[:] = 7
+        try:
+            File(path + "2", "w+").region(1 << 19)
+        except OSError as error:
+            assert "cannot reserve" in str(error), error
+        assert not os.path.exists(path + "2")
+        print("ran")
+    """)
+    if out.startswith("skip"):
+        pytest.skip(out)
+
+
+@pytest.fixture
+def huge_pages():
+    """Bytes of a huge page, some of which are free."""
+    names = ("HugePages_Free", "Hugepagesize")
+    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free, kib = (int(found.get(name, "0").split()[0]) for name in names)
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = None
+    if free < HUGE_PAGES:
+        try:
+            before = int(setting.read_text())
+            setting.write_text(str(before + HUGE_PAGES - free))
+        except OSError:
+            pytest.skip("no huge pages are free, and only root can reserve some")
+    yield kib << 10
+    if before is not None:
+        setting.write_text(str(before))
+
+
+@pytest.mark.no_sanitizer  # which maps memory of its own meanwhile
+def test_a_file_of_huge_pages(run_script, tmp_path, huge_pages):
+    """The kernel rounds what is mapped of it to huge pages, whatever it was asked for."""
+    out = run_script(f"""
+        import ctypes, gc, os, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import mounts
+        from arenapy import Bump, File, OutOfMemory
+        disk, page = {str(tmp_path)!r}, {huge_pages}
+        try:
+            mounts.own_mounts()
+            mounts.mount("hugetlbfs", disk)
+            os.close(os.open(os.path.join(disk, "x"), os.O_CREAT))
+            File(os.path.join(disk, "x"), "w+").region(1)
+        except (mounts.Impossible, OSError) as why:
+            print("skip", why)
+            sys.exit()
+        os.unlink(os.path.join(disk, "x"))
+
+        def mappings():
+            gc.collect()
+            with open("/proc/self/maps") as lines:
+                return [line for line in lines if "[heap]" not in line]
+
+        path = os.path.join(disk, "memory")
+        mappings()
+        for nbytes in (1, 4096, 5000, page, page + 1):
+            pages = -(-nbytes // page)
+            before = mappings()
+            region = File(path, "w+").region(nbytes)
+            assert (region.nbytes, region.page_size) == (nbytes, page)
+            assert region.address % page == 0
+            assert os.stat(path).st_size == pages * page
+            new = [line for line in mappings() if path in line]
+            start, end = (int(at, 16) for at in new[0].split()[0].split("-"))
+            assert len(new) == 1 and (start, end - start) == (region.address, pages * page)
+            ctypes.memset(region.address, 7, nbytes)
+            region.close()
+            assert mappings() == before, "something else was unmapped, or not all was"
+            for mode in ("r", "c", "r+"):
+                region = File(path, mode).region()
+                assert region.nbytes == pages * page
+                assert ctypes.string_at(region.address, nbytes) == bytes([7]) * nbytes
+                del region
+        arena = Bump(page, File(path, "r+"))
+        array = arena.zeros(page // 2, "u1")
+        array[:] = 1
+        child = os.fork()
+        if not child:
+            os._exit(0 if (array == 1).all() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        del array
+        arena.reset()
+        assert arena.stats().pending_bytes == 0
+        del arena
+        many = 1 << 40
+        os.truncate(path, many)
+        for mode in ("r", "c", "r+"):
+            try:
+                File(path, mode).region()
+            except OutOfMemory as error:
+                assert f"needs {{many // page}} pages of" in str(error), error
+            else:
+                raise AssertionError("more than there is")
+        os.truncate(path, 0)
+        try:
+            File(path, "w+").region(many)
+        except OSError as error:
+            assert "huge pages" in str(error), error
+        assert os.stat(path).st_blocks == 0
+        print("ran")
+    """)
+    if out.startswith("skip"):
+        pytest.skip(out)
 
 
 def test_file_that_shrinks_is_a_clear_error(path):
@@ -177,7 +404,7 @@ def test_existing_stays_exported_while_the_region_lives():
 def test_existing_has_one_region_at_a_time():
     source = Existing(bytearray(100))
     region = source.region(50)
-    with pytest.raises(OutOfMemory, match=r"Existing\(bytearray\) already has a region"):
+    with pytest.raises(OutOfMemory, match=r"bytearray of 100 bytes>\) already has a region"):
         source.region(50)
     region.close()
     assert source.region(100).nbytes == 100

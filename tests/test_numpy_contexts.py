@@ -324,3 +324,13 @@ def test_arrays_of_a_generator_outlive_it(pools):
     gc.collect()
     for n, array in enumerate(arrays):
         assert (array == n).all() and handles(array).allocator is pools[0]
+
+
+def test_an_object_is_made_once():
+    """What it was entered with is what it leaves."""
+    pool, start = Pool(1 << 20), threading.Thread.start
+    with numpy_memory(pool, threads=True) as memory:
+        with pytest.raises(TypeError, match="initialized already"):
+            memory.__init__(Pool(1 << 20), threads=False)
+        assert memory.pool is pool
+    assert threading.Thread.start is start

@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+pytestmark = pytest.mark.sampled
+
 PRELUDE = """
 import atexit, builtins, contextvars, gc, os, queue, sys, threading, traceback, types, weakref
 import numpy as np

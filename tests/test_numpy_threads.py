@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from numpy_arrays import empty, same, three_pools, where
 
-from arenapy import handles, numpy_memory
+from arenapy import Pool, handles, numpy_memory
 
 Thread = threading.Thread
 #: Free-threaded builds from 3.14 on start a thread in a copy of the context.
@@ -32,7 +32,8 @@ def unreached(memory, strangers):
 
 @pytest.fixture
 def strangers():
-    return {thread.name for thread in threading.enumerate()} - {"MainThread"}
+    """The threads of other tests and of pytest itself: nobody has the handler of this pool."""
+    return {*numpy_memory(Pool()).unreached()} - {"MainThread"}
 
 
 def in_thread(function, *args):

@@ -18,7 +18,6 @@ from arenapy._platform import require_supported
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(arenapy.__file__).parent
-LONGEST_FILE = 500
 
 #: What a user may not have installed, or should not wait for at `import arenapy`.
 NOT_AT_IMPORT = ["matplotlib", "hypothesis", "multiprocessing", "rich"]
@@ -74,17 +73,6 @@ def test_every_pyx_is_built_and_has_a_stub():
     assert not [source for source in sources if not (ROOT / source).with_suffix(".pyi").exists()]
 
 
-def test_files_are_short():
-    lines = {
-        path.relative_to(ROOT).as_posix(): path.read_bytes().count(b"\n")
-        for directory in ("arenapy", "asv_benches", "docs", "tests")
-        for path in (ROOT / directory).rglob("*.p*")
-        if path.suffix in {".py", ".pyx", ".pxd", ".pyi"} and ".asv" not in path.parts
-    }
-    assert len(lines) > len(list(PACKAGE.glob("*.pyx")))
-    assert {name: count for name, count in lines.items() if count > LONGEST_FILE} == {}
-
-
 def test_public_names_exist_and_are_documented():
     assert arenapy.__all__
     for name in arenapy.__all__:
@@ -108,6 +96,7 @@ def test_import_is_lean():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_every_module_imports_on_its_own():
     """No module relies on another of ours having been imported before it."""
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # so that it may fork

@@ -466,14 +466,14 @@ def test_leases_that_end_leave_room_for_a_resets_own_extents(run_script):
         for block in blocks[::2]:
             leases.append(vm.reopen(region.fd))
             offset = block.address - region.address + region.file_offset
-            vm.lease(leases[-1], offset, 64)
+            vm.lease(leases[-1].fileno(), offset, 64)
         arena.reset(mark)
         assert arena.stats().pending_bytes == 300 * 64
         for _ in range(250):
             kept.append(arena.empty(8))
             arena.alloc(64)
         for lease in leases:
-            os.close(lease)
+            lease.close()
         arena.reset(mark)  # makes 300 extents of the leases, and 250 more between survivors
         arena.check()
         assert arena.stats().pending_bytes == 0 and arena.retired == 550 * 64

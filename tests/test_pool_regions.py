@@ -1,12 +1,13 @@
 """A Pool over regions of which none begins on a page, asked for by two threads at once."""
 
 import threading
+import time
 
 import pytest
 from sources import Regions
 from support import PAGE
 
-from arenapy import Pool
+from arenapy import OutOfMemory, Pool
 
 MIB = 1 << 20
 
@@ -42,3 +43,57 @@ def test_another_thread_learns_first_that_they_need_a_page_more(skew):
     other = pool.alloc(4 * MIB)
     assert source.calls == calls + 1, "by now they are all asked for with it"
     del other
+
+
+class Slow(Regions):
+    """The first region comes when the test says so."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def region(self, nbytes):
+        self.asked.set()
+        assert self.go.wait(60)
+        return super().region(nbytes)
+
+
+@pytest.mark.parametrize("take", [lambda pool: pool.alloc(1000), lambda pool: pool.alloc_many([9])])
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_finds_no_room_waits_for_another_thread_that_takes_it_all(take, fails):
+    """What that one gets is for both."""
+    source = Slow()
+    pool, got = Pool(2 * MIB, source), []
+
+    def other():
+        try:
+            got.append(take(pool))
+        except OutOfMemory as error:
+            got.append(error)
+
+    first = threading.Thread(target=other)
+    first.start()
+    assert source.asked.wait(60)
+    second = threading.Thread(target=other)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), got
+    source.failing = fails
+    source.go.set()
+    first.join()
+    second.join()
+    assert [isinstance(one, OutOfMemory) for one in got] == [fails, fails]
+    pool.check()
+
+
+def test_a_source_that_allocates_from_the_pool_itself_does_not_wait_for_itself():
+    class Again(Regions):
+        def region(self, nbytes):
+            with pytest.raises(OutOfMemory):
+                pool.alloc(1000)
+            return super().region(nbytes)
+
+    pool = Pool(2 * MIB, Again())
+    start = time.monotonic()
+    pool.alloc(1000)
+    assert time.monotonic() - start < 5

@@ -16,7 +16,7 @@ from support import exact
 import arenapy
 from arenapy import replay, trace
 from arenapy.recorder import Recorder
-from arenapy.replay_core import BumpHeap, Heap, MallocHeap, PoolHeap, resident, run
+from arenapy.replay_core import BumpHeap, MallocHeap, NoHeap, PoolHeap, resident, run
 from arenapy.replay_one import PEERS, Peer, make_heap
 from arenapy.replay_program import Program, program
 
@@ -188,15 +188,15 @@ def test_a_replay_can_be_recorded(tmp_path):
 def test_runs_that_make_no_sense():
     slots, sizes = np.zeros(1, "i4"), np.ones(1, "u8")
     with pytest.raises(ValueError, match="slot 0 of 0"):
-        run(Heap(), slots, sizes, 0)
+        run(NoHeap(), slots, sizes, 0)
     with pytest.raises(ValueError, match="slot -3 of 2"):
-        run(Heap(), slots - 3, sizes, 2)
+        run(NoHeap(), slots - 3, sizes, 2)
     with pytest.raises(ValueError, match="2 sizes"):
-        run(Heap(), slots, np.ones(2, "u8"), 1)
+        run(NoHeap(), slots, np.ones(2, "u8"), 1)
     with pytest.raises(ValueError, match="no memory"):
-        run(Heap(), slots, sizes, 1, "pages")
+        run(NoHeap(), slots, sizes, 1, "pages")
     with pytest.raises(KeyError):
-        run(Heap(), slots, sizes, 1, "all")
+        run(NoHeap(), slots, sizes, 1, "all")
     with pytest.raises(OSError, match="statm"):
         resident(-1)
 

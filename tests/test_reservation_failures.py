@@ -111,7 +111,7 @@ def test_other_refusals_of_the_kernel(step, monkeypatch):
     with pytest.raises((OSError, MemoryError), match=r"allocate memory|refused to map"):
         Host().reserve(SIZE).commit(0, 2 * MIB)
     gc.collect()
-    assert len(made) == 1 and not is_mapped(made[0][0])
+    assert len(made) == 1 and not is_mapped(made[0].address)
 
 
 MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
@@ -126,7 +126,8 @@ def test_too_many_mappings(run_script):
         from arenapy.errors import OutOfMemory
         from arenapy.source import Host, Shared
         reservation, region = Host().reserve(64 << 20), Shared().region(1)
-        address, *whole = vm.reserve(1 << 30)
+        mapping = vm.reserve(1 << 30)
+        address = mapping.address
         try:
             for page in range(0, 1 << 30, 2 * vm.PAGE_SIZE):
                 vm.protect(address + page, vm.PAGE_SIZE, True)   # two mappings more
@@ -140,7 +141,7 @@ def test_too_many_mappings(run_script):
                 print(make(2 << 20))
             except OutOfMemory as error:
                 print(error)
-        vm.unmap(*whole)
+        mapping.unmap()
         for offset in (4, 16):
             reservation.commit(offset << 20, 2 << 20)
     """)

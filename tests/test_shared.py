@@ -4,6 +4,7 @@ The other processes are real ones, of every start method. They talk through pipe
 step is known to have happened before the next; nothing here waits for a time to pass.
 """
 
+import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -50,6 +51,14 @@ def receiver(pipe):
             arguments.clear()
             gc.collect()
             pipe.send(None)
+        elif command == "close":  # as daemons do; other files get the numbers
+            for fd in set(range(3, 256)) - {pipe.fileno()}:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            kept["others"] = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+            pipe.send(None)
+        elif command == "exec":
+            os.execv("/bin/sleep", ["sleep", "60"])
         elif command == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         else:
@@ -77,8 +86,9 @@ class Other:
         assert self.process.exitcode == -signal.SIGKILL
 
     def close(self):
-        if self.process.is_alive():
-            self.pipe.send(("stop",))
+        with contextlib.suppress(BrokenPipeError):  # it ends by itself
+            if self.process.is_alive():
+                self.pipe.send(("stop",))
         self.process.join(60)
         self.pipe.close()
 
@@ -178,6 +188,96 @@ def test_a_killed_receiver_lets_go(arena, other):
     assert account(arena).pending_bytes == 3000
     other.kill()
     assert freed(arena)
+
+
+@pytest.mark.parametrize("what", ["a Buffer", "a window of a Region"])
+def test_a_receiver_that_closes_its_descriptors_keeps_its_lease(arena, other, what):
+    buffer = arena.alloc(4096)
+    address = buffer.address
+    buffer.fill(7)
+    if what == "a Buffer":
+        other("keep", "a", buffer)
+    else:
+        other("region", arena.regions[0])
+        other("cut", address - arena.regions[0].address, 4096, "a")
+    other("close")
+    del buffer
+    arena.reset()
+    assert account(arena).pending_bytes == 4096
+    assert not overlaps(arena, address, 4096)
+    assert other("read", "a") == bytes([7]) * 4096
+    other("drop", "a")
+    if what == "a Buffer":
+        assert freed(arena)
+    other.kill()
+    assert freed(arena)
+
+
+def test_a_receiver_that_executes_another_program_lets_go(arena, other):
+    buffer = arena.alloc(4096)
+    other("keep", "a", buffer)
+    del buffer
+    arena.reset()
+    assert account(arena).pending_bytes == 4096
+    other.pipe.send(("exec",))
+    assert freed(arena)
+    assert other.process.is_alive()
+    other.process.kill()
+
+
+def own(pipe):
+    """Be the owner: send a block, and answer what is pending once it is dropped."""
+    arena = Bump(1 << 20, source=Shared())
+    block = arena.alloc(3000)
+    block.fill(6)
+    pipe.send(block)
+    pipe.recv()
+    del block
+    arena.reset()
+    pipe.send(arena.stats().pending_bytes)
+    pipe.recv()
+
+
+def test_the_owner_is_killed():
+    context = mp.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=own, args=(theirs,), daemon=True)
+    process.start()
+    block = pipe.recv()
+    pipe.send("go on")
+    assert pipe.recv() == 3000
+    process.kill()
+    process.join(60)
+    assert bytes(block) == bytes([6]) * 3000
+    block.fill(1)
+    again = pickle.loads(pickle.dumps(block))
+    ours, mine = mp.Pipe()
+    ours.send(block)  # it goes on being shared
+    received = mine.recv()
+    received.fill(2)
+    assert bytes(block) == bytes([2]) * 3000 and bytes(again) == bytes([1]) * 3000
+
+
+def test_a_sender_that_closes_its_descriptors_is_told(run_script):
+    run_script("""
+        import os
+        from multiprocessing.reduction import ForkingPickler
+        from arenapy import Bump, Shared
+        arena = Bump(1 << 16, Shared())
+        block = arena.alloc(100)
+        os.closerange(3, 100)
+        other = [os.open("/dev/null", os.O_RDWR) for _ in range(20)]
+        for sent in (block, arena.regions[0]):
+            try:
+                ForkingPickler.dumps(sent)
+            except OSError as error:
+                assert "closed by other code" in str(error), error
+            else:
+                raise AssertionError("sent what is not ours")
+        del arena, block, sent
+        for fd in other:
+            os.fstat(fd)
+    """)
 
 
 def test_a_message_under_way_is_a_lease(arena):

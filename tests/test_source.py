@@ -290,10 +290,9 @@ def test_shared_is_a_sealed_memfd_by_name():
     assert vm.file_nbytes(region.fd) == 2 * PAGE
     with pytest.raises(PermissionError):
         os.ftruncate(region.fd, PAGE)
-    address, *whole = vm.map_memory(PAGE, fd=region.fd, shared=True)
-    ctypes.memset(region.address, 7, 1)
-    assert ctypes.string_at(address, 1) == b"\7"
-    vm.unmap(*whole)
+    with vm.map_memory(PAGE, fd=region.fd, shared=True) as mapping:
+        ctypes.memset(region.address, 7, 1)
+        assert ctypes.string_at(mapping.address, 1) == b"\7"
     fd = region.fd
     region.close()
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -73,9 +73,8 @@ def test_page_faults_are_counted_by_the_call_and_not_while_warming_up():
 
     def touch():
         calls.append(len(calls))
-        address, *whole = vm.map_memory(size)
-        ctypes.memset(address, 1, size)
-        vm.unmap(*whole)
+        with vm.map_memory(size) as mapping:
+            ctypes.memset(mapping.address, 1, size)
 
     pages = size // vm.PAGE_SIZE
     assert pages <= page_faults(touch, repeat=10, warmup=2) < 1.1 * pages

@@ -39,6 +39,7 @@ def test_a_planted_bug_is_found(bug):
     assert finds(planted(bug), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [BumpToy, HeapToy, SlotsToy])
 def test_nothing_is_found_where_nothing_is_planted(machine):
     assert finds(type("Right", (machine,), {}), 1) is None

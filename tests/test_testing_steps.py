@@ -122,6 +122,7 @@ def test_the_file_has_every_step_before_it_runs():
     assert machine is Crashing
 
 
+@pytest.mark.slow
 @pytest.mark.no_sanitizer  # which has its own way to end
 def test_a_segfault_leaves_a_file_that_crashes_again(tmp_path):
     done = subprocess.run(
@@ -191,6 +192,7 @@ def test_other_files_are_refused(text, tmp_path):
         load(path)
 
 
+@pytest.mark.slow
 def test_a_leak_is_found_at_the_end_of_a_program():
     machine = planted("loses the last extent")
     program = attack(machine, start=1).failing
@@ -204,6 +206,7 @@ def test_a_leak_is_found_at_the_end_of_a_program():
             Program(steps).run(machine)
 
 
+@pytest.mark.slow
 def test_the_smallest_program_is_small():
     """Two blocks are all that most of these bugs take."""
     for bug in ("overlap by one byte", "alignment ignored", "wraps at the end"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from arenapy import trace
 from arenapy.recorder import Recorder
-from arenapy.replay_core import Heap, run
+from arenapy.replay_core import NoHeap, run
 from arenapy.trace_file import HEADER
 
 PLACES = 10922  # events in one of the recorder's buffers, the clock event at the end included
@@ -160,7 +160,7 @@ def test_threads_without_the_gil_share_a_recorder(path):
     def work(k):
         sizes = np.arange(each, dtype="u8") | np.uint64(k << 40)
         ready.wait()
-        run(Heap(), slots, sizes, 1, recorder=recorder)
+        run(NoHeap(), slots, sizes, 1, recorder=recorder)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(n_threads)]
     for thread in threads:
@@ -206,6 +206,7 @@ def test_a_forked_child_records_nothing(path, tmp_path):
     assert calls_in(trace.load(tmp_path / "child.trace").events) == [("alloc", 3, 3, 0)]
 
 
+@pytest.mark.slow
 def test_a_fork_amid_recording_leaves_no_lock_behind(path):
     recorder = started(path)
     stop = threading.Event()
@@ -213,7 +214,7 @@ def test_a_fork_amid_recording_leaves_no_lock_behind(path):
 
     def work():
         while not stop.is_set():
-            run(Heap(), slots, np.zeros(len(slots), "u8"), 1, recorder=recorder)
+            run(NoHeap(), slots, np.zeros(len(slots), "u8"), 1, recorder=recorder)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -431,21 +432,12 @@ def test_a_recording_that_cannot_begin_detaches(tmp_path):
 
 
 def test_a_failed_end_does_not_mask_an_exception(path, monkeypatch):
-    recording = trace.record(Fake(), path)
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "full")
 
-    class Full:
-        def start(self):
-            pass
-
-        def add(self, *call):
-            pass
-
-        def stop(self):
-            raise OSError(errno.ENOSPC, "full")
-
-    recording._recorder = Full()
-    with pytest.raises(KeyError) as raised, recording:
+    with pytest.raises(KeyError) as raised, trace.record(Fake(), path):
+        monkeypatch.setattr(os, "pwrite", full)
         raise KeyError("mine")
     assert any("full" in note for note in raised.value.__notes__)
-    with pytest.raises(OSError, match="full"), recording:
+    with pytest.raises(OSError, match="full"), trace.record(Fake(), path):
         pass

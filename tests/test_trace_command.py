@@ -63,7 +63,7 @@ def test_the_report_names_the_trace(tmp_path):
 def test_runs_that_cannot_be_recorded(tmp_path):
     (tmp_path / "script.py").write_text("import numpy; print('ran')")
     done = run("run", "--trace", "no/a.trace", "script.py", cwd=tmp_path)
-    assert done.returncode == 1 and "No such file" in done.stderr and done.stdout == ""
+    assert done.returncode == 2 and "there is no folder" in done.stderr and done.stdout == ""
     assert "Traceback" not in done.stderr
     done = run("run", "--sites", "script.py", cwd=tmp_path)
     assert done.returncode == 2 and "--trace FILE" in done.stderr
@@ -124,8 +124,8 @@ def test_what_else_is_refused(tmp_path, recorded, capsys):
     for arguments, text in [
         ([empty], "no allocation"),
         ([recorded, "--by", "colour"], "'colour'"),
-        ([recorded, "--blocks", "-1"], "--blocks -1"),
-        ([recorded, "--html", recorded], "the trace itself"),
+        ([recorded, "--blocks", "-1"], "--blocks: '-1'"),
+        ([recorded, "--html", recorded], "is not a page"),
         ([], "FILE"),
     ]:
         with pytest.raises(SystemExit) as ended:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps
 
-from arenapy import vm
+from arenapy import Region, vm
 from arenapy.memory_info import huge_pools
+from arenapy.vm_reserve import Mapping
 
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE
@@ -59,13 +60,12 @@ def mapping():
     mapped = []
 
     def make(nbytes, **options):
-        address, *whole = vm.map_memory(nbytes, **options)
-        mapped.append(whole)
-        return address
+        mapped.append(vm.map_memory(nbytes, **options))
+        return mapped[-1].address
 
     yield make
-    for whole in mapped:
-        vm.unmap(*whole)
+    for one in mapped:
+        one.unmap()
 
 
 @pytest.fixture
@@ -77,15 +77,15 @@ def populate_error():
 
 @pytest.fixture
 def memfd():
-    fds = []
+    files = []
 
     def make(nbytes, name=b"arenapy test"):
-        fds.append(vm.memfd(name, nbytes))
-        return fds[-1]
+        files.append(vm.memfd(name, nbytes))
+        return files[-1].fileno()
 
     yield make
-    for fd in fds:
-        os.close(fd)
+    for file in files:
+        file.close()
 
 
 # ---- mappings
@@ -96,7 +96,8 @@ def memfd():
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 3])
 @pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
 def test_mapping_is_aligned_and_nothing_else_stays(nbytes, guard, align):
-    address, map_address, map_nbytes = vm.map_memory(nbytes, align=align, guard=guard)
+    mapping = vm.map_memory(nbytes, align=align, guard=guard)
+    address, map_address, map_nbytes = mapping.address, mapping.map_address, mapping.map_nbytes
     pages = -(-nbytes // PAGE) * PAGE
     assert address % max(align, PAGE) == 0
     assert map_nbytes == pages + (2 * PAGE if guard else 0)
@@ -105,7 +106,7 @@ def test_mapping_is_aligned_and_nothing_else_stays(nbytes, guard, align):
     if guard:
         assert smaps(address - 1)["permissions"] == "---p"
         assert smaps(address + pages)["permissions"] == "---p"
-    vm.unmap(map_address, map_nbytes)
+    mapping.unmap()
     assert not any(is_mapped(at) for at in (map_address, address, map_address + map_nbytes - 1))
 
 
@@ -139,7 +140,8 @@ def test_guard_page_is_a_segfault(run_script, end, offset):
     out = run_script(f"""
         import ctypes, os, signal
         from arenapy import vm
-        address, _, _ = vm.map_memory(4096, guard=True)
+        mapping = vm.map_memory(4096, guard=True)
+        address = mapping.address
         offset = vm.PAGE_SIZE if {end!r} == "upper" else -1
         ctypes.memset(address, 1, 4096)
         child = os.fork()
@@ -191,8 +193,6 @@ def test_bind_to_a_node_that_is_not_there(mapping):
 def test_advise_error_is_an_oserror(mapping):
     with pytest.raises(OSError, match="Invalid argument"):
         vm.advise(mapping(PAGE) + 1, PAGE, mmap.MADV_DONTFORK)
-    with pytest.raises(OSError, match="Invalid argument"):
-        vm.unmap(1, PAGE)
 
 
 # ---- memfds, files
@@ -449,7 +449,8 @@ def test_can_populate_agrees_with_the_kernel(mapping):
 
 def test_lease_is_seen_by_other_descriptions_until_closed(memfd):
     fd = memfd(PAGE)
-    ours = vm.reopen(fd)
+    file = vm.reopen(fd)
+    ours = file.fileno()
     assert not os.get_inheritable(ours)
     vm.lease(ours, 100, 50)
     assert vm.first_lease(fd, 0, PAGE) == (100, 50)
@@ -458,7 +459,7 @@ def test_lease_is_seen_by_other_descriptions_until_closed(memfd):
     assert vm.first_lease(fd, 150, PAGE) is None
     assert vm.first_lease(ours, 0, PAGE) is None  # a description does not see its own
     duplicate = os.dup(ours)
-    os.close(ours)
+    file.close()
     assert vm.first_lease(fd, 0, PAGE) == (100, 50)  # the description is still open
     os.close(duplicate)
     assert vm.first_lease(fd, 0, PAGE) is None
@@ -469,7 +470,8 @@ def test_lease_of_a_killed_process_ends(memfd):
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
-        vm.lease(vm.reopen(fd), 0, 10)
+        file = vm.reopen(fd)
+        vm.lease(file.fileno(), 0, 10)
         os.write(tell, b"x")
         time.sleep(60)
         os._exit(0)
@@ -489,3 +491,126 @@ def test_lease_errors():
     for call in (vm.reopen, lambda fd: vm.lease(fd, 0, 1), lambda fd: vm.first_lease(fd, 0, 1)):
         with pytest.raises(OSError, match="Errno"):
             call(1 << 20)
+
+
+# ---- owners
+
+
+def test_a_mapping_ends_once(mapping):
+    one = vm.map_memory(3 * PAGE, guard=True)
+    address = one.address
+    with one as same:
+        assert same is one
+        assert is_mapped(address)
+    assert not is_mapped(address)
+    assert one.map_nbytes == 0
+    other = mapping(3 * PAGE, guard=True)  # where the first one was, if the kernel likes
+    one.unmap()
+    del one, same
+    assert is_mapped(other)
+
+
+@pytest.mark.parametrize("end", ["with", "drop", "close"])
+def test_a_descriptor_ends_once(memfd, end):
+    memory = memfd(PAGE)
+    one = vm.reopen(memory)
+    number = one.fileno()
+    if end == "with":
+        with one:
+            pass
+    elif end == "close":
+        one.close()
+    if end != "drop":
+        assert one.fileno() == -1
+        other = os.dup(memory)
+        assert other == number
+        one.close()
+    del one
+    if end == "drop":
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+    else:
+        os.fstat(other)
+        os.close(other)
+
+
+def test_a_region_takes_both_over_or_neither(memfd):
+    one, file = vm.map_memory(PAGE), vm.reopen(memfd(PAGE))
+    address, fd = one.address, file.fileno()
+    with pytest.raises(ValueError, match="fork="):
+        Region.from_address(address, PAGE, fork="other", mapping=one, descriptor=file)
+    with pytest.raises(ValueError, match="page_size=0"):
+        Region.from_address(address, PAGE, page_size=0, mapping=one, descriptor=file)
+    assert (one.map_nbytes, file.fileno()) == (PAGE, fd)
+    with one, file:
+        region = Region.from_address(address, PAGE, mapping=one, descriptor=file)
+    assert (one.map_nbytes, file.fileno(), region.fd) == (0, -1, fd)
+    del one, file
+    assert is_mapped(address)
+    os.fstat(fd)
+    region.close()
+    assert not is_mapped(address)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_what_nobody_took_over_is_not_unmapped_in_a_forked_child():
+    """It may not have been there (MADV_DONTFORK), and something else may be now."""
+    one = vm.map_memory(PAGE)
+    child = os.fork()
+    if not child:
+        address = one.address
+        one.unmap()
+        os._exit(is_mapped(address))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    one.unmap()
+    assert not is_mapped(one.address)
+
+
+def test_owners_are_made_by_calls_only():
+    for kind in (Mapping, vm.Descriptor):
+        with pytest.raises(TypeError, match="internal"):
+            kind()
+
+
+def test_open_file_is_os_open(tmp_path):
+    path = tmp_path / "file"
+    for name in (path, os.fsencode(path)):
+        with pytest.raises(FileNotFoundError) as caught:
+            vm.open_file(name, os.O_RDONLY)
+        assert caught.value.filename == os.fspath(name)
+    with pytest.raises(ValueError, match="null byte"):
+        vm.open_file("a\0b", os.O_RDONLY)
+    before = os.umask(0o027)
+    try:
+        with vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+            assert not os.get_inheritable(file.fileno())
+            os.write(file.fileno(), b"abc")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(FileExistsError):
+        vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    assert path.read_bytes() == b"abc"
+
+
+def test_open_file_is_interrupted(tmp_path):
+    """Opening a FIFO waits for its other end; a signal's exception ends that, or it goes on."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    seen = []
+
+    def handle(*_arguments):
+        seen.append(len(seen))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            vm.open_file(path, os.O_RDONLY)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(seen) >= 2

@@ -38,13 +38,12 @@ def reserved():
     mapped = []
 
     def make(nbytes, **options):
-        address, *whole = vm.reserve(nbytes, **options)
-        mapped.append(whole)
-        return address
+        mapped.append(vm.reserve(nbytes, **options))
+        return mapped[-1].address
 
     yield make
-    for whole in mapped:
-        vm.unmap(*whole)
+    for mapping in mapped:
+        mapping.unmap()
 
 
 @pytest.fixture
@@ -59,7 +58,8 @@ def populate_error():
 @pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
 def test_reservation_is_aligned_and_nothing_else_stays(nbytes, align, guard):
     before = mapped_bytes()
-    address, map_address, map_nbytes = vm.reserve(nbytes, align=align, guard=guard)
+    mapping = vm.reserve(nbytes, align=align, guard=guard)
+    address, map_address, map_nbytes = mapping.address, mapping.map_address, mapping.map_nbytes
     assert mapped_bytes() - before == map_nbytes
     pages, margin = -(-nbytes // PAGE) * PAGE, PAGE if guard else 0
     assert address % max(align, PAGE) == 0
@@ -67,7 +67,7 @@ def test_reservation_is_aligned_and_nothing_else_stays(nbytes, align, guard):
     for at in (map_address, address, map_address + map_nbytes - 1):
         assert smaps(at)["permissions"] == "---p"
     assert "nr" in vm_flags(address)  # not charged for
-    vm.unmap(map_address, map_nbytes)
+    mapping.unmap()
     assert not any(is_mapped(at) for at in (map_address, address, map_address + map_nbytes - 1))
 
 
@@ -168,8 +168,8 @@ def test_protect(reserved):
 
 
 def test_what_is_no_reservation():
-    address, *whole = vm.reserve(2 * PAGE)
-    vm.unmap(*whole)
+    with vm.reserve(2 * PAGE) as mapping:
+        address = mapping.address
     for call in (vm.commit, vm.decommit, lambda *part: vm.protect(*part, True)):
         for at, code in ((address, errno.ENOMEM), (address + 1, errno.EINVAL)):
             with pytest.raises(OSError, match="Errno") as caught:

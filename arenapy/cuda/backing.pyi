@@ -1,20 +1,23 @@
-from typing import final
+from typing import Self, final
 
 from arenapy.medium import Medium
 from arenapy.region import Backing, Region
 
 @final
-class DeviceBacking(Backing): ...
+class DeviceBacking(Backing): ...  # type: ignore[misc]
 
 @final
-class PinnedBacking(Backing): ...
+class PinnedBacking(Backing): ...  # type: ignore[misc]
 
 @final
-class PooledBacking(Backing): ...
+class PooledBacking(Backing): ...  # type: ignore[misc]
+
+@final
+class Leaving: ...
 
 @final
 class DriverPoolHandle:
-    def __init__(self, ordinal: int, threshold: int | None) -> None: ...
+    def __new__(cls, ordinal: int, threshold: int | None) -> Self: ...
     @property
     def ordinal(self) -> int: ...
     def trim_to(self, nbytes: int) -> None: ...

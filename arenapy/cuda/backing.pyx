@@ -10,6 +10,8 @@ cimport cython
 from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
+from collections import deque
+
 from arenapy.atomic cimport arenapy_add, arenapy_load, arenapy_sub
 from arenapy.medium cimport Medium
 from arenapy.region cimport Backing, Region
@@ -19,11 +21,11 @@ from arenapy.cuda.driver cimport (
     OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
     need, primary,
 )
-from arenapy.cuda.own_stream cimport Stream as OwnStream
 from arenapy.cuda.stream cimport (
-    FREE_TO_USE, Stream, current_device, relax, restore, stream_of, streams_in,
+    FREE_TO_USE, Stream, current_device, known_in, made_stream, relax, restore, stream_of,
 )
-from arenapy.cuda.ticket cimport new_event, synchronize
+from arenapy.cuda.ticket cimport Ticket, synchronize, work_of, work_of_context
+from arenapy.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
 from arenapy.errors import OutOfMemory
@@ -44,6 +46,7 @@ cdef enum:
     ON_DEVICE = 1                    # CU_MEM_LOCATION_TYPE_DEVICE
     READ_WRITE = 3                   # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     LEGACY = 1                       # the legacy default stream
+    NON_BLOCKING = 1                 # CU_STREAM_NON_BLOCKING
 
 # A CUmemPoolProps.
 cdef struct PoolProps:
@@ -97,7 +100,6 @@ cdef object out_of_memory(size_t nbytes, int ordinal, str what):
 
 # ---- device and managed memory -----------------------------------------------------------
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class DeviceBacking(Backing):
     """Memory of cuMemAlloc or cuMemAllocManaged. Internal."""
@@ -113,6 +115,9 @@ cdef class DeviceBacking(Backing):
                 if relax(self.context, &mode) == SUCCESS:
                     forget(driver.cuMemFree(self.address))
                     restore(&mode)
+
+
+seal(DeviceBacking)
 
 
 cdef DeviceBacking device_backing(int ordinal, size_t nbytes, bint managed):
@@ -162,7 +167,6 @@ def managed_region(Medium memory, size_t nbytes):
 
 # ---- pinned memory -----------------------------------------------------------------------
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
 cdef class PinnedBacking(Backing):
@@ -184,6 +188,9 @@ cdef class PinnedBacking(Backing):
                 if relax(self.context, &mode) == SUCCESS:
                     forget(driver.cuMemHostUnregister(start))
                     restore(&mode)
+
+
+seal(PinnedBacking)
 
 
 def pinned_memory(bint mapped):
@@ -234,19 +241,73 @@ def pinned_bytes():
 
 # ---- the driver's pool -------------------------------------------------------------------
 
-cdef set unfinished = set()          # handles that have memory left, of which nobody else may know
+cdef object leaving = deque()        # Leaving, roughly the oldest first
 
 
-cdef int finish() except -1:
-    for one in list(unfinished):
-        if callable_((<DriverPoolHandle>one).generation):
-            (<DriverPoolHandle>one).give_what_is_left()
-        else:
-            unfinished.discard(one)
-    return 0
+@cython.final
+cdef class Leaving:
+    """Memory that was given back, and what has to be over before the driver may free it. Internal.
+
+    Unlike cuMemFree, the driver waits for nobody here, and cuCtxSynchronize would make captures
+    invalid. So its pool's stream waits for what each stream had to do when it was given back.
+    """
+
+    cdef DriverPoolHandle pool           # which is there to the last
+    cdef uint64_t address
+    cdef list streams
+    cdef list tickets                    # of each stream, or None: it is still to be made
+    cdef bint again
+
+    cdef bint freed(self) except -1:
+        """Free it, if that can be now."""
+        cdef Stream one
+        cdef Py_ssize_t i
+        cdef bint again = self.again
+        cdef void* context = self.pool.context
+        cdef void* handle = self.pool.stream.handle
+        cdef uint64_t address = self.address
+        cdef int result
+        self.again = True
+        for i in range(len(self.streams)):
+            one = <Stream>self.streams[i]
+            if self.tickets[i] is None and one.state() == FREE_TO_USE:
+                # An allocator's user keeps its stream only as long as the allocator.
+                ticket = work_of(one) if one.lasting or not again else work_of_context(one)
+                if one.state() == FREE_TO_USE:       # else a capture has begun, maybe before it
+                    self.tickets[i] = ticket
+        if None in self.tickets:
+            return False
+        for ticket in self.tickets:
+            if not (<Ticket>ticket).wait(self.pool.stream):
+                return False
+        with nogil:
+            result = enter(context)
+            if result == SUCCESS:
+                result = driver.cuMemFreeAsync(address, handle)
+                leave()
+        checked(result, "cuMemFreeAsync")
+        return True
 
 
-@cython.auto_pickle(False)
+seal(Leaving)
+
+
+cdef void free_what_left() noexcept:
+    """Each is one thread's at a time, and back on the list before that thread goes on."""
+    cdef Leaving one
+    for _ in range(len(leaving)):
+        try:
+            one = <Leaving>leaving.popleft()
+        except IndexError:
+            break
+        try:
+            if one.pool.generation != generation or one.freed():
+                continue
+        except Exception:
+            pass                             # later, perhaps
+        leaving.append(one)
+
+
 @cython.final
 cdef class DriverPoolHandle:
     """A memory pool of the driver, and a stream to ask it on. Internal."""
@@ -254,16 +315,15 @@ cdef class DriverPoolHandle:
     cdef void* context
     cdef int generation
     cdef void* pool
-    cdef OwnStream stream
-    cdef list left                   # addresses that could not be given back so far
+    cdef Stream stream
     cdef readonly int ordinal
 
-    def __init__(self, int ordinal, threshold):
+    def __cinit__(self, int ordinal, threshold):
         cdef PoolProps props
         cdef void* context = primary(ordinal)
         cdef uint64_t most = <uint64_t>-1 if threshold is None else threshold
         cdef int result
-        self.stream, self.left = OwnStream(ordinal), []
+        self.stream = made_stream(context, ordinal, NON_BLOCKING)
         memset(&props, 0, sizeof(props))
         props.allocation_type = ALLOCATION_PINNED
         props.location.type = ON_DEVICE
@@ -303,49 +363,20 @@ cdef class DriverPoolHandle:
                     leave()
 
     cdef void give_back(self, uint64_t address) noexcept:
-        """Once all streams that arenapy knows have done what they have by now.
-
-        Unlike cuMemFree, the driver waits for nobody here, and cuCtxSynchronize would make captures
-        invalid.
-        """
-        self.left.append(address)
-        unfinished.add(self)
-        try:
-            finish()
-        except Exception:
-            pass                             # later, perhaps
-
-    cdef int give_what_is_left(self) except -1:
-        cdef Stream mine = stream_of(self.stream, self.ordinal)
-        cdef Stream legacy = stream_of(LEGACY, self.ordinal)
-        cdef Stream one
-        cdef void* handle = mine.handle
-        cdef uint64_t address
-        cdef int result
-        if legacy.state() != FREE_TO_USE:
-            return 0
-        for one in streams_in(self.context):
-            if one is not mine and (
-                    one.state() != FREE_TO_USE or not new_event(one).wait(mine)):
-                return 0
-        while self.left:
-            address = self.left.pop()
-            with nogil:
-                result = enter(self.context)
-                if result == SUCCESS:
-                    result = driver.cuMemFreeAsync(address, handle)
-                    leave()
-            if result != SUCCESS:
-                self.left.append(address)    # later, perhaps
-            checked(result, "cuMemFreeAsync")
-        unfinished.discard(self)
-        return 0
+        cdef Leaving one = Leaving.__new__(Leaving)
+        cdef Stream _legacy = stream_of(LEGACY, self.ordinal)    # now it is known
+        one.pool, one.address = self, address
+        one.streams = [use for use in known_in(self.context) if use is not self.stream]
+        one.tickets = [None] * len(one.streams)
+        leaving.append(one)
+        free_what_left()
 
     def trim_to(self, size_t nbytes):
         """Let the driver give back what is beyond so many bytes."""
         cdef int result
-        finish()
-        synchronize(stream_of(self.stream, self.ordinal))    # it is free only then
+        need()
+        free_what_left()
+        synchronize(self.stream)             # it is free only then
         with nogil:
             result = enter(self.context)
             if result == SUCCESS:
@@ -354,7 +385,6 @@ cdef class DriverPoolHandle:
         checked(result, "cuMemPoolTrimTo")
 
 
-@cython.auto_pickle(False)
 @cython.final
 @cython.no_gc_clear
 cdef class PooledBacking(Backing):
@@ -369,13 +399,17 @@ cdef class PooledBacking(Backing):
             self.pool.give_back(self.address)
 
 
+seal(PooledBacking)
+
+
 def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
     """A region of the driver's pool."""
     cdef PooledBacking backing = PooledBacking.__new__(PooledBacking)
     cdef void* stream = pool.stream.handle
     cdef uint64_t address = 0
     cdef int result
-    finish()
+    need()
+    free_what_left()
     with nogil:
         result = enter(pool.context)
         if result == SUCCESS:

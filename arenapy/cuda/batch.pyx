@@ -8,9 +8,8 @@ without a stream waits after each, `copy_batch` once.
 """
 from arenapy.block cimport Block
 
-from arenapy.cuda.copies cimport CudaMemory, Side, leader, side_of
+from arenapy.cuda.copies cimport CudaMemory, Side, leader, side_of, wait_or_keep
 from arenapy.cuda.stream cimport Stream
-from arenapy.cuda.ticket cimport synchronize
 
 
 def copy_batch(pairs, stream=None):
@@ -47,7 +46,7 @@ def copy_batch(pairs, stream=None):
     --------
     >>> cuda.copy_batch(zip(blocks, arrays))                 # doctest: +SKIP
     """
-    cdef list found = []
+    cdef list found = [], sides = []
     cdef set joined = set()
     cdef CudaMemory memory = None
     cdef Stream s = None
@@ -63,17 +62,18 @@ def copy_batch(pairs, stream=None):
     for target, source, memory in found:
         if s is None:
             s = memory.own_stream() if stream is None else <Stream>memory.named(stream)
+        sides += [target, source]
         try:
-            memory.transfer(target, source, s, joined)
+            memory.transfer(target, source, s, stream is None, joined)
         except BaseException:
             if stream is None:               # nothing of it goes on once this has returned
                 try:
-                    synchronize(s)
+                    wait_or_keep(s, sides)
                 except Exception:
                     pass                     # the first reason counts
             raise
     if s is not None and stream is None:
-        synchronize(s)
+        wait_or_keep(s, sides)
 
 
 cdef tuple checked_pair(object pair, object stream):

@@ -8,12 +8,15 @@ from arenapy.cuda.stream cimport Stream
 
 
 cdef class CudaMemory(Ordering):
-    cdef int transfer(self, Side to, Side source, object stream, set joined) except -1
+    # Queue a copy. `now`: the caller will wait for it before it lets go of the sides. `joined`:
+    # streams that `s` has waited for in this call.
+    cdef int transfer(self, Side to, Side source, Stream s, bint now, set joined) except -1
 
 
-# One side of a copy: a Block, or another object's memory, exported meanwhile.
+# One side of a copy: a Block, which is pinned meanwhile, or another object's memory, exported.
 cdef class Side:
     cdef object thing
+    cdef bint pinned
     cdef object view                 # of other objects on the host: a memoryview; else None
     cdef uint64_t address
     cdef size_t nbytes
@@ -28,5 +31,9 @@ cdef CudaMemory new_memory(
 # What is known of one side, whose memory is to be written to or read by `stream` of `leading`, as
 # the user gave it; nothing is changed.
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
+# Raise, saying what to do, if this thread cannot wait for a stream now.
+cdef int can_be_waited_for(Stream s) except -1
+# Wait for what a call without a stream has queued; if that raises, the sides are used until then.
+cdef int wait_or_keep(Stream s, list sides) except -1
 # The memory whose default streams are meant: a device's, if there is one.
 cdef CudaMemory leader(CudaMemory one, object to, object source)

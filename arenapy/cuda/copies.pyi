@@ -1,10 +1,10 @@
-from typing import Never, final
+from typing import Never, Self, final
 
 from arenapy.cuda.ordering import Ordering
 
 @final
 class Side:
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
 
 @final
-class CudaMemory(Ordering): ...
+class CudaMemory(Ordering): ...  # type: ignore[misc]

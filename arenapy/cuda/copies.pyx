@@ -1,32 +1,36 @@
 """Copies: moving bytes into memory of CUDA, out of it and inside it.
 
 What lives here: what both sides of a copy are, who does it, and what lives until it is done. What
-does not: when released memory may be used again (ordering).
+does not: when released memory may be used again (ordering, retained).
 
 With a stream the driver copies in that stream's order, and the call returns before: blocks of
 arenapy are then used by the stream (`Ordering.use`), other objects are kept until it is done. The
 host's ordinary (pageable) memory is an exception, of which the driver makes a copy first, or for
-which it waits. Without a stream the call returns when it is done; between two sides that the host
-sees, the processor does it.
+which it waits. Without a stream the call returns when it is done, and it comes after all streams
+that were told of a block; between two sides that the host sees, the processor does it.
+
+Other code runs during a call: other threads at each call of the driver, and a user's object that is
+asked for its stream or its memory may do anything. So blocks are pinned from the check to the end.
 
 The driver is told addresses alone: all CUDA memory has addresses of its own (unified addressing).
 """
 cimport cython
 from cpython.buffer cimport PyObject_CheckBuffer
-from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.block cimport (
-    Block, acquire, check_open, is_readonly, name_of, root_of, unacquire, writable,
+    Block, is_readonly, name_of, note_use, pin, root_of, unpin, writable,
 )
 from arenapy.dlpack cimport KIND_CPU
 from arenapy.transfer cimport copy_bytes, move_bytes
 
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
-from arenapy.cuda.ordering cimport Batch
-from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.ordering cimport told_to
+from arenapy.cuda.retained cimport Retained, give_up, park, retain, retain_until
+from arenapy.cuda.stream cimport Stream, free_to_use, handle_here
 from arenapy.cuda.ticket cimport follow, synchronize
+from arenapy.sealed cimport seal
 
 cdef enum:
     INVALID_VALUE = 1
@@ -37,25 +41,33 @@ cdef enum:
 cdef set peers = set()       # pairs of devices that were asked for access
 
 
-@cython.auto_pickle(False)
 @cython.final
+@cython.no_gc_clear                  # the block is unpinned to the last
 cdef class Side:
     """One side of a copy. Internal."""
 
-    def __init__(self):
-        raise TypeError("a Side is internal")
+    def __dealloc__(self):
+        if self.pinned:
+            unpin(<Block>self.thing)
 
 
-@cython.auto_pickle(False)
+seal(Side)
+
+
 @cython.final
 @cython.no_gc_clear
 cdef class CudaMemory(Ordering):
     """Memory of CUDA. Internal."""
 
+    cdef Ordering another(self):
+        return CudaMemory.__new__(CudaMemory)
+
     cdef int copy(self, object to, object source, object stream) except -1:
         cdef CudaMemory one = leader(self, to, source)
         cdef Side target = side_of(to, True, one, stream)
         cdef Side origin = side_of(source, False, one, stream)
+        cdef Side side
+        cdef Stream s
         if target.nbytes != origin.nbytes:
             raise ValueError(
                 f"{said(to)} has {target.nbytes} bytes and {said(source)} has {origin.nbytes}; "
@@ -63,19 +75,40 @@ cdef class CudaMemory(Ordering):
             )
         if stream is None and target.on_host and origin.on_host:
             # One of them is a block of arenapy, and the other one has a buffer.
+            for side in (target, origin):
+                if memory_under(side) is not None:
+                    memory_under(side).after_told(block_of(side), None)
             if target.block:
                 return copy_bytes(<Block>to, origin.thing, True)
             return copy_bytes(<Block>source, target.thing, False)
-        return one.transfer(target, origin, stream, None)
+        s = one.own_stream() if stream is None else <Stream>one.named(stream)
+        one.transfer(target, origin, s, stream is None, set())
+        return wait_or_keep(s, [target, origin]) if stream is None and target.nbytes else 0
 
-    cdef int transfer(self, Side to, Side source, object stream, set joined) except -1:
-        cdef Stream s = self.own_stream() if stream is None else <Stream>self.named(stream)
+    cdef int move(self, object to, object source) except -1:
+        cdef list told = told_to(<Block>source)
+        cdef list streams = [one for one in told if isinstance(one, Stream)]
+        cdef Stream own = <Stream>self.own
+        cdef Stream one
+        if own is not None and own not in streams:
+            streams.append(own)
+        for one in streams:
+            free_to_use(
+                one, "the block cannot move to grow; do this before the capture, or after it", None)
+        self.after_told(source, own)
+        self.copy(to[:(<Block>source).size], source, own)
+        for one in streams:
+            if one is not own and not one.fence:     # a fence is of what was exported: the old one
+                self.begin(to, one)
+        return 0
+
+    cdef int transfer(self, Side to, Side source, Stream s, bint now, set joined) except -1:
         cdef Side side
-        cdef list held = [], kept = []
+        cdef list kept = []
         cdef void* to_context = NULL
         cdef void* source_context = NULL
+        cdef void* handle = handle_here(s)
         cdef int result
-        cdef bint begun = False
         if to.nbytes == 0:
             return 0
         if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
@@ -86,69 +119,60 @@ cdef class CudaMemory(Ordering):
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
             to_context, source_context = primary(to.device_id), primary(source.device_id)
             allow_access(to_context, to.device_id, source_context, source.device_id)
-        try:
-            for side in (to, source):
-                if prepare(side, s, stream is None, joined):
-                    held.append(side.thing)
-                if stream is not None and side.foreign:
-                    kept.append(self.keep((side.thing, side.view)))
-            with nogil:
-                result = enter(s.context)
-                if result == SUCCESS:
-                    if to_context != NULL:
-                        result = driver.cuMemcpyPeerAsync(
-                            to.address, to_context, source.address, source_context, to.nbytes,
-                            s.handle)
-                    else:
-                        result = driver.cuMemcpyAsync(
-                            to.address, source.address, to.nbytes, s.handle)
-                    leave()
-            checked(result, "cuMemcpyAsync")
-            begun = True
-            for batch in kept:
-                self.keep_until(<Batch>batch, s)
-            for side in (to, source):
-                if kept and side.block and (<Block>side.thing).keeper.medium is self:
-                    self.look(<PyObject*>(<Block>side.thing).keeper)
-            if stream is None:
-                synchronize(s)
-        finally:
-            if not begun:
-                for batch in kept:
-                    (<Batch>batch).kept = False      # nobody uses it
-            for thing in held:
-                unacquire(<Block>thing)
-        return 0
+        if now:
+            can_be_waited_for(s)
+        for side in (to, source):
+            prepare(side, s, now, joined)
+        for side in (to, source):
+            if side.foreign and not now:
+                kept.append(retain((side.thing, side.view), <void*>self))
+        with nogil:
+            result = enter(s.context)
+            if result == SUCCESS:
+                if to_context != NULL:
+                    result = driver.cuMemcpyPeerAsync(
+                        to.address, to_context, source.address, source_context, to.nbytes,
+                        handle)
+                else:
+                    result = driver.cuMemcpyAsync(
+                        to.address, source.address, to.nbytes, handle)
+                leave()
+        for one in kept:
+            if result == SUCCESS:
+                retain_until(<Retained>one, s)
+            else:
+                give_up(<Retained>one)       # nobody uses it
+        return checked(result, "cuMemcpyAsync")
 
     cdef int fill(self, object block, int byte, object stream) except -1:
+        cdef Side side
         cdef Block b = <Block>block
         cdef Stream s
-        cdef uint64_t address
-        cdef size_t n = b.size
-        cdef int result, held
+        cdef void* handle
+        cdef int result
         if stream is None and self.host_accessible:
             writable(b)
+            self.after_told(b, None)
             return move_bytes(b, b.ptr, NULL, b.size, byte)
-        check_open(b)
-        refuse_readonly(b)
+        side = side_of(b, True, self, stream)
         s = self.own_stream() if stream is None else <Stream>self.named(stream)
-        if n == 0:
+        if side.nbytes == 0:
             return 0
-        address = <uint64_t>b.ptr
-        held = use_block(b, s, stream is None, None)
-        try:
-            with nogil:
-                result = enter(s.context)
-                if result == SUCCESS:
-                    result = driver.cuMemsetD8Async(address, <unsigned char>byte, n, s.handle)
-                    leave()
-            checked(result, "cuMemsetD8Async")
-            if stream is None:
-                synchronize(s)
-        finally:
-            if held:
-                unacquire(b)
-        return 0
+        if stream is None:
+            can_be_waited_for(s)
+        prepare(side, s, stream is None, set())
+        handle = handle_here(s)
+        with nogil:
+            result = enter(s.context)
+            if result == SUCCESS:
+                result = driver.cuMemsetD8Async(
+                    side.address, <unsigned char>byte, side.nbytes, handle)
+                leave()
+        checked(result, "cuMemsetD8Async")
+        return wait_or_keep(s, [side]) if stream is None else 0
+
+
+seal(CudaMemory)
 
 
 cdef CudaMemory new_memory(
@@ -163,6 +187,8 @@ cdef CudaMemory new_memory(
 # ---- sides -------------------------------------------------------------------------------
 
 cdef str said(object thing):
+    if isinstance(thing, tuple):             # an array, and what keeps its memory
+        thing = thing[0]
     return name_of(<Block>thing) if isinstance(thing, Block) else f"this {type(thing).__name__}"
 
 
@@ -175,12 +201,14 @@ cdef int refuse_readonly(Block block) except -1:
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
     """What is known of one side; nothing is changed."""
     cdef Side side = Side.__new__(Side)
+    cdef Foreign array
     cdef Block b
     side.thing = thing
     side.device_id = -1
     if isinstance(thing, Block):
         b = <Block>thing
-        check_open(b)
+        pin(b)
+        side.pinned = True
         if to:
             refuse_readonly(b)
         side.block = True
@@ -190,14 +218,17 @@ cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
         side.foreign = b.keeper.medium is None
         return side
     side.foreign = True
-    described = getattr(thing, "__cuda_array_interface__", None)
-    if described is not None:
-        of_array(side, of_interface(thing, described), to)
+    used_by = None
+    if not PyObject_CheckBuffer(thing):      # else it is the host's, most likely
+        used_by = leading.own_stream() if stream is None else leading.named(stream)
+    array = of_interface(thing, used_by)
+    if array is not None:
+        of_array(side, array, to)
         return side
     if PyObject_CheckBuffer(thing) or not hasattr(thing, "__dlpack__"):
         of_buffer(side, to)
     else:
-        of_tensor(side, to, leading, stream)
+        of_tensor(side, to, used_by)
     return side
 
 
@@ -240,65 +271,79 @@ cdef int of_array(Side side, Foreign array, bint to) except -1:
     """Another library's array, for a device to copy."""
     if to and array.readonly:
         raise BufferError(f"{said(side.thing)} is read-only; give a writable array")
+    side.thing = array.owner
     side.address, side.nbytes = array.address, array.nbytes
     side.device_id = array.device_id
     side.producer = array.producer
     return 0
 
 
-cdef int of_tensor(Side side, bint to, CudaMemory leading, object stream) except -1:
+cdef int of_tensor(Side side, bint to, object used_by) except -1:
     """An array that has DLPack alone, of which the producer wants to know who is to use it."""
-    cdef Foreign array
     if int(side.thing.__dlpack_device__()[0]) == KIND_CPU:
         from arenapy.cuda.exchange import from_dlpack
         side.thing = from_dlpack(side.thing)
         return of_buffer(side, to)
-    array = of_dlpack(
-        side.thing, leading.own_stream() if stream is None else leading.named(stream))
-    of_array(side, array, to)
-    side.thing = array.owner                 # the tensor lives by it, and by nothing else
-    return 0
+    return of_array(side, of_dlpack(side.thing, used_by), to)
 
 
-cdef int use_block(Block block, Stream s, bint now, set joined) except -1:
-    """The stream is about to use a block. `now`: while the caller waits; 1: unacquire it then.
+cdef Block block_of(Side side):
+    """The block that it is, or is an array in."""
+    return <Block>side.thing if side.block else side.under
 
-    `joined`: streams that it has waited for in this call; None: nobody asks.
-    """
-    cdef CudaMemory m = None
-    cdef Block root = root_of(block)
-    if root.keeper.medium is not None:
-        m = <CudaMemory>root.keeper.medium
-        # Who had these bytes before used them on the own stream.
-        if m.own is not None and (joined is None or m.own not in joined):
-            follow(s, <Stream>m.own)
-            if joined is not None:
-                joined.add(m.own)
-        if now and m.own is s and not m.borrowed:
-            return 0                         # in the order of what its bytes are used for next
-    if now:
-        acquire(block, True)
-        return 1
-    if m is not None:
-        return m.use(block, s)
+
+cdef CudaMemory memory_under(Side side):
+    cdef Block block = block_of(side)
+    return None if block is None else <CudaMemory>root_of(block).keeper.medium
+
+
+cdef int can_be_waited_for(Stream s) except -1:
+    return free_to_use(
+        s, "a call without stream= waits for it; name another one, or do this before the capture",
+        None)
+
+
+cdef int wait_or_keep(Stream s, list sides) except -1:
+    """The device uses the sides until it has done all, also where nobody can wait for that."""
+    cdef Side side
+    cdef CudaMemory m
+    try:
+        synchronize(s)
+    except BaseException:
+        for side in sides:
+            m = memory_under(side)
+            if m is not None:                # the next owner comes after its own stream anyway
+                if s is not m.own or m.host_accessible or m.borrowed:
+                    note_use(block_of(side), s)
+            elif not (side.on_host and pageable(side.address, s.context)):
+                park((side.thing, memoryview(side.thing) if side.block else side.view), [s])
+        raise
     return 0
 
 
 cdef int prepare(Side side, Stream s, bint now, set joined) except -1:
-    cdef int held = 0
-    if side.block:
-        held = use_block(<Block>side.thing, s, now, joined)
-    elif side.under is not None and not now:
-        use_block(side.under, s, now, joined)
-        side.foreign = False                 # its block waits, and is not kept from its allocator
+    """The stream is about to use it: let it wait, and take note of that."""
+    cdef Block block = block_of(side)
+    cdef CudaMemory m = memory_under(side)
+    if m is not None:
+        # Who had these bytes before used them on the own stream.
+        if m.own is not None and m.own not in joined:
+            follow(s, m.own, True)
+            joined.add(m.own)
+        if now:
+            m.after_told(block, s)
+        else:
+            m.use(block, s)
     elif side.producer is not None:
-        follow(s, <Stream>side.producer)
+        follow(s, side.producer, False)
+    if side.under is not None:
+        side.foreign = False                 # its block waits, and is not kept from its allocator
     if not now and side.foreign and side.on_host:
         if pageable(side.address, s.context) and not s.captures():
             side.foreign = False             # the driver has done with it when it returns
         elif side.block:
             side.view = memoryview(side.thing)
-    return held
+    return 0
 
 
 cdef CudaMemory leader(CudaMemory one, object to, object source):

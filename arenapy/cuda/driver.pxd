@@ -29,6 +29,7 @@ cdef struct Driver:
     int (*cuDeviceGetAttribute)(int*, int, int) noexcept nogil
     int (*cuDeviceCanAccessPeer)(int*, int, int) noexcept nogil
     int (*cuDevicePrimaryCtxRetain)(void**, int) noexcept nogil
+    int (*cuDevicePrimaryCtxGetState)(int, unsigned int*, int*) noexcept nogil
     int (*cuCtxGetCurrent)(void**) noexcept nogil
     int (*cuCtxPushCurrent)(void*) noexcept nogil
     int (*cuCtxPopCurrent)(void**) noexcept nogil
@@ -100,6 +101,8 @@ cdef int checked(int result, str what) except -1
 cdef void forget(int result) noexcept nogil
 # The primary context of a device; ValueError if `index`, an int of any size, is none's ordinal.
 cdef void* primary(object index) except NULL
+# Ordinals of the devices whose primary context is there, and of those that cannot be asked.
+cdef list devices_in_use()
 # SUCCESS, or why not: then there is nothing to leave.
 cdef int enter(void* context) noexcept nogil
 cdef void leave() noexcept nogil

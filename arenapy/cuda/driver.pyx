@@ -46,6 +46,7 @@ ENTRIES = (
     ("cuDeviceGetAttribute", "CUresult (int *, CUdevice_attribute, CUdevice)"),
     ("cuDeviceCanAccessPeer", "CUresult (int *, CUdevice, CUdevice)"),
     ("cuDevicePrimaryCtxRetain", "CUresult (CUcontext *, CUdevice)"),
+    ("cuDevicePrimaryCtxGetState", "CUresult (CUdevice, unsigned int *, int *)"),
     ("cuCtxGetCurrent", "CUresult (CUcontext *)"),
     ("cuCtxPushCurrent", "CUresult (CUcontext)"),
     ("cuCtxPopCurrent", "CUresult (CUcontext *)"),
@@ -296,6 +297,22 @@ cdef void* primary(object index) except NULL:
         checked(result, "cuDevicePrimaryCtxRetain")
         contexts[ordinal] = context          # another thread would have got the same one
     return contexts[ordinal]
+
+
+cdef list devices_in_use():
+    cdef list found = []
+    cdef unsigned int flags = 0
+    cdef int device, ordinal, active, result
+    for ordinal in range(device_count()):
+        device, active = 0, 0
+        with nogil:
+            result = driver.cuDeviceGet(&device, ordinal)
+            if result == SUCCESS:
+                result = driver.cuDevicePrimaryCtxGetState(device, &flags, &active)
+            forget(result)
+        if active or result != SUCCESS:
+            found.append(ordinal)
+    return found
 
 
 cdef int enter(void* context) noexcept nogil:

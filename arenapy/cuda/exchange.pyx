@@ -38,7 +38,7 @@ def asbuffer(obj, stream=None):
     -------
     Buffer
         A view with the array's shape and type, read-only if that is. It has no allocator, and
-        keeps `obj`.
+        keeps the array's memory, as far as its library lets it: `obj`, and by DLPack its storage.
 
     Raises
     ------
@@ -56,9 +56,9 @@ def asbuffer(obj, stream=None):
     This processor may look at managed and pinned memory at any time: synchronize before.
     Thread-safety: may be called from any thread.
     """
-    described = getattr(obj, "__cuda_array_interface__", None)
-    if described is not None:
-        return borrow(of_interface(obj, described), stream)
+    array = of_interface(obj, stream)
+    if array is not None:
+        return borrow(array, stream)
     if hasattr(obj, "__dlpack__"):
         return from_dlpack(obj, stream)
     raise TypeError(
@@ -120,7 +120,7 @@ cdef object borrow(Foreign array, object stream):
         medium = <Ordering>memory.bound(LEGACY if stream is None else stream)
         medium.borrowed = True
         if array.producer is not None:
-            follow(medium.own_stream(), array.producer)
+            follow(medium.own_stream(), array.producer, False)
     region = Region.from_address(
         array.address or NOWHERE, max(array.nbytes, 1), kind=array.kind, owner=array.owner,
         readonly=array.readonly, device_id=array.device_id,

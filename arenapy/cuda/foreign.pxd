@@ -6,7 +6,7 @@ from arenapy.cuda.stream cimport Stream
 
 # An array of another library, in C order.
 cdef class Foreign:
-    cdef object owner                # keeps the memory
+    cdef object owner                # keeps the memory, as far as its library lets it
     cdef uint64_t address            # of the first byte; 0 if there is none
     cdef size_t nbytes
     cdef tuple shape
@@ -17,7 +17,7 @@ cdef class Foreign:
     cdef Stream producer             # what it is the work of, to be waited for; or None
 
 
-# By the CUDA array interface; `described`: what that says.
-cdef Foreign of_interface(object thing, object described)
+# By the CUDA array interface, for use on `stream` (None: the legacy one). None: it has none.
+cdef Foreign of_interface(object thing, object stream)
 # By DLPack, for use on `stream` (None: the legacy one), which the producer lets wait.
 cdef Foreign of_dlpack(object thing, object stream)

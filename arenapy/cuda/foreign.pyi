@@ -1,8 +1,8 @@
-from typing import Never, final
+from typing import Never, Self, final
 
 @final
 class Foreign:
-    def __init__(self, not_called: Never, /) -> None: ...
+    def __new__(cls, not_called: Never, /) -> Self: ...
 
 @final
 class Taken: ...

@@ -13,11 +13,12 @@ from libc.stdint cimport uint64_t, uintptr_t
 from arenapy.atomic cimport arenapy_finalizing
 from arenapy.dlpack cimport (
     FLAG_READ_ONLY, KIND_CPU, KIND_CUDA, KIND_CUDA_HOST, KIND_CUDA_MANAGED, MAJOR,
-    DLManagedTensor, DLManagedTensorVersioned, DLTensor,
+    DLManagedTensor, DLManagedTensorVersioned, DLTensor, as_pair,
 )
 
 from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need
-from arenapy.cuda.stream cimport number_of, stream_of
+from arenapy.cuda.stream cimport Stream, number_of, stream_of
+from arenapy.sealed cimport seal
 
 cdef enum:
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_*
@@ -25,6 +26,8 @@ cdef enum:
     DEVICE_ORDINAL = 9
     OF_HOST = 1              # CU_MEMORYTYPE_HOST
     LEGACY = 1               # the legacy default stream
+    TRIES = 2                # to describe an array that other threads change
+    NO_WAIT = -1             # to __dlpack__: the consumer sees to the order
     MOST_DIMS = 64           # NumPy's
 
 # DLPack's numbers to the words of arenapy.
@@ -35,13 +38,12 @@ cdef dict KINDS = {
 cdef dict LETTERS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class Foreign:
     """An array of another library. Internal."""
 
-    def __init__(self):
-        raise TypeError("a Foreign is internal; see asbuffer and from_dlpack")
+
+seal(Foreign, "a Foreign is internal; see asbuffer and from_dlpack")
 
 
 cdef str named(object thing):
@@ -74,28 +76,74 @@ cdef int fit(Foreign array, object thing, object strides, Py_ssize_t itemsize, u
 
 # ---- the CUDA array interface ------------------------------------------------------------
 
-cdef Foreign of_interface(object thing, object described):
+cdef Foreign of_interface(object thing, object stream):
+    cdef Foreign array
+    cdef int _
+    detach = getattr(thing, "detach", None)
+    if callable(detach) and hasattr(type(thing), "__cuda_array_interface__"):
+        # Of torch: another tensor of the same storage, which this one may exchange for another.
+        thing = detach()
+    for _ in range(TRIES):
+        described = getattr(thing, "__cuda_array_interface__", None)
+        if described is None:
+            return None
+        array = as_described(thing, described)
+        if not array.nbytes or not hasattr(thing, "__dlpack__") or keep_storage(
+                array, thing, stream):
+            break
+    return array
+
+
+cdef Foreign as_described(object thing, object described):
     cdef Foreign array = Foreign.__new__(Foreign)
     import numpy as np
     need()
     array.owner = thing
-    array.address, array.readonly = described["data"]
-    array.shape = tuple(described["shape"])
-    array.dtype = np.dtype(described["typestr"])
-    if array.dtype.kind == "V" and described.get("descr"):
-        fields = np.dtype(described["descr"])
-        if fields.itemsize == array.dtype.itemsize:
-            array.dtype = fields
-    if described.get("mask") is not None:
-        raise BufferError(f"{named(thing)} is masked; give its data and its mask one by one")
-    fit(array, thing, described.get("strides"), array.dtype.itemsize, 1)
+    try:
+        array.address, array.readonly = described["data"]
+        array.shape = tuple([int(n) for n in described["shape"]])
+        array.dtype = np.dtype("" + described["typestr"])     # a str: None would be float64
+        if array.dtype.kind == "V" and described.get("descr"):
+            fields = np.dtype(described["descr"])
+            if fields.itemsize == array.dtype.itemsize:
+                array.dtype = fields
+        if described.get("mask") is not None:
+            raise BufferError(f"{named(thing)} is masked; give its data and its mask one by one")
+        fit(array, thing, described.get("strides"), array.dtype.itemsize, 1)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise BufferError(
+            f"{named(thing)} describes itself by a __cuda_array_interface__ that is none: "
+            f"{described!r} ({type(error).__name__}: {error})"
+        ) from error
     array.kind = "device"
     if array.nbytes:
         place(array)
-    stream = described.get("stream")         # since version 3
-    if stream is not None:
-        array.producer = stream_of(stream, max(array.device_id, 0))
+    producer = described.get("stream")       # since version 3
+    if producer is not None:
+        array.producer = stream_of(producer, max(array.device_id, 0))
     return array
+
+
+cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
+    """Its capsule keeps what the object may let go of, and tells its library who waits for it.
+
+    That would be the interface's to say, but some have nothing there (torch). A library that
+    refuses has said all it will. False: its memory is another one.
+    """
+    cdef DLTensor* tensor
+    try:
+        capsule = exported(thing, arguments_for(thing, stream, array.producer is None))
+        if PyCapsule_IsValid(capsule, "dltensor_versioned"):
+            tensor = &(<DLManagedTensorVersioned*>PyCapsule_GetPointer(
+                capsule, "dltensor_versioned")).tensor
+        else:
+            tensor = &(<DLManagedTensor*>PyCapsule_GetPointer(capsule, "dltensor")).tensor
+    except Exception:
+        return True
+    if <uint64_t><uintptr_t>tensor.data + tensor.byte_offset != array.address:
+        return False                         # exchanged since it was described, or it is a copy
+    array.owner = (thing, capsule)
+    return True
 
 
 cdef int place(Foreign array) except -1:
@@ -119,7 +167,6 @@ cdef int place(Foreign array) except -1:
 
 # ---- DLPack ------------------------------------------------------------------------------
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class Taken:
     """A tensor that was taken over, which has to be given back. Internal."""
@@ -140,6 +187,9 @@ cdef class Taken:
                 self.new.deleter(self.new)
 
 
+seal(Taken)
+
+
 cdef object exported(object thing, dict arguments):
     """Its capsule, of whatever version it has."""
     try:
@@ -148,25 +198,30 @@ cdef object exported(object thing, dict arguments):
         return thing.__dlpack__(**arguments)
 
 
-cdef Foreign of_dlpack(object thing, object stream):
-    kind, device = thing.__dlpack_device__()
-    kind, device = int(kind), int(device)
-    arguments = {}
+cdef dict arguments_for(object thing, object stream, bint wait):
+    """For its __dlpack__. `wait`: shall the stream wait for what its library has queued?"""
+    cdef Stream s
+    kind, device = as_pair(thing.__dlpack_device__(), f"{named(thing)}.__dlpack_device__()")
     if kind == KIND_CUDA or kind == KIND_CUDA_MANAGED:
         need()
         s = stream_of(LEGACY if stream is None else stream, device)
-        arguments["stream"] = number_of(s)
-    elif kind == KIND_CPU and stream is not None:
+        # One that is captured cannot, and to try would make the capture invalid.
+        return {"stream": number_of(s) if wait and not s.captures() else NO_WAIT}
+    if kind == KIND_CPU and stream is not None:
         raise ValueError(
             f"stream={stream!r}: {named(thing)} is on the host, where no stream orders anything; "
             "pass None"
         )
-    elif kind not in KINDS:
+    if kind not in KINDS:
         raise BufferError(
             f"{named(thing)} is on device {(kind, device)} of DLPack, which is neither the host "
             "nor CUDA's; copy it to one of them"
         )
-    capsule = exported(thing, arguments)
+    return {}
+
+
+cdef Foreign of_dlpack(object thing, object stream):
+    capsule = exported(thing, arguments_for(thing, stream, True))
     try:
         return taken_over(capsule, thing)
     except BaseException:

@@ -1,4 +1,4 @@
-from typing import final
+from typing import Self, final
 
 from arenapy.cuda.stream import Stream
 from arenapy.medium import Medium
@@ -6,11 +6,11 @@ from arenapy.pool import Pool
 from arenapy.region import Backing, Region
 
 @final
-class LaneBacking(Backing): ...
+class LaneBacking(Backing): ...  # type: ignore[misc]
 
 @final
 class LaneSource:
-    def __init__(self, pool: Pool, medium: Medium, stream: Stream) -> None: ...
+    def __new__(cls, pool: Pool, medium: Medium, stream: Stream) -> Self: ...
     @property
     def stream(self) -> Stream: ...
     @property

@@ -20,6 +20,7 @@ from arenapy.region cimport Backing
 from arenapy.cuda.backing cimport region_of
 from arenapy.cuda.copies cimport CudaMemory
 from arenapy.cuda.stream cimport Stream
+from arenapy.sealed cimport seal
 
 from arenapy.errors import OutOfMemory
 
@@ -27,7 +28,6 @@ cdef enum:
     DEVICE_PAGE = 2 << 20    # bytes
 
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class LaneBacking(Backing):
     """A block of the pool that a lane belongs to. Internal."""
@@ -35,7 +35,9 @@ cdef class LaneBacking(Backing):
     cdef Buffer chunk
 
 
-@cython.auto_pickle(False)
+seal(LaneBacking)
+
+
 @cython.final
 cdef class LaneSource:
     """Chunks of a pool's memory for one of its streams. Internal."""
@@ -45,7 +47,7 @@ cdef class LaneSource:
     cdef readonly Medium medium
     cdef object __weakref__
 
-    def __init__(self, pool, Medium medium not None, Stream stream not None):
+    def __cinit__(self, pool, Medium medium, Stream stream):
         self.pool, self.medium, self.stream = weakref.ref(pool), medium, stream
 
     def region(self, size_t nbytes):

@@ -7,12 +7,11 @@ installed cuda-python has.
 """
 from libc.stdint cimport uint64_t
 
-from arenapy.block cimport Block, check_open, name_of, root_of
+from arenapy.block cimport Block, name_of, root_of
 
-from arenapy.cuda.copies cimport CudaMemory
+from arenapy.cuda.copies cimport CudaMemory, Side, can_be_waited_for, side_of, wait_or_keep
 from arenapy.cuda.driver cimport SUCCESS, Location, checked, driver, enter, leave, primary
-from arenapy.cuda.stream cimport Stream
-from arenapy.cuda.ticket cimport synchronize
+from arenapy.cuda.stream cimport Stream, handle_here
 
 from arenapy.request import checked_index
 
@@ -32,18 +31,20 @@ ADVICE = {
 }
 
 
-cdef Block managed_block(object buffer, str what):
+cdef Side managed_block(object buffer, str what):
+    """A Buffer of managed memory, pinned for as long as this Side is there."""
     cdef Block block
+    cdef Side side
     if not isinstance(buffer, Block):
         raise TypeError(f"{what}: this {type(buffer).__name__} is no Buffer")
     block = <Block>buffer
-    check_open(block)
+    side = side_of(block, False, None, None)
     if root_of(block).keeper.kind != "managed":
         raise BufferError(
             f"{name_of(block)} is {root_of(block).keeper.kind} memory, which stays where it is: "
             "copy_to() brings its bytes elsewhere; what comes of cuda.Managed moves by itself"
         )
-    return block
+    return side
 
 
 cdef Location place(object device_id) except *:
@@ -90,27 +91,31 @@ def prefetch(buffer, device_id, stream=None):
     -----
     Thread-safety: may be called from any thread.
     """
-    cdef Block block = managed_block(buffer, "prefetch")
+    cdef Side side = managed_block(buffer, "prefetch")
     cdef Location to = place(device_id)
-    cdef CudaMemory memory = <CudaMemory>root_of(block).keeper.medium
+    cdef CudaMemory memory = <CudaMemory>root_of(<Block>buffer).keeper.medium
     cdef Stream s = memory.own_stream() if stream is None else <Stream>memory.named(stream)
-    cdef uint64_t address = <uint64_t>block.ptr
-    cdef size_t nbytes = block.size
+    cdef uint64_t address = side.address
+    cdef size_t nbytes = side.nbytes
+    cdef void* handle = handle_here(s)
     cdef int result
     if nbytes == 0:
         return
-    memory.use(block, s)
+    if stream is None:
+        can_be_waited_for(s)
+    else:
+        memory.use(buffer, s)
     with nogil:
         result = enter(s.context)
         if result == SUCCESS:
             if driver.cuMemPrefetchAsync != NULL:
-                result = driver.cuMemPrefetchAsync(address, nbytes, to, 0, s.handle)
+                result = driver.cuMemPrefetchAsync(address, nbytes, to, 0, handle)
             else:
-                result = driver.cuMemPrefetchAsync_12(address, nbytes, in_12(to), s.handle)
+                result = driver.cuMemPrefetchAsync_12(address, nbytes, in_12(to), handle)
             leave()
     checked(result, "cuMemPrefetchAsync")
     if stream is None:
-        synchronize(s)
+        wait_or_keep(s, [side])
 
 
 def advise(buffer, advice, device_id=0):
@@ -141,17 +146,17 @@ def advise(buffer, advice, device_id=0):
     Thread-safety: may be called from any thread. It holds for the pages, also once the Buffer is
     released, until their region is gone or it is unset.
     """
-    cdef Block block = managed_block(buffer, "advise")
+    cdef Side side = managed_block(buffer, "advise")
     cdef Location where
     cdef void* context
-    cdef uint64_t address = <uint64_t>block.ptr
-    cdef size_t nbytes = block.size
+    cdef uint64_t address = side.address
+    cdef size_t nbytes = side.nbytes
     cdef int number, result
     if advice not in ADVICE:
         raise ValueError(f"advice={advice!r} is none of {', '.join(map(repr, ADVICE))}")
     number = ADVICE[advice]
     where = place(device_id)
-    context = primary(root_of(block).keeper.device_id)
+    context = primary(side.device_id)
     if nbytes == 0:
         return
     with nogil:

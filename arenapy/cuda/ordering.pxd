@@ -2,20 +2,18 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-from arenapy.block cimport Hold
+from arenapy.block cimport Block, Hold
 from arenapy.medium cimport Medium
 
 from arenapy.cuda.stream cimport Stream
 
 
-# Released blocks that wait for the same, and objects that are to live until then.
+# Released blocks that wait for the same.
 cdef class Batch:
     cdef Hold* first                 # linked by ended_next, in order of release
     cdef Hold* last
     cdef size_t nbytes
-    cdef list objects
     cdef list tickets                # all have to be over
-    cdef bint kept                   # for ever, as yet
     cdef object stream               # a Stream whose ticket is still to be made, or None
 
 
@@ -26,26 +24,32 @@ cdef class Ordering(Medium):
     cdef size_t room                 # bytes that the allocator has
     cdef list open                   # Batches without a ticket, one a stream
     cdef list batches                # others, oldest first
-    cdef list done                   # objects that need not live any more
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
     # The memory is another library's, which may use it anew at once when it is gone: what the own
     # stream does counts, too.
     cdef bint borrowed
     cdef list recent                 # what was named last, and what it is; replaced, never changed
 
+    # A new one of the same class.
+    cdef Ordering another(self)
     # The stream of what names none.
     cdef Stream own_stream(self)
-    # Let an object live for ever; until the stream has done what it was given so far.
-    cdef Batch keep(self, object thing)
-    cdef int keep_until(self, Batch batch, Stream stream) except -1
-    cdef void look(self, PyObject* keeper) noexcept
+    # Let a stream, or this thread (None), wait for the streams that were told of a block, which is
+    # pinned; not for the own one.
+    cdef int after_told(self, object block, Stream stream) except -1
     # internal
     cdef int fenced(self, object block) except -1
-    cdef list users(self, object block)
+    cdef int after(self, object block, object use, Stream stream, bint strict) except -1
+    cdef int forget_finished(self, object block, Py_ssize_t most) except -1
+    cdef list abandon(self, PyObject* keeper)
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept
     cdef Batch open_batch(self, Stream stream)
     cdef bint close(self, Batch batch) noexcept
     cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept
-    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch) noexcept
+    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch, list over) noexcept
+
+
+# The streams that were told of a block, and events of those that are gone.
+cdef list told_to(Block block)

@@ -1,13 +1,11 @@
 from typing import final
 
-from typing_extensions import disjoint_base
-
 from arenapy.medium import Medium
 
 @final
 class Batch: ...
 
-@disjoint_base
-class Ordering(Medium): ...
+@final
+class Ordering(Medium): ...  # type: ignore[misc]
 
 def is_stream(one: object) -> bool: ...

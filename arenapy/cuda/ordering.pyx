@@ -1,8 +1,8 @@
 """Ordering: when memory that streams use may be used again.
 
-What lives here: released blocks that wait for streams, what is to live until a copy is done, and
-which streams wait when a block is lent to another library. What does not: streams and events
-(stream), copies (copies), which blocks are free (allocators).
+What lives here: released blocks that wait for streams, and which streams wait when a block is lent
+to another library. What does not: streams and events (stream, ticket), copies (copies), other
+objects that wait for streams (retained), which blocks are free (allocators).
 
 A block of a device that only the allocator's own stream uses does not come here at all: the next
 one that gets it uses it on that stream, too, and so after it. What another stream was told of
@@ -27,23 +27,27 @@ from posix.unistd cimport usleep
 from arenapy.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
-from arenapy.block cimport Block, Hold, Keeper, note_use, uses_of
+from arenapy.block cimport Block, Hold, Keeper, drop_use, note_use, uses_of
 from arenapy.medium cimport Medium
 from arenapy.regions cimport RegionSet
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
+from arenapy.cuda.retained cimport look, park, wait_for_those
 from arenapy.cuda.stream cimport (
-    FREE_TO_USE, Stream, fence_of, free_to_use, handle_of, number_of, stream_of,
+    CAPTURING, FREE_TO_USE, OwnStream, Stream, fence_of, free_to_use, handle_of, named_now,
+    number_of, spread, stream_of,
 )
 from arenapy.cuda.ticket cimport (
-    Graph, Ticket, follow, join_streams, last_resort, new_event, new_graph, synchronize, ticket_of,
+    Event, Graph, Ticket, follow, join_streams, new_event, new_graph, synchronize, wait_here,
+    work_of, work_of_context,
 )
+from arenapy.sealed cimport seal
 
-from arenapy.cuda.errors import CudaError
+import sys
 
 cdef extern from "Python.h":
     uint64_t PyThread_get_thread_ident() noexcept nogil
-    void count_up "Py_INCREF" (PyObject* o) noexcept
+    Py_ssize_t Py_REFCNT(PyObject* o) noexcept
     void count_down "Py_DECREF" (PyObject* o) noexcept
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
@@ -57,21 +61,21 @@ cdef enum:
     MOMENT = 50              # microseconds
     MOST_NAMED = 4           # streams that are found without a question
     LEGACY = 1               # the legacy default stream
-    INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
-    CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
+    PER_THREAD = 2           # the calling thread's
+    MANY_USES = 16           # of a block: with so many more, it drops those that are over
 
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class Batch:
     """Released blocks that wait for the same. Internal."""
 
     def __cinit__(self):
-        self.objects = []
         self.tickets = []
 
 
-@cython.auto_pickle(False)
+seal(Batch)
+
+
 @cython.no_gc_clear                  # blocks may wait to the last
 cdef class Ordering(Medium):
     """When memory that streams use may be used again. Internal."""
@@ -79,7 +83,6 @@ cdef class Ordering(Medium):
     def __cinit__(self, *args, **kwargs):
         self.open = []
         self.batches = []
-        self.done = []
         self.recent = []
         self.room = <size_t>-1
         self.most = FEW
@@ -95,7 +98,6 @@ cdef class Ordering(Medium):
         if stream is not None:
             own = <Stream>self.named(stream)
             free_to_use(own, "make the allocator before the capture, or after it", None)
-            own.of_allocator = True
             if own.thread:
                 raise ValueError(
                     f"stream={stream!r}: the default stream of a thread cannot be an allocator's; "
@@ -106,10 +108,14 @@ cdef class Ordering(Medium):
                     f"stream={stream!r} is one of device {own.device_id}, or of another context, "
                     f"and the memory is on device {self.device_id}: give a stream of that device"
                 )
+            own.of_allocator = True
         return self.bound(stream)
 
+    cdef Ordering another(self):
+        raise NotImplementedError
+
     cdef Medium bound(self, object stream):
-        cdef Ordering o = type(self).__new__(type(self))
+        cdef Ordering o = self.another()
         o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
         o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
         if stream is not None:
@@ -121,23 +127,28 @@ cdef class Ordering(Medium):
     cdef object named(self, object stream):
         cdef tuple known
         cdef Stream found
-        if isinstance(stream, Stream):
-            return stream
+        if isinstance(stream, (Stream, OwnStream)):
+            return stream_of(stream, self.device_id)
         if ARENAPY_GIL and self.recent:
             for known in self.recent:
                 if known[0] is stream and not (<Stream>known[1]).gone():
                     return known[1]
-            handle = handle_of(stream)[0]
+            handle = handle_of(stream)
             for known in self.recent:        # whose owner sees to it that it still is
                 found = <Stream>known[1]
                 if handle == <uintptr_t>found.handle and not found.gone():
                     return found
         need()
         found = stream_of(stream, self.device_id)
-        # An integer may be another stream's later, and a default stream is each thread's own.
-        if found.id and found.lasting and not isinstance(stream, int):
-            self.recent = [(stream, found), *self.recent[:MOST_NAMED - 1]]
+        # Not a default stream, which is each thread's own. An object that does not keep its stream
+        # may name another one later, as an integer may; it is found by its handle.
+        if found.id and found.lasting:
+            itself = stream if found.owner is stream else found
+            self.recent = [(itself, found), *self.recent[:MOST_NAMED - 1]]
         return found
+
+    cdef bint always(self, object stream, object named):
+        return isinstance(stream, OwnStream) or (<Stream>named).owner is stream
 
     cdef Stream own_stream(self):
         return <Stream>self.own if self.own is not None else stream_of(LEGACY, self.device_id)
@@ -147,8 +158,11 @@ cdef class Ordering(Medium):
     cdef object lane(self, object stream):
         cdef Stream s = <Stream>self.named(stream)
         self.may_begin(s)
-        # One that may be gone before its memory comes back gets none.
-        return s if s.lasting and not self.host_accessible else None
+        # A stream that may be gone before its memory comes back gets none. Nor does one of another
+        # context, which no allocator can have as its own.
+        if self.host_accessible or not s.lasting or s.context != (<Stream>self.own).context:
+            return None
+        return s
 
     cdef object lane_source(self, object pool, object stream):
         from arenapy.cuda.lanes import LaneSource
@@ -167,11 +181,34 @@ cdef class Ordering(Medium):
 
     cdef int use(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
+        cdef Py_ssize_t n
         if not s.fence and s.captures():
-            return note_use(<Block>block, new_graph(s))
+            note_use(<Block>block, new_graph(s))     # as_now() looks at the order
         if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
-        return note_use(<Block>block, s)
+        n = note_use(<Block>block, s)
+        if n and n % MANY_USES == 0:
+            self.forget_finished(block, n if not n & (n - 1) else 2 * MANY_USES)
+        return 0
+
+    cdef int forget_finished(self, object block, Py_ssize_t most) except -1:
+        """A block that many streams used one after the other need not keep them all.
+
+        What counts is what a stream is given until the block is released. That is known already if
+        nobody else has its object. The last `most` uses are looked at.
+        """
+        cdef Stream s
+        for one in uses_of(<Block>block)[-most:]:
+            if isinstance(one, Stream):
+                s = <Stream>one
+                if s.id == 0 or not nobody_else_has(s) or s.state() != FREE_TO_USE:
+                    continue
+                if not s.idle():
+                    note_use(<Block>block, work_of(s))
+            elif not isinstance(one, Event) or not (<Ticket>one).over():
+                continue
+            drop_use(<Block>block, one)
+        return 0
 
     cdef int fence(self, object stream) except -1:
         free_to_use(
@@ -179,18 +216,6 @@ cdef class Ordering(Medium):
         if self.host_accessible:
             return synchronize(<Stream>stream)
         return join_streams(<Stream>self.own, <Stream>stream)
-
-    cdef Batch keep(self, object thing):
-        cdef Batch batch = Batch.__new__(Batch)
-        batch.objects.append(thing)
-        batch.kept = True
-        self.batches.append(batch)
-        return batch
-
-    cdef int keep_until(self, Batch batch, Stream stream) except -1:
-        batch.tickets.append(ticket_of(stream))
-        batch.kept = False
-        return 0
 
     # -- other libraries
 
@@ -204,47 +229,78 @@ cdef class Ordering(Medium):
             return None
         if stream is None and self.device_id < 0:
             return None                      # of the host's memory: who asks may know no stream
-        return self.named(LEGACY if stream is None else stream)
+        return self.named(LEGACY if stream is None else owner_of(stream))
 
     cdef int lend(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
         if s is None:
             return self.fenced(block)
-        for one in self.users(block):
-            follow(s, <Stream>one)
+        self.after_told(block, s)
+        if self.own is not None:
+            follow(s, self.own, True)
         return self.use(block, s)
 
     cdef int ready(self, object block, object stream) except -1:
-        cdef list streams = self.users(block)
-        if stream is not None:
-            streams.append(stream)
-        for one in streams:
-            # By an event, which comes after all blocking streams on a fence.
-            if not (<Stream>one).captures() and not new_event(<Stream>one).wait(None):
-                raise CudaError(f"waiting for {one!r} failed")
-        return 0
+        self.after_told(block, None)
+        if self.own is not None:
+            wait_here(self.own, True)
+        return 0 if stream is None else wait_here(stream, True)
 
     cdef object offer(self, object block):
-        cdef Stream front = self.own_stream()
-        cdef list streams = self.users(block)
-        for one in streams:
-            follow(front, <Stream>one)
+        """Readers on blocking streams come after the legacy stream in any case.
+
+        Not all others wait for the number that this returns (torch does not), so this thread does.
+        """
+        cdef Stream front, legacy
+        cdef list told
+        if self.device_id < 0:               # a number would name a stream of the reader's device
+            self.ready(block, None)
+            self.fenced(block)
+            return None
+        front = self.own_stream()
+        legacy = stream_of(LEGACY, front.device_id)
+        told = told_to(<Block>block)
+        for one in told:
+            if one is legacy or (isinstance(one, Stream) and (<Stream>one).fence):
+                follow(front, one, False)
+            else:
+                self.after(block, one, None, False)
+        if front is not legacy and self.own is not None and not front.idle():
+            wait_here(front, False)
         self.fenced(block)                   # a reader does not tell what it does after `front`
-        return number_of(front) if streams else None
+        return number_of(front) if told or self.own is not None else None
 
     cdef int fenced(self, object block) except -1:
-        """Somebody uses it who does not say on which stream: on a blocking one, then."""
-        if (self.own is stream_of(LEGACY, self.device_id)
-                and not self.host_accessible and not self.borrowed):
+        """Somebody uses it who does not say on which stream: on a blocking one, then.
+
+        Of the host's memory nobody says either on which device.
+        """
+        if (not self.host_accessible and not self.borrowed
+                and self.own is stream_of(LEGACY, self.device_id)):
             return 0                         # what is done there next comes after those
         return self.use(block, fence_of(self.device_id))
 
-    cdef list users(self, object block):
-        """The streams that what the block holds may be the work of."""
-        cdef list streams = [one for one in uses_of(<Block>block) if isinstance(one, Stream)]
-        if self.own is not None and self.own not in streams:
-            streams.append(self.own)
-        return streams
+    cdef int after_told(self, object block, Stream stream) except -1:
+        for one in told_to(<Block>block):
+            if one is not self.own:
+                self.after(block, one, stream, True)
+        return 0
+
+    cdef int after(self, object block, object use, Stream stream, bint strict) except -1:
+        """Wait for one of the uses of a block; see after_told."""
+        cdef Ticket ticket
+        cdef Stream s
+        if isinstance(use, Stream):
+            s = <Stream>use
+            if s.idle():
+                return 0
+            if not s.lasting and s.state() == FREE_TO_USE:
+                ticket = work_of(s)
+                if type(ticket) is Ticket:   # it was destroyed, and all that it did is over
+                    note_use(<Block>block, ticket)
+                    drop_use(<Block>block, s)
+                use = ticket
+        return wait_here(use, strict) if stream is None else follow(stream, use, strict)
 
     # -- released blocks
 
@@ -259,21 +315,16 @@ cdef class Ordering(Medium):
         PyErr_Fetch(&kind, &value, &trace)   # an exception may be on its way
         if isinstance(<object>keeper, RegionSet):
             self.room = (<RegionSet>keeper).capacity
-        if fix_uses(<list>h.uses):
-            count_up(keeper)                 # nobody knows until when; see pass_on
+        fix_uses(<list>h.uses)
         head = arenapy_load_ptr(&self.arrived)
         h.ended_next = <Hold*>head
         while not arenapy_cas_ptr(&self.arrived, &head, h):
             h.ended_next = <Hold*>head
         self.sort_arrived()
-        self.look(keeper)
-        PyErr_Restore(kind, value, trace)
-
-    cdef void look(self, PyObject* keeper) noexcept:
-        """Now and then, let go of what is over."""
-        if len(self.batches) > self.most:
+        if len(self.batches) > self.most:    # now and then, let go of what is over
             self.settle(keeper, False)
             self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
+        PyErr_Restore(kind, value, trace)
 
     cdef void sort_arrived(self) noexcept:
         cdef uint64_t nobody = 0
@@ -333,16 +384,12 @@ cdef class Ordering(Medium):
     cdef bint close(self, Batch batch) noexcept:
         """Make the ticket of an open batch. False: not now, and it stays open."""
         cdef Stream s = <Stream>batch.stream
-        if s.state() != FREE_TO_USE:         # it had its blocks before it began to capture
+        # The handle of a stream that may be gone is not used again. A default stream's always is.
+        cdef bint usable = s.lasting or s.thread
+        if usable and s.state() != FREE_TO_USE:          # it had them before it began to capture
             return False
         try:
-            batch.tickets.append(new_event(s))
-        except CudaError as error:
-            # Somebody has destroyed it: nobody can tell what it has done but its context.
-            ticket = last_resort(s) if error.result in (INVALID_HANDLE, CONTEXT_GONE) else None
-            if ticket is None:
-                return False
-            batch.tickets.append(ticket)
+            batch.tickets.append(work_of(s) if usable else work_of_context(s))
         except Exception:
             return False
         batch.stream = None
@@ -353,21 +400,44 @@ cdef class Ordering(Medium):
     cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef Stream waiter = None
+        look(True)
         if wait and not self.host_accessible and not (<Stream>self.own).gone() and (
                 <Stream>self.own).state() == FREE_TO_USE:
             waiter = <Stream>self.own
         return self.advance(keeper, wait, waiter)
 
-    cdef void finish(self, PyObject* keeper) noexcept:
+    cdef void finish(self, PyObject* keeper, object memory) noexcept:
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
         cdef int _
         PyErr_Fetch(&kind, &value, &trace)
-        for _ in range(2):                   # a call may fail once: what is left would be in use
+        wait_for_those(<void*>self)
+        for _ in range(2):                   # a call may fail once
             while self.advance(keeper, True, None):
                 pass
+        if callable_(self.generation) and (self.open or self.batches):
+            # As during a capture, where a stream cannot be waited for.
+            park(memory, self.abandon(keeper))
         PyErr_Restore(kind, value, trace)
+
+    cdef list abandon(self, PyObject* keeper):
+        """Free the holds that are left; what their blocks wait for."""
+        cdef list waits = []
+        cdef Batch batch
+        cdef Hold* hold
+        cdef Hold* next
+        for batch in self.open + self.batches:
+            waits.extend(batch.tickets)
+            hold, batch.first = batch.first, NULL
+            while hold != NULL:
+                next = hold.ended_next
+                waits.extend([one for one in <list>hold.uses if one not in waits])
+                drop_uses(hold)
+                (<Keeper>keeper).over(hold)
+                hold = next
+        self.open, self.batches = [], []
+        return waits
 
     cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept:
         """Free what is over, or (`wait`) will be for `waiter`, None: this thread. How many."""
@@ -375,6 +445,7 @@ cdef class Ordering(Medium):
         cdef uint64_t me = PyThread_get_thread_ident()
         cdef Py_ssize_t n = 0
         cdef Batch batch
+        cdef list over = []
         cdef bint moved = True, waited = False
         if not callable_(self.generation):
             return 0
@@ -391,37 +462,39 @@ cdef class Ordering(Medium):
             for batch in list(self.open):
                 if (<Stream>batch.stream).idle():
                     self.open.remove(batch)
-                    n += self.pass_on(keeper, batch)
+                    n += self.pass_on(keeper, batch, over)
                     moved = True
                 else:
                     self.close(batch)
             for batch in list(self.batches):
                 if is_over(batch, wait and n == 0, waiter):
                     self.batches.remove(batch)
-                    n += self.pass_on(keeper, batch)
+                    n += self.pass_on(keeper, batch, over)
                     moved = True
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
-        self.done.clear()                    # which may run other code
+        over.clear()                         # last: a stream's object may run code of the user
         return max(n, waited)                # whom we waited for may have freed something
 
-    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch) noexcept:
-        """Blocks that nothing else uses are free, others wait for the next; how many are free."""
+    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch, list over) noexcept:
+        """Blocks that nothing else uses are free, others wait for the next; how many are free.
+
+        What they no longer wait for is added to `over`.
+        """
         cdef Py_ssize_t n = 0
         cdef Hold* hold = batch.first
         cdef Hold* next
         cdef list uses, left
-        self.done.extend(batch.objects)
         batch.first = batch.last = NULL
+        over.append(batch)
         while hold != NULL:
             next = hold.ended_next
             uses = <list>hold.uses
+            over.append(uses.copy())
             if isinstance(uses[0], Stream):
                 left = uses[1:]
             else:
                 left = [one for one in uses if not isinstance(one, Ticket)]
-                if any([isinstance(one, Graph) for one in uses]):
-                    count_down(keeper)       # whoever called keeps it
             if left:
                 uses[:] = left
                 self.wait_for(hold)
@@ -433,42 +506,93 @@ cdef class Ordering(Medium):
         return n
 
 
+seal(Ordering)
+
+
 cdef bint is_over(Batch batch, bint wait, Stream waiter) noexcept:
-    if batch.kept:
-        return False
     for ticket in batch.tickets:
         if not ((<Ticket>ticket).over() or wait and (<Ticket>ticket).wait(waiter)):
             return False
     return True
 
 
-cdef bint fix_uses(list uses) noexcept:
-    """Make tickets for what may be otherwise later. Is there a graph among them?
+cdef void fix_uses(list uses) noexcept:
+    """Make tickets for what may be otherwise later.
 
     A stream that may not exist by then; and one that is capturing, for its graph. Those for which
     that fails stay what they are.
     """
     cdef Py_ssize_t i
-    cdef bint graph = False
+    cdef int state
+    try:
+        uses[:] = spread(uses)               # only now: a reader may have made its context since
+        uses[:] = as_now(uses)
+    except Exception:
+        pass                                 # then nobody can wait for it, and it is never free
     for i in range(len(uses)):
         one = uses[i]
         if not isinstance(one, Stream):
             continue
         try:
-            if not (<Stream>one).lasting:
-                uses[i] = ticket_of(<Stream>one)
-            elif (<Stream>one).captures():   # it stays, too, for what it was given before
+            state = (<Stream>one).state()
+            if state == CAPTURING:           # it stays, too, for what it was given before
                 uses.append(new_graph(<Stream>one))
+            elif state == FREE_TO_USE and not (<Stream>one).lasting:
+                uses[i] = new_event(<Stream>one)
         except Exception:
             pass
     uses.sort(key=is_stream)                 # tickets first: they are looked at together
-    for one in uses:
-        graph = graph or isinstance(one, Graph)
-    return graph
 
 
 def is_stream(one):
     return isinstance(one, Stream)
+
+
+cdef list as_now(list uses):
+    """A block's uses, without streams of which a capture that is on has all that they were given.
+
+    Those were named in that capture, and so come after its graph. A stream that was named before
+    stays. When the capture is over, a stream stands for what it is given then.
+    """
+    cdef list found = []
+    cdef bint captured = False
+    for one in uses:
+        captured = captured or isinstance(one, Graph)
+        if captured and isinstance(one, Stream) and not (<Stream>one).fence:
+            if not (<Stream>one).captures():
+                one = named_now(<Stream>one)
+            elif new_graph(<Stream>one) in found:
+                continue
+            if one in found:
+                continue
+        found.append(one)
+    return found
+
+
+cdef list told_to(Block block):
+    return spread([one for one in as_now(uses_of(block)) if isinstance(one, (Stream, Event))])
+
+
+cdef bint nobody_else_has(Stream stream) noexcept:
+    """Is the object that it ends with only here? Then nobody gives it any more work."""
+    cdef object owner = stream.owner         # counts, too
+    return stream.ended or (
+        stream.ends and Py_REFCNT(<PyObject*>owner) == 2 + (stream.tells is not None))
+
+
+cdef object owner_of(object stream):
+    """Of a consumer's number the object, where that decides how long the stream lives.
+
+    CuPy gives DLPack the number of its current stream, which ends with its object.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(stream, int) or stream <= PER_THREAD:
+        return stream
+    try:
+        current = cupy.cuda.get_current_stream()
+        return current if current.ptr == stream else stream
+    except Exception:
+        return stream
 
 
 cdef void drop_uses(Hold* hold) noexcept:

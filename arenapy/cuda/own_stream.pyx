@@ -4,9 +4,9 @@ What lives here: `Stream`, which does not wait for the legacy default stream and
 wait, `Event`, and the time that work on a stream takes. What does not: streams that users bring
 (stream), which this module's are, too, as soon as they are used.
 
-A stream of the driver lives as long as its object here, and that as long as memory waits for it:
-`close` only says that nobody is to give it more work. So a handle is never destroyed under a
-block that was released on it, nor given to another stream meanwhile.
+A stream of the driver lives as long as its object here or memory that waits for it. `close` only
+says that nobody is to give it more work. So a handle is never destroyed under a block that was
+released on it, nor given to another stream meanwhile.
 
 Thread-safety: everything here may be called from any thread.
 """
@@ -14,10 +14,14 @@ cimport cython
 from libc.stdint cimport uintptr_t
 
 from arenapy.cuda.driver cimport (
-    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, primary,
+    SUCCESS, checked, driver, enter, forget, leave, primary,
 )
-from arenapy.cuda.stream cimport Kept, Stream as Named, relax, restore, stream_of
+from arenapy.cuda.retained cimport look
+from arenapy.cuda.stream cimport (
+    OwnStream, Stream as Named, made_stream, relax, restore, stream_of,
+)
 from arenapy.cuda.ticket cimport Ticket, create_event, join_streams, new_event, synchronize
+from arenapy.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
 from arenapy.request import checked_index
@@ -29,7 +33,6 @@ cdef enum:
 cdef double MILLI = 1e-3
 
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class Event:
     """All that a stream was given before :meth:`Stream.record`, which made it.
@@ -40,9 +43,6 @@ cdef class Event:
     """
 
     cdef Ticket ticket
-
-    def __init__(self):
-        raise TypeError("an Event is made by Stream.record()")
 
     @property
     def done(self):
@@ -58,9 +58,11 @@ cdef class Event:
         raise TypeError("an Event cannot be pickled")
 
 
-@cython.auto_pickle(False)
+seal(Event, "an Event is made by Stream.record()")
+
+
 @cython.final
-cdef class Stream(Kept):
+cdef class Stream(OwnStream):
     """Stream(device_id=0)\n--\n
     A stream of a device: what it is given is done in order, beside what others are given.
 
@@ -93,45 +95,28 @@ cdef class Stream(Kept):
     ...     stream.synchronize()
     """
 
-    def __init__(self, device_id=0):
-        cdef int result
-        if self.handle != NULL:
-            raise TypeError(f"{self!r} is made already; make another one")
+    def __cinit__(self, device_id=0):
         cdef object index = checked_index("device_id", device_id)
-        self.context = primary(index)
-        self.device_id, self.generation = index, generation
-        with nogil:
-            result = enter(self.context)
-            if result == SUCCESS:
-                result = driver.cuStreamCreate(&self.handle, NON_BLOCKING)
-                leave()
-        checked(result, "cuStreamCreate")
-
-    def __dealloc__(self):
-        if self.handle != NULL and callable_(self.generation):
-            with nogil:
-                if enter(self.context) == SUCCESS:
-                    forget(driver.cuStreamDestroy(self.handle))
-                    leave()
+        self.stream = made_stream(primary(index), index, NON_BLOCKING)
 
     def __cuda_stream__(self):
         """The protocol of streams: its version, and the handle."""
-        return 0, self.open_handle()
+        return 0, self.handle
+
+    @property
+    def device_id(self):
+        """Ordinal of the device."""
+        return self.stream.device_id
 
     @property
     def handle(self):
         """The driver's handle, an int; ValueError once the stream is closed."""
-        return self.open_handle()
+        return <uintptr_t>self.open_stream().handle
 
     @property
     def closed(self):
         """Was it closed?"""
         return self.shut
-
-    cdef object open_handle(self):
-        if self.shut or self.handle == NULL:
-            raise ValueError(f"{self!r} is closed; make another one")
-        return <uintptr_t>self.handle
 
     def synchronize(self):
         """Wait until it has done all that it was given.
@@ -143,11 +128,12 @@ cdef class Stream(Kept):
         CudaError
             The driver refused, or something that the stream did has failed.
         """
-        synchronize(stream_of(self, self.device_id))
+        synchronize(self.open_stream())
+        look(True)
 
     def record(self):
         """An :class:`Event` for all that it was given so far; raises as `synchronize`."""
-        return event_on(self, self.device_id)
+        return event_on(self, -1)
 
     def wait(self, other):
         """Let what it is given from now on come after `other`; this call waits for nothing.
@@ -165,24 +151,24 @@ cdef class Stream(Kept):
             As `synchronize`.
         """
         if isinstance(other, Event):
-            wait_on(self, other, self.device_id)
+            wait_on(self, other, -1)
         else:
-            join_streams(stream_of(self, self.device_id), stream_of(other, self.device_id))
+            join_streams(self.open_stream(), stream_of(other, self.stream.device_id))
 
     def close(self):
         """Take no more work; what it was given is done all the same. A second call does nothing."""
         self.shut = True
 
     def __enter__(self):
-        self.open_handle()
+        self.open_stream()
         return self
 
     def __exit__(self, kind, error, traceback):
         self.close()
 
     def __repr__(self):
-        state = ", closed" if self.shut or self.handle == NULL else ""
-        return f"<Stream {<uintptr_t>self.handle:#x} of device {self.device_id}{state}>"
+        state = ", closed" if self.shut else ""
+        return f"<Stream {<uintptr_t>self.stream.handle:#x} of device {self.device_id}{state}>"
 
     def __reduce__(self):
         raise TypeError("a Stream cannot be pickled; make one where it is needed")

@@ -12,7 +12,7 @@ from typing import Any
 from arenapy.allocator import Allocator
 from arenapy.buffer import Buffer
 from arenapy.cuda.errors import Unavailable
-from arenapy.cuda.keeper import memory_of
+from arenapy.cuda.keeper import hold, memory_of
 
 __all__ = ["memory_resource"]
 
@@ -42,8 +42,9 @@ def memory_resource(allocator: Allocator) -> Any:
 
     Notes
     -----
-    `allocate` raises what ``allocator.alloc`` does: OutOfMemory, and CudaError on a stream that is
-    being captured. Thread-safety: that of the allocator.
+    A block that cuda.core has counts as held: a reset of a Bump keeps it, and no region is closed
+    under it. `allocate` raises what ``allocator.alloc`` does: OutOfMemory, and CudaError on a
+    stream that is being captured. Thread-safety: that of the allocator.
 
     Examples
     --------
@@ -81,11 +82,12 @@ class _Resource:
         """A cuda.core Buffer of `size` bytes, for `stream`."""
         block = self._allocator.alloc(size, stream=stream if self._streams else None)
         address = block.address
+        hold(block)  # or a reset of a Bump would hand the bytes out again
         self._blocks[address] = block
         try:
             return self._handed_out.from_handle(address, size, mr=self, stream=stream)
         except BaseException:
-            del self._blocks[address]
+            self._blocks.pop(address, None)  # its cuda.core Buffer may have given it back
             raise
 
     def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
@@ -93,7 +95,11 @@ class _Resource:
         block = self._blocks.pop(int(ptr), None)
         if block is None:
             raise ValueError(f"{int(ptr):#x} is no block of {self._allocator!r} (any more)")
-        block.release(stream if self._streams else None)
+        try:
+            block.release(stream if self._streams else None)
+        except BaseException:
+            self._blocks[int(ptr)] = block  # for good: nobody can tell what `stream` still does
+            raise
 
     @property
     def is_device_accessible(self) -> bool:

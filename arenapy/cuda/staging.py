@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
+from arenapy import vm
 from arenapy.buffer import Buffer
 from arenapy.cuda.keeper import memory_of
 from arenapy.cuda.own_stream import Event, Stream, wait_on
@@ -80,22 +81,20 @@ class _Path:
             os.stat(self.path)  # which says why, if it is not there
             raise ValueError(f"{self.path!r} is no regular file: its size is not known")
         self.nbytes = os.stat(self.path).st_size
-        self.fd = -1
+        self.file: vm.Descriptor | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with vm.open_file(self.path, os.O_RDONLY) as self.file:
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             yield
-        finally:
-            os.close(self.fd)
 
     def read(self, start: int, into: Buffer) -> None:
+        assert self.file is not None
         with memoryview(into) as view:
             done = 0
             while done < len(view):
-                n = os.preadv(self.fd, [view[done:]], start + done)
+                n = os.preadv(self.file.fileno(), [view[done:]], start + done)
                 if n == 0:
                     raise EOFError(
                         f"{self.path!r} had {self.nbytes} bytes, and ends after {start + done} now"

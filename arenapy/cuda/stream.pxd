@@ -2,11 +2,6 @@
 from libc.stdint cimport uint64_t
 
 
-# The base of our own stream objects, which keep their stream to the last.
-cdef class Kept:
-    pass
-
-
 cdef enum:
     FREE_TO_USE = 0                  # states of a stream
     CAPTURING = 1                    # into a graph
@@ -18,11 +13,17 @@ cdef class Stream:
     cdef void* handle
     cdef void* context
     cdef uint64_t id                 # the driver's, never that of another one; 0: a default stream
+    cdef bint unnamed                # it was captured when it was named; `id` is that capture's
     cdef readonly int device_id
-    # It is sure to exist for as long as this: the legacy default stream, or `owner` sees to that.
+    # It is sure to exist for as long as this: the legacy default stream, one that was made here,
+    # or one that `owner` keeps.
     cdef bint lasting
+    cdef bint made                   # here, and it is destroyed with this
+    cdef int generation              # the driver's, if so
+    cdef bint ended                  # the user's object for one that was made here is gone
     cdef bint of_allocator           # the own one, which its user keeps for so long
-    cdef object owner
+    cdef object owner                # an object that stands for it, and may keep it
+    cdef bint ends                   # when its owner does; a stream of a library's pool does not
     cdef object tells                # if the owner may destroy it before its own end: its protocol
     cdef bint fence                  # see fence_of
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
@@ -37,15 +38,32 @@ cdef class Stream:
     cdef bint idle(self) noexcept
 
 
+# The base of our own stream objects.
+cdef class OwnStream:
+    cdef Stream stream
+    cdef bint shut                   # for users; the stream is there to the last
+
+    cdef Stream open_stream(self)    # ValueError once it is closed
+
+
+# Of one that was captured when it was named, and is not any more, the stream that it is.
+cdef Stream named_now(Stream stream) noexcept
+# Those of a context that are known now, and existed until somebody closed them, if at all.
+cdef list known_in(void* context)
+# A new stream of the driver's, with its flags.
+cdef Stream made_stream(void* context, int device_id, unsigned int flags)
 # The stream that `stream`, of a user, names. `device_id`: of a default stream; -1: the current one.
 cdef Stream stream_of(object stream, int device_id)
-# The handle that an object stands for, as an int; and whether the object keeps it alive.
-cdef tuple handle_of(object stream)
+# The handle that an object stands for, as an int.
+cdef object handle_of(object stream)
 # The ordinal of the current context's device; 0 if there is none.
 cdef int current_device() except -1
 # The legacy stream, for what is used on nobody knows which of the blocking streams: an event on it
-# comes after them all, and a question to it would only be about its own work.
+# comes after them all, and a question to it would only be about its own work. -1: of all devices,
+# which is no stream, and has to be `spread` before it is used as one.
 cdef Stream fence_of(int device_id)
+# The same streams, with a fence of each device that is in use for the one of all devices.
+cdef list spread(list streams)
 # Its number in DLPack and in the CUDA array interface.
 cdef object number_of(Stream stream)
 # Raise if its object has closed it.

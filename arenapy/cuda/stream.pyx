@@ -12,8 +12,12 @@ the capture invalid, whatever its mode. (Seen with driver 580; ``cuStreamIsCaptu
 neither do calls about other streams, if this thread says that it knows of the capture: `relax` and
 `restore`, by ``cuThreadExchangeStreamCaptureMode``.)
 
-The driver crashes on the handle of a stream that was destroyed. So handles are used while their
-object is there and says that it still has them, or in the call that names them.
+The driver crashes on the handle of a stream that was destroyed, and gives it to a later one. So a
+handle is used whenever needed only while an object is kept that is known to keep its stream
+(`owns`, or one of our own). Any other object, and an integer, stands for its stream when it is
+named, and when the block that was named for it is released. Such an object is kept until then, as
+it may own its stream without saying so; each stands for a stream of its own here, whose work then
+comes in order by events.
 
 Thread-safety: everything here may be called from any thread.
 """
@@ -26,8 +30,10 @@ import threading
 import weakref
 
 from arenapy.cuda.driver cimport (
-    SUCCESS, checked, driver, enter, forget, generation, leave, need, primary,
+    SUCCESS, callable_, checked, devices_in_use, driver, enter, forget, generation, leave, need,
+    primary,
 )
+from arenapy.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
 
@@ -77,14 +83,32 @@ cdef bint is_over(int result) noexcept nogil:
 
 # ---- streams -----------------------------------------------------------------------------
 
-cdef class Kept:
-    """A stream object whose stream is not destroyed while the object is there. Internal."""
+cdef class OwnStream:
+    """A stream object of arenapy. Internal."""
+
+    def __dealloc__(self):
+        if self.stream is not None:          # the collector may have cleared it
+            self.stream.ended = True
+
+    cdef Stream open_stream(self):
+        if self.shut:
+            raise ValueError(f"{self!r} is closed; make another one")
+        return self.stream
 
 
-@cython.auto_pickle(False)
+seal(OwnStream)
+
+
 @cython.final
 cdef class Stream:
     """A stream. Internal."""
+
+    def __dealloc__(self):
+        if self.made and callable_(self.generation):
+            with nogil:
+                if enter(self.context) == SUCCESS:
+                    forget(driver.cuStreamDestroy(self.handle))
+                    leave()
 
     def __repr__(self):
         return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
@@ -100,7 +124,7 @@ cdef class Stream:
 
     cdef int state(self) noexcept:
         """The question disturbs no capture. A stream that cannot be asked fails when it is used."""
-        return FREE_TO_USE if self.gone() else state_of(self.context, self.handle)
+        return FREE_TO_USE if self.gone() else state_of(self.context, handle_here(self))
 
     cdef bint captures(self) noexcept:
         return self.state() == CAPTURING
@@ -118,6 +142,9 @@ cdef class Stream:
                 restore(&mode)
             forget(result)
         return is_over(result)
+
+
+seal(Stream)
 
 
 cdef int state_of(void* context, void* handle) noexcept:
@@ -141,25 +168,27 @@ cdef int state_of(void* context, void* handle) noexcept:
     return CAPTURING if result == SUCCESS and status else FREE_TO_USE
 
 
-cdef tuple handle_of(object stream):
-    """The handle that an object stands for, as an int; and whether the object keeps it alive.
-
-    Of libraries' own types, those named ExternalStream do not.
-    """
-    kind = type(stream).__name__
-    owns = not kind.startswith("External")
+cdef object handle_of(object stream):
+    """The handle that an object stands for, as an int."""
+    cdef str kind = type(stream).__name__
     if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream, False
+        return stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        _, handle = protocol() if callable(protocol) else protocol
-        return int(handle), owns
+        handle = int((protocol() if callable(protocol) else protocol)[1])
+        # What cuda.core's has once it is closed. Work for it may not go to the default stream.
+        if handle == 0 and hasattr(stream, "close") and getattr(stream, "is_closed", True):
+            raise ValueError(
+                f"stream: this {kind} has no handle, and so was closed; make another one, or "
+                "name the legacy default stream by 1"
+            )
+        return handle
     for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
         handle = getattr(stream, name, None)
         if hasattr(handle, "value"):                    # a ctypes pointer, whose 0 is None
             handle = handle.value or 0
         if isinstance(handle, int) and "stream" in kind.lower():
-            return handle, owns
+            return handle
     raise TypeError(
         f"stream={stream!r} is no stream: give an object with __cuda_stream__, such as one of "
         "cuda.core, CuPy, torch or numba, or a handle as an int"
@@ -168,14 +197,60 @@ cdef tuple handle_of(object stream):
 
 def described(stream):
     """What its ``__cuda_stream__`` would say."""
-    return 0, handle_of(stream)[0]
+    return 0, handle_of(stream)
+
+
+# ---- who owns its stream -----------------------------------------------------------------
+
+def of_torchs_pool(stream):
+    """torch never destroys a stream of its own, whose number is odd. That of another is even."""
+    return stream.stream_id & 1
+
+
+def cupy_made_it(stream):
+    """It has what its constructor sets, and `from_external` has set no other owner."""
+    attributes = vars(stream)
+    return (
+        attributes.keys() <= {"ptr", "device_id", "_graph_host_funcargs", "_foreign_stream_ref"}
+        and attributes.get("_foreign_stream_ref") is None
+    )
+
+
+def numba_ends_it(stream):
+    """Something is to be done when the object ends."""
+    refs = weakref.getweakrefs(stream)
+    return not stream.external and any(
+        [isinstance(ref.__callback__, weakref.finalize) for ref in refs])
+
+
+#: Classes, by module and name, some of whose objects keep their stream, and which of them do. Not
+#: their subclasses. An object of cuda.core does not say whether it does.
+OWNERS = {
+    ("torch.cuda.streams", "Stream"): of_torchs_pool,
+    ("cupy.cuda.stream", "Stream"): cupy_made_it,
+    ("numba.cuda.cudadrv.driver", "Stream"): numba_ends_it,
+}
+
+
+cdef bint owns(object stream) noexcept:
+    """Is it known that the stream exists for as long as the object does?"""
+    try:
+        known_to = OWNERS.get((type(stream).__module__, type(stream).__qualname__))
+        return known_to is not None and bool(known_to(stream))
+    except Exception:                        # a version of the library that is not known
+        return False
+
+
+cdef bint ends_with(object stream) noexcept:
+    """Does nobody give its stream any more work when the object, which owns it, is gone?"""
+    return OWNERS[type(stream).__module__, type(stream).__qualname__] is not of_torchs_pool
 
 
 cdef object device_of(object stream):
     """The ordinal of the device that an object says it is on; None: it does not say."""
-    for name in ("device_index", "device_id", "device"):     # torch, CuPy, cuda.core
+    # Not `device`: cuda.core's default streams say there which context was current at first.
+    for name in ("device_index", "device_id"):               # torch, CuPy
         device = getattr(stream, name, None)
-        device = getattr(device, "device_id", device)
         if isinstance(device, int) and device >= 0:
             return device
     return None
@@ -205,9 +280,13 @@ cdef Stream stream_of(object stream, int device_id):
     cdef void* handle
     cdef uint64_t id = 0, thread = 0
     cdef int result, device = device_id
+    cdef object keeps = None                 # whether the object is known to keep the stream
     if isinstance(stream, Stream):
         return <Stream>stream
-    number, owns = handle_of(stream)
+    if isinstance(stream, OwnStream):
+        need()
+        return (<OwnStream>stream).open_stream()
+    number = handle_of(stream)
     if not 0 <= number < 1 << 64:
         raise ValueError(f"stream={stream!r} is no handle of a stream")
     handle = <void*><uintptr_t>number
@@ -233,36 +312,81 @@ cdef Stream stream_of(object stream, int device_id):
                     leave()
         checked(result, "cuStreamGetCtx")
         if state_of(context, handle) == CAPTURING:
-            return capturing(handle, context, device)
+            return capturing(stream, handle, context, device)
         with nogil:
             result = driver.cuStreamGetId(handle, &id)
         checked(result, "cuStreamGetId")
     key = (generation, <uintptr_t>context, <uintptr_t>handle if id == 0 else 0, id, thread)
-    found = Stream.__new__(Stream)
-    found.handle, found.context, found.id = handle, context, id
-    found.device_id, found.thread = device, thread
-    found.lasting = <uintptr_t>handle == LEGACY
+    found = known.get(key)
+    if id and not isinstance(stream, int) and (found is None or not found.lasting):
+        keeps = owns(stream)
+        if not keeps:                        # `found`, if any, is another object's, or nobody's
+            key = (*key, <uintptr_t><void*>stream)
+            found = known.get(key)
+    if found is None:
+        found = Stream.__new__(Stream)
+        found.handle, found.context, found.id = handle, context, id
+        found.device_id, found.thread = device, thread
+        found.lasting = <uintptr_t>handle == LEGACY
     with knowing:
         found = known.setdefault(key, found)
-    if owns and id and found.owner is None:
-        found.owner = stream
-        if hasattr(stream, "close") and not isinstance(stream, Kept):
-            tells = getattr(stream, "__cuda_stream__", None)
-            found.tells = tells if callable(tells) else functools.partial(described, stream)
-        found.lasting = True
+    if keeps is not None and found.owner is None:
+        keep(found, stream)
+        found.lasting = keeps
+        found.ends = keeps and ends_with(stream)
     return found
 
 
-cdef Stream capturing(void* handle, void* context, int device_id):
+cdef int keep(Stream found, object stream) except -1:
+    """The object that named it, so that nothing else gets its address, by which it is found."""
+    found.owner = stream
+    if hasattr(stream, "close"):
+        tells = getattr(stream, "__cuda_stream__", None)
+        found.tells = tells if callable(tells) else functools.partial(described, stream)
+    return 0
+
+
+cdef list known_in(void* context):
+    cdef list found = []
+    cdef Stream one
+    with knowing:
+        items = list(known.items())
+    for key, one in items:
+        if (key[0] == generation and one.context == context
+                and (one.lasting or one.of_allocator) and not one.fence):
+            found.append(one)
+    return found
+
+
+cdef Stream made_stream(void* context, int device_id, unsigned int flags):
+    cdef Stream made = Stream.__new__(Stream)
+    cdef int result
+    with nogil:
+        result = enter(context)
+        if result == SUCCESS:
+            result = driver.cuStreamCreate(&made.handle, flags)
+            leave()
+    checked(result, "cuStreamCreate")
+    made.context, made.device_id, made.generation = context, device_id, generation
+    made.made = made.lasting = True
+    with nogil:
+        result = driver.cuStreamGetId(made.handle, &made.id)
+    checked(result, "cuStreamGetId")
+    with knowing:
+        known[generation, <uintptr_t>context, 0, made.id, 0] = made
+    return made
+
+
+cdef Stream capturing(object stream, void* handle, void* context, int device_id):
     """The stream of a handle that captures, whose id is not to be asked for."""
+    cdef object owner = None if isinstance(stream, int) else stream
     cdef Stream found
     cdef void* graph = NULL
     cdef uint64_t id = 0
     cdef int result
-    with knowing:
-        for found in streams_in(context):
-            if found.handle == handle and found.owner is not None:
-                return found
+    for found in streams_in(context):
+        if found.handle == handle and found.lasting:
+            return found
     with nogil:
         result = enter(context)
         if result == SUCCESS:
@@ -272,22 +396,50 @@ cdef Stream capturing(void* handle, void* context, int device_id):
     # For as long as it captures this is another stream, which costs no more than waiting for it.
     found = Stream.__new__(Stream)
     found.handle, found.context, found.id, found.device_id = handle, context, id, device_id
+    found.unnamed = True
+    # All streams of one capture have its number.
+    key = (generation, <uintptr_t>context, "capture", id, <uintptr_t>handle,
+           <uintptr_t><void*>owner)
     with knowing:
-        return known.setdefault((generation, <uintptr_t>context, "capture", id), found)
+        found = known.setdefault(key, found)
+    if owner is not None and found.owner is None:
+        keep(found, owner)
+    return found
+
+
+cdef Stream named_now(Stream stream) noexcept:
+    if not stream.unnamed:
+        return stream
+    try:
+        return stream_of(
+            <uintptr_t>stream.handle if stream.owner is None else stream.owner, stream.device_id)
+    except Exception:
+        return stream                        # it is gone, which its use will show
 
 
 cdef Stream fence_of(int device_id):
-    cdef Stream legacy = stream_of(LEGACY, device_id)
+    cdef Stream legacy = stream_of(LEGACY, device_id) if device_id >= 0 else None
     cdef Stream found
-    key = (generation, <uintptr_t>legacy.context, "fence")
+    key = (generation, 0 if legacy is None else <uintptr_t>legacy.context, "fence")
     with knowing:
         found = known.get(key)
         if found is None:
             found = Stream.__new__(Stream)
-            found.handle, found.context, found.device_id = (
-                legacy.handle, legacy.context, legacy.device_id)
+            found.device_id = device_id
+            if legacy is not None:
+                found.handle, found.context = legacy.handle, legacy.context
             found.lasting = found.fence = True
             known[key] = found
+    return found
+
+
+cdef list spread(list streams):
+    cdef list found = []
+    for one in streams:
+        if isinstance(one, Stream) and (<Stream>one).fence and (<Stream>one).device_id < 0:
+            found += [fence_of(ordinal) for ordinal in devices_in_use()]
+        else:
+            found.append(one)
     return found
 
 
@@ -309,7 +461,7 @@ cdef int not_closed(Stream stream) except -1:
 cdef int free_to_use(Stream stream, str what, object other) except -1:
     cdef int state
     not_closed(stream)
-    state = state_of(stream.context, stream.handle)
+    state = state_of(stream.context, handle_here(stream))
     if state != FREE_TO_USE:
         what = what.format(other)            # only now: most calls end here
     if state == CAPTURING:
@@ -337,12 +489,5 @@ cdef object number_of(Stream stream):
 
 cdef list streams_in(void* context):
     """Streams of a context that are known now, and sure to exist."""
-    cdef list found = []
-    cdef Stream one
-    with knowing:
-        for key, one in list(known.items()):
-            if (key[0] == generation and one.context == context
-                    and (one.lasting or one.of_allocator)
-                    and not one.fence and not one.gone()):
-                found.append(one)
-    return found
+    # Under no lock: `gone` calls code of the user.
+    return [one for one in known_in(context) if not (<Stream>one).gone()]

@@ -27,10 +27,17 @@ cdef Ticket new_event(Stream stream)
 cdef Ticket new_graph(Stream stream)
 # Let a stream wait for all that another was given so far.
 cdef int join_streams(Stream stream, Stream other) except -1
-# The same, but for streams of which just one is being captured: neither can wait for the other.
-cdef int follow(Stream stream, Stream other) except -1
+# The same, where one of both may be being captured; `use` is a Stream, or what `work_of` made of
+# one. While `stream` is captured, this thread waits in its place. CudaError if `use` is, since
+# nobody can wait for what it was given before; but if not `strict`, nothing is waited for then.
+cdef int follow(Stream stream, object use, bint strict) except -1
+# The same for this thread.
+cdef int wait_here(object use, bint strict) except -1
 cdef int synchronize(Stream stream) except -1
 # What keeps memory from use once `stream` was told to use it: an event, or what it captures.
 cdef Ticket ticket_of(Stream stream)
-# The same for a stream that cannot be told anything any more: its context waits. None: it cannot.
-cdef Ticket last_resort(Stream stream)
+# An event. If the stream was destroyed, `work_of_context`.
+cdef Ticket work_of(Stream stream)
+# For a stream whose handle may name another one by now: only its context can tell what it has done.
+# This thread waits for all of that, and a plain Ticket, which is over, comes back.
+cdef Ticket work_of_context(Stream stream)

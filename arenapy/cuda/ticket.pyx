@@ -17,6 +17,7 @@ from arenapy.cuda.stream cimport (
     CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
     relax, restore, streams_in,
 )
+from arenapy.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
 
@@ -27,11 +28,14 @@ cdef enum:
     INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
     EVENTS_KEPT = 256        # of a context
+    INVALID_CONTEXT = 201    # CUDA_ERROR_INVALID_CONTEXT
+    CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
 
+# What the driver says of the handle of a stream that was destroyed, if it does not crash.
+cdef tuple GONE = (INVALID_HANDLE, INVALID_CONTEXT, CONTEXT_GONE)
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
 
 
-@cython.auto_pickle(False)
 cdef class Ticket:
     """Something that has to be over before memory is used again. Internal."""
 
@@ -42,7 +46,9 @@ cdef class Ticket:
         return True
 
 
-@cython.auto_pickle(False)
+seal(Ticket)
+
+
 @cython.final
 cdef class Event(Ticket):
     """All that a stream was given before. Internal."""
@@ -66,20 +72,26 @@ cdef class Event(Ticket):
 
     cdef bint wait(self, Stream stream) noexcept:
         cdef int result, mode = RELAXED
+        cdef void* handle = NULL
         if self.event == NULL:
             return True
-        if stream is not None and stream.gone():
-            return False
+        if stream is not None:
+            if stream.gone():
+                return False
+            handle = handle_here(stream)
         with nogil:
             result = relax(self.context if stream is None else stream.context, &mode)
             if result == SUCCESS:
                 if stream is None:
                     result = driver.cuEventSynchronize(self.event)
                 else:
-                    result = driver.cuStreamWaitEvent(stream.handle, self.event, 0)
+                    result = driver.cuStreamWaitEvent(handle, self.event, 0)
                 restore(&mode)
             forget(result)
         return is_over(result)
+
+
+seal(Event)
 
 
 cdef void give_event(void* context, void* event) noexcept:
@@ -161,7 +173,6 @@ cdef void graph_is_gone(void* p) noexcept nogil:
     drop_flag(<SharedFlag*>p)
 
 
-@cython.auto_pickle(False)
 @cython.final
 cdef class Graph(Ticket):
     """The graph that a stream was captured into, and what was made of it. Internal."""
@@ -175,6 +186,9 @@ cdef class Graph(Ticket):
 
     cdef bint wait(self, Stream stream) noexcept:
         return self.over()                   # nobody knows whether it will be launched again
+
+
+seal(Graph)
 
 
 cdef Ticket new_graph(Stream stream):
@@ -218,18 +232,32 @@ cdef Ticket ticket_of(Stream stream):
     return new_graph(stream) if stream.captures() else new_event(stream)
 
 
-cdef Ticket last_resort(Stream stream):
+cdef Ticket work_of(Stream stream):
+    try:
+        return new_event(stream)
+    except CudaError as error:
+        if error.result not in GONE:
+            raise
+    return work_of_context(stream)           # somebody has destroyed it
+
+
+cdef Ticket work_of_context(Stream stream):
     cdef int result
     for one in streams_in(stream.context):
         if (<Stream>one).captures():         # the call below would make the capture invalid
-            return None
+            raise CudaError(
+                f"{stream!r} is gone, and its context cannot be waited for while {one!r} is being "
+                "captured into a graph: do this before the capture, or after it"
+            )
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
             result = driver.cuCtxSynchronize()
             leave()
         forget(result)
-    return Ticket.__new__(Ticket) if is_over(result) else None
+    if not is_over(result):
+        checked(result, "cuCtxSynchronize")
+    return Ticket.__new__(Ticket)
 
 
 # ---- streams that wait --------------------------------------------------------------------
@@ -242,17 +270,52 @@ cdef int join_streams(Stream stream, Stream other) except -1:
     return 0
 
 
-cdef int let_wait(Stream stream, Stream other) except -1:
-    if not new_event(other).wait(stream):
-        raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {other!r}")
+cdef int let_wait(Stream stream, object use) except -1:
+    cdef Ticket ticket = work_of(<Stream>use) if isinstance(use, Stream) else <Ticket>use
+    if not ticket.wait(stream):
+        raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {use!r}")
     return 0
 
 
-cdef int follow(Stream stream, Stream other) except -1:
+cdef int follow(Stream stream, object use, bint strict) except -1:
     cdef bint captured = stream.captures()
-    if stream is other or captured != other.captures():
+    if use is stream:
         return 0
-    return let_wait(stream, other) if captured else join_streams(stream, other)
+    if isinstance(use, Stream) and (<Stream>use).captures():
+        if captured:                         # into the same graph, or the driver refuses
+            let_wait(stream, use)
+        elif strict:
+            refuse_captured(<Stream>use)
+        return 0
+    if captured:                             # a graph is launched when all this is over
+        return wait_here(use, strict)
+    free_to_use(stream, "it cannot wait for {!r}; do this before the capture", use)
+    not_barred(use)
+    return let_wait(stream, use)
+
+
+cdef int wait_here(object use, bint strict) except -1:
+    cdef Ticket ticket
+    if isinstance(use, Stream) and (<Stream>use).captures():
+        return refuse_captured(<Stream>use) if strict else 0
+    not_barred(use)
+    ticket = work_of(<Stream>use) if isinstance(use, Stream) else <Ticket>use
+    if not ticket.wait(None):
+        raise CudaError(f"waiting for {use!r} failed")
+    return 0
+
+
+cdef int not_barred(object use) except -1:
+    if isinstance(use, Stream) and not (<Stream>use).gone():
+        free_to_use(<Stream>use, "nobody can wait for it; do this before the capture", None)
+    return 0
+
+
+cdef int refuse_captured(Stream stream) except -1:
+    raise CudaError(
+        f"{stream!r} is being captured into a graph, and nobody can wait for what it was given "
+        "before: do this before the capture, or after it"
+    )
 
 
 cdef int synchronize(Stream stream) except -1:

@@ -5,17 +5,19 @@ and checked, `report` and `chart` how it is shown; `gpu` is the demo on a device
 command: its options, its order, its exit status.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from arenapy import outputs
+from arenapy.command_line import Parser, check_outputs, console, whole
 from arenapy.errors import OutOfMemory
 from arenapy.memory_info import check_request
+from arenapy.printable import printable
 
 from . import report
 from .measuring import Result, ResultsDiffer, measure
@@ -31,6 +33,7 @@ QUICK_SHARE = 10  # --quick does a tenth of the iterations
 BATCHES, QUICK_BATCHES = 1000, 100
 BATCH_BYTES = 8 << 20
 GPU_RUNS, QUICK_GPU_RUNS = 3, 1
+MOST_SIZE, MOST_ROUNDS, MOST_BATCH_BYTES = 1 << 31, 1_000_000, 1 << 48
 
 #: When a block that came straight from the kernel is freed, glibc's malloc keeps blocks up to its
 #: size from then on (M_MMAP_THRESHOLD in mallopt(3), 32 MiB at most). What was freed before is
@@ -44,18 +47,8 @@ NO_MATPLOTLIB = """\
 or, in a clone of arenapy, with the extra of this package: python -m pip install '.[plot]'"""
 
 
-def _at_least_one(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="arenapy demo",
         description="Train a small network on real handwritten digits, and run the classic loop "
         "of N x N float32 temporaries, with the temporaries in three places: plain NumPy, an "
@@ -65,31 +58,31 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0, or 1 if the results differ, memory runs out or there is no GPU.",
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=_at_least_one, metavar="N",
+        "--sizes", nargs="+", type=whole(1, MOST_SIZE), metavar="N",
         help=f"sizes of the N x N loop (default: {' '.join(map(str, SIZES))})",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=_at_least_one, metavar="R",
+        "--rounds", type=whole(1, MOST_ROUNDS), metavar="R",
         help=f"rounds to take the median of (default: {ROUNDS}, with --quick {QUICK_ROUNDS}; with "
         f"--gpu {GPU_RUNS} and {QUICK_GPU_RUNS})",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few seconds, and noisier figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a chart, as PNG")
+    parser.add_argument("--json", metavar="FILE", help="also write every figure as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="also draw a chart, as PNG")
     gpu = parser.add_argument_group("the pipeline on a GPU")
     gpu.add_argument("--gpu", action="store_true", help="show it instead; needs cuda-python")
     gpu.add_argument(
-        "--batches", type=_at_least_one, metavar="N",
+        "--batches", type=whole(1, MOST_ROUNDS), metavar="N",
         help=f"batches (default: {BATCHES}, with --quick {QUICK_BATCHES})",
     )  # fmt: skip
     gpu.add_argument(
-        "--batch-bytes", type=_at_least_one, metavar="BYTES",
+        "--batch-bytes", type=whole(1, MOST_BATCH_BYTES), metavar="BYTES",
         help=f"bytes of a batch (default: {BATCH_BYTES}, 8 MiB)",
     )  # fmt: skip
     return parser
 
 
-def _refuse_mixed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _refuse_mixed(parser: Parser, options: Namespace) -> None:
     """Refuse options of the one demo for the other: they would do nothing."""
     if options.gpu:
         names, where = ("sizes", "plot"), "without --gpu"
@@ -100,7 +93,7 @@ def _refuse_mixed(parser: argparse.ArgumentParser, options: argparse.Namespace) 
             parser.error(f"--{name.replace('_', '-')} is for the demo {where}")
 
 
-def _run_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _run_gpu(parser: Parser, options: Namespace) -> int:
     from . import gpu, gpu_ways  # imported where used: arenapy.cuda is not small
 
     nbytes = options.batch_bytes or BATCH_BYTES
@@ -108,30 +101,20 @@ def _run_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         parser.error(f"--batch-bytes: {nbytes} is no multiple of {gpu_ways.ROW_BYTES}")
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     runs = options.rounds or (QUICK_GPU_RUNS if options.quick else GPU_RUNS)
-    return gpu.run(batches, nbytes, runs, options.json)
-
-
-def _refuse_unwritable(parser: argparse.ArgumentParser, option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, now and not after the measuring."""
-    if path is None:
-        return
-    if path.is_dir():
-        parser.error(f"{option}: {path} is a directory; name a file")
-    if not path.parent.is_dir():
-        parser.error(f"{option}: there is no directory {path.parent}; make it first")
+    return gpu.run(batches, nbytes, runs, options.json and Path(options.json))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``arenapy demo`` with the arguments `argv` and return the exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
-    _refuse_unwritable(parser, "--json", options.json)
-    _refuse_unwritable(parser, "--plot", options.plot)
     _refuse_mixed(parser, options)
+    written = {"--json": (options.json, report.REPORT), "--plot": (options.plot, outputs.CHART)}
+    check_outputs(parser, written)
     if options.gpu:
         return _run_gpu(parser, options)
     if options.plot is not None:
-        if options.plot.suffix.lower() != ".png":
+        if not options.plot.lower().endswith(".png"):
             parser.error(f"--plot writes PNG, so {options.plot} must end in .png")
         try:
             from . import chart
@@ -139,8 +122,8 @@ def main(argv: Sequence[str]) -> int:
             print("arenapy demo:", NO_MATPLOTLIB.format(error=error), file=sys.stderr)
             return 1
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    console = Console(highlight=False)
-    report.show_intro(console)
+    terminal = console()
+    report.show_intro(terminal)
     try:
         measured = _measure_all(
             sorted(set(options.sizes or SIZES)), rounds, QUICK_SHARE if options.quick else 1
@@ -152,13 +135,13 @@ def main(argv: Sequence[str]) -> int:
         remedy = "" if isinstance(error, OutOfMemory) else ". Choose smaller --sizes."
         print(f"arenapy demo: {error}{remedy}", file=sys.stderr)
         return 1
-    report.show(console, measured)
+    report.show(terminal, measured)
     if options.json is not None:
-        report.write_json(options.json, measured)
-        print(f"figures: {options.json}", file=sys.stderr)
+        report.write_json(Path(options.json), measured)
+        print(f"figures: {printable(options.json)}", file=sys.stderr)
     if options.plot is not None:
-        chart.save(options.plot, measured.results, report.conditions())
-        print(f"chart: {options.plot}", file=sys.stderr)
+        chart.save(Path(options.plot), measured.results, report.conditions())
+        print(f"chart: {printable(options.plot)}", file=sys.stderr)
     return 0
 
 
@@ -176,7 +159,7 @@ def _measure_all(sizes: Sequence[int], rounds: int, share: int) -> report.Report
     check_request(needed, f"The demo with N = {sizes[-1]}", "choose smaller --sizes")
     small = [n for n in sizes if Temporaries.array_bytes(n) <= LEARNT_BYTES]
     blocks = WAYS * rounds * (2 + len(sizes) + len(small))
-    terminal = Console(stderr=True)
+    terminal = console(stderr=True)
     # Drawn by us between the blocks: a thread of its own would fault and compute while we measure.
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),

@@ -1,10 +1,14 @@
 """The demo's figures as a picture. The only module that imports matplotlib."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from arenapy import outputs
+from arenapy._version import __version__
 
 from .measuring import Result
 
@@ -45,4 +49,7 @@ def save(path: Path, results: Sequence[Result], conditions: str) -> None:
     figure.suptitle("NumPy temporaries in three places")
     figure.legend(loc="outside lower center", ncols=len(COLOURS), frameon=False)
     figure.text(0.995, 0.005, conditions, ha="right", va="bottom", fontsize=6, color="#5f6368")
-    figure.savefig(path, format="png", dpi=150)
+    picture = io.BytesIO()
+    made_by = {"Software": f"arenapy {__version__}"}
+    figure.savefig(picture, format="png", dpi=150, metadata=made_by)
+    outputs.write(path, picture.getvalue(), outputs.CHART)

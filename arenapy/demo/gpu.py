@@ -8,10 +8,11 @@ its progress, its errors.
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from arenapy import cuda
+from arenapy.command_line import console
+from arenapy.printable import printable, printable_lines
 
 from . import gpu_report as report
 from .gpu_device import Gpu
@@ -26,23 +27,23 @@ OTHER_STEPS = 3  # calibrating, tracing, checking
 
 def run(batches: int, nbytes: int, runs: int, json: Path | None) -> int:
     """Measure the pipeline, show what was found, and return the exit status."""
-    console = Console(highlight=False)
+    terminal = console()
     try:
         device = cuda.memory_info().name  # fails here where there is none, before anything is shown
-        report.show_intro(console)
+        report.show_intro(terminal)
         found = _measured(device, batches, nbytes, runs)
     except (cuda.Unavailable, cuda.CudaError, ResultsDiffer, MemoryError) as error:
-        print(f"arenapy demo: {error}", file=sys.stderr)
+        print(printable_lines(f"arenapy demo: {error}"), file=sys.stderr)
         return 1
-    report.show(console, found)
+    report.show(terminal, found)
     if json is not None:
         report.write_json(json, found)
-        print(f"figures: {json}", file=sys.stderr)
+        print(f"figures: {printable(str(json))}", file=sys.stderr)
     return 0
 
 
 def _measured(device: str, batches: int, nbytes: int, runs: int) -> Pipeline:
-    terminal = Console(stderr=True)
+    terminal = console(stderr=True)
     # Drawn between the steps: a thread of its own would compute while we measure.
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from arenapy import outputs
 from arenapy._version import __version__
 from arenapy.memory_info import format_bytes
 
 from .gpu_measuring import Pipeline, WayTiming
 from .gpu_ways import DEPTH
 from .measuring import GAIN_AT_LEAST
-from .report import conditions
+from .report import REPORT, conditions
 
 __all__ = ["figures", "show", "show_intro", "verdict", "write_json"]
 
@@ -168,13 +169,15 @@ def _version(number: int) -> str:
 
 def write_json(path: Path, found: Pipeline) -> None:
     """Write everything measured to `path`."""
-    path.write_text(json.dumps(figures(found), indent=2, allow_nan=False) + "\n")
+    text = json.dumps(figures(found), indent=2, allow_nan=False) + "\n"
+    outputs.write(path, text.encode(), REPORT)
 
 
 def figures(found: Pipeline) -> dict[str, Any]:
     """Everything measured, as JSON has it."""
     alone, traced = found.alone, found.traced
     return {
+        "report": "arenapy demo",
         "schema": SCHEMA,
         "demo": "gpu",
         "arenapy": __version__,

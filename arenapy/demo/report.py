@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from arenapy import outputs
 from arenapy._version import __version__
 
 from .measuring import GAIN_AT_LEAST, PREFAULT_REPEATS, Result, Timing
@@ -21,6 +22,7 @@ from .measuring import GAIN_AT_LEAST, PREFAULT_REPEATS, Result, Timing
 __all__ = ["Report", "conditions", "show", "show_intro", "write_json"]
 
 SCHEMA = 1
+REPORT = outputs.report("arenapy demo")
 MIB = 1 << 20
 FEW_FAULTS = 10  # below this a decimal is worth showing
 
@@ -196,6 +198,7 @@ def _paid_back(iterations: int | None) -> Text:
 def write_json(path: Path, report: Report) -> None:
     """Write everything measured, round by round, to `path`."""
     figures = {
+        "report": "arenapy demo",
         "schema": SCHEMA,
         "arenapy": __version__,
         "numpy": np.__version__,
@@ -208,7 +211,8 @@ def write_json(path: Path, report: Report) -> None:
         "after_freeing_bytes": report.learnt_bytes,
         "workloads_after": [_workload(result) for result in report.later],
     }
-    path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
+    outputs.write(path, text.encode(), REPORT)
 
 
 def _workload(result: Result) -> dict[str, Any]:

@@ -9,6 +9,12 @@ for benchmarks, which is there without it.
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+if not __debug__:
+    raise ImportError(
+        "arenapy.testing checks allocators by assert statements, which python -O leaves out: "
+        "run it without -O"
+    )
+
 _HAS_HYPOTHESIS = find_spec("hypothesis") is not None
 
 if TYPE_CHECKING or _HAS_HYPOTHESIS:

@@ -1,10 +1,11 @@
 """``python -m arenapy.testing``: ``reproduce`` a file of steps, or fuzz ``guided`` by coverage."""
 
-import argparse
 import faulthandler
 import sys
 from collections.abc import Sequence
 
+from arenapy import outputs
+from arenapy.command_line import Parser, check_outputs
 from arenapy.testing import guided
 from arenapy.testing.steps import load
 
@@ -17,13 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         The arguments. None: those of this process.
     """
-    parser = argparse.ArgumentParser(prog="python -m arenapy.testing", allow_abbrev=False)
+    parser = Parser(prog="python -m arenapy.testing")
     commands = parser.add_subparsers(dest="command", required=True)
     again = commands.add_parser("reproduce", help="do the steps of a file again")
     again.add_argument("file", metavar="FILE", help="what a machine left behind")
     guided.add_arguments(commands.add_parser("guided", help="fuzz, led by coverage of C code"))
     options = parser.parse_args(argv)
     if options.command == "guided":
+        check_outputs(parser, {"--save": (options.save, outputs.STEPS)})
         return guided.run(options)
     try:
         machine, program = load(options.file)

@@ -9,10 +9,11 @@ edges of the extension modules are kept.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from arenapy import outputs
+from arenapy.command_line import seconds, whole
+from arenapy.printable import printable, printable_lines
 from arenapy.testing.crashes import smaller
 from arenapy.testing.guided_process import EXECUTIONS
 from arenapy.testing.steps import Program
@@ -35,6 +39,8 @@ RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFu
 LONGEST = 2048  # bytes of an input: some 50 steps
 HANGS_AFTER = 60  # seconds
 SMALLER_SECONDS = 60.0
+MOST_NUMBER = 2**31 - 1  # that libFuzzer reads
+INPUT = re.compile(r"[0-9a-f]{8}|[0-9a-f]{40}")  # names, after the contents
 ASAN = "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32"
 UBSAN = "halt_on_error=1:print_stacktrace=1"
 
@@ -244,13 +250,24 @@ def minimize(target: str, corpus: str | os.PathLike[str]) -> Found:
     Raises
     ------
     RuntimeError
-        As in `guided`.
+        As in `guided`; or the folder has files that no run of this module made, and that might be
+        removed. `guided.run` copies them in under names of their own, with ``--merge``.
 
     Notes
     -----
     Thread-safety: nobody else may use the folder.
     """
+    _refuse_other_files(corpus)
     return _process(target, corpus, minimize=True)
+
+
+def _refuse_other_files(corpus: str | os.PathLike[str]) -> None:
+    for path in sorted(Path(corpus).iterdir()):
+        if not (INPUT.fullmatch(path.name) and path.is_file()):
+            raise RuntimeError(
+                f"{str(path)!r} is no input that was found here, and minimizing removes files: "
+                "keep it elsewhere, or give its folder with --merge to a new --corpus"
+            )
 
 
 def by_chance(target: str, *, seconds: float = 60) -> Found:
@@ -288,9 +305,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tell a parser of the options."""
     parser.add_argument("target", metavar="PACKAGE:MACHINE", help="or a callable: an allocator")
     parser.add_argument("--corpus", required=True, metavar="DIR", help="inputs, kept and added")
-    parser.add_argument("--seconds", type=float, default=60, help="to go on for (60)")
-    parser.add_argument("--executions", type=int, help="and at most so many")
-    parser.add_argument("--seed", type=int, default=0, help="of libFuzzer; 0: another every time")
+    parser.add_argument("--seconds", type=seconds, default=60, help="to go on for (60)")
+    parser.add_argument("--executions", type=whole(1, MOST_NUMBER), help="and at most so many")
+    parser.add_argument(
+        "--seed", type=whole(0, MOST_NUMBER), default=0,
+        help="of libFuzzer; 0: another every time",
+    )  # fmt: skip
     parser.add_argument("--by-chance", action="store_true", help="programs that nothing leads")
     parser.add_argument("--merge", metavar="DIR", action="append", default=[], help="add its files")
     parser.add_argument("--minimize", action="store_true", help="of the corpus, and no more")
@@ -300,11 +320,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; its exit status."""
-    for folder in options.merge:
-        Path(options.corpus).mkdir(parents=True, exist_ok=True)
-        for path in Path(folder).iterdir():
-            shutil.copyfile(path, Path(options.corpus, path.name))
     try:
+        for folder in options.merge:
+            Path(options.corpus).mkdir(parents=True, exist_ok=True)
+            _refuse_other_files(options.corpus)
+            for path in filter(Path.is_file, Path(folder).iterdir()):
+                data = path.read_bytes()
+                Path(options.corpus, hashlib.sha1(data).hexdigest()).write_bytes(data)
         if options.minimize or options.merge:
             found = minimize(options.target, options.corpus)
         elif options.by_chance:
@@ -317,13 +339,13 @@ def run(options: argparse.Namespace) -> int:
                 executions=options.executions,
                 seed=options.seed,
             )
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
+    except (OSError, RuntimeError) as error:
+        print(printable_lines(str(error)), file=sys.stderr)
         return 2
     if options.verbose or found.lines:
-        print(found.output)
-    print(found)
+        print(printable_lines(found.output))
+    print(printable_lines(str(found)))
     if found.lines and options.save:
-        Path(options.save).write_text("\n".join(found.lines) + "\n", encoding="utf-8")
-        print(f"again: python -m arenapy.testing reproduce {options.save}")
+        outputs.write(options.save, ("\n".join(found.lines) + "\n").encode(), outputs.STEPS)
+        print(printable(f"again: python -m arenapy.testing reproduce {options.save}"))
     return int(bool(found.lines))

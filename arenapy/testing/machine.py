@@ -217,6 +217,29 @@ class AllocatorMachine(AllocatorModel):
             else:
                 self.request_zeros(nbytes)
 
+    @operation("mark", "reset", requests=several, times=st.integers(1, 3))
+    def frames_outlived(self, requests: list[list[Any]], times: int) -> None:
+        """Frames whose blocks, and then the mark, end after the reset: what a function leaves."""
+        for _ in range(times):
+            self.add_mark()
+            first = self.serial
+            for nbytes, align in requests:
+                self.request(nbytes, align)
+                if self.zeroed is not None:
+                    self.request_zeros(nbytes)
+            self.go_back(len(self.marks) - 1)
+            self.marks.pop()
+            for serial in [key for key in self.live if key > first]:
+                if self.free is None:
+                    self.gone(serial)
+                else:
+                    self.give_back(serial)
+
+    @operation("marks", which=OneOf("marks"))
+    def forget_mark(self, which: int) -> None:
+        """Drop a mark that no reset goes back to."""
+        del self.marks[which % len(self.marks)]
+
     def go_back(self, index: int) -> None:
         """Reset to a mark, within a step."""
         record = self.marks[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,45 @@ class BumpMachine(OwnMachine):
         self.grows = max_bytes is not None
         return Bump(nbytes, self.source, max_bytes)
 
+    @operation(
+        nbytes=st.integers(0, 1000),
+        depth=st.integers(1, 3),
+        times=st.integers(1, 6),
+        raising=st.booleans(),
+        keep=st.booleans(),
+    )
+    def scopes_outlived(
+        self, nbytes: int, depth: int, times: int, raising: bool, keep: bool
+    ) -> None:
+        """Scopes in each other whose arrays end after them, at once or with the next ones."""
+        before = self.call(self.used, self.state)
+        kept: list[Any] = []
+        for _ in range(times):
+            arrays = self.call(self.in_scopes, nbytes, depth, raising)
+            kept = arrays if keep else []
+            del arrays
+            self.call(self.state.check)
+        del kept
+        after = self.call(self.used, self.state)
+        assert after == before, f"{after} bytes are used after scopes, and {before} before"
+
+    def in_scopes(self, nbytes: int, depth: int, raising: bool) -> list[Any]:
+        """Arrays that were made in scopes in each other, and are held by now."""
+        arrays: list[Any] = []
+        with contextlib.suppress(KeyError, *self.refusals), contextlib.ExitStack() as scopes:
+            for fill in range(1, depth + 1):
+                scopes.enter_context(self.state.scope())
+                arrays.append(self.state.zeros(nbytes, "u1"))
+                if isinstance(arrays[-1], np.ndarray):  # not on memory of a device
+                    assert not arrays[-1].any(), "zeros that are not zero"
+                    arrays[-1].fill(fill)
+            if raising:
+                raise KeyError
+        for fill, array in enumerate(arrays, 1):
+            if isinstance(array, np.ndarray):
+                assert (array == fill).all(), "an array was overwritten that outlived its scope"
+        return arrays
+
     def mark(self, state: Any) -> Any:
         """A Mark."""
         return state.mark()
@@ -119,8 +160,8 @@ class BumpMachine(OwnMachine):
         return remaining
 
     def stats(self, state: Any) -> Any:
-        """All its figures."""
-        return state.stats()
+        """All its figures but its bookkeeping's, which keeps the room that was needed."""
+        return replace(state.stats(), metadata_bytes=0)
 
 
 class SlabMachine(OwnMachine):

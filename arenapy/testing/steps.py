@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arenapy import outputs
+from arenapy.printable import printable
+
 __all__ = ["Program", "Step", "load", "steps_path"]
 
 VERSION = 1
@@ -158,7 +161,7 @@ class Program:
         try:
             for step in self.steps:
                 if echo:
-                    print(step, flush=True)
+                    print(printable(str(step)), flush=True)
                 done += running.perform(step)
         finally:
             running.teardown()
@@ -185,6 +188,7 @@ def steps_path() -> str:
 @functools.lru_cache(maxsize=1)
 def _descriptor(owner: int) -> int:
     path = steps_path()
+    outputs.check(path, outputs.STEPS)
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def remove() -> None:

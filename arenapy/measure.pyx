@@ -1,3 +1,4 @@
+# cython: language_level=3, freethreading_compatible=True
 """What a block of code costs: page faults, bytes, allocations, peak.
 
 What lives here: the differences between the beginning and the end of a block. What does not: the
@@ -9,6 +10,9 @@ that is being measured has a `_Watch`: a list of peaks, the first one the alloca
 before, then one for each measurement that runs, the newest last. What the allocator shows is the
 newest one's. Whenever it is read, all of them are raised: the newest began last, so what was seen
 since then is in everybody's block.
+
+It is compiled so that a signal's exception comes before a block is entered or left, or after that,
+and not in the middle: see numpy_context.
 """
 
 from __future__ import annotations
@@ -92,11 +96,13 @@ class Measurement:
         traceback: TracebackType | None,
     ) -> None:
         """End; an exception passes."""
-        with _lock:
+        with _Lock():
             measured = self._measured()
-            self._figures = self._now(measured)
-            self._forget(measured)
-            self._allocators = ()  # whoever keeps the figures does not keep the memory
+            try:
+                self._figures = self._now(measured)
+            finally:
+                self._forget(measured)
+                self._allocators = ()  # whoever keeps the figures does not keep the memory
 
     @property
     def faults(self) -> int:
@@ -227,6 +233,25 @@ os.register_at_fork(
 )
 
 
+class _Lock:
+    """The lock, for what has to be done. A signal's exception may end the wait for it: here it is
+    raised at the end."""
+
+    def __enter__(self) -> None:
+        self.interrupted = None
+        while True:
+            try:
+                _lock.acquire()
+                return
+            except BaseException as error:
+                self.interrupted = error
+
+    def __exit__(self, *_error: object) -> None:
+        _lock.release()
+        if self.interrupted is not None:
+            raise self.interrupted
+
+
 class _Watch:
     """The peaks of one allocator by who measures it, the newest last; None: its own."""
 
@@ -285,15 +310,17 @@ def _note_end(allocator: Allocator) -> None:
     """Add the figures of an allocator that is about to end to those who measure it."""
     if not (_running or _watches):
         return
-    with _lock:
+    with _Lock():
         watch = _watch(allocator)
-        watch.read(allocator)
-        for one, peak in watch.peaks.items():
-            if one is not None:
-                count, nbytes = _since(allocator, one._at_first.pop(id(allocator), None))
-                gone = one._gone
-                one._gone = (gone[0] + count, gone[1] + nbytes, gone[2] + peak)
-        del _watches[id(allocator)]
+        try:
+            watch.read(allocator)
+            for one, peak in watch.peaks.items():
+                if one is not None:
+                    count, nbytes = _since(allocator, one._at_first.pop(id(allocator), None))
+                    gone = one._gone
+                    one._gone = (gone[0] + count, gone[1] + nbytes, gone[2] + peak)
+        finally:
+            del _watches[id(allocator)]
 
 
 call_at_end(_note_end)

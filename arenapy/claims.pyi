@@ -1,0 +1,27 @@
+from types import TracebackType
+from typing import Any, Never, Self, final
+
+@final
+class Claim:
+    def __new__(cls, not_called: Never, /) -> Self: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def view(self) -> Any: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+def claim(
+    ranges: list[tuple[int, int, int, int, bool]],
+    label: str,
+    *,
+    view: object = None,
+    anyway: bool = False,
+) -> Claim: ...
+def in_file(start: int, end: int) -> bool: ...

@@ -1,0 +1,31 @@
+"""Text from files and programs, made safe for a terminal."""
+
+__all__ = ["printable", "printable_lines"]
+
+
+def printable(text: str) -> str:
+    """The text on one line, with an escape in place of each character that cannot be seen.
+
+    Escape sequences move the cursor, rewrite what was printed and speak to the terminal; newlines
+    fake lines; marks of direction reorder words; lone surrogates cannot be written at all.
+    ``str.isprintable`` is false for all of these.
+
+    Parameters
+    ----------
+    text : str
+
+    Examples
+    --------
+    >>> print(printable("report\\x1b[2J.py"))
+    report\\x1b[2J.py
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines, which stay lines; tabs become spaces."""
+    return "\n".join(map(printable, text.expandtabs().split("\n")))

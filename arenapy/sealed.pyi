@@ -1,0 +1,3 @@
+from typing import NoReturn
+
+def refuse_new(cls: type, *args: object, **kwargs: object) -> NoReturn: ...

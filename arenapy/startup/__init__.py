@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: what Python imports before a program under ``arenapy run``."""

@@ -1,0 +1,134 @@
+"""Streams that come and go, by any library's object, and Buffers of cuda.core, in any order.
+
+A stream that its object does not keep is destroyed once the blocks that it was named for are
+released, as its user has to see to; its handle is the next stream's. Others end with their object.
+"""
+
+import gc
+
+import hypothesis.strategies as st
+import pytest
+from cuda_machine import Block, StreamMachine
+from hypothesis.stateful import precondition, rule
+from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, destroy, new_handle
+from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
+from test_cuda_resource import fake_core
+
+from arenapy import OutOfMemory, cuda
+
+KINDS = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
+
+
+class Guest:
+    """A stream that is not there from the beginning."""
+
+    def __init__(self, driver, kind):
+        self.kind, self.handle = kind, new_handle(driver)
+        self.object = KINDS[kind](driver, self.handle)
+        self.blocks = []
+
+
+class ComingMachine(StreamMachine):
+    def __init__(self):
+        self.guests, self.lent = [], []
+        super().__init__()
+        self.resource = cuda.memory_resource(self.allocator)
+
+    a_guest = st.runner().flatmap(lambda self: st.sampled_from(self.guests))
+
+    @rule(kind=st.sampled_from(sorted(KINDS)))
+    def come(self, kind):
+        self.note("come", kind)
+        self.guests.append(Guest(self.driver, kind))
+
+    @precondition(lambda self: self.guests)
+    @rule(guest=a_guest, nbytes=st.sampled_from(StreamMachine.SIZES))
+    def allocate_for(self, guest, nbytes):
+        self.note("allocate for", guest.kind, nbytes)
+        try:
+            buffer = self.allocator.alloc(nbytes, stream=guest.object)
+        except OutOfMemory:
+            return
+        guest.blocks.append(self.write_new(Block(buffer, 1, None), guest.handle))
+
+    def write_new(self, block, handle):
+        self.patterns = self.patterns % 255 + 1
+        block.pattern = bytes([self.patterns]) * block.nbytes
+        self.write(block, handle)
+        return block
+
+    @precondition(lambda self: self.blocks and self.guests)
+    @rule(guest=a_guest, block=StreamMachine.a_block)
+    def read_by(self, guest, block):
+        """Of which the block is told; its user drops it before the stream is destroyed."""
+        self.note("read by", guest.kind, block.address)
+        self.check(block, guest.handle)
+        block.buffer.record_stream(guest.object)
+        self.blocks.remove(block)
+        guest.blocks.append(block)
+
+    @precondition(lambda self: self.guests)
+    @rule(guest=a_guest)
+    def go(self, guest):
+        self.note("go", guest.kind)
+        self.guests.remove(guest)
+        for block in guest.blocks:
+            if not block.buffer.closed:
+                self.check(block, guest.handle)
+            block.buffer = None
+        guest.blocks.clear()
+        guest.object = None
+        if guest.kind in NOT_OWNERS:
+            destroy(self.driver, guest.handle)
+
+    @precondition(lambda self: hasattr(self.allocator, "reset"))
+    @rule(stream=st.none() | StreamMachine.streams)
+    def reset(self, stream):
+        super().reset(stream)
+        for guest in self.guests:
+            guest.blocks = [block for block in guest.blocks if not block.buffer.closed]
+
+    @rule(nbytes=st.sampled_from(StreamMachine.SIZES), stream=StreamMachine.streams)
+    def lend(self, nbytes, stream):
+        """To cuda.core, which holds it whatever is reset."""
+        handle = self.handles[stream]
+        self.note("lend", nbytes, handle)
+        try:
+            buffer = self.resource.allocate(nbytes, stream=self.objects[handle])
+        except OutOfMemory:
+            return
+        buffer.address, buffer.nbytes = buffer.handle, buffer.size
+        self.lent.append(self.write_new(Block(buffer, 1, None), handle))
+
+    @precondition(lambda self: self.lent)
+    @rule(which=st.integers(0, 9), stream=StreamMachine.streams)
+    def take_back(self, which, stream):
+        block = self.lent.pop(which % len(self.lent))
+        self.note("take back", block.address)
+        self.check(block, self.handles[stream])
+        block.buffer.close(self.objects[self.handles[stream]])
+
+    def end(self):
+        while self.lent:
+            self.take_back(0, 0)
+        while self.guests:
+            self.go(self.guests[0])
+        gc.collect()
+        super().end()
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.resource = None
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_streams_that_come_and_go(monkeypatch, allocator, source):
+    fake_core(monkeypatch)
+    host, make = SOURCES[source]
+    run(
+        machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make, ComingMachine),
+        share=10,
+    )
