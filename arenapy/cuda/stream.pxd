@@ -47,7 +47,7 @@ cdef class OwnStream:
 
 
 # Of one that was captured when it was named, and is not any more, the stream that it is.
-cdef Stream named_now(Stream stream) noexcept
+cdef Stream named_now(Stream stream)
 # Those of a context that are known now, and existed until somebody closed them, if at all.
 cdef list known_in(void* context)
 # A new stream of the driver's, with its flags.
