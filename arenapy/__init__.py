@@ -17,22 +17,23 @@ from arenapy._platform import require_supported
 
 require_supported()
 
+from arenapy import pickling as _pickling  # noqa: E402, F401  # it teaches Buffers to be pickled
 from arenapy import plot, trace  # noqa: E402
 from arenapy._version import __version__  # noqa: E402
-from arenapy.allocator import Allocator  # noqa: E402
-from arenapy.buffer import Buffer  # noqa: E402
-from arenapy.bump import Bump  # noqa: E402
+from arenapy.allocator.allocator import Allocator  # noqa: E402
+from arenapy.base.size_classes import SIZE_CLASSES, size_class  # noqa: E402
+from arenapy.buffer.buffer import Buffer  # noqa: E402
+from arenapy.bump.bump import Bump  # noqa: E402
+from arenapy.bump.mark import Mark  # noqa: E402
 from arenapy.errors import MemoryCorruption, OutOfMemory  # noqa: E402
-from arenapy.mark import Mark  # noqa: E402
+from arenapy.linux.limits import MemoryInfo, memory_info  # noqa: E402
 from arenapy.measure import Measurement, measure  # noqa: E402
-from arenapy.memory_info import MemoryInfo, memory_info  # noqa: E402
-from arenapy.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory  # noqa: E402
+from arenapy.memory.region import Region  # noqa: E402
+from arenapy.memory.sources import Existing, File, Host, Shared, Source  # noqa: E402
+from arenapy.numpy_handler.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory  # noqa: E402
 from arenapy.per_thread import PerThread  # noqa: E402
-from arenapy.pool import Pool  # noqa: E402
-from arenapy.region import Region  # noqa: E402
-from arenapy.size_classes import SIZE_CLASSES, size_class  # noqa: E402
-from arenapy.slab import Slab  # noqa: E402
-from arenapy.source import Existing, File, Host, Shared, Source  # noqa: E402
+from arenapy.pool.pool import Pool  # noqa: E402
+from arenapy.slab.slab import Slab  # noqa: E402
 from arenapy.stats import (  # noqa: E402
     BlockInfo,
     BumpStats,

@@ -8,7 +8,7 @@ if not __package__:
         del sys.path[0]  # this folder, whose modules would hide the standard library's
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from arenapy.cli import main
+from arenapy.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

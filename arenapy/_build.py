@@ -19,7 +19,11 @@ from setuptools.errors import PlatformError
 
 HERE = Path(__file__).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-NUMPY_MODULES = {"arenapy.ndarray", "arenapy.numpy_context", "arenapy.numpy_handler"}
+NUMPY_MODULES = {
+    "arenapy.buffer.ndarray",
+    "arenapy.numpy_handler.contexts",
+    "arenapy.numpy_handler.handler",
+}
 
 # These follow CFLAGS on the compiler's command line, so an optimization level chosen there is left
 # alone. Hidden visibility: modules call each other through Cython's capsules, never by symbol.

@@ -1,7 +1,7 @@
 from types import TracebackType
 from typing import Self
 
-from arenapy.allocator import Allocator
+from arenapy.allocator.allocator import Allocator
 
 __all__ = ["Measurement", "measure"]
 

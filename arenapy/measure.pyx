@@ -24,9 +24,9 @@ from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from arenapy import vm
-from arenapy.allocator import Allocator, call_at_end, live_allocators
-from arenapy.memory_info import format_bytes
+from arenapy.linux import vm
+from arenapy.allocator.allocator import Allocator, call_at_end, live_allocators
+from arenapy.base.text import format_bytes
 
 __all__ = ["Measurement", "measure"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from arenapy.allocator import Allocator
+from arenapy.allocator.allocator import Allocator
 
 __all__ = ["PerThread"]
 

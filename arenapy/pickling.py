@@ -1,31 +1,18 @@
-"""Plain pickles of Buffers: copies. (Sharing with another process is arenapy.shared's.)"""
+"""Buffers out of pickles. Pickles name this module, so it keeps its name and its place."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
-from arenapy.buffer import Buffer, View
+from arenapy.buffer.buffer import Buffer
+from arenapy.buffer.pickling import rebuilt_by
+from arenapy.memory.sources import region_of, viewed
 
-__all__ = ["rebuild_buffer", "reduce_buffer"]
-
-
-def layout_of(buffer: Buffer) -> tuple[Any, Any] | None:
-    """The (shape, dtype) of a typed view, None for plain bytes."""
-    return (buffer.shape, buffer.dtype) if isinstance(buffer, View) else None
-
-
-def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
-    """What ``Buffer.__reduce_ex__`` returns: the bytes, out of band where the pickler asks."""
-    flat = memoryview(buffer.view())
-    data = pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
-    return rebuild_buffer, (data, layout_of(buffer), buffer.readonly)
+__all__ = ["rebuild_buffer"]
 
 
 def rebuild_buffer(data: Any, layout: tuple[Any, Any] | None, readonly: bool) -> Buffer:
     """Make a Buffer over the unpickled bytes, which it then owns."""
-    from arenapy.source import region_of, viewed
-
     memory = memoryview(data)
     nbytes = memory.nbytes
     if nbytes == 0 or (memory.readonly and not readonly):
@@ -36,3 +23,6 @@ def rebuild_buffer(data: Any, layout: tuple[Any, Any] | None, readonly: bool) ->
     )
     buffer = region.buffer(0, nbytes)
     return buffer if layout is None else buffer.view(*layout)
+
+
+rebuilt_by(rebuild_buffer)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from arenapy.memory_info import format_bytes
-from arenapy.region import Region
+from arenapy.base.text import format_bytes
+from arenapy.memory.region import Region
 from arenapy.stats import BlockInfo
 
 if TYPE_CHECKING:

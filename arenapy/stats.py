@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from arenapy.memory_info import format_bytes
+from arenapy.base.text import format_bytes
 
 __all__ = ["BlockInfo", "BumpStats", "ClassStats", "Defragmented", "PoolStats", "SlabStats"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from arenapy import vm
+from arenapy.linux import vm
 from asv_benches.rounds import named
 
 MIB = 1 << 20

@@ -13,9 +13,9 @@ import numpy as np
 
 import arenapy
 from arenapy import trace
-from arenapy.recorder import Recorder
-from arenapy.replay import replay
-from arenapy.replay_core import NoHeap, PoolHeap, run
+from arenapy.commands.replay.command import replay
+from arenapy.commands.replay.loop import NoHeap, PoolHeap, run
+from arenapy.diagnostics.recorder import Recorder
 
 from . import gpu_traces
 from .rounds import CLOCK, Line, Way, medians, named

@@ -25,10 +25,20 @@ DOCS = ROOT / "docs"
 TEXT = tomllib.loads((HERE / "figures.toml").read_text())
 #: Results file: what the figures are of.
 MEASURED = {
-    "host_results.json": ("arenapy", ":!arenapy/cuda", ":!arenapy/demo", ":!arenapy/testing"),
-    "numpy_results.json": ("arenapy", ":!arenapy/cuda", ":!arenapy/demo", ":!arenapy/testing"),
-    "gpu_results.json": ("arenapy/cuda", "arenapy/demo"),
-    "claims_results.json": ("arenapy/cuda", "arenapy/demo"),
+    "host_results.json": (
+        "arenapy",
+        ":!arenapy/cuda",
+        ":!arenapy/commands/demo",
+        ":!arenapy/testing",
+    ),
+    "numpy_results.json": (
+        "arenapy",
+        ":!arenapy/cuda",
+        ":!arenapy/commands/demo",
+        ":!arenapy/testing",
+    ),
+    "gpu_results.json": ("arenapy/cuda", "arenapy/commands/demo"),
+    "claims_results.json": ("arenapy/cuda", "arenapy/commands/demo"),
 }
 #: What is made of it, beside claims: the page's name in figures.toml.
 PAGES = {"host": "host_results.json", "numpy": "numpy_results.json", "gpu": "gpu_results.json"}

@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 from arenapy import trace
-from arenapy.memory_info import format_bytes
-from arenapy.replay_program import Program, program
-from arenapy.torch_history import is_pickle
+from arenapy.base.text import format_bytes
+from arenapy.commands.replay.program import Program, program
+from arenapy.trace.torch_snapshot import is_pickle
 from asv_benches.gpu_heaps import HEAPS, PEERS
 from asv_benches.gpu_traces import traces
 from asv_benches.stored import stamp, store

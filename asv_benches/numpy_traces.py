@@ -16,7 +16,7 @@ import numpy as np
 
 import arenapy
 from arenapy import trace
-from arenapy.replay import replay
+from arenapy.commands.replay.command import replay
 
 from .rounds import Line
 

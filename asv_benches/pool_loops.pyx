@@ -11,7 +11,7 @@ from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
 from arenapy cimport Pool, Slab, pool_alloc, pool_free, slab_alloc, slab_free
-from arenapy.atomic cimport arenapy_add
+from arenapy.base.atomic cimport arenapy_add
 
 cdef extern from *:
     """

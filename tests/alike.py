@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from arenapy import run
+from arenapy.commands.run import command as run
 
 TIMEOUT = 120
 MAIN = Path(run.__file__).with_name("__main__.py")  # as the console script

@@ -33,7 +33,7 @@ EXPORTS = {
 
 
 class CMark(ctypes.Structure):
-    """BumpMark of bump_calls.pxd."""
+    """BumpMark of bump/c_api.pxd."""
 
     _fields_ = (("id", ctypes.c_uint64), ("serial", ctypes.c_uint64))
 

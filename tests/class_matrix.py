@@ -116,7 +116,7 @@ TRACE = tempfile.gettempdir() + "/arenapy-class-matrix.trace"
 
 
 def recorder():
-    return module("recorder").Recorder(TRACE)
+    return module("diagnostics.recorder").Recorder(TRACE)
 
 
 def inside(thing, cls):
@@ -207,27 +207,27 @@ HOST = [
     lambda: left(bump()),
     recorder,
     lambda: arenapy.trace.record(bump(), TRACE),
-    lambda: module("vm").map_memory(ROOM),
-    lambda: module("vm").open_file("/dev/null", 0),
-    lambda: inside(readonly(), module("claims").Claim),
-    lambda: inside(arenapy.numpy_memory(pool()), module("numpy_context").PoolHandler),
+    lambda: module("linux.vm").map_memory(ROOM),
+    lambda: module("linux.vm").open_file("/dev/null", 0),
+    lambda: inside(readonly(), module("memory.claims").Claim),
+    lambda: inside(arenapy.numpy_memory(pool()), module("numpy_handler.contexts").PoolHandler),
     lambda: pool().blocks(),
     lambda: slab().blocks(),
     lambda: exhausted(pool(initial_bytes=1 << 20).blocks()),
     lambda: exhausted(slab().blocks()),
-    lambda: module("replay_core").NoHeap(),
-    lambda: module("replay_core").BumpHeap(bump()),
-    lambda: module("replay_core").PoolHeap(pool()),
-    lambda: module("replay_core").MallocHeap(64, 64),
-    lambda: module("numpy_blocks").Counts(),
-    lambda: module("many").Many(3),
-    lambda: module("callers").Callers(5),
-    lambda: module("ledger").Ledger("heap"),
-    lambda: inside(pool(debug=True), module("ledger").Ledger),
-    lambda: inside(pool(), module("pool_core").PoolCore),
-    lambda: inside(pool(), module("pool_memory").PoolMemory),
-    lambda: inside(slab(), module("slab_core").SlabCore),
-    lambda: inside(bump(), module("bump_core").BumpCore),
+    lambda: module("commands.replay.loop").NoHeap(),
+    lambda: module("commands.replay.loop").BumpHeap(bump()),
+    lambda: module("commands.replay.loop").PoolHeap(pool()),
+    lambda: module("commands.replay.loop").MallocHeap(64, 64),
+    lambda: module("numpy_handler.blocks").Counts(),
+    lambda: module("pool.batch").Many(3),
+    lambda: module("diagnostics.callers").Callers(5),
+    lambda: module("diagnostics.ledger").Ledger("heap"),
+    lambda: inside(pool(debug=True), module("diagnostics.ledger").Ledger),
+    lambda: inside(pool(), module("pool.core").PoolCore),
+    lambda: inside(pool(), module("pool.memory").PoolMemory),
+    lambda: inside(slab(), module("slab.core").SlabCore),
+    lambda: inside(bump(), module("bump.core").BumpCore),
 ]
 CUDA = [
     stream,
@@ -307,18 +307,19 @@ GROUPS = {
 
 #: Nobody sees an object of these, and only a derived class has one.
 NEVER_SEEN = {
-    "arenapy.allocator.Allocator", "arenapy.block.Anchor", "arenapy.block.Block",
-    "arenapy.block.Keeper", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
-    "arenapy.cuda.foreign.Foreign",
-    "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch", "arenapy.cuda.ordering.Ordering",
-    "arenapy.cuda.retained.Retained", "arenapy.cuda.stream.OwnStream", "arenapy.cuda.ticket.Graph",
-    "arenapy.cuda.ticket.Ticket",
-    "arenapy.fronts.Fronts", "arenapy.medium.Medium", "arenapy.numpy_context.Context",
-    "arenapy.numpy_context.Entry", "arenapy.numpy_context.Presence",
-    "arenapy.numpy_context.Starts", "arenapy.pages.Pages",
-    "arenapy.pool_growth.PoolGrowth", "arenapy.region.Backing", "arenapy.regions.RegionSet",
-    "arenapy.replay_core.Heap", "arenapy.segments.Segments", "arenapy.slab_items.Items",
-    "arenapy.space.Space",
+    "arenapy.allocator.allocator.Allocator", "arenapy.buffer.block.Anchor",
+    "arenapy.buffer.block.Block",
+    "arenapy.buffer.block.Keeper", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
+    "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
+    "arenapy.cuda.ordering.Ordering", "arenapy.cuda.retained.Retained",
+    "arenapy.cuda.stream.OwnStream", "arenapy.cuda.ticket.Graph", "arenapy.cuda.ticket.Ticket",
+    "arenapy.pool.thread_cache.Fronts", "arenapy.buffer.stream_hooks.Medium",
+    "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",
+    "arenapy.numpy_handler.contexts.Presence", "arenapy.numpy_handler.contexts.Starts",
+    "arenapy.pool.page_heap.Pages", "arenapy.pool.growth.PoolGrowth",
+    "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.RegionSet",
+    "arenapy.commands.replay.loop.Heap", "arenapy.pool.segments.Segments",
+    "arenapy.slab.slots.Items", "arenapy.bump.arena.Space",
 }  # fmt: skip
 
 

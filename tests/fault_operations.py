@@ -29,11 +29,11 @@ from arenapy import (
     Region,
     Shared,
     Slab,
-    replay_core,
     trace,
-    vm,
 )
-from arenapy.reservation import reserve
+from arenapy.commands.replay import loop
+from arenapy.linux import vm
+from arenapy.memory.reservation import reserve
 
 __all__ = ["OPERATIONS", "fault_allocators"]
 
@@ -380,12 +380,12 @@ def while_recording(directory):
 def replay():
     blocks = Pool(max_bytes=4 * MIB)
     del blocks.alloc_many([100, 5000])[:]
-    heap = replay_core.PoolHeap(blocks)
+    heap = loop.PoolHeap(blocks)
     slots, sizes = np.array([0, 1, -1], "i4"), np.array([100, 5000, 0], "u8")
 
     def act():
         with open("/proc/self/statm", "rb") as statm:
-            replay_core.run(heap, slots, sizes, 2, statm=statm.fileno())
+            loop.run(heap, slots, sizes, 2, statm=statm.fileno())
 
     return Act(act)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from arenapy import Bump, vm
+from arenapy import Bump
+from arenapy.linux import vm
 
 PAGE = vm.PAGE_SIZE
 ENTRY = 8  # bytes of /proc/self/pagemap for each page

@@ -28,7 +28,8 @@ import mounts
 import numpy as np
 
 import arenapy
-from arenapy import Bump, Existing, File, Pool, Region, Shared, Slab, vm
+from arenapy import Bump, Existing, File, Pool, Region, Shared, Slab
+from arenapy.linux import vm
 
 NBYTES = 1 << 18  # of each allocator
 ITEM = 8192  # of a block

@@ -37,11 +37,11 @@ POOL = [
 BUFFER = ["test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles"]
 #: Module: the tests of its part, quickest first.
 CORE = {
-    "bump_core": BUMP, "extents": BUMP, "space": BUMP, "bump_growth": BUMP, "mark": BUMP,
-    "slab_core": SLAB, "slab_items": SLAB,
-    "pages": POOL, "segments": POOL, "fronts": POOL, "pool_core": POOL, "pool_memory": POOL,
-    "pool_growth": POOL, "many": [*POOL, *SLAB, *BUMP], "table": POOL,
-    "buffer": BUFFER, "block": [*BUFFER, *BUMP],
+    "bump/core": BUMP, "base/interval_set": BUMP, "bump/arena": BUMP, "bump/growth": BUMP, "bump/mark": BUMP,
+    "slab/core": SLAB, "slab/slots": SLAB,
+    "pool/page_heap": POOL, "pool/segments": POOL, "pool/thread_cache": POOL, "pool/core": POOL, "pool/memory": POOL,
+    "pool/growth": POOL, "pool/batch": [*POOL, *SLAB, *BUMP], "linux/reserved_array": POOL,
+    "buffer/buffer": BUFFER, "buffer/block": [*BUFFER, *BUMP],
 }  # fmt: skip
 SECONDS = 150  # for the tests of one mutant: longer is killed, too
 SWAPS = [
@@ -124,7 +124,7 @@ def build(mutant, place, installed):
         "from setuptools import Extension, setup\n"
         "from Cython.Build import cythonize\n"
         "import runpy; flags = runpy.run_path('arenapy/_build.py')\n"
-        f"setup(ext_modules=cythonize([Extension('arenapy.{mutant.module}', "
+        f"setup(ext_modules=cythonize([Extension('arenapy.{mutant.module.replace('/', '.')}', "
         f"['arenapy/{mutant.module}.pyx'], extra_compile_args=flags['COMPILE_ARGS'] + ['-O1'])], "
         "compiler_directives=flags['DIRECTIVES'], quiet=True))"
     )
@@ -174,8 +174,8 @@ def attack(mutant, installed, tests=None):
 
 def unchanged(installed):
     """The tests must pass without a mutant, or they say nothing."""
-    line = (PACKAGE / "table.pyx").read_text().splitlines()[0]
-    return attack(Mutant("table", 1, line, line), installed).outcome == "survived"
+    line = (PACKAGE / "linux/reserved_array.pyx").read_text().splitlines()[0]
+    return attack(Mutant("linux/reserved_array", 1, line, line), installed).outcome == "survived"
 
 
 def main():

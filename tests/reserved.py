@@ -7,8 +7,8 @@ import signal
 
 from kernel_view import resident, smaps
 
-from arenapy import vm
-from arenapy.source import Host
+from arenapy.linux import vm
+from arenapy.memory.sources import Host
 
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE

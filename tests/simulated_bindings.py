@@ -12,7 +12,7 @@ import numpy as np
 from cuda_support import a_gpu
 from support import peek
 
-from arenapy.demo import gpu_kernel
+from arenapy.commands.demo import gpu_kernel
 
 MULTIPROCESSORS = 16
 MOST_ROUNDS = 3  # of those asked for: time means nothing here

@@ -13,7 +13,8 @@ from fault_acts import made
 from strike_operations import OPERATIONS
 from strikes import Struck
 
-from arenapy import measure, numpy_context
+from arenapy import measure
+from arenapy.numpy_handler import contexts as numpy_context
 
 #: They cannot be done again once they are done, and a signal may strike just after that.
 ONCE = {"Bump grow", "Pool release"}

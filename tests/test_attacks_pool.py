@@ -13,8 +13,9 @@ import weakref
 
 import pytest
 
-from arenapy import Existing, Host, OutOfMemory, Pool, Region, Shared, vm
-from arenapy import pool_calls as calls
+from arenapy import Existing, Host, OutOfMemory, Pool, Region, Shared
+from arenapy.linux import vm
+from arenapy.pool import c_api as calls
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -274,7 +275,7 @@ def test_a_hosts_own_region_method_is_asked():
 def test_arrays_over_memory_that_the_host_cannot_read_are_refused():
     survives("""
         import arenapy
-        from arenapy import vm_reserve
+        from arenapy.linux import reserved_space as vm_reserve
 
         class Device:
             def region(self, nbytes):

@@ -20,8 +20,9 @@ from every import HOST_SOURCES, ITEM
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab, vm
-from arenapy.claims import claim, in_file
+from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab
+from arenapy.linux import vm
+from arenapy.memory.claims import claim, in_file
 
 NBYTES = 1 << 16
 CONTENT = bytes(range(256)) * (NBYTES // 256)

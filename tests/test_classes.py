@@ -1,4 +1,4 @@
-"""One rule for all classes: nobody gets an object half made (see arenapy/sealed.pyx)."""
+"""One rule for all classes: nobody gets an object half made (see arenapy/base/sealed.pyx)."""
 
 import copyreg
 import gc
@@ -14,19 +14,21 @@ from support import GIL, Pages
 
 import arenapy
 from arenapy import Bump, Pool, Slab
-from arenapy.allocator import live_allocators
-from arenapy.ledger import Ledger
+from arenapy.allocator.allocator import live_allocators
+from arenapy.diagnostics.ledger import Ledger
 
 ALL = classes()
 #: Whoever calls these gets a whole object.
 CALLED = {
-    "arenapy.bump.Bump", "arenapy.slab.Slab", "arenapy.pool.Pool", "arenapy.cuda.own_stream.Stream",
-    "arenapy.cuda.backing.DriverPoolHandle", "arenapy.cuda.lanes.LaneSource",
-    "arenapy.callers.Callers", "arenapy.ledger.Ledger", "arenapy.many.Many",
-    "arenapy.numpy_blocks.Counts", "arenapy.numpy_context.PoolHandler",
-    "arenapy.pool_memory.PoolMemory", "arenapy.recorder.Recorder", "arenapy.recorder.Recording",
-    "arenapy.replay_core.BumpHeap", "arenapy.replay_core.MallocHeap", "arenapy.replay_core.NoHeap",
-    "arenapy.replay_core.PoolHeap",
+    "arenapy.bump.bump.Bump", "arenapy.slab.slab.Slab", "arenapy.pool.pool.Pool",
+    "arenapy.cuda.own_stream.Stream", "arenapy.cuda.backing.DriverPoolHandle",
+    "arenapy.cuda.lanes.LaneSource", "arenapy.diagnostics.callers.Callers",
+    "arenapy.diagnostics.ledger.Ledger", "arenapy.pool.batch.Many",
+    "arenapy.numpy_handler.blocks.Counts", "arenapy.numpy_handler.contexts.PoolHandler",
+    "arenapy.pool.memory.PoolMemory", "arenapy.diagnostics.recorder.Recorder",
+    "arenapy.diagnostics.recorder.Recording", "arenapy.commands.replay.loop.BumpHeap",
+    "arenapy.commands.replay.loop.MallocHeap", "arenapy.commands.replay.loop.NoHeap",
+    "arenapy.commands.replay.loop.PoolHeap",
 }  # fmt: skip
 #: Every Nth of all lists of arguments.
 EVERY = max(1, 4800 // settings().max_examples)
@@ -38,7 +40,7 @@ def test_all_classes_are_known():
 
 
 #: `numpy_memory`, which is Python code, is derived from it.
-BASE_OF_PYTHON = "arenapy.numpy_context.Context"
+BASE_OF_PYTHON = "arenapy.numpy_handler.contexts.Context"
 
 
 @pytest.mark.parametrize("cls", [c for c in ALL if name_of(c) != BASE_OF_PYTHON], ids=name_of)

@@ -10,7 +10,7 @@ import types
 import pytest
 
 import arenapy
-from arenapy import cli
+from arenapy.commands import cli
 
 COMMAND = [sys.executable, "-m", "arenapy"]
 QUIET = {name: value for name, value in os.environ.items()
@@ -78,7 +78,8 @@ def test_wrong_arguments_are_named(arguments, named):
 
 def test_subcommands_are_imported_when_asked_for():
     program = (
-        "import sys, arenapy.cli; heavy = {'rich', 'matplotlib', 'arenapy.demo', 'arenapy.info'}\n"
+        "import sys, arenapy.commands.cli; "
+        "heavy = {'rich', 'matplotlib', 'arenapy.commands.demo', 'arenapy.commands.info'}\n"
         "print(*heavy & set(sys.modules))"
     )
     done = subprocess.run(
@@ -129,7 +130,7 @@ def test_interrupt_is_quiet_and_130(command, capsys):
 def test_ctrl_c_ends_a_running_demo():
     program = (  # Python ignores SIGINT where its parent did, as for a background job of a shell
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from arenapy.cli import main; sys.exit(main())"
+        "from arenapy.commands.cli import main; sys.exit(main())"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, *A_LONG_TIME],

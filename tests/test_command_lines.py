@@ -17,13 +17,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import arenapy
-from arenapy import cli, compare, demo, fuzz, info, replay, run, trace, trace_command
-from arenapy import command_line as common
-from arenapy.compare_table import Run
-from arenapy.compare_table import show as show_comparison
-from arenapy.printable import printable, printable_lines
+from arenapy import trace
+from arenapy.base.text import printable, printable_lines
+from arenapy.commands import cli, demo, fuzz, info, testing
+from arenapy.commands import command_line as common
+from arenapy.commands import trace as trace_command
+from arenapy.commands.compare import command as compare
+from arenapy.commands.compare.table import Run
+from arenapy.commands.compare.table import show as show_comparison
+from arenapy.commands.replay import command as replay
+from arenapy.commands.run import command as run
 from arenapy.testing import Program, Step
-from arenapy.testing import __main__ as testing
 
 TIMEOUT = 120
 #: Every program with options, and a command line for it that is complete.

@@ -11,10 +11,11 @@ import textwrap
 
 import pytest
 
-from arenapy import compare, compare_ways
-from arenapy.compare_child import main as measure_child
-from arenapy.compare_table import Run, sentences
-from arenapy.compare_verdict import LEAST_ROUNDS, _rank, ratio_of, verdict
+from arenapy.commands.compare import command as compare
+from arenapy.commands.compare import variants as compare_ways
+from arenapy.commands.compare.table import Run, sentences
+from arenapy.commands.compare.verdict import LEAST_ROUNDS, _rank, ratio_of, verdict
+from arenapy.commands.compare.worker import main as measure_child
 
 COMMAND = [sys.executable, "-m", "arenapy", "compare"]
 TIMEOUT = 120

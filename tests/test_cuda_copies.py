@@ -12,7 +12,8 @@ from cuda_support import LEGACY, MIB, SOURCES, a_gpu, content, new_stream, slowl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arenapy import Bump, Pool, Slab, cuda, vm
+from arenapy import Bump, Pool, Slab, cuda
+from arenapy.linux import vm
 
 
 def pool_of(name):

@@ -400,7 +400,7 @@ def broken(monkeypatch):
             raise AssertionError(verdict.pop())
 
     for module in ("bump", "slab", "pool"):
-        monkeypatch.setattr(f"arenapy.{module}.verify", verify)
+        monkeypatch.setattr(f"arenapy.{module}.{module}.verify", verify)
     return verdict
 
 

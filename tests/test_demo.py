@@ -21,8 +21,9 @@ import pytest
 from rich.console import Console
 
 import arenapy
-from arenapy import cli, demo, outputs
-from arenapy.demo import chart, measuring, report, ways, workloads
+from arenapy.commands import cli, demo
+from arenapy.commands.demo import chart, measuring, report, ways, workloads
+from arenapy.linux import outputs
 
 COMMAND = [sys.executable, "-m", "arenapy", "demo"]
 QUIET = {name: value for name, value in os.environ.items()
@@ -337,7 +338,7 @@ def test_the_digits_are_the_published_ones():
 
 
 def test_the_data_ships_with_its_source_and_licence():
-    folder = files("arenapy") / "data"
+    folder = files("arenapy.commands.demo")
     notice = (folder / "digits.md").read_text()
     for fact in ("Alpaydin", "Kaynak", "CC BY 4.0", "https://doi.org/10.24432/C50P49"):
         assert fact in notice
@@ -476,7 +477,7 @@ def test_running_out_of_memory_is_one_line(error, monkeypatch, capsys):
 def test_without_matplotlib_it_says_what_to_install(tmp_path):
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from arenapy.cli import main; sys.exit(main())"
+        "from arenapy.commands.cli import main; sys.exit(main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *TINY, "--plot", "chart.png"],

@@ -14,11 +14,12 @@ from rich.console import Console
 from simulated_bindings import bindings, simulated_checksum
 
 import arenapy
-from arenapy import cli, cuda
-from arenapy.demo import gpu_kernel, gpu_measuring, gpu_report, gpu_ways
-from arenapy.demo.gpu_device import Gpu
-from arenapy.demo.gpu_measuring import Alone, Pipeline, Traced, WayTiming, rounds_for
-from arenapy.demo.gpu_overlap import common, length
+from arenapy import cuda
+from arenapy.commands import cli
+from arenapy.commands.demo import gpu_kernel, gpu_measuring, gpu_report, gpu_ways
+from arenapy.commands.demo.gpu_device import Gpu
+from arenapy.commands.demo.gpu_measuring import Alone, Pipeline, Traced, WayTiming, rounds_for
+from arenapy.commands.demo.gpu_overlap import common, length
 
 NBYTES = 2 * gpu_ways.ROW_BYTES
 TINY = ["demo", "--gpu", "--quick", "--batches", "20", "--batch-bytes", str(NBYTES)]
@@ -71,7 +72,7 @@ def test_the_whole_command_on_a_simulated_device(fake, capsys, tmp_path):
 
 def test_one_run_and_default_batches(fake, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr("arenapy.demo.gpu.run", lambda *what: asked.append(what) or 0)
+    monkeypatch.setattr("arenapy.commands.demo.gpu.run", lambda *what: asked.append(what) or 0)
     assert cli.main(["demo", "--gpu"]) == 0
     assert cli.main(["demo", "--gpu", "--quick"]) == 0
     assert cli.main(["demo", "--gpu", "--quick", "--batches", "7", "--rounds", "5"]) == 0

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from kernel_view import closed_in_child, nothing_leaks, vm_flags
 
-from arenapy import Bump, Pool, Slab, vm
+from arenapy import Bump, Pool, Slab
 from arenapy.errors import OutOfMemory
-from arenapy.source import Existing, File
+from arenapy.linux import vm
+from arenapy.memory.sources import Existing, File
 
 PAGE = vm.PAGE_SIZE
 HUGE_PAGES = 4  # that a test needs

@@ -11,7 +11,7 @@ import crashing
 import numpy as np
 import pytest
 
-from arenapy.fuzz import main
+from arenapy.commands.fuzz import main
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
 
@@ -224,7 +224,7 @@ def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
         "    return sys.modules[__name__]\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("arenapy.fuzz.HANGS_AFTER", 10.0)
+    monkeypatch.setattr("arenapy.commands.fuzz.HANGS_AFTER", 10.0)
     assert main(["hanging:made", "--seconds", "60", "--save", "kept.jsonl"]) == 1
     out = capsys.readouterr().out
     assert "a step did not end within 10 s" in out and "allocate" in out

@@ -273,7 +273,7 @@ def test_memory_info(gpu):
 
 
 def test_info_shows_it(gpu, capsys):
-    from arenapy.cli import main
+    from arenapy.commands.cli import main
 
     main(["info"])
     assert "NVIDIA" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from cuda_support import a_gpu
 
 import arenapy
 from arenapy import trace
-from arenapy.replay_program import program
+from arenapy.commands.replay.program import program
 
 sys.path.append(str(Path(__file__).parents[1]))  # behind what is installed
 

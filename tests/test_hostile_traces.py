@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from trace_programs import Torch
 
 import arenapy
-from arenapy import cli, trace
-from arenapy.recorder import Recorder
-from arenapy.replay import replay
-from arenapy.replay_core import BumpHeap, NoHeap, PoolHeap, run
-from arenapy.replay_program import program
-from arenapy.trace_file import HEADER, RECORD
-from arenapy.trace_holders import WAYS
-from arenapy.trace_view import View
+from arenapy import trace
+from arenapy.commands import cli
+from arenapy.commands.replay.command import replay
+from arenapy.commands.replay.loop import BumpHeap, NoHeap, PoolHeap, run
+from arenapy.commands.replay.program import program
+from arenapy.diagnostics.recorder import Recorder
+from arenapy.trace.format import HEADER, RECORD
+from arenapy.trace.holders import WAYS
+from arenapy.trace.view import View
 
 MIB = 1 << 20
 MOST_MEMORY = 64 * MIB  # for a file of some KiB

@@ -13,10 +13,12 @@ import pytest
 from rich.console import Console
 from simulated_driver import simulated
 
-from arenapy import cuda, info, vm
+from arenapy import cuda
+from arenapy.commands import info
+from arenapy.commands.info import Fact, facts, main, table
 from arenapy.cuda import driver
-from arenapy.info import Fact, facts, main, table
-from arenapy.memory_info import HugePool, Limit, MemoryInfo, memory_info
+from arenapy.linux import vm
+from arenapy.linux.limits import HugePool, Limit, MemoryInfo, memory_info
 
 GIB = 1 << 30
 MIB = 1 << 20

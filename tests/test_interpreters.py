@@ -6,7 +6,8 @@ TOUR = """
     import gc, os, pickle, sys
     import numpy as np
     import arenapy
-    from arenapy import Bump, Existing, Host, Pool, Shared, Slab, bump_check
+    from arenapy import Bump, Existing, Host, Pool, Shared, Slab
+    from arenapy.bump import check as bump_check
 
     kept = []
     for source in (Host, Shared, lambda: Existing(bytearray(1 << 20))):

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support import PAGE, Pages
 
 import arenapy
-from arenapy.allocator import live_allocators
+from arenapy.allocator.allocator import live_allocators
 from arenapy.measure import measure
 
 MIB = 1 << 20

@@ -1,6 +1,5 @@
 """Limits are read from fake /proc, /sys and cgroup trees, and once from the real ones."""
 
-import importlib
 import os
 import resource
 import subprocess
@@ -10,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from arenapy.errors import OutOfMemory
-from arenapy.memory_info import (
+
+# The package's attribute of this name is the function.
+from arenapy.linux import limits as module
+from arenapy.linux.limits import (
     UNLIMITED,
     HugePool,
     MemoryInfo,
@@ -21,9 +23,6 @@ from arenapy.memory_info import (
     numa_nodes,
     read_limits,
 )
-
-# The package's attribute of this name is the function.
-module = importlib.import_module("arenapy.memory_info")
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -295,7 +294,8 @@ def test_the_real_machine() -> None:
 
 def test_resource_limits_bind() -> None:
     code = (
-        "import resource; from arenapy.memory_info import memory_info, format_bytes\n"
+        "import resource; from arenapy import memory_info\n"
+        "from arenapy.base.text import format_bytes\n"
         "has = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "most = has + (1 << 30)\n"
         "for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):\n"

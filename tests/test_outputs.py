@@ -18,9 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import arenapy
-from arenapy import compare, demo, fuzz, outputs, run, trace, trace_command
-from arenapy.recorder import Recorder
-from arenapy.testing import __main__ as testing
+from arenapy import trace
+from arenapy.commands import demo, fuzz, testing
+from arenapy.commands import trace as trace_command
+from arenapy.commands.compare import command as compare
+from arenapy.commands.run import command as run
+from arenapy.diagnostics.recorder import Recorder
+from arenapy.linux import outputs
 from arenapy.testing import guided, steps
 
 TIMEOUT = 120
@@ -39,7 +43,7 @@ def events(count=3):
 FORMER = {
     **{outputs.report(name): json.dumps({"report": name, "x": 1}, indent=2) for name in REPORTS},
     outputs.TRACE: b"arenatrc" + bytes(120),
-    outputs.PAGE: (Path(arenapy.__file__).parent / "data" / "trace_page.html").read_bytes(),
+    outputs.PAGE: (Path(arenapy.__file__).parent / "trace" / "page.html").read_bytes(),
     outputs.STEPS: b'{"arenapy.testing": 1, "machine": "a:b"}\n',
     outputs.CHART: b"\x89PNG\r\n\x1a\n" + bytes(30) + b"tEXtSoftware\0arenapy 0.1.0" + bytes(9),
 }
@@ -88,7 +92,7 @@ def folder(tmp_path, monkeypatch):
 
     for where, name in [
         (os, "execve"), (os, "execv"), (compare, "_measure"), (demo, "_measure_all"),
-        (demo, "_run_gpu"), (trace_command, "load"), (fuzz, "_attack"), (guided, "run"),
+        (demo, "_run_gpu"), (trace_command, "load"), (fuzz, "_attack"), (testing, "_guided"),
     ]:  # fmt: skip
         monkeypatch.setattr(where, name, begin)
     monkeypatch.chdir(tmp_path)
@@ -456,7 +460,7 @@ def test_of_recordings_at_once_into_one_file_one_goes_on(tmp_path):
 
 RECORDING = """
 import os, sys, time
-from arenapy.recorder import Recorder
+from arenapy.diagnostics.recorder import Recorder
 recorder = Recorder("a.trace")
 recorder.start()
 recorder.add("alloc", 1, 1)

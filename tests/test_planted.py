@@ -453,7 +453,8 @@ def test_leases_that_end_leave_room_for_a_resets_own_extents(run_script):
         """
         import os
         from multiprocessing import reduction
-        from arenapy import Bump, Shared, vm
+        from arenapy import Bump, Shared
+        from arenapy.linux import vm
 
         arena = Bump(1 << 20, source=Shared())
         (region,) = arena.regions

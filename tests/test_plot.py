@@ -17,7 +17,7 @@ from support import Pages
 
 import arenapy
 import arenapy.plot
-from arenapy.memory_info import format_bytes
+from arenapy.base.text import format_bytes
 from arenapy.plot import COLOURS, memory_map
 from arenapy.stats import BlockInfo
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from support import exact
 
 import arenapy
-from arenapy import replay, trace
-from arenapy.recorder import Recorder
-from arenapy.replay_core import BumpHeap, MallocHeap, NoHeap, PoolHeap, resident, run
-from arenapy.replay_one import PEERS, Peer, make_heap
-from arenapy.replay_program import Program, program
+from arenapy import trace
+from arenapy.commands.replay import command as replay
+from arenapy.commands.replay.loop import BumpHeap, MallocHeap, NoHeap, PoolHeap, resident, run
+from arenapy.commands.replay.program import Program, program
+from arenapy.commands.replay.worker import PEERS, Peer, make_heap
+from arenapy.diagnostics.recorder import Recorder
 
 MIB = 1 << 20
 CODES = trace.OPERATIONS

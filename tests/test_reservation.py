@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import importlib
 import re
 import signal
 import threading
@@ -13,14 +12,14 @@ from hypothesis import strategies as st
 from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps, vm_flags
 from reserved import MIB, PAGE, SIZE, accessible, in_child, read, reserve, rss, write
 
-from arenapy import request, vm
 from arenapy.errors import OutOfMemory
-from arenapy.memory_info import HugePool, Limit
-from arenapy.source import Existing, File, Host, Shared
 
 # The package's attribute of this name is the function.
-memory_info = importlib.import_module("arenapy.memory_info")
-
+from arenapy.linux import limits as memory_info
+from arenapy.linux import vm
+from arenapy.linux.limits import HugePool, Limit
+from arenapy.memory import host_request as request
+from arenapy.memory.sources import Existing, File, Host, Shared
 
 # ---- what it is
 
@@ -62,7 +61,7 @@ def test_hugetlb_is_mapped_region_by_region(choice, monkeypatch):
 @pytest.mark.parametrize("name", ["RLIMIT_AS", "vm.overcommit_memory=2 (CommitLimit)"])
 def test_none_where_a_limit_counts_addresses(name, monkeypatch):
     limit = Limit(name, 1 << 60, 0, "raise it", counts_mappings=True)
-    monkeypatch.setattr("arenapy.reservation.read_limits", lambda: [limit])
+    monkeypatch.setattr("arenapy.memory.reservation.read_limits", lambda: [limit])
     assert Host().reserve(SIZE) is None
 
 
@@ -71,7 +70,7 @@ def test_none_where_a_limit_counts_addresses(name, monkeypatch):
 def test_none_under_a_resource_limit(run_script, kind):
     out = run_script(f"""
         import resource
-        from arenapy.source import Host
+        from arenapy.memory.sources import Host
         print(Host().reserve(1 << 30) is None)
         resource.setrlimit(resource.{kind}, (1 << 40,) * 2)
         print(Host().reserve(1 << 30) is None, Host().region(1 << 20).nbytes)
@@ -220,7 +219,7 @@ def test_lock_beyond_the_limit(run_script):
     out = run_script("""
         import os, resource
         from arenapy.errors import OutOfMemory
-        from arenapy.source import Host
+        from arenapy.memory.sources import Host
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (3 << 20,) * 2)
         if os.getuid() == 0:          # root may lock regardless
             os.setresuid(65534, 65534, 65534)

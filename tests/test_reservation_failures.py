@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import importlib
 import os
 import signal
 import threading
@@ -12,13 +11,13 @@ import pytest
 from kernel_view import OWN_FAULTS, is_mapped, vm_flags
 from reserved import MIB, SIZE, accessible, read, reserve, rss, write
 
-from arenapy import vm
 from arenapy.errors import OutOfMemory
-from arenapy.memory_info import Limit
-from arenapy.source import Host
 
 # The package's attribute of this name is the function.
-memory_info = importlib.import_module("arenapy.memory_info")
+from arenapy.linux import limits as memory_info
+from arenapy.linux import vm
+from arenapy.linux.limits import Limit
+from arenapy.memory.sources import Host
 
 
 @pytest.fixture
@@ -122,9 +121,9 @@ MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
 def test_too_many_mappings(run_script):
     out = run_script("""
         import gc
-        from arenapy import vm
+        from arenapy.linux import vm
         from arenapy.errors import OutOfMemory
-        from arenapy.source import Host, Shared
+        from arenapy.memory.sources import Host, Shared
         reservation, region = Host().reserve(64 << 20), Shared().region(1)
         mapping = vm.reserve(1 << 30)
         address = mapping.address

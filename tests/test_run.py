@@ -13,7 +13,7 @@ import alike
 import pytest
 from alike import REPORT, TIMEOUT, split
 
-from arenapy.command_line import size
+from arenapy.commands.command_line import size
 
 PLAIN = [sys.executable]
 OURS = [sys.executable, "-m", "arenapy", "run"]
@@ -330,7 +330,12 @@ def test_the_report_comes_last(script, tmp_path):
 
 @pytest.mark.parametrize(
     "program",
-    ["import arenapy", "import arenapy.pool, numpy", "import numpy, arenapy", "import arenapy.cli"],
+    [
+        "import arenapy",
+        "import arenapy.pool.pool, numpy",
+        "import numpy, arenapy",
+        "import arenapy.commands.cli",
+    ],
 )
 def test_a_program_that_imports_arenapy(script, tmp_path, program):
     script(

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from alike import MAIN, TIMEOUT, ours, plain, split
 
-from arenapy import run
+from arenapy.commands.run import command as run
 
 #: Prints what a program can know of how it was started. Plain modules only: any may be shadowed.
 SEES = r"""
@@ -274,7 +274,7 @@ def test_a_program_has_its_own_modules_without_numpy(both):
 def test_a_program_has_its_own_modules_with_numpy(both, when):
     """Those that NumPy does not need: each may come before NumPy, after it, or both."""
     needed = loaded_by("import numpy, numpy.random")
-    names = sorted((loaded_by("import arenapy.run_report, json, threading") - needed)
+    names = sorted((loaded_by("import arenapy.commands.run.report, json, threading") - needed)
                    | {"json", "resource", "copy", "html", "statistics", "csv"})  # fmt: skip
     assert len(names) > 8
     lines = [

@@ -15,7 +15,8 @@ import time
 import numpy as np
 import pytest
 
-from arenapy import Bump, Host, Shared, vm
+from arenapy import Bump, Host, Shared
+from arenapy.linux import vm
 
 METHODS = ["spawn", "fork", "forkserver"]
 

@@ -7,7 +7,6 @@ import copy
 import ctypes
 import errno
 import gc
-import importlib
 import os
 import pickle
 import re
@@ -19,14 +18,15 @@ import numpy as np
 import pytest
 from kernel_view import OWN_FAULTS, closed_in_child, nothing_leaks, numa_map, resident, vm_flags
 
-from arenapy import request, vm
 from arenapy.errors import OutOfMemory
-from arenapy.memory_info import HugePool, Limit
-from arenapy.region import Region
-from arenapy.source import Existing, File, Host, Shared, Source
 
 # The package's attribute of this name is the function.
-memory_info = importlib.import_module("arenapy.memory_info")
+from arenapy.linux import limits as memory_info
+from arenapy.linux import vm
+from arenapy.linux.limits import HugePool, Limit
+from arenapy.memory import host_request as request
+from arenapy.memory.region import Region
+from arenapy.memory.sources import Existing, File, Host, Shared, Source
 
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE
@@ -185,7 +185,7 @@ def test_guard_pages_lie_around():
 def test_guard_is_a_segfault(run_script):
     out = run_script("""
         import ctypes, faulthandler, os
-        from arenapy.source import Host
+        from arenapy.memory.sources import Host
         region = Host(guard=True).region(4096)
         child = os.fork()
         if not child:
@@ -219,7 +219,7 @@ def test_lock(make, prefault):
 def test_lock_beyond_the_limit(run_script, limit, error, number):
     out = run_script(f"""
         import ctypes, os, resource
-        from arenapy.source import Host, Shared
+        from arenapy.memory.sources import Host, Shared
         Shared().region(1).close()    # imports what may not be readable to others
         resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))
         if os.getuid() == 0:          # root may lock regardless
@@ -348,7 +348,7 @@ def test_address_space_limit_is_named(run_script, prefault):
     out = run_script(f"""
         import resource
         from arenapy.errors import OutOfMemory
-        from arenapy.source import Host, Shared
+        from arenapy.memory.sources import Host, Shared
         from pathlib import Path
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
@@ -373,7 +373,7 @@ def test_data_limit_binds_private_memory_only(run_script):
         import resource
         from pathlib import Path
         from arenapy.errors import OutOfMemory
-        from arenapy.source import Host, Shared
+        from arenapy.memory.sources import Host, Shared
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20),) * 2)
         print(Shared().region(96 << 20).nbytes)
@@ -483,7 +483,7 @@ def test_failed_region_gives_everything_back(name, path, monkeypatch, nothing_le
     makers = {"host": Host, "shared": Shared, "existing": lambda: Existing(bytearray(16 * MIB))}
     source = makers[name]() if name in makers else File(path, name)
     with monkeypatch.context() as patch:
-        patch.setattr("arenapy.source.Region", Broken)
+        patch.setattr("arenapy.memory.sources.Region", Broken)
         with pytest.raises(RuntimeError, match="no region") as caught:
             source.region(PAGE)
     # Nor is it taken for in use, although the traceback still has what the region would own.

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import arenapy
 from arenapy import stats
-from arenapy.memory_info import format_bytes
+from arenapy.base.text import format_bytes
 from arenapy.stats import BlockInfo, BumpStats, ClassStats, Defragmented, PoolStats, SlabStats
 
 SHARES = ("hit_rate", "fragmentation")

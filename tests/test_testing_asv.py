@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import arenapy
-from arenapy import vm
+from arenapy.linux import vm
 from arenapy.testing import asv
 from arenapy.testing.asv import (
     MemorySuite,

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arenapy import replay, torch_history, trace
-from arenapy.replay_program import program
+from arenapy import trace
+from arenapy.commands.replay import command as replay
+from arenapy.commands.replay.program import program
+from arenapy.trace import torch_snapshot as torch_history
 
 MIB = 1 << 20
 SIDE = 0x55D0_1234_5680  # a stream's handle

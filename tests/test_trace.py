@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arenapy import trace
-from arenapy.recorder import Recorder
-from arenapy.replay_core import NoHeap, run
-from arenapy.trace_file import HEADER
+from arenapy.commands.replay.loop import NoHeap, run
+from arenapy.diagnostics.recorder import Recorder
+from arenapy.trace.format import HEADER
 
 PLACES = 10922  # events in one of the recorder's buffers, the clock event at the end included
 NAMES = list(trace.OPERATIONS)
@@ -236,7 +236,7 @@ def test_a_fork_amid_recording_leaves_no_lock_behind(path):
 
 KILLED = """
     import os, signal, sys
-    from arenapy.recorder import Recorder
+    from arenapy.diagnostics.recorder import Recorder
     recorder = Recorder(sys.argv[1])
     recorder.start()
     for i in range({before}):
@@ -263,7 +263,7 @@ def test_a_killed_process_leaves_what_was_flushed(path, before, flush, after, ke
 
 FULL = """
     import errno, resource, sys
-    from arenapy.recorder import Recorder
+    from arenapy.diagnostics.recorder import Recorder
     room, n = int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
     recorder = Recorder(sys.argv[1])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import arenapy
 from arenapy import trace
-from arenapy.trace_blocks import blocks, reserved
+from arenapy.trace.timeline import blocks, reserved
 
 MIB = 1 << 20
 CODES = trace.OPERATIONS

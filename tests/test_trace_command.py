@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from trace_programs import Torch, many_blocks, record_program
 
-from arenapy import trace, trace_page
-from arenapy.trace_command import main
-from arenapy.trace_holders import place
+from arenapy import trace
+from arenapy.commands.trace import main
+from arenapy.trace import page as trace_page
+from arenapy.trace.holders import place
 
 TIMEOUT = 120
 
@@ -161,7 +162,7 @@ def test_names_from_a_trace_are_not_taken_for_markup(tmp_path, capsys):
 
 def test_bokeh_is_not_imported_for_text(recorded):
     program = (
-        "import sys; from arenapy.cli import main; main(['trace', sys.argv[1]]);"
+        "import sys; from arenapy.commands.cli import main; main(['trace', sys.argv[1]]);"
         "print([name for name in sys.modules if name.startswith('bokeh')])"
     )
     done = subprocess.run(

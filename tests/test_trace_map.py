@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arenapy.trace_blocks import Blocks
-from arenapy.trace_map import CELLS, axis, chosen, image
+from arenapy.trace.map import CELLS, axis, chosen, image
+from arenapy.trace.timeline import Blocks
 
 MIB = 1 << 20
 MOST = 2**64 - 1

@@ -11,7 +11,7 @@ from browser import browser, keep, messages, needs_browser, pixels
 from trace_programs import Torch, many_blocks, record_program
 
 from arenapy import trace
-from arenapy.trace_command import main
+from arenapy.commands.trace import main
 
 bokeh = pytest.importorskip("bokeh")
 SOON = 20  # seconds

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import arenapy
 from arenapy import trace
-from arenapy.recorder import Recorder
-from arenapy.replay_core import NoHeap, run
+from arenapy.commands.replay.loop import NoHeap, run
+from arenapy.diagnostics.recorder import Recorder
 from arenapy.trace import Frame
-from arenapy.trace_file import HEADER, RECORD
+from arenapy.trace.format import HEADER, RECORD
 
 MIB = 1 << 20
 HERE = __file__

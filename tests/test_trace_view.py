@@ -11,9 +11,9 @@ from test_trace_blocks import CODES, traced
 
 from arenapy import trace
 from arenapy.trace import Frame
-from arenapy.trace_blocks import blocks
-from arenapy.trace_holders import format_ns, grouped, holders, label, lifetimes, place
-from arenapy.trace_view import BINS, MOST_GROUPS, MOST_ROWS, View
+from arenapy.trace.holders import format_ns, grouped, holders, label, lifetimes, place
+from arenapy.trace.timeline import blocks
+from arenapy.trace.view import BINS, MOST_GROUPS, MOST_ROWS, View
 
 SITES = ((), *(((Frame(f"/src/part{n}.py", n, f"f{n}"), Frame("/src/main.py", 1, "m")))
                for n in range(1, 30)))  # fmt: skip
@@ -133,7 +133,14 @@ def test_the_stack_of_a_holder_is_that_of_most_bytes():
     ("files", "expected"),
     [
         (["/v/site-packages/numpy/core.py", "/home/x.py"], 1),
-        (["/usr/lib/dist-packages/arenapy/run.py", "<frozen importlib>", "/home/x.py"], 2),
+        (
+            [
+                "/usr/lib/dist-packages/arenapy/commands/run/command.py",
+                "<frozen importlib>",
+                "/home/x.py",
+            ],
+            2,
+        ),
         (["/home/numpy/x.py", "/home/y.py"], 0),  # somebody's own folder of that name
         (["/v/site-packages/pandas/x.py", "/home/y.py"], 0),
         (["/v/site-packages/torch/nn/x.py", "/home/y.py"], 1),

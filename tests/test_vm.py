@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps
 
-from arenapy import Region, vm
-from arenapy.memory_info import huge_pools
-from arenapy.vm_reserve import Mapping
+from arenapy import Region
+from arenapy.linux import vm
+from arenapy.linux.limits import huge_pools
+from arenapy.linux.reserved_space import Mapping
 
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE
@@ -139,7 +140,7 @@ def test_sizes_that_cannot_be(nbytes):
 def test_guard_page_is_a_segfault(run_script, end, offset):
     out = run_script(f"""
         import ctypes, os, signal
-        from arenapy import vm
+        from arenapy.linux import vm
         mapping = vm.map_memory(4096, guard=True)
         address = mapping.address
         offset = vm.PAGE_SIZE if {end!r} == "upper" else -1

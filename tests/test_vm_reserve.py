@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kernel_view import OWN_FAULTS, is_mapped, resident, smaps, vm_flags
 
-from arenapy import vm
+from arenapy.linux import vm
 
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE

@@ -1,7 +1,7 @@
 # Regions of CUDA memory.
 from libc.stdint cimport uint64_t
 
-from arenapy.region cimport Backing, Region
+from arenapy.memory.region cimport Backing, Region
 
 from arenapy.cuda.copies cimport CudaMemory
 

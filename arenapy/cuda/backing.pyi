@@ -1,7 +1,7 @@
 from typing import Self, final
 
-from arenapy.medium import Medium
-from arenapy.region import Backing, Region
+from arenapy.buffer.stream_hooks import Medium
+from arenapy.memory.region import Backing, Region
 
 @final
 class DeviceBacking(Backing): ...  # type: ignore[misc]

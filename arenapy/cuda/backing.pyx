@@ -12,9 +12,9 @@ from libc.string cimport memset
 
 from collections import deque
 
-from arenapy.atomic cimport arenapy_add, arenapy_load, arenapy_sub
-from arenapy.medium cimport Medium
-from arenapy.region cimport Backing, Region
+from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub
+from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.memory.region cimport Backing, Region
 
 from arenapy.cuda.copies cimport CudaMemory, new_memory
 from arenapy.cuda.driver cimport (
@@ -25,12 +25,12 @@ from arenapy.cuda.stream cimport (
     FREE_TO_USE, Stream, current_device, known_in, made_stream, relax, restore, stream_of,
 )
 from arenapy.cuda.ticket cimport Ticket, synchronize, work_of, work_of_context
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
 from arenapy.errors import OutOfMemory
-from arenapy.memory_info import format_bytes
-from arenapy.memory_info import memory_info as host_memory
+from arenapy.base.text import format_bytes
+from arenapy.linux.limits import memory_info as host_memory
 
 cdef enum:
     PAGE = 4096

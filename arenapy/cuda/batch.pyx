@@ -6,7 +6,7 @@ What lives here: the list of pairs, and what is said about one of them. What doe
 A copy of a few KiB takes the driver less time than waiting for it does: a loop of `copy_from`
 without a stream waits after each, `copy_batch` once.
 """
-from arenapy.block cimport Block
+from arenapy.buffer.block cimport Block
 
 from arenapy.cuda.copies cimport CudaMemory, Side, leader, side_of, wait_or_keep
 from arenapy.cuda.stream cimport Stream

@@ -1,7 +1,7 @@
 # Memory of CUDA as keepers have it: its order, and copies in it.
 from libc.stdint cimport uint64_t
 
-from arenapy.block cimport Block
+from arenapy.buffer.block cimport Block
 
 from arenapy.cuda.ordering cimport Ordering
 from arenapy.cuda.stream cimport Stream

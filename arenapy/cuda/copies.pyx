@@ -18,11 +18,11 @@ cimport cython
 from cpython.buffer cimport PyObject_CheckBuffer
 from libc.stdint cimport uint64_t
 
-from arenapy.block cimport (
+from arenapy.buffer.block cimport (
     Block, is_readonly, name_of, note_use, pin, root_of, unpin, writable,
 )
-from arenapy.dlpack cimport KIND_CPU
-from arenapy.transfer cimport copy_bytes, move_bytes
+from arenapy.buffer.dlpack cimport KIND_CPU
+from arenapy.buffer.transfer cimport copy_bytes, move_bytes
 
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
@@ -30,7 +30,7 @@ from arenapy.cuda.ordering cimport told_to
 from arenapy.cuda.retained cimport Retained, give_up, park, retain, retain_until
 from arenapy.cuda.stream cimport Stream, free_to_use, handle_here
 from arenapy.cuda.ticket cimport follow, synchronize
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 cdef enum:
     INVALID_VALUE = 1
@@ -250,7 +250,7 @@ cdef int of_buffer(Side side, bint to) except -1:
         raise BufferError(f"{said(side.thing)} is not contiguous; give a contiguous copy of it")
     side.nbytes = side.view.nbytes
     if side.nbytes:
-        from arenapy import vm
+        from arenapy.linux import vm
         side.address = vm.address_of(side.view)
     side.under = block_under(side.thing)
     return 0

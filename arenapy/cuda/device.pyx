@@ -4,10 +4,10 @@ What lives here: questions to a device. What does not: memory of ours.
 """
 from dataclasses import dataclass
 
-from arenapy.arguments cimport as_size
+from arenapy.base.arguments cimport as_size
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, leave, primary
 
-from arenapy.allocator import live_allocators
+from arenapy.allocator.allocator import live_allocators
 from arenapy.cuda.driver import device_count
 from arenapy.cuda.keeper import memory_of
 

@@ -19,7 +19,7 @@ from libc.string cimport memset
 
 import threading
 
-from arenapy.atomic cimport arenapy_finalizing
+from arenapy.base.atomic cimport arenapy_finalizing
 
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.errors import OutOfMemory

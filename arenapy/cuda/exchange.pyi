@@ -2,7 +2,7 @@ from typing import Any, Protocol
 
 from typing_extensions import CapsuleType
 
-from arenapy.buffer import View
+from arenapy.buffer.buffer import View
 
 class _CudaArray(Protocol):
     @property

@@ -8,8 +8,8 @@ The region keeps the other library's object until no Buffer needs it. That libra
 memory anew at once, and knows nothing of the streams that arenapy was told of: so the end of the
 region waits for them, its own stream included.
 """
-from arenapy.medium cimport Medium
-from arenapy.region cimport Region
+from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.memory.region cimport Region
 
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport Ordering

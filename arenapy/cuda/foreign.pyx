@@ -10,15 +10,15 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from libc.stdint cimport uint64_t, uintptr_t
 
-from arenapy.atomic cimport arenapy_finalizing
-from arenapy.dlpack cimport (
+from arenapy.base.atomic cimport arenapy_finalizing
+from arenapy.buffer.dlpack cimport (
     FLAG_READ_ONLY, KIND_CPU, KIND_CUDA, KIND_CUDA_HOST, KIND_CUDA_MANAGED, MAJOR,
     DLManagedTensor, DLManagedTensorVersioned, DLTensor, as_pair,
 )
 
 from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need
 from arenapy.cuda.stream cimport Stream, number_of, stream_of
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 cdef enum:
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_*

@@ -1,5 +1,5 @@
-from arenapy.allocator import Allocator
-from arenapy.block import Block, Keeper
+from arenapy.allocator.allocator import Allocator
+from arenapy.buffer.block import Block, Keeper
 
 def memory_of(allocator: Allocator) -> tuple[Keeper, bool]: ...
 def hold(block: Block) -> None: ...

@@ -3,9 +3,9 @@
 What lives here: what memory an allocator has, and marking a block as exported. What does not: the
 answer, which the allocator's core knows also before it has a region.
 """
-from arenapy.allocator cimport Allocator
-from arenapy.block cimport Block, acquire
-from arenapy.regions cimport RegionSet
+from arenapy.allocator.allocator cimport Allocator
+from arenapy.buffer.block cimport Block, acquire
+from arenapy.allocator.allocator_core cimport RegionSet
 
 
 def memory_of(Allocator allocator not None):

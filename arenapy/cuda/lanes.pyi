@@ -1,9 +1,9 @@
 from typing import Self, final
 
+from arenapy.buffer.stream_hooks import Medium
 from arenapy.cuda.stream import Stream
-from arenapy.medium import Medium
-from arenapy.pool import Pool
-from arenapy.region import Backing, Region
+from arenapy.memory.region import Backing, Region
+from arenapy.pool.pool import Pool
 
 @final
 class LaneBacking(Backing): ...  # type: ignore[misc]

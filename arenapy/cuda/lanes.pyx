@@ -13,14 +13,14 @@ from libc.stdint cimport uint64_t
 
 import weakref
 
-from arenapy.buffer cimport Buffer
-from arenapy.medium cimport Medium
-from arenapy.region cimport Backing
+from arenapy.buffer.buffer cimport Buffer
+from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.memory.region cimport Backing
 
 from arenapy.cuda.backing cimport region_of
 from arenapy.cuda.copies cimport CudaMemory
 from arenapy.cuda.stream cimport Stream
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 from arenapy.errors import OutOfMemory
 

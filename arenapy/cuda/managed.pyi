@@ -1,6 +1,6 @@
 from typing import SupportsIndex
 
-from arenapy.buffer import Buffer
+from arenapy.buffer.buffer import Buffer
 
 ADVICE: dict[str, int]
 

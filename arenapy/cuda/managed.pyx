@@ -7,13 +7,13 @@ installed cuda-python has.
 """
 from libc.stdint cimport uint64_t
 
-from arenapy.block cimport Block, name_of, root_of
+from arenapy.buffer.block cimport Block, name_of, root_of
 
 from arenapy.cuda.copies cimport CudaMemory, Side, can_be_waited_for, side_of, wait_or_keep
 from arenapy.cuda.driver cimport SUCCESS, Location, checked, driver, enter, leave, primary
 from arenapy.cuda.stream cimport Stream, handle_here
 
-from arenapy.request import checked_index
+from arenapy.memory.host_request import checked_index
 
 cdef enum:
     HOST = -1                # as arenapy and CUDA 12 have it

@@ -2,8 +2,8 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-from arenapy.block cimport Block, Hold
-from arenapy.medium cimport Medium
+from arenapy.buffer.block cimport Block, Hold
+from arenapy.buffer.stream_hooks cimport Medium
 
 from arenapy.cuda.stream cimport Stream
 

@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.medium import Medium
+from arenapy.buffer.stream_hooks import Medium
 
 @final
 class Batch: ...

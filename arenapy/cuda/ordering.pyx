@@ -24,12 +24,12 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 from posix.unistd cimport usleep
 
-from arenapy.atomic cimport (
+from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
-from arenapy.block cimport Block, Hold, Keeper, drop_use, note_use, uses_of
-from arenapy.medium cimport Medium
-from arenapy.regions cimport RegionSet
+from arenapy.buffer.block cimport Block, Hold, Keeper, drop_use, note_use, uses_of
+from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.allocator.allocator_core cimport RegionSet
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.retained cimport look, park, wait_for_those
@@ -41,7 +41,7 @@ from arenapy.cuda.ticket cimport (
     Event, Graph, Ticket, follow, join_streams, new_event, new_graph, synchronize, wait_here,
     work_of, work_of_context,
 )
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 import sys
 

@@ -21,10 +21,10 @@ from arenapy.cuda.stream cimport (
     OwnStream, Stream as Named, made_stream, relax, restore, stream_of,
 )
 from arenapy.cuda.ticket cimport Ticket, create_event, join_streams, new_event, synchronize
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
-from arenapy.request import checked_index
+from arenapy.memory.host_request import checked_index
 
 cdef enum:
     NON_BLOCKING = 1         # CU_STREAM_NON_BLOCKING

@@ -9,8 +9,8 @@ with them, so this one keeps arenapy's own, by address, which know nothing of it
 import importlib
 from typing import Any
 
-from arenapy.allocator import Allocator
-from arenapy.buffer import Buffer
+from arenapy.allocator.allocator import Allocator
+from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.errors import Unavailable
 from arenapy.cuda.keeper import hold, memory_of
 

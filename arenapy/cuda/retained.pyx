@@ -16,11 +16,11 @@ from libc.stdint cimport uint64_t
 
 from collections import deque
 
-from arenapy.atomic cimport arenapy_cas, arenapy_store
+from arenapy.base.atomic cimport arenapy_cas, arenapy_store
 from arenapy.cuda.driver cimport callable_, generation
 from arenapy.cuda.stream cimport FREE_TO_USE, Stream
 from arenapy.cuda.ticket cimport Ticket, ticket_of, work_of
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 cdef enum:
     FEW = 16                 # objects that are looked at each time

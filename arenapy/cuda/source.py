@@ -10,17 +10,17 @@ region, or the first allocator over it, is made.
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
-from arenapy.buffer import Buffer
+from arenapy.base.text import format_bytes
+from arenapy.buffer.buffer import Buffer
+from arenapy.buffer.stream_hooks import Medium
 from arenapy.cuda import backing
 from arenapy.cuda.device import driver_memory
 from arenapy.cuda.managed import advise as _advise
 from arenapy.cuda.managed import prefetch as _prefetch
 from arenapy.errors import OutOfMemory
-from arenapy.medium import Medium
-from arenapy.memory_info import format_bytes
-from arenapy.region import Region
-from arenapy.request import HugePages, check_flag, checked_index, checked_size
-from arenapy.source import Host
+from arenapy.memory.host_request import HugePages, check_flag, checked_index, checked_size
+from arenapy.memory.region import Region
+from arenapy.memory.sources import Host
 
 __all__ = ["Device", "DriverPool", "Managed", "Pinned"]
 

@@ -31,18 +31,18 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from arenapy import vm
-from arenapy.buffer import Buffer
+from arenapy.base.text import format_bytes
+from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.keeper import memory_of
 from arenapy.cuda.own_stream import Event, Stream, wait_on
 from arenapy.cuda.source import Device, Pinned
 from arenapy.errors import OutOfMemory
-from arenapy.memory_info import format_bytes
-from arenapy.pool import Pool
-from arenapy.region import Region
-from arenapy.request import checked_index, checked_size
-from arenapy.slab import Slab
-from arenapy.source import File
+from arenapy.linux import vm
+from arenapy.memory.host_request import checked_index, checked_size
+from arenapy.memory.region import Region
+from arenapy.memory.sources import File
+from arenapy.pool.pool import Pool
+from arenapy.slab.slab import Slab
 
 __all__ = ["chunks"]
 

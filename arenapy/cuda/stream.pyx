@@ -33,7 +33,7 @@ from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, devices_in_use, driver, enter, forget, generation, leave, need,
     primary,
 )
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
 
@@ -407,7 +407,7 @@ cdef Stream capturing(object stream, void* handle, void* context, int device_id)
     return found
 
 
-cdef Stream named_now(Stream stream) noexcept:
+cdef Stream named_now(Stream stream):
     if not stream.unnamed:
         return stream
     try:

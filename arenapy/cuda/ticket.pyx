@@ -9,7 +9,7 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from arenapy.atomic cimport arenapy_load, arenapy_store, arenapy_sub
+from arenapy.base.atomic cimport arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
 )
@@ -17,7 +17,7 @@ from arenapy.cuda.stream cimport (
     CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
     relax, restore, streams_in,
 )
-from arenapy.sealed cimport seal
+from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
 

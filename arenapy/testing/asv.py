@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from arenapy import vm
-from arenapy.allocator import Allocator
+from arenapy.allocator.allocator import Allocator
+from arenapy.linux import vm
 from arenapy.measure import measure
-from arenapy.pool import Pool
+from arenapy.pool.pool import Pool
 
 __all__ = [
     "MemorySuite",

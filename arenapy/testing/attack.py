@@ -1,7 +1,7 @@
 """Attack an allocator without writing a class: what ``arenapy fuzz`` runs, in a process of its own.
 
 What lives here: the machine over an adapter, and the rounds of examples with it. What may not: the
-command line and the report (arenapy/fuzz.py), which outlive a crash of this process.
+command line and the report (arenapy/commands/fuzz.py), which outlive a crash of this process.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arenapy.buffer import Buffer
+from arenapy.buffer.buffer import Buffer
 from arenapy.testing.machine import AllocatorMachine
 from arenapy.testing.operations import OneOf, operation
 from arenapy.testing.own import BumpMachine

@@ -41,9 +41,9 @@ def counters_in(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
     Examples
     --------
-    >>> import arenapy.bump_core
+    >>> import arenapy.bump.core
     >>> from arenapy.testing.edges import counters_in
-    >>> counters_in(arenapy.bump_core.__file__) is None  # as it is installed by default
+    >>> counters_in(arenapy.bump.core.__file__) is None  # as it is installed by default
     True
     """
     content = Path(path).read_bytes()

@@ -1,6 +1,7 @@
-"""``python -m arenapy.testing guided``: programs that coverage of an allocator's C code leads.
+"""Programs that coverage of an allocator's C code leads.
 
-What lives here: the command, its options and its report. Inputs run in another process
+What lives here: running libFuzzer, and its report. What does not: the command line
+(``arenapy.commands.testing``). Inputs run in another process
 (guided_process.py), under atheris, which is libFuzzer for Python: libFuzzer mutates bytes,
 Hypothesis makes a program of them (``fuzz_one_input``), a machine runs it, and bytes that reach new
 edges of the extension modules are kept.
@@ -8,7 +9,6 @@ edges of the extension modules are kept.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -25,14 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from arenapy import outputs
-from arenapy.command_line import seconds, whole
-from arenapy.printable import printable, printable_lines
 from arenapy.testing.crashes import smaller
 from arenapy.testing.guided_process import EXECUTIONS
 from arenapy.testing.steps import Program
 
-__all__ = ["Found", "add_arguments", "by_chance", "guided", "minimize", "run"]
+__all__ = ["MOST_NUMBER", "Found", "add_inputs", "by_chance", "guided", "minimize"]
 
 PROCESS = "arenapy.testing.guided_process"
 RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFuzzer in one
@@ -251,7 +248,7 @@ def minimize(target: str, corpus: str | os.PathLike[str]) -> Found:
     ------
     RuntimeError
         As in `guided`; or the folder has files that no run of this module made, and that might be
-        removed. `guided.run` copies them in under names of their own, with ``--merge``.
+        removed. `add_inputs` copies them in under names of their own.
 
     Notes
     -----
@@ -259,6 +256,26 @@ def minimize(target: str, corpus: str | os.PathLike[str]) -> Found:
     """
     _refuse_other_files(corpus)
     return _process(target, corpus, minimize=True)
+
+
+def add_inputs(corpus: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Copy the files of a folder into a corpus, each under the name that its contents give it.
+
+    Parameters
+    ----------
+    corpus, folder : path
+        The corpus is made if it is not there.
+
+    Raises
+    ------
+    RuntimeError
+        As in `minimize`.
+    """
+    Path(corpus).mkdir(parents=True, exist_ok=True)
+    _refuse_other_files(corpus)
+    for path in filter(Path.is_file, Path(folder).iterdir()):
+        data = path.read_bytes()
+        Path(corpus, hashlib.sha1(data).hexdigest()).write_bytes(data)
 
 
 def _refuse_other_files(corpus: str | os.PathLike[str]) -> None:
@@ -296,56 +313,3 @@ def by_chance(target: str, *, seconds: float = 60) -> Found:
     """
     with tempfile.TemporaryDirectory(prefix="arenapy-chance-") as nothing:
         return _process(target, nothing, by_chance=seconds)
-
-
-# The command ----------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Tell a parser of the options."""
-    parser.add_argument("target", metavar="PACKAGE:MACHINE", help="or a callable: an allocator")
-    parser.add_argument("--corpus", required=True, metavar="DIR", help="inputs, kept and added")
-    parser.add_argument("--seconds", type=seconds, default=60, help="to go on for (60)")
-    parser.add_argument("--executions", type=whole(1, MOST_NUMBER), help="and at most so many")
-    parser.add_argument(
-        "--seed", type=whole(0, MOST_NUMBER), default=0,
-        help="of libFuzzer; 0: another every time",
-    )  # fmt: skip
-    parser.add_argument("--by-chance", action="store_true", help="programs that nothing leads")
-    parser.add_argument("--merge", metavar="DIR", action="append", default=[], help="add its files")
-    parser.add_argument("--minimize", action="store_true", help="of the corpus, and no more")
-    parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
-    parser.add_argument("--verbose", action="store_true", help="what libFuzzer prints, too")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command; its exit status."""
-    try:
-        for folder in options.merge:
-            Path(options.corpus).mkdir(parents=True, exist_ok=True)
-            _refuse_other_files(options.corpus)
-            for path in filter(Path.is_file, Path(folder).iterdir()):
-                data = path.read_bytes()
-                Path(options.corpus, hashlib.sha1(data).hexdigest()).write_bytes(data)
-        if options.minimize or options.merge:
-            found = minimize(options.target, options.corpus)
-        elif options.by_chance:
-            found = by_chance(options.target, seconds=options.seconds)
-        else:
-            found = guided(
-                options.target,
-                options.corpus,
-                seconds=options.seconds,
-                executions=options.executions,
-                seed=options.seed,
-            )
-    except (OSError, RuntimeError) as error:
-        print(printable_lines(str(error)), file=sys.stderr)
-        return 2
-    if options.verbose or found.lines:
-        print(printable_lines(found.output))
-    print(printable_lines(str(found)))
-    if found.lines and options.save:
-        outputs.write(options.save, ("\n".join(found.lines) + "\n").encode(), outputs.STEPS)
-        print(printable(f"again: python -m arenapy.testing reproduce {options.save}"))
-    return int(bool(found.lines))

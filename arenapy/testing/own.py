@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arenapy.bump import Bump
+from arenapy.bump.bump import Bump
 from arenapy.errors import OutOfMemory
-from arenapy.pool import Pool
-from arenapy.slab import Slab
-from arenapy.source import Host
+from arenapy.memory.sources import Host
+from arenapy.pool.pool import Pool
+from arenapy.slab.slab import Slab
 from arenapy.testing.machine import AllocatorMachine
 from arenapy.testing.operations import operation
 from arenapy.testing.ranges import Live

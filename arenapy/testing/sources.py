@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from arenapy.errors import OutOfMemory
-from arenapy.region import Region
-from arenapy.source import Host, Source
+from arenapy.memory.region import Region
+from arenapy.memory.sources import Host, Source
 
 __all__ = ["FailingSource"]
 

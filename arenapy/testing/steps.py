@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arenapy import outputs
-from arenapy.printable import printable
+from arenapy.base.text import printable
+from arenapy.linux import outputs
 
 __all__ = ["Program", "Step", "load", "steps_path"]
 

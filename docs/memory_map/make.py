@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from arenapy.trace import load
-from arenapy.trace_page import page
-from arenapy.trace_view import View
+from arenapy.trace.page import page
+from arenapy.trace.view import View
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "film.py"

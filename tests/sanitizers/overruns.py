@@ -12,7 +12,8 @@ import overrun
 from common import MIB, Regions, owned, program
 
 import arenapy
-from arenapy import Bump, Pool, Slab, trace, vm
+from arenapy import Bump, Pool, Slab, trace
+from arenapy.linux import vm
 
 # ---- Bump ----
 

@@ -33,7 +33,7 @@ def kind_of_build():
     named = os.environ.get("ARENAPY_SANITIZER")
     if named:
         return named
-    (module,) = PACKAGE.glob(f"regions{sysconfig.get_config_var('EXT_SUFFIX')}")
+    module = PACKAGE / "allocator" / f"allocator_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     return "address" if b"__asan_poison_memory_region" in module.read_bytes() else None
 
 

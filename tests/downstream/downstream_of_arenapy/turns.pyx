@@ -3,7 +3,7 @@
 from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
-from arenapy.owned cimport Owned, owned_acquire, owned_enter, owned_leave, owned_release
+from arenapy.base.biased_lock cimport Owned, owned_acquire, owned_enter, owned_leave, owned_release
 
 cdef extern from *:
     """

@@ -1,0 +1,1 @@
+"""What Bump, Slab and Pool have in common."""

@@ -1,0 +1,29 @@
+# What every allocator has in common, for the modules that implement one.
+from arenapy.buffer.buffer cimport Buffer
+from arenapy.buffer.ndarray cimport Spec
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport RegionSet
+
+cdef class Allocator:
+    cdef object __weakref__
+    cdef RegionSet base      # its core
+    cdef list anchors        # of its core, to live as long as this
+
+    # What alloc() does with a stream, or without.
+    cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
+    # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+    # What empty() gives on a device.
+    cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec)
+
+
+# Raise TypeError unless it is one.
+cdef int check_source(object source) except -1
+# A region with nbytes that begin aligned. None: only one that would have, were it aligned.
+cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align)
+# The region that a source makes, checked to be one of at least n bytes.
+cdef Region make_region(object source, Py_ssize_t n)
+# The last step of the constructor of an allocator.
+cdef int complete(Allocator one) except -1
+# Not to be listed among the allocators of this process: it is a part of another one.
+cdef int hide(Allocator one) except -1

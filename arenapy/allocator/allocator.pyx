@@ -1,0 +1,311 @@
+"""Allocator: what Bump, Slab and Pool have in common.
+
+What lives here: everything that can be said with `block`, the one thing that differs. Arrays
+are such a thing: an array is a block, held from birth, with an ndarray over it.
+"""
+from cpython.object cimport PyObject
+from libc.stdint cimport uintptr_t
+from libc.string cimport memset
+
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+
+from arenapy.base.arguments cimport HOST_ALIGN
+from arenapy.base.atomic cimport arenapy_finalizing
+from arenapy.buffer.block cimport host_only, named_stream
+from arenapy.buffer.buffer cimport Buffer
+from arenapy.buffer.ndarray cimport Spec, parse, wrap
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.base.sealed cimport seal
+
+cdef extern from "Python.h":
+    void PyObject_GC_Track(PyObject* o)
+    void PyObject_GC_UnTrack(PyObject* o)
+
+cdef enum:
+    NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
+
+from arenapy.diagnostics.leaks import remember
+from arenapy.memory.sources import Existing, File, Host, Shared
+
+
+# Not in the module's dict, which the interpreter empties while allocators still end.
+cdef dict alive = {}         # weak references to all that live, by id
+cdef list at_end = []        # to be called with each that is about to end
+
+
+def live_allocators():
+    """All allocators of this process that are alive now, in no order."""
+    found = [reference() for reference in list(alive.values())]
+    return [one for one in found if one is not None]
+
+
+def call_at_end(note):
+    """Call `note(allocator)` whenever an allocator, whole as yet, is about to end.
+
+    It must be compiled: a signal's exception at a bytecode of it would be printed, and lost.
+    """
+    at_end.append(note)
+
+
+cdef int complete(Allocator one) except -1:
+    """The end of a constructor: only now other code can get hold of it."""
+    cdef RegionSet c = one.base
+    reference = weakref.ref(one)
+    if c.debug:
+        c.ledger.allocator = reference
+        remember(c.ledger)
+    alive[id(one)] = c.allocator = reference
+    PyObject_GC_Track(<PyObject*>one)
+    return 0
+
+
+cdef int hide(Allocator one) except -1:
+    alive.pop(id(one), None)
+    return 0
+
+
+cdef class Allocator:
+    """The base of all allocators. Not to be made: use Bump, Slab or Pool."""
+
+    def __cinit__(self, *args, **kwargs):
+        PyObject_GC_UnTrack(<PyObject*>self)     # until it is whole: see `complete`
+
+    def __del__(self):
+        if arenapy_finalizing():             # what is to be called may be gone
+            return
+        if self.base is None or self.base.allocator is None:
+            return                           # it was never whole
+        if self.base.debug:
+            # Memory is left alone now: the collector may take what is left apart in any order.
+            self.base.ledger.over = True
+        for note in at_end:
+            note(self)
+        alive.pop(id(self), None)
+
+    cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
+        cdef RegionSet c = self.base
+        cdef Buffer b
+        used_by = named_stream(c, stream)
+        if used_by is not None:
+            c.medium.may_begin(used_by)
+        b = self.block(n, align, False)
+        if used_by is not None:
+            try:
+                c.medium.begin(b, used_by)
+            except BaseException:
+                b.release()
+                raise
+        return b
+
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        raise NotImplementedError(type(self).__name__)
+
+    # Private to arenapy.measure and arenapy.trace; every allocator has its own.
+
+    def _tally(self):
+        """Allocations ever, their bytes, and the bytes that are live now."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _exchange_peak(self, peak):
+        """The peak of live bytes; it is `peak` now, but at least (None: just) the live bytes."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _record(self, recorder):
+        """Record every operation from now on; None: no longer."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _ledger(self):
+        """That of debug mode, or None. Private to arenapy.debug."""
+        return self.base.ledger if self.base is not None else None
+
+    def _reserved(self):
+        """(address, bytes) of all that came from the source and is here still."""
+        return [(region.address, region.nbytes) for region in self.regions]
+
+    def empty(self, shape, dtype="f8", order="C"):
+        """An uninitialized ndarray in this allocator's memory, 64-byte aligned.
+
+        While the array, or a view of it, is alive, its bytes are held. Of memory that streams of a
+        device are to use first (``cuda.Device``, ``cuda.Managed``) it is a Buffer of that shape and
+        type, which ``cupy.asarray`` and ``torch.from_dlpack`` take as it is.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Lengths.
+        dtype : dtype-like
+            Any NumPy dtype without Python objects.
+        order : {"C", "F"}
+            Memory order.
+
+        Returns
+        -------
+        numpy.ndarray or Buffer
+
+        Raises
+        ------
+        ValueError
+            For a negative or overflowing shape, or another order; on a device, for any but "C".
+        TypeError
+            For a dtype that holds Python objects.
+        OutOfMemory
+            If the allocator cannot serve it; nothing has changed then.
+        """
+        cdef Spec spec
+        cdef Buffer b
+        descr = parse(shape, dtype, order, &spec)
+        if not is_array(self.base):
+            return self.device_array(shape, descr, order, &spec)
+        b = self.block(spec.nbytes, HOST_ALIGN, True)
+        host_only(b)
+        return wrap(b, descr, &spec)
+
+    cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec):
+        if order != "C":
+            raise ValueError(f"order={order!r}: arrays on a device are in C order; pass 'C'")
+        return self.block(spec.nbytes, self.base.block_align, False).view(shape, descr)
+
+    def zeros(self, shape, dtype="f8", order="C"):
+        """Like :meth:`empty`, but zero, on recycled memory too."""
+        cdef Spec spec
+        cdef Buffer b
+        cdef char* ptr
+        cdef RegionSet c = self.base
+        descr = parse(shape, dtype, order, &spec)
+        if not is_array(c):
+            if c.medium.own is not None:     # else it is only a graph that would zero it
+                c.medium.may_begin(c.medium.own)
+            b = self.device_array(shape, descr, order, &spec)
+            c.medium.fill(b, 0, c.medium.own)
+            return b
+        b = self.block(spec.nbytes, HOST_ALIGN, True)
+        host_only(b)
+        ptr = b.ptr
+        if spec.nbytes >= NOGIL_BYTES:
+            with nogil:
+                memset(ptr, 0, spec.nbytes)
+        else:
+            memset(ptr, 0, spec.nbytes)
+        return wrap(b, descr, &spec)
+
+    def copy(self, array_like):
+        """A copy of an array (or anything ``numpy.asarray`` takes) in this allocator's memory.
+
+        The memory order is kept if it is Fortran's, and is C's otherwise.
+        """
+        source = np.asarray(array_like)
+        order = "F" if source.flags.f_contiguous and not source.flags.c_contiguous else "C"
+        if not is_array(self.base):
+            source = np.ascontiguousarray(source)
+            return self.empty(source.shape, source.dtype).copy_from(source)
+        target = self.empty(source.shape, source.dtype, order)
+        target[...] = source
+        return target
+
+    def struct_of_arrays(self, fields, n):
+        """One array a field, in one block: the layout that loops over single fields want.
+
+        Each array starts on a cache line of its own.
+
+        Parameters
+        ----------
+        fields : mapping of str to dtype-like
+            Names and types.
+        n : int
+            Length of every array.
+
+        Returns
+        -------
+        dict of str to numpy.ndarray
+            In the order of `fields`. The block is held while any of them is alive.
+        """
+        cdef Spec spec
+        cdef size_t total = 0
+        cdef Buffer b
+        layout = []
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"fields={fields!r} is not a mapping of names to dtypes")
+        if not fields:
+            raise ValueError("fields is empty: name at least one, like {'x': 'f4'}")
+        for name, dtype in fields.items():
+            descr = parse(n, dtype, "C", &spec)
+            layout.append((name, descr, total))
+            total += (<size_t>spec.nbytes + HOST_ALIGN - 1) & ~<size_t>(HOST_ALIGN - 1)
+            if total > (<size_t>-1) >> 1:
+                raise ValueError(f"n={n} records overflow: no address space holds them")
+        if not is_array(self.base):
+            b = self.block(<Py_ssize_t>total, self.base.block_align, False)
+            return {
+                name: b[start:start + n * descr.itemsize].view(n, descr)
+                for name, descr, start in layout
+            }
+        # A byte more than needed where all is empty: NumPy takes no offset into nothing.
+        b = self.block(<Py_ssize_t>max(total, 1), HOST_ALIGN, True)
+        bytes_ = b.array()
+        arrays = {}
+        for name, descr, start in layout:
+            arrays[name] = np.ndarray(n, descr, bytes_, start)
+        return arrays
+
+
+seal(Allocator, "Allocator is the base of allocators; make a Bump, Slab or Pool")
+
+
+cdef bint is_array(RegionSet c) noexcept:
+    """Is what empty() gives an ndarray? On managed memory not: a device is to touch it first."""
+    return c.medium is None or c.medium.kind == "pinned"
+
+
+cdef int check_source(object source) except -1:
+    if not callable(getattr(source, "region", None)) or isinstance(source, type):
+        raise TypeError(
+            f"source={source!r} has no region(nbytes) method; give a source, like arenapy.Host()"
+        )
+    return 0
+
+
+cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align):
+    cdef Region region = None
+    # Those whose memory begins on a page, or who know where it begins, are asked for as much as
+    # it should be, then for room to skip to an alignment. Others the other way round: a second
+    # region may cost as much as the first.
+    cdef bint known = c.medium is not None or isinstance(source, (Host, Shared, File, Existing))
+    cdef bint again, misfit
+    cdef uintptr_t start
+    for again in range(2):
+        misfit = region is not None
+        region = None                        # an Existing or a File has one at a time
+        try:
+            region = make_region(source, nbytes + (align - 1 if again == known else 0))
+        except MemoryError:
+            if misfit:
+                return None
+            if known or again:
+                raise
+            continue
+        if region.sent:
+            raise ValueError(
+                f"{region!r} was sent to another process, which may use its bytes; give a "
+                f"{c.what} a region of its own"
+            )
+        start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
+        if start + nbytes <= <uintptr_t>region.ptr + region.size:
+            return region
+    return None
+
+
+cdef Region make_region(object source, Py_ssize_t n):
+    check_source(source)
+    region = source.region(n)
+    if not isinstance(region, Region):
+        raise TypeError(
+            f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "
+            "sources make one with Region.from_address"
+        )
+    if (<Region>region).size < <size_t>n:
+        raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
+    return <Region>region

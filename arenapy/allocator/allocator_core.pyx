@@ -1,0 +1,386 @@
+"""RegionSet: the regions of an allocator, whatever it does with them.
+
+What lives here: taking regions over, finding the one that an address is in, what other
+processes still see, the end of a region, fork, what debug mode does. What does not: which bytes
+are free.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+
+from arenapy.base.arguments cimport HOST_ALIGN, debug_wanted
+from arenapy.base.atomic cimport (
+    arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
+    arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
+)
+from arenapy.buffer.block cimport (
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept, named_stream,
+)
+from arenapy.base.interval_set cimport make_room
+from arenapy.diagnostics.ledger cimport Ledger
+from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.diagnostics.places cimport NOWHERE, here, said
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.diagnostics.recorder cimport Recorder, record_event
+from arenapy.memory.region cimport Region, register_core, unregister_core
+from arenapy.base.sealed cimport seal
+
+import sys
+import warnings
+
+from arenapy.diagnostics.leaks import summary
+from arenapy.errors import MemoryCorruption
+
+cdef extern from *:
+    """
+    /* Sequentially consistent on both sides: whoever enters after `arenapy_nobody` has said yes
+       reads what was in the pointer by then. */
+    static inline void *arenapy_enter(uint64_t *inside, void **pointer) {
+        __atomic_fetch_add(inside, 1, __ATOMIC_SEQ_CST);
+        return __atomic_load_n(pointer, __ATOMIC_SEQ_CST);
+    }
+    static inline int arenapy_nobody(uint64_t *inside) {
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        return __atomic_load_n(inside, __ATOMIC_SEQ_CST) == 0;
+    }
+    """
+    void* arenapy_enter(uint64_t* inside, void** pointer) noexcept nogil
+    bint arenapy_nobody(uint64_t* inside) noexcept nogil
+
+cdef extern from "Python.h":
+    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
+    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+
+
+# no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
+# user's object too, which the collector can clear.
+@cython.no_gc_clear
+cdef class RegionSet(Keeper):
+    """The regions of an allocator. Internal; Buffers keep it alive."""
+
+    def __cinit__(self):
+        self.regions = ()
+        self.what = "arena"
+        self.recorders = []
+        self.block_align = HOST_ALIGN
+        register_core(self)
+
+    def __dealloc__(self):
+        cdef Hold* hold
+        cdef Py_ssize_t i
+        unregister_core(self)
+        if self.debug and not (self.shut or arenapy_finalizing()):
+            self.warn_of_leaks()
+        permit_all(self)
+        while self.leased != NULL:
+            hold = self.leased
+            self.leased = hold.next
+            free(hold)
+        for i in range(self.n_regions):
+            (<Region>self.region[i]).detach()
+        free(self.region)
+
+    cdef int adopt(self, object source, object stream) except -1:
+        medium = getattr(source, "medium", None)
+        if isinstance(medium, Medium):
+            self.take_medium((<Medium>medium).of_allocator(stream))
+        elif stream is not None:
+            named_stream(self, stream)       # which raises
+        return 0
+
+    cdef void take_medium(self, Medium medium) noexcept:
+        self.medium, self.block_align = medium, max(medium.align, HOST_ALIGN)
+        self.kind, self.device_id = medium.kind, medium.device_id
+        self.host_accessible = medium.host_accessible
+        self.device_accessible = medium.device_accessible
+
+    cdef bint settle_streams(self, bint wait) except -1:
+        return self.medium is not None and self.medium.settle(<PyObject*>self, wait) > 0
+
+    cdef void finish_streams(self) noexcept:
+        if self.medium is not None:
+            self.medium.finish(<PyObject*>self, self.regions)
+
+    cdef int take_region(self, Region region, tuple regions) except -1:
+        """Add a region. `regions` is all of them: to make it may run code that uses this."""
+        if not make_room(
+                <void**>&self.region, &self.cap_regions, len(regions), sizeof(PyObject*)):
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        region.attach(self)
+        if self.medium is None and region.medium is not None:
+            self.take_medium(region.medium.bound(None))
+        self.forget(region)
+        self.list_regions(regions)
+        self.capacity += region.size
+        return 0
+
+    cdef int share_region(self, Region region) except -1:
+        cdef tuple before = None
+        cdef tuple after
+        cdef bint done = False, room = True
+        region.attach(self)
+        if self.medium is None and region.medium is not None:
+            self.take_medium(region.medium.bound(None))
+        self.forget(region)
+        while room and not done:             # the tuple is made before the lock is taken
+            before = self.listed()
+            after = before + (region,)
+            arenapy_lock_acquire(&self.lock)
+            room = make_room(<void**>&self.region, &self.cap_regions, len(after), sizeof(PyObject*))
+            done = room and self.regions is before
+            if done:
+                self.list_regions(after)
+                self.capacity += region.size
+            arenapy_lock_release(&self.lock)
+        if not room:
+            region.detach()
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        return 0
+
+    cdef int drop_region(self, Region region) except -1:
+        cdef tuple before = None
+        cdef tuple after
+        cdef bint done = False
+        while not done:
+            before = self.listed()
+            after = tuple([r for r in before if r is not region])
+            arenapy_lock_acquire(&self.lock)
+            done = self.regions is before
+            if done:
+                self.list_regions(after)
+                self.capacity -= region.size
+            arenapy_lock_release(&self.lock)
+        self.forget(region)
+        region.detach()
+        return 0
+
+    cdef tuple listed(self):
+        cdef tuple regions
+        arenapy_lock_acquire(&self.lock)
+        regions = self.regions
+        arenapy_lock_release(&self.lock)
+        return regions
+
+    cdef void list_regions(self, tuple regions) noexcept:
+        cdef Region region
+        cdef Py_ssize_t i
+        self.regions = regions
+        self.n_regions = len(regions)
+        for i in range(self.n_regions):
+            region = <Region>regions[i]
+            self.region[i] = <PyObject*>region
+            # Only what is new: other threads read these without a lock.
+            if i == 0 and (
+                    self.kind != region.kind or self.device_id != region.device_id
+                    or self.host_accessible != region.host_accessible
+                    or self.device_accessible != region.device_accessible):
+                self.kind, self.device_id = region.kind, region.device_id
+                self.host_accessible = region.host_accessible
+                self.device_accessible = region.device_accessible
+            if region.foreign and not self.foreign:
+                drop_kept(self)
+                self.foreign = True
+            if region.checked:
+                self.checked = True
+
+    cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
+        """Index of the region that `at`, an address of ours, is in."""
+        cdef Py_ssize_t i
+        for i in range(self.n_regions - 1):
+            if at - <uintptr_t>(<Region>self.region[i]).ptr < (<Region>self.region[i]).size:
+                return i
+        return self.n_regions - 1
+
+    cdef int open_check(self) except -1:
+        """Raise ValueError if this allocator no longer allocates."""
+        if not self.shut:
+            return 0
+        if self.gone == GONE_CLOSED:
+            raise ValueError(
+                f"a region of this {self.what} was closed; make a new {self.what}"
+            )
+        raise ValueError(
+            f"this {self.what} over {self.kind} memory belongs to the process that made it, and "
+            f"this is a forked child: make a new {self.what} here"
+        )
+
+    cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
+                          uintptr_t* at, uintptr_t* stop) noexcept nogil:
+        return (<Region>self.region[region]).leases(start, end, at, stop) != 0
+
+    cdef int record_into(self, object recorder) except -1:
+        self.open_check()
+        if recorder is None:
+            arenapy_store_ptr(<void**>&self.recorder, NULL)
+        elif not isinstance(recorder, Recorder):
+            raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
+        elif self.recorder != NULL:
+            raise ValueError(f"this {self.what} is being recorded already; end that first")
+        else:
+            self.recorders.append(recorder)
+            arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)
+        # No thread can reach those that have ended. (If one is about to: next time.)
+        if arenapy_nobody(&self.n_recording):
+            self.recorders = [one for one in self.recorders if <PyObject*>one == self.recorder]
+        return 0
+
+    cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil:
+        cdef PyObject* recorder = <PyObject*>arenapy_enter(
+            &self.n_recording, <void**>&self.recorder)
+        if recorder != NULL:                 # else it has just ended
+            record_event(recorder, op, <uintptr_t>block, nbytes, 0)
+        arenapy_sub(&self.n_recording, 1)
+
+    cdef int settle_sends(self) except -1:
+        """Messages that have arrived need not be kept open here any more."""
+        if self.may_lease:
+            shared = sys.modules.get("arenapy.memory.shared")
+            if shared is not None:
+                shared.settle()
+        return 0
+
+    # -- debug mode
+
+    cdef bint watch(self, object debug, object verifier) except -1:
+        if not debug_wanted(debug):
+            return False
+        self.verifier = verifier
+        self.ledger = Ledger(self.what)
+        self.debug = self.checked = True     # `check` raises what was found
+        return True
+
+    cdef void forget(self, Region region) noexcept nogil:
+        """No block lies there: the region is new, or about to go."""
+        if self.debug:
+            self.ledger.forget(<uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
+        if POISONS and not self.shut:
+            permit(self, <uintptr_t>region.ptr, region.size)
+
+    cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil:
+        self.ledger.begin(<uintptr_t>ptr, <uintptr_t>ptr + size, nbytes, here())
+
+    cdef void leaving(self, void* ptr) noexcept nogil:
+        if self.ledger.born_at(<uintptr_t>ptr):      # else it is known already
+            self.ledger.leave(<uintptr_t>ptr, here())
+
+    cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
+        if self.debug and not self.shut:
+            self.ledger.end(start, end, self.host_accessible and not (
+                self.ledger.over or arenapy_finalizing()))
+        forbid(self, start, end)
+
+    cdef int raise_damage(self) except -1:
+        damage = self.ledger.take_damage()
+        if damage is not None:
+            raise MemoryCorruption(damage)
+        return 0
+
+    cdef int verify(self) except -1:
+        self.verifier(self)
+        return 0
+
+    cdef int operated(self) except -1:
+        self.raise_damage()
+        return self.verify()
+
+    cdef int allocated(self, list blocks) except -1:
+        cdef Block b
+        for b in blocks:
+            b.place = self.ledger.born_at(<uintptr_t>b.ptr)
+        return self.operated()
+
+    cdef void verify_dropped(self) noexcept:
+        """An exception may be on its way already."""
+        cdef PyObject* kind
+        cdef PyObject* value
+        cdef PyObject* trace
+        if not arenapy_finalizing():
+            PyErr_Fetch(&kind, &value, &trace)
+            self.verify_quietly()
+            PyErr_Restore(kind, value, trace)
+
+    cdef void verify_quietly(self) noexcept:
+        if self.ledger.n_found == 0:         # what was found is for a call that can raise it
+            self.verify()                    # to sys.unraisablehook
+
+    cdef void tell(self) noexcept nogil:
+        if self.debug:
+            self.ledger.tell()
+
+    cdef void refuse(self, const char* call, void* ptr) noexcept nogil:
+        if self.debug:
+            self.ledger.refuse(call, <uintptr_t>ptr)
+
+    cdef str born_at(self, uintptr_t block):
+        """Where the live block that begins there was allocated, to follow its name."""
+        cdef uint32_t place = self.ledger.born_at(block) if self.debug else <uint32_t>NOWHERE
+        return said(place)
+
+    cdef int check_free(self) except -1:
+        if self.debug:
+            arenapy_lock_acquire(&self.lock)     # with the GIL, so that nobody unmaps it meanwhile
+            if not self.shut:
+                self.ledger.scan(0, <uintptr_t>-1)
+            arenapy_lock_release(&self.lock)
+            self.raise_damage()
+        return 0
+
+    cdef void warn_of_leaks(self) noexcept:
+        """All Buffers are gone: what is live is C code's, with nothing left to free it with."""
+        leaks = self.ledger.live() if self.recycles else []
+        if leaks:
+            warnings.warn(
+                f"a {self.what} over {self.kind} memory is gone, and {summary(leaks)} were never "
+                "freed", ResourceWarning)
+
+    # -- the end of a region, and fork
+
+    cdef void fork_lock(self) noexcept nogil:
+        Keeper.fork_lock(self)
+        if self.debug:
+            arenapy_spin_acquire(&self.ledger.lock)
+
+    cdef void fork_unlock(self, bint child) noexcept nogil:
+        if child:
+            self.n_recording = 0             # of threads that it does not have
+        if self.debug:
+            arenapy_spin_release(&self.ledger.lock)
+        Keeper.fork_unlock(self, child)
+
+    cdef void disable(self, int why) noexcept nogil:
+        if why != GONE_NOT:
+            self.gone = why
+        permit_all(self)
+        self.shut = True
+
+    cdef void forked(self, bint unmapped) noexcept nogil:
+        self.disable(GONE_FORKED if unmapped else GONE_NOT)
+
+    cdef int check(self) except -1:
+        for region in self.listed():
+            (<Region>region).check()
+        if self.debug:
+            self.raise_damage()
+        return 0
+
+    cdef object owner_of(self):
+        return None if self.allocator is None else self.allocator()
+
+    cdef object region_at(self, char* ptr):
+        cdef Region region
+        for region in self.listed():
+            if <uintptr_t>ptr - <uintptr_t>region.ptr < region.size:
+                return region
+        return None
+
+
+seal(RegionSet)
+
+
+cdef inline void permit_all(RegionSet c) noexcept nogil:
+    """The memory is about to be somebody else's, or it was before (`shut`)."""
+    cdef Py_ssize_t i
+    if POISONS and not c.shut:
+        for i in range(c.n_regions):
+            permit(c, <uintptr_t>(<Region>c.region[i]).ptr, (<Region>c.region[i]).size)

@@ -1,0 +1,136 @@
+# Atomics and the object lock, in one leaf that everything may cimport.
+#
+# The C11 atomics of <stdatomic.h> change the type of a field (`_Atomic`), which a Cython
+# struct cannot say; the compiler's builtins work on plain integers, so they stand here.
+#
+# `arenapy_lock` guards one object's state against other Python threads. On builds with a
+# GIL every Python-level call already holds it, so the lock is empty and costs nothing. On
+# free-threaded builds it is a byte that is spun on: what it guards takes nanoseconds and calls
+# no Python API, so a holder is never suspended. (A PyMutex can be handed to a thread that
+# os.fork has stopped, for which our fork handler would then wait for ever.)
+#
+# `arenapy_spin` is the same byte on every build: for what C code without the GIL shares.
+from libc.stdint cimport uint32_t, uint64_t
+
+cdef extern from *:
+    """
+    #ifndef ARENAPY_ATOMIC_H
+    #define ARENAPY_ATOMIC_H
+    #include <stdint.h>
+    #include <string.h>
+    #define arenapy_likely(x) __builtin_expect(!!(x), 1)
+    static inline uint64_t arenapy_load(uint64_t *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline void arenapy_store(uint64_t *p, uint64_t v) {
+        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    }
+    static inline int arenapy_cas(uint64_t *p, uint64_t *expected, uint64_t desired) {
+        return __atomic_compare_exchange_n(p, expected, desired, 0,
+                                           __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    }
+    static inline uint64_t arenapy_add(uint64_t *p, uint64_t v) {
+        return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+    }
+    static inline uint64_t arenapy_sub(uint64_t *p, uint64_t v) {
+        return __atomic_fetch_sub(p, v, __ATOMIC_ACQ_REL);
+    }
+    /* What is changed under a lock, and looked at now and then without it. */
+    static inline uint32_t arenapy_glance(uint32_t *p) {
+        return __atomic_load_n(p, __ATOMIC_RELAXED);
+    }
+    static inline void arenapy_set_glanced(uint32_t *p, uint32_t v) {
+        __atomic_store_n(p, v, __ATOMIC_RELAXED);
+    }
+    static inline void *arenapy_load_ptr(void **p) {
+        return __atomic_load_n(p, __ATOMIC_RELAXED);
+    }
+    static inline void arenapy_store_ptr(void **p, void *v) {
+        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    }
+    static inline void *arenapy_take_ptr(void **p) {
+        return __atomic_exchange_n(p, (void *)0, __ATOMIC_ACQUIRE);
+    }
+    static inline int arenapy_cas_ptr(void **p, void **expected, void *desired) {
+        return __atomic_compare_exchange_n(p, expected, desired, 0,
+                                           __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+    }
+    #include <sched.h>
+    typedef unsigned char arenapy_spin;
+    static void __attribute__((noinline, unused)) arenapy_spin_wait(arenapy_spin *l) {
+        do {
+            for (int i = 0; i < 64 && __atomic_load_n(l, __ATOMIC_RELAXED); i++)
+                __asm__ volatile("" ::: "memory");
+            if (__atomic_load_n(l, __ATOMIC_RELAXED)) sched_yield();
+        } while (__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE));
+    }
+    static inline void arenapy_spin_acquire(arenapy_spin *l) {
+        if (__builtin_expect(__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE), 0))
+            arenapy_spin_wait(l);
+    }
+    static inline void arenapy_spin_release(arenapy_spin *l) {
+        __atomic_store_n(l, 0, __ATOMIC_RELEASE);
+    }
+    typedef arenapy_spin arenapy_lock;
+    #ifdef Py_GIL_DISABLED
+    #define arenapy_lock_acquire arenapy_spin_acquire
+    #define arenapy_lock_release arenapy_spin_release
+    #define ARENAPY_GIL 0
+    #else
+    #define arenapy_lock_acquire(l) ((void)(l))
+    #define arenapy_lock_release(l) ((void)(l))
+    #define ARENAPY_GIL 1
+    #endif
+    #if PY_VERSION_HEX >= 0x030D0000
+    #define arenapy_finalizing() Py_IsFinalizing()
+    #else
+    #define arenapy_finalizing() _Py_IsFinalizing()
+    #endif
+    /* One bit of a word, by number, so that compilers use the instructions for bits. Atomic on
+       free-threaded builds only: elsewhere the GIL, or the lock of the word, orders the changes. */
+    static inline void arenapy_set_bit(uint64_t *p, uint64_t i) {
+        uint64_t bit = (uint64_t)1 << (i & 63);
+    #ifdef Py_GIL_DISABLED
+        __atomic_fetch_or(p, bit, __ATOMIC_RELAXED);
+    #else
+        uint64_t was = *p;
+        *p = was | bit;
+    #endif
+    }
+    static inline int arenapy_clear_bit(uint64_t *p, uint64_t i) {
+        uint64_t bit = (uint64_t)1 << (i & 63);
+    #ifdef Py_GIL_DISABLED
+        return (__atomic_fetch_and(p, ~bit, __ATOMIC_RELAXED) & bit) != 0;
+    #else
+        uint64_t was = *p;
+        if (!(was >> (i & 63) & 1)) return 0;
+        *p = was & ~bit;
+        return 1;
+    #endif
+    }
+    #endif
+    """
+    ctypedef struct arenapy_lock:
+        pass
+    ctypedef struct arenapy_spin:
+        pass
+    const bint ARENAPY_GIL
+    bint likely "arenapy_likely" (bint x) noexcept nogil
+    uint64_t arenapy_load(uint64_t* p) noexcept nogil
+    void arenapy_store(uint64_t* p, uint64_t v) noexcept nogil
+    bint arenapy_cas(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept nogil
+    uint64_t arenapy_add(uint64_t* p, uint64_t v) noexcept nogil
+    uint64_t arenapy_sub(uint64_t* p, uint64_t v) noexcept nogil
+    uint32_t arenapy_glance(uint32_t* p) noexcept nogil
+    void arenapy_set_glanced(uint32_t* p, uint32_t v) noexcept nogil
+    void* arenapy_load_ptr(void** p) noexcept nogil
+    void arenapy_store_ptr(void** p, void* v) noexcept nogil
+    void* arenapy_take_ptr(void** p) noexcept nogil
+    bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
+    void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil
+    void arenapy_lock_release(arenapy_lock* lock) noexcept nogil
+    void arenapy_spin_acquire(arenapy_spin* lock) noexcept nogil
+    void arenapy_spin_release(arenapy_spin* lock) noexcept nogil
+    bint arenapy_finalizing() noexcept nogil
+    void set_bit "arenapy_set_bit" (uint64_t* p, uint64_t i) noexcept nogil
+    bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t i) noexcept nogil

@@ -1,0 +1,162 @@
+# A lock for what one thread uses nearly always: to that thread, its owner, it costs no locked
+# instruction (of which a pair costs 3 ns on some processors, and 10 on others).
+#
+# The owner stores `busy` and then reads `owner`; whoever takes the lock from its owner stores
+# `owner` and then reads `busy`. At least one of them sees what the other stored, if neither
+# processor moves its load before its store. The owner's may do so, until membarrier(2), which the
+# other one calls in between, makes it not to. (Biased locking with an asymmetric fence: Dice, Moir
+# and Scherer, "Quickly Reacquirable Locks", 2003.) Where there is no membarrier nobody owns a lock.
+#
+# Only a lock's first user ever owns it. (A thread that was its owner may have read that it is, be
+# suspended, and store `busy` long after the lock has gone to others: never beside another owner.)
+# If others come, it owns the lock again after PATIENCE acquisitions with nobody's between them,
+# which pay for the call of membarrier.
+#
+# Who that is, is said by the thread pointer, or on free-threaded builds by the thread's number: the
+# thread that gets the number next, along with what is kept under it, is then the owner.
+from libc.stdint cimport uint64_t
+
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
+from arenapy.base.thread_slot cimport thread_number
+
+cdef extern from *:
+    """
+    #ifndef ARENAPY_OWNED_H
+    #define ARENAPY_OWNED_H
+    #include <errno.h>
+    #include <sched.h>
+    #include <stdint.h>
+    #include <time.h>
+    #include <unistd.h>
+    #include <linux/membarrier.h>
+    #include <sys/syscall.h>
+    #define ARENAPY_PATIENCE 4096
+    typedef struct {
+        uint64_t owner;          /* `first`; | 1: another thread takes the lock from it; or 0 */
+        uint64_t first;          /* who may own it; 0: nobody had it */
+        uint32_t run;            /* acquisitions by `first` since another thread's */
+        unsigned char busy;      /* the owner holds it */
+        arenapy_spin lock;       /* another thread does, or waits for the owner */
+    } arenapy_owned;
+    /* Even, not 0, and no other living thread's. */
+    static inline uint64_t arenapy_thread_pointer(void) {
+    #ifdef __x86_64__
+        uint64_t pointer;
+        __asm__("mov %%fs:0, %0" : "=r"(pointer));
+        return pointer;
+    #else
+        return (uint64_t)(uintptr_t)__builtin_thread_pointer();
+    #endif
+    }
+    static int arenapy_membarrier(int command) {
+        return syscall(SYS_membarrier, command, 0, 0) == 0;
+    }
+    static int arenapy_may_own(void) {
+        static int may = -1;
+        int known = __atomic_load_n(&may, __ATOMIC_RELAXED);
+        if (known < 0) {
+            known = arenapy_membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
+            __atomic_store_n(&may, known, __ATOMIC_RELAXED);
+        }
+        return known;
+    }
+    static void arenapy_fence_all(void) {
+        while (!arenapy_membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED))
+            if (!arenapy_membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED)) {
+                /* Forbidden meanwhile. No processor keeps a store to itself for so long. */
+                struct timespec t = {0, 10000000};
+                nanosleep(&t, 0);
+                return;
+            }
+    }
+    static void __attribute__((noinline, cold, unused))
+    arenapy_owned_slow(arenapy_owned *l, uint64_t me) {
+        uint64_t owner;
+        int kept = errno;        /* it may be a malloc's */
+        arenapy_spin_acquire(&l->lock);
+        owner = __atomic_load_n(&l->owner, __ATOMIC_RELAXED);
+        if (owner) {
+            __atomic_store_n(&l->owner, owner | 1, __ATOMIC_RELAXED);
+            arenapy_fence_all();
+            while (__atomic_load_n(&l->busy, __ATOMIC_ACQUIRE)) sched_yield();
+            __atomic_store_n(&l->owner, 0, __ATOMIC_RELAXED);
+        }
+        if (l->first == 0) {
+            l->first = me;
+            l->run = ARENAPY_PATIENCE;
+        }
+        if (l->first != me) {
+            l->run = 0;
+        } else if (l->run < ARENAPY_PATIENCE) {
+            l->run++;
+        } else if (arenapy_may_own()) {
+            __atomic_store_n(&l->busy, 1, __ATOMIC_RELAXED);
+            __atomic_store_n(&l->owner, me, __ATOMIC_RELAXED);
+            arenapy_spin_release(&l->lock);
+        }
+        errno = kept;
+    }
+    static inline int arenapy_owned_by(arenapy_owned *l, uint64_t thread) {
+    #ifdef __x86_64__
+        int so;                  /* in one instruction, which compilers do not make of a load */
+        __asm__ volatile("cmpq %2, %1" : "=@cce"(so) : "m"(l->owner), "r"(thread));
+        return so;
+    #else
+        return __atomic_load_n(&l->owner, __ATOMIC_RELAXED) == thread;
+    #endif
+    }
+    static inline int arenapy_owned_enter(arenapy_owned *l, uint64_t me) {
+    #ifdef ARENAPY_UNLOCKED      /* asv_benches/instructions.py: what is all this worth? */
+        return 1;
+    #endif
+        if (__builtin_expect(!arenapy_owned_by(l, me), 0)) return 0;
+        __atomic_store_n(&l->busy, 1, __ATOMIC_RELAXED);
+        __atomic_signal_fence(__ATOMIC_SEQ_CST);
+        if (__builtin_expect(arenapy_owned_by(l, me), 1)) return 1;
+        __atomic_store_n(&l->busy, 0, __ATOMIC_RELEASE);
+        return 0;
+    }
+    static inline void arenapy_owned_leave(arenapy_owned *l) {
+    #ifdef ARENAPY_UNLOCKED
+        return;
+    #endif
+        __atomic_store_n(&l->busy, 0, __ATOMIC_RELEASE);
+    }
+    static inline void arenapy_owned_acquire(arenapy_owned *l, uint64_t me) {
+        if (!arenapy_owned_enter(l, me)) arenapy_owned_slow(l, me);
+    }
+    static inline void arenapy_owned_release(arenapy_owned *l, uint64_t me) {
+        /* Who holds it as its owner stays that until it leaves. */
+        if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) | 1) == (me | 1))
+            arenapy_owned_leave(l);
+        else
+            arenapy_spin_release(&l->lock);
+    }
+    #endif
+    """
+    ctypedef struct Owned "arenapy_owned":
+        uint64_t owner
+        arenapy_spin lock
+    uint64_t thread_pointer "arenapy_thread_pointer" () noexcept nogil
+    bint enter_as "arenapy_owned_enter" (Owned* l, uint64_t me) noexcept nogil
+    void acquire_as "arenapy_owned_acquire" (Owned* l, uint64_t me) noexcept nogil
+    void release_as "arenapy_owned_release" (Owned* l, uint64_t me) noexcept nogil
+    void owned_leave "arenapy_owned_leave" (Owned* l) noexcept nogil
+
+
+cdef inline uint64_t this_one() noexcept nogil:
+    return thread_pointer() if ARENAPY_GIL else <uint64_t>(thread_number() + 1) << 1
+
+
+# For the owner alone, which leaves it by owned_leave; False: this is another thread.
+cdef inline bint owned_enter(Owned* l) noexcept nogil:
+    return enter_as(l, this_one())
+
+
+# For any thread.
+cdef inline void owned_acquire(Owned* l) noexcept nogil:
+    acquire_as(l, this_one())
+
+
+cdef inline void owned_release(Owned* l) noexcept nogil:
+    release_as(l, this_one())

@@ -1,0 +1,74 @@
+"""The 21 size classes of a Pool, and the steps that its blocks are rounded to.
+
+What lives here: the table of the design and arithmetic on it. What does not: free lists (pages,
+pool_core).
+
+The steps are the bins of TLSF (Masmano, Ripoll, Crespo and Real, "TLSF: a new dynamic memory
+allocator for real-time systems", 2004) with eight to a doubling.
+"""
+from arenapy.base.arguments cimport as_size
+
+cdef enum:
+    KIB = 1 << 10
+    MIB = 1 << 20
+
+cdef size_t bounds[N_CLASSES]
+
+SIZE_CLASSES = (
+    4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 768 * KIB,
+    1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB,
+    384 * MIB, 512 * MIB, None,
+)
+for _i in range(N_CLASSES):
+    bounds[_i] = <size_t>-1 if SIZE_CLASSES[_i] is None else SIZE_CLASSES[_i]
+
+
+def size_class(nbytes):
+    """The size class of a request, from 0 to 20.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes.
+
+    Returns
+    -------
+    int
+        Index into ``arenapy.SIZE_CLASSES`` of the first bound that is at least `nbytes`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For what is no size.
+
+    Notes
+    -----
+    Thread-safety: may be called from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arenapy.size_class(4096), arenapy.size_class(4097), arenapy.size_class(1 << 40)
+    (0, 1, 20)
+    """
+    return class_of(as_size(nbytes, "nbytes"))
+
+
+cdef int class_of(size_t n) noexcept nogil:
+    cdef int c = 0
+    while n > bounds[c]:
+        c += 1
+    return c
+
+
+cdef size_t rounded(size_t n, int rounding) noexcept nogil:
+    if rounding == ROUND_LINES:
+        return (n + (n == 0) + (DEVICE_LINE - 1)) & ~<size_t>(DEVICE_LINE - 1)
+    return class_bytes(n) if rounding == ROUND_CLASS else n
+
+
+cdef size_t class_bytes(size_t n) noexcept nogil:
+    cdef int c = class_of(n)
+    if c < N_CLASSES - 1:
+        return bounds[c]
+    return (n + (COARSE - 1)) & ~<size_t>(COARSE - 1)

@@ -1,0 +1,39 @@
+"""Text for people: sizes in their units, and what is safe for a terminal."""
+
+__all__ = ["format_bytes", "printable", "printable_lines"]
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def printable(text: str) -> str:
+    """The text on one line, with an escape in place of each character that cannot be seen.
+
+    Escape sequences move the cursor, rewrite what was printed and speak to the terminal; newlines
+    fake lines; marks of direction reorder words; lone surrogates cannot be written at all.
+    ``str.isprintable`` is false for all of these.
+
+    Parameters
+    ----------
+    text : str
+
+    Examples
+    --------
+    >>> print(printable("report\\x1b[2J.py"))
+    report\\x1b[2J.py
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines, which stay lines; tabs become spaces."""
+    return "\n".join(map(printable, text.expandtabs().split("\n")))
+
+
+def format_bytes(nbytes: int) -> str:
+    """A count of bytes with a binary unit: ``1.5 GiB``."""
+    unit = min(max(abs(nbytes).bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{nbytes / (1 << 10 * unit):.4g} {UNITS[unit]}"

@@ -1,0 +1,1 @@
+"""Buffer: who owns its bytes, what state they are in, and how others see them."""

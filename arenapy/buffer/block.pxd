@@ -1,0 +1,198 @@
+# The state of a Buffer, and Keeper, which is whatever a Buffer's bytes belong to.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport malloc
+
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_lock
+from arenapy.buffer.stream_hooks cimport Medium
+
+cdef enum:
+    CLOSED = 1           # bits of Block.word
+    HELD = 2
+    ONE_EXPORT = 4
+
+    GONE_NOT = 0
+    GONE_CLOSED = 1      # the region was closed
+    GONE_FORKED = 2      # this process is a forked child and the memory stayed with the parent
+
+    KEPT_OBJECTS = 256   # dead roots in a nest, about 30 KB
+    NEST_BYTES = 128     # two cache lines, which processors fetch together
+
+    HOLD_RETIRED = 1     # outlived a reset of its frame
+    HOLD_EMPTY = 2       # a 0-byte block
+
+# One held block: a root Buffer that was ever exported, or that a stream uses. Owned by the Buffer
+# until `ended` (`Medium.ended`, if it has uses) passes it to the keeper. start < end always: a
+# 0-byte block occupies one byte.
+cdef struct Hold:
+    Hold* next           # in its frame's, the retired or the leased list
+    Hold* prev
+    Hold* ended_next     # in the keeper's list of ended holds
+    uintptr_t start
+    uintptr_t end
+    PyObject* uses       # owned: what has to be over besides, the keeper's medium's; or NULL
+    uint64_t tag         # the Buffer's tag
+    uint32_t pad         # bytes skipped before start for alignment
+    uint32_t flags       # HOLD_*
+    Py_ssize_t region    # the keeper's: which region it is in, once retired or leased
+
+
+# Dead roots of a keeper, for reuse. With a GIL there is one nest. Without, a keeper that recycles
+# has one for each of the first threads, which no other thread touches.
+cdef struct Nest:
+    PyObject* kept           # linked by ptr
+    PyObject* anchor         # what roots from here count instead of their keeper; NULL: none yet
+    int n_kept
+
+
+# What bytes belong to: a Region, or the core of an allocator. It keeps them mapped, knows
+# whether an unheld Buffer is still valid, and is told when a held one ends.
+cdef class Keeper:
+    cdef readonly str kind
+    cdef readonly int device_id          # -1: the host
+    cdef readonly bint readonly
+    cdef readonly bint host_accessible
+    cdef readonly bint device_accessible
+    cdef Medium medium                   # None: no streams work on this memory
+    cdef bint foreign                    # reaches a user's object: Buffers are then GC-tracked
+    cdef bint checked                    # check() has something to check
+    cdef bint may_lease                  # other processes may see bytes: ask before reuse
+    cdef bint recycles                   # Buffers go back when dropped: `dropped`, and no Holds
+    cdef bint debug                      # debug mode: `leaving` and `verify` want to be called
+    cdef int gone                        # GONE_*
+    cdef arenapy_lock lock
+    cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
+    cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
+    cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
+    cdef Nest nest                       # GIL builds only
+    cdef char* nests                     # others: MOST_FRONTS of them, NEST_BYTES each; or NULL
+    cdef PyObject* anchors               # a list, its allocator's, which alone may use it
+    cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
+    cdef PyObject* prev_core
+
+    # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
+    cdef bint alive(self, Block root) noexcept nogil
+    cdef void enlist(self, Hold* hold) noexcept nogil
+    cdef void delist(self, Hold* hold) noexcept nogil   # of a hold that is not retired
+    cdef void give_back(self, Block root) noexcept nogil
+    cdef void ended(self, Hold* hold) noexcept nogil
+    # The end of a root Buffer of one that recycles, which has no references left.
+    cdef void dropped(self, PyObject* root) noexcept
+    # The same with a hold, which has uses; also after `give_back` of a Buffer that has one. The
+    # block becomes pending, until `over`, which takes the hold. False: it is not live.
+    cdef bint set_aside(self, Hold* hold) noexcept nogil
+    cdef void over(self, Hold* hold) noexcept nogil
+    # For allocators' cores: the end of a region, and fork (see region.pyx).
+    cdef bint has_holds(self) noexcept nogil
+    cdef void disable(self, int why) noexcept nogil
+    cdef void fork_lock(self) noexcept nogil          # everything, so that a child has it whole
+    cdef void fork_unlock(self, bint child) noexcept nogil
+    cdef void expect_leases(self) noexcept nogil      # sets may_lease, for good
+    cdef void forked(self, bint unmapped) noexcept nogil
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil
+    cdef int check(self) except -1
+    cdef object owner_of(self)
+    # The Region that the byte at `ptr` lies in; None: there is none.
+    cdef object region_at(self, char* ptr)
+    # Debug mode: before the block there is given back, under no lock; after an operation.
+    cdef void leaving(self, void* ptr) noexcept nogil
+    cdef int verify(self) except -1
+
+
+# `word` is the whole state of a root, changed as one atomic: bit 0 CLOSED, bit 1 HELD (was ever
+# exported), the rest: live exports and pins in units of ONE_EXPORT, those of its slices and views
+# included. Without HELD these are pins, and the word changes with the keeper's lock held. A slice
+# or view has a word of its own, without HELD.
+cdef class Block:
+    cdef char* ptr
+    cdef Py_ssize_t size
+    cdef uint64_t word
+    cdef uint64_t tag                    # the keeper's: which frame or slot the block is in
+    cdef uint32_t pad                    # the keeper's: bytes skipped before ptr
+    cdef uint32_t align                  # asked for
+    cdef bint sealed                     # read-only although the memory is not
+    cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
+    cdef Hold* hold          # not NULL once HELD or pinned; if the keeper recycles, with uses
+    cdef PyObject* anchor                # of a root that does not count its keeper; else NULL
+    cdef Keeper keeper                   # keeps the bytes mapped
+    cdef Block root                      # None: this is a root; else what counts as held
+
+
+# What the roots that the threads of one number make count instead of their keeper, whose own count
+# would be a cache line that all threads write. It counts the keeper. Its allocator, and each of
+# those roots, keeps it.
+cdef class Anchor:
+    cdef Keeper keeper
+
+
+cdef Block root_of(Block block)
+cdef bint is_open(Block block) noexcept
+cdef int check_open(Block block) except -1
+# The same with the keeper's lock held.
+cdef bint is_open_locked(Block block) noexcept
+cdef bint is_readonly(Block block) noexcept
+cdef str name_of(Block block)
+cdef str place_of(Block block)
+# Raise unless it is open and the host may read it; write it.
+cdef int host_only(Block block) except -1
+cdef int writable(Block block) except -1
+# Mark the root held and count one live export (or, with count False, only mark it).
+cdef int acquire(Block block, bint count) except -1
+cdef void unacquire(Block block) noexcept
+# While a call uses a block: nobody can release it, and a reset retires it, but it is not exported
+# and so not HELD afterwards (unless it was before).
+cdef int pin(Block block) except -1
+cdef void unpin(Block block) noexcept
+cdef str why_closed(Block block)
+# A hold for a new export, reused or allocated; lock held; NULL without memory.
+cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
+    cdef Hold* hold = keeper.spare
+    if hold == NULL:
+        hold = <Hold*>malloc(sizeof(Hold))
+        if hold == NULL:
+            return NULL
+        keeper.n_made += 1
+    else:
+        keeper.spare = hold.next
+    hold.uses = NULL
+    return hold
+
+
+# Forget the dead roots, which are not tracked by the cycle collector; lock held. (Without a GIL
+# they are left: nobody looks for them any more.)
+cdef void drop_kept(Keeper keeper) noexcept
+# For the allocator of a keeper that recycles: what it has to keep as long as it lives.
+cdef list moor(Keeper keeper)
+# For a root that counts its keeper and is not tracked: to count an anchor instead, if it may.
+cdef int take_anchor(Block root) except -1
+# After its keeper has taken on memory of a user's object: the collector has to see the root.
+cdef void track(Block root) noexcept
+
+
+# Where this thread finds and leaves dead roots of a keeper. An empty nest without an anchor may be
+# nobody's.
+cdef inline Nest* nest_of(PyObject* keeper) noexcept:
+    return &(<Keeper>keeper).nest if ARENAPY_GIL else own_nest(keeper)
+
+
+cdef Nest* own_nest(PyObject* keeper) noexcept
+
+
+cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
+    hold.next = keeper.spare
+    keeper.spare = hold
+
+
+# A hold of a Buffer that has ended.
+cdef void end_hold(PyObject* root) noexcept
+# What uses a block besides, from now on; it is in a list of the hold. The keeper has a medium.
+# The length of that list; 0: it was there already. And no longer, unless it is the only one.
+cdef int note_use(Block block, object use) except -1
+cdef void drop_use(Block block, object use) noexcept
+cdef list uses_of(Block block)               # as they are now
+# What a stream argument names, for memory of this keeper; None: nothing to take note of.
+cdef object named_stream(Keeper keeper, object stream)
+
+
+# For an allocator that exports at birth: link a new hold (none if it recycles); lock held.
+cdef void born_held(Block root, Hold* hold) noexcept nogil

@@ -1,0 +1,491 @@
+"""Block: what a Buffer is underneath, and Keeper: what its bytes belong to.
+
+What lives here: the one-word state of a block (closed, held, live exports), and what becomes of it
+when its Buffer is gone. What does not: how Python sees a block (buffer), moving its bytes
+(transfer), where bytes come from (region), who hands them out (allocators).
+
+The invariant kept here is the second of the design: a byte that somebody can still see is
+never handed out again. Every way to see bytes goes through `acquire`, which marks the root
+HELD under the keeper's lock, after asking the keeper whether the block is still valid. From
+then on only the death of the Buffer object ends the hold (see buffer.pyx).
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from arenapy.base.atomic cimport (
+    ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
+    arenapy_lock_release, arenapy_store, arenapy_sub,
+)
+from arenapy.diagnostics.places cimport said
+from arenapy.base.sealed cimport seal
+from arenapy.base.thread_slot cimport MOST_FRONTS, thread_number
+
+cdef extern from "Python.h":
+    void PyObject_GC_Del(void* o)
+    bint PyObject_GC_IsTracked(PyObject* o)
+    void PyObject_GC_Track(PyObject* o)
+    void count_up "Py_INCREF" (PyObject* o) noexcept
+    void count_down "Py_DECREF" (PyObject* o) noexcept
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void** at, size_t align, size_t size)
+
+
+cdef class Keeper:
+    """What a Buffer's bytes belong to. Internal: a Region or an allocator's core."""
+
+    def __cinit__(self, *args, **kwargs):
+        self.kind = "host"
+        self.device_id = -1
+        self.host_accessible = True
+
+    def __dealloc__(self):
+        cdef Hold* hold
+        cdef int k
+        drop_kept(self)
+        if self.nests != NULL:               # who ends the last root is done with its nest
+            for k in range(MOST_FRONTS):
+                empty_nest(nth_nest(self, k))
+            free(self.nests)
+        while self.spare != NULL:
+            hold = self.spare
+            self.spare = hold.next
+            free(hold)
+
+    cdef bint alive(self, Block root) noexcept nogil:
+        return True
+
+    cdef void enlist(self, Hold* hold) noexcept nogil:
+        pass
+
+    cdef void delist(self, Hold* hold) noexcept nogil:
+        pass
+
+    cdef void give_back(self, Block root) noexcept nogil:
+        pass
+
+    cdef void ended(self, Hold* hold) noexcept nogil:
+        free(hold)
+
+    cdef void dropped(self, PyObject* root) noexcept:
+        pass
+
+    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+        return True
+
+    cdef void over(self, Hold* hold) noexcept nogil:
+        self.ended(hold)
+
+    cdef bint has_holds(self) noexcept nogil:
+        return False
+
+    cdef void fork_lock(self) noexcept nogil:
+        arenapy_lock_acquire(&self.lock)
+
+    cdef void fork_unlock(self, bint child) noexcept nogil:
+        cdef int k
+        if child and self.nests != NULL:
+            for k in range(MOST_FRONTS):
+                if k != thread_number():     # that of a thread that was stopped anywhere
+                    nth_nest(self, k).kept = NULL
+                    nth_nest(self, k).n_kept = 0
+        arenapy_lock_release(&self.lock)
+
+    cdef void disable(self, int why) noexcept nogil:
+        self.gone = why
+
+    cdef void expect_leases(self) noexcept nogil:
+        self.may_lease = True
+
+    cdef void forked(self, bint unmapped) noexcept nogil:
+        if unmapped:
+            self.gone = GONE_FORKED
+
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+        return 0
+
+    cdef int check(self) except -1:
+        return 0
+
+    cdef object owner_of(self):
+        return None
+
+    cdef object region_at(self, char* ptr):
+        return None
+
+    cdef void leaving(self, void* ptr) noexcept nogil:
+        pass
+
+    cdef int verify(self) except -1:
+        return 0
+
+
+seal(Keeper, "a Keeper is internal; make a source's region, or an allocator")
+
+
+# no_gc_clear: the dealloc needs the keeper to the last. A cycle through a block goes through a
+# user's object too, which the collector can clear.
+@cython.no_gc_clear
+cdef class Block:
+    """The state of a Buffer. Internal: what users see is Buffer."""
+
+    def __cinit__(self):
+        self.word = CLOSED        # until its maker opens it
+
+
+seal(Block, "a Block is internal; what users see is Buffer")
+
+
+# ---- dead roots --------------------------------------------------------------------------
+
+cdef Nest nobodys
+nobodys.n_kept = KEPT_OBJECTS                # nothing is found there, and nothing left
+
+
+cdef inline Nest* nth_nest(Keeper keeper, int64_t k) noexcept nogil:
+    return <Nest*>(keeper.nests + k * NEST_BYTES)
+
+
+cdef list moor(Keeper keeper):
+    cdef list anchors = []
+    cdef void* nests = NULL
+    if not ARENAPY_GIL:
+        if posix_memalign(&nests, NEST_BYTES, MOST_FRONTS * NEST_BYTES):
+            raise MemoryError("no memory for the bookkeeping of an allocator")
+        memset(nests, 0, MOST_FRONTS * NEST_BYTES)
+        keeper.nests = <char*>nests
+        keeper.anchors = <PyObject*>anchors
+    return anchors
+
+
+cdef Nest* own_nest(PyObject* keeper) noexcept:
+    cdef int64_t k = thread_number()
+    if k >= MOST_FRONTS or (<Keeper>keeper).nests == NULL or (<Keeper>keeper).foreign:
+        return &nobodys
+    return nth_nest(<Keeper>keeper, k)
+
+
+@cython.final
+@cython.no_gc_clear               # the keeper is needed to the last
+cdef class Anchor:
+    pass
+
+
+seal(Anchor)
+
+
+cdef int take_anchor(Block root) except -1:
+    cdef Nest* nest = nest_of(<PyObject*>root.keeper)
+    cdef Anchor anchor
+    if ARENAPY_GIL or nest == &nobodys:
+        return 0
+    if nest.anchor == NULL:
+        anchor = Anchor.__new__(Anchor)
+        anchor.keeper = root.keeper
+        (<list>root.keeper.anchors).append(anchor)
+        nest.anchor = <PyObject*>anchor
+    root.anchor = nest.anchor
+    count_up(root.anchor)
+    count_down(<PyObject*>root.keeper)
+    return 0
+
+
+cdef void track(Block root) noexcept:
+    cdef PyObject* anchor = root.anchor
+    if anchor != NULL:                       # the collector takes it that `keeper` is counted
+        count_up(<PyObject*>root.keeper)
+        root.anchor = NULL
+        count_down(anchor)
+    if not PyObject_GC_IsTracked(<PyObject*>root):
+        PyObject_GC_Track(<PyObject*>root)
+
+
+cdef void empty_nest(Nest* nest) noexcept:
+    cdef PyObject* root
+    while nest.kept != NULL:
+        root = nest.kept
+        nest.kept = <PyObject*>(<Block>root).ptr
+        nest.n_kept -= 1
+        PyObject_GC_Del(root)
+
+
+cdef void drop_kept(Keeper keeper) noexcept:
+    empty_nest(&keeper.nest)
+
+
+# ---- state -------------------------------------------------------------------------------
+
+cdef Block root_of(Block block):
+    return block if block.root is None else block.root
+
+
+cdef bint is_open_locked(Block block) noexcept:
+    cdef Block root = root_of(block)
+    cdef uint64_t word = arenapy_load(&root.word)
+    if (word | arenapy_load(&block.word)) & CLOSED or root.keeper.gone:
+        return False
+    return word != 0 or root.keeper.alive(root)
+
+
+cdef bint is_open(Block block) noexcept:
+    cdef Keeper keeper = root_of(block).keeper
+    cdef bint valid
+    arenapy_lock_acquire(&keeper.lock)
+    valid = is_open_locked(block)
+    arenapy_lock_release(&keeper.lock)
+    return valid
+
+
+cdef int check_open(Block block) except -1:
+    if not is_open(block):
+        raise ValueError(why_closed(block))
+    return 0
+
+
+cdef str why_closed(Block block):
+    cdef Keeper keeper = root_of(block).keeper
+    cdef str why = "it was released, or its frame was reset"
+    if keeper.gone == GONE_CLOSED:
+        why = "its region was closed"
+    elif keeper.gone == GONE_FORKED:
+        why = "its memory stayed with the parent process when this one was forked"
+    return f"{name_of(block)} is closed: {why}; allocate a new Buffer"
+
+
+cdef bint is_readonly(Block block) noexcept:
+    return block.sealed or block.keeper.readonly
+
+
+cdef int acquire(Block block, bint count) except -1:
+    return take_hold(block, ONE_EXPORT if count else 0, HELD)
+
+
+cdef int pin(Block block) except -1:
+    return take_hold(block, ONE_EXPORT, 0)
+
+
+cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
+    """Count it, and set `state`, as one change."""
+    cdef Block root = root_of(block)
+    cdef bint held, no_memory = False
+    check_open(block)
+    if root.keeper.checked:
+        root.keeper.check()
+    if root is not block and not add_export(block, step, 0):     # the slice's own, which may close
+        raise ValueError(why_closed(block))
+    held = add_export(root, step, HELD)
+    if not held:
+        arenapy_lock_acquire(&root.keeper.lock)
+        if not arenapy_load(&root.word) & HELD and is_open_locked(block):
+            held = keep_in_place(root)
+            no_memory = not held
+            if held:
+                arenapy_add(&root.word, state + step)    # at once: who sees HELD may close it
+        else:                                # another thread was first, or it is closed
+            held = add_export(root, step, HELD)
+        arenapy_lock_release(&root.keeper.lock)
+    if held:
+        return 0
+    if root is not block:
+        arenapy_sub(&block.word, step)
+    if no_memory:
+        raise MemoryError("no memory for the record of an export")
+    raise ValueError(why_closed(block))
+
+
+cdef void unpin(Block block) noexcept:
+    cdef Block root = root_of(block)
+    cdef Keeper keeper = root.keeper
+    if root is not block:
+        arenapy_sub(&block.word, ONE_EXPORT)
+    arenapy_lock_acquire(&keeper.lock)       # against whoever marks it HELD
+    if arenapy_sub(&root.word, ONE_EXPORT) == ONE_EXPORT:
+        if keeper.recycles:
+            arenapy_sub(&keeper.n_held, 1)
+        elif root.hold.flags & HOLD_RETIRED:
+            arenapy_store(&root.word, HELD)  # it has outlived its frame
+        else:
+            keeper.delist(root.hold)
+            drop_hold(keeper, root.hold)
+            root.hold = NULL
+    arenapy_lock_release(&keeper.lock)
+
+
+cdef inline bint keep_in_place(Block root) noexcept nogil:
+    """The first export or pin of a root; lock held. False: no memory."""
+    cdef Hold* hold = NULL
+    if arenapy_load(&root.word):
+        return True                          # it is pinned
+    if not root.keeper.recycles:
+        hold = new_hold(root.keeper)
+        if hold == NULL:
+            return False
+    enlist_hold(root, hold)
+    return True
+
+
+cdef inline bint add_export(Block block, uint64_t step, uint64_t state) noexcept nogil:
+    """Count it, as one change, unless HELD and CLOSED are not as in `state`."""
+    cdef uint64_t word = arenapy_load(&block.word)
+    while word & (HELD | CLOSED) == state:
+        if arenapy_cas(&block.word, &word, word + step):
+            return True
+    return False
+
+
+cdef void born_held(Block root, Hold* hold) noexcept nogil:
+    enlist_hold(root, hold)
+    arenapy_store(&root.word, HELD)
+
+
+cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
+    """All of it but the word."""
+    if root.keeper.recycles:
+        arenapy_add(&root.keeper.n_held, 1)
+        return
+    hold.start = <uintptr_t>root.ptr
+    hold.end = hold.start + <size_t>root.size + (root.size == 0)   # a 0-byte block occupies one
+    hold.tag = root.tag
+    hold.pad = root.pad
+    hold.flags = HOLD_EMPTY if root.size == 0 else 0
+    root.hold = hold
+    root.keeper.enlist(hold)
+
+
+cdef void unacquire(Block block) noexcept:
+    if block.root is not None:
+        arenapy_sub(&block.word, ONE_EXPORT)
+    arenapy_sub(&root_of(block).word, ONE_EXPORT)
+
+
+cdef str name_of(Block block):
+    """How messages call it: enough to find the block."""
+    cdef Keeper keeper = root_of(block).keeper
+    owner = keeper.owner_of()
+    return (
+        f"the {keeper.kind} Buffer of {block.size} bytes at {<uintptr_t>block.ptr:#x}"
+        + (f" of {type(owner).__name__}" if owner is not None else "")
+        + place_of(block)
+    )
+
+
+cdef str place_of(Block block):
+    """In debug mode where it was allocated, to follow its name; else nothing."""
+    return said(root_of(block).place)
+
+
+# ---- streams -----------------------------------------------------------------------------
+
+cdef object named_stream(Keeper keeper, object stream):
+    if stream is None:
+        return None
+    if keeper.medium is None:                # say so instead of ignoring the argument
+        raise ValueError(
+            f"stream={stream!r}: {keeper.kind} memory is not ordered by a stream; pass None, "
+            "or use a source of arenapy.cuda"
+        )
+    return keeper.medium.named(stream)
+
+
+cdef int note_use(Block block, object use) except -1:
+    cdef Block root = root_of(block)
+    cdef Keeper keeper = root.keeper
+    cdef list uses
+    cdef Hold* hold = NULL
+    cdef bint valid
+    if not keeper.recycles:
+        acquire(block, False)                # which makes a hold
+    elif root.hold == NULL:
+        hold = <Hold*>malloc(sizeof(Hold))
+        if hold == NULL:
+            raise MemoryError("no memory for the record of a stream")
+        hold.uses = NULL
+        hold.start = <uintptr_t>root.ptr
+        hold.end = hold.start + <size_t>root.size + (root.size == 0)
+        hold.tag = root.tag
+        hold.pad = hold.flags = 0
+    uses = [use]
+    arenapy_lock_acquire(&keeper.lock)
+    valid = is_open_locked(block)
+    if valid:
+        if root.hold == NULL:
+            root.hold, hold = hold, NULL
+            arenapy_add(&keeper.n_held, 1)   # it keeps its region open
+        if root.hold.uses == NULL:
+            root.hold.uses = <PyObject*>uses
+            count_up(root.hold.uses)
+        else:
+            uses = <list>root.hold.uses
+    arenapy_lock_release(&keeper.lock)
+    free(hold)
+    if not valid:
+        raise ValueError(why_closed(block))
+    if use in uses:
+        return 0
+    uses.append(use)
+    return <int>len(uses)
+
+
+cdef void drop_use(Block block, object use) noexcept:
+    cdef Block root = root_of(block)
+    cdef PyObject* uses
+    cdef Py_ssize_t i
+    arenapy_lock_acquire(&root.keeper.lock)
+    uses = root.hold.uses if root.hold != NULL else NULL
+    if uses != NULL:
+        for i in range(len(<list>uses)):
+            if (<list>uses)[i] is use and len(<list>uses) > 1:
+                del (<list>uses)[i]          # the caller has it, too: nothing ends here
+                break
+    arenapy_lock_release(&root.keeper.lock)
+
+
+cdef list uses_of(Block block):
+    cdef Block root = root_of(block)
+    cdef list uses = []
+    arenapy_lock_acquire(&root.keeper.lock)
+    if root.hold != NULL and root.hold.uses != NULL:
+        uses = <list>root.hold.uses
+    arenapy_lock_release(&root.keeper.lock)
+    return list(uses)
+
+
+cdef void end_hold(PyObject* o) noexcept:
+    cdef PyObject* keeper = <PyObject*>(<Block>o).keeper
+    cdef Hold* hold = (<Block>o).hold
+    cdef bint live = True
+    (<Block>o).hold = NULL
+    if (<Keeper>keeper).recycles:
+        arenapy_sub(&(<Keeper>keeper).n_held, 2 if (<Block>o).word & HELD else 1)
+        live = hold.tag != 0 and (<Keeper>keeper).set_aside(hold)
+    if live and hold.uses != NULL:
+        (<Keeper>keeper).medium.ended(keeper, hold)
+    elif (<Keeper>keeper).recycles:
+        free_hold(hold)
+    else:
+        (<Keeper>keeper).ended(hold)
+
+
+cdef void free_hold(Hold* hold) noexcept:
+    if hold.uses != NULL:
+        count_down(hold.uses)
+    free(hold)
+
+
+cdef int host_only(Block block) except -1:
+    check_open(block)
+    if not block.keeper.host_accessible:
+        raise BufferError(
+            f"{name_of(block)} cannot be read by the host; copy it with copy_to(host_buffer)"
+        )
+    return 0
+
+
+cdef int writable(Block block) except -1:
+    host_only(block)
+    if is_readonly(block):
+        raise BufferError(f"{name_of(block)} is read-only; copy it to a writable Buffer")
+    return 0

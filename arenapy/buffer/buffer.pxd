@@ -1,0 +1,78 @@
+# The C surface of Buffer.
+from arenapy.base.abi cimport ARENAPY_ABI
+from cpython.object cimport PyObject
+
+from arenapy.base.atomic cimport ARENAPY_GIL
+from arenapy.buffer.block cimport Block, Keeper, Nest, nest_of
+
+
+# A root Buffer is one block of an allocator, or one range of a region. It adds nothing to the
+# state of a Block.
+cdef class Buffer(Block):
+    pass
+
+
+# A slice or a typed view: shares the root's bytes and state, and adds a layout (C order).
+cdef class View(Buffer):
+    cdef int ndim
+    cdef Py_ssize_t* dims                # ndim lengths, then ndim strides in bytes
+    cdef readonly tuple shape
+    cdef Py_ssize_t itemsize
+    cdef object descr                    # the NumPy dtype; None: plain bytes
+    cdef str typestr                     # NumPy's, e.g. "<f4"
+    cdef bytes format                    # PEP 3118; None: the type has no such code
+
+
+cdef extern from *:
+    """
+    #ifndef ARENAPY_REVIVE
+    #define ARENAPY_REVIVE
+    /* A dead object of a static type, its type and method table in place: alive again. (What
+       _Py_NewReference does more is for tracemalloc, which does not see freelists; but without a
+       GIL it also makes this thread the owner of the object's count.) */
+    static CYTHON_INLINE PyObject *arenapy_revive(PyObject *o) {
+    #if defined(Py_REF_DEBUG) || defined(Py_TRACE_REFS) || defined(Py_GIL_DISABLED)
+        _Py_NewReference(o);
+    #else
+        Py_SET_REFCNT(o, 1);
+    #endif
+        return o;
+    }
+    #endif
+    """
+    object arenapy_revive(PyObject* o)
+    void count_up "Py_INCREF" (PyObject* o) noexcept
+
+
+# A root from no nest; new_block's.
+cdef Buffer fresh_block(Keeper keeper)
+
+
+# The first root of a nest that is not empty, alive again, at ptr. The caller fills in the rest,
+# before or after.
+cdef inline object hatch(PyObject* keeper, Nest* nest, char* ptr):
+    cdef PyObject* o = nest.kept
+    nest.kept = <PyObject*>(<Buffer>o).ptr
+    nest.n_kept -= 1
+    (<Buffer>o).ptr = ptr
+    if not ARENAPY_GIL:
+        (<Buffer>o).anchor = keeper = nest.anchor
+    count_up(keeper)
+    return arenapy_revive(o)
+
+
+# An open, unheld root. The caller fills in ptr, tag and pad, at once: they are not set.
+cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
+    cdef Nest* nest = nest_of(<PyObject*>keeper)
+    cdef Buffer b
+    if nest.kept != NULL:
+        b = <Buffer>hatch(<PyObject*>keeper, nest, NULL)
+    else:
+        b = fresh_block(keeper)
+    b.size = size
+    b.word = 0
+    return b
+
+
+# An open, unheld root over a range of a region.
+cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size)

@@ -1,0 +1,512 @@
+"""Buffer: a block of an allocator or a range of a region, as the user holds it.
+
+What lives here: the object's life, the buffer protocol, slices and views. What does not: the
+state behind it (block), NumPy (ndarray), DLPack (dlpack).
+
+Why it is fast: a root Buffer is born from its keeper's freelist, with keeper and method table
+in place. It is not tracked by the cycle collector: what it keeps alive cannot reach a user's
+object, except over foreign regions, where it is tracked. Its death is one function.
+"""
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_F_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE,
+)
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.object cimport PyObject
+from cpython.slice cimport PySlice_AdjustIndices, PySlice_Unpack
+from libc.stdint cimport uint64_t, uintptr_t
+
+from arenapy.base.atomic cimport (
+    ARENAPY_GIL, arenapy_cas, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
+    arenapy_store,
+)
+from arenapy.buffer.block cimport (
+    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Nest, acquire, check_open,
+    end_hold, is_open, host_only, is_readonly, name_of, named_stream, nest_of, place_of,
+    root_of, take_anchor, unacquire,
+)
+from arenapy.base.sealed cimport seal
+from arenapy.buffer.transfer cimport copy_in, copy_out, fill_bytes
+
+cdef extern from "Python.h":
+    void PyObject_GC_UnTrack(PyObject* o)
+    void PyObject_GC_Del(void* o)
+    void count_down "Py_DECREF" (PyObject* o) noexcept
+
+cdef extern from *:
+    """
+    /* tp_dealloc has no Cython spelling. */
+    #define arenapy_set_dealloc(t, f) (((PyTypeObject *)(t))->tp_dealloc = (f))
+    """
+    ctypedef void (*destructor)(PyObject*) noexcept
+    void arenapy_set_dealloc(object type, destructor f)
+
+cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
+
+
+cdef Buffer fresh_block(Keeper keeper):
+    cdef Buffer b = Buffer.__new__(Buffer)
+    b.keeper = keeper
+    if not keeper.foreign:                   # looked at once: another thread may make it so
+        PyObject_GC_UnTrack(<PyObject*>b)
+        take_anchor(b)
+    return b
+
+
+cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size):
+    cdef Buffer b = new_block(keeper, size)
+    b.ptr = ptr
+    b.tag = 0
+    b.pad = 0
+    return b
+
+
+cdef void _root_dealloc(PyObject* o) noexcept:
+    """Ends the hold, if any, on whatever thread this is; then keeps the object for reuse.
+
+    `o` has no references: nothing here may make one, so fields are read through casts. One that
+    is kept still points to its keeper, uncounted: the keeper frees it before it goes.
+    """
+    cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
+    cdef PyObject* counted = (<Buffer>o).anchor if not ARENAPY_GIL else NULL
+    cdef Nest* nest
+    # Tracked: over foreign memory, and a View for which there was no memory.
+    cdef bint tracked = keeper == <PyObject*>None or (<Keeper>keeper).foreign
+    if tracked:
+        PyObject_GC_UnTrack(o)
+    if (<Buffer>o).hold != NULL:
+        end_hold(o)
+    elif keeper != <PyObject*>None and (<Keeper>keeper).recycles:
+        (<Keeper>keeper).dropped(o)
+    nest = NULL if tracked else nest_of(keeper)
+    if nest != NULL and nest.n_kept < KEPT_OBJECTS and (ARENAPY_GIL or nest.anchor != NULL):
+        (<Buffer>o).ptr = <char*>nest.kept
+        nest.kept = o
+        nest.n_kept += 1
+    else:
+        PyObject_GC_Del(o)
+    count_down(keeper if counted == NULL else counted)     # may end the keeper, and its region
+
+
+cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,
+                    str typestr, bytes format, bint sealed):
+    """A View of the root of `buffer`; the caller has checked that it fits."""
+    cdef View v = View.__new__(View)
+    cdef Py_ssize_t stride = itemsize
+    cdef int i
+    v.ndim = <int>len(shape)
+    v.dims = <Py_ssize_t*>PyMem_Malloc(2 * max(v.ndim, 1) * sizeof(Py_ssize_t))
+    if v.dims == NULL:
+        raise MemoryError("no memory for the shape of a view")
+    for i in range(v.ndim - 1, -1, -1):
+        v.dims[i] = shape[i]
+        v.dims[v.ndim + i] = stride
+        stride *= v.dims[i]
+    v.size = stride
+    v.ptr = ptr
+    v.root = root_of(buffer)
+    v.keeper = v.root.keeper
+    v.shape = shape
+    v.itemsize = itemsize
+    v.descr = descr
+    v.typestr = typestr
+    v.format = format
+    v.sealed = sealed
+    v.word = 0
+    return v
+
+
+@cython.no_gc_clear               # as for Block
+cdef class Buffer(Block):
+    """A block of memory, handed out by an allocator or viewed in a region.
+
+    Buffers are made by ``allocator.alloc``, ``Region.buffer``, slicing and :meth:`view`,
+    not by calling the class. Host-accessible Buffers export the buffer protocol, so that
+    ``memoryview``, ``numpy.frombuffer``, ``socket.recv_into``, ``file.readinto`` and
+    ``struct.pack_into`` work on them in place.
+
+    A Buffer is *held* while it has a live export, and as long as the Buffer object lives
+    once it was ever exported. What is held is never handed out again nor unmapped. The one
+    boundary: an address kept after the Buffer is gone.
+
+    Thread-safety: every method may be called from any thread; what the bytes hold is the
+    caller's to order.
+    """
+
+    # -- facts
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte. Valid only while this Buffer is alive and open."""
+        check_open(self)
+        return <uintptr_t>self.ptr
+
+    @property
+    def kind(self) -> str:
+        """Kind of memory: "host", "shared", "file", "existing", "pinned", "device", ..."""
+        return self.keeper.kind
+
+    @property
+    def device_id(self) -> int:
+        """Ordinal of the device that the memory is on; -1 for the host."""
+        return self.keeper.device_id
+
+    @property
+    def readonly(self) -> bool:
+        """Whether exports are read-only."""
+        return is_readonly(self)
+
+    @property
+    def allocator(self):
+        """The allocator, or None once that is gone (the memory lives on) or if there is none."""
+        return self.keeper.owner_of()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was released, or closed by a reset; any use then raises ValueError."""
+        return not is_open(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody may still see the bytes: was ever exported, or is exported now."""
+        return arenapy_load(&root_of(self).word) & HELD != 0
+
+    def __len__(self):
+        if self.root is not None:
+            if (<View>self).ndim == 0:
+                raise TypeError(f"{name_of(self)} has no dimension, so no len(); see nbytes")
+            return (<View>self).dims[0]
+        return self.size
+
+    def __repr__(self):
+        cdef Buffer root = root_of(self)
+        cdef uint64_t word = arenapy_load(&root.word)
+        if not is_open(self):
+            state = "closed"
+        elif word & HELD:
+            state = f"held, {word // ONE_EXPORT} live exports"
+        else:
+            state = "not held"
+        owner = self.allocator
+        of = f" of {type(owner).__name__}" if owner is not None else ""
+        layout = ""
+        if self.root is not None and not ((<View>self).ndim == 1 and (<View>self).typestr == "|u1"):
+            layout = f" {(<View>self).shape} {(<View>self).typestr!r}"
+        return (
+            f"<Buffer {self.kind} {self.size} bytes{layout} at {<uintptr_t>self.ptr:#x}{of}, "
+            f"{state}{place_of(self)}>"
+        )
+
+    # -- release
+
+    def release(self, stream=None):
+        """Give the block back. A second release does nothing.
+
+        The handle and its slices close at once. The bytes go back at once if they were never
+        exported, else when the Buffer object is gone. On a slice or view: closes that one
+        only.
+
+        A `stream` is as for :meth:`record_stream`.
+
+        Raises
+        ------
+        BufferError
+            If exports of it (or of anything below the root) are alive. Nothing changes.
+        """
+        cdef uint64_t word
+        cdef bint done = False
+        word = arenapy_load(&self.word)
+        if stream is not None and is_open(self) and word < ONE_EXPORT:
+            self.record_stream(stream)
+            word = arenapy_load(&self.word)
+        while not word & CLOSED and not done:
+            if word >= ONE_EXPORT and not arenapy_load(&root_of(self).word) & HELD:
+                raise BufferError(
+                    f"{name_of(self)} is in use by a call that has not returned; release it then"
+                )
+            if word >= ONE_EXPORT:
+                raise BufferError(
+                    f"{name_of(self)} has {word // ONE_EXPORT} live exports; drop or release the "
+                    "memoryviews and DLPack tensors made from it first"
+                )
+            if word & HELD or self.root is not None:
+                done = arenapy_cas(&self.word, &word, word | CLOSED)
+                continue
+            if self.keeper.debug and is_open(self):
+                self.keeper.leaving(self.ptr)
+            arenapy_lock_acquire(&self.keeper.lock)
+            word = arenapy_load(&self.word)
+            if word == 0:
+                if not self.keeper.gone and self.keeper.alive(self):
+                    self.keeper.give_back(self)
+                arenapy_store(&self.word, CLOSED)
+                done = True
+            arenapy_lock_release(&self.keeper.lock)
+            if done and self.hold != NULL:   # streams use it
+                end_hold(<PyObject*>self)
+            if self.keeper.debug:
+                self.keeper.verify()
+
+    def __enter__(self):
+        check_open(self)
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        try:
+            self.release()
+        except BufferError:
+            if kind is None:       # never mask the exception that is already on its way
+                raise
+
+    def record_stream(self, stream):
+        """Once it is released, hold the block until `stream` has done what it was given by then.
+
+        Raises ValueError or TypeError on memory that no stream orders, or for what is no stream.
+        """
+        check_open(self)
+        if stream is None:
+            raise ValueError("stream=None names no stream")
+        used_by = named_stream(self.keeper, stream)
+        self.keeper.medium.use(self, used_by)
+
+    # -- slices and views
+
+    def __getitem__(self, key):
+        """A zero-copy slice along the first dimension; it keeps, and counts for, its root."""
+        cdef Py_ssize_t start, stop, step, n, row
+        cdef View v
+        check_open(self)
+        if not isinstance(key, slice):
+            raise TypeError(
+                f"a Buffer is sliced, not indexed: got {key!r}; memoryview(buffer)[i] reads a byte"
+            )
+        PySlice_Unpack(key, &start, &stop, &step)
+        n = PySlice_AdjustIndices(len(self), &start, &stop, step)
+        if step != 1:
+            raise ValueError(
+                f"step={step}: a slice of a Buffer is contiguous; "
+                "slice memoryview(buffer) or buffer.array() with a step"
+            )
+        if self.root is None:
+            return _new_view(self, self.ptr + start, (n,), 1, None, "|u1", b"B", False)
+        v = <View>self
+        row = v.dims[v.ndim]
+        return _new_view(
+            self, v.ptr + start * row, (n,) + v.shape[1:], v.itemsize, v.descr, v.typestr,
+            v.format, v.sealed,
+        )
+
+    def view(self, shape=None, dtype=None):
+        """This memory with a shape and a type, as DLPack and the array interfaces report it.
+
+        Parameters
+        ----------
+        shape : int or tuple of int, optional
+            Lengths, in C order, of the Buffer or of its first bytes; one may be -1: as much
+            as there is. By default one dimension that takes in all.
+        dtype : dtype-like, default "u1"
+            Any NumPy dtype without Python objects.
+
+        Raises
+        ------
+        ValueError
+            If the shape takes in more bytes than the Buffer has, or -1 does not come out even.
+        TypeError
+            If the dtype holds Python objects.
+        """
+        check_open(self)
+        dtype, itemsize, typestr, format = _numpy().describe("u1" if dtype is None else dtype)
+        shape = _numpy().fit(shape, itemsize, self.size, dtype)
+        return _new_view(
+            self, self.ptr, shape, itemsize, dtype, typestr, format, is_readonly(self)
+        )
+
+    def array(self, shape=None, dtype=None):
+        """This memory as an ndarray, without copying (host-accessible memory only).
+
+        Parameters and errors as for :meth:`view`; BufferError on device memory.
+        """
+        host_only(self)
+        if shape is None and dtype is None and self.root is not None:
+            return _numpy().view_as_array(self)
+        return _numpy().view_as_array(self.view(shape, dtype))
+
+    # -- contents
+
+    def fill(self, value, stream=None):
+        """Set every byte to `value`, a whole number from 0 to 255.
+
+        Large fills run without the GIL. With a `stream` (memory of arenapy.cuda), it does it, in
+        its order.
+        """
+        fill_bytes(self, value, stream)
+
+    def copy_from(self, source, stream=None):
+        """Copy the bytes of `source` (any contiguous buffer of the same size) into this Buffer.
+
+        Parameters
+        ----------
+        source : buffer
+            To and from memory of arenapy.cuda also what has __cuda_array_interface__ or DLPack.
+        stream : stream, optional
+            If this Buffer or `source` is memory of arenapy.cuda: the stream that does it, in its
+            order; both are held until it has. By default it is done when this returns.
+
+        Raises
+        ------
+        ValueError
+            If the sizes differ; nothing is copied.
+        BufferError
+            If this Buffer is read-only.
+        """
+        copy_in(self, source, stream)
+        return self
+
+    def copy_to(self, target, stream=None):
+        """Copy the bytes into `target`, a writable buffer; sizes and errors as in copy_from."""
+        copy_out(self, target, stream)
+        return target
+
+    # -- exports
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        cdef View v
+        view.obj = None
+        host_only(self)
+        if flags & PyBUF_WRITABLE and is_readonly(self):
+            raise BufferError(f"{name_of(self)} is read-only; ask for a read-only view, or copy it")
+        if self.root is not None:
+            v = <View>self
+            if flags & PyBUF_FORMAT and not flags & PyBUF_ND and v.descr is not None:
+                raise BufferError(
+                    f"{name_of(self)} is typed {v.typestr!r}: ask for its shape (ND) too, or "
+                    "for plain bytes without a format"
+                )
+            if flags & PyBUF_FORMAT and v.format is None:
+                raise BufferError(
+                    f"dtype {v.typestr!r} has no code in the buffer protocol; use array()"
+                )
+            if flags & PyBUF_F_CONTIGUOUS == PyBUF_F_CONTIGUOUS and not _f_contiguous(v):
+                raise BufferError(
+                    f"{name_of(self)} of shape {v.shape} is in C order, and Fortran order was asked"
+                )
+        acquire(self, True)
+        view.buf = self.ptr
+        view.len = self.size
+        view.readonly = is_readonly(self)
+        view.suboffsets = NULL
+        view.internal = NULL
+        if self.root is None:
+            view.itemsize = 1
+            view.ndim = 1
+            view.format = <char*>b"B" if flags & PyBUF_FORMAT else NULL
+            view.shape = &view.len if flags & PyBUF_ND else NULL     # grow() may change size
+            view.strides = (
+                &view.itemsize if flags & PyBUF_STRIDES == PyBUF_STRIDES else NULL
+            )
+        else:
+            view.itemsize = v.itemsize
+            view.format = <char*>v.format if flags & PyBUF_FORMAT else NULL
+            # Without ND the consumer takes the memory as one line of bytes.
+            view.ndim = v.ndim if flags & PyBUF_ND else 1
+            view.shape = v.dims if flags & PyBUF_ND and v.ndim else NULL
+            view.strides = (
+                v.dims + v.ndim if flags & PyBUF_STRIDES == PyBUF_STRIDES and v.ndim else NULL
+            )
+        view.obj = self
+
+    def __releasebuffer__(self, Py_buffer* view):
+        unacquire(self)
+
+    @property
+    def __array_interface__(self):
+        """NumPy's array interface, version 3. Reading it marks the Buffer held."""
+        if not self.keeper.host_accessible:
+            raise AttributeError(f"{name_of(self)} is not on the host; copy_to() brings it there")
+        fields = _numpy().interface(self)
+        acquire(self, False)
+        return fields
+
+    @property
+    def __cuda_array_interface__(self):
+        """The CUDA array interface, version 3. Reading it marks the Buffer held; see `offer`."""
+        if not self.keeper.device_accessible:
+            raise AttributeError(f"{name_of(self)} is not accessible to a CUDA device")
+        return _numpy().cuda_interface(self)
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """A DLPack capsule of this memory (see :mod:`arenapy.buffer.dlpack`)."""
+        return _dl().capsule(self, stream, max_version, dl_device, copy)
+
+    def __dlpack_device__(self):
+        """``(device_type, device_id)`` in DLPack's numbers; ``(1, 0)`` is the host."""
+        check_open(self)
+        return _dl().device(self)
+
+    def __reduce_ex__(self, protocol):
+        """Plain pickle copies the bytes; protocol 5 passes them out of band when asked to."""
+        check_open(self)
+        from arenapy.buffer.pickling import reduce_buffer
+        return reduce_buffer(self, protocol)
+
+
+seal(
+    Buffer,
+    "a Buffer is made by an allocator's alloc(), a region's buffer() or a slice, not by "
+    "calling the class",
+)
+
+
+arenapy_set_dealloc(Buffer, _root_dealloc)
+
+
+@cython.no_gc_clear
+cdef class View(Buffer):
+    """A slice or a typed view of a Buffer: same block, own layout. See :class:`Buffer`."""
+
+    def __dealloc__(self):
+        PyMem_Free(self.dims)
+
+    @property
+    def dtype(self):
+        """The NumPy dtype of an item."""
+        return _numpy().describe(self.typestr)[0] if self.descr is None else self.descr
+
+    @property
+    def strides(self) -> tuple:
+        """Bytes from one element to the next, along each dimension."""
+        return tuple([self.dims[self.ndim + i] for i in range(self.ndim)])
+
+
+seal(View, "a View is made by slicing a Buffer, or by its view(), not by calling the class")
+
+
+# Imported when first needed: both import this module.
+
+cdef object _numpy():
+    global _ndarray
+    if _ndarray is None:
+        from arenapy.buffer import ndarray as _ndarray
+    return _ndarray
+
+
+cdef object _dl():
+    global _dlpack
+    if _dlpack is None:
+        from arenapy.buffer import dlpack as _dlpack
+    return _dlpack
+
+
+cdef bint _f_contiguous(View v) noexcept:
+    """C order is Fortran order too if at most one length is not 1, or there is no element."""
+    cdef int i, long_dims = 0
+    for i in range(v.ndim):
+        if v.dims[i] == 0:
+            return True
+        long_dims += v.dims[i] > 1
+    return long_dims <= 1

@@ -1,0 +1,1 @@
+"""Bump: a cursor, marks and scopes."""

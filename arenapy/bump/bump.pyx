@@ -1,0 +1,536 @@
+"""Bump: an arena as the user holds it.
+
+What lives here: arguments, errors, marks and scopes. What does not: address arithmetic and what a
+reset frees (bump_core), growth (bump_growth), arrays (allocator).
+
+Every method makes the Python objects it needs first, then calls the core under its lock, so
+that a call that raises has changed nothing, and no Python code runs in between.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uintptr_t
+from libc.string cimport memcpy
+from collections.abc import Iterable
+
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr
+from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.allocator.allocator cimport Allocator, complete, make_region
+from arenapy.base.arguments cimport as_align, as_size, quick_size
+from arenapy.buffer.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
+from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
+from arenapy.buffer.buffer cimport Buffer, hatch, new_block
+from arenapy.bump.core cimport BumpCore, Figures, Frame, rewind, take
+from arenapy.bump.growth cimport grow_for
+from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
+from arenapy.allocator.allocator_core cimport permit, record
+from arenapy.bump.mark cimport Mark, begin_mark, end_mark
+from arenapy.diagnostics.places cimport NOWHERE, here
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.base.sealed cimport seal
+from arenapy.memory.region cimport Region
+
+from arenapy.bump.check import verify
+from arenapy.memory.sources import Host
+from arenapy.stats import BumpStats
+
+cdef enum:
+    NAMED = 4                # blocks that a message names at most
+
+
+@cython.final
+cdef class Bump(Allocator):
+    """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=None, *, stream=None)\n--\n
+    An arena: allocation moves a cursor, and freeing moves it back.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of the first region.
+    source : source, optional
+        Where memory comes from; by default ``Host()``, prefaulted.
+    max_bytes : int, optional
+        Grow by further regions, each twice the one before, up to this many bytes in all.
+        By default the arena does not grow.
+    strict : bool
+        A reset that would retire held blocks raises BufferError instead.
+    debug : bool, optional
+        Fill what is given back with a pattern and check it; by default as the environment
+        variable ``ARENAPY_DEBUG`` says.
+    stream : stream, optional
+        Memory of arenapy.cuda: the stream of blocks that name no other; see Pool.
+
+    Notes
+    -----
+    Thread-safety: one thread at a time; Buffers and arrays may be dropped on any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.Bump(1 << 20)
+    >>> with arena.scope():
+    ...     x = arena.empty((4, 4), "f4")
+    ...     x[...] = 1
+    ...     total = float(x.sum())
+    ...     del x
+    >>> total, arena.used
+    (16.0, 0)
+    """
+
+    def __cinit__(self, nbytes, source=None, max_bytes=None, strict=False, debug=None, *,
+                  stream=None):
+        cdef BumpCore core = BumpCore.__new__(BumpCore)
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        self.base = self.core = core
+        if n == 0:
+            raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
+        if max_bytes is not None:
+            max_bytes = as_size(max_bytes, "max_bytes")
+            if max_bytes < n:
+                raise ValueError(f"max_bytes={max_bytes} is less than nbytes={n}; give more")
+        if source is None:
+            source = Host()
+        core.adopt(source, stream)
+        self.debug = core.watch(debug, verify)
+        core.shorten(not self.debug)
+        core.open(make_region(source, n))    # last: a file is emptied by it
+        self.source = source
+        self.max_bytes = max_bytes
+        self.strict = strict
+        complete(self)
+
+    # -- allocation
+
+    def alloc(self, nbytes, align=None, stream=None):
+        """Allocate a block.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes; 0 gives a distinct empty Buffer.
+        align : int, optional
+            A power of two up to 2 MiB; by default 64, on a device 256.
+        stream : stream, optional
+            Memory of arenapy.cuda: the stream that is to use it. Of others than its own it is held.
+
+        Returns
+        -------
+        Buffer
+            Uninitialized. If it is never exported, the next reset closes it.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a size or an alignment out of range.
+        OutOfMemory
+            If it does not fit; nothing has changed then.
+        """
+        # The usual call, with a GIL: no lock, no call but take_slow's, and borrowed references,
+        # since counting them takes as long as moving the cursor.
+        cdef PyObject* core = <PyObject*>self.core
+        cdef PyObject* o = (<BumpCore>core).nest.kept
+        cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+        cdef void* start
+        if not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None:
+            return self.careful_alloc(nbytes, align, stream)
+        if (<BumpCore>core).ended_list != NULL:
+            (<BumpCore>core).drain()
+        start = take(<BumpCore>core, n, (<BumpCore>core).block_align, &(<Buffer>o).pad)
+        if start == NULL:
+            return self.careful_alloc(nbytes, align, stream)
+        (<Buffer>o).size = n
+        (<Buffer>o).align = <uint32_t>(<BumpCore>core).block_align
+        (<Buffer>o).word = 0
+        (<Buffer>o).tag = (<BumpCore>core).tag
+        return hatch(core, &(<BumpCore>core).nest, <char*>start)
+
+    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
+        return self.block_for(n, a, stream)
+
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        cdef BumpCore c = self.core
+        cdef Buffer b
+        if c.checked:
+            c.check()
+        b = new_block(c, n)
+        b.align = align
+        cdef Hold* hold = NULL
+        cdef void* start
+        arenapy_lock_acquire(&c.lock)
+        if arenapy_load_ptr(&c.ended_list) != NULL:
+            c.drain()
+        if held:
+            hold = new_hold(c)               # before the cursor moves
+        start = take(c, n, align, &b.pad) if hold != NULL or not held else NULL
+        b.ptr = <char*>start
+        b.tag = c.tag
+        if start != NULL and held:
+            born_held(b, hold)
+        arenapy_lock_release(&c.lock)
+        if held and hold == NULL:
+            raise MemoryError("no memory for the record of an export")
+        if start == NULL:
+            grow_for(c, self.source, self.max_bytes, b, n, align, hold)
+            if c.foreign:
+                track(b)
+        record(c, EVENT_ALLOC, b.ptr, n)
+        if c.debug:
+            c.began(b.ptr, n + (n == 0), n)
+            try:
+                c.allocated([b])
+            except BaseException:
+                b.release()
+                raise
+        return b
+
+    def alloc_many(self, sizes):
+        """Allocate a block for each size, 64-byte aligned: all of them, or none.
+
+        Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
+        """
+        cdef list wanted, blocks = []
+        cdef BumpCore c = self.core
+        cdef Figures before
+        cdef Py_ssize_t made
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
+        wanted = [as_size(n, "sizes") for n in sizes]
+        before = c.figures()                 # now: the sizes may come from code that allocates
+        try:
+            for n in wanted:
+                blocks.append(self.block(n, self.core.block_align, False))
+        except BaseException:
+            made = len(blocks)
+            while blocks:                    # newest first: each moves the cursor back
+                (<Buffer>blocks.pop()).release()
+            arenapy_lock_acquire(&c.lock)
+            c.total -= made                  # other code may have allocated meanwhile
+            c.peak_bytes, c.freed = before.peak, before.bytes - c.live
+            arenapy_lock_release(&c.lock)
+            for region in c.drop_regions(before.regions):
+                record(c, EVENT_TRIM, (<Region>region).ptr, (<Region>region).size)
+                (<Region>region).detach()
+            raise
+        return blocks
+
+    def grow(self, Buffer buffer not None, nbytes):
+        """Make `buffer`, a block of this arena, `nbytes` large in all, keeping its contents.
+
+        Returns
+        -------
+        Buffer
+            The same one if it is the newest block, no mark is newer and there is room; else
+            a new one with the contents, and the old one is released. The streams that use the old
+            one may go on with the new one: they wait for its contents, and it for them.
+
+        Raises
+        ------
+        BufferError
+            If it has to move and has live exports. Nothing changes.
+        CudaError
+            If it has to move while a stream that uses it is captured. Nothing changes.
+        ValueError, OutOfMemory
+        """
+        cdef BumpCore c = self.core
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Buffer new
+        cdef bint done = False
+        cdef uintptr_t start, end
+        cdef Py_ssize_t size
+        check_open(buffer)
+        if buffer.root is not None or <PyObject*>buffer.keeper != <PyObject*>c:
+            raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
+        if n < buffer.size:
+            raise ValueError(
+                f"nbytes={n} is less than the {buffer.size} bytes it has; slice it instead"
+            )
+        self.core.open_check()
+        arenapy_lock_acquire(&c.lock)
+        c.drain()
+        if buffer.tag != c.tag:
+            c.prune()
+        start = <uintptr_t>buffer.ptr
+        end = start + buffer.size + (buffer.size == 0)
+        if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
+            c.cursor = start + n + (n == 0)
+            c.live += n - buffer.size
+            if POISONS:
+                permit(c, start, n)
+            buffer.size = n
+            if buffer.hold != NULL:
+                buffer.hold.end = c.cursor
+                if n > 0:
+                    buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
+            done = True
+        arenapy_lock_release(&c.lock)
+        if done:
+            record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
+            if c.debug:
+                c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
+                c.operated()
+            return buffer
+        if buffer.word >= ONE_EXPORT:
+            raise BufferError(
+                f"{buffer!r} has to move to grow, and has live exports; drop them first"
+            )
+        size = buffer.size
+        new = self.block(n, max(buffer.align, c.block_align), False)
+        # Making it may have run code, which may have grown the old one, exported it or reset all.
+        if c.medium is not None:
+            try:
+                check_open(buffer)
+                if buffer.size != size:
+                    raise ValueError(f"{buffer!r} did not grow: it was changed meanwhile")
+                c.medium.move(new, buffer)
+            except BaseException:
+                new.release()
+                raise
+            buffer.release()
+            return new
+        arenapy_lock_acquire(&c.lock)
+        done = is_open_locked(buffer) and is_open_locked(new) and buffer.size == size
+        done = done and buffer.word < ONE_EXPORT
+        if done:
+            memcpy(new.ptr, buffer.ptr, size)
+        arenapy_lock_release(&c.lock)
+        if not done:
+            new.release()
+            check_open(buffer)
+            raise ValueError(f"{buffer!r} did not grow: it or the arena was changed meanwhile")
+        buffer.release()
+        return new
+
+    # -- marks
+
+    def mark(self):
+        """Remember the position, for :meth:`reset`. Marks nest."""
+        return self.enter()
+
+    cdef Mark enter(self):
+        cdef BumpCore c = self.core
+        cdef Mark m = Mark.__new__(Mark)
+        cdef Frame* frame
+        arenapy_lock_acquire(&c.lock)
+        if arenapy_load_ptr(&c.ended_list) != NULL:
+            c.drain()
+        frame = c.push_frame() if not c.shut else NULL
+        if frame != NULL:
+            m.core = c
+            begin_mark(m, c, frame)
+        arenapy_lock_release(&c.lock)
+        if frame == NULL:
+            self.core.open_check()
+            raise MemoryError("no memory for another mark")
+        record(c, EVENT_MARK, <PyObject*>m, 0)
+        return m
+
+    def reset(self, mark=None, stream=None):
+        """Free everything allocated since a mark that nobody holds.
+
+        Held blocks keep their bytes and are retired: those come back when they are dropped.
+        Buffers that were never exported are closed. Marks newer than this one end; this one
+        stays valid.
+
+        Parameters
+        ----------
+        mark : Mark, optional
+            By default everything is freed and all marks end.
+        stream : stream, optional
+            It may still be at work on the memory. Where the host sees that, too, this waits for it.
+
+        Raises
+        ------
+        ValueError
+            For a mark that has ended, or is of another arena.
+        BufferError
+            In a strict arena, if blocks are held, naming them. Nothing changes.
+        """
+        if mark is not None and type(mark) is not Mark:
+            raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
+        if stream is not None:
+            self.core.open_check()
+            self.core.medium.fence(named_stream(self.core, stream))
+        self.rewind_to(<Mark>mark, self.strict)
+
+    cdef int rewind_to(self, Mark mark, bint strict) except -1:
+        cdef BumpCore c = self.core
+        cdef Py_ssize_t f = 0, held = 0
+        cdef int status = 0
+        cdef int named = 0
+        cdef Hold* hold
+        cdef Py_ssize_t i
+        cdef (uintptr_t, size_t)[4] names
+        if not c.plain:
+            c.open_check()
+            if c.debug and c.ledger.place == NOWHERE:
+                return self.rewind_watched(mark, strict)
+        c.settle_sends()
+        if mark is not None and <PyObject*>mark.core != <PyObject*>c:
+            raise ValueError(f"{mark!r} is of another arena; reset the arena that made it")
+        arenapy_lock_acquire(&c.lock)
+        if mark is not None:
+            f = c.find_frame(mark.id) if mark.valid else -1
+        if f >= 0 and strict:
+            held = c.survivors(f)
+            for i in range(f, c.n_frames):
+                hold = c.frames[i].holds
+                while hold != NULL and named < NAMED:
+                    names[named] = (hold.start, hold.end - hold.start)
+                    named += 1
+                    hold = hold.next
+        if f >= 0 and held == 0:
+            status = rewind(c, f)
+            if status == 0:
+                while c.last_mark != NULL and c.last_mark != <PyObject*>mark:
+                    end_mark(<Mark>c.last_mark)
+        arenapy_lock_release(&c.lock)
+        if f < 0:
+            raise ValueError(f"{mark!r} was ended by a reset to an older one; take a new mark")
+        if status < 0:
+            raise MemoryError("no memory for the bookkeeping of a reset")
+        if held:
+            blocks = ", ".join([
+                f"{names[i][1]} bytes at {names[i][0]:#x}{c.born_at(names[i][0])}"
+                for i in range(named)])
+            raise BufferError(
+                f"{held} held blocks would outlive this strict reset: {blocks}"
+                f"{', ...' if held > named else ''}; drop the arrays and views of them first"
+            )
+        record(c, EVENT_RESET, NULL if mark is None else <PyObject*>mark, 0)
+        return 0
+
+    cdef int rewind_watched(self, Mark mark, bint strict) except -1:
+        """Debug mode: let the ledger know where this reset is."""
+        cdef BumpCore c = self.core
+        c.ledger.place = here()
+        try:
+            self.rewind_to(mark, strict)
+        finally:
+            c.ledger.place = NOWHERE
+        return c.operated()
+
+    cdef int leave(self, Mark mark, bint failed) except -1:
+        """End a scope: reset to its mark, unless a reset to an older one did."""
+        cdef BumpCore c = self.core
+        cdef bint stands
+        try:
+            # A region may have been closed, or a fork happened: then there is nothing to free.
+            arenapy_lock_acquire(&c.lock)
+            stands = mark.valid and c.find_frame(mark.id) >= 0 and not c.shut
+            arenapy_lock_release(&c.lock)
+            if stands:
+                # An exception on its way is never masked: a strict arena then retires.
+                self.rewind_to(mark, self.strict and not failed)
+        finally:
+            arenapy_lock_acquire(&c.lock)
+            end_mark(mark)
+            c.prune()
+            arenapy_lock_release(&c.lock)
+
+    def scope(self):
+        """A context manager that marks on entry and resets to that mark on exit.
+
+        It gives the arena, masks no exception, and is void once an older mark was reset to.
+        """
+        cdef Scope scope = Scope.__new__(Scope)
+        scope.arena = self
+        return scope
+
+    # -- figures
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all regions."""
+        return self.core.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes of live blocks, padding included."""
+        return self.core.figures().used
+
+    @property
+    def peak(self) -> int:
+        """The most that `used` has been, in bytes."""
+        return self.core.figures().peak
+
+    @property
+    def remaining(self) -> int:
+        """Free bytes of all extents, without growth."""
+        return self.core.figures().free
+
+    @property
+    def retired(self) -> int:
+        """Bytes of held blocks that outlived a reset."""
+        return self.core.figures().retired
+
+    @property
+    def regions(self) -> tuple:
+        """The regions, in order of growth."""
+        return self.core.listed()
+
+    @property
+    def kind(self) -> str:
+        """Kind of memory, as its Buffers report it."""
+        return self.core.kind
+
+    def stats(self):
+        """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
+        cdef Figures f = self.core.figures()
+        return BumpStats(
+            f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,
+            f.peak, f.held, f.marks, f.regions, f.total, f.metadata,
+        )
+
+    def _tally(self):
+        cdef Figures f = self.core.figures()
+        return f.total, f.bytes, f.used
+
+    def _exchange_peak(self, peak):
+        cdef size_t before = self.core.figures().peak
+        self.core.peak_bytes = 0 if peak is None else peak
+        return before
+
+    def _record(self, recorder):
+        self.core.record_into(recorder)
+        self.core.shorten(recorder is None and not self.debug)
+
+    def check(self):
+        """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong.
+
+        In debug mode free memory too: MemoryCorruption then names who wrote to it.
+        """
+        verify(self.core)
+        self.core.check_free()
+
+    def __repr__(self):
+        cdef Figures f = self.core.figures()
+        return (
+            f"<Bump {self.core.kind} {f.capacity} bytes, {f.used} used, {f.retired} retired"
+            f"{', closed' if self.core.shut else ''}>"
+        )
+
+    def __reduce__(self):
+        raise TypeError("a Bump is not pickled; only the process that made it allocates from it")
+
+
+@cython.final
+@cython.freelist(64)
+cdef class Scope:
+    """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
+
+    def __enter__(self):
+        if self.mark is not None:
+            raise ValueError("this scope is entered already; call arena.scope() for another one")
+        self.mark = self.arena.enter()
+        return self.arena
+
+    def __exit__(self, kind, value, traceback):
+        cdef Mark mark = self.mark
+        if mark is None:
+            raise ValueError("this scope is not entered")
+        self.mark = None
+        self.arena.leave(mark, kind is not None)
+
+
+seal(Scope, "a scope is made by Bump.scope(), not by calling the class")

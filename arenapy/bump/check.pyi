@@ -1,0 +1,3 @@
+from arenapy.bump.core import BumpCore
+
+def verify(c: BumpCore) -> None: ...

@@ -1,0 +1,128 @@
+# The C surface of the bump algorithm. BumpCore is what Buffers keep alive; Bump (bump.pyx) is
+# what the user holds. The layout is baked into downstream inlines: see ARENAPY_ABI.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from arenapy.buffer.block cimport Block, Hold
+from arenapy.base.interval_set cimport Extent
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.bump.arena cimport Space
+
+# What was allocated since a mark (the base frame: since the last full reset).
+cdef struct Frame:
+    uint64_t content         # tag of the Buffers allocated in it; new after every reset to it
+    uint64_t id              # carried by its marks; grows along the frames
+    Py_ssize_t run           # the run that was current at the mark, and where the cursor stood
+    uintptr_t cursor
+    size_t live              # BumpCore.live at the mark
+    Hold* holds              # held blocks allocated in it, not retired
+    uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
+
+
+# What stats() and the properties say; bytes.
+cdef struct Figures:
+    size_t capacity, used, live, free, largest_free, retired, leased, peak, metadata
+    Py_ssize_t held, marks, regions
+    uint64_t total, bytes    # allocations ever
+
+
+cdef class BumpCore(Space):
+    # The current run is [runs[n_runs - 1].start, cursor); [cursor, limit) is free and next.
+    cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
+    cdef uintptr_t limit
+    # live and total are kept apart: side by side, compilers make one vector of them, whose store
+    # the next call's load waits for (2.8 ns a call instead of 1.4).
+    cdef size_t live         # bytes of the blocks in the runs; what else is there is padding
+    cdef uint64_t tag        # frames[n_frames - 1].content
+    cdef uint64_t total      # allocations ever
+    cdef uint64_t freed      # bytes that were live and are no more
+    cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
+    cdef uint64_t stamp      # the last content or id given out
+    # Bytes handed out contiguously, oldest first; n_runs >= 1. Of all but the last, those in which
+    # there is nothing have a frame: frames[i].run. So n_runs <= n_frames + blocks not freed + 1.
+    cdef Extent* runs
+    cdef Py_ssize_t n_runs, cap_runs
+    cdef size_t before       # bytes of all runs but the last
+    cdef Frame* frames       # n_frames >= 1; frames[0] is the base
+    cdef Frame* top          # &frames[n_frames - 1]
+    cdef Py_ssize_t n_frames, cap_frames
+    cdef size_t peak_bytes
+    cdef Py_ssize_t n_held   # holds that have not been drained
+    # Nothing was retired since all that is free was last in one piece: one run, and no gaps.
+    cdef bint pristine
+    cdef bint plain          # pristine, not shut, not debug, no leases: rewind() may be short
+    cdef PyObject* last_mark   # the newest live Mark, borrowed: a list through Mark.older
+    cdef uint64_t live_mark  # its id; 0: none
+
+    cdef int open(self, Region region) except -1
+    # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
+    cdef int settle(self) except -1
+    cdef Figures figures(self)
+    cdef str full(self, size_t n, size_t align, object max_bytes)
+    cdef size_t free_bytes(self) noexcept nogil
+    cdef size_t largest_free(self) noexcept nogil
+    cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
+    cdef void drain(self) noexcept nogil
+    cdef bint is_last(self, uintptr_t end, uint64_t tag) noexcept nogil
+    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
+                        bint empty) noexcept nogil
+    cdef Frame* push_frame(self) noexcept nogil
+    cdef void prune(self) noexcept nogil
+    cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil
+    cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
+    cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
+    # Shall alloc() take its short way? It does while there are dead Buffers to take.
+    cdef void shorten(self, bint short) noexcept
+    # internal
+    cdef void push_run(self, uintptr_t start, Py_ssize_t region) noexcept nogil
+    cdef void drop_run(self) noexcept nogil
+    cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil
+    cdef void place(self) noexcept nogil
+    cdef bint run_is_spare(self) noexcept nogil
+    cdef void pop_run(self) noexcept nogil
+    cdef bint is_empty(self, Frame* frame) noexcept nogil
+    cdef void set_plain(self) noexcept nogil
+    cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
+
+
+# Bytes of the runs: live blocks and padding.
+cdef inline size_t used(BumpCore c) noexcept nogil:
+    return c.before + (c.cursor - c.runs[c.n_runs - 1].start)
+
+
+cdef inline void note_peak(BumpCore c) noexcept nogil:
+    if used(c) > c.peak_bytes:
+        c.peak_bytes = used(c)
+
+
+# The hot path: everything a hit needs, and nothing else.
+cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+    cdef uintptr_t start = (c.cursor + (align - 1)) & ~<uintptr_t>(align - 1)
+    cdef size_t size = n + (n == 0)      # a 0-byte block has an address of its own
+    if start <= c.limit and size <= c.limit - start:
+        pad[0] = <uint32_t>(start - c.cursor)
+        c.live += n
+        c.total += 1
+        c.cursor = start + size
+        permit(c, start, n)
+        return <void*>start
+    return c.take_slow(n, align, pad)
+
+
+# Rewind to frame `f`: by moving the cursor, if nothing held or moved since. 0, or -1 (no memory
+# for the bookkeeping; nothing changed).
+cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
+    cdef Frame* frame = &c.frames[f]
+    if (c.plain and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
+            and c.ended_list == NULL):
+        if c.cursor != frame.cursor:         # else nothing is there to free, or to close
+            note_peak(c)
+            forbid(c, frame.cursor, c.cursor)
+            c.cursor = frame.cursor
+            c.freed += c.live - frame.live
+            c.live = frame.live
+            c.stamp += 1
+            c.tag = frame.content = c.stamp
+        return 0
+    return c.rewind_slow(f)

@@ -1,0 +1,6 @@
+from typing import final
+
+from arenapy.bump.arena import Space
+
+@final
+class BumpCore(Space): ...  # type: ignore[misc]

@@ -1,0 +1,541 @@
+"""The bump algorithm: where blocks go, what a reset frees, what outlives it.
+
+What lives here: address arithmetic over regions, without the GIL and without Python objects
+but for the region list. What does not: argument parsing, marks as objects, growth (bump.pyx);
+how regions come to be (source); streams.
+
+The state. The capacity is tiled exactly by five kinds of range, which `verify` checks:
+
+* runs: what was handed out contiguously, in order; the newest one ends at the cursor. Each of the
+  others has bytes in it, or a frame stands at it: so there are no more of them than frames and
+  allocations that were not freed since;
+* the current extent [cursor, limit): free, and next to be handed out;
+* other free extents, ordered by address within their region, coalesced;
+* retired: held blocks that outlived a reset of their frame;
+* leased: bytes that only another process still sees.
+
+Blocks themselves are not recorded, which is why an allocation costs a few instructions: what
+is recorded is a *held* block, from its first export to the death of its Buffer. A reset turns
+the runs of its frames into free extents, less the held blocks, which it retires.
+
+A frame is what was allocated since a mark. Its `content` stamp is the tag of its Buffers, and
+a reset gives it a new one: so a Buffer is valid if its tag is still some frame's content, or
+if it is held. Stamps only grow, hence along the frames too, and are found by bisection.
+
+Holds end on any thread: `ended` pushes onto a lock-free list, which the owner drains.
+
+What bounds the bookkeeping: frames are at most the live marks, and those that something was
+allocated in since; free extents at most the other ranges, and the regions; holds the Buffers
+that are held at once. Arrays and spare holds keep the room that was needed at most. Each operation
+takes logarithmic time, and a reset that for each block that it retires and each run that it frees.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memset
+
+from arenapy.base.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
+from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.buffer.block cimport (
+    HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold, drop_kept,
+)
+from arenapy.base.interval_set cimport (
+    Extent, Node, extents_above, extents_below, extents_carve, extents_first, extents_fit,
+    extents_insert, extents_most, extents_room, extents_take, make_room,
+)
+from arenapy.memory.region cimport Region
+from arenapy.diagnostics.recorder cimport EVENT_FREE
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.allocator.allocator_core cimport (
+    RegionSet, forbid, link_hold, permit, record, unlink_hold,
+)
+from arenapy.base.sealed cimport seal
+from arenapy.bump.arena cimport Space
+
+cdef enum:
+    LEASES_ASKED = 8         # ranges that a reset asks the kernel about: a call for each
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class BumpCore(Space):
+    """The memory and bookkeeping of a Bump. Internal; Buffers keep it alive."""
+
+    def __cinit__(self):
+        """Valid, empty and shut until `open`."""
+        if not (make_room(<void**>&self.runs, &self.cap_runs, 16, sizeof(Extent))
+                and make_room(<void**>&self.frames, &self.cap_frames, 16, sizeof(Frame))):
+            raise MemoryError("no memory for the bookkeeping of an arena")
+        memset(self.runs, 0, sizeof(Extent))
+        memset(self.frames, 0, sizeof(Frame))
+        self.n_runs = self.n_frames = 1
+        self.top = self.frames
+        self.stamp = self.tag = self.frames[0].content = 1
+        self.pristine = self.shut = True
+
+    def __dealloc__(self):
+        self.finish_streams()
+        # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
+        self.debug = self.may_lease = False
+        if self.frames != NULL:
+            self.drain()
+        free(self.runs)
+        free(self.frames)
+
+    cdef int open(self, Region region) except -1:
+        """Take the first region. Called once, before anything else."""
+        self.add_region(region, (region,))
+        self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
+        self.continue_at(<uintptr_t>region.ptr, 0)
+        self.pristine = self.leased == NULL
+        self.shut = False
+        self.set_plain()
+        return 0
+
+    cdef void shorten(self, bint short) noexcept:
+        drop_kept(self)
+        self.nest.n_kept = 0 if short else KEPT_OBJECTS
+
+    cdef int check_free(self) except -1:
+        """Not all that was given back: C calls may have it again, and tell the ledger nothing."""
+        cdef Extent* e
+        if self.debug:
+            arenapy_lock_acquire(&self.lock)
+            if not self.shut:
+                self.ledger.scan(self.cursor, self.limit)
+                e = extents_first(&self.free)
+                while e != NULL:
+                    self.ledger.scan(e.start, e.end)
+                    e = extents_above(&self.free, e.region, e.start)
+            arenapy_lock_release(&self.lock)
+            self.raise_damage()
+        return 0
+
+    # -- figures
+
+    cdef void set_plain(self) noexcept nogil:
+        """After what it depends on has changed."""
+        self.plain = self.pristine and not (self.shut or self.debug or self.may_lease)
+
+    cdef void expect_leases(self) noexcept nogil:
+        self.may_lease = True
+        self.set_plain()
+
+    cdef size_t free_bytes(self) noexcept nogil:
+        return self.capacity - used(self) - self.retired_bytes - self.leased_bytes
+
+    cdef size_t largest_free(self) noexcept nogil:
+        """The largest free range; what joins the current extent on a miss counts with it."""
+        cdef size_t current = self.limit - self.cursor
+        cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
+        cdef Extent* e = extents_below(&self.free, here, self.cursor)
+        if e != NULL and e.region == here and e.end == self.cursor:
+            current += e.end - e.start
+        e = extents_above(&self.free, here, self.cursor)
+        if e != NULL and e.region == here and e.start == self.limit:
+            current += e.end - e.start
+        return max(current, extents_most(&self.free))
+
+    # -- runs
+
+    cdef void push_run(self, uintptr_t start, Py_ssize_t region) noexcept nogil:
+        """Begin another run behind the last one, whose end is right; there is room for it."""
+        cdef Extent* last = &self.runs[self.n_runs - 1]
+        self.before += last.end - last.start
+        self.runs[self.n_runs] = Extent(start, start, region)
+        self.n_runs += 1
+
+    cdef void drop_run(self) noexcept nogil:
+        cdef Extent* last
+        self.n_runs -= 1
+        last = &self.runs[self.n_runs - 1]
+        self.before -= last.end - last.start
+
+    cdef void continue_at(self, uintptr_t at, Py_ssize_t region) noexcept nogil:
+        """Make the free bytes from `at` on, if any, the current extent of the current run."""
+        cdef Extent* e = extents_below(&self.free, region, at)
+        cdef uintptr_t end
+        self.cursor = self.limit = at
+        if e != NULL and e.region == region and e.end > at:
+            end = e.end
+            extents_carve(&self.free, at, end, region)
+            self.limit = end
+
+    cdef void place(self) noexcept nogil:
+        """Put the cursor where it belongs when the last run has ended, and all that is free is in
+        `free`: behind that run where nothing was ever retired; else at the lowest free extent, so
+        that memory stays hot and gaps are used. There is room for one run more."""
+        cdef Extent* last = &self.runs[self.n_runs - 1]
+        cdef Extent* low = extents_first(&self.free)
+        if self.retired != NULL or self.leased != NULL:
+            self.pristine = False
+        elif self.n_runs == 1:
+            self.pristine = True
+        self.set_plain()
+        if (self.pristine or low == NULL
+                or (low.region == last.region and low.start == last.end)):
+            self.continue_at(last.end, last.region)
+        else:
+            self.push_run(low.start, low.region)
+            self.cursor, self.limit = low.start, low.end
+            extents_take(&self.free, low)
+
+    # A spare run is an empty last run that no frame refers to.
+
+    cdef bint run_is_spare(self) noexcept nogil:
+        cdef Py_ssize_t last = self.n_runs - 1
+        return self.cursor == self.runs[last].start and last > self.top.run
+
+    cdef void pop_run(self) noexcept nogil:
+        """Drop a spare run; all that is free is in `free` then. There is room for an extent."""
+        extents_insert(&self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
+        self.drop_run()
+
+    # -- Python's side
+
+    cdef Figures figures(self):
+        """All figures of one moment."""
+        cdef Figures f
+        self.settle()
+        arenapy_lock_acquire(&self.lock)
+        self.prune()                     # a Mark that dies leaves its frame to the next call
+        f.capacity = self.capacity
+        f.used = used(self)
+        f.live = self.live
+        f.free = self.free_bytes()
+        f.largest_free = self.largest_free()
+        f.retired = self.retired_bytes
+        f.leased = self.leased_bytes
+        f.peak = max(self.peak_bytes, f.used)
+        f.metadata = (
+            self.cap_runs * sizeof(Extent) + self.cap_frames * sizeof(Frame)
+            + self.free.room * sizeof(Node) + self.n_made * sizeof(Hold)
+            + self.cap_regions * sizeof(PyObject*))
+        f.held = self.n_held
+        f.marks = self.n_frames - 1
+        f.regions = self.n_regions
+        f.total = self.total
+        f.bytes = self.freed + self.live
+        arenapy_lock_release(&self.lock)
+        return f
+
+    cdef int settle(self) except -1:
+        """Take note of Buffers that died, and of bytes that other processes let go of."""
+        self.settle_sends()
+        self.settle_streams(False)
+        arenapy_lock_acquire(&self.lock)
+        if not self.shut:
+            self.drain()
+            self.settle_leases(-1)
+        arenapy_lock_release(&self.lock)
+        return 0
+
+    cdef str full(self, size_t n, size_t align, object max_bytes):
+        """Why a request failed, and what to do."""
+        cdef Figures f = self.figures()
+        limit = (
+            f"it may not grow beyond max_bytes={max_bytes}" if max_bytes is not None
+            else "it does not grow unless max_bytes is given"
+        )
+        return (
+            f"{n} bytes aligned to {align} do not fit: the arena has {f.capacity} bytes, "
+            f"{f.used} used, {f.retired} retired (held across a reset), {f.free} free with "
+            f"{f.largest_free} in one piece, and {limit}. "
+            "Reset it, drop arrays that hold memory, or make it larger"
+        )
+
+    # -- allocation
+
+    cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+        """The current extent is too small: the first other that fits, else NULL."""
+        cdef size_t size = n + (n == 0)
+        cdef uintptr_t start
+        cdef Py_ssize_t here
+        cdef Extent* found
+        cdef Extent e
+        if self.shut or size > self.capacity:
+            return NULL
+        self.drain()
+        if not (extents_room(&self.free, 3) and make_room(
+                <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
+            return NULL
+        here = self.runs[self.n_runs - 1].region
+        # The rest of the current extent may join what was freed beside it.
+        extents_insert(&self.free, self.cursor, self.limit, here)
+        found = extents_fit(&self.free, size, align)
+        if found == NULL and self.leased != NULL:
+            self.settle_leases(-1)
+            found = extents_fit(&self.free, size, align)
+        if found == NULL:
+            self.continue_at(self.cursor, here)
+            return NULL
+        e = extents_take(&self.free, found)
+        if e.region != here or e.start != self.cursor:
+            self.runs[self.n_runs - 1].end = self.cursor
+            if self.run_is_spare():
+                self.drop_run()
+            self.push_run(e.start, e.region)
+        start = (e.start + (align - 1)) & ~<uintptr_t>(align - 1)
+        self.limit = e.end
+        self.cursor = start + size
+        self.live += n
+        self.total += 1
+        pad[0] = <uint32_t>(start - e.start)
+        permit(self, start, n)
+        return <void*>start
+
+    # -- freeing by moving back
+
+    cdef bint is_last(self, uintptr_t end, uint64_t tag) noexcept nogil:
+        return end == self.cursor and tag == self.tag
+
+    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
+                        bint empty) noexcept nogil:
+        """Free the newest block by moving the cursor over it, unless a mark is newer."""
+        cdef uintptr_t at, stop, lowest
+        cdef Py_ssize_t last
+        if self.shut or not extents_room(&self.free, 2):
+            return False
+        if tag != self.tag:
+            self.prune()
+        if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
+            self.pop_run()
+            self.continue_at(end, self.runs[self.n_runs - 1].region)
+        last = self.n_runs - 1
+        lowest = self.top.cursor if last == self.top.run else self.runs[last].start
+        # A block of C code comes without its tag: what lies before a mark is not moved over.
+        if start - pad < lowest or not self.is_last(end, tag):
+            return False
+        if self.may_lease and self.leased_part(start, end, self.runs[last].region, &at, &stop):
+            return False
+        note_peak(self)
+        self.poison(start, end)
+        self.cursor = start - pad
+        self.freed += end - start - empty
+        self.live -= end - start - empty
+        if self.run_is_spare():
+            self.pop_run()
+            self.place()
+        return True
+
+    # -- held blocks
+
+    cdef bint alive(self, Block root) noexcept nogil:
+        """Is the frame that an unheld Buffer was allocated in still there?"""
+        cdef Py_ssize_t i = self.frame_of(root.tag)
+        return i >= 0 and self.frames[i].content == root.tag
+
+    cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil:
+        """Index of the last frame whose content stamp is at most this one."""
+        cdef Py_ssize_t low = 0, high = self.n_frames, middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.frames[middle].content <= content:
+                low = middle + 1
+            else:
+                high = middle
+        return low - 1
+
+    cdef void enlist(self, Hold* hold) noexcept nogil:
+        self.n_held += 1
+        link_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
+
+    cdef void delist(self, Hold* hold) noexcept nogil:
+        self.n_held -= 1
+        unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
+
+    cdef void give_back(self, Block root) noexcept nogil:
+        cdef uintptr_t start = <uintptr_t>root.ptr
+        cdef bint empty = root.size == 0
+        record(self, EVENT_FREE, root.ptr, root.size)
+        if not self.move_back(start, start + root.size + empty, root.tag, root.pad, empty):
+            forbid(self, start, start + root.size)
+
+    cdef void ended(self, Hold* hold) noexcept nogil:
+        cdef void* head
+        if self.debug:
+            self.leaving(<void*>hold.start)
+        head = arenapy_load_ptr(&self.ended_list)
+        record(self, EVENT_FREE, <void*>hold.start, hold.end - hold.start)
+        hold.ended_next = <Hold*>head
+        while not arenapy_cas_ptr(&self.ended_list, &head, hold):
+            hold.ended_next = <Hold*>head
+
+    cdef void drain(self) noexcept nogil:
+        """Account for the holds that ended, in the order in which they did."""
+        cdef Hold* hold
+        cdef Hold* other
+        cdef Hold* queue = NULL
+        cdef bint back = False
+        if arenapy_load_ptr(&self.ended_list) == NULL:
+            return
+        hold = <Hold*>arenapy_take_ptr(&self.ended_list)
+        while hold != NULL:                  # newest first: reverse
+            other = hold.ended_next
+            hold.ended_next = queue
+            queue = hold
+            hold = other
+        while queue != NULL:
+            hold = queue
+            queue = hold.ended_next
+            self.n_held -= 1
+            if hold.flags & HOLD_RETIRED:
+                unlink_hold(&self.retired, hold)
+                self.retired_bytes -= hold.end - hold.start
+                self.free_or_lease(hold)
+                back = True
+            else:
+                unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
+                # If it is not the newest, its bytes come back at the next reset.
+                if not self.move_back(hold.start, hold.end, hold.tag, hold.pad,
+                                      hold.flags & HOLD_EMPTY != 0):
+                    forbid(self, hold.start, hold.end)
+                drop_hold(self, hold)
+        # Nothing was allocated since a reset put the cursor here: there may be a better place now.
+        if back and not self.shut and self.run_is_spare() and extents_room(&self.free, 1):
+            self.pop_run()
+            self.place()
+
+    cdef bint has_holds(self) noexcept nogil:
+        self.drain()
+        return self.n_held > 0
+
+    # -- frames
+
+    cdef bint is_empty(self, Frame* frame) noexcept nogil:
+        """Was nothing allocated since the mark, or everything since freed?"""
+        cdef Py_ssize_t last = self.n_runs - 1
+        if frame.holds != NULL:
+            return False
+        if last == frame.run:
+            return self.cursor == frame.cursor
+        return (last == frame.run + 1 and self.runs[frame.run].end == frame.cursor
+                and self.cursor == self.runs[last].start)
+
+    cdef Frame* push_frame(self) noexcept nogil:
+        """The frame of a new mark: the last one if it is empty; NULL without memory."""
+        cdef Frame* frame = self.top
+        if self.n_frames > 1 and self.is_empty(frame):
+            return frame
+        if not make_room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
+            return NULL
+        self.top = frame = &self.frames[self.n_frames]
+        self.n_frames += 1
+        self.stamp += 1
+        frame.content = frame.id = self.tag = self.stamp
+        frame.run = self.n_runs - 1
+        frame.cursor = self.cursor
+        frame.live = self.live
+        frame.holds = NULL
+        frame.c_marks = 0
+        return frame
+
+    cdef void prune(self) noexcept nogil:
+        """Forget the last frames if they are empty and no mark refers to them any more."""
+        cdef Frame* frame = self.top
+        cdef Extent* run
+        while (self.n_frames > 1 and frame.c_marks == 0 and frame.id > self.live_mark
+                and self.is_empty(frame)):
+            self.n_frames -= 1
+            self.top = frame = frame - 1
+            self.tag = frame.content
+            # An empty run that this frame alone stood at goes with it.
+            if self.n_runs - 2 > frame.run:
+                run = &self.runs[self.n_runs - 2]
+                if run.start == run.end:
+                    run[0] = run[1]
+                    self.n_runs -= 1
+
+    cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil:
+        """Index of the frame of a mark, -1 if that was ended."""
+        cdef Py_ssize_t low = 0, high = self.n_frames - 1, middle
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.frames[middle].id <= id:
+                low = middle
+            else:
+                high = middle - 1
+        return low if self.frames[low].id == id else -1
+
+    cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil:
+        """How many held blocks a reset to frame `f` would retire."""
+        cdef Py_ssize_t n = 0
+        cdef Hold* hold
+        self.drain()
+        for f in range(f, self.n_frames):
+            hold = self.frames[f].holds
+            while hold != NULL:
+                n += 1
+                hold = hold.next
+        return n
+
+    cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil:
+        cdef Frame* frame = &self.frames[f]
+        cdef Hold* hold
+        cdef Hold* next
+        cdef Py_ssize_t held = self.survivors(f)
+        cdef Py_ssize_t i, first = frame.run
+        cdef uintptr_t start
+        self.settle_leases(LEASES_ASKED)
+        # All memory first: from here on nothing can fail, or take of this room.
+        if not (extents_room(&self.free, self.n_runs - first + held + 4) and make_room(
+                <void**>&self.runs, &self.cap_runs, self.n_runs + 1, sizeof(Extent))):
+            return -1
+        note_peak(self)
+        extents_insert(&self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
+        self.runs[self.n_runs - 1].end = self.cursor
+        for i in range(first, self.n_runs):
+            start = frame.cursor if i == first else self.runs[i].start
+            extents_insert(&self.free, start, self.runs[i].end, self.runs[i].region)
+        for i in range(f, self.n_frames):
+            hold = self.frames[i].holds
+            while hold != NULL:
+                next = hold.next
+                hold.region = self.region_of(hold.start)
+                hold.flags |= HOLD_RETIRED
+                extents_carve(&self.free, hold.start, hold.end, hold.region)
+                self.retired_bytes += hold.end - hold.start
+                link_hold(&self.retired, hold)
+                hold = next
+        for i in range(first, self.n_runs):
+            start = frame.cursor if i == first else self.runs[i].start
+            if self.may_lease:
+                self.carve_leases(start, self.runs[i].end, self.runs[i].region)
+            if POISONS or self.debug:
+                self.poison_free(start, self.runs[i].end, self.runs[i].region)
+        while self.n_runs - 1 > first:
+            self.drop_run()
+        self.runs[first].end = frame.cursor
+        self.place()
+        self.n_frames = f + 1
+        self.top = frame
+        frame.holds = NULL
+        self.freed += self.live - frame.live
+        self.live = frame.live
+        self.stamp += 1
+        self.tag = frame.content = self.stamp
+        return 0
+
+    cdef void disable(self, int why) noexcept nogil:
+        RegionSet.disable(self, why)
+        if extents_room(&self.free, 1):
+            extents_insert(
+                &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
+        self.limit = self.cursor             # no hit
+        self.set_plain()
+
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+        cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
+        cdef int status
+        if self.shut:
+            return 0
+        if not extents_room(&self.free, 3):
+            return -1
+        extents_insert(&self.free, self.cursor, self.limit, here)
+        status = self.lease_all(region, fd)
+        self.continue_at(self.cursor, here)
+        return status
+
+
+seal(BumpCore)

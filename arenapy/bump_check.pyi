@@ -1,3 +1,0 @@
-from arenapy.bump_core import BumpCore
-
-def verify(c: BumpCore) -> None: ...

@@ -1,6 +1,0 @@
-from typing import final
-
-from arenapy.space import Space
-
-@final
-class BumpCore(Space): ...  # type: ignore[misc]

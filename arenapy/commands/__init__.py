@@ -1,0 +1,1 @@
+"""The command ``arenapy``: one module or folder for each subcommand."""

@@ -1,0 +1,112 @@
+"""The ``arenapy`` command: finds the subcommand, and ends as a Unix command should.
+
+A subcommand is a module with ``main(argv) -> int`` and a line in `COMMANDS`. It is imported when it
+is the one asked for, so that ``arenapy --version`` costs nothing and a missing extra of one
+subcommand does not break another. What a subcommand prints is its own business; how a command ends
+is decided here: 0 for success, 1 for a failure told in one line on standard error, 2 for wrong
+arguments (argparse), 130 for Ctrl-C, and SIGPIPE when the reader has gone away.
+"""
+
+import contextlib
+import importlib
+import signal
+import sys
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from arenapy._version import __version__
+from arenapy.base.text import printable_lines
+from arenapy.commands.command_line import Parser
+
+__all__ = ["main"]
+
+#: Subcommand: (module with ``main(argv)``, what it does, for the help).
+COMMANDS = {
+    "info": (
+        "arenapy.commands.info",
+        "what this machine offers: pages, limits, NUMA nodes, the kernel, GPUs",
+    ),
+    "demo": (
+        "arenapy.commands.demo",
+        "an arena at work: NumPy with and without page faults, measured",
+    ),
+    "run": (
+        "arenapy.commands.run.command",
+        "a program with its NumPy arrays in a pool, and a report at its end",
+    ),
+    "compare": (
+        "arenapy.commands.compare.command",
+        "is a program faster so? measured, with a plain verdict",
+    ),
+    "trace": ("arenapy.commands.trace", "what a trace tells, and as a page with charts"),
+    "replay": (
+        "arenapy.commands.replay.command",
+        "a recorded trace with other allocators: time, memory held",
+    ),
+    "fuzz": (
+        "arenapy.commands.fuzz",
+        "attack an allocator with random programs; find the smallest",
+    ),
+}
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def _parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    parser = Parser(
+        prog="arenapy",
+        usage="%(prog)s [--help] [--version] COMMAND ...",
+        description="Memory that was faulted in beforehand, for NumPy and friends.",
+        epilog="\n".join(["commands:", *lines, "", "arenapy COMMAND --help says more."]),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"arenapy {__version__}")
+    parser.add_argument("command", metavar="COMMAND", nargs="?", choices=COMMANDS, help=SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``arenapy`` command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments, without the program's name. None: those of this process.
+
+    Returns
+    -------
+    int
+        The exit status.
+
+    Raises
+    ------
+    SystemExit
+        From argparse: after ``--help`` and ``--version``, and with status 2 for wrong arguments.
+    """
+    if argv is None:
+        # The reader of a pipe going away ends a command as it ends any other on Unix. Only for
+        # the process's own command line: a caller in Python keeps its signal handlers.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        words = list(sys.argv[1:] if argv is None else argv)
+        if not words or words[0] not in COMMANDS:
+            parser = _parser()
+            parser.parse_args(words[:1])  # says what there is, or what is wrong
+            parser.print_help(sys.stderr)
+            return EXIT_USAGE
+        module, _ = COMMANDS[words[0]]
+        # All words are the subcommand's: argparse would keep a first "--" for itself.
+        status: int = importlib.import_module(module).main(words[1:])
+        if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (MemoryError, OSError) as error:
+        with contextlib.suppress(OSError):
+            print(printable_lines(f"arenapy: {error}"), file=sys.stderr)
+        return EXIT_FAILURE

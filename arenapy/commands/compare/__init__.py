@@ -1,0 +1,1 @@
+"""``arenapy compare``: a program with and without arenapy."""

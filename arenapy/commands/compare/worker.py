@@ -1,0 +1,81 @@
+"""One run of a command, measured: what ``arenapy compare`` starts for each.
+
+    python -I -S arenapy/commands/compare/worker.py SPEC RESULT
+
+A small process on its own, because a child's peak of resident memory begins with that of the
+process which starts it. SPEC is JSON: `command`, `environment`, `output` and `errors` (files; None:
+where this process's go), `interval` (None, or seconds between two looks at the huge pages of the
+command) and `library` (that should be mapped). RESULT is a file for what was found.
+
+CPU time, page faults and peak are the kernel's account of the command (`wait4`): with them come
+those of its own children that it has waited for, the largest peak of any one of them.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+__all__ = ["main"]
+
+HUGE = ("AnonHugePages:", "Private_Hugetlb:", "Shared_Hugetlb:")
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+
+def _huge_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(HUGE))
+
+
+def _watch(pid: int, interval: float, library: str) -> tuple[int, bool]:
+    """The most huge pages in bytes that were seen until the end, and whether the library was."""
+    most, loaded = 0, not library
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        try:
+            most = max(most, _huge_bytes(pid))
+            if not loaded:
+                with open(f"/proc/{pid}/maps") as file:
+                    loaded = library in file.read()
+        except OSError:  # it has just ended, or may not be looked at
+            pass
+        time.sleep(interval)
+    return most, loaded
+
+
+def main(spec_text: str, result: str) -> None:
+    """Run a command, and write what was measured."""
+    spec = json.loads(spec_text)
+    actions: list[tuple[object, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+    for descriptor, name in (1, spec["output"]), (2, spec["errors"]):
+        if name is not None:
+            actions.append((os.POSIX_SPAWN_OPEN, descriptor, name, CREATE, 0o600))
+    found: dict[str, object] = {}
+    start = time.perf_counter()
+    pid = os.posix_spawnp(
+        spec["command"][0],
+        spec["command"],
+        spec["environment"],
+        file_actions=actions,
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores, and a shell does not
+    )
+    try:
+        if spec["interval"]:
+            found["huge_bytes"], found["loaded"] = _watch(pid, spec["interval"], spec["library"])
+        _, status, usage = os.wait4(pid, 0)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        raise
+    found |= {
+        "wall": time.perf_counter() - start,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "faults": usage.ru_minflt,
+        "peak_bytes": usage.ru_maxrss << 10,
+        "status": os.waitstatus_to_exitcode(status),
+    }
+    with open(result, "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

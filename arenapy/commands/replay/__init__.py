@@ -1,0 +1,1 @@
+"""``arenapy replay``: a recorded trace with several allocators."""

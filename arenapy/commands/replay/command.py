@@ -1,0 +1,251 @@
+"""``arenapy replay``: a trace against allocators, each in a process of its own.
+
+What lives here: the command, the processes, what their figures mean, the table. What a trace asks
+for is in program.py, one run in worker.py, the loop in loop.pyx.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from arenapy.base.text import format_bytes, printable
+from arenapy.commands.command_line import Parser, console, whole
+from arenapy.commands.replay.program import Program, program
+from arenapy.commands.replay.worker import PEERS
+from arenapy.linux.limits import check_request
+from arenapy.trace import Trace, from_torch, load, synthetic
+from arenapy.trace.torch_snapshot import is_pickle
+
+__all__ = ["Result", "main", "replay"]
+
+#: A Bump that needs more than this many times what is ever live is not run.
+BUMP_ROOM = 8
+
+#: For libraries that are loaded late and whose thread-local storage wants a place of its own
+#: (jemalloc, as Debian builds it).
+LATE = "glibc.rtld.optional_static_tls=16384"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one allocator did. None: not measured, `note` says why.
+
+    Attributes
+    ----------
+    name : str
+        As in ``--with``.
+    event_ns : float or None
+        Of an allocation or a free in a second pass, the first byte of every block written.
+    written_ns : float or None
+        In a first pass, every page of every block written: page faults are in it.
+    peak_live : int
+        The most bytes that the trace had live, as asked for.
+    peak_reserved : int or None
+        The most bytes that were resident for the allocator in the first pass.
+    ratio : float or None
+        ``peak_reserved / peak_live``.
+    fragmentation : float or None
+        At the moment of peak_reserved, the share of it that was in no live block's bytes.
+    note : str
+    """
+
+    name: str
+    event_ns: float | None
+    written_ns: float | None
+    peak_live: int
+    peak_reserved: int | None
+    ratio: float | None
+    fragmentation: float | None
+    note: str
+
+
+def _run(name: str, folder: Path, written: bool) -> dict[str, Any]:
+    """One process's figures; OSError with the reason if it has none."""
+    tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
+    command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
+    done = subprocess.run(
+        command + ["--written"] * written,
+        env={**os.environ, "GLIBC_TUNABLES": tunables, **PEERS[name].environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode < 0:
+        raise OSError(f"killed by signal {-done.returncode}")
+    if done.returncode:
+        raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _measure(name: str, steps: Program, folder: Path) -> Result:
+    live = steps.live()
+    peak = int(live.max())
+    nothing = None, None, peak, None, None, None
+    if name == "bump" and (needed := steps.bump_bytes()) > BUMP_ROOM * peak:
+        return Result(
+            name,
+            *nothing,
+            f"not run: needs {format_bytes(needed)}, {format_bytes(needed - peak)} more than is "
+            "ever live, because it frees in reverse order only",
+        )
+    try:
+        fast = _run(name, folder, written=False)
+        if name == "loop":
+            return Result(name, fast["seconds"] / len(steps) * 1e9, *nothing[1:], "")
+        full = _run(name, folder, written=True)
+    except OSError as error:
+        package = PEERS[name].package
+        remedy = f"; Debian has it in {package}" if package else ""
+        return Result(name, *nothing, f"{error}{remedy}")
+    for found in fast, full:
+        if found["steps"] < len(steps):
+            return Result(
+                name, *nothing, f"refused step {found['steps'] + 1} of {len(steps)}: out of memory"
+            )
+    reserved = full["peak"]
+    needed = steps.bump_bytes() if name == "bump" else peak
+    return Result(
+        name,
+        fast["seconds"] / len(steps) * 1e9,
+        full["seconds"] / len(steps) * 1e9,
+        peak,
+        reserved,
+        reserved / peak if peak else None,
+        max(0.0, 1 - int(live[full["at"]]) / reserved) if reserved else None,
+        f"needs {format_bytes(needed - peak)} more than is ever live" if needed > peak else "",
+    )
+
+
+def replay(trace: Trace, names: Sequence[str]) -> list[Result]:
+    """Replay a trace with allocators.
+
+    Parameters
+    ----------
+    trace : Trace
+    names : sequence of str
+        Keys of `arenapy.commands.replay.worker.PEERS`.
+
+    Returns
+    -------
+    list of Result
+        In the order of `names`.
+
+    Raises
+    ------
+    ValueError
+        If a name is not known, or the trace has no allocation.
+    OutOfMemory
+        If what the trace has live at once is more than this process can have.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"{name!r} is no allocator that is known here: {', '.join(PEERS)}")
+    steps = program(trace)
+    check_request(int(steps.live().max()), "a replay", "a smaller trace")
+    with tempfile.TemporaryDirectory(prefix="arenapy-replay-") as folder:
+        steps.save(Path(folder))
+        return [_measure(name, steps, Path(folder)) for name in names]
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Results as a table."""
+    shown = Table()
+    for name in "", "an event", "pages written", "peak reserved", "/ peak live", "not live":
+        shown.add_column(name, justify="right" if name else "left")
+    for one in results:
+        shown.add_row(
+            one.name,
+            "" if one.event_ns is None else _time(one.event_ns),
+            "" if one.written_ns is None else _time(one.written_ns),
+            "" if one.peak_reserved is None else format_bytes(one.peak_reserved),
+            "" if one.ratio is None else f"{one.ratio:.3f}",
+            "" if one.fragmentation is None else f"{one.fragmentation:.1%}",
+        )
+    return shown
+
+
+def _time(ns: float) -> str:
+    return f"{ns:.1f} ns" if ns < 1000 else f"{ns / 1000:.1f} µs"
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PEERS)}")
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one allocator")
+    return names
+
+
+def _parser() -> Parser:
+    width = max(map(len, PEERS))
+    lines = [f"  {name:<{width}}  {peer.about}" for name, peer in PEERS.items()]
+    parser = Parser(
+        prog="arenapy replay",
+        description="Do what a trace says with other allocators: how long it takes, how much "
+        "memory they hold. Record a trace with arenapy.trace.record, or take a made-up one.",
+        epilog="\n".join(["allocators:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", metavar="FILE", help="a trace, or torch's memory snapshot")
+    what.add_argument("--synthetic", type=whole(), metavar="SEED", help="a random trace instead")
+    parser.add_argument(
+        "--with",
+        dest="names",
+        type=_names,
+        default=[name for name in PEERS if name != "loop" and not name.endswith("-eager")],
+        metavar="NAME,...",
+        help="which allocators; by default all but the loop and the eager ones",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON; sizes are bytes")
+    return parser
+
+
+def _read(path: str) -> Trace:
+    return from_torch(path) if is_pickle(path) else load(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``arenapy replay``; the exit status.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after ``replay``. None: those of this process.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        trace = _read(options.file) if options.file else synthetic(options.synthetic)
+        results = replay(trace, options.names)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.json:
+        what = {"trace": asdict(trace.summary()), "results": [asdict(one) for one in results]}
+        print(json.dumps(what, indent=2))
+    else:
+        terminal = console()
+        terminal.print(str(trace.summary()))
+        terminal.print(table(results))
+        for one in results:
+            if one.note:
+                terminal.print(printable(f"{one.name}: {one.note}"))
+    return 0 if any(one.event_ns is not None for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""What a trace asks of an allocator, as two arrays that a loop in C can follow.
+
+What lives here: telling which allocation a free, a reset or a reused address ends, and the figures
+of a trace that no allocator changes. What does not: running it (worker.py, loop.pyx).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arenapy.trace import OPERATIONS, Trace
+
+__all__ = ["Program", "program"]
+
+BUMP_ALIGN = 64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """Steps: slot i >= 0 is filled with a block, slot ~i is freed.
+
+    Attributes
+    ----------
+    slots : ndarray of int32
+    sizes : ndarray of uint64
+        Bytes of the block of each step.
+    count : int
+        More than any slot.
+    ignored : int
+        Frees of blocks whose allocation is not in the trace.
+    """
+
+    slots: npt.NDArray[np.int32]
+    sizes: npt.NDArray[np.uint64]
+    count: int
+    ignored: int
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def live(self) -> npt.NDArray[np.int64]:
+        """Bytes that are live after each step."""
+        sizes = self.sizes.astype("i8")
+        return np.cumsum(np.where(self.slots >= 0, sizes, -sizes), dtype="i8")
+
+    def bump_bytes(self) -> int:
+        """The room that a Bump needs: it frees its newest block, or all if none is live."""
+        start: dict[int, int] = {}
+        cursor = most = 0
+        for slot, size in zip(self.slots.tolist(), self.sizes.tolist(), strict=True):
+            if slot >= 0:
+                start[slot] = -(-cursor // BUMP_ALIGN) * BUMP_ALIGN
+                cursor = start[slot] + max(1, size)
+                most = max(most, cursor)
+            else:
+                at = start.pop(~slot)
+                if not start:
+                    cursor = 0
+                elif at + max(1, size) == cursor:
+                    cursor = at
+        return most
+
+    def save(self, folder: Path) -> None:
+        """For `load` in another process."""
+        np.save(folder / "slots.npy", self.slots)
+        np.save(folder / "sizes.npy", self.sizes)
+        np.save(folder / "counts.npy", np.array([self.count, self.ignored]))
+
+    @classmethod
+    def load(cls, folder: Path) -> Program:
+        """What `save` wrote."""
+        count, ignored = np.load(folder / "counts.npy").tolist()
+        return cls(np.load(folder / "slots.npy"), np.load(folder / "sizes.npy"), count, ignored)
+
+
+class _Blocks:
+    """The blocks that are live as the trace is read, each in a slot."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.sizes: list[int] = []
+        self.live: dict[int, tuple[int, int]] = {}  # by address, oldest first: slot, bytes
+        self.spare: list[int] = []
+        self.count = 0
+
+    def start(self, address: int, nbytes: int) -> None:
+        if address in self.live:  # its end was not recorded: a reset of a held block, say
+            self.end(address)
+        if self.spare:
+            slot = self.spare.pop()
+        else:
+            slot = self.count
+            self.count += 1
+        self.live[address] = slot, nbytes
+        self.slots.append(slot)
+        self.sizes.append(nbytes)
+
+    def end(self, address: int) -> None:
+        slot, nbytes = self.live.pop(address)
+        self.spare.append(slot)
+        self.slots.append(~slot)
+        self.sizes.append(nbytes)
+
+
+def program(trace: Trace) -> Program:
+    """What a trace asks of an allocator.
+
+    A reset becomes the frees of what was allocated since its mark, newest first. Threads are
+    not told apart: everything happens in the order of the trace.
+
+    Parameters
+    ----------
+    trace : Trace
+
+    Raises
+    ------
+    ValueError
+        If the trace has no allocation.
+    """
+    blocks = _Blocks()
+    marks: dict[int, int] = {}  # by number: allocations before it
+    serials: dict[int, int] = {}  # by address: how many allocations there were before
+    allocated = ignored = 0
+    events: Any = trace.events
+    codes = {code: name for name, code in OPERATIONS.items()}
+    for code, address, nbytes in zip(
+        events["operation"].tolist(),
+        events["address"].tolist(),
+        events["nbytes"].tolist(),
+        strict=True,
+    ):
+        match codes[code]:
+            case "alloc":
+                blocks.start(address, nbytes)
+                serials[address] = allocated
+                allocated += 1
+            case "free":
+                if address in blocks.live:
+                    blocks.end(address)
+                else:
+                    ignored += 1
+            case "mark":
+                marks[address] = allocated
+            case "reset":
+                since = marks.get(address, 0)
+                while blocks.live:
+                    newest = next(reversed(blocks.live))
+                    if serials[newest] < since:
+                        break
+                    blocks.end(newest)
+    if not allocated:
+        raise ValueError("the trace has no allocation: there is nothing to replay")
+    return Program(
+        np.array(blocks.slots, "i4"), np.array(blocks.sizes, "u8"), blocks.count, ignored
+    )

@@ -1,0 +1,1 @@
+"""``arenapy run``: a program with its arrays in a pool."""

@@ -1,0 +1,220 @@
+"""``arenapy run``: a program with the data of its NumPy arrays in a pool.
+
+What lives here: the command line, and its options that ``arenapy compare`` has, too; becoming
+``python SCRIPT``. What does not: what happens in that process (startup/sitecustomize.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import marshal
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arenapy.commands.command_line import Parser, check_outputs, size
+from arenapy.linux import outputs
+
+__all__ = ["add_pool_options", "add_program", "main"]
+
+STARTUP = Path(__file__).resolve().parent / "startup"
+OPTIONS = "ARENAPY_RUN"  # the environment variable; startup/sitecustomize.py takes it
+REPORT = outputs.report("arenapy run")
+HUGE_PAGES = {"auto": "auto", "2M": "2M", "1G": "1G", "none": None}
+SITES = 16  # callers that --sites notes: through libraries, into the program
+
+
+def add_pool_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the pool shall be like."""
+    parser.add_argument(
+        "--max-bytes", type=size, metavar="SIZE", help="the most that the pool holds: 4G"
+    )
+    parser.add_argument(
+        "--initial-bytes", type=size, default=0, metavar="SIZE",
+        help="fault in so much at once, when NumPy is imported",
+    )  # fmt: skip
+    parser.add_argument(
+        "--huge-pages", choices=HUGE_PAGES, default="auto",
+        help="2M and 1G: pages that were reserved in hugetlbfs (default: auto, transparent ones)",
+    )  # fmt: skip
+    parser.add_argument("--lock", action="store_true", help="never swap the pool out")
+    parser.add_argument(
+        "--on-full", choices=("system", "error"), default="system",
+        help="when the pool is full: use malloc, or raise MemoryError (default: system)",
+    )  # fmt: skip
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the program; all that follows it is its own."""
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument(
+        "words", metavar="SCRIPT", nargs=argparse.REMAINDER,
+        help="a Python program, or with -m a module; then its arguments",
+    )  # fmt: skip
+
+
+def parse_program(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options, with a program; what cannot be is refused before anything is run."""
+    options = parser.parse_args(argv)
+    # One list of words: argparse would take a "--" that follows the program for its own.
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not words:
+        parser.error("SCRIPT is missing: name a program")
+    options.program, *options.arguments = words
+    if options.max_bytes is not None and options.initial_bytes > options.max_bytes:
+        parser.error(
+            f"--initial-bytes {options.initial_bytes} is more than --max-bytes {options.max_bytes}"
+        )
+    if sys.flags.no_site:
+        parser.error("python -S leaves out the site module, by which the pool comes; omit -S")
+    return options
+
+
+def interpreter() -> list[str]:
+    """The Python of this process, with its options: ``python -O`` of ``python -O -m arenapy``."""
+    flags: list[str] = []
+    rest = sys.orig_argv[1:]
+    while rest and re.match("-.", rest[0]) and rest[0] != "--":
+        word = rest.pop(0)
+        letters = _letters(word)
+        if word[len(letters) : len(letters) + 1] in ("c", "m"):
+            return [sys.executable, *flags, *[letters] * (letters != "-")]
+        flags.append(word)
+        if word.startswith("--") or word[len(letters) :] in ("W", "X"):  # its value is a word
+            flags += rest[:1]
+            del rest[:1]
+    return [sys.executable, *flags]
+
+
+def _letters(word: str) -> str:
+    """The options in a word that take no value: of ``-Im`` and ``-IWerror``, ``-I``."""
+    found = re.match("-[^-cmWX]*", word)
+    return found[0] if found else ""
+
+
+def _seeing_environment(python: Sequence[str]) -> list[str]:
+    """An interpreter's line without -E and -I, which hide the environment from Python."""
+    line = [python[0]]
+    for word in python[1:]:
+        letters = _letters(word)
+        left = re.sub("[EI]", "", letters) + word[len(letters) :]
+        line += [left] * (left != "-")
+    return line + ["-s", "-P"] * sys.flags.isolated
+
+
+def _had_at_start(name: str) -> bool:
+    """Whether this process was started with an environment variable."""
+    with open("/proc/self/environ", "rb") as file:
+        return any(word.startswith(f"{name}=".encode()) for word in file.read().split(b"\0"))
+
+
+def program_words(options: argparse.Namespace) -> list[str]:
+    """The program and its arguments, for a command line of Python's or of ours."""
+    is_like_option = options.program.startswith("-") and options.program != "-"
+    ends = ["-m"] if options.module else ["--"] * is_like_option
+    return [*ends, options.program, *options.arguments]
+
+
+def command(
+    options: argparse.Namespace,
+    *,
+    report: bool,
+    json_file: str | None,
+    trace: str | None = None,
+    sites: bool = False,
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of a program in the pool that `options` want."""
+    python = interpreter()
+    program = program_words(options)
+    environment = dict(os.environ)
+    flags, hidden, line = {}, {"PYTHONPATH"}, python
+    if sys.flags.ignore_environment:
+        flags = {"ignore_environment": 1, "isolated": sys.flags.isolated}
+        hidden |= {name for name in environment if name.startswith("PYTHON")}
+        line = _seeing_environment(python)
+    kept = {name: environment.pop(name, None) for name in hidden}
+    if not _had_at_start("LC_CTYPE"):
+        environment.pop("LC_CTYPE", None)  # Python set it for a C locale, and will again
+    settings: dict[str, Any] = {
+        "pid": os.getpid(),  # execve keeps it
+        "environment": kept,
+        "flags": flags,
+        "orig_argv": [*python, *program],
+        "max_bytes": options.max_bytes,
+        "initial_bytes": options.initial_bytes,
+        "huge_pages": HUGE_PAGES[options.huge_pages],
+        "lock": options.lock,
+        "on_full": options.on_full,
+        "report": report,
+        "json": json_file and os.path.abspath(json_file),
+        "trace": trace and os.path.abspath(trace),
+        "sites": SITES if sites else 0,
+    }
+    others = None if flags else kept["PYTHONPATH"]
+    environment["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{others}" if others else str(STARTUP)
+    environment[OPTIONS] = marshal.dumps(settings).hex()
+    return [*line, *program], environment
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="arenapy run",
+        usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
+        description="Run a program as Python would, the data of its NumPy arrays in a pool of "
+        "memory that was faulted in beforehand, and report at its end on standard error.",
+    )
+    add_pool_options(parser)
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures there, too; sizes are bytes"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="record what the pool does, for arenapy trace and replay"
+    )
+    parser.add_argument(
+        "--sites", action="store_true", help="with --trace: note which code asks for memory, too"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no report on standard error")
+    add_program(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``arenapy run``; the program takes the place of this process, so this does not return.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after ``run``. None: those of this process.
+
+    Raises
+    ------
+    SystemExit
+        With status 2 for wrong arguments.
+    """
+    parser = _parser()
+    options = parse_program(parser, argv)
+    written = {"--json": (options.json, REPORT), "--trace": (options.trace, outputs.TRACE)}
+    check_outputs(parser, written, {"SCRIPT": None if options.module else options.program})
+    if options.sites and options.trace is None:
+        parser.error("--sites are written into a trace; give --trace FILE")
+    # Python says so if it cannot read the program; then there is nothing to report.
+    there = options.module or options.program == "-" or os.access(options.program, os.R_OK)
+    line, environment = command(
+        options,
+        report=there and not options.quiet,
+        json_file=options.json if there else None,
+        trace=options.trace,
+        sites=options.sites,
+    )
+    if sys.stdout is not None:  # it was closed
+        sys.stdout.flush()
+    os.execve(line[0], line, environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The memory of a program under ``arenapy run``: its pool, and what is said of it at the end.
+
+What lives here: the pool as the options want it, its figures, the report. What does not: running
+the program (startup/sitecustomize.py), and the command line (run.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from arenapy._version import __version__
+from arenapy.base.text import format_bytes, printable
+from arenapy.diagnostics.recorder import Recorder
+from arenapy.memory.region import Region
+from arenapy.memory.reservation import Reservation
+from arenapy.memory.sources import Host
+from arenapy.numpy_handler.numpy_memory import numpy_memory
+from arenapy.pool.pool import Pool
+
+__all__ = ["ProgramMemory", "TimedHost"]
+
+
+class TimedHost:
+    """A `Host` that knows how long it took to get memory, and how much the pool ever had.
+
+    Attributes
+    ----------
+    seconds : float
+        Of all requests together, those of several threads at once included: mapping, faulting in.
+    nbytes : int
+        Ever faulted in.
+    peak : int
+        The most bytes that the pool had reserved, in blocks or idle.
+
+    Notes
+    -----
+    Thread-safety: may be used from any thread.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.seconds = 0.0
+        self.nbytes = self.peak = 0
+        self.pool: weakref.ref[Pool] | None = None
+        self._lock = threading.Lock()
+
+    def region(self, nbytes: int) -> Region:
+        """As that of `Host`."""
+        start = time.perf_counter()
+        region = self.host.region(nbytes)
+        self._count(start, nbytes)
+        return region
+
+    def reserve(self, nbytes: int) -> _TimedReservation | None:
+        """As that of `Host`; addresses alone cost nothing."""
+        reservation = self.host.reserve(nbytes)
+        return None if reservation is None else _TimedReservation(reservation, self)
+
+    def _count(self, start: float, nbytes: int) -> None:
+        seconds = time.perf_counter() - start
+        pool = None if self.pool is None else self.pool()
+        before = pool.stats().reserved_bytes if pool is not None else 0
+        with self._lock:
+            self.seconds += seconds
+            self.nbytes += nbytes
+            self.peak = max(self.peak, before + nbytes)
+
+
+class _TimedReservation:
+    def __init__(self, reservation: Reservation, source: TimedHost) -> None:
+        self._source = source
+        self._commit = reservation.commit
+        self.decommit = reservation.decommit
+        self.region = reservation.region
+        self.nbytes, self.page_size = reservation.nbytes, reservation.page_size
+
+    def commit(self, offset: int, nbytes: int) -> None:
+        start = time.perf_counter()
+        self._commit(offset, nbytes)
+        self._source._count(start, nbytes)
+
+
+class ProgramMemory:
+    """The pool of a program, in force from when this is made.
+
+    Parameters
+    ----------
+    options : mapping
+        ``max_bytes``, ``initial_bytes``, ``huge_pages``, ``lock``, ``on_full``: as for `Pool`,
+        `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for `trace.record`.
+
+    Raises
+    ------
+    OutOfMemory, OSError, ValueError
+        As these do.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.source = TimedHost(Host(huge_pages=options["huge_pages"], lock=options["lock"]))
+        self.pool = Pool(
+            options["max_bytes"], source=self.source, initial_bytes=options["initial_bytes"]
+        )
+        self.source.pool = weakref.ref(self.pool)
+        self.recording = self._begin_trace(options["trace"], options["sites"])
+        self.traced = ""  # for the report
+        self.handler = numpy_memory(self.pool, on_full=options["on_full"], threads=True).install()
+        self._unreached: set[str] = set()
+        self._pid = os.getpid()
+        with contextlib.suppress(RuntimeError):  # the exit handlers are running already
+            # Before it waits for threads, which end by that.
+            threading._register_atexit(self.see_threads)  # type: ignore[attr-defined]
+
+    def _begin_trace(self, path: str | None, sites: int) -> Recorder | None:
+        if path is None:
+            return None
+        from arenapy.trace import record
+
+        return record(self.pool, path, sites=sites).__enter__()
+
+    def end_trace(self) -> None:
+        """What is done from now on is not recorded."""
+        if self.recording is not None:
+            try:
+                self.recording.stop()
+                nbytes = os.path.getsize(self.recording.path)
+                path = printable(self.recording.path)
+                self.traced = f"{path}, {format_bytes(nbytes)}; see arenapy trace"
+            except OSError as error:
+                self.traced = printable(str(error))
+
+    def see_threads(self) -> None:
+        """Note which threads run now and do not have the pool."""
+        if os.getpid() == self._pid:
+            self._unreached.update(self.handler.unreached())
+
+    def figures(self) -> dict[str, Any]:
+        """What happened so far, as plain data; sizes are bytes."""
+        self.see_threads()
+        pool = self.pool.stats()
+        peak_reserved = max(self.source.peak, pool.reserved_bytes)
+        return {
+            "arenapy": __version__,
+            "numpy_version": np.__version__,
+            "served_bytes": self.pool._tally()[1],
+            "prefault_seconds": self.source.seconds,
+            "prefault_bytes": self.source.nbytes,
+            "peak_reserved_bytes": peak_reserved,
+            "never_used_bytes": max(0, peak_reserved - pool.peak_bytes),
+            "fell_back": self.handler.stats().as_dict(),
+            "unreached_threads": sorted(self._unreached),
+            "trace": None if self.recording is None else self.recording.path,
+            "pool": pool.as_dict(),
+        }
+
+    def text(self, figures: Mapping[str, Any]) -> str:
+        """The report, in lines."""
+        pool = figures["pool"]
+        blocks = _count(pool["total_allocations"], "block")
+        lines = [
+            ("served", f"{blocks}, {format_bytes(figures['served_bytes'])}"),
+            ("hit rate", _share(pool["hit_rate"])),
+            (
+                "peak",
+                f"{format_bytes(pool['peak_bytes'])} in blocks, "
+                f"{format_bytes(figures['peak_reserved_bytes'])} reserved",
+            ),
+            (
+                "prefault",
+                f"{format_bytes(figures['prefault_bytes'])} in {figures['prefault_seconds']:.3f} s",
+            ),
+            ("page faults", f"{figures['minor_faults']:,} minor, of the whole process"),
+            *(("fell back", line) for line in self._fell_back(figures)),
+            *([("trace", self.traced)] if self.traced else []),
+        ]
+        return "arenapy run: NumPy's memory from a pool\n" + "".join(
+            f"  {name:<11}  {text}\n" for name, text in lines
+        )
+
+    def _fell_back(self, figures: Mapping[str, Any]) -> list[str]:
+        """What the pool did not serve, and why."""
+        found, lines = figures["fell_back"], []
+        if found["system_allocations"]:
+            limit = self.pool.max_bytes
+            why = "memory ran out" if limit is None else f"--max-bytes is {format_bytes(limit)}"
+            lines.append(
+                f"{_count(found['system_allocations'], 'block')}, "
+                f"{format_bytes(found['system_bytes'])}, to malloc: the pool was full ({why})"
+            )
+        if found["lazy_allocations"]:
+            lines.append(
+                f"{_count(found['lazy_allocations'], 'block')}, "
+                f"{format_bytes(found['lazy_bytes'])}: so large zeros are mapped when touched"
+            )
+        if figures["unreached_threads"]:
+            names = ", ".join(map(printable, figures["unreached_threads"]))
+            lines.append(f"arrays of threads that the pool does not reach: {names}")
+        return lines or ["nothing"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _share(value: float) -> str:
+    return f"{value if value == 1 else min(value, 0.999):.1%}"  # nearly all is not all

@@ -1,0 +1,274 @@
+"""What Python imports before the program under ``arenapy run``: the pool will come with NumPy.
+
+``arenapy run SCRIPT`` becomes ``python SCRIPT``, with this folder first in PYTHONPATH. Python
+imports a module ``sitecustomize`` before it looks at the program, and so finds this one. The rest
+is Python's own business: where modules come from, what ``__main__`` is, how the program is read,
+how it ends, what a traceback shows.
+
+What lives here: taking back what brought this module here, so that neither the program nor its
+child processes can tell; waiting for NumPy; the report at the end. What does not: the pool and the
+figures (report.py), the command line (command.py).
+
+At once this imports only what is built into Python: the program may have modules of the same names
+as the standard library's, and a program without NumPy pays nothing. NumPy, and arenapy, which needs
+it, come when the program imports NumPy: what the program sets before that (``OMP_NUM_THREADS``,
+say) has its effect. A forked child does not report.
+"""
+
+import marshal
+import os
+import sys
+import time
+
+TYPE_CHECKING = False  # without importing typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+__all__ = ["AfterImport", "Session"]
+
+FOLDER = os.path.dirname(__file__)
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))
+OPTIONS = "ARENAPY_RUN"  # the environment variable; command.py writes it
+
+
+class AfterImport:
+    """A finder that finds nothing: calls `then()` once all of `names` that began have ended.
+
+    arenapy imports NumPy; if it is the program that imports arenapy, then both have to be there.
+    It takes itself away when it is no longer needed, and leaves nothing behind in the loaders.
+    """
+
+    def __init__(self, names: tuple[str, ...], then: "Callable[[], object]") -> None:
+        self.names = names
+        self.then = then
+        self.under_way = 0
+
+    def find_spec(
+        self, name: str, path: "Any" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """What the other finders find, with a loader that tells."""
+        if name not in self.names:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self._tell(spec.loader)
+                    return spec
+        return None
+
+    def _tell(self, loader: "Any") -> None:
+        run = loader.exec_module
+
+        def exec_module(module: "ModuleType") -> None:
+            del loader.exec_module
+            self.under_way += 1
+            try:
+                run(module)
+            finally:
+                self.under_way -= 1
+            if not self.under_way and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.then()
+
+        # Python takes the frames of imports off a traceback, and knows them by their file.
+        code = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+        exec_module.__code__ = code
+        loader.exec_module = exec_module
+
+
+class Session:
+    """One program: its pool, once there is one, and what is said at the end."""
+
+    def __init__(self, options: "dict[str, Any]") -> None:
+        self.options = options
+        self.path = sys.path[:]
+        self.memory: Any = None  # a report.ProgramMemory
+        self.clock = time.perf_counter
+        self.began = self.clock()
+        self.faults = _minor_faults()
+
+    def begin(self) -> None:
+        """NumPy is there: from now on its arrays are in a pool."""
+        try:
+            self.memory = self.apart(self._memory)
+        except (ImportError, MemoryError, OSError, ValueError) as error:
+            raise SystemExit(f"arenapy run: {error}") from None
+
+    def _memory(self) -> object:
+        _import_arenapy()
+        from arenapy.commands.run.report import ProgramMemory
+
+        return ProgramMemory(self.options)
+
+    def report(self) -> None:
+        """Say what there is to say. Never changes how the process ends."""
+        if os.getpid() != self.options["pid"]:
+            return
+        try:
+            self.apart(self._report)
+        except (ImportError, OSError, ValueError) as error:  # a closed or full file
+            try:  # noqa: SIM105  # contextlib is not built in
+                os.write(2, f"arenapy run: no report: {error}\n".encode(errors="replace"))
+            except OSError:
+                pass
+
+    def _report(self) -> None:
+        figures = {
+            "report": "arenapy run",
+            "program": sys.argv[:1],
+            "seconds": self.clock() - self.began,
+            "minor_faults": _minor_faults() - self.faults,
+            "numpy": self.memory is not None,
+        }
+        text = "arenapy run: the program did not import NumPy, so there was no pool\n"
+        if self.memory is not None:
+            self.memory.end_trace()
+            figures |= self.memory.figures()
+            text = self.memory.text(figures)
+        errors = sys.__stderr__
+        if self.options["report"] and errors is not None and not errors.closed:
+            errors.write(text)
+            errors.flush()
+        if self.options["json"] is not None:
+            import json
+
+            _import_arenapy()
+            from arenapy.linux import outputs
+
+            text = json.dumps(figures, indent=2) + "\n"
+            outputs.write(self.options["json"], text.encode(), outputs.report("arenapy run"))
+
+    def apart(self, act: "Callable[[], Any]") -> "Any":
+        """`act()`, whose imports are those of an interpreter without this program.
+
+        A module of the program's may have the name of one of the standard library's. It is out of
+        sight meanwhile; and one that is imported now and that the program has its own of is
+        forgotten afterwards, so that the program gets its own.
+        """
+        tops = {_top(name) for name in sys.modules} & sys.stdlib_module_names
+        tops = {top for top in tops if self._is_of_program(top)}
+        hidden = {name: module for name, module in sys.modules.items() if _top(name) in tops}
+        for name in hidden:
+            del sys.modules[name]
+        before, program_path = set(sys.modules), sys.path[:]
+        sys.path[:] = self.path
+        try:
+            return act()
+        finally:
+            sys.path[:] = program_path
+            own = [folder for folder in program_path if folder not in self.path]
+            for name in set(sys.modules) - before:
+                top = _top(name)
+                if top in tops or (top in sys.stdlib_module_names and _finds(top, own)):
+                    del sys.modules[name]
+            sys.modules.update(hidden)
+
+    def _is_of_program(self, name: str) -> bool:
+        """Whether a module comes from where the interpreter alone does not look."""
+        module = sys.modules.get(name)
+        spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+        if not file or getattr(spec, "origin", None) == "frozen":
+            return False
+        folder, base = os.path.split(file)
+        if base.startswith("__init__."):
+            folder = os.path.dirname(folder)
+        return folder not in self.path
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _finds(name: str, path: list[str]) -> bool:
+    """Whether there is a module of this name on the path."""
+    from importlib.machinery import PathFinder
+
+    return PathFinder.find_spec(name, path) is not None
+
+
+def _import_arenapy() -> None:
+    """Import this very package, wherever the program looks for its own modules."""
+    if "arenapy" in sys.modules:
+        return
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    path = os.path.join(PACKAGE, "__init__.py")
+    spec = spec_from_file_location("arenapy", path, submodule_search_locations=[PACKAGE])
+    assert spec is not None and spec.loader is not None
+    sys.modules["arenapy"] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules["arenapy"])
+    except BaseException:
+        del sys.modules["arenapy"]
+        raise
+
+
+def _minor_faults() -> int:
+    """Of this process, as `resource` has it, which is not built in."""
+    with open("/proc/self/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[7])
+
+
+def _leave_no_trace() -> "dict[str, Any] | None":
+    """Put back what brought this module here. The options; None: this is not the program."""
+    sys.path.remove(FOLDER)
+    sys.path_importer_cache.pop(FOLDER, None)
+    del sys.modules["sitecustomize"]
+    text = os.environ.pop(OPTIONS, None)
+    if text is None:
+        return None  # a subinterpreter
+    options: dict[str, Any] = marshal.loads(bytes.fromhex(text))
+    for name, value in options["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if options["pid"] != os.getpid():
+        return None  # a process that a .pth file started
+    if options["flags"]:
+        sys.orig_argv[:] = options["orig_argv"]
+        _set_flags(options["flags"])
+    return options
+
+
+def _set_flags(values: dict[str, int]) -> None:
+    """What -E and -I would have set: they would also have hidden PYTHONPATH from Python."""
+    before, known = set(sys.modules), set(sys.path_importer_cache)
+    import ctypes
+
+    set_item = ctypes.pythonapi.PyStructSequence_SetItem
+    set_item.argtypes = ctypes.py_object, ctypes.c_ssize_t, ctypes.py_object
+    set_item.restype = None
+    for name, value in values.items():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))  # the item that sys.flags owns
+        set_item(sys.flags, type(sys.flags).__match_args__.index(name), value)
+    for name in set(sys.modules) - before:
+        if not name.startswith("_"):
+            del sys.modules[name]
+    for folder in set(sys.path_importer_cache) - known:
+        del sys.path_importer_cache[folder]
+
+
+def _begin() -> None:
+    options = _leave_no_trace()
+    if options is None:
+        return
+    import atexit
+
+    session = Session(options)
+    atexit.register(session.report)  # the first one in: after all those of the program
+    if "numpy" in sys.modules:
+        session.begin()
+    else:
+        sys.meta_path.insert(0, AfterImport(("numpy", "arenapy"), session.begin))
+
+
+if __name__ == "sitecustomize":  # and not imported as a module of arenapy's
+    _begin()
+
+    # This machine's own; if there is none, Python expects this error.
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401

@@ -1,0 +1,103 @@
+"""``arenapy trace``: what a trace says about memory, in the terminal or as a page."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from arenapy.base.text import format_bytes, printable
+from arenapy.commands.command_line import Parser, check_outputs, console, whole
+from arenapy.linux import outputs
+from arenapy.trace import from_torch, load
+from arenapy.trace.holders import WAYS
+from arenapy.trace.page import page
+from arenapy.trace.torch_snapshot import is_pickle
+from arenapy.trace.view import MOST_BLOCKS, View
+
+__all__ = ["main"]
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="arenapy trace",
+        description="Say what a trace tells about memory: how much, when, whose, for how long. "
+        "With --html as a page with charts that zoom, one file, which needs no network.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
+    parser.add_argument("--html", metavar="OUT", help="write a page there")
+    parser.add_argument(
+        "--by", choices=WAYS,
+        help="what blocks are told apart by; default: sites, if they were recorded, else sizes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--events", action="store_true", help="count events on the axis of time, not seconds"
+    )
+    parser.add_argument(
+        "--blocks", type=whole(), default=MOST_BLOCKS, metavar="N",
+        help=f"draw so many blocks one by one, and merge the others (default: {MOST_BLOCKS})",
+    )  # fmt: skip
+    parser.add_argument("--device", type=whole(), metavar="N", help="whose history, of a snapshot")
+    return parser
+
+
+def _tables(view: View) -> list[Table]:
+    """Who holds how much."""
+    found = []
+    for title, moment in ("at the peak", view.blocks.peak), ("at the end", view.blocks.moments - 1):
+        table = Table(title=f"Held {title}", title_justify="left")
+        for name in view.groups.way, "blocks", "bytes", "since":
+            table.add_column(name, justify="left" if name == view.groups.way else "right")
+        for row in view.holders(moment):
+            table.add_row(
+                Text(row.name), f"{row.blocks:,}", format_bytes(row.nbytes), view.when(row.since)
+            )
+        if table.row_count:
+            found.append(table)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``arenapy trace``; the exit status.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after ``trace``. None: those of this process.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    check_outputs(parser, {"--html": (options.html, outputs.PAGE)}, {"FILE": options.file})
+    try:
+        if is_pickle(options.file):
+            trace = from_torch(options.file, options.device)
+        else:
+            trace = load(options.file)
+        view = View(trace, options.by, options.events or None, options.blocks)
+    except ValueError as error:
+        parser.error(str(error))
+    terminal = console()
+    for line in view.sentences():
+        terminal.print(line)
+    if options.html is None:
+        for table in _tables(view):
+            terminal.print(table)
+        for line in view.notes():
+            terminal.print(line)
+        return 0
+    name = printable(os.path.basename(options.file))
+    try:
+        text = page(view, f"Memory over time: {name}").encode()
+    except ImportError as error:
+        print(f"arenapy: {error}", file=sys.stderr)
+        return 1
+    outputs.write(options.html, text, outputs.PAGE)
+    terminal.print(f"{printable(options.html)}: {format_bytes(len(text))}; open it in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

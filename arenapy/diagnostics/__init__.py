@@ -1,0 +1,1 @@
+"""Who called, and what happened: call sites, traces, the ledger of debug mode."""

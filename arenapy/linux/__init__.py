@@ -1,0 +1,1 @@
+"""Every system call: mappings, their pages, reserved address space, limits, output files."""

@@ -1,0 +1,269 @@
+"""The files that commands and recorders write, and the rule that keeps a user's files safe.
+
+An output may take the place of an output of the same kind, which is known by its first bytes, or of
+an empty file. Anything else that exists is refused, before the work begins and again before
+writing: a forgotten file name (``arenapy run --json script.py``) must not cost the script.
+
+A whole output goes to a file beside its place, which then takes that place in one step, so that
+what was there stays there until the new file is complete. A trace grows while a program runs and is
+written where it lies; a lock on it refuses everybody else who would write there.
+
+This module imports nothing of the package: a program without NumPy reports by it, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeAlias
+
+from arenapy.linux import vm
+
+__all__ = [
+    "CHART",
+    "PAGE",
+    "STEPS",
+    "TRACE",
+    "Kind",
+    "begin",
+    "check",
+    "check_apart",
+    "report",
+    "write",
+]
+
+LOOKED_AT = 1024  # bytes of a file that tell its kind
+STANDARD = {1: "standard output", 2: "standard error"}
+#: What a folder or a mount says where a file cannot be replaced, but may be written.
+IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV)
+
+
+class Kind(NamedTuple):
+    """What an output is known by.
+
+    Attributes
+    ----------
+    name : str
+        For messages.
+    begins : bytes
+        Its first bytes.
+    holds : bytes
+        What else is in the first `LOOKED_AT` of them.
+    """
+
+    name: str
+    begins: bytes
+    holds: bytes = b""
+
+
+def report(command: str) -> Kind:
+    """The JSON of a command: an object whose first key says whose it is."""
+    return Kind(f"a report of {command}", b'{\n  "report": "%b"' % command.encode())
+
+
+TRACE = Kind("a trace", b"arenatrc")
+PAGE = Kind("a page of arenapy trace", b"<!doctype html>\n", b'content="arenapy trace">')
+STEPS = Kind("a file of steps", b'{"arenapy.testing": ')
+CHART = Kind("a chart of arenapy demo", b"\x89PNG\r\n\x1a\n", b"Software\0arenapy")
+
+Path: TypeAlias = str | os.PathLike[str]
+
+
+def check(path: Path, kind: Kind) -> None:
+    """Raise what `write` would, before there is anything to write.
+
+    Parameters
+    ----------
+    path : path-like
+    kind : Kind
+        What will be written.
+
+    Raises
+    ------
+    FileExistsError
+        What is there is neither empty nor of this kind.
+    OSError
+        The file cannot be written: it is a folder, there is no folder for it, somebody else is
+        writing it, this process may not.
+    """
+    with _held(path, kind):
+        pass
+
+
+def check_apart(named: Mapping[str, Path]) -> None:
+    """Refuse two names of one file, by whatever links.
+
+    Parameters
+    ----------
+    named : mapping
+        What each file is for, and its path.
+
+    Raises
+    ------
+    ValueError
+        Two are the same file.
+    """
+    known: dict[object, str] = {}
+    for what, path in named.items():
+        try:
+            found = os.stat(path)
+        except OSError:
+            key: object = os.path.realpath(path)
+        else:
+            if not stat.S_ISREG(found.st_mode):
+                continue  # a terminal or a pipe may be both standard input and output
+            key = found.st_dev, found.st_ino
+        other = known.setdefault(key, what)
+        if other != what:
+            raise ValueError(f"{what} {os.fspath(path)!r}: {other} is the same file; name another")
+
+
+def write(path: Path, data: bytes, kind: Kind) -> None:
+    """Write a whole output.
+
+    Parameters
+    ----------
+    path : path-like
+    data : bytes
+    kind : Kind
+
+    Raises
+    ------
+    OSError
+        As `check`, or it cannot be written. What was there is then still there, unless neither the
+        folder nor a mount lets it be replaced.
+    """
+    with _held(path, kind) as old:
+        if old is not None and not stat.S_ISREG(old.st_mode):  # a pipe, a terminal, /dev/null
+            _write_over(path, data)
+            return
+        try:
+            _replace(os.path.realpath(path), data, old)
+        except OSError as error:
+            if old is None or error.errno not in IN_PLACE:
+                raise
+            _write_over(path, data)
+
+
+def begin(path: Path, kind: Kind) -> vm.Descriptor:
+    """An empty file to be written bit by bit: its descriptor, which holds the lock on it.
+
+    Parameters
+    ----------
+    path : path-like
+    kind : Kind
+
+    Returns
+    -------
+    Descriptor
+        Close-on-exec. The lock ends with LOCK_UN, or once no process has the descriptor.
+
+    Raises
+    ------
+    OSError
+        As `check`, or it is no regular file.
+    """
+    while True:
+        file = vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        fd = file.fileno()
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(f"{os.fspath(path)!r} is no regular file; name one")
+            _examine(fd, path, kind)
+            if _is_at(path, found):
+                os.ftruncate(fd, 0)
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # replaced in between: another file has the name
+
+
+@contextmanager
+def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
+    """The file that may be replaced, which nobody else writes meanwhile; None: there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        if not os.path.basename(path):
+            raise FileNotFoundError(f"{os.fspath(path)!r} is no name of a file") from None
+        folder = os.path.dirname(os.path.realpath(path))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"{os.fspath(path)!r}: there is no folder {folder!r}; make it first"
+            ) from None
+        _check_access(folder, os.W_OK | os.X_OK)
+        yield None
+        return
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(f"{os.fspath(path)!r} is a directory; name a file")
+    _check_access(path, os.W_OK)
+    if not stat.S_ISREG(found.st_mode):
+        yield found
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _examine(fd, path, kind)
+        yield found
+    finally:
+        os.close(fd)
+
+
+def _examine(fd: int, path: Path, kind: Kind) -> None:
+    """Lock a regular file, and refuse it if something would be lost."""
+    name, found, is_standard = os.fspath(path), os.fstat(fd), False
+    for number, what in STANDARD.items():
+        with suppress(OSError):
+            is_standard = os.path.samestat(found, os.fstat(number))
+        if is_standard:
+            raise FileExistsError(f"{name!r} is the {what} of this process; name another file")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(
+            f"{name!r} is being written by somebody else: wait for that, or name another file"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    start = os.pread(fd, LOOKED_AT, 0)
+    if start and not (start.startswith(kind.begins) and kind.holds in start):
+        raise FileExistsError(
+            f"{name!r} exists and is not {kind.name}: name another file, or remove it first"
+        )
+
+
+def _is_at(path: Path, found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), found)
+    except OSError:
+        return False
+
+
+def _check_access(path: Path, mode: int) -> None:
+    if not os.access(path, mode):
+        raise PermissionError(f"{os.fspath(path)!r} may not be written by this process")
+
+
+def _replace(place: str, data: bytes, old: os.stat_result | None) -> None:
+    beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(fd, "wb") as file:
+            if old is not None:
+                os.fchmod(fd, stat.S_IMODE(old.st_mode))
+            file.write(data)
+        os.replace(beside, place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _write_over(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)

@@ -1,0 +1,48 @@
+# The C surface of claims: which bytes the regions of this process have for themselves.
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t
+
+from arenapy.linux.vm cimport OpenFile
+
+cdef struct Holding
+
+# One range of a space, in a tree. A space is a file, by its device and inode; or memory: device 0,
+# and inode 0 for all addresses, else the number of the claim whose region's Buffers are meant.
+cdef struct Range:
+    uint64_t device, inode
+    uint64_t start, end      # start < end
+    uint64_t priority        # of a node's children: less
+    Range* left              # what is before it
+    Range* right
+    Range* last              # of those in this subtree, the one with the greatest end
+    int tree                 # OWNED, VIEWED, MAPPED; -1: in none
+    Holding* holding         # that it is of
+
+# The ranges of one region.
+cdef struct Holding:
+    Range* ranges            # owned; room for one more
+    int n                    # of those that were put into trees
+    char* label              # owned: what to call the region in messages
+    bint outlived            # the region is gone, and others still see its bytes:
+    OpenFile leases          # owned: who has these; none: it cannot be known
+    PyObject* view           # owned: so that the addresses stay that memory's; or NULL
+    Holding* next            # in the list of those that outlived their region
+
+
+# The claim of one region, from before anything is done to the bytes until it is unmapped.
+cdef class Claim:
+    cdef Holding* holding
+    cdef readonly uint64_t number        # of the space that Buffers of its memory are
+    cdef readonly object view            # of a user's object: what keeps its memory
+    cdef bint taken                      # a region has it, and ends it
+
+    cdef void end(self) noexcept
+    # The region's own mapping.
+    cdef void place(self, uint64_t address, uint64_t nbytes) noexcept
+    # The region goes, and others still see its bytes, who have these leases, which are taken over.
+    # NULL: it cannot be known until when they do.
+    cdef void outlive(self, OpenFile* leases) noexcept
+
+# Held around a fork.
+cdef void claims_lock() noexcept nogil
+cdef void claims_unlock() noexcept nogil

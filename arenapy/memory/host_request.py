@@ -1,0 +1,281 @@
+"""One request for memory: checks before, explanations after.
+
+What lives here: the options that `Host` and `Shared` share, which system calls they lead to and in
+which order, and what a failure says: what was asked, what there was, what to do. A request is
+compared with what is free before anything is mapped; placement, locking and huge pages are set
+before the first page is there.
+"""
+
+import errno
+import mmap
+import operator
+import sys
+from typing import Any, Literal, Protocol
+
+from arenapy.errors import OutOfMemory
+from arenapy.linux import vm
+from arenapy.linux.limits import (
+    check_request,
+    format_bytes,
+    huge_pools,
+    memory_info,
+    numa_nodes,
+    read_limits,
+)
+from arenapy.linux.reserved_space import Mapping
+
+MIB = 1 << 20
+THP_SIZE = 2 * MIB  # what huge_pages="auto" aligns to
+PAGE_SIZES = {None: vm.PAGE_SIZE, "auto": vm.PAGE_SIZE, "2M": 2 * MIB, "1G": 1024 * MIB}
+SIZE_LIMIT = 1 << 63
+MAPPINGS_EACH = 4  # what a region may need while it is made: itself, guards, room to align
+
+HugePages = Literal["auto", "2M", "1G"] | None
+
+
+class MemoryOptions(Protocol):
+    """What `Host` and `Shared` have in common."""
+
+    @property
+    def huge_pages(self) -> HugePages: ...
+    @property
+    def prefault(self) -> bool: ...
+    @property
+    def lock(self) -> bool: ...
+    @property
+    def numa_node(self) -> int | None: ...
+
+
+class Request:
+    """One region asked of `Host` or `Shared`: its sizes, its checks, and its errors."""
+
+    def __init__(
+        self, options: MemoryOptions, what: str, nbytes: int, *, private: bool = True
+    ) -> None:
+        self.options = options
+        self.private = private
+        self.what = what
+        self.nbytes = nbytes
+        self.page_size = PAGE_SIZES[options.huge_pages]
+        self.hugetlb = options.huge_pages in ("2M", "1G")
+        self.mapped = -(-nbytes // self.page_size) * self.page_size
+        self.wants_thp = options.huge_pages == "auto" and nbytes >= THP_SIZE
+        self.align = THP_SIZE if self.wants_thp else self.page_size
+
+    def check(self) -> None:
+        """Refuse what would fail or be killed, before anything is mapped."""
+        if sys.is_finalizing():
+            return  # to look at /proc takes modules that may not be there any more
+        if self.hugetlb:
+            self._check_pool()
+        elif self.options.prefault or self.options.lock:
+            turn = "pass prefault=False to take pages only as they are touched"
+            check_request(
+                self.mapped,
+                self.what,
+                turn if not self.options.lock else "pass lock=False and prefault=False",
+                numa_node=self.options.numa_node,
+                private=self.private,
+            )
+
+    def _check_pool(self, failure: str = "") -> None:
+        """Refuse if hugetlbfs has too few pages, or, after a `failure`, in any case."""
+        pool = huge_pools().get(self.page_size)
+        choice = f"huge_pages={self.options.huge_pages!r}"
+        if pool is None:
+            raise OSError(
+                errno.EOPNOTSUPP,
+                f"{choice}: this kernel or CPU has no such pages in hugetlbfs; pass "
+                'huge_pages="auto"',
+            )
+        pages = self.mapped // self.page_size
+        if pages > pool.free + pool.surplus or failure:
+            missing = max(pages - pool.free, 0)
+            raise OutOfMemory(
+                f"{self.what} of {format_bytes(self.nbytes)} with {choice} needs {pages} pages, "
+                f"and {pool.free} are free of {pool.reserved} reserved{failure}. Reserve more "
+                f"(echo {pool.reserved + missing} > /sys/kernel/mm/hugepages/"
+                f'hugepages-{self.page_size >> 10}kB/nr_hugepages), or pass huge_pages="auto".'
+            )
+
+    def map(self, fd: int = -1, *, guard: bool = False) -> Mapping:
+        """`vm.map_memory` of what is asked, its failure explained."""
+        try:
+            return vm.map_memory(
+                self.nbytes,
+                fd=fd,
+                shared=fd >= 0,
+                align=self.align,
+                guard=guard,
+                page_size=self.page_size,
+            )
+        except OSError as error:
+            raise self.explain_map(error) from error
+
+    def explain_map(self, error: OSError) -> Exception:
+        """The error to raise for a mapping that failed."""
+        if self.hugetlb and error.errno == errno.ENOMEM:
+            try:
+                self._check_pool(f" (the kernel refused: {error.strerror})")
+            except OutOfMemory as explained:
+                return explained
+        return explain_map(error, self.what, self.nbytes)
+
+    def fill(self, address: int, threads: int = 0) -> None:
+        """Place, lock and fault in what was mapped: in this order, before the first page."""
+        self.place(address)
+        self.take(address, threads)
+
+    def place(self, address: int) -> None:
+        """Say where pages come from, and how large they may be."""
+        if self.options.numa_node is not None:
+            self._bind(address, self.options.numa_node)
+        if self.wants_thp:
+            try:
+                vm.advise(address, self.mapped, mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
+                    raise self.explain_map(error) from error
+
+    def keep_from_children(self, address: int) -> None:
+        """A forked child is not to have what was mapped."""
+        try:
+            vm.advise(address, self.mapped, mmap.MADV_DONTFORK)
+        except OSError as error:
+            raise self.explain_map(error) from error
+
+    def take(self, address: int, threads: int = 0) -> None:
+        """Lock and fault in, as the options say."""
+        if self.options.lock:
+            self._lock(address)
+        if self.options.prefault or self.hugetlb:
+            self._prefault(address, threads)
+
+    def _bind(self, address: int, node: int) -> None:
+        try:
+            vm.bind(address, self.mapped, node)
+        except OSError as error:
+            text = (
+                f"numa_node={node}: the kernel refused to bind {self.what} to it "
+                f"({error.strerror}); this process may use {_nodes_text()}"
+            )
+            raise refusal(error, text) from error
+
+    def _lock(self, address: int) -> None:
+        try:
+            vm.lock(address, self.mapped)
+        except OSError as error:
+            memlock = memory_info().memlock
+            bound = "no limit" if memlock is None else format_bytes(memlock)
+            text = (
+                f"cannot lock {self.what} of {format_bytes(self.nbytes)} ({error.strerror}): "
+                f"RLIMIT_MEMLOCK is {bound}. Raise it (`ulimit -l`, limits.conf, or "
+                "LimitMEMLOCK= of the service), or pass lock=False"
+            )
+            raise refusal(error, text) from error
+
+    def _prefault(self, address: int, threads: int) -> None:
+        try:
+            vm.prefault(address, self.mapped, threads=threads, slice_nbytes=self._slice())
+        except OSError as error:
+            if self.hugetlb and error.errno in (errno.EFAULT, errno.ENOMEM):
+                self._check_pool(" (they ran out: by a NUMA node or a hugetlb cgroup limit)")
+            text = (
+                f"cannot fault in {self.what} of {format_bytes(self.nbytes)} ({error.strerror}); "
+                f"{memory_info().limit.name} has {format_bytes(memory_info().available)} free. Ask "
+                "for less, or pass prefault=False"
+            )
+            raise refusal(error, text) from error
+
+    def _slice(self) -> int:
+        """A slice must be no part of a page; 0 leaves the choice to vm."""
+        return self.page_size if self.page_size > 64 * MIB else 0
+
+
+def refusal(error: OSError, text: str) -> Exception:
+    """The error that says `text`: an `OutOfMemory` if memory is what the kernel did not have."""
+    return OutOfMemory(text) if error.errno == errno.ENOMEM else OSError(error.errno, text)
+
+
+def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Exception:
+    """The error for a mapping that failed: for want of memory, naming the tightest limit.
+
+    `huge` is the page size of the hugetlbfs that it is of, if it is.
+    """
+    if error.errno == errno.ENOMEM and huge:
+        pool = huge_pools().get(huge)
+        free = "unknown" if pool is None else pool.free
+        return OutOfMemory(
+            f"{what} of {format_bytes(nbytes)} needs {-(-nbytes // huge)} pages of "
+            f"{format_bytes(huge)}, and {free} are free. Reserve more (/sys/kernel/mm/hugepages/"
+            f"hugepages-{huge >> 10}kB/nr_hugepages), or use another file system"
+        )
+    if error.errno != errno.ENOMEM:
+        return OSError(
+            error.errno, f"cannot map {what} of {format_bytes(nbytes)}: {error.strerror}"
+        )
+    asked = f"the kernel refused to map {what} of {format_bytes(nbytes)} ({nbytes} bytes); "
+    count, most = _mappings()
+    if count + MAPPINGS_EACH > most:
+        return OutOfMemory(
+            f"{asked}this process has {count} mappings of at most {most}. Use fewer and larger "
+            "regions, or raise vm.max_map_count"
+        )
+    binding = min(read_limits(), key=lambda limit: limit.available)
+    return OutOfMemory(
+        f"{asked}the tightest limit is {binding.name} with {format_bytes(binding.available)} free "
+        f"of {format_bytes(binding.nbytes)}. Ask for less, or {binding.remedy}."
+    )
+
+
+def _mappings() -> tuple[int, int]:
+    """How many mappings this process has, and may have."""
+    with open("/proc/self/maps", "rb") as lines, open("/proc/sys/vm/max_map_count") as most:
+        return sum(1 for _ in lines), int(most.read())
+
+
+# ---- checks ----------------------------------------------------------------------------------
+
+
+def checked_index(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: need an int")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: need an int, not {type(value).__name__}") from None
+
+
+def checked_size(value: Any) -> int:
+    nbytes = checked_index("nbytes", value)
+    if not 0 < nbytes < SIZE_LIMIT:
+        raise ValueError(f"nbytes={nbytes}: need at least 1 and less than 2**63")
+    return nbytes
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: need True or False")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+
+
+def _nodes_text() -> str:
+    nodes = numa_nodes()
+    return f"the nodes {', '.join(map(str, nodes))}" if len(nodes) > 1 else f"node {nodes[0]} only"
+
+
+def check_options(options: MemoryOptions) -> None:
+    check_choice("huge_pages", options.huge_pages, ("auto", "2M", "1G", None))
+    check_flag("prefault", options.prefault)
+    check_flag("lock", options.lock)
+    if options.numa_node is not None:
+        node = checked_index("numa_node", options.numa_node)
+        nodes = numa_nodes()
+        if node < 0 or (nodes and node not in nodes):
+            raise ValueError(
+                f"numa_node={node} has no memory here: choose {_nodes_text()}, or None"
+            )

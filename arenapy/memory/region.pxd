@@ -1,0 +1,59 @@
+# The C surface of Region: one contiguous address range.
+from arenapy.base.abi cimport ARENAPY_ABI
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t, uintptr_t
+
+from arenapy.buffer.block cimport Block, Keeper
+from arenapy.linux.vm cimport Descriptor, OpenFile
+
+cdef enum:
+    FORK_INHERIT = 0     # a forked child has its own copy
+    FORK_SKIP = 1        # not mapped in a forked child
+    FORK_CLOSED = 2      # mapped in both: allocators over it are closed in the child
+
+
+# Memory that is not a mapping of ours, such as a device's: gone when its last reference is. An
+# owner like this reaches no user's object.
+cdef class Backing:
+    pass
+
+
+cdef class Region(Keeper):
+    cdef char* ptr
+    cdef size_t size
+    cdef readonly Py_ssize_t page_size
+    cdef int fork
+    cdef OpenFile file                    # owned
+    cdef readonly long long file_offset   # of the first byte, in that file
+    cdef size_t map_ptr                   # [map_ptr, map_ptr + map_size) is unmapped at the end
+    cdef size_t map_size
+    cdef object owner                     # keeps memory that is not ours to unmap, or None
+    cdef bint borrowed                    # of a user's object: nothing says if a child has it
+    cdef bint received                    # came from another process: its Buffers take leases
+    cdef bint sent                        # other processes may see bytes of it
+    cdef Region parent                    # the region that this is a window of, or None
+    cdef uint64_t holds                   # atomic: held Buffers whose keeper this region is
+    cdef PyObject* user                   # the allocator's core over it, which keeps this alive
+    # Where those who see bytes have their leases, from `file_offset` on: the file of Shared memory,
+    # for messages carry it; else, from the first fork on, an owned file without bytes.
+    cdef OpenFile lease_file
+    cdef bint lease_lost                  # a fork could not be recorded: every byte is leased
+    cdef bint inherited                   # by fork: only the parent's allocator hands bytes out
+    cdef void* fork_page                  # keeps the child's leases, between prepare and parent
+    cdef PyObject* next                   # the registry of live regions, in no order
+    cdef PyObject* prev
+
+    cdef int _unmap(self) noexcept
+    cdef int _end_claim(self) noexcept
+    cdef int attach(self, Keeper core) except -1
+    cdef void detach(self) noexcept
+    # The file, with an open file description of its own.
+    cdef Descriptor reopened(self)
+    cdef int leases(
+        self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+
+# The region that a Buffer's bytes are in, or None.
+cdef Region region_behind(Block block)
+# An allocator's core enters the registry of those whose locks a fork takes, and leaves it.
+cdef void register_core(Keeper core) noexcept
+cdef void unregister_core(Keeper core) noexcept

@@ -1,0 +1,649 @@
+"""Region: one contiguous range of addresses, and what ends it.
+
+What lives here: who owns a range (a mapping, a file descriptor, a user's object), when it is
+given back, and what a fork does to it. What does not: how it was mapped (source, vm) and how
+it is carved up (allocators).
+
+A region is unmapped when the last object that needs it is gone: every Buffer and every
+allocator core holds a reference to it. `close()` does it earlier, if nobody is looking.
+
+Fork. Registries of live regions and of allocators' cores are walked by pthread_atfork
+handlers, which hold the cores' locks meanwhile. In the child, regions that are not its own copy
+are marked gone, and so are the allocators over them. For memory that parent and child both see,
+the handlers take a lease in the child's name on every byte that is not free: a read lock on those
+bytes, through an open file description that only the child keeps. It keeps it by a mapping of one
+page, which no code knows: a child that closes all descriptors keeps its leases. The kernel drops
+them when the child exits or executes another program, however it ends. If any of this fails, the
+parent's allocator reuses nothing from then on.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.errno cimport EBADF
+from libc.stdint cimport uintptr_t
+from posix.unistd cimport close as close_fd
+
+from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
+from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.base.arguments cimport as_size
+from arenapy.buffer.block cimport (
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, root_of,
+)
+from arenapy.buffer.buffer cimport new_range
+from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.base.sealed cimport seal
+from arenapy.linux.vm cimport (
+    Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_first_lease, vm_identify, vm_is_mapped,
+    vm_is_open, vm_keep_leases, vm_lease, vm_lease_file, vm_reopen, vm_unmap,
+)
+from arenapy.linux.reserved_space cimport Mapping, vm_occupy
+from libc.stdlib cimport free
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(
+        void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
+        void (*child)() noexcept nogil,
+    )
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    /* The registry's own lock: held for a few pointer writes, and across fork. */
+    static pthread_mutex_t arenapy_registry = PTHREAD_MUTEX_INITIALIZER;
+    #define arenapy_registry_lock() pthread_mutex_lock(&arenapy_registry)
+    #define arenapy_registry_unlock() pthread_mutex_unlock(&arenapy_registry)
+    """
+    void arenapy_registry_lock() noexcept nogil
+    void arenapy_registry_unlock() noexcept nogil
+
+cdef dict FORKS = {"inherit": FORK_INHERIT, "skip": FORK_SKIP, "closed": FORK_CLOSED}
+cdef PyObject* regions = NULL       # heads of the registries
+cdef PyObject* cores = NULL
+
+
+cdef class Backing:
+    """What a region's memory is, where it is no mapping of its own. Internal."""
+
+
+seal(Backing, "a Backing is internal; make a source's region")
+
+
+@cython.no_gc_clear               # the end of a Buffer's streams needs `medium`
+@cython.trashcan(True)            # owners in chains, of any length, end one after the other
+cdef class Region(Keeper):
+    """One contiguous address range that allocators carve up.
+
+    Made by a source's ``region(nbytes)``; sources of your own use :meth:`from_address`.
+    It is unmapped when the last Buffer and allocator over it are gone.
+
+    Attributes
+    ----------
+    address, nbytes : int
+        Where it starts, and its size in bytes.
+    kind : str
+        "host", "shared", "file", "existing", or what a user's source calls it.
+    device_id : int
+        Ordinal of the device it is on; -1 for the host.
+    page_size : int
+        Bytes of a page as it was mapped (huge pages given by THP are in `huge_fraction`).
+    readonly, host_accessible, device_accessible : bool
+        What may be done with the memory, and from where.
+
+    Notes
+    -----
+    Thread-safety: all methods may be called from any thread.
+    """
+
+    def __cinit__(self):
+        self.file.fd = self.lease_file.fd = -1
+        self.gone = GONE_CLOSED          # until from_address opens it
+
+    @classmethod
+    def from_address(
+        cls, address, nbytes, *, str kind not None="host", owner=None, readonly=False,
+        int device_id=-1, host_accessible=True, device_accessible=False, page_size=4096,
+        str fork="inherit", int fd=-1, long long file_offset=0, map_address=0, map_nbytes=0,
+        Mapping mapping=None, Descriptor descriptor=None,
+    ):
+        """Make a region of memory that something else has allocated: how sources are written.
+
+        Parameters
+        ----------
+        address, nbytes : int
+            The range, in bytes; it must stay valid until the region is gone.
+        kind : str
+            What Buffers report as their kind.
+        owner : object, optional
+            Kept alive until the region is gone.
+        readonly : bool
+            Whether allocators and exports have to leave it alone.
+        device_id : int
+            Ordinal of the device, -1 for the host.
+        host_accessible, device_accessible : bool
+            From where it may be read and written.
+        page_size : int
+            Bytes of a page.
+        fork : {"inherit", "skip", "closed"}
+            What a forked child has: its own copy; nothing; the same memory, whose allocators
+            are closed there.
+        fd : int
+            A file descriptor that the region takes over and closes at its end.
+        file_offset : int
+            Offset of the first byte in that file.
+        map_address, map_nbytes : int
+            The range to munmap at the end, if `map_nbytes` is not 0.
+        mapping, descriptor
+            Internal: owners to take the range and the file descriptor over from.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a value out of range. Nothing is taken over then.
+        OSError
+            If `fd` is not open. Nothing is taken over then.
+
+        Notes
+        -----
+        An integer owns nothing: an exception that a signal's handler raises between the system call
+        and this one (``KeyboardInterrupt``, say) leaks the range or the descriptor. An `owner` that
+        gives the memory back when it goes, and that exists before the memory does, has no such gap.
+        """
+        cdef Region self
+        cdef OpenFile file
+        cdef size_t start = _address(address)
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef size_t map_start, map_size
+        if fork not in FORKS:
+            raise ValueError(f"fork={fork!r} is not one of {', '.join(FORKS)}")
+        if n == 0 or start == 0 or start + <size_t>n < start:
+            raise ValueError(f"no region of {n} bytes can lie at address {start:#x}")
+        file.fd = -1
+        if fd >= 0:
+            number = vm_identify(fd, &file)
+            if number < 0:
+                raise OSError(-number, f"fd={fd} is no open file")
+        self = Region.__new__(Region)
+        map_start = _address(map_address)
+        map_size = as_size(map_nbytes, "map_nbytes")
+        self.page_size = as_size(page_size, "page_size")
+        if self.page_size == 0:
+            raise ValueError("page_size=0 is no size of a page; give 4096, or what it is")
+        self.ptr = <char*>start
+        self.size = n
+        self.kind = kind
+        self.owner = owner
+        self.foreign = owner is not None and not isinstance(owner, Backing)
+        if isinstance(owner, Claim):
+            self.foreign = self.borrowed = (<Claim>owner).view is not None
+            (<Claim>owner).taken = True
+            if not self.foreign:             # a file's, mapped by the region itself
+                (<Claim>owner).place(start, n)
+        if POISONS:                          # the caller may look at every byte
+            self.foreign = self.foreign or kind == "file" or (
+                owner is None and map_size == 0 and mapping is None)
+        self.readonly = readonly
+        self.device_id = device_id
+        self.host_accessible = host_accessible
+        self.device_accessible = device_accessible
+        self.fork = FORKS[fork]
+        self.file_offset = file_offset
+        # From here on both are the region's: in C, so that no signal's exception comes between.
+        if mapping is not None:
+            mapping.take(&map_start, &map_size)
+        if descriptor is not None:
+            descriptor.take(&file)
+        self.map_ptr, self.map_size = map_start, map_size
+        self.file = file
+        self.checked = kind == "file" and file.fd >= 0
+        if kind == "shared":
+            self.lease_file = file
+        self.gone = GONE_NOT
+        _register(self)
+        return self
+
+    def __dealloc__(self):
+        if self.medium is not None:
+            self.medium.finish(<PyObject*>self, self.owner)
+        _unregister(self)
+        self._unmap()
+
+    cdef int _unmap(self) noexcept:
+        """Give the range back. Not once the interpreter ends: somebody may still be writing."""
+        cdef size_t start = self.map_ptr
+        cdef size_t n = self.map_size
+        cdef OpenFile file = self.file
+        cdef OpenFile lease_file
+        if arenapy_finalizing():
+            return 0
+        self._end_claim()
+        lease_file = self.lease_file
+        self.map_size = 0
+        self.file.fd = self.lease_file.fd = -1
+        if n and not (self.gone == GONE_FORKED and self.fork == FORK_SKIP):
+            with nogil:                        # a gigabyte takes milliseconds
+                vm_unmap(start, n)
+        if lease_file.fd != file.fd:
+            vm_close(&lease_file)
+        vm_close(&file)
+        return 0
+
+    cdef int _end_claim(self) noexcept:
+        """If others see the bytes on, whoever claims them next has to wait for that."""
+        cdef Claim claim = <Claim>self.owner if isinstance(self.owner, Claim) else None
+        cdef uintptr_t start = <uintptr_t>self.ptr
+        cdef uintptr_t at, stop
+        if claim is None or claim.holding == NULL or self.fork != FORK_CLOSED:
+            return 0
+        if self.readonly and not self.borrowed:
+            return 0                         # a file, which the child's own lock protects
+        if self.file.fd >= 0 and self.file.fd == self.lease_file.fd:
+            return 0                         # its file goes when nobody sees it
+        if self.inherited or self.lease_lost:
+            claim.outlive(NULL)
+        elif self.leases(start, start + self.size, &at, &stop):
+            claim.outlive(&self.lease_file)
+            self.lease_file.fd = -1
+        return 0
+
+    # -- facts
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return <uintptr_t>self.ptr
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor behind it, owned by the region; -1 if there is none."""
+        return self.file.fd
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or the memory stayed behind in a fork."""
+        return self.gone != GONE_NOT
+
+    @property
+    def huge_fraction(self) -> float:
+        """The part of it that huge pages back now, from 0 to 1, as the kernel says.
+
+        Raises
+        ------
+        OSError
+            If the kernel does not say.
+        """
+        from arenapy.linux import vm
+        if self.gone:
+            return 0.0
+        huge = vm.huge_bytes(<uintptr_t>self.ptr, self.size)
+        if huge is None:
+            raise OSError("this kernel does not say which pages are huge")
+        return huge / <double>self.size
+
+    def __repr__(self):
+        state = ", closed" if self.gone else ""
+        return f"<Region {self.kind} {self.size} bytes at {<uintptr_t>self.ptr:#x}{state}>"
+
+    # -- use
+
+    def buffer(self, offset=0, nbytes=None):
+        """A Buffer over a part of the region, without an allocator.
+
+        Parameters
+        ----------
+        offset : int
+            First byte, counted from the start of the region.
+        nbytes : int, optional
+            Size; by default all that follows.
+
+        Raises
+        ------
+        ValueError
+            If the range is not inside the region, or the region is closed.
+        BufferError
+            If an allocator manages the region: its bytes may be handed out again.
+        """
+        cdef Py_ssize_t at = as_size(offset, "offset")
+        cdef Py_ssize_t n
+        if self.gone:
+            raise ValueError(f"{self!r} is closed; make a new region from its source")
+        if <size_t>at > self.size:
+            raise ValueError(f"offset={at} is beyond the region's {self.size} bytes")
+        n = <Py_ssize_t>self.size - at if nbytes is None else as_size(nbytes, "nbytes")
+        if n > <Py_ssize_t>self.size - at:
+            raise ValueError(
+                f"nbytes={n} from offset={at} is beyond the region's {self.size} bytes"
+            )
+        if self.user != NULL:
+            raise BufferError(
+                f"{self!r} is managed by an allocator, which hands its bytes out; "
+                "use that allocator's alloc()"
+            )
+        self.check()
+        if self.received and n:
+            from arenapy.memory.shared import leased_window
+            return new_range(leased_window(self, at, n), self.ptr + at, n)
+        return new_range(self, self.ptr + at, n)
+
+    def close(self):
+        """Unmap now. A second close does nothing.
+
+        Buffers over it that were never exported are closed with it, and so is an allocator.
+
+        Raises
+        ------
+        BufferError
+            If a Buffer that was ever exported is alive. Nothing changes.
+        """
+        cdef Keeper user = <Keeper>self.user if self.user != NULL else None
+        cdef Keeper guard = self if user is None else user
+        cdef bint held
+        if self.gone:
+            return
+        if guard.medium is not None:
+            guard.medium.settle(<PyObject*>guard, False)
+        arenapy_lock_acquire(&guard.lock)
+        held = arenapy_load(&self.holds) != 0 or (user is not None and user.has_holds())
+        if not held:
+            self.gone = GONE_CLOSED
+            if user is not None:
+                user.disable(GONE_CLOSED)
+        arenapy_lock_release(&guard.lock)
+        if held:
+            raise BufferError(
+                f"{self!r} has Buffers that were exported and are alive, or that streams still "
+                "use; drop them first"
+            )
+        self._unmap()
+        self.owner = None
+
+    def __reduce__(self):
+        raise TypeError(
+            "a Region is not pickled by value; pickle a Buffer of it, or send a Shared region "
+            "through multiprocessing"
+        )
+
+    # -- as the keeper of Buffers made by buffer()
+
+    cdef bint alive(self, Block root) noexcept nogil:
+        """Unheld Buffers end when an allocator takes the region, or its parent is closed."""
+        return self.user == NULL and (self.parent is None or not self.parent.gone)
+
+    cdef void enlist(self, Hold* hold) noexcept nogil:
+        arenapy_add(&self.holds, 1)
+        if self.parent is not None:
+            arenapy_add(&self.parent.holds, 1)
+
+    cdef void delist(self, Hold* hold) noexcept nogil:
+        arenapy_sub(&self.holds, 1)
+        if self.parent is not None:
+            arenapy_sub(&self.parent.holds, 1)
+
+    cdef void ended(self, Hold* hold) noexcept nogil:
+        self.delist(hold)
+        free(hold)
+
+    cdef int check(self) except -1:
+        """A file that shrank below its mapping kills whoever touches it: refuse before."""
+        cdef long long now
+        if not self.checked or self.file.fd < 0:
+            return 0
+        now = vm_file_nbytes(&self.file)
+        if now < 0:
+            raise OSError(
+                -now, f"cannot ask for the size of the file behind {self!r}: its descriptor "
+                f"{self.file.fd} was closed by other code; do not close it, or map the file again"
+            )
+        if now < self.file_offset + <long long>self.size:
+            raise BufferError(
+                f"the file behind {self!r} has shrunk to {now} bytes, and "
+                f"{self.file_offset + <long long>self.size} are mapped; touching the rest would "
+                "be a SIGBUS: map the file again"
+            )
+        return 0
+
+    # -- as what an allocator manages
+
+    cdef object region_at(self, char* ptr):
+        return self if self.parent is None else self.parent
+
+    cdef int attach(self, Keeper core) except -1:
+        if self.user != NULL:
+            raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
+        if self.gone:
+            raise ValueError(f"{self!r} is closed; make a new region from its source")
+        if self.received:
+            raise ValueError(
+                f"{self!r} belongs to the process that sent it, which alone allocates from it; "
+                "view it with Region.buffer()"
+            )
+        if self.readonly:
+            raise ValueError(
+                f"{self!r} is read-only, and an allocator hands out writable memory; view it with "
+                "Region.buffer(), or map the file with mode='r+' or 'c'"
+            )
+        if arenapy_load(&self.holds):
+            raise ValueError(f"{self!r} has Buffers of its own that are held; give another region")
+        self.user = <PyObject*>core
+        return 0
+
+    cdef void detach(self) noexcept:
+        arenapy_registry_lock()
+        self.user = NULL
+        arenapy_registry_unlock()
+
+    cdef Descriptor reopened(self):
+        cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
+        cdef int fd = vm_reopen(&self.file)
+        if fd == -EBADF:
+            raise OSError(
+                EBADF, f"{self!r} cannot be sent any more: its descriptor {self.file.fd} was "
+                "closed by other code; do not close it, or send from a new region"
+            )
+        if fd < 0:
+            raise OSError(-fd, f"cannot open the memory of {self!r} again, to lease it")
+        file.own(fd)
+        return file
+
+    cdef int leases(
+        self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop
+    ) noexcept nogil:
+        """Does another process still see bytes of [start, end)? 1, with a part in at, stop."""
+        cdef long long first = 0, n = 0
+        cdef long long base = <long long>(start - <uintptr_t>self.ptr) + self.file_offset
+        cdef int found
+        at[0], stop[0] = start, end
+        if self.lease_lost:
+            return 1
+        if self.lease_file.fd < 0:
+            return 0                          # none was given yet
+        if not vm_is_open(&self.lease_file):
+            return 1                          # nobody can be asked any more
+        found = vm_first_lease(
+            self.lease_file.fd, base, <long long>(end - start), &first, &n)
+        if found == 0:
+            return 0
+        if found == 1:
+            if first > base:
+                at[0] = start + <uintptr_t>(first - base)
+            if n > 0 and first + n - base < <long long>(end - start):
+                stop[0] = start + <uintptr_t>(first + n - base)
+        return 1                              # an error counts as leased: never hand out
+
+
+seal(Region, "a Region is made by a source's region(nbytes), or by Region.from_address(...)")
+
+
+cdef size_t _address(object value) except? 0:
+    try:
+        n = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{value!r} is not an address: give an integer") from None
+    if n < 0 or n >= 1 << 64:
+        raise ValueError(f"{value!r} is not an address")
+    return n
+
+
+# ---- the registry, and fork --------------------------------------------------------------
+
+cdef void _register(Region region) noexcept:
+    global regions
+    arenapy_registry_lock()
+    region.next = regions
+    if regions != NULL:
+        (<Region>regions).prev = <PyObject*>region
+    regions = <PyObject*>region
+    arenapy_registry_unlock()
+
+
+cdef void _unregister(Region region) noexcept:
+    global regions
+    arenapy_registry_lock()
+    if region.prev != NULL:
+        (<Region>region.prev).next = region.next
+    elif regions == <PyObject*>region:
+        regions = region.next
+    if region.next != NULL:
+        (<Region>region.next).prev = region.prev
+    region.next = region.prev = NULL
+    arenapy_registry_unlock()
+
+
+cdef void register_core(Keeper core) noexcept:
+    global cores
+    arenapy_registry_lock()
+    core.next_core = cores
+    if cores != NULL:
+        (<Keeper>cores).prev_core = <PyObject*>core
+    cores = <PyObject*>core
+    arenapy_registry_unlock()
+
+
+cdef void unregister_core(Keeper core) noexcept:
+    global cores
+    arenapy_registry_lock()
+    if core.prev_core != NULL:
+        (<Keeper>core.prev_core).next_core = core.next_core
+    elif cores == <PyObject*>core:
+        cores = core.next_core
+    if core.next_core != NULL:
+        (<Keeper>core.next_core).prev_core = core.prev_core
+    core.next_core = core.prev_core = NULL
+    arenapy_registry_unlock()
+
+
+cdef void _before_fork() noexcept nogil:
+    cdef PyObject* p
+    arenapy_registry_lock()
+    claims_lock()
+    p = cores
+    while p != NULL:
+        (<Keeper>p).fork_lock()
+        p = (<Keeper>p).next_core
+    p = regions
+    while p != NULL:
+        if _child_writes_here(p) and not _lease_to_child(p):
+            (<Region>p).lease_lost = True
+            if (<Region>p).user != NULL:
+                (<Keeper>(<Region>p).user).expect_leases()
+        p = (<Region>p).next
+
+
+cdef bint _child_writes_here(PyObject* p) noexcept nogil:
+    """Will a forked child see what this process allocates here later?"""
+    return (
+        (<Region>p).fork == FORK_CLOSED
+        and not ((<Region>p).inherited or (<Region>p).gone or (<Region>p).lease_lost)
+        # What nobody allocates from now is viewed, and may be allocated from later.
+        and ((<Region>p).user != NULL or not (
+            (<Region>p).received or ((<Region>p).readonly and not (<Region>p).borrowed)))
+    )
+
+
+cdef bint _lease_to_child(PyObject* p) noexcept nogil:
+    """Lease what is not free here to whoever has `fork_page` mapped. False: it is not leased."""
+    cdef int fd, rc
+    (<Region>p).sent = True
+    if (<Region>p).lease_file.fd < 0 and vm_lease_file(&(<Region>p).lease_file) < 0:
+        return False
+    fd = vm_reopen(&(<Region>p).lease_file)
+    if fd < 0:
+        return False
+    (<Region>p).fork_page = vm_keep_leases(fd, _lease_page(p))
+    if (<Region>p).user != NULL:
+        rc = (<Keeper>(<Region>p).user).lease_live(p, fd)
+    else:
+        rc = vm_lease(fd, (<Region>p).file_offset, <long long>(<Region>p).size)
+    close_fd(fd)
+    return rc == 0 and (<Region>p).fork_page != NULL
+
+
+cdef size_t _lease_page(PyObject* p) noexcept nogil:
+    """Bytes of the smallest mapping of the file of leases."""
+    return (<Region>p).page_size if (<Region>p).lease_file.fd == (<Region>p).file.fd else 1
+
+
+cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
+    """In a forked child: what is it to have of a region?"""
+    cdef bint skipped = (<Region>p).fork == FORK_SKIP
+    if (<Region>p).fork == FORK_CLOSED:
+        (<Region>p).inherited = True
+    if skipped or not mapped:
+        (<Region>p).gone = GONE_FORKED
+    # An address that somebody kept is a segfault then, and not somebody else's memory.
+    if skipped and (<Region>p).map_size:
+        vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
+    if (<Region>p).user != NULL and ((<Region>p).fork != FORK_INHERIT or not mapped):
+        (<Keeper>(<Region>p).user).forked((<Region>p).gone == GONE_FORKED)
+
+
+cdef void _after_fork(bint child) noexcept nogil:
+    cdef PyObject* p = regions
+    # What a user's object has may lie in a region that is not for children, and be occupied below.
+    while child and p != NULL:
+        if (<Region>p).borrowed:
+            _inherit(p, vm_is_mapped(<uintptr_t>(<Region>p).ptr, (<Region>p).size))
+        p = (<Region>p).next
+    p = regions
+    while p != NULL:
+        if not child and (<Region>p).fork_page != NULL:
+            vm_unmap(<size_t>(<Region>p).fork_page, _lease_page(p))
+        (<Region>p).fork_page = NULL         # the child's stays until it ends
+        if child and not (<Region>p).borrowed:
+            _inherit(p, True)
+        p = (<Region>p).next
+    p = cores
+    while p != NULL:
+        (<Keeper>p).fork_unlock(child)
+        p = (<Keeper>p).next_core
+    claims_unlock()
+    arenapy_registry_unlock()
+
+
+cdef Region region_behind(Block block):
+    cdef Block root = root_of(block)
+    return <Region?>root.keeper.region_at(root.ptr)
+
+
+def claim_behind(Block block not None):
+    """The number of the claim on a user's object that a Buffer is a part of; 0: there is none."""
+    cdef Region region = region_behind(block)
+    if region is None or not region.borrowed:
+        return 0
+    return (<Claim>region.owner).number
+
+
+cdef void _in_parent() noexcept nogil:
+    _after_fork(False)
+
+
+cdef void _in_child() noexcept nogil:
+    _after_fork(True)
+
+
+if pthread_atfork(_before_fork, _in_parent, _in_child) != 0:       # it fails for want of memory
+    raise MemoryError("pthread_atfork failed: arenapy could not keep forks safe")

@@ -1,0 +1,132 @@
+"""Address space of a `Host` region that gets its memory part by part.
+
+What lives here: `Reservation`, how a pool over `Host` grows in one range of addresses and gives
+parts of it back. What does not: which parts (the pool), the checks and explanations that every
+request shares (`request.py`), and the mapping, which its `Region` owns.
+
+What holds for the whole range, NUMA node, huge pages, guard pages and fork, is set once, before
+there is a page; access, locks and pages come with each commit.
+"""
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from arenapy.linux import vm
+from arenapy.linux.limits import read_limits
+from arenapy.memory.host_request import THP_SIZE, Request, checked_index
+from arenapy.memory.region import Region
+
+if TYPE_CHECKING:
+    from arenapy.memory.sources import Host
+
+WHAT = "a Host region"  # in messages; their sizes are those of the part
+
+
+def reserve(host: "Host", nbytes: int) -> "Reservation | None":
+    """A reservation with the options of `host`; see `Host.reserve`."""
+    nbytes = -(-nbytes // THP_SIZE) * THP_SIZE
+    request = Request(host, WHAT, nbytes)
+    if request.hugetlb or any(limit.counts_mappings for limit in read_limits()):
+        return None
+    try:
+        mapping = vm.reserve(nbytes, align=THP_SIZE, guard=host.guard)
+    except OSError:
+        return None
+    with mapping:
+        if host.fork == "skip":
+            request.keep_from_children(mapping.address)
+        request.place(mapping.address)
+        region = Region.from_address(
+            mapping.address,
+            nbytes,
+            kind="host",
+            page_size=request.page_size,
+            fork=host.fork,
+            mapping=mapping,
+        )
+    return Reservation(host, region)
+
+
+class Reservation:
+    """A region that cannot be accessed but where parts of it are committed.
+
+    Attributes
+    ----------
+    region : Region
+        The whole range, aligned to 2 MiB; at its end it is unmapped.
+    nbytes, page_size : int
+        Its size, a multiple of 2 MiB, and that of its pages, of which parts are multiples.
+
+    Notes
+    -----
+    Thread-safety: parts that do not overlap may be committed and decommitted at once; not while
+    the region is being closed.
+    """
+
+    __slots__ = ("_host", "nbytes", "page_size", "region")
+
+    def __init__(self, host: "Host", region: Region) -> None:
+        self._host = host
+        self.region = region
+        self.nbytes = region.nbytes
+        self.page_size = region.page_size
+
+    def commit(self, offset: int, nbytes: int) -> None:
+        """Give a part, of which nothing is committed, its memory: locked, faulted in, as asked.
+
+        Raises
+        ------
+        OutOfMemory, OSError
+            As `Host.region` does for that many bytes. The part has no memory then.
+        ValueError, TypeError
+            It is no part of this reservation, or the region is closed.
+        """
+        address = self._address(offset, nbytes)
+        request = Request(self._host, WHAT, nbytes)
+        request.check()
+        try:
+            try:
+                vm.protect(address, nbytes, True)
+            except OSError as error:
+                raise request.explain_map(error) from error
+            request.take(address, self._host.threads or 0)
+        except BaseException:
+            self._give_back(address, nbytes)
+            raise
+
+    def decommit(self, offset: int, nbytes: int) -> None:
+        """Give the memory of a part back. To use it again, commit it again.
+
+        It stays accessible, so that nothing splits the mapping, and if it was locked, goes on
+        counting towards ``RLIMIT_MEMLOCK``. With ``huge_pages="auto"`` parts should be multiples of
+        2 MiB: where a huge page could be, the kernel may fill in what is missing of it.
+
+        Raises
+        ------
+        ValueError, TypeError
+            It is no part of this reservation, or the region is closed.
+        """
+        vm.decommit(self._address(offset, nbytes), nbytes)
+
+    def _give_back(self, address: int, nbytes: int) -> None:
+        vm.decommit(address, nbytes)
+        with suppress(OSError):  # of either, if splitting the mapping needs one too many
+            if self._host.lock:
+                vm.unlock(address, nbytes)
+            vm.protect(address, nbytes, False)
+
+    def _address(self, offset: int, nbytes: int) -> int:
+        """Where a part begins, if it is one."""
+        offset, nbytes = checked_index("offset", offset), checked_index("nbytes", nbytes)
+        if (
+            (offset | nbytes) % self.page_size
+            or offset < 0
+            or not (0 < nbytes <= self.nbytes - offset)
+        ):
+            raise ValueError(
+                f"offset={offset}, nbytes={nbytes}: need a part of {self.nbytes} bytes, in "
+                f"multiples of {self.page_size}"
+            )
+        if self.region.closed:
+            raise ValueError(f"{self.region!r} is closed; reserve again")
+        return self.region.address + offset

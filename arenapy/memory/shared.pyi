@@ -1,0 +1,26 @@
+from typing import Any, Protocol
+
+from arenapy.buffer.buffer import Buffer
+from arenapy.memory.region import Region
+
+# What multiprocessing sends in place of a file descriptor.
+class _Handle(Protocol):
+    def detach(self) -> int: ...
+
+def install() -> None: ...
+def settle() -> None: ...
+def reduce_buffer(buffer: Buffer) -> tuple[Any, ...]: ...
+def reduce_region(region: Region) -> tuple[Any, ...]: ...
+def receive_buffer(
+    handle: _Handle,
+    identity: tuple[int, int],
+    offset: int,
+    nbytes: int,
+    page_size: int,
+    readonly: bool,
+    layout: tuple[Any, Any] | None,
+) -> Buffer: ...
+def receive_region(
+    handle: _Handle, identity: tuple[int, int], offset: int, nbytes: int, page_size: int
+) -> Region: ...
+def leased_window(region: Region, offset: int, nbytes: int) -> Region: ...

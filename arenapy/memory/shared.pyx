@@ -1,0 +1,182 @@
+"""Shared memory in other processes: handles, leases, and what keeps sent bytes from reuse.
+
+What lives here: how a Buffer or a Region over a memfd goes through multiprocessing's pickler,
+and what the receiver makes of it. What does not: the mapping itself (source, vm), fork
+(region), what a leased range means for an allocator (space, pages, slab_core).
+
+A lease is a read lock on the Buffer's bytes of the memfd, taken through an open file
+description of its own, whose descriptor is what travels. Whoever has that descriptor, or has
+mapped it, holds the lease: first the message under way, then the receiver (and the children it
+forks), which maps the bytes through it and so keeps the lease when it closes the descriptor. The
+kernel ends it with the last descriptor and mapping, also when a process is killed. The owner
+asks for foreign locks before it hands bytes out again (F_OFD_GETLK; see fcntl(2), "Open file
+description locks").
+"""
+import os
+import weakref
+from contextlib import suppress
+from multiprocessing import context, reduction
+
+from arenapy.linux import vm
+from arenapy.buffer.buffer import View as _View
+from arenapy.memory.claims import claim
+from arenapy.memory.host_request import explain_map, refusal
+from libc.errno cimport EBADF, errno
+from arenapy.buffer.block cimport Keeper, acquire, check_open, root_of
+from arenapy.buffer.buffer cimport Buffer
+from arenapy.buffer.pickling import layout_of
+from arenapy.memory.region cimport Region, region_behind
+from arenapy.linux.vm cimport Descriptor, vm_keep_leases
+
+# A child that is being spawned inherits the very descriptor, after the pickling: until it runs,
+# the descriptor has to stay open here. (weakref to its Popen, Descriptor)
+_under_way = []
+
+
+def install():
+    """Teach multiprocessing's pickler Buffers and Regions. Done again, it does nothing."""
+    for kind in (Buffer, _View):
+        reduction.ForkingPickler.register(kind, reduce_buffer)
+    reduction.ForkingPickler.register(Region, reduce_region)
+
+
+cdef Region _region_of(Buffer buffer):
+    """The shared region that a Buffer's bytes are in, or None."""
+    cdef Region region = region_behind(buffer)
+    if region is None or region.kind != "shared" or region.file.fd < 0:
+        return None
+    return region
+
+
+def reduce_buffer(Buffer buffer not None):
+    """A handle if the memory is shared (the bytes are leased from now on), else a copy."""
+    cdef Region region = _region_of(buffer)
+    cdef Keeper keeper = root_of(buffer).keeper
+    cdef long long offset
+    check_open(buffer)
+    if region is None or buffer.size == 0:
+        return buffer.__reduce_ex__(2)
+    acquire(buffer, False)
+    keeper.expect_leases()
+    region.sent = True
+    offset = buffer.ptr - region.ptr + region.file_offset
+    with region.reopened() as file:
+        vm.lease(file.fileno(), offset, buffer.size)
+        handle = _send(file)
+    return receive_buffer, (
+        handle, _identity(region), offset, buffer.size, region.page_size, buffer.readonly,
+        layout_of(buffer),
+    )
+
+
+def reduce_region(Region region not None):
+    """A handle of the whole region. It leases nothing: Buffers made from it there do."""
+    if region.kind != "shared" or region.file.fd < 0 or region.gone:
+        return region.__reduce_ex__(2)         # says why not
+    region.sent = True
+    if region.user != NULL:
+        (<Keeper>region.user).expect_leases()
+    with region.reopened() as file:
+        handle = _send(file)
+    return receive_region, (
+        handle, _identity(region), region.file_offset, region.size, region.page_size,
+    )
+
+
+cdef tuple _identity(Region region):
+    """Which file it is, in any process."""
+    return region.file.device, region.file.inode
+
+
+cdef object _send(Descriptor file):
+    """multiprocessing's handle of a descriptor, which it duplicates but for spawned children."""
+    cdef Descriptor inherited = Descriptor.__new__(Descriptor)
+    settle()
+    popen = context.get_spawning_popen()
+    if popen is None:
+        return reduction.DupFd(file.file.fd)
+    _under_way.append((weakref.ref(popen), inherited))
+    file.take(&inherited.file)
+    return reduction.DupFd(inherited.file.fd)
+
+
+def settle():
+    """Close our copies of descriptors whose receivers run by now (or never will)."""
+    for entry in list(_under_way):
+        popen = entry[0]()
+        if popen is None or getattr(popen, "pid", None) is not None:
+            with suppress(ValueError):         # another thread was faster
+                _under_way.remove(entry)
+
+
+def _map(handle, identity, offset, nbytes, page_size, readonly=False):
+    """Map a part of the file behind a handle, populated; the region owns the descriptor."""
+    cdef Descriptor file = Descriptor.__new__(Descriptor)
+    install()                                  # so that it can be sent on
+    file.own(handle.detach())
+    start = offset // page_size * page_size
+    what = "received shared memory"
+    with file:
+        os.set_inheritable(file.fileno(), False)
+        if (file.file.device, file.file.inode) != identity:
+            raise OSError(
+                EBADF, "what was received is not the memory that was sent: code of the sender "
+                "closed descriptors that it did not open, while the message was under way"
+            )
+        try:
+            mapping = vm.map_memory(
+                offset - start + nbytes, fd=file.fileno(), shared=True, offset=start,
+                page_size=page_size,
+            )
+        except OSError as error:
+            raise explain_map(error, what, nbytes) from error
+        with mapping:
+            try:
+                vm.prefault(mapping.address, offset - start + nbytes)
+            except OSError as error:
+                raise refusal(error, f"cannot fault in {what}: {error.strerror}") from error
+            # Its leases keep the owner's allocator off, so that nobody need be asked, who may be in
+            # this very process. Others are to keep off.
+            first = file.file.device, file.file.inode, offset, offset + nbytes, False
+            with claim([first], what, anyway=True) as viewed:
+                return Region.from_address(
+                    mapping.address + offset - start, nbytes, kind="shared", fork="closed",
+                    owner=viewed, file_offset=offset, page_size=page_size, readonly=readonly,
+                    mapping=mapping, descriptor=file,
+                )
+
+
+def receive_buffer(handle, identity, offset, nbytes, page_size, readonly, layout):
+    """The receiver's Buffer over the same memory; its region's mapping keeps the lease."""
+    cdef Buffer buffer = _map(handle, identity, offset, nbytes, page_size, readonly).buffer()
+    if layout is not None:
+        buffer = buffer.view(*layout)
+    return buffer
+
+
+def receive_region(handle, identity, offset, nbytes, page_size):
+    """The receiver's Region over the same memory."""
+    cdef Region region = _map(handle, identity, offset, nbytes, page_size)
+    region.received = True
+    return region
+
+
+def leased_window(Region region not None, Py_ssize_t offset, Py_ssize_t nbytes):
+    """A region for one Buffer of a received one: same mapping, own lease.
+
+    What is mapped for it is a page that keeps the lease.
+    """
+    cdef Region window = Region.from_address(
+        region.address + offset, nbytes, kind="shared", owner=region,
+        file_offset=region.file_offset + offset, page_size=region.page_size,
+    )
+    with region.reopened() as file:
+        vm.lease(file.fileno(), window.file_offset, nbytes)
+        page = vm_keep_leases((<Descriptor>file).file.fd, region.page_size)
+        if page == NULL:
+            error = OSError(errno, os.strerror(errno))
+            text = f"cannot lease {nbytes} bytes of {region!r}: {error.strerror}"
+            raise refusal(error, text)
+        window.map_ptr, window.map_size = <size_t>page, region.page_size
+    window.parent = region
+    return window

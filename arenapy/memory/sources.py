@@ -1,0 +1,572 @@
+"""Where memory comes from: the recipes `Host`, `Shared`, `File` and `Existing`.
+
+A source is an immutable recipe; ``region(nbytes)`` carries it out. What lives here: their options,
+and the order of taking things and of giving them back should a later step fail. What may not:
+system calls (`vm`), what `Host` and `Shared` check and explain alike (`request.py`), and ownership,
+which `Region` takes over once everything has worked; which bytes are somebody's already (`claims`).
+
+Thread-safety: sources may be used from any thread.
+"""
+
+import errno
+import importlib
+import os
+import stat
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from arenapy.base.text import format_bytes
+from arenapy.buffer.block import Block
+from arenapy.errors import OutOfMemory
+from arenapy.linux import vm
+from arenapy.memory.claims import claim, in_file
+from arenapy.memory.host_request import (
+    THP_SIZE,
+    HugePages,
+    Request,
+    check_choice,
+    check_flag,
+    check_options,
+    checked_index,
+    checked_size,
+    explain_map,
+)
+from arenapy.memory.region import Region, claim_behind
+from arenapy.memory.reservation import Reservation, reserve
+
+__all__ = ["Existing", "File", "Host", "Shared", "Source"]
+
+MEMFD_NAME_MAX = 249  # bytes, the kernel's
+ALL_BYTES = 1 << 63  # the end of any file
+LOCK_TRIES, LOCK_PAUSE = 10, 0.01  # a program that is just being started may have our descriptors
+BASES = 100  # of an array, at most, that are looked at in search of a Buffer
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Anything that makes regions; write your own with `Region.from_address`."""
+
+    def region(self, nbytes: int) -> Region:
+        """A new region of `nbytes` bytes that overlaps no other that is alive.
+
+        Raises
+        ------
+        OutOfMemory
+            There is not that much. Allocators pass it on.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Private memory of this process.
+
+    Parameters
+    ----------
+    huge_pages : {"auto", "2M", "1G", None}
+        "auto": aligned to 2 MiB and transparent huge pages asked for, without a promise (see
+        `Region.huge_fraction`). "2M", "1G": pages reserved in hugetlbfs, or an error; they are
+        always faulted in, because one that is missing later would be a SIGBUS.
+    prefault : bool
+        Fault every page in now. A request beyond what is free is refused.
+    lock : bool
+        Keep pages from being swapped out, from when they are faulted in (``mlock2``).
+    numa_node : int, optional
+        Take the pages from this node only.
+    guard : bool
+        A page on both ends whose access is a SIGSEGV. The upper one follows the last page: bytes
+        between `nbytes` and the next page boundary are not guarded.
+    fork : {"inherit", "skip"}
+        Whether a forked child has a copy. While it lives, a copy makes every page of the parent
+        fault again on write; "skip" avoids that, and allocators over the region are closed there.
+    threads : int, optional
+        How many fault pages in; by default as many as CPUs may be used, at most 8.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option that cannot be.
+
+    Notes
+    -----
+    Thread-safety: immutable; may be used from any thread.
+    """
+
+    huge_pages: HugePages = "auto"
+    prefault: bool = True
+    lock: bool = False
+    numa_node: int | None = None
+    guard: bool = False
+    fork: Literal["inherit", "skip"] = "inherit"
+    threads: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        check_options(self)
+        check_flag("guard", self.guard)
+        check_choice("fork", self.fork, ("inherit", "skip"))
+        if self.threads is not None and checked_index("threads", self.threads) < 1:
+            raise ValueError(f"threads={self.threads!r}: need at least 1, or None to choose")
+
+    def region(self, nbytes: int) -> Region:
+        """Map, place and (by default) fault in `nbytes` bytes.
+
+        Raises
+        ------
+        OutOfMemory
+            Memory, huge pages or a limit do not suffice; the message says which and what to do.
+        OSError
+            The kernel refused something else.
+        ValueError, TypeError
+            `nbytes` is not a size.
+        """
+        nbytes = checked_size(nbytes)
+        request = Request(self, "a Host region", nbytes)
+        request.check()
+        with request.map(guard=self.guard) as mapping:
+            if self.fork == "skip":
+                request.keep_from_children(mapping.address)
+            request.fill(mapping.address, self.threads or 0)
+            return Region.from_address(
+                mapping.address,
+                nbytes,
+                kind="host",
+                page_size=request.page_size,
+                fork=self.fork,
+                mapping=mapping,
+            )
+
+    def reserve(self, nbytes: int) -> Reservation | None:
+        """Internal: address space for a region that gets its memory part by part.
+
+        None where that would hold more than it uses: hugetlbfs promises pages to all that is
+        mapped, and some limits count addresses (``RLIMIT_AS``, ``RLIMIT_DATA``,
+        ``vm.overcommit_memory=2``); also if the kernel refuses. Make a region for each part then.
+
+        Raises
+        ------
+        OSError, ValueError, TypeError
+            As `region` does, but for what concerns pages, of which there are none yet.
+        """
+        return reserve(self, checked_size(nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Memory that other processes can map: a memfd, sealed against any change of its size.
+
+    Parameters
+    ----------
+    name : str
+        Shown in ``/proc/<pid>/maps`` and ``/proc/<pid>/fd``; need not be unique.
+    huge_pages, prefault, lock, numa_node
+        As for `Host`; "auto" has an effect where ``shmem_enabled`` in
+        ``/sys/kernel/mm/transparent_hugepage`` allows it.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option that cannot be.
+
+    Notes
+    -----
+    In a forked child the memory stays mapped, and allocators over it are closed.
+    Thread-safety: immutable; may be used from any thread.
+    """
+
+    name: str = "arenapy"
+    huge_pages: HugePages = "auto"
+    prefault: bool = True
+    lock: bool = False
+    numa_node: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r}: need a str")
+        if "\0" in self.name or len(os.fsencode(self.name)) > MEMFD_NAME_MAX:
+            raise ValueError(f"name={self.name!r}: need at most {MEMFD_NAME_MAX} bytes, none NUL")
+        check_options(self)
+        # It imports multiprocessing, which only sharing needs; not first in region(), since a child
+        # forked meanwhile would wait for the import for ever.
+        importlib.import_module("arenapy.memory.shared")
+
+    def region(self, nbytes: int) -> Region:
+        """Make, map and (by default) fault in `nbytes` bytes of shared memory.
+
+        Raises
+        ------
+        OutOfMemory, OSError, ValueError, TypeError
+            As `Host.region` does.
+        """
+        nbytes = checked_size(nbytes)
+        from arenapy.memory import shared
+
+        shared.install()
+        request = Request(self, "a Shared region", nbytes, private=False)
+        request.check()
+        try:
+            file = vm.memfd(os.fsencode(self.name), request.mapped, request.page_size)
+        except OSError as error:
+            raise request.explain_map(error) from error
+        with (
+            file,
+            claim([(*vm.identity(file), 0, ALL_BYTES, True)], repr(self)) as claimed,
+            request.map(file.fileno()) as mapping,
+        ):
+            request.fill(mapping.address)
+            return Region.from_address(
+                mapping.address,
+                nbytes,
+                kind="shared",
+                owner=claimed,
+                page_size=request.page_size,
+                fork="closed",
+                mapping=mapping,
+                descriptor=file,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A mapped file, for data larger than memory; pages are read when they are touched.
+
+    Parameters
+    ----------
+    path : path-like
+        A regular file.
+    mode : {"r", "r+", "c", "w+"}
+        "r": read-only. "r+": writes go to the file. "c": copy on write, the file never changes.
+        "w+": make the file, or empty it. What is written to is reserved on disk (a mapped file that
+        runs out of disk later would be a SIGBUS).
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option that cannot be.
+
+    Notes
+    -----
+    A region that can be written to ("r+", "w+") has its bytes of the file to itself: another region
+    of the same file is refused while it lives, through whatever path, and before the file is
+    changed. Regions in the modes "r" and "c" go together. Other processes are kept off by a lock on
+    the open file (``fcntl(2)``, open file description locks), which all that use arenapy ask for;
+    where the file system has no such locks, two processes can map one file for writing.
+
+    "r+" reserves what the file lacks on disk, as "w+" does. Where the file system cannot reserve
+    (``fallocate(2)``), writing to a hole on a full disk is a SIGBUS.
+
+    In a forked child a file that can be written to stays mapped, and allocators over it are closed.
+    What the child inherited is not reused here until it ends. On hugetlbfs, pages are that file
+    system's huge pages.
+    Thread-safety: may be used from any thread.
+    """
+
+    path: str | bytes | os.PathLike[str] | os.PathLike[bytes]
+    mode: Literal["r", "r+", "c", "w+"] = "r"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        if not isinstance(self.path, (str, bytes, os.PathLike)):
+            raise TypeError(f"path={self.path!r}: need a path")
+        check_choice("mode", self.mode, ("r", "r+", "c", "w+"))
+
+    def region(self, nbytes: int | None = None) -> Region:
+        """Map the first `nbytes` bytes of the file, by default all; in mode "w+", that many.
+
+        Raises
+        ------
+        OSError
+            The file cannot be opened or mapped, or the disk is full. A ``BlockingIOError``: another
+            process has it mapped in a way that does not go together with this one.
+        ValueError, TypeError
+            The file is empty, shorter than `nbytes` or no regular file; "w+" without `nbytes`.
+        OutOfMemory
+            Another region has these bytes of the file, and one of the two can be written to.
+        """
+        if nbytes is not None:
+            nbytes = checked_size(nbytes)
+        elif self.mode == "w+":
+            raise ValueError(f'{self!r}.region() needs nbytes: mode "w+" makes a file of that size')
+        path = os.path.abspath(os.fspath(self.path))  # once: what it names may change
+        file, is_new = self._open(path)
+        with file:
+            try:
+                return self._region(file, nbytes)
+            except BaseException:
+                with suppress(OSError):
+                    if is_new and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                        os.unlink(path)
+                raise
+
+    def _region(self, file: vm.Descriptor, nbytes: int | None) -> Region:
+        fd = file.fileno()
+        huge = vm.huge_page(fd)
+        writes = self.mode in ("r+", "w+")
+        if self.mode == "w+" and nbytes:
+            end = ALL_BYTES
+        else:
+            nbytes = end = self._fitting(nbytes, vm.file_nbytes(fd))
+        device, inode = _identity(file, huge)
+        with claim([(device, inode, 0, end, writes)], repr(self)) as claimed:
+            self._lock(fd, writes)
+            before = self._reserve(fd, nbytes, huge) if writes else 0
+            try:
+                mapping = vm.map_memory(
+                    nbytes,
+                    fd=fd,
+                    shared=self.mode != "c",
+                    writable=self.mode != "r",
+                    align=THP_SIZE,
+                    page_size=huge,
+                )
+            except OSError as error:
+                if self.mode == "w+":
+                    with suppress(OSError):
+                        os.ftruncate(fd, before)
+                raise explain_map(error, f"a mapping of {self.path!r}", nbytes, huge) from error
+            with mapping:
+                if self.mode == "w+" and before:  # last: a call that raises leaves what was there
+                    self._reserve(fd, nbytes, huge, empty=True)
+                return Region.from_address(
+                    mapping.address,
+                    nbytes,
+                    kind="file",
+                    owner=claimed,
+                    readonly=self.mode == "r",
+                    page_size=huge or vm.PAGE_SIZE,
+                    fork="closed" if writes else "inherit",
+                    mapping=mapping,
+                    descriptor=file,
+                )
+
+    def _open(self, path: str | bytes) -> tuple[vm.Descriptor, bool]:
+        """The file, and whether it was made."""
+        if self.mode == "w+":
+            with suppress(FileExistsError):
+                return vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
+        # Asked before opening: opening a FIFO would wait for a writer.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError(f"{self.path!r} is not a regular file: only those can be mapped")
+        flags = os.O_RDWR if self.mode in ("r+", "w+") else os.O_RDONLY
+        return vm.open_file(path, flags), False
+
+    def _fitting(self, nbytes: int | None, size: int) -> int:
+        """How many bytes of the `size` that there are to map."""
+        if size == 0:
+            raise ValueError(f"{self.path!r} is empty: there is nothing to map")
+        if nbytes is not None and nbytes > size:
+            raise ValueError(
+                f"cannot map {nbytes} bytes of {self.path!r}, which has {size}: ask for less, "
+                "enlarge the file first (os.posix_fallocate), or make a new one with mode 'w+'"
+            )
+        return nbytes or size
+
+    def _lock(self, fd: int, writes: bool) -> None:
+        tries = 0
+        while not vm.lock_file(fd, writes):
+            tries += 1
+            if tries == LOCK_TRIES:
+                raise BlockingIOError(
+                    errno.EAGAIN,
+                    "another process has mapped it, and only processes that do not write may share "
+                    f"it (mode={self.mode!r} here). A forked child keeps what it inherited until "
+                    "it ends. Wait for the other one, or map a copy of the file",
+                    os.fspath(self.path),
+                )
+            time.sleep(LOCK_PAUSE)
+
+    def _reserve(self, fd: int, nbytes: int, huge: int, empty: bool = False) -> int:
+        """Let no page be missing on disk, and tell how large the file was; "w+" makes it larger."""
+        before = 0 if empty else vm.file_nbytes(fd)
+        try:
+            if empty:
+                os.ftruncate(fd, 0)
+            if self.mode == "w+":
+                os.posix_fallocate(fd, 0, -(-nbytes // (huge or 1)) * (huge or 1))
+            elif os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
+                vm.reserve_blocks(fd, nbytes)
+        except OSError as error:
+            if self.mode == "w+":
+                with suppress(OSError):
+                    os.ftruncate(fd, before)  # without what was reserved until then
+            elif error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                return before
+            where = f"in huge pages of {format_bytes(huge)}" if huge else "on disk"
+            advice = "reserve more huge pages" if huge else "choose another file system"
+            raise OSError(
+                error.errno,
+                f"cannot reserve {format_bytes(nbytes)} {where} ({error.strerror}): ask for less, "
+                f"or {advice}",
+                os.fspath(self.path),
+            ) from error
+        return before
+
+
+def _identity(file: vm.Descriptor, huge: int) -> tuple[int, int]:
+    """Device and inode as mappings have them: on some file systems, fstat says others."""
+    if not huge:
+        with (
+            suppress(OSError),  # no /proc, or it cannot be mapped
+            vm.map_memory(1, fd=file.fileno(), shared=True, writable=False) as page,
+        ):
+            for _, device, inode, *_ in vm.areas(page.address, 1):
+                return device, inode
+    return vm.identity(file)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Existing:
+    """Memory that an object already has: a ``bytearray``, an ``mmap``, an array, ``shm.buf``.
+
+    Parameters
+    ----------
+    obj : buffer
+        A non-empty C-contiguous buffer. It stays exported while the region lives: a ``bytearray``
+        cannot be resized then.
+    readonly : bool
+        Make a region to look at only; allocators refuse it. Needed if `obj` is read-only.
+
+    Raises
+    ------
+    TypeError
+        `obj` has no buffer.
+    BufferError
+        It is read-only, or not contiguous.
+    ValueError
+        It is empty.
+
+    Notes
+    -----
+    A region that can be written to has its bytes to itself: another region of any of them is
+    refused while it lives, whether through this source, another view of the memory or another
+    mapping of the same file. Regions with ``readonly=True`` go together. A Buffer may be given, and
+    an array over one: its bytes are then managed by two allocators, one within the other. The
+    object itself, and other processes that map the same memory, are not kept off.
+
+    A forked child has a copy of private memory. Shared memory (``MAP_SHARED``: an ``mmap``,
+    ``SharedMemory``) stays the parent's, and allocators over it are closed in the child; what the
+    child inherited is not reused here until it ends.
+    Thread-safety: may be used from any thread.
+    """
+
+    obj: Any
+    readonly: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        check_flag("readonly", self.readonly)
+        viewed(self.obj, self.readonly).release()
+
+    def __repr__(self) -> str:
+        """Not what the object holds."""
+        try:
+            size = f" of {memoryview(self.obj).nbytes} bytes"
+        except (TypeError, ValueError, BufferError):  # it was closed meanwhile
+            size = ""
+        return f"Existing(<{type(self.obj).__name__}{size}>{', readonly=True' * self.readonly})"
+
+    def region(self, nbytes: int | None = None) -> Region:
+        """The first `nbytes` bytes of the object, by default all.
+
+        Raises
+        ------
+        OutOfMemory
+            The object has fewer bytes; or another region has some of these, and one of the two can
+            be written to.
+        TypeError, BufferError, ValueError
+            As at construction (the object may have changed), or `nbytes` is not a size.
+        """
+        view = viewed(self.obj, self.readonly)
+        nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
+        if nbytes > view.nbytes:
+            raise OutOfMemory(
+                f"Existing has {view.nbytes} bytes, and {nbytes} were asked for: "
+                "ask for less, or give it a larger object"
+            )
+        return region_of(view, nbytes, self.readonly, not self.readonly, repr(self))
+
+
+def viewed(obj: Any, readonly: bool) -> memoryview:
+    """A view of an object's memory, if a region can be made of it."""
+    try:
+        view = memoryview(obj)
+    except TypeError:
+        raise TypeError(
+            f"Existing needs an object with a buffer, and {type(obj).__name__} has none"
+        ) from None
+    name = type(obj).__name__
+    if view.readonly and not readonly:
+        raise BufferError(
+            f"this {name} is read-only: copy it into a bytearray, or pass readonly=True for a "
+            "region to look at"
+        )
+    if not view.c_contiguous:
+        raise BufferError(f"this {name} is not C-contiguous: pass a contiguous copy of it")
+    if view.nbytes == 0:
+        raise ValueError(f"this {name} is empty: there is nothing to make a region of")
+    return view
+
+
+def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label: str) -> Region:
+    """A region of the first `nbytes` bytes of a view, which no other may have too if `alone`."""
+    start = vm.address_of(view)
+    end = start + nbytes
+    fork: Literal["inherit", "closed"] = "inherit"
+    exporter = view.obj
+    if type(exporter) in (bytes, bytearray):  # on the heap, which is private
+        ranges = [(0, 0, start, end, alone)]
+    else:
+        number = _claim_behind(exporter)
+        ranges = [(0, number, start, end, alone)]
+        claimed_file = number or in_file(start, end)
+        try:
+            areas = vm.areas(start, nbytes)
+        except OSError:  # no /proc: the child may see it
+            areas, fork = [], "closed"
+        for shared, device, inode, at, size, name in areas:
+            if shared:
+                fork = "closed"
+            if not claimed_file and _is_file(name, inode):
+                ranges.append((device, inode, at, at + size, alone and shared))
+    with claim(ranges, label, view=view) as claimed:
+        return Region.from_address(
+            start,
+            nbytes,
+            kind="existing",
+            owner=claimed,
+            readonly=readonly,
+            page_size=vm.PAGE_SIZE,
+            fork=fork,
+        )
+
+
+def _claim_behind(exporter: Any) -> int:
+    """The claim that an object's memory is a part of, through a Buffer: 0 if there is none."""
+    numpy = sys.modules.get("numpy")
+    for _ in range(BASES):
+        if isinstance(exporter, Block):
+            return claim_behind(exporter)
+        if isinstance(exporter, memoryview):
+            exporter = exporter.obj
+        elif numpy is not None and isinstance(exporter, numpy.ndarray):
+            exporter = exporter.base
+        else:
+            break
+    return 0
+
+
+def _is_file(name: bytes, inode: int) -> bool:
+    """Are a mapping's bytes those of the file it is of? Not if that is a device.
+
+    A SysV segment is a file whose inode is its number, which may be 0. Another file may have the
+    name of one that is deleted.
+    """
+    try:
+        found = os.stat(name)
+    except (OSError, ValueError):  # deleted, or a memfd; "anon_inode:" is no file
+        return name.startswith(b"/")
+    return not (stat.S_ISCHR(found.st_mode) and found.st_ino == inode)

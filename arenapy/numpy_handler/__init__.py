@@ -1,0 +1,1 @@
+"""NumPy's arrays in a Pool (NEP 49)."""

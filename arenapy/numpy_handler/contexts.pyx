@@ -1,0 +1,294 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Which handler NumPy's arrays are made under, where: contexts, and threads started in them.
+
+NumPy keeps the handler in a context variable. Those that are in force in a context are a stack in
+one of ours, the newest last: whoever leaves takes itself out of it, wherever it is, since the
+`with` of a generator may end after one that was entered later.
+
+A signal's exception (Ctrl-C) may strike between any two bytecodes, and also at the first one of a
+Python function: of an `__exit__`, say, before it has done anything. So what enters and leaves is
+compiled, calls no function that is written in Python, and waits for no lock that a signal could
+interrupt: it is done as a whole or not at all. Where there is a GIL it guards what threads share;
+without it, critical sections do.
+
+What lives here: entering, leaving, and the wrapper of `threading.Thread.start`. What does not: the
+handler itself (numpy_handler), decorators and arguments (numpy_memory).
+"""
+import functools
+import threading
+import weakref
+from contextvars import ContextVar
+from threading import get_ident
+
+cimport cython
+
+from arenapy.base.sealed cimport seal
+
+cdef extern from "numpy/arrayobject.h":
+    object PyDataMem_SetHandler(object handler)
+    object PyDataMem_GetHandler()
+
+cimport numpy as cnp
+
+cnp.import_array()
+
+
+def get_handler():
+    """The handler that is in force in this context."""
+    return PyDataMem_GetHandler()
+
+
+# ---- who is under it ---------------------------------------------------------------------
+
+@cython.final
+cdef class Presence:
+    """How often a handler is in force in one thread; it goes with the thread."""
+
+    cdef object __weakref__
+    cdef Py_ssize_t times
+
+
+seal(Presence)
+
+
+@cython.final
+cdef class PoolHandler:
+    """One for each pool and policy, and gone with the pool; arrays keep the capsule longer."""
+
+    cdef readonly object capsule
+    cdef readonly object counts
+    cdef object local                # of each thread, its Presence
+    cdef dict presences              # weak references to them, by the thread's ident
+
+    def __cinit__(self, capsule, counts):
+        self.capsule, self.counts = capsule, counts
+        self.local = threading.local()
+        self.presences = {}
+
+    cdef Presence here(self):
+        """Of this thread."""
+        cdef Presence mine = getattr(self.local, "presence", None)
+        cdef dict presences
+        if mine is None:
+            mine = Presence.__new__(Presence)
+            self.local.presence = mine
+            presences, reference = self.presences, weakref.ref(mine)
+            with cython.critical_section(presences):
+                for ident in [k for k, other in presences.items() if other() is None]:
+                    del presences[ident]
+                presences[get_ident()] = reference
+        return mine
+
+    def reached(self):
+        """Idents of the threads that have it."""
+        cdef Presence one
+        found = set()
+        for ident, reference in list(self.presences.items()):
+            one = reference()
+            if one is not None and one.times > 0:
+                found.add(ident)
+        return found
+
+
+# ---- contexts ----------------------------------------------------------------------------
+
+@cython.final
+cdef class Entry:
+    """What is in force in a context; the first of a stack is what was before."""
+
+    cdef object capsule
+    cdef Context memory              # None for the first
+    cdef bint installed
+
+
+seal(Entry)
+
+
+cdef Entry new_entry(object capsule, Context memory, bint installed):
+    cdef Entry entry = Entry.__new__(Entry)
+    entry.capsule, entry.memory, entry.installed = capsule, memory, installed
+    return entry
+
+
+_stack = ContextVar("arenapy_numpy_memory", default=())
+
+
+cdef int put_in_force(tuple stack) except -1:
+    """The last of these is what arrays are made under from now on; if it fails, nothing changes."""
+    before = PyDataMem_SetHandler((<Entry>stack[len(stack) - 1]).capsule)
+    try:
+        _stack.set(stack if len(stack) > 1 else ())
+    except BaseException:
+        PyDataMem_SetHandler(before)
+        raise
+    return 0
+
+
+cdef class Context:
+    """The base of `numpy_memory`: its place in the stacks of contexts. Internal."""
+
+    cdef readonly PoolHandler _handler
+    cdef readonly bint threads       # those that start in it are to have it
+    cdef Py_ssize_t covers           # how often it asked for that
+
+    def __init__(self, PoolHandler handler not None, bint threads):
+        if self._handler is not None:        # it may be in force, as what it was made for
+            raise TypeError(f"{self!r} is initialized already; call the class for another one")
+        self._handler, self.threads = handler, threads
+
+    def __enter__(self):
+        self.enter(False, self.threads)
+        return self
+
+    def __exit__(self, *_error):
+        self.leave(False, self.threads)
+
+    def _install(self):
+        """False: it is installed in this context already."""
+        cdef Entry entry
+        for entry in _stack.get():
+            if entry.installed and entry.memory is self:
+                return False
+        self.enter(True, self.threads)
+        return True
+
+    def _uninstall(self):
+        """False: it is not installed in this context."""
+        return self.leave(True, self.threads)
+
+    cdef int enter(self, bint installed, bint cover) except -1:
+        cdef Presence mine
+        cdef tuple stack = _stack.get() or (new_entry(PyDataMem_GetHandler(), None, False),)
+        cdef Py_ssize_t at = len(stack)
+        if self._handler is None:
+            raise TypeError(f"this {type(self).__name__} was never initialized; call the class")
+        mine = self._handler.here()
+        while installed and at > 1 and not (<Entry>stack[at - 1]).installed:
+            at -= 1
+        entry = new_entry(self._handler.capsule, self, installed)
+        stack = (*stack[:at], entry, *stack[at:])
+        if cover:
+            with cython.critical_section(starts):
+                starts.cover(self if installed else None)
+                self.covers += 1
+        try:
+            put_in_force(stack)
+        except BaseException:
+            if cover:
+                self.uncover(installed)
+            raise
+        mine.times += 1
+        return 0
+
+    cdef bint leave(self, bint installed, bint cover) except -1:
+        cdef tuple stack = _stack.get()
+        cdef Py_ssize_t at = len(stack) - 1
+        cdef Entry entry
+        while at > 0:
+            entry = <Entry>stack[at]
+            if entry.memory is self and entry.installed == installed:
+                break
+            at -= 1
+        if at > 0:                   # else this is another context than the one that was entered
+            mine = self._handler.here()
+            put_in_force((*stack[:at], *stack[at + 1:]))
+            (<Presence>mine).times -= 1
+        elif installed:
+            return False
+        if cover:
+            self.uncover(installed)
+        return True
+
+    cdef int uncover(self, bint installed) except -1:
+        with cython.critical_section(starts):
+            if self.covers:
+                starts.uncover(self if installed else None)
+                self.covers -= 1
+        return 0
+
+
+# ---- threads -----------------------------------------------------------------------------
+
+@cython.final
+cdef class Starts:
+    """`threading.Thread.start`, wrapped while somebody wants threads covered."""
+
+    cdef Py_ssize_t users
+    cdef list defaults               # those that are installed for all threads
+    cdef object original
+    cdef object ours                 # the wrapper
+
+    def __cinit__(self):
+        self.defaults = []
+
+    cdef int cover(self, Context default) except -1:
+        original = threading.Thread.start
+        ours = wrapper(original) if self.users == 0 else None
+        if default is not None:
+            self.defaults.append(default)
+        if ours is not None:
+            threading.Thread.start = ours
+            self.original, self.ours = original, ours
+        self.users += 1
+        return 0
+
+    cdef int uncover(self, Context default) except -1:
+        if default is not None and default in self.defaults:
+            self.defaults.remove(default)
+        # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
+        if self.users == 1 and threading.Thread.start is self.ours:
+            threading.Thread.start = self.original
+        self.users -= 1
+        return 0
+
+
+seal(Starts)
+
+cdef Starts starts = Starts.__new__(Starts)
+
+
+cdef object wrapper(object original):
+    """The `Thread.start` that gives a thread the handler of the context it is started in."""
+    @cython.binding(True)            # it is a method
+    def start(thread):
+        memory = of_new_thread()
+        if memory is not None and "run" not in vars(thread):
+            thread.run = run_under(memory, thread)
+        try:
+            original(thread)
+        except BaseException:
+            vars(thread).pop("run", None)
+            raise
+
+    for name in functools.WRAPPER_ASSIGNMENTS:   # as functools.wraps does, which is Python code
+        if hasattr(original, name):
+            setattr(start, name, getattr(original, name))
+    start.__wrapped__ = original
+    return start
+
+
+cdef Context of_new_thread():
+    """The innermost of this context that wants threads, or else what is installed for all."""
+    cdef Entry entry
+    for entry in reversed(_stack.get()):
+        if entry.memory is not None and entry.memory.threads:
+            return entry.memory
+    defaults = starts.defaults
+    return defaults[len(defaults) - 1] if defaults else None
+
+
+cdef object run_under(Context memory, object thread):
+    run = thread.run
+    reference = weakref.ref(thread)  # `thread.run` is this closure: no cycle
+
+    def wrapped():
+        memory.enter(False, False)
+        try:
+            run()
+        finally:
+            memory.leave(False, False)
+            mine = reference()
+            if mine is not None:
+                vars(mine).pop("run", None)
+
+    return wrapped

@@ -1,0 +1,1 @@
+"""Pool: any size, through caches of threads over a heap of pages."""

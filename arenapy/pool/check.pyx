@@ -1,0 +1,453 @@
+"""What must hold of a pool's bookkeeping, listings of its memory, and its figures for users.
+
+What lives here: reading all of it under all locks, then telling. Nothing is changed. The figures
+are counted again from the descriptors, and compared with those that are kept.
+"""
+cimport cython
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from arenapy.buffer.block cimport Hold
+from arenapy.pool.thread_cache cimport Front
+from arenapy.pool.page_heap cimport (
+    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
+)
+from arenapy.pool.core cimport ClassFigures, PoolCore, PoolFigures
+from arenapy.base.sealed cimport seal
+from arenapy.base.size_classes cimport (
+    N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
+)
+from arenapy.base.thread_slot cimport MOST_FRONTS
+
+from arenapy.base.size_classes import SIZE_CLASSES
+from arenapy.stats import BlockInfo, ClassStats, PoolStats
+
+cdef enum:
+    LIVE = 0
+    IDLE = 1
+    PENDING = 2
+
+STATES = ("live", "idle", "pending")
+
+cdef struct Found:
+    uintptr_t address
+    size_t nbytes
+    uint32_t age
+    uint32_t state
+
+cdef struct List:
+    Found* items
+    Py_ssize_t n, room
+    bint full                # no memory for more
+
+# What is wrong, and where; `why` NULL: nothing.
+cdef struct Fault:
+    const char* why
+    uintptr_t address
+    uint64_t was, expected
+
+
+# ---- the listing -------------------------------------------------------------------------
+
+cdef void add(
+    List* found, uintptr_t address, size_t nbytes, uint32_t age, int state
+) noexcept nogil:
+    cdef Found* items
+    if found.n == found.room:
+        items = <Found*>realloc(found.items, max(2 * found.room, 1024) * sizeof(Found))
+        if items == NULL:
+            found.full = True
+            return
+        found.items = items
+        found.room = max(2 * found.room, 1024)
+    found.items[found.n] = Found(address, nbytes, age, state)
+    found.n += 1
+
+
+cdef void collect(PoolCore c, List* found) noexcept nogil:
+    """All blocks, by address; all locks held."""
+    cdef uint32_t page, slot, now = 0
+    cdef int i, k
+    cdef Segment* s
+    cdef Descriptor* d
+    for i in range(MOST_FRONTS):
+        if c.fronts[i] != NULL:
+            now = max(now, c.fronts[i].tick)
+    for i in range(c.n_segments):
+        s = &c.segments[c.order[i]]
+        page = 0
+        while page < s.pages and not (s.frontier and page == c.descriptors[s.frontier].page):
+            d = &c.descriptors[s.map[scatter(page)]]
+            if d.state == SPAN:
+                for slot in range(c.steps[d.step].slots):
+                    k = LIVE if d.live >> slot & 1 else IDLE
+                    add(found, d.address + slot * c.steps[d.step].size, c.steps[d.step].size,
+                        now - d.tick, k)
+            elif d.state in (BLOCK, ODD, FREE):
+                add(found, d.address, <size_t>d.pages << PAGE_BITS, now - d.tick,
+                    LIVE if d.live else IDLE)
+            page += d.pages
+
+
+def listing(PoolCore c not None):
+    """The blocks as they are now."""
+    cdef List blocks = List(NULL, 0, 0, False)
+    cdef List held = List(NULL, 0, 0, False)
+    cdef Hold* hold
+    cdef Py_ssize_t i
+    with nogil:
+        c.lock_all()
+        collect(c, &blocks)
+        for i in range(2):
+            hold = c.aside if i else c.pending
+            while hold != NULL:
+                add(&held, hold.start - c.descriptors[hold.tag >> 6].skew, 0, 0, PENDING)
+                hold = hold.next
+        c.unlock_all()
+    pending = {held.items[i].address for i in range(held.n)}
+    free(held.items)
+    if blocks.full or held.full:
+        free(blocks.items)
+        raise MemoryError("no memory for a list of all blocks")
+    cdef Listing found = Listing.__new__(Listing)
+    found.blocks = blocks
+    found.pending = pending
+    return iter(found)
+
+
+def extents(PoolCore c not None):
+    """(address, bytes) of what has memory, each as large as it goes."""
+    cdef List found = List(NULL, 0, 0, False)
+    cdef uintptr_t end = 0
+    cdef uint32_t page
+    cdef int i
+    cdef Segment* s
+    cdef Descriptor* d
+    c.lock_all()
+    for i in range(c.n_segments):
+        s = &c.segments[c.order[i]]
+        page = 0
+        while page < s.pages and not (s.frontier and page == c.descriptors[s.frontier].page):
+            d = &c.descriptors[s.map[scatter(page)]]
+            page += d.pages
+            if d.state in (VOID, BUSY):
+                continue
+            if d.address == end:
+                found.items[found.n - 1].nbytes += <size_t>d.pages << PAGE_BITS
+            else:
+                add(&found, d.address, <size_t>d.pages << PAGE_BITS, 0, 0)
+            end = 0 if found.full else d.address + (<size_t>d.pages << PAGE_BITS)
+    c.unlock_all()
+    try:
+        if found.full:
+            raise MemoryError("no memory for a list of all blocks")
+        return [(found.items[i].address, found.items[i].nbytes) for i in range(found.n)]
+    finally:
+        free(found.items)
+
+
+@cython.final
+cdef class Listing:
+    """Yields what was collected; frees it at the end."""
+    cdef List blocks
+    cdef Py_ssize_t at
+    cdef object pending
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef Found* f
+        if self.at == self.blocks.n:
+            raise StopIteration
+        f = &self.blocks.items[self.at]
+        self.at += 1
+        state = PENDING if f.address in self.pending else f.state
+        return BlockInfo(f.address, f.nbytes, class_of(f.nbytes), STATES[state], f.age)
+
+    def __dealloc__(self):
+        free(self.blocks.items)
+
+
+seal(Listing)
+
+
+# ---- figures -----------------------------------------------------------------------------
+
+def stats_of(PoolCore core not None):
+    """The figures of this moment, as PoolStats."""
+    cdef PoolFigures f = core.figures()
+    cdef ClassFigures* c
+    cdef int k
+    classes = []
+    for k in range(N_CLASSES):
+        c = &f.classes[k]
+        classes.append(ClassStats(
+            k, SIZE_CLASSES[k], c.allocations, c.hits, c.misses, c.splits, c.active, c.live,
+            c.pending, c.idle, c.live + c.pending + c.idle, c.peak, c.largest,
+        ))
+    c = &f.all
+    return PoolStats(
+        c.allocations, c.hits, c.misses, c.splits, c.active, c.live, c.pending, c.idle,
+        f.reserved, c.peak, f.metadata, c.largest, f.regions, tuple(classes),
+    )
+
+
+# ---- the check ---------------------------------------------------------------------------
+
+cdef bint fault(
+    Fault* f, bint wrong, const char* why, uintptr_t address, uint64_t was, uint64_t expected
+) noexcept nogil:
+    """Note the first thing that is wrong."""
+    if wrong and f.why == NULL:
+        f.why, f.address, f.was, f.expected = why, address, was, expected
+    return f.why != NULL
+
+
+cdef struct Tally:
+    size_t reserved, busy, aged
+    size_t free_pages[N_CLASSES]
+    size_t taken[N_CLASSES]
+    int64_t live[N_CLASSES]
+    uint64_t active[N_CLASSES]
+    uint64_t free_extents, void_extents, used, cached, partial
+
+
+cdef void check_extents(PoolCore c, Tally* t, Fault* f) noexcept nogil:
+    """Each segment is tiled by extents, and no two neighbours should have been merged."""
+    cdef Segment* s
+    cdef Descriptor* d
+    cdef uint32_t page, id
+    cdef uintptr_t at
+    cdef int i, k, before
+    for i in range(c.n_segments):
+        s = &c.segments[c.order[i]]
+        fault(f, i > 0 and s.base < c.segments[c.order[i - 1]].base
+              + (<uintptr_t>c.segments[c.order[i - 1]].pages << PAGE_BITS),
+              b"segments overlap, or are out of order", s.base, i, 0)
+        page = 0
+        before = 0
+        while page < s.pages:
+            id = s.map[scatter(page)] if page < s.mapped else 0
+            if s.frontier and page == c.descriptors[s.frontier].page:
+                id = s.frontier
+            d = &c.descriptors[id]
+            at = s.base + (<uintptr_t>page << PAGE_BITS)
+            fault(f, d.address != at, b"an extent says that it lies elsewhere", at, d.address, at)
+            if fault(f, id == 0 or id >= c.n_descriptors or d.page != page or d.pages == 0
+                     or d.segment != c.order[i] or d.pages > s.pages - page,
+                     b"no extent begins where the one before it ends", at, id, page):
+                return
+            if id != s.frontier:             # at whose end the map has no memory yet
+                fault(f, s.map[scatter(page + d.pages - 1)] != id,
+                      b"the map does not say which extent ends here", at,
+                      s.map[scatter(page + d.pages - 1)], id)
+            fault(f, d.state == before and (before == FREE or before == VOID),
+                  b"two neighbours are free and not merged", at, d.state, 0)
+            before = d.state
+            page += d.pages
+            t.used += 1
+            k = class_of(<size_t>d.pages << PAGE_BITS)
+            if d.state == VOID:
+                t.void_extents += 1
+                continue
+            if d.state == BUSY:
+                t.busy += d.pages
+                continue
+            t.reserved += d.pages
+            if d.state == FREE:
+                t.free_extents += 1
+                t.free_pages[k] += d.pages
+                t.aged += d.pages if s.growing else 0
+                fault(f, d.live != 0, b"a free extent is live", at, d.live, 0)
+            elif d.state == BLOCK or d.state == ODD:
+                t.taken[k] += d.pages
+                t.active[k] += d.live
+                t.live[k] += <int64_t>(d.live * d.pages) << PAGE_BITS
+                t.cached += d.live == 0
+                fault(f, d.size != <size_t>d.pages << PAGE_BITS or d.size_class != k,
+                      b"a block has another size than its pages", at, d.size, d.pages)
+                fault(f, d.live > 1, b"a block is live more than once", at, d.live, 1)
+            elif d.state == SPAN:
+                check_span(c, id, at, t, f)
+            else:
+                fault(f, True, b"an extent has no state", at, d.state, 0)
+
+
+cdef void check_span(PoolCore c, uint32_t id, uintptr_t at, Tally* t, Fault* f) noexcept nogil:
+    cdef Descriptor* d = &c.descriptors[id]
+    cdef uint64_t every = ~<uint64_t>0 >> (64 - c.steps[d.step].slots)
+    cdef uint64_t cached = every & ~d.live & ~d.detail.slots
+    cdef int k = c.class_at[d.step]
+    cdef int live = 0
+    cdef uint32_t page
+    fault(f, d.live & d.detail.slots != 0, b"a slot is live and free", at, d.live, d.detail.slots)
+    fault(f, (d.live | d.detail.slots) & ~every != 0, b"a span has slots that are none", at,
+          d.live, every)
+    fault(f, d.pages != c.steps[d.step].pages, b"a span has not its size", at, d.pages,
+          c.steps[d.step].pages)
+    fault(f, d.detail.slots == every, b"an empty span was kept", at, every, 0)
+    for page in range(d.page, d.page + d.pages):
+        fault(f, c.segments[d.segment].map[scatter(page)] != id,
+              b"the map has lost a page of a span", at, page, id)
+    t.taken[k] += d.pages
+    t.partial += d.detail.slots != 0
+    while cached:
+        t.cached += cached & 1
+        cached >>= 1
+    every = d.live
+    while every:
+        live += <int>(every & 1)
+        every >>= 1
+    t.active[k] += live
+    t.live[k] += <int64_t>live * c.steps[d.step].size
+
+
+cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
+    """Every extent is in the one list that it belongs to, and every cached block in one cache."""
+    cdef uint64_t n_free = 0, n_void = 0, n_cached = 0, n_partial = 0, unused = 0
+    cdef uint32_t id, before, i
+    cdef size_t aged = 0
+    cdef int s, w, k
+    cdef Descriptor* d
+    cdef Front* front
+    for k in range(2):
+        for s in range(N_STEPS):
+            id = c.free_bins.heads[s] if k == 0 else c.void_bins.heads[s]
+            w = <int>((c.free_bins if k == 0 else c.void_bins).words[s >> 6] >> (s & 63) & 1)
+            fault(f, w != (id != 0), b"the bitmap of the bins is wrong", 0, w, s)
+            before = 0
+            while id:
+                d = &c.descriptors[id]
+                if fault(f, d.state != (FREE if k == 0 else VOID) or d.prev != before
+                         or floor_step(<size_t>d.pages << PAGE_BITS) != s,
+                         b"an extent is in the wrong bin", d.address, d.state, s):
+                    return
+                n_free += k == 0
+                n_void += k == 1
+                before = id
+                id = d.next
+    fault(f, n_free != t.free_extents, b"free extents are not all in bins", 0, n_free,
+          t.free_extents)
+    fault(f, n_void != t.void_extents, b"void extents are not all in bins", 0, n_void,
+          t.void_extents)
+    id, before = c.oldest, 0
+    while id:
+        d = &c.descriptors[id]
+        if fault(f, d.state != FREE or d.detail.age.older != before,
+                 b"the list by age is broken", d.address, d.detail.age.older, before):
+            return
+        aged += d.pages
+        before, id = id, d.detail.age.newer
+    fault(f, before != c.newest, b"the list by age ends elsewhere", 0, before, c.newest)
+    fault(f, aged != t.aged or aged != c.aged_pages, b"free pages are not all in the list by age",
+          0, aged, t.aged)
+    for s in range(N_SMALL):
+        id, before = c.partial[s], 0
+        while id:
+            d = &c.descriptors[id]
+            if fault(f, d.state != SPAN or d.step != s or d.prev != before or d.detail.slots == 0,
+                     b"a list of spans is broken", d.address, d.step, s):
+                return
+            n_partial += 1
+            before, id = id, d.next
+    fault(f, n_partial != t.partial, b"spans with free slots are not all listed", 0, n_partial,
+          t.partial)
+    for k in range(MOST_FRONTS):
+        front = c.fronts[k]
+        if front == NULL:
+            continue
+        i = 0
+        for s in range(N_EXACT - N_SMALL):
+            id = front.large[s]
+            while id:
+                d = &c.descriptors[id]
+                if fault(f, d.state != BLOCK or d.step != s + N_SMALL or d.live != 0,
+                         b"a cached block is live, or of another step", d.address, d.step, s):
+                    return
+                i += 1
+                n_cached += 1
+                if fault(f, i > front.n_large, b"cached blocks were miscounted", 0, i,
+                         front.n_large):
+                    return
+                id = d.next
+        fault(f, i != front.n_large, b"cached blocks were miscounted", 0, i, front.n_large)
+        for s in range(N_SMALL):
+            for i in range(front.small[s].n):
+                d = &c.descriptors[front.small[s].items[i].tag >> 6]
+                w = <int>(front.small[s].items[i].tag & 63)
+                fault(f, d.state != SPAN or d.step != s or (d.live | d.detail.slots) >> w & 1
+                      or <uintptr_t>front.small[s].items[i].ptr
+                      != d.address + w * c.steps[s].size,
+                      b"a cached slot is live, free or misplaced",
+                      <uintptr_t>front.small[s].items[i].ptr, d.step, s)
+                n_cached += 1
+    for k in range(N_CLASSES):
+        n_cached += c.pending_blocks[k]      # neither live nor free
+    fault(f, n_cached != t.cached, b"free blocks are in no list, or in two", 0, n_cached, t.cached)
+    id = c.unused
+    while id and unused <= c.n_descriptors:
+        fault(f, c.descriptors[id].state != 0, b"a descriptor in use was given back", 0, id, 0)
+        unused += 1
+        id = c.descriptors[id].next
+    fault(f, unused + t.used + 1 != c.n_descriptors, b"descriptors were lost", 0,
+          unused + t.used + 1, c.n_descriptors)
+    fault(f, c.spare != unused + c.descriptor_table.ready // sizeof(Descriptor) - c.n_descriptors,
+          b"spare descriptors were miscounted", 0, c.spare, unused)
+
+
+cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
+    cdef uint64_t active, allocations
+    cdef int64_t live, all_live = 0, peak = 0, front_live = 0
+    cdef int i, k
+    fault(f, t.reserved != c.reserved_pages, b"reserved pages were miscounted", 0, c.reserved_pages,
+          t.reserved)
+    for k in range(N_CLASSES):
+        active, live, allocations = 0, 0, 0
+        for i in range(MOST_FRONTS):
+            if c.fronts[i] != NULL:
+                allocations += c.fronts[i].counts[k].allocations
+                active += c.fronts[i].counts[k].allocations - c.fronts[i].counts[k].frees
+                live += c.fronts[i].counts[k].live
+        all_live += live
+        # Pending blocks count as live there, and are not.
+        active -= c.pending_blocks[k]
+        live -= <int64_t>c.pending_bytes[k]
+        fault(f, active != t.active[k], b"live blocks of a class were miscounted", k, active,
+              t.active[k])
+        fault(f, live != t.live[k], b"live bytes of a class were miscounted", k, live, t.live[k])
+        fault(f, c.taken[k] != t.taken[k], b"pages of a class were miscounted", k, c.taken[k],
+              t.taken[k])
+        fault(f, c.free_pages[k] != t.free_pages[k], b"free pages of a class were miscounted", k,
+              c.free_pages[k], t.free_pages[k])
+        fault(f, c.asked.misses[k] > allocations, b"a class has more misses than allocations", k,
+              c.asked.misses[k], allocations)
+    for i in range(MOST_FRONTS):
+        if c.fronts[i] != NULL:
+            front_live += c.fronts[i].live
+            peak += c.fronts[i].peak
+    fault(f, front_live != all_live, b"live bytes were miscounted", 0, front_live, all_live)
+    fault(f, peak < all_live, b"more is live than ever was", 0, peak, all_live)
+
+
+def verify(PoolCore c not None):
+    """Raise AssertionError, naming the first thing that is wrong; O(blocks)."""
+    cdef Fault f
+    cdef Tally t
+    if c.shut:
+        return
+    c.check()
+    memset(&f, 0, sizeof(f))
+    memset(&t, 0, sizeof(t))
+    with nogil:
+        c.lock_all()
+        check_extents(c, &t, &f)
+        if f.why == NULL:
+            check_lists(c, &t, &f)
+            check_counts(c, &t, &f)
+        c.unlock_all()
+    if f.why != NULL:
+        raise AssertionError(
+            f"{f.why.decode()}: at {f.address:#x}, found {f.was}, expected {f.expected}"
+        )

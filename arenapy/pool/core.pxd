@@ -1,0 +1,81 @@
+# The C surface of the pool algorithm. PoolCore is what Buffers keep alive; Pool (pool.pyx) is what
+# the user holds.
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+
+from arenapy.base.atomic cimport likely
+from arenapy.buffer.block cimport Hold
+from arenapy.pool.thread_cache cimport Fronts, quick_give_at, quick_take
+from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES
+
+cdef struct ClassFigures:
+    uint64_t allocations, hits, misses, splits, active
+    size_t live, pending, idle, peak, largest
+
+cdef struct PoolFigures:
+    ClassFigures classes[N_CLASSES]
+    ClassFigures all
+    size_t reserved, metadata
+    uint64_t bytes           # of all allocations ever
+    Py_ssize_t regions
+
+cdef enum:
+    SAMPLES = 16
+
+# The operations of an eighth of `trim_after`: its beginning, and the last of them.
+cdef struct Sample:
+    double begun             # seconds
+    double seconds
+    uint32_t tick
+
+
+cdef class PoolCore(Fronts):
+    cdef bint special        # any of debug, recorder, may_lease, timed, shut: not the short way
+    cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
+    cdef double timed        # trim_after, or -1
+    cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
+    cdef int n_samples
+    cdef uint32_t latest     # tick in one of them; under heap_lock
+    cdef Hold* pending       # freed blocks that only other processes see; linked by next
+    cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
+    cdef size_t pending_bytes[N_CLASSES]
+    cdef uint64_t pending_blocks[N_CLASSES]
+
+    cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
+
+    cdef void ready(self) noexcept nogil
+    cdef void set_special(self) noexcept nogil
+    # All that is to be done on either way, also when `special`.
+    cdef char* get(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
+    cdef void handed_out(self, char* ptr, size_t n, uint64_t tag) noexcept nogil
+    cdef bint put(self, char* ptr, uint64_t tag) noexcept nogil
+    # The same by address, and the bytes of a live block from there on; 0: there is none.
+    cdef bint put_at(self, char* ptr) noexcept nogil
+    cdef size_t size_at(self, char* ptr) noexcept nogil
+    cdef uint64_t find(self, char* ptr) noexcept nogil
+    cdef size_t size_of(self, uint64_t tag) noexcept nogil
+    cdef bint claim(self, uint64_t tag) noexcept nogil
+    cdef void restore(self, char* ptr, uint64_t tag) noexcept nogil
+    cdef void postpone(self, Hold* hold) noexcept nogil
+    cdef void settle(self) noexcept nogil
+    cdef PoolFigures figures(self) noexcept nogil
+    cdef size_t largest_of(self, int k) noexcept nogil
+    # `timed`: take note of the time. The last tick that is `timed` seconds ago; False: none is.
+    cdef void note_time(self) noexcept nogil
+    cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil
+    cdef size_t stale_pages(self, uint32_t tick) noexcept nogil
+    cdef size_t exchange_peak(self, int64_t peak) noexcept nogil
+    cdef void reset_peaks(self) noexcept nogil
+
+
+# The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after
+# every store. NULL, False: the front cache has none, or the other way is to be taken.
+# `hot`: not always the block freed last, but what is rather in the processor's caches.
+
+cdef inline void* take_hit(PoolCore c, size_t n, bint hot) noexcept nogil:
+    cdef uint64_t tag
+    return quick_take(c, n, hot, &tag) if likely(not c.special and n <= MOST_BYTES) else NULL
+
+
+cdef inline bint give_hit(PoolCore c, void* block) noexcept nogil:
+    return likely(not c.special) and quick_give_at(c, <char*>block)

@@ -1,0 +1,471 @@
+"""The pool algorithm as the keeper of Buffers: what is to be done with a block besides.
+
+What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
+where blocks come from (fronts, pages), getting memory from a source, errors (pool_memory, pool).
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memmove, memset
+
+from arenapy.base.atomic cimport (
+    arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub, clear_bit,
+    set_bit,
+)
+from arenapy.buffer.block cimport HELD, Block, Hold
+from arenapy.pool.thread_cache cimport (
+    Front, Fronts, front_of, named, push, quick_give, tag_at,
+)
+from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.pool.page_heap cimport (
+    MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
+)
+from arenapy.memory.region cimport Region
+from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
+from arenapy.allocator.allocator_core cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.base.sealed cimport seal
+from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
+from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.linux.vm cimport vm_lease
+
+cdef extern from *:
+    """
+    #include <time.h>
+    /* The clock of the last timer interrupt: a few milliseconds off, and cheap. */
+    static inline double arenapy_coarse_seconds(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+        return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    }
+    """
+    double coarse_seconds "arenapy_coarse_seconds" () noexcept nogil
+
+cdef enum:
+    LOOKS = 256              # free extents of one bin that are looked at for the largest
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class PoolCore(Fronts):
+    """The memory and bookkeeping of a Pool. Internal; Buffers keep it alive."""
+
+    def __cinit__(self):
+        self.what = "pool"
+        self.recycles = True
+        self.timed = -1
+        self.shut = self.special = True      # until `ready`
+
+    def __dealloc__(self):
+        cdef Hold* hold
+        self.finish_streams()
+        while self.pending != NULL:
+            hold = self.pending
+            self.pending = hold.next
+            free(hold)
+
+    cdef void ready(self) noexcept nogil:
+        """Allocate from now on."""
+        self.shut = False
+        self.set_special()
+
+    cdef void set_special(self) noexcept nogil:
+        """After what it depends on has changed."""
+        self.special = (self.shut or self.debug or self.may_lease or self.timed >= 0
+                        or self.recorder != NULL)
+
+    cdef char* get(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
+        cdef char* ptr
+        if self.shut or n > MOST_BYTES:
+            return NULL
+        ptr = self.take_slow(n, align, miss, tag)
+        if ptr == NULL and self.pending != NULL:     # other processes may have let go meanwhile
+            self.settle()
+            ptr = self.take_slow(n, align, miss, tag)
+        if ptr != NULL:
+            self.handed_out(ptr, n, tag[0])
+        return ptr
+
+    cdef void handed_out(self, char* ptr, size_t n, uint64_t tag) noexcept nogil:
+        """Take note of a block of n bytes."""
+        record(self, EVENT_ALLOC, ptr, n)
+        if self.debug:
+            self.began(ptr, self.size_of(tag), n)
+
+    cdef bint put(self, char* ptr, uint64_t tag) noexcept nogil:
+        """Free a block, whatever that takes. False: it is not live."""
+        cdef Hold* hold
+        if self.shut:
+            return False                     # the memory is not ours any more
+        if not (self.debug or self.may_lease or self.timed >= 0):
+            # The event comes before the next one of these bytes. (A block that two threads free at
+            # once may be recorded twice; one of them is told.)
+            if not arenapy_load(&named(self, tag).live) >> (tag & 63) & 1:
+                return False
+            record(self, EVENT_FREE, ptr, 0)
+            return quick_give(self, ptr, tag)
+        if not self.claim(tag):
+            return False
+        record(self, EVENT_FREE, ptr, 0)
+        if self.debug:
+            self.leaving(ptr)
+        if self.may_lease and leased(self, ptr, tag):
+            hold = <Hold*>malloc(sizeof(Hold))
+            if hold != NULL:                 # without this record it is never free again
+                hold.start, hold.tag = <uintptr_t>ptr, tag
+                self.postpone(hold)
+        else:
+            self.restore(ptr, tag)
+        if self.timed >= 0:
+            self.note_time()
+        return True
+
+    cdef bint claim(self, uint64_t tag) noexcept nogil:
+        """Make a live block pending: from now on it is this call's alone. False: it is not live."""
+        cdef Front* f = front_of(self)
+        cdef Descriptor* d = named(self, tag)
+        cdef bint was_live
+        owned_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        was_live = clear_bit(&d.live, tag)
+        if was_live:
+            self.pending_bytes[d.size_class] += d.size
+            self.pending_blocks[d.size_class] += 1
+        arenapy_spin_release(&self.heap_lock)
+        owned_release(&f.lock)
+        return was_live
+
+    cdef void restore(self, char* ptr, uint64_t tag) noexcept nogil:
+        """A pending block is free."""
+        cdef Front* f = front_of(self)
+        cdef Descriptor* d = named(self, tag)
+        self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(tag))
+        owned_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        self.pending_bytes[d.size_class] -= d.size
+        self.pending_blocks[d.size_class] -= 1
+        arenapy_spin_release(&self.heap_lock)
+        set_bit(&d.live, tag)            # as `push` expects it
+        push(self, f, d, ptr, tag)
+        owned_release(&f.lock)
+
+    cdef void postpone(self, Hold* hold) noexcept nogil:
+        arenapy_spin_acquire(&self.heap_lock)
+        hold.next = self.pending
+        self.pending = hold
+        arenapy_spin_release(&self.heap_lock)
+
+    cdef void settle(self) noexcept nogil:
+        """Free what other processes have let go of."""
+        cdef Hold* hold
+        cdef Hold* next
+        arenapy_spin_acquire(&self.heap_lock)
+        hold = self.pending
+        self.pending = NULL
+        arenapy_spin_release(&self.heap_lock)
+        while hold != NULL:
+            next = hold.next
+            if not self.shut and leased(self, <char*>hold.start, hold.tag):
+                self.postpone(hold)
+            else:
+                self.restore(<char*>hold.start, hold.tag)
+                free(hold)
+            hold = next
+
+    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+        if self.shut or not self.claim(hold.tag):
+            return False
+        record(self, EVENT_FREE, <void*>hold.start, 0)
+        if self.debug:
+            self.leaving(<void*>hold.start)
+        arenapy_add(&self.n_held, 1)
+        arenapy_spin_acquire(&self.heap_lock)
+        link_hold(&self.aside, hold)
+        arenapy_spin_release(&self.heap_lock)
+        return True
+
+    cdef void over(self, Hold* hold) noexcept nogil:
+        arenapy_spin_acquire(&self.heap_lock)
+        unlink_hold(&self.aside, hold)
+        arenapy_spin_release(&self.heap_lock)
+        arenapy_sub(&self.n_held, 1)
+        if not self.shut:
+            self.restore(<char*>hold.start, hold.tag)
+            if self.timed >= 0:
+                self.note_time()
+        free(hold)
+
+    # -- as the keeper of Buffers
+
+    cdef void dropped(self, PyObject* root) noexcept:
+        cdef uint64_t tag = (<Block>root).tag
+        if (<Block>root).word & HELD:
+            arenapy_sub(&self.n_held, 1)
+        if tag == 0:
+            return                           # released before
+        if self.special:
+            self.put((<Block>root).ptr, tag)
+            if self.debug:
+                self.verify_dropped()
+        else:
+            quick_give(self, (<Block>root).ptr, tag)
+
+    cdef void give_back(self, Block root) noexcept nogil:
+        cdef uint64_t tag = root.tag
+        root.tag = 0
+        if tag and root.hold == NULL:        # else `set_aside` comes next
+            self.put(root.ptr, tag)
+
+    cdef bint has_holds(self) noexcept nogil:
+        return (arenapy_load(&self.n_held) != 0 or arenapy_load(&self.in_transit) != 0
+                or self.in_arrays and self.figures().all.active != 0)
+
+    # -- facts about a block
+
+    cdef bint put_at(self, char* ptr) noexcept nogil:
+        cdef uint64_t tag = self.find(ptr)
+        return tag != 0 and self.put(ptr, tag)
+
+    cdef size_t size_at(self, char* ptr) noexcept nogil:
+        cdef uint64_t tag = self.find(ptr)
+        if tag and self.descriptors[tag >> 6].live >> (tag & 63) & 1:
+            return self.size_of(tag)
+        return 0
+
+    cdef uint64_t find(self, char* ptr) noexcept nogil:
+        """tag_at under the lock that it needs. A live block of the caller's stays where it is."""
+        cdef Front* f = front_of(self)
+        cdef Descriptor* d
+        cdef uint64_t tag
+        owned_acquire(&f.lock)
+        tag = tag_at(self, ptr, &d)
+        owned_release(&f.lock)
+        return tag
+
+    cdef size_t size_of(self, uint64_t tag) noexcept nogil:
+        cdef Descriptor* d = named(self, tag)
+        return d.size - d.skew
+
+    # -- figures
+
+    cdef PoolFigures figures(self) noexcept nogil:
+        """All figures of one moment."""
+        cdef PoolFigures r
+        cdef ClassFigures* c
+        cdef Front* f
+        cdef int i, k, fronts = 0
+        memset(&r, 0, sizeof(r))
+        self.lock_all()
+        for i in range(MOST_FRONTS):
+            f = self.fronts[i]
+            if f == NULL:
+                continue
+            fronts += 1
+            r.all.peak += max(f.peak, 0)
+            r.bytes += f.freed + <uint64_t>f.live
+            for k in range(N_CLASSES):
+                c = &r.classes[k]
+                c.allocations += f.counts[k].allocations
+                c.active += f.counts[k].allocations - f.counts[k].frees
+                c.live += <size_t>f.counts[k].live       # may pass through 0
+                c.peak += max(f.counts[k].peak, 0)
+        for k in range(N_CLASSES):
+            c = &r.classes[k]
+            c.misses = self.asked.misses[k]
+            c.splits = self.asked.splits[k]
+            c.hits = c.allocations - c.misses
+            c.idle = ((self.free_pages[k] + self.taken[k]) << PAGE_BITS) - c.live
+            c.pending = self.pending_bytes[k]
+            c.live -= c.pending
+            c.active -= self.pending_blocks[k]
+            c.largest = self.largest_of(k)
+            r.all.allocations += c.allocations
+            r.all.hits += c.hits
+            r.all.misses += c.misses
+            r.all.splits += c.splits
+            r.all.active += c.active
+            r.all.live += c.live
+            r.all.pending += c.pending
+            r.all.idle += c.idle
+            r.all.largest = max(r.all.largest, c.largest)
+        r.reserved = self.reserved_pages << PAGE_BITS
+        r.regions = self.n_segments
+        r.metadata = (self.descriptor_table.ready + fronts * whole_pages(sizeof(Front))
+                      + MOST_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t)))
+        for i in range(self.n_segments):
+            r.metadata += self.segments[self.order[i]].table.ready
+        self.unlock_all()
+        return r
+
+    cdef size_t largest_of(self, int k) noexcept nogil:
+        """Bytes of the largest free block of a class, cached ones included; all locks held."""
+        cdef size_t most = 0
+        cdef Front* f
+        cdef int i, s, looks = 0
+        cdef uint32_t id
+        for s in range(N_STEPS - 1, -1, -1):
+            # In the last bin of the class below, some free extents are of this one.
+            if self.class_at[s] != k and (s == N_STEPS - 1 or self.class_at[s + 1] != k):
+                continue
+            id = self.free_bins.heads[s]
+            while id and looks < LOOKS:
+                if class_of(pages_bytes(self, id)) == k:
+                    most = max(most, pages_bytes(self, id))
+                id = self.descriptors[id].next
+                looks += 1
+            if self.class_at[s] != k:
+                break
+            for i in range(MOST_FRONTS):
+                f = self.fronts[i]
+                if f != NULL and s < N_SMALL and f.small[s].n:
+                    most = max(most, <size_t>self.steps[s].size)
+                elif f != NULL and N_SMALL <= s < N_EXACT and f.large[s - N_SMALL]:
+                    most = max(most, pages_bytes(self, f.large[s - N_SMALL]))
+            if s < N_SMALL and self.partial[s]:
+                most = max(most, <size_t>self.steps[s].size)
+            if most:
+                break
+        return most
+
+    # Samples of the clock tell when a tick was, so that blocks need not.
+
+    cdef void note_time(self) noexcept nogil:
+        cdef double now = coarse_seconds()
+        cdef Front* f = front_of(self)
+        cdef Sample* last
+        owned_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        # Each front counts its own ticks. Here they meet, to be compared with a sample.
+        f.tick = self.latest = later(self.latest, f.tick)
+        last = &self.samples[max(self.n_samples - 1, 0)]
+        if self.n_samples == 0 or now - last.begun >= self.timed / 8:
+            if self.n_samples == SAMPLES:    # the oldest is long stale
+                memmove(self.samples, &self.samples[1], (SAMPLES - 1) * sizeof(Sample))
+                self.n_samples -= 1
+            last = &self.samples[self.n_samples]
+            last.begun = now
+            self.n_samples += 1
+        last.seconds, last.tick = now, f.tick
+        arenapy_spin_release(&self.heap_lock)
+        owned_release(&f.lock)
+
+    cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil:
+        cdef double now = coarse_seconds()
+        cdef int i = 0
+        arenapy_spin_acquire(&self.heap_lock)
+        while i < self.n_samples and self.samples[i].seconds <= now - seconds:
+            i += 1
+        if i:
+            tick[0] = self.samples[i - 1].tick
+            self.n_samples -= i
+            memmove(self.samples, &self.samples[i], self.n_samples * sizeof(Sample))
+        arenapy_spin_release(&self.heap_lock)
+        return i > 0
+
+    cdef size_t stale_pages(self, uint32_t tick) noexcept nogil:
+        """Free pages that were not used since `tick`; everything is flushed."""
+        cdef size_t pages = 0
+        cdef uint32_t id
+        cdef Descriptor* d
+        cdef Segment* s
+        cdef int i
+        self.lock_all()
+        id = self.oldest
+        while id and not earlier(tick, self.descriptors[id].tick):
+            pages += self.descriptors[id].pages
+            id = self.descriptors[id].detail.age.newer
+        for i in range(self.n_segments):
+            s = &self.segments[self.order[i]]
+            d = &self.descriptors[s.map[0]]
+            if is_idle(self, s) and not earlier(tick, d.tick):
+                pages += d.pages
+        self.unlock_all()
+        return pages
+
+    cdef size_t exchange_peak(self, int64_t peak) noexcept nogil:
+        """The peak of live bytes so far. It is `peak` now, or the live bytes if that is less."""
+        cdef int64_t before = 0, live = 0
+        cdef int i
+        if self.front == NULL:
+            return 0                         # never made
+        self.lock_all()
+        for i in range(MOST_FRONTS):
+            if self.fronts[i] != NULL:
+                before += max(self.fronts[i].peak, 0)
+                live += self.fronts[i].live
+                self.fronts[i].peak = self.fronts[i].live
+        self.front.peak += max(peak - live, 0)
+        self.unlock_all()
+        return <size_t>before
+
+    cdef void reset_peaks(self) noexcept nogil:
+        cdef int i, k
+        self.exchange_peak(0)
+        self.lock_all()
+        for i in range(MOST_FRONTS):
+            if self.fronts[i] != NULL:
+                for k in range(N_CLASSES):
+                    self.fronts[i].counts[k].peak = self.fronts[i].counts[k].live
+        self.unlock_all()
+
+    # -- the end of a region, fork
+
+    cdef void fork_lock(self) noexcept nogil:
+        Pages.fork_lock(self)
+        arenapy_spin_acquire(&self.table_growth)
+        self.lock_all()
+
+    cdef void fork_unlock(self, bint child) noexcept nogil:
+        if child and (self.busy_pages or self.in_transit):
+            self.in_transit = 0
+            self.forget_growth()
+        self.unlock_all()
+        arenapy_spin_release(&self.table_growth)
+        Pages.fork_unlock(self, child)
+
+    cdef void disable(self, int why) noexcept nogil:
+        RegionSet.disable(self, why)
+        self.set_special()
+
+    cdef void expect_leases(self) noexcept nogil:
+        self.may_lease = True
+        self.set_special()
+
+    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+        """A fork: lease every block of `region` that is not free to whoever keeps `fd`."""
+        cdef int i, status = 0
+        cdef Segment* s
+        cdef Descriptor* d
+        cdef uint32_t page = 0
+        self.expect_leases()
+        for i in range(self.n_segments):
+            s = &self.segments[self.order[i]]
+            if s.region != <void*>region:
+                continue
+            while page < s.pages:
+                d = &self.descriptors[s.map[scatter(page)]]
+                if d.live and vm_lease(
+                        fd, (<Region>region).file_offset
+                        + <long long>(d.address - <uintptr_t>(<Region>region).ptr),
+                        <long long>d.pages << PAGE_BITS) < 0:
+                    status = -1
+                page += d.pages
+        return status
+
+
+seal(PoolCore)
+
+
+cdef bint leased(PoolCore c, char* ptr, uint64_t tag) noexcept nogil:
+    cdef uintptr_t start = <uintptr_t>ptr
+    cdef uintptr_t at, stop
+    return (<Region>c.segments[named(c, tag).segment].region).leases(
+        start, start + c.size_of(tag), &at, &stop) != 0
+
+
+cdef inline size_t pages_bytes(PoolCore c, uint32_t id) noexcept nogil:
+    return <size_t>c.descriptors[id].pages << PAGE_BITS
+
+
+cdef inline size_t whole_pages(size_t n) noexcept nogil:
+    return (n + PAGE - 1) & ~<size_t>(PAGE - 1)

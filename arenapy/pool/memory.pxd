@@ -1,0 +1,55 @@
+# How a pool gets memory from its source and gives it back.
+from libc.stdint cimport uint32_t
+
+from arenapy.pool.core cimport PoolCore
+from arenapy.memory.region cimport Region
+
+cdef enum:
+    RECURRENCE_BITS = 6
+
+# Memory was recycled for requests of n bytes so many times before.
+cdef struct Recurrence:
+    size_t n
+    int times
+
+
+cdef class PoolMemory:
+    cdef PoolCore core
+    cdef object source
+    cdef bint unaligned              # the source's regions may not begin on a page
+    cdef bint may_reserve            # the source reserves address space: Host
+    cdef dict rooms                  # its Reservations, by address
+    cdef size_t room                 # bytes of address space that one takes at least
+    cdef size_t slack                # idle pages that growth leaves alone
+    cdef size_t rent                 # pages recycled since slack grew
+    cdef Recurrence[1 << RECURRENCE_BITS] seen
+    cdef list growing                # threads that the source is at work for
+    cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
+
+    # The first memory: whole pages of about so many bytes.
+    cdef int begin(self, size_t nbytes) except -1
+    # Reserve `pages` in one piece, or `wished` if that works. False: that is beyond the limit, by
+    # `missing` pages. MemoryError: the source has no more.
+    cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1
+    # Wait until another thread's growth, if one is under way, has ended. False: there was none.
+    cdef bint wait_for_growth(self) except -1
+    cdef int add_region(self, Region region) except -1
+    # Pages that could be given back now. Merges everything that is free.
+    cdef size_t trimmable(self) noexcept
+    # Give back free pages, longest unused first: so many, or what there is. Regions go as a whole:
+    # not one that makes it more, or (`enough`) one rather than too little. How many it were.
+    cdef size_t shrink(self, size_t pages, bint enough) except? 0
+    # Before growth by so many pages for a request of n bytes: give idle ones back instead of
+    # reserving more.
+    cdef int recycle(self, size_t pages, size_t n) except -1
+    # Give back what was freed so many seconds ago and not used since; how many pages.
+    cdef size_t trim_stale(self, double seconds) except? 0
+    # internal
+    cdef size_t left(self) noexcept
+    cdef bint grow_reservation(self, size_t pages, size_t wished, size_t* missing) except -1
+    cdef int commit(self, uint32_t id) except -1
+    cdef int drop_room(self, int segment) except -1
+    cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1
+
+
+cdef object checked_limit(object max_bytes, size_t initial_bytes)

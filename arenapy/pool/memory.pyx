@@ -1,0 +1,363 @@
+"""PoolMemory: how a pool gets memory from its source and gives it back.
+
+What lives here: reservations and regions, the limit, trimming. What does not: what a request does
+when there is no more (pool), which pages are free (pages).
+
+Over Host a pool reserves address space and gives it memory piece by piece, so that blocks merge
+across growth; over other sources it takes region after region. Sources and system calls run without
+any lock: pages are marked BUSY meanwhile, and are nobody else's.
+"""
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from arenapy.allocator.allocator cimport make_region
+from arenapy.base.arguments cimport as_size
+from arenapy.base.atomic cimport (
+    arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
+)
+from arenapy.pool.thread_cache cimport front_of
+from arenapy.pool.page_heap cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
+from arenapy.pool.core cimport PoolCore
+from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport record
+from arenapy.linux.reserved_array cimport Table, table_close
+from arenapy.linux.reserved_space cimport vm_decommit
+
+from arenapy.errors import OutOfMemory
+from arenapy.memory.sources import Host
+
+cdef extern from "Python.h":
+    uint64_t PyThread_get_thread_ident() noexcept nogil
+
+cdef extern from "<unistd.h>":
+    int usleep(unsigned int microseconds) nogil
+
+cdef enum:
+    MOMENT = 200             # microseconds
+    PATIENCE = 50_000        # moments
+    NO_LIMIT = 1 << 30
+    RENT = 8                 # in units of what is reserved, as is
+    RENT_AGAIN = 1
+    SLACK = 16               # a share: of what is reserved, so much may lie idle at first
+    REPEATS = 5
+    GOLDEN = 0x9E3779B97F4A7C15      # 2 ** 64 by the golden ratio: Knuth's multiplicative hashing
+
+
+cdef object checked_limit(object max_bytes, size_t initial_bytes):
+    """The limit that a user gives a pool, as an int or None."""
+    if max_bytes is None:
+        return None
+    max_bytes = as_size(max_bytes, "max_bytes")
+    if max_bytes < PAGE:
+        raise ValueError(
+            f"max_bytes={max_bytes} is less than a page of {PAGE} bytes; give more, or None for "
+            "no limit"
+        )
+    if initial_bytes > <size_t>max_bytes:
+        raise ValueError(
+            f"initial_bytes={initial_bytes} is more than max_bytes={max_bytes}; give less"
+        )
+    return max_bytes
+
+
+@cython.final
+cdef class PoolMemory:
+    """What a Pool reserves. Internal."""
+
+    def __cinit__(self, PoolCore core not None, object source, size_t max_pages, size_t room):
+        self.core = core
+        self.source = source
+        self.max_pages = max_pages
+        self.room = room
+        # A Host whose region() is another one is to be asked like any other source.
+        self.may_reserve = hasattr(source, "reserve") and (
+            not isinstance(source, Host) or type(source).region is Host.region)
+        self.rooms = {}
+        self.growing = []
+
+    cdef int begin(self, size_t nbytes) except -1:
+        cdef size_t missing = 0
+        cdef size_t pages = min((nbytes + PAGE - 1) >> PAGE_BITS, self.max_pages)
+        if not self.may_reserve:
+            region = make_region(self.source, pages << PAGE_BITS)
+            if whole_pages(region) == 0:     # it does not begin on a page
+                region = make_region(self.source, (pages + 1) << PAGE_BITS)
+            self.add_region(region)
+        elif not self.grow(pages, 0, &missing):
+            raise OutOfMemory(f"initial_bytes={nbytes} is more than may be reserved")
+        return 0
+
+    cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1:
+        """Reserve memory for `pages` in one piece. False: the limit, by `missing` pages."""
+        wished = max(wished, pages)
+        if self.may_reserve:
+            return self.grow_reservation(pages, wished, missing)
+        return self.grow_region(pages, wished, missing)
+
+    cdef bint wait_for_growth(self) except -1:
+        cdef size_t busy = self.core.busy_pages
+        cdef int n = 0
+        if busy == 0 or PyThread_get_thread_ident() in self.growing:
+            return False
+        while self.core.busy_pages == busy and n < PATIENCE:
+            with nogil:
+                usleep(MOMENT)
+            PyErr_CheckSignals()
+            n += 1
+        return n < PATIENCE                  # the source may wait for this very thread
+
+    cdef size_t left(self) noexcept:
+        """Pages that may still be reserved."""
+        cdef size_t used = self.core.reserved_pages + self.core.busy_pages
+        return self.max_pages - used if self.max_pages > used else 0
+
+    cdef bint grow_reservation(self, size_t pages, size_t wished, size_t* missing) except -1:
+        cdef PoolCore c = self.core
+        cdef uint32_t id
+        cdef bint fresh = False              # the address space is of this call
+        while True:
+            if not c.grow_map(min(wished + HUGE_PAGES, self.left())):
+                raise MemoryError("no memory for the bookkeeping of a pool")
+            arenapy_spin_acquire(&c.heap_lock)
+            id = c.begin_growth(pages, wished, self.left(), missing)
+            arenapy_spin_release(&c.heap_lock)
+            if id:
+                try:
+                    self.commit(id)
+                    return True
+                except MemoryError:
+                    if wished > pages:
+                        wished = pages       # no more than has to be, then
+                        continue
+                    if fresh:
+                        self.drop_room(c.descriptors[id].segment)
+                    raise
+            if missing[0]:
+                return False
+            if pages > self.left():
+                missing[0] = pages - self.left()
+                return False
+            # No address space as large as that: get more of it.
+            room = self.source.reserve(max(pages << PAGE_BITS, self.room))
+            if room is None:
+                self.may_reserve = c.n_segments > 0
+                return self.grow_region(pages, wished, missing)
+            self.rooms[room.region.address] = room
+            try:
+                c.add_segment(room.region, True, NO_LIMIT, front_of(c).tick)
+            except BaseException:
+                del self.rooms[room.region.address]
+                raise
+            fresh = True
+
+    cdef int commit(self, uint32_t id) except -1:
+        """Give a BUSY extent memory, or make it VOID again. Nobody closes its region meanwhile."""
+        cdef PoolCore c = self.core
+        cdef Descriptor* d = &c.descriptors[id]
+        cdef bint done = False
+        cdef uint32_t forks = c.forks
+        cdef object me = PyThread_get_thread_ident()
+        arenapy_add(&c.in_transit, 1)
+        self.growing.append(me)
+        try:
+            if c.gone:
+                c.open_check()
+            self.rooms[c.segments[d.segment].base].commit(
+                <size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
+            record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
+            done = True
+        finally:
+            self.growing.remove(me)
+            arenapy_spin_acquire(&c.heap_lock)
+            if c.forks == forks:             # else they are VOID in this child: it takes others
+                c.end_growth(id, done, front_of(c).tick)
+                arenapy_sub(&c.in_transit, 1)
+            arenapy_spin_release(&c.heap_lock)
+        return 0
+
+    cdef int drop_room(self, int segment) except -1:
+        """Give address space back that has no memory."""
+        cdef PoolCore c = self.core
+        cdef Segment* s = &c.segments[segment]
+        cdef Region region = None
+        cdef Table table
+        c.lock_all()
+        if s.frontier and c.descriptors[s.frontier].pages == s.pages:
+            region = <Region><PyObject*>s.region
+            table = s.table
+            c.remove_segment(segment)
+        c.unlock_all()
+        if region is not None:
+            table_close(&table)
+            self.rooms.pop(region.address, None)
+            c.drop_region(region)
+        return 0
+
+    cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1:
+        cdef PoolCore c = self.core
+        cdef bint padded = self.unaligned    # another thread may set it meanwhile
+        cdef size_t least = pages + padded
+        cdef size_t left, want
+        cdef uint32_t forks
+        cdef Region region = None
+        cdef object me = PyThread_get_thread_ident()
+        arenapy_spin_acquire(&c.heap_lock)
+        forks = c.forks
+        left = self.left()
+        missing[0] = least - left if least > left else 0
+        want = 0 if missing[0] else max(least, min(wished, left))
+        c.busy_pages += want                 # others reckon with it
+        arenapy_spin_release(&c.heap_lock)
+        if missing[0]:
+            return False
+        self.growing.append(me)
+        try:
+            try:
+                region = make_region(self.source, want << PAGE_BITS)
+            except MemoryError:
+                if want == least:
+                    raise
+            if region is None:               # no more than has to be, then
+                region = make_region(self.source, least << PAGE_BITS)
+            if whole_pages(region) >= pages:
+                self.add_region(region)
+                return True
+            if padded:
+                raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
+        finally:
+            self.growing.remove(me)
+            arenapy_spin_acquire(&c.heap_lock)
+            c.busy_pages -= want if c.forks == forks else 0
+            arenapy_spin_release(&c.heap_lock)
+        self.unaligned = True                # ask for one page more from now on
+        region = None
+        return self.grow_region(pages, wished, missing)
+
+    cdef int add_region(self, Region region) except -1:
+        if region is None:
+            raise TypeError(f"{self.source!r}.region() returned None, which is no Region")
+        if region.sent:
+            raise ValueError(
+                f"{region!r} was sent to another process, which may use its bytes; give a pool "
+                "a region of its own"
+            )
+        if self.core.n_regions and self.core.kind != region.kind:
+            raise ValueError(
+                f"{region!r} is {region.kind} memory, and the pool has {self.core.kind} memory; "
+                "a source of a pool makes regions of one kind"
+            )
+        self.core.add_segment(region, False, self.max_pages, front_of(self.core).tick)
+        record(self.core, EVENT_GROW, region.ptr, region.size)
+        return 0
+
+    cdef size_t trimmable(self) noexcept:
+        """Pages that could be given back now, once everything is merged."""
+        cdef PoolCore c = self.core
+        cdef size_t pages
+        c.flush_all()
+        c.lock_all()
+        pages = c.idle_pages()
+        c.unlock_all()
+        return pages
+
+    cdef int recycle(self, size_t pages, size_t n) except -1:
+        """Before growth: give idle pages back, so that what is reserved does not grow.
+
+        Free memory in pieces that are too small moves into one piece that way, at the price of
+        faulting it in again. A program that repeats itself would pay for ever. It is known by
+        requests of the same size to the byte: after REPEATS times, as much more may lie idle.
+        Others, when as much as RENT times what is reserved has been paid, may have something idle,
+        and from then on twice as much after every RENT_AGAIN times.
+        """
+        cdef PoolCore c = self.core
+        cdef size_t idle
+        cdef Recurrence* seen = &self.seen[n * <size_t>GOLDEN >> (64 - RECURRENCE_BITS)]
+        arenapy_spin_acquire(&c.heap_lock)
+        idle = c.aged_pages
+        arenapy_spin_release(&c.heap_lock)
+        if c.merges_first:                   # regions of a device, which are given back whole
+            idle = self.trimmable()
+        if idle <= max(self.slack, <size_t>HUGE_PAGES):
+            return 0
+        if seen.n != n:
+            seen.n, seen.times = n, 0
+        if seen.times == REPEATS:
+            self.slack = min(idle, self.slack + pages)
+        else:
+            seen.times += 1
+        if idle == self.slack:
+            return 0
+        self.rent += self.shrink(min(idle - self.slack, pages), False)
+        if self.rent > (RENT_AGAIN if self.slack else RENT) * c.reserved_pages:
+            self.rent = 0
+            self.slack = max(2 * self.slack, c.reserved_pages // SLACK)
+        return 0
+
+    cdef size_t shrink(self, size_t pages, bint enough) except? 0:
+        cdef PoolCore c = self.core
+        cdef size_t freed = 0, n = 0
+        cdef Descriptor* d
+        cdef Table table
+        cdef uint32_t id
+        cdef void* at
+        cdef int segment, status
+        cdef Region region
+        while freed < pages and not c.shut and have_spare(c):
+            c.lock_all()
+            id = 0
+            segment = c.idle_segment(<size_t>-1 if enough else pages - freed)
+            if segment >= 0:
+                region = <Region><PyObject*>c.segments[segment].region
+                table = c.segments[segment].table
+                n = c.segments[segment].pages
+                c.remove_segment(segment)
+            else:
+                id = c.begin_trim(pages - freed)
+                d = &c.descriptors[id]
+                n = d.pages
+                at = <void*>d.address
+            c.unlock_all()
+            if segment >= 0:
+                table_close(&table)
+                record(c, EVENT_TRIM, region.ptr, region.size)
+                c.drop_region(region)
+                region = None                # which may unmap it
+            elif id == 0:
+                break
+            else:
+                if c.debug:
+                    c.ledger.forget(<uintptr_t>at, <uintptr_t>at + (n << PAGE_BITS))
+                arenapy_add(&c.in_transit, 1)
+                with nogil:
+                    status = vm_decommit(at, n << PAGE_BITS) if not c.shut else -1
+                    if status >= 0:          # before others may have it
+                        record(c, EVENT_TRIM, at, n << PAGE_BITS)
+                arenapy_spin_acquire(&c.heap_lock)
+                c.end_trim(id, status >= 0)
+                arenapy_spin_release(&c.heap_lock)
+                arenapy_sub(&c.in_transit, 1)
+                if status < 0:
+                    break
+            freed += n
+        if freed and c.debug:
+            c.operated()
+        return freed
+
+    cdef size_t trim_stale(self, double seconds) except? 0:
+        cdef PoolCore c = self.core
+        cdef uint32_t tick
+        cdef size_t pages
+        if not c.stale_tick(seconds, &tick):
+            return 0
+        c.flush_all()
+        pages = c.stale_pages(tick)
+        return self.shrink(pages, False) if pages else 0
+
+
+cdef size_t whole_pages(Region region) noexcept:
+    cdef uintptr_t start = (<uintptr_t>region.ptr + PAGE - 1) & ~<uintptr_t>(PAGE - 1)
+    cdef uintptr_t end = <uintptr_t>region.ptr + region.size
+    return (end - start) >> PAGE_BITS if end > start else 0

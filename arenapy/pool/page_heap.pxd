@@ -1,0 +1,223 @@
+# The C surface of the page heap: whole pages of an allocator's memory, split and merged.
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+
+from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, step_bytes, step_of
+from arenapy.linux.reserved_array cimport Table
+
+cdef extern from *:
+    """
+    #define arenapy_low_bit(w) __builtin_ctzll(w)
+    """
+    int low_bit "arenapy_low_bit" (uint64_t w) noexcept nogil
+
+cdef enum:
+    SPARE = 4                # descriptors that one operation on extents uses at most
+    STOCK = 16               # that there are before one begins
+    LOOKS = 32               # extents of an inexact bin that are looked at
+    PAGE_BITS = 12
+    PAGE = 4096
+    HUGE_PAGES = 512         # of a huge page
+    MOST_SEGMENTS = 1024
+    MOST_PAGES = 1 << 30     # of a segment: 4 TiB
+    MOST_DESCRIPTORS = 1 << 26
+    BIN_WORDS = (N_STEPS + 63) >> 6
+
+    # What an extent is
+    UNUSED = 0               # the descriptor describes nothing
+    FREE = 1                 # in a bin, merged with its neighbours
+    VOID = 2                 # address space without memory
+    BUSY = 3                 # being given memory, or deprived of it, by one thread
+    BLOCK = 4                # one block above 32 KiB, of an exact step: live, or in a front cache
+    SPAN = 5                 # slots of one step
+    ODD = 6                  # one block of another size; it is never in a front cache
+
+cdef struct Links:
+    uint32_t newer, older
+
+cdef union Detail:
+    uint64_t slots           # SPAN: bit i: slot i is neither live nor in a front cache
+    Links age                # FREE: neighbours in the age list, 0 at its ends
+    uint32_t taken           # BLOCK, in a front cache: the tick when it was handed out
+
+# One extent: pages of one segment. 64 bytes, a cache line. An extent or block is named by the index
+# of its descriptor; 0 is nothing.
+cdef struct Descriptor:
+    uint64_t live            # bit i: slot i (BLOCK: bit 0) is handed out
+    Detail detail
+    uintptr_t address        # of its first byte
+    uint64_t size            # of a block, bytes. BLOCK: as many as its pages have. SPAN: a slot's
+    uint32_t page            # the first one, counted in its segment
+    uint32_t pages           # >= 1
+    uint32_t next, prev      # FREE, VOID: in the bin. SPAN: with others of its step that have slots
+    uint32_t tick            # when it, or the block freed last of it, was freed or handed out
+    uint16_t segment
+    uint16_t step            # BLOCK, SPAN
+    uint8_t state
+    uint8_t size_class       # BLOCK, SPAN: that of its blocks
+    uint16_t skew            # BLOCK: bytes that are skipped before the block
+    uint32_t inverse         # SPAN: ceil(2 ** 32 / size), to divide offsets by the slot's size
+
+# One region, or one reservation, tiled exactly by extents.
+cdef struct Segment:
+    uintptr_t base           # of page 0; 0: the segment is unused
+    uint32_t pages
+    bint growing             # a reservation: its pages come and go one by one
+    uint32_t* map            # [scatter(page)]: descriptor; right at an extent's ends, and in a SPAN
+    uint32_t mapped          # pages for which `map` may be read, whole 4 KiB of it but at the end
+    Table table              # where `map` lies
+    uint32_t frontier        # the VOID extent at its end, which has no entry in `map` there
+    void* region             # borrowed
+
+# Extents listed by size: bin s has those that fill step s and not the next.
+cdef struct Bins:
+    uint64_t summary
+    uint64_t words[BIN_WORDS]
+    uint32_t heads[N_STEPS]
+
+
+cdef class Pages(RegionSet):
+    # Guards all below, and the descriptors of extents that are not BLOCKs or SPANs in use. It may
+    # be taken under a front cache's lock, and none is taken under it.
+    cdef arenapy_spin heap_lock
+    cdef Table descriptor_table
+    cdef Descriptor* descriptors
+    cdef uint32_t n_descriptors      # indices used so far; [0] is nothing
+    cdef uint32_t unused             # descriptors given back, linked by next
+    cdef uint32_t spare              # how many more there are, given back or new
+    cdef Segment* segments           # MOST_SEGMENTS; those in use are listed by base in `order`
+    cdef uint16_t* order
+    cdef int n_segments
+    cdef int n_slots                 # of `segments` that were ever used
+    cdef Segment hot         # a copy of the first of them, which mostly is the only one
+    cdef int hot_index
+    cdef Bins free_bins
+    cdef Bins void_bins
+    cdef uint32_t newest, oldest     # FREE extents of growing segments, by when they were freed
+    cdef size_t aged_pages           # of those
+    cdef size_t reserved_pages       # that have memory, BUSY ones not counted
+    cdef size_t busy_pages           # on their way to have memory
+    cdef uint32_t forks              # how many forks this process is from where the heap was made
+    cdef size_t free_pages[N_CLASSES]    # of FREE extents, by class
+    # Before a larger block is cut, what is free is merged, and what fits best is cut: where memory
+    # is scarcer than time.
+    cdef bint merges_first
+    cdef arenapy_spin table_growth       # held while a table grows; taken before any other
+
+    cdef bint open_tables(self, size_t pages) noexcept nogil
+    cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil
+    # With heap_lock held:
+    cdef uint32_t take(self, size_t pages, size_t align, bint* split) noexcept nogil
+    cdef void give(self, uint32_t id, uint32_t tick) noexcept nogil
+    # All locks: for what readers without the heap's lock look at.
+    cdef void lock_all(self) noexcept nogil
+    cdef void unlock_all(self) noexcept nogil
+    # internal
+    cdef uint32_t new_extent(
+        self, int segment, uint32_t page, uint32_t pages, int state) noexcept nogil
+    cdef void tag(self, uint32_t id) noexcept nogil
+    cdef void drop(self, uint32_t id) noexcept nogil
+    cdef uint32_t join(self, uint32_t id, int state) noexcept nogil
+    cdef void enter(self, uint32_t id) noexcept nogil
+    cdef void remove(self, uint32_t id) noexcept nogil
+    cdef void age_insert(self, uint32_t id, uint32_t older) noexcept nogil
+    cdef void age_remove(self, uint32_t id) noexcept nogil
+    cdef uint32_t cut(self, uint32_t id, uint32_t pages) noexcept nogil
+
+
+# Descriptors for what follows; under no lock. False: no memory for them. (A glance: others may have
+# used them by then, which `take` looks after.)
+cdef inline bint have_spare(Pages c) noexcept nogil:
+    return arenapy_glance(&c.spare) >= STOCK or c.more_descriptors(STOCK)
+
+
+# Ticks go round: of two, the one that is less than half a turn ahead is later.
+
+cdef inline bint earlier(uint32_t a, uint32_t b) noexcept nogil:
+    return <int>(a - b) < 0
+
+
+cdef inline uint32_t later(uint32_t a, uint32_t b) noexcept nogil:
+    return b if earlier(a, b) else a
+
+
+# Where a map has the entry of a page. Within every 1,024 of them they are permuted: those of blocks
+# some power of two apart would else lie in one set of a cache, a few of which push each other out.
+# The first page's is the first.
+cdef inline uint64_t scatter(uint64_t page) noexcept nogil:
+    cdef uint64_t u = page >> 10
+    return page ^ ((u << 4 ^ u >> 2) & 1023)
+
+
+# Finding in bins.
+
+cdef inline int next_bin(Bins* bins, int s) noexcept nogil:
+    """The first bin from s on that is not empty, or -1."""
+    cdef int w = s >> 6
+    cdef uint64_t word
+    if s >= N_STEPS:
+        return -1
+    word = bins.words[w] & (~<uint64_t>0 << (s & 63))
+    if word == 0:
+        # Twice by less than a word: w may be 63.
+        word = (bins.summary >> w) >> 1 << 1 << w
+        if word == 0:
+            return -1
+        w = low_bit(word)
+        word = bins.words[w]
+    return (w << 6) + low_bit(word)
+
+
+cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
+    """An extent of at least so many pages, of the smallest bin that surely has one."""
+    cdef size_t nbytes = pages << PAGE_BITS
+    cdef int s = step_of(nbytes)
+    cdef int looks = 0
+    cdef uint32_t id, best = 0
+    if step_bytes(s) != nbytes:
+        # The bin below may have one too, but not every one in it is large enough.
+        id = bins.heads[s - 1]
+        while id and looks < LOOKS:
+            if p.descriptors[id].pages >= pages:
+                if not p.merges_first:
+                    return id
+                if best == 0 or p.descriptors[id].pages < p.descriptors[best].pages:
+                    best = id
+            id = p.descriptors[id].next
+            looks += 1
+        if best:
+            return best
+    s = next_bin(bins, s)
+    if s < 0:
+        return 0
+    id = best = bins.heads[s]
+    while p.merges_first and id and looks < LOOKS:   # of a device, the one that fits best
+        if p.descriptors[id].pages < p.descriptors[best].pages:
+            best = id
+        id = p.descriptors[id].next
+        looks += 1
+    return best
+
+
+# A region no page of which is in use.
+cdef inline bint is_idle(Pages p, Segment* s) noexcept nogil:
+    cdef Descriptor* d = &p.descriptors[s.map[0]]
+    return not s.growing and d.state == FREE and d.pages == s.pages
+
+
+# Index of the segment that an address is in, -1 if it is not ours.
+cdef inline int segment_of(Pages p, uintptr_t at) noexcept nogil:
+    cdef int low = 0, high = p.n_segments, middle
+    cdef Segment* s
+    while high - low > 1:                    # the last one that does not begin beyond it
+        middle = (low + high) >> 1
+        if p.segments[p.order[middle]].base <= at:
+            low = middle
+        else:
+            high = middle
+    if high == 0:
+        return -1
+    s = &p.segments[p.order[low]]
+    return p.order[low] if (at - s.base) >> PAGE_BITS < s.pages else -1

@@ -1,0 +1,28 @@
+# The C surface of Pool. Its calls for other packages are in c_api.pxd.
+from libc.stdint cimport uint64_t
+
+from arenapy.buffer.buffer cimport Buffer
+from arenapy.pool.growth cimport PoolGrowth
+
+cdef class Pool(PoolGrowth):
+    cdef readonly object trim_after
+    cdef readonly str rounding
+    cdef readonly bint debug
+    # Streams of the user that were named last, each with its Stream and the pool of its blocks. It
+    # is replaced, and never changed.
+    cdef list lanes_named
+    cdef Py_ssize_t most_lanes           # with more, those that nobody has asked lately may go
+    cdef double streams_due              # when `trim_after` looks at lanes and streams next
+    cdef object past                     # what lanes had done that are gone: see pool_lanes
+    cdef uint64_t asked                  # of a lane: its allocations when it was looked at last
+
+    cdef Pool lane_of(self, object stream)
+    # Lanes without memory are forgotten. `unused`: those that nobody has asked since the last look
+    # give back what is idle before.
+    cdef int forget_lanes(self, bint unused) except -1
+    # What `trim_after` means, now: pages that were given back.
+    cdef size_t trim_old(self) except? 0
+    cdef Buffer careful_alloc(self, object nbytes, object align, object stream)
+    # pool_alloc but for its short way.
+    cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil
+    cdef void* grown_c(self, size_t nbytes, size_t align) noexcept

@@ -1,0 +1,544 @@
+"""Pool: an allocator for blocks that are given back in any order, as the user holds it.
+
+What lives here: arguments, errors, the order of what is tried when memory runs out. What does not:
+where blocks come from and go to (pool_core, pages), the source (pool_memory), arrays (allocator).
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+import time
+from collections.abc import Iterable, Mapping
+
+from arenapy.allocator.allocator cimport check_source, complete, hide
+from arenapy.base.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
+from arenapy.base.atomic cimport ARENAPY_GIL
+from arenapy.buffer.block cimport CLOSED, Nest, born_held, moor, nest_of, track
+from arenapy.buffer.buffer cimport Buffer, hatch, new_block
+from arenapy.pool.page_heap cimport PAGE, PAGE_BITS
+from arenapy.pool.thread_cache cimport quick_take
+from arenapy.pool.batch cimport Many
+from arenapy.pool.core cimport PoolCore, PoolFigures
+from arenapy.pool.growth cimport PoolGrowth
+from arenapy.pool.memory cimport PoolMemory, checked_limit
+from arenapy.base.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
+
+from arenapy.errors import OutOfMemory
+from arenapy.linux.limits import memory_info
+from arenapy.pool.check import extents, listing, stats_of, verify
+from arenapy.pool.stream_caches import blocks_with, tally_with, with_lane_gone, with_lanes
+from arenapy.memory.sources import Existing, File, Host, Shared
+from arenapy.stats import Defragmented
+from arenapy.pool.trimming import start_trimming
+
+cdef extern from "Python.h":
+    PyObject* PyList_GET_ITEM(list items, Py_ssize_t i) noexcept
+    void PyErr_SetInterrupt()
+    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
+    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+
+# Bytes: bookkeeping has addresses for as much memory, four times over.
+cdef size_t DEVICE_ROOM = <size_t>1 << 38
+cdef int MOST_NAMED = 4      # streams that are found without a question
+cdef int MANY_LANES = 32     # with fewer, none is looked at
+cdef int LOOKS = 8           # at what streams have done, in the seconds of `trim_after`
+
+
+cdef inline object quick_alloc(PyObject* core, object nbytes):
+    """The usual allocation; None if it is not that. References are borrowed, as in Bump.alloc."""
+    cdef Nest* nest = nest_of(core)
+    cdef PyObject* o = nest.kept
+    cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+    cdef char* ptr
+    if o == NULL or n < 0 or (<PoolCore>core).special:
+        return None
+    ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+    if ptr == NULL:
+        return None
+    (<Buffer>o).size = n
+    (<Buffer>o).align = HOST_ALIGN
+    (<Buffer>o).word = 0
+    return hatch(core, nest, ptr)
+
+
+@cython.final
+cdef class Pool(PoolGrowth):
+    """Pool(max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None, \
+rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
+    A pool: blocks of 21 size classes, kept for reuse when they are given back.
+
+    Parameters
+    ----------
+    max_bytes : int, optional
+        The most that it reserves, in bytes; by default as much as there is.
+    source : source, optional
+        Where memory comes from; by default ``Host()``, prefaulted.
+    initial_bytes : int
+        Reserve this much at once.
+    trim_after : float, optional
+        Give back what nobody has used for this many seconds, whenever the pool is used.
+    on_oom : callable, optional
+        ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served; if it
+        returns True, having freed something, the request is tried again.
+    rounding : {"step", "class"}
+        "step": blocks are rounded to an eighth of a doubling, of a device to pages. "class": to
+        the bound of their class, which wastes up to half.
+    debug : bool, optional
+        Fill what is given back with a pattern and check it; by default as the environment
+        variable ``ARENAPY_DEBUG`` says.
+    trim_thread : bool
+        Give back after `trim_after` seconds in a thread, too, also while the pool is not used.
+    stream : stream, optional
+        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
+        default stream on a device, and none where the host sees the memory too.
+
+    Notes
+    -----
+    Thread-safety: every method may be called from any thread, and any thread may release what
+    another allocated.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool(max_bytes=64 << 20)
+    >>> x = pool.empty((1000, 1000), "f4")
+    >>> pool.stats().active_allocations
+    1
+    >>> del x
+    >>> pool.stats().active_allocations
+    0
+    """
+
+    def __cinit__(self, max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None,
+                  rounding="step", debug=None, *, trim_thread=False, stream=None):
+        cdef PoolCore core = PoolCore.__new__(PoolCore)
+        cdef size_t initial = as_size(initial_bytes, "initial_bytes")
+        cdef size_t most
+        self.base = self.core = core
+        self.anchors = moor(core)
+        max_bytes = checked_limit(max_bytes, initial)
+        if rounding not in ("step", "class"):
+            raise ValueError(f"rounding={rounding!r} is neither 'step' nor 'class'")
+        if on_oom is not None and not callable(on_oom):
+            raise TypeError(f"on_oom={on_oom!r} cannot be called; give a function of nbytes")
+        if trim_after is not None:
+            trim_after = float(trim_after)
+            if not trim_after >= 0:
+                raise ValueError(f"trim_after={trim_after} is not a number of seconds, 0 or more")
+        if trim_thread and trim_after is None:
+            raise ValueError("trim_thread=True needs trim_after, the seconds that it waits")
+        if source is None:
+            source = Host()
+        check_source(source)
+        self.max_bytes, self.on_oom, self.trim_after = max_bytes, on_oom, trim_after
+        self.rounding, self.debug = rounding, core.watch(debug, verify)
+        core.timed = -1 if trim_after is None else trim_after
+        core.adopt(source, stream)
+        machine = memory_info().total if core.medium is None else DEVICE_ROOM
+        most = machine if max_bytes is None else <size_t>max_bytes
+        core.open(2 * (min(most, <size_t>4 * machine) >> PAGE_BITS),
+                  ROUND_CLASS if rounding == "class" else
+                  ROUND_LINES if core.block_align > HOST_ALIGN else ROUND_STEP)
+        self.memory = PoolMemory(
+            core, source, <size_t>-1 if max_bytes is None else most >> PAGE_BITS,
+            min(most, 2 * <size_t>machine))
+        if isinstance(source, (Existing, File)):
+            # Such a source has one region. It decides what kind of memory this is, or refuses.
+            self.memory.add_region(source.region(initial or (
+                max_bytes if getattr(source, "mode", "") == "w+" else None)))
+        elif initial:
+            self.memory.begin(initial)
+        elif core.medium is None:
+            core.kind = "shared" if isinstance(source, Shared) else "host"
+        core.merges_first = core.medium is not None
+        if core.medium is not None and not core.host_accessible:
+            self.lanes, self.lanes_named, self.most_lanes = {}, [], MANY_LANES
+        core.ready()
+        complete(self)
+        if trim_thread:
+            start_trimming(self, trim_after)
+
+    # -- allocation
+
+    def alloc(self, nbytes, align=None, stream=None):
+        """Allocate a block.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes; 0 gives a distinct empty Buffer.
+        align : int, optional
+            A power of two up to 2 MiB; by default 64, on a device 256.
+        stream : stream, optional
+            Memory of arenapy.cuda: the stream that is to use it.
+
+        Returns
+        -------
+        Buffer
+            Uninitialized. Its block returns to the pool when it is released or dropped, or, once
+            it was exported, when the Buffer is gone.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a size or an alignment out of range.
+        OutOfMemory
+            If it cannot be served; nothing has changed then.
+        """
+        # The usual call. References are borrowed, as in Bump.alloc.
+        cdef PyObject* core = <PyObject*>self.core
+        cdef Nest* nest = nest_of(core)
+        cdef PyObject* o = nest.kept
+        cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+        cdef char* ptr
+        if (o == NULL or n < 0 or align is not None or stream is not None
+                or (<PoolCore>core).special):
+            return self.careful_alloc(nbytes, align, stream)
+        ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+        if ptr == NULL:
+            return self.careful_alloc(nbytes, align, stream)
+        (<Buffer>o).size = n
+        (<Buffer>o).align = HOST_ALIGN
+        (<Buffer>o).word = 0
+        return hatch(core, nest, ptr)
+
+    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+        cdef Py_ssize_t n
+        cdef Pool lane = None
+        if stream is not None and self.lanes is not None:
+            if self.core.timed >= 0:         # an allocation of a lane looks at that lane alone
+                self.core.open_check()
+                self.trim_old()
+            lane = self.lane_of(stream)
+        if lane is not None:
+            block = None if align is not None else quick_alloc(<PyObject*>lane.core, nbytes)
+            return lane.careful_alloc(nbytes, align, None) if block is None else <Buffer>block
+        n = as_size(nbytes, "nbytes")
+        return self.block_for(
+            n, self.core.block_align if align is None else as_align(align), stream)
+
+    cdef Pool lane_of(self, object stream):
+        """The pool of a stream's blocks, which may be this one; None: they are any stream's."""
+        cdef tuple known
+        cdef Pool lane
+        for known in self.lanes_named if ARENAPY_GIL else []:
+            if known[0] is stream:
+                self.core.medium.may_begin(known[1])
+                return <Pool>known[2]
+        named = self.core.medium.lane(stream)
+        if named is None or named is self.core.medium.own:
+            return None if named is None else self
+        lane = self.lanes.get(named)
+        if lane is None:
+            lane = Pool(None, self.core.medium.lane_source(self, named), 0, self.trim_after,
+                        rounding=self.rounding, debug=self.debug, stream=named)
+            hide(lane)
+            lane.core.allocator, lane.lanes = self.core.allocator, None
+            lane = self.lanes.setdefault(named, lane)
+            if len(self.lanes) > self.most_lanes:
+                self.forget_lanes(True)
+        if self.core.medium.always(stream, named):
+            self.lanes_named = [(stream, named, lane), *self.lanes_named[:MOST_NAMED - 1]]
+        return lane
+
+    cdef int forget_lanes(self, bint unused) except -1:
+        cdef Pool lane
+        cdef uint64_t asked
+        cdef Py_ssize_t asked_again = 0
+        for named, lane in list(self.lanes.items()):
+            asked = lane.core.figures().all.allocations
+            if unused and asked == lane.asked:
+                lane.core.settle_streams(False)
+                lane.memory.shrink(lane.memory.trimmable(), False)
+            asked_again += 0 < lane.asked < asked
+            lane.asked = asked
+            # Somebody may be about to allocate from it. Its memory then comes back with the block.
+            if lane.core.n_regions == 0 and asked and self.lanes.pop(named, None) is not None:
+                self.past = with_lane_gone(self.past, lane)
+                self.lanes_named = [known for known in self.lanes_named if known[2] is not lane]
+        # Room for as many more, or for twice those that come back; streams that were used only once
+        # do not make room for others.
+        self.most_lanes = len(self.lanes) + max(MANY_LANES, asked_again)
+        return 0
+
+    cdef size_t trim_old(self) except? 0:
+        cdef Pool lane
+        cdef double now
+        if self.core.medium is not None:     # whose driver is not to be asked at each allocation
+            now = time.monotonic()
+            if now >= self.streams_due:
+                self.streams_due = now + self.core.timed / LOOKS
+                for lane in list(self.lanes.values()) if self.lanes else []:
+                    lane.core.settle_streams(False)
+                    lane.memory.trim_stale(lane.core.timed)
+                if self.lanes:
+                    self.forget_lanes(False)
+                self.core.settle_streams(False)
+        return self.memory.trim_stale(self.core.timed)
+
+    def _chunk(self, nbytes, stream):
+        """Memory for the lane of a stream."""
+        chunk = self.block_for(nbytes, PAGE, stream)
+        return chunk
+
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        cdef PoolCore c = self.core
+        cdef Buffer b = new_block(c, n)
+        cdef uint64_t tag
+        cdef char* ptr
+        b.tag = 0                            # until there is a block, nothing is to be given back
+        b.word = CLOSED
+        b.align = align
+        if c.checked:
+            c.check()
+        if c.timed >= 0:
+            c.open_check()
+            self.trim_old()
+        ptr = c.get(n, align, False, &tag)
+        if ptr == NULL:
+            ptr = self.slow_get(n, align, True, &tag)
+        b.ptr = ptr
+        b.tag = tag
+        b.word = 0
+        if c.foreign:
+            track(b)
+        if held:
+            born_held(b, NULL)
+        if c.debug:
+            c.allocated([b])
+        return b
+
+    cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil:
+        cdef uint64_t tag
+        cdef void* block
+        if nbytes > MOST_BYTES or align > MAX_ALIGN or align & (align - 1):
+            return NULL
+        align = max(align, self.core.block_align)
+        block = self.core.get(nbytes, align, False, &tag)
+        if block == NULL and not self.core.shut:
+            with gil:
+                block = self.grown_c(nbytes, align)
+        self.core.tell()
+        return block
+
+    cdef void* grown_c(self, size_t nbytes, size_t align) noexcept:
+        cdef uint64_t tag
+        cdef PyObject* kind = NULL
+        cdef PyObject* value = NULL
+        cdef PyObject* trace = NULL
+        PyErr_Fetch(&kind, &value, &trace)   # the caller's own
+        try:
+            return self.slow_get(nbytes, align, False, &tag)
+        except KeyboardInterrupt:
+            PyErr_SetInterrupt()             # a nogil caller cannot have it: Python will
+        except BaseException:
+            pass
+        finally:
+            PyErr_Restore(kind, value, trace)
+        return NULL
+
+    def alloc_many(self, sizes):
+        """Allocate a block for each size, 64-byte aligned: all of them, or none.
+
+        Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
+        It locks once, and so costs less than as many calls of :meth:`alloc`.
+        """
+        cdef PoolCore c = self.core
+        cdef list wanted, blocks = []
+        cdef Many many
+        cdef Buffer b
+        cdef Py_ssize_t i, n
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
+        wanted = list(sizes)
+        many = Many(len(wanted))
+        for i in range(many.n):
+            n = quick_size(PyList_GET_ITEM(wanted, i))
+            many.sizes[i] = n if n >= 0 else as_size(wanted[i], "sizes")
+            b = new_block(c, many.sizes[i])
+            b.tag = 0                        # until there is a block
+            b.word = CLOSED
+            b.align = <uint32_t>c.block_align
+            blocks.append(b)
+        if c.checked:
+            c.check()
+        if c.timed >= 0:
+            c.open_check()
+            self.trim_old()
+        self.take_many(many)
+        for i in range(many.n):
+            b = <Buffer>blocks[i]
+            b.ptr, b.tag, b.word = many.entries[i].ptr, many.entries[i].tag, 0
+            if c.foreign:
+                track(b)
+            if c.special:
+                c.handed_out(b.ptr, b.size, b.tag)
+        if c.debug:
+            c.allocated(blocks)
+        return blocks
+
+    def prewarm(self, counts):
+        """Reserve memory such that so many blocks can be allocated without asking the source.
+
+        Parameters
+        ----------
+        counts : mapping of int to int
+            Sizes in bytes, and how many blocks of each will be live at once.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what is no size or no count.
+        OutOfMemory
+            If it does not fit; nothing has changed then.
+        """
+        cdef Many many
+        if not isinstance(counts, Mapping):
+            raise TypeError(f"counts={counts!r} is not a mapping; give one like {{1 << 20: 8}}")
+        wanted = [(as_size(n, "nbytes"), as_size(count, "count")) for n, count in counts.items()]
+        total = sum([max(n, 64) * count for n, count in wanted])
+        room = min(self.memory.max_pages, self.memory.room >> PAGE_BITS) * PAGE
+        if total > room:
+            raise OutOfMemory(
+                f"counts={counts!r} need {total} bytes, and at most {room} can be reserved; "
+                "ask for fewer, or give a larger max_bytes"
+            )
+        many = Many(sum([count for _, count in wanted]))
+        for n, count in wanted:
+            many.repeat(n, count)
+        self.take_many(many)
+        many.undo(self.core)
+        if self.debug:
+            self.core.operated()
+
+    # -- giving memory back
+
+    def trim(self, keep_bytes=0):
+        """Give idle memory back to the source, what was unused longest first.
+
+        Over Host it goes page by page, over other sources region by region.
+
+        Parameters
+        ----------
+        keep_bytes : int
+            Stop when so many idle bytes are left.
+
+        Returns
+        -------
+        int
+            Bytes given back.
+        """
+        cdef PoolCore c = self.core
+        cdef size_t keep = as_size(keep_bytes, "keep_bytes")
+        cdef size_t idle, freed
+        c.open_check()
+        c.settle_sends()                     # if there are leases
+        c.settle()
+        for lane, _ in self._lanes():        # whose own memory is this pool's
+            lane.trim()
+        if self.lanes:
+            self.forget_lanes(False)
+        c.settle_streams(False)
+        c.flush_all()
+        idle = c.figures().all.idle
+        freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
+        return freed << PAGE_BITS
+
+    def defragment(self):
+        """Merge what is free, and give all of it back to the source. No live block moves.
+
+        Returns
+        -------
+        Defragmented
+            Bytes given back, and the milliseconds that it took.
+        """
+        start = time.perf_counter()
+        return Defragmented(self.trim(), 1e3 * (time.perf_counter() - start))
+
+    def _trim_stale(self):
+        """What `trim_after` means, now."""
+        return self.trim_old() << PAGE_BITS
+
+    # -- figures
+
+    @property
+    def kind(self) -> str:
+        """Kind of memory, as its Buffers report it."""
+        return self.core.kind
+
+    @property
+    def regions(self) -> tuple:
+        """The regions; over Host, ranges of addresses that have memory in parts."""
+        return self.core.listed()
+
+    def stats(self):
+        """The figures of this moment, as a :class:`arenapy.stats.PoolStats`.
+
+        On a device, `peak_bytes` has all that streams other than the pool's own took, as that is
+        taken in larger pieces.
+        """
+        if self.core.may_lease:
+            self.core.settle_sends()
+        self.core.settle()
+        self.core.settle_streams(False)
+        own = stats_of(self.core)
+        return with_lanes(own, self._lanes(), self.past) if self.lanes is not None else own
+
+    def reset_peak(self):
+        """Begin `peak_bytes` anew, here and in the classes."""
+        for lane, _ in self._lanes():
+            lane.reset_peak()
+        self.core.reset_peaks()
+
+    def blocks(self):
+        """Iterate over all blocks, live and free, by address.
+
+        Returns
+        -------
+        iterator of BlockInfo
+            As they were at one moment, that of the call (each stream's at another). Blocks of up to
+            32 KiB tell the age of the span of pages that they share.
+        """
+        found = listing(self.core)
+        return blocks_with(found, self._lanes()) if self.lanes else found
+
+    def _lanes(self):
+        """The pools of other streams, and the addresses and bytes of what each has of this one."""
+        cdef Pool lane
+        return [
+            (lane, {r.address: self.core.size_at(<char*><uintptr_t>r.address)
+                    for r in lane.core.listed()})
+            for lane in (list(self.lanes.values()) if self.lanes else [])
+        ]
+
+    def _tally(self):
+        cdef PoolFigures f = self.core.figures()
+        tally = f.all.allocations, f.bytes, f.all.live
+        return tally_with(tally, self._lanes(), self.past) if self.lanes is not None else tally
+
+    def _exchange_peak(self, peak):
+        return self.core.exchange_peak(0 if peak is None else peak)
+
+    def _record(self, recorder):
+        self.core.record_into(recorder)
+        self.core.set_special()
+
+    def _reserved(self):
+        return extents(self.core)
+
+    def check(self):
+        """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""
+        for lane, _ in self._lanes():
+            lane.check()
+        verify(self.core)
+        self.core.check_free()
+
+    def __repr__(self):
+        cdef PoolFigures f = self.core.figures()
+        return (
+            f"<Pool {self.core.kind} {f.reserved} bytes, {f.all.live} live, {f.all.idle} idle"
+            f"{', closed' if self.core.shut else ''}>"
+        )
+
+    def __reduce__(self):
+        raise TypeError("a Pool is not pickled; only the process that made it allocates from it")

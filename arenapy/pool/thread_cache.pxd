@@ -1,0 +1,313 @@
+# The C surface of front caches and spans: blocks of all sizes from the page heap, quickly.
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, set_bit
+from arenapy.base.biased_lock cimport Owned, owned_enter, owned_leave
+from arenapy.pool.page_heap cimport (
+    BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
+)
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.pool.segments cimport Segments
+from arenapy.base.size_classes cimport (
+    N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, ROUND_STEP, rounded, step_bytes, step_of,
+)
+from arenapy.linux.reserved_array cimport Table
+from arenapy.base.thread_slot cimport MOST_FRONTS
+
+cdef enum:
+    DEPTH = 64               # slots of one step in a front cache, at most
+    LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
+    SKEW = 2048              # bytes
+    FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
+
+# A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
+cdef struct Entry:
+    char* ptr
+    uint64_t tag
+
+cdef struct Magazine:
+    uint32_t n               # <= depth
+    uint32_t depth           # its step's
+    Entry items[DEPTH]       # in the order in which they were freed
+
+# What happened in one class through one front cache.
+cdef struct Count:
+    uint64_t allocations
+    int64_t live             # bytes handed out less bytes freed; may be negative
+    int64_t peak             # the most that was
+    uint64_t frees
+
+# A cache of free blocks in front of the heap, newest first by step; its own lock guards it. One on
+# builds with a GIL. On free-threaded ones threads are spread over several, and a block enters that
+# of the thread that frees it. (Counters that change together are kept apart: of neighbours,
+# compilers make vectors, whose loads wait for the scalar stores before them.)
+cdef struct Front:
+    Owned lock
+    uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
+    int64_t live             # of all classes, as are these:
+    uint64_t freed           # bytes
+    int64_t peak
+    Count counts[N_CLASSES]
+    uint32_t n_large
+    uint32_t large[N_EXACT - N_SMALL]    # BLOCKs linked by next
+    Magazine small[N_SMALL]
+    Table table              # where this lies
+
+cdef struct SmallStep:
+    uint32_t size            # bytes of a slot
+    uint32_t pages           # of a span
+    uint32_t slots           # in a span, at most 64; they fill it
+    uint32_t depth           # of magazines
+
+
+# What is counted by class where the heap is asked.
+cdef struct Asked:
+    uint64_t misses[N_CLASSES]
+    uint64_t splits[N_CLASSES]
+
+
+cdef class Fronts(Segments):
+    cdef Front* front        # the first
+    cdef Front* fronts[MOST_FRONTS]
+    cdef arenapy_spin births             # held while one is added
+    cdef int rounding        # ROUND_*
+    cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
+    cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
+    cdef Asked asked
+    cdef SmallStep steps[N_SMALL]
+    cdef uint8_t class_at[N_STEPS]       # class of a step
+
+    cdef int open(self, size_t pages, int rounding) except -1
+    cdef size_t block_pages(self, size_t size) noexcept nogil
+    cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil
+    cdef Front* own_front(self) noexcept nogil
+    # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
+    cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
+    # Blocks of these sizes, as many as the heap has memory for; how many those are. `miss`: it has
+    # just got memory for the first of them. What is counted as asked is added to `asked`, too.
+    cdef Py_ssize_t take_many(self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out,
+                              Asked* asked) noexcept nogil
+    # Free them as if they had never been taken.
+    cdef void untake(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
+                     int64_t peak, const int64_t* peaks) noexcept nogil
+    cdef bint push_slow(self, Front* f, char* ptr, uint64_t tag) noexcept nogil
+    cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
+    cdef void flush_all(self) noexcept nogil
+    # The short ways, for a thread that does not own the lock of its front.
+    cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil
+    cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil
+    cdef bint shared_give_at(self, char* ptr) noexcept nogil
+    # internal
+    cdef char* from_heap(self, Front* f, int s, size_t n, size_t pages, size_t align,
+                         bint miss, Asked* asked, uint64_t* tag) noexcept nogil
+    cdef bint refill(self, Front* f, int s, bint miss, Asked* asked) noexcept nogil
+    cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil
+    cdef void flush_small(self, Front* f, int s, uint32_t keep) noexcept nogil
+    cdef void flush_large(self, Front* f) noexcept nogil
+    cdef void give_block(self, uint32_t id) noexcept nogil
+
+
+cdef inline void count_taken(Front* f, int k, size_t size) noexcept nogil:
+    cdef Count* count = &f.counts[k]
+    count.allocations += 1
+    count.live += size
+    if count.live > count.peak:
+        count.peak = count.live
+    f.live += size
+    if f.live > f.peak:
+        f.peak = f.live
+
+
+cdef inline void count_given(Front* f, int k, size_t size) noexcept nogil:
+    cdef Count* count = &f.counts[k]
+    count.live -= size
+    f.freed += size
+    count.frees += 1
+    f.live -= size
+
+
+# What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
+cdef inline Descriptor* named(Fronts c, uint64_t tag) noexcept nogil:
+    return <Descriptor*>(<char*>c.descriptors + (tag & ~<uint64_t>63))
+
+
+# The name of the block that begins at an address, live or not; 0: none does. Under a front's lock,
+# which whoever adds or removes a segment takes, too. `of` is then what the name names: to find that
+# from the name again would wait for a multiplication.
+cdef inline uint64_t tag_at(Fronts c, void* ptr, Descriptor** of) noexcept nogil:
+    cdef uint64_t at = <uintptr_t>ptr - c.hot.base
+    cdef uint64_t page = at >> PAGE_BITS
+    cdef uint64_t slot
+    cdef int i = c.hot_index
+    cdef uint32_t id
+    cdef Descriptor* d
+    if likely(page < c.hot.mapped):
+        id = c.hot.map[scatter(page)]
+    else:
+        i = segment_of(c, <uintptr_t>ptr)
+        if i < 0:
+            return 0
+        page = (<uintptr_t>ptr - c.segments[i].base) >> PAGE_BITS
+        if page >= c.segments[i].mapped:
+            return 0
+        id = c.segments[i].map[scatter(page)]
+    # The map is out of date within a BLOCK, so what it says is checked.
+    of[0] = d = &c.descriptors[id]
+    at = <uintptr_t>ptr - d.address
+    if likely(d.state == SPAN):
+        slot = at * d.inverse >> 32
+        if likely(slot * d.size == at and at < <uint64_t>d.pages << PAGE_BITS):
+            return <uint64_t>id << 6 | slot
+    elif (d.state == BLOCK or d.state == ODD) and at == d.skew:
+        return <uint64_t>id << 6
+    return 0
+
+
+# Where in its pages a block above 32 KiB begins, if so many of its bytes are not asked for. Blocks
+# that all begin on a page push each other out of the caches where many are read side by side. Half
+# a page, since a load waits for a store just before it whose address ends in the same 12 bits.
+cdef inline char* skewed(Descriptor* d, uint64_t tag, size_t slack) noexcept nogil:
+    d.skew = <uint16_t>(tag << 5 & SKEW) if slack >= SKEW else 0
+    return <char*>d.address + d.skew
+
+
+# In builds that poison: a block is free, all of it.
+cdef inline void forbid_block(Fronts c, Descriptor* d, char* ptr) noexcept nogil:
+    if POISONS:
+        if d.state != SPAN:                  # which may begin before it, skewed
+            ptr = <char*>d.address
+        forbid(c, <uintptr_t>ptr, <uintptr_t>ptr + d.size)
+
+
+# Of the two blocks of a list that were freed last, the one that was handed out later comes first.
+# `x = f(x)` frees its temporaries, which are in the processor's caches, before what x was.
+cdef inline void hotter_first(Fronts c, uint32_t* head) noexcept nogil:
+    cdef Descriptor* first = &c.descriptors[head[0]]
+    cdef uint32_t id = first.next
+    cdef Descriptor* second = &c.descriptors[id]
+    if id and earlier(first.detail.taken, second.detail.taken):
+        first.next = second.next
+        second.next = head[0]
+        head[0] = id
+
+
+# From the front cache, its lock held: the block of the step that was freed last, for n bytes; NULL.
+# `hot`: or the one before. (Who hands it out permits n bytes of it.)
+cdef inline char* pop(
+    Fronts c, Front* f, int s, size_t n, bint hot, uint64_t* tag
+) noexcept nogil:
+    cdef Magazine* m
+    cdef Descriptor* d
+    cdef uint32_t id
+    cdef char* ptr
+    if likely(s < N_SMALL):
+        m = &f.small[s]
+        if not likely(m.n):
+            return NULL
+        m.n -= 1
+        ptr = m.items[m.n].ptr
+        tag[0] = m.items[m.n].tag
+        d = named(c, tag[0])
+        set_bit(&d.live, tag[0])
+        count_taken(f, d.size_class, d.size)
+        return ptr
+    if s >= N_EXACT:
+        return NULL
+    if not likely(f.large[s - N_SMALL]):
+        return NULL
+    if hot:
+        hotter_first(c, &f.large[s - N_SMALL])
+    if c.rounding == ROUND_LINES and not c.fitting_first(&f.large[s - N_SMALL], n):
+        return NULL
+    id = f.large[s - N_SMALL]
+    d = &c.descriptors[id]
+    f.large[s - N_SMALL] = d.next
+    f.n_large -= 1
+    f.tick += 1
+    d.tick = f.tick
+    tag[0] = <uint64_t>id << 6
+    set_bit(&d.live, 0)
+    count_taken(f, d.size_class, d.size)
+    # A device's blocks have no processor's cache lines to be skewed over.
+    return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, tag[0], d.size - n)
+
+
+# To the front cache, its lock held. False: the block is not live.
+cdef inline bint push(
+    Fronts c, Front* f, Descriptor* d, char* ptr, uint64_t tag
+) noexcept nogil:
+    cdef uint32_t* head
+    cdef Magazine* m
+    if likely(d.state == SPAN):
+        m = &f.small[d.step]
+        if not likely(m.n < m.depth):
+            return c.push_slow(f, ptr, tag)
+        if not likely(clear_bit(&d.live, tag)):
+            return False
+        m.items[m.n] = Entry(ptr, tag)
+        m.n += 1
+    elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
+        if not likely(clear_bit(&d.live, 0)):
+            return False
+        f.tick += 1
+        d.detail.taken = d.tick
+        d.tick = f.tick
+        head = &f.large[d.step - N_SMALL]
+        d.next = head[0]
+        head[0] = <uint32_t>(tag >> 6)
+        f.n_large += 1
+    else:
+        return c.push_slow(f, ptr, tag)
+    forbid_block(c, d, ptr)
+    count_given(f, d.size_class, d.size)
+    return True
+
+
+cdef inline Front* front_of(Fronts c) noexcept nogil:
+    return c.front if ARENAPY_GIL else c.own_front()
+
+
+# The short way: what the front cache has, NULL if that is nothing. Not if `special`.
+cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
+    cdef Front* f = front_of(c)
+    cdef int s
+    cdef char* ptr
+    cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
+    if likely(c.rounding == ROUND_STEP):
+        s = step_of(n)
+    else:
+        s = step_of(rounded(n, c.rounding))
+    if not likely(owned_enter(&f.lock)):
+        ptr = c.shared_take(n, s, hot, &other)
+        tag[0] = other
+        return ptr
+    ptr = pop(c, f, s, n, hot, tag)
+    owned_leave(&f.lock)
+    if POISONS and ptr != NULL:
+        permit(c, <uintptr_t>ptr, n)
+    return ptr
+
+
+cdef inline bint quick_give(Fronts c, char* ptr, uint64_t tag) noexcept nogil:
+    cdef Front* f = front_of(c)
+    cdef bint was_live
+    if not likely(owned_enter(&f.lock)):
+        return c.shared_give(ptr, tag)
+    was_live = push(c, f, named(c, tag), ptr, tag)
+    owned_leave(&f.lock)
+    return was_live
+
+
+# The same for a block that is known by its address.
+cdef inline bint quick_give_at(Fronts c, char* ptr) noexcept nogil:
+    cdef Front* f = front_of(c)
+    cdef Descriptor* d
+    cdef uint64_t tag
+    cdef bint was_live
+    if not likely(owned_enter(&f.lock)):
+        return c.shared_give_at(ptr)
+    tag = tag_at(c, ptr, &d)
+    was_live = tag != 0 and push(c, f, d, ptr, tag)
+    owned_leave(&f.lock)
+    return was_live

@@ -1,0 +1,6 @@
+from typing import final
+
+from arenapy.pool.segments import Segments
+
+@final
+class Fronts(Segments): ...  # type: ignore[misc]

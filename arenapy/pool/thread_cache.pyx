@@ -1,0 +1,502 @@
+"""Fronts: blocks of all sizes from the page heap, through front caches.
+
+What lives here: where a block of so many bytes comes from and goes to. What does not: pages
+(pages), what a block belongs to and who else sees it (pool_core), getting memory (pool_memory).
+
+A freed block enters a front cache unmerged, under the step that it was rounded to, and the next
+request of that step takes it: newest first, a few instructions. The cache is bounded. When it
+overflows, on a miss, and for trim and defragment, it is flushed: slots return to their spans, empty
+spans and larger blocks to the page heap, which merges them at once. Merging on every free would
+make every iteration of a loop a split.
+
+Blocks of up to 32 KiB are slots of spans: extents of up to 64 slots of one step, whose sizes are
+such that the slots fill them. Which slots are free and which live is said by two words in the
+span's descriptor. Larger blocks are extents of their own.
+
+Locks: a front cache's, then the heap's. Nobody holds two front caches' locks, but `lock_all`.
+"""
+cimport cython
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memmove
+
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr, clear_bit
+from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
+from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.pool.page_heap cimport BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor
+from arenapy.pool.page_heap cimport earlier, have_spare, low_bit, scatter
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.allocator.allocator_core cimport permit
+from arenapy.base.sealed cimport seal
+from arenapy.pool.segments cimport Segments
+from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS
+from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
+from arenapy.linux.reserved_array cimport Table, table_close, table_grow, table_open
+from arenapy.base.thread_slot cimport MOST_FRONTS, front_number
+
+cdef enum:
+    MAGAZINE_BYTES = 256 << 10   # slots of one step in a front cache, beyond 8 of them
+    STAGGER = 1024               # not on the cache lines that other tables begin on
+
+
+cdef Front* new_front(Fronts c) noexcept nogil:
+    cdef Table table
+    cdef Front* f
+    cdef int s
+    if not table_open(&table, STAGGER + sizeof(Front)):
+        return NULL
+    if not table_grow(&table, STAGGER + sizeof(Front)):
+        table_close(&table)
+        return NULL
+    f = <Front*>(table.at + STAGGER)         # fresh pages are zero
+    f.table = table
+    for s in range(N_SMALL):
+        f.small[s].depth = c.steps[s].depth
+    return f
+
+
+cdef void drop_front(Front* f) noexcept nogil:
+    cdef Table table = f.table
+    table_close(&table)
+
+
+@cython.no_gc_clear
+cdef class Fronts(Segments):
+    """Blocks from pages, through front caches. Internal."""
+
+    def __dealloc__(self):
+        cdef int i
+        for i in range(MOST_FRONTS):
+            if self.fronts[i] != NULL:
+                drop_front(self.fronts[i])
+
+    cdef int open(self, size_t pages, int rounding) except -1:
+        """Make ready, for about so many pages; there is no memory yet."""
+        cdef int s
+        cdef size_t size
+        if not self.open_tables(pages):
+            raise MemoryError("no address space for the bookkeeping of a pool")
+        for s in range(N_STEPS):
+            self.class_at[s] = <uint8_t>class_of(step_bytes(s))
+        for s in range(N_SMALL):
+            size = step_bytes(s)
+            self.steps[s].size = <uint32_t>size
+            self.steps[s].slots = slots_of(size)
+            self.steps[s].pages = <uint32_t>(self.steps[s].slots * size) >> PAGE_BITS
+            self.steps[s].depth = max(8, min(<size_t>DEPTH, MAGAZINE_BYTES // size))
+        self.front = self.fronts[0] = new_front(self)
+        if self.front == NULL:
+            raise MemoryError("no memory for the bookkeeping of a pool")
+        self.rounding = rounding
+        return 0
+
+    cdef Front* own_front(self) noexcept nogil:
+        """The front cache of this thread; the first one if there is no memory for another."""
+        cdef int i = front_number()
+        cdef Front* f = <Front*>arenapy_load_ptr(<void**>&self.fronts[i])
+        cdef void* none = NULL
+        if ARENAPY_GIL:
+            return self.front
+        if f != NULL:
+            return f
+        f = new_front(self)
+        if f == NULL:
+            return self.front
+        arenapy_spin_acquire(&self.births)
+        none = self.fronts[i]
+        if none == NULL:
+            arenapy_store_ptr(<void**>&self.fronts[i], f)
+        arenapy_spin_release(&self.births)
+        if none != NULL:
+            drop_front(f)                    # another thread was first
+            return <Front*>none
+        return f
+
+    # -- blocks of the front caches
+
+    cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef char* ptr
+        owned_acquire(&f.lock)
+        ptr = pop(self, f, s, n, hot, tag)
+        owned_release(&f.lock)
+        if POISONS and ptr != NULL:
+            permit(self, <uintptr_t>ptr, n)
+        return ptr
+
+    cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef bint was_live
+        owned_acquire(&f.lock)
+        was_live = push(self, f, named(self, tag), ptr, tag)
+        owned_release(&f.lock)
+        return was_live
+
+    cdef bint shared_give_at(self, char* ptr) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef Descriptor* d
+        cdef uint64_t tag
+        cdef bint was_live
+        owned_acquire(&f.lock)
+        tag = tag_at(self, ptr, &d)
+        was_live = tag != 0 and push(self, f, d, ptr, tag)
+        owned_release(&f.lock)
+        return was_live
+
+    # -- blocks from the heap
+
+    cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef size_t size = rounded(n, self.rounding) if self.rounding else n
+        cdef size_t pages = max((size + PAGE - 1) >> PAGE_BITS, <size_t>1)
+        cdef int s = step_of(size)
+        cdef int attempt
+        cdef char* ptr = NULL
+        cdef bint cached
+        if s >= N_SMALL:
+            pages = self.block_pages(size)
+        elif align > PAGE:
+            s = N_STEPS                      # pages, not a slot
+        else:
+            while align > 64 and step_bytes(s) & (align - 1):
+                s += 1
+        cached = s < N_SMALL or align <= PAGE
+        for attempt in range(2):
+            if not have_spare(self):
+                return NULL
+            owned_acquire(&f.lock)
+            if cached:
+                ptr = pop(self, f, s, n if align <= 64 or self.rounding == ROUND_LINES
+                          else step_bytes(s), False, tag)
+            if ptr == NULL and attempt == 0 and self.merges_first and s >= N_SMALL:
+                pass                         # what is free may do without a cut, once it is merged
+            elif ptr == NULL:
+                arenapy_spin_acquire(&self.heap_lock)
+                ptr = self.from_heap(f, s, n, pages, align, miss, NULL, tag)
+                if ptr != NULL and miss:
+                    self.count_asked(named(self, tag[0]).size_class, True, NULL)
+                arenapy_spin_release(&self.heap_lock)
+            elif miss:
+                arenapy_spin_acquire(&self.heap_lock)
+                self.count_asked(self.class_at[s], True, NULL)
+                arenapy_spin_release(&self.heap_lock)
+            owned_release(&f.lock)
+            if ptr != NULL:
+                permit(self, <uintptr_t>ptr, n)
+                return ptr
+            if attempt == 0:
+                self.flush_all()
+        return NULL
+
+    cdef Py_ssize_t take_many(
+        self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out, Asked* asked
+    ) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef Py_ssize_t i = 0
+        cdef size_t size
+        cdef int s
+        owned_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        while i < n and sizes[i] <= MOST_BYTES and self.spare >= STOCK:
+            size = rounded(sizes[i], self.rounding) if self.rounding else sizes[i]
+            s = step_of(size)
+            out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].tag)
+            if out[i].ptr == NULL:
+                out[i].ptr = self.from_heap(
+                    f, s, sizes[i], self.block_pages(size), 1, miss and i == 0, asked, &out[i].tag)
+            if out[i].ptr == NULL:
+                break
+            if miss and i == 0:
+                self.count_asked(self.class_at[s], True, asked)
+            permit(self, <uintptr_t>out[i].ptr, sizes[i])
+            i += 1
+        arenapy_spin_release(&self.heap_lock)
+        owned_release(&f.lock)
+        return i
+
+    cdef void untake(
+        self, Py_ssize_t n, const Entry* blocks, const Asked* asked, int64_t peak,
+        const int64_t* peaks
+    ) noexcept nogil:
+        cdef Front* f = front_of(self)
+        cdef Count* count
+        cdef Py_ssize_t i
+        cdef size_t size
+        cdef Descriptor* d
+        cdef int k
+        owned_acquire(&f.lock)
+        for i in range(n - 1, -1, -1):
+            d = &self.descriptors[blocks[i].tag >> 6]
+            size = d.size
+            count = &f.counts[d.size_class]
+            push(self, f, d, blocks[i].ptr, blocks[i].tag)
+            count.allocations -= 1
+            count.frees -= 1
+            f.freed -= size
+        f.peak = max(peak, f.live)
+        for k in range(N_CLASSES):
+            count = &f.counts[k]
+            count.peak = max(peaks[k], count.live)
+        arenapy_spin_acquire(&self.heap_lock)
+        for k in range(N_CLASSES):
+            self.asked.misses[k] -= asked.misses[k]
+            self.asked.splits[k] -= asked.splits[k]
+        arenapy_spin_release(&self.heap_lock)
+        owned_release(&f.lock)
+
+    cdef char* from_heap(
+        self, Front* f, int s, size_t n, size_t pages, size_t align, bint miss, Asked* asked,
+        uint64_t* tag
+    ) noexcept nogil:
+        """A slot or an extent for n bytes from the heap; both locks held."""
+        cdef bint split = False
+        cdef uint32_t id
+        cdef Descriptor* d
+        if s < N_SMALL:
+            return pop(self, f, s, 0, False, tag) if self.refill(f, s, miss, asked) else NULL
+        id = self.take(pages, align, &split)
+        if id == 0:
+            return NULL
+        d = &self.descriptors[id]
+        if split and not miss:
+            self.count_asked(d.size_class, False, asked)
+        self.taken[d.size_class] += pages
+        f.tick += 1
+        d.tick = f.tick
+        d.live = 1
+        tag[0] = <uint64_t>id << 6
+        count_taken(f, d.size_class, d.size)
+        if d.state != BLOCK or align > 64 or self.rounding == ROUND_LINES:
+            return <char*>d.address
+        return skewed(d, tag[0], d.size - n)
+
+    cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil:
+        """A miss or a split in a class; heap_lock held."""
+        self.asked.misses[k] += miss
+        self.asked.splits[k] += not miss
+        if asked != NULL:
+            asked.misses[k] += miss
+            asked.splits[k] += not miss
+
+    cdef bint refill(self, Front* f, int s, bint miss, Asked* asked) noexcept nogil:
+        """Move slots from a span to the empty magazine of a step. Both locks held."""
+        cdef SmallStep* step = &self.steps[s]
+        cdef Magazine* m = &f.small[s]
+        cdef uint32_t id = self.partial[s]
+        cdef uint32_t batch = max(step.depth // 4, <uint32_t>1)
+        cdef uint32_t page, i
+        cdef uint64_t free_slots
+        cdef Descriptor* d
+        cdef bint split = False
+        cdef char* base
+        cdef int slot
+        if id == 0:
+            id = self.take(step.pages, 1, &split)
+            if id == 0:
+                return False
+            d = &self.descriptors[id]
+            d.state = SPAN
+            d.step = <uint16_t>s
+            d.size = step.size
+            d.inverse = <uint32_t>(((<uint64_t>1 << 32) + step.size - 1) // step.size)
+            d.size_class = self.class_at[s]
+            d.detail.slots = all_slots(step.slots)
+            d.next = d.prev = 0
+            for page in range(d.page, d.page + d.pages):
+                self.segments[d.segment].map[scatter(page)] = id
+            self.partial[s] = id
+            if split and not miss:
+                self.count_asked(d.size_class, False, asked)
+            self.taken[d.size_class] += d.pages
+        d = &self.descriptors[id]
+        d.tick = f.tick
+        base = <char*>d.address
+        free_slots = d.detail.slots
+        while m.n < batch and free_slots:
+            slot = low_bit(free_slots)
+            free_slots &= free_slots - 1
+            m.items[m.n] = Entry(base + slot * step.size, <uint64_t>id << 6 | <uint64_t>slot)
+            m.n += 1
+        d.detail.slots = free_slots
+        if free_slots == 0:
+            self.partial[s] = d.next
+            if d.next:
+                self.descriptors[d.next].prev = 0
+        for i in range(m.n // 2):            # the lowest address is handed out first
+            m.items[i], m.items[m.n - 1 - i] = m.items[m.n - 1 - i], m.items[i]
+        return True
+
+    # -- and back
+
+    cdef bint push_slow(self, Front* f, char* ptr, uint64_t tag) noexcept nogil:
+        """Free a block when its place in the front cache is full, or it has none."""
+        cdef Descriptor* d = named(self, tag)
+        cdef int s = d.step
+        if d.state == SPAN:
+            if not d.live >> (tag & 63) & 1:
+                return False
+            arenapy_spin_acquire(&self.heap_lock)
+            self.flush_small(f, s, self.steps[s].depth // 2)
+            arenapy_spin_release(&self.heap_lock)
+            return push(self, f, d, ptr, tag)
+        if not clear_bit(&d.live, 0):
+            return False
+        count_given(f, d.size_class, d.size)
+        f.tick += 1
+        d.tick = f.tick
+        forbid_block(self, d, ptr)
+        arenapy_spin_acquire(&self.heap_lock)
+        if f.n_large == LARGE_KEPT:
+            self.flush_large(f)
+        self.give_block(<uint32_t>(tag >> 6))
+        arenapy_spin_release(&self.heap_lock)
+        return True
+
+    cdef void give_block(self, uint32_t id) noexcept nogil:
+        cdef Descriptor* d = &self.descriptors[id]
+        self.taken[d.size_class] -= d.pages
+        self.give(id, d.tick)
+
+    cdef void flush_small(self, Front* f, int s, uint32_t keep) noexcept nogil:
+        """Return the slots of a magazine to their spans, but for those freed last."""
+        cdef Magazine* m = &f.small[s]
+        cdef SmallStep* step = &self.steps[s]
+        cdef uint32_t n = m.n - keep
+        cdef uint32_t i, id
+        cdef uint64_t every = all_slots(step.slots)
+        cdef Descriptor* d
+        if m.n <= keep:
+            return
+        for i in range(n):
+            id = <uint32_t>(m.items[i].tag >> 6)
+            d = &self.descriptors[id]
+            if d.detail.slots == 0:          # it has slots again
+                d.prev = 0
+                d.next = self.partial[s]
+                if d.next:
+                    self.descriptors[d.next].prev = id
+                self.partial[s] = id
+            d.detail.slots |= <uint64_t>1 << (m.items[i].tag & 63)
+            d.tick = f.tick
+            if d.detail.slots == every:
+                if d.next:
+                    self.descriptors[d.next].prev = d.prev
+                if d.prev:
+                    self.descriptors[d.prev].next = d.next
+                else:
+                    self.partial[s] = d.next
+                self.give_block(id)
+        memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
+        m.n = keep
+
+    cdef void flush_large(self, Front* f) noexcept nogil:
+        """Give all cached blocks to the heap, in the order in which they were freed."""
+        cdef uint32_t[LARGE_KEPT] ids
+        cdef uint32_t n = 0, gap, i, j, id
+        cdef int s
+        for s in range(N_EXACT - N_SMALL):
+            if f.n_large == n:
+                break
+            id = f.large[s]
+            while id:
+                ids[n] = id
+                n += 1
+                id = self.descriptors[id].next
+            f.large[s] = 0
+        f.n_large = 0
+        gap = n // 2                         # Shell's sort: oldest first
+        while gap:
+            for i in range(gap, n):
+                id = ids[i]
+                j = i
+                while j >= gap and earlier(
+                        self.descriptors[id].tick, self.descriptors[ids[j - gap]].tick):
+                    ids[j] = ids[j - gap]
+                    j -= gap
+                ids[j] = id
+            gap //= 2
+        for i in range(n):
+            self.give_block(ids[i])
+
+    cdef void flush_all(self) noexcept nogil:
+        """Everything that is free goes to the heap and is merged there."""
+        cdef Front* f
+        cdef int i, s
+        for i in range(MOST_FRONTS):
+            f = <Front*>arenapy_load_ptr(<void**>&self.fronts[i])
+            if f == NULL:
+                continue
+            owned_acquire(&f.lock)
+            arenapy_spin_acquire(&self.heap_lock)
+            for s in range(N_SMALL):
+                self.flush_small(f, s, 0)
+            self.flush_large(f)
+            arenapy_spin_release(&self.heap_lock)
+            owned_release(&f.lock)
+
+    cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil:
+        """Pages in one piece that are sure to have a block, wherever they lie."""
+        cdef size_t size = rounded(n, self.rounding) if self.rounding else n
+        cdef int s = step_of(size)
+        if s < N_SMALL and align <= PAGE:
+            while align > 64 and step_bytes(s) & (align - 1):
+                s += 1
+            return self.steps[s].pages
+        return self.block_pages(size) + (max(align, <size_t>PAGE) >> PAGE_BITS) - 1
+
+    cdef size_t block_pages(self, size_t size) noexcept nogil:
+        """Of a block that is no slot. A device's is not rounded further, as memory is scarce."""
+        if self.rounding == ROUND_LINES:
+            return (size + PAGE - 1) >> PAGE_BITS
+        return (round_bytes(size) + PAGE - 1) >> PAGE_BITS
+
+    cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil:
+        """Let one come first that has n bytes, and hardly more; lock held. False: none found."""
+        cdef uint32_t* link = head
+        cdef uint32_t id = head[0]
+        cdef Descriptor* d
+        cdef int looks = 0
+        n = (n + PAGE - 1) & ~<size_t>(PAGE - 1)
+        while id and looks < LOOKS:
+            d = &self.descriptors[id]
+            if n <= d.size and d.size - n <= d.size >> FIT:
+                link[0] = d.next
+                d.next = head[0] if link != head else d.next
+                head[0] = id
+                return True
+            link = &d.next
+            id = d.next
+            looks += 1
+        return False
+
+    # -- all locks
+
+    cdef void lock_all(self) noexcept nogil:
+        cdef int i
+        arenapy_spin_acquire(&self.births)   # there is none more until unlock_all
+        for i in range(MOST_FRONTS):
+            if self.fronts[i] != NULL:
+                owned_acquire(&self.fronts[i].lock)
+        arenapy_spin_acquire(&self.heap_lock)
+
+    cdef void unlock_all(self) noexcept nogil:
+        cdef int i
+        arenapy_spin_release(&self.heap_lock)
+        for i in range(MOST_FRONTS):
+            if self.fronts[i] != NULL:
+                owned_release(&self.fronts[i].lock)
+        arenapy_spin_release(&self.births)
+
+
+seal(Fronts)
+
+
+cdef inline uint64_t all_slots(uint32_t n) noexcept nogil:
+    return ~<uint64_t>0 >> (64 - n)
+
+
+cdef uint32_t slots_of(size_t size) noexcept nogil:
+    """As few as fill whole pages, but at least 8, and 64 of up to 512 bytes."""
+    cdef uint32_t slots = 64
+    while slots > 8 and size > 512 and (slots // 2 * size) % PAGE == 0 and slots * size > 32 << 10:
+        slots //= 2
+    return slots

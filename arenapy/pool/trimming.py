@@ -1,0 +1,37 @@
+"""A thread that trims a pool by age while nobody uses it. Only for pools that ask for one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arenapy.pool.pool import Pool
+
+__all__ = ["start_trimming"]
+
+TIMES = 4  # that it looks in the seconds after which something is given back
+
+
+def start_trimming(pool: Pool, seconds: float) -> threading.Thread:
+    """Trim the pool until it is gone, or closed. The thread keeps neither it nor the process."""
+    gone = threading.Event()
+    reference = weakref.ref(pool, lambda _: gone.set())
+    thread = threading.Thread(
+        target=_trim, args=(reference, gone, seconds / TIMES), name="arenapy-trim", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _trim(reference: weakref.ref[Pool], gone: threading.Event, seconds: float) -> None:
+    while not gone.wait(max(seconds, 0.001)):
+        pool = reference()
+        if pool is None:
+            return
+        try:
+            pool._trim_stale()
+        except ValueError:  # closed
+            return
+        del pool

@@ -1,6 +1,0 @@
-from typing import final
-
-from arenapy.fronts import Fronts
-
-@final
-class PoolCore(Fronts): ...  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Slab: items of one size."""

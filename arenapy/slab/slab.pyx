@@ -1,0 +1,470 @@
+"""Slab: an allocator for items of one size, as the user holds it.
+
+What lives here: arguments, errors, getting memory from the source. What does not: which items are
+free (slab_core), arrays (allocator).
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t
+
+from collections.abc import Iterable
+
+from arenapy.allocator.allocator cimport Allocator, aligned_region, check_source, complete
+from arenapy.base.arguments cimport as_align, as_size, quick_size
+from arenapy.base.atomic cimport arenapy_finalizing
+from arenapy.buffer.block cimport Nest, born_held, moor, nest_of, track
+from arenapy.buffer.buffer cimport Buffer, hatch, new_block
+from arenapy.base.sanitizer cimport POISONS
+from arenapy.memory.region cimport Region
+from arenapy.slab.core cimport SlabCore, SlabFigures
+from arenapy.slab.slots cimport OTHER_GROWS, SELF_GROWS, forbid_from, quick_take
+
+from arenapy.errors import OutOfMemory
+from arenapy.slab.check import listing, verify
+from arenapy.memory.sources import Host
+from arenapy.stats import SlabStats
+
+cdef extern from "Python.h":
+    PyObject** list_items "PySequence_Fast_ITEMS" (object o)
+
+cdef extern from "<unistd.h>" nogil:
+    int usleep(unsigned int microseconds)
+
+cdef enum:
+    MOST_ITEMS = 0x80000000  # 2 ** 31
+    MOMENT = 50              # microseconds between two looks at what another thread does
+
+
+@cython.final
+cdef class Slab(Allocator):
+    """Slab(item_size, count, source=None, align=None, max_count=None, debug=None, *, stream=None)\
+\n--\n
+    A slab: items of one size, the one given back last handed out first.
+
+    Parameters
+    ----------
+    item_size : int
+        Bytes of an item.
+    count : int
+        Items to make room for at once, from 1 to 2**31.
+    source : source, optional
+        Where memory comes from; by default ``Host()``, prefaulted.
+    align : int, optional
+        Alignment of every item, a power of two up to 2 MiB; by default 64, so that no two items
+        share a cache line. Items are `item_size` bytes apart, rounded up to a multiple of it: a
+        smaller one packs small items.
+    max_count : int, optional
+        Grow up to so many items, by further regions with as many items as there are; by default
+        not at all.
+    debug : bool, optional
+        Fill what is given back with a pattern and check it; by default as the environment
+        variable ``ARENAPY_DEBUG`` says.
+    stream : stream, optional
+        Memory of arenapy.cuda: the stream of blocks that name no other; see Pool.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For an argument out of range, or if the source's memory is not large enough.
+    OutOfMemory
+        If the source has no memory for `count` items.
+
+    Notes
+    -----
+    Thread-safety: every method may be called from any thread, and any thread may release what
+    another allocated.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> slab = arenapy.Slab(1000, count=16)
+    >>> item = slab.alloc()
+    >>> item.nbytes, slab.stride, slab.count, slab.capacity
+    (1000, 1024, 1, 16)
+    >>> address = item.address
+    >>> del item
+    >>> slab.alloc().address == address
+    True
+    """
+
+    def __cinit__(self, item_size, count, source=None, align=None, max_count=None, debug=None, *,
+                  stream=None):
+        cdef SlabCore core = SlabCore.__new__(SlabCore)
+        cdef size_t size = as_size(item_size, "item_size")
+        cdef uint64_t items = as_count(count, "count")
+        cdef Py_ssize_t a
+        cdef Region region
+        self.base = self.core = core
+        self.anchors = moor(core)
+        self.most = items if max_count is None else as_count(max_count, "max_count")
+        if self.most < items:
+            raise ValueError(
+                f"max_count={max_count} is less than count={count}; give more, or None for no "
+                "growth"
+            )
+        source = Host() if source is None else source
+        check_source(source)
+        core.adopt(source, stream)
+        a = core.block_align if align is None else as_align(align)
+        if size + <size_t>a > (<size_t>-1 >> 1) // self.most - 1:
+            raise ValueError(
+                f"{self.most} items of item_size={item_size} bytes, aligned to {a}, are more than "
+                "any address space holds"
+            )
+        self.debug = core.watch(debug, verify)
+        self.source, self.max_count = source, max_count
+        core.open(size, a, self.most)
+        region = self.region_for(items)
+        if region is None:
+            raise ValueError(
+                f"count={count} items of {core.stride} bytes, aligned to {a}, do not fit into the "
+                f"memory of {source!r}, which begins between two multiples of {a}; give a lower "
+                "count, a smaller align, or aligned memory"
+            )
+        core.add_part(region, items)
+        core.ready()
+        complete(self)
+
+    # -- allocation
+
+    def alloc(self, nbytes=None, align=None, stream=None):
+        """Allocate an item, or the first bytes of one.
+
+        Parameters
+        ----------
+        nbytes : int, optional
+            Size in bytes, up to `item_size`, which is also the default.
+        align : int, optional
+            A power of two up to the alignment that all items have.
+        stream : stream, optional
+            Memory of arenapy.cuda: the stream that is to use it.
+
+        Returns
+        -------
+        Buffer
+            Uninitialized. Its item returns to the slab when it is released or dropped, or, once
+            it was exported, when the Buffer is gone.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For more than an item, or an alignment that items do not have.
+        OutOfMemory
+            If no item is free and the slab cannot grow; nothing has changed then.
+        """
+        # The usual call. References are borrowed, as in Bump.alloc.
+        cdef PyObject* core = <PyObject*>self.core
+        cdef Nest* nest = nest_of(core)
+        cdef PyObject* o = nest.kept
+        cdef size_t n = (<SlabCore>core).item_size
+        cdef char* ptr
+        if nbytes is not None:
+            n = <size_t>quick_size(<PyObject*>nbytes)
+        if (o == NULL or n > (<SlabCore>core).item_size or align is not None
+                or stream is not None):
+            return self.careful_alloc(nbytes, align, stream)
+        ptr = quick_take(<SlabCore>core, &(<Buffer>o).tag)
+        if ptr == NULL:
+            return self.careful_alloc(nbytes, align, stream)
+        if POISONS:
+            forbid_from(<SlabCore>core, ptr, n, (<SlabCore>core).item_size)
+        (<Buffer>o).size = n
+        (<Buffer>o).align = 1
+        (<Buffer>o).word = 0
+        return hatch(core, nest, ptr)
+
+    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+        cdef Py_ssize_t n = self.core.item_size if nbytes is None else as_size(nbytes, "nbytes")
+        cdef Py_ssize_t a = 1 if align is None else as_align(align)
+        return self.block_for(n, a, stream)
+
+    cdef int fits(self, Py_ssize_t n, Py_ssize_t align) except -1:
+        """Raise ValueError if no item can be that."""
+        self.core.open_check()
+        if <size_t>n > self.core.item_size:
+            raise ValueError(
+                f"nbytes={n} is more than the {self.core.item_size} bytes of an item; make a Slab "
+                "of larger items, or use a Pool"
+            )
+        if <size_t>align > self.core.align:
+            raise ValueError(
+                f"align={align}: items of this slab, which are {self.core.stride} bytes apart, are "
+                f"aligned to {self.core.align}; make the Slab with align={align}"
+            )
+        return 0
+
+    cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        cdef SlabCore c = self.core
+        cdef Buffer b
+        cdef uint64_t name
+        cdef char* ptr
+        self.fits(n, align)
+        b = new_block(c, n)
+        b.tag = 0                            # until there is an item, nothing is to be given back
+        b.align = align
+        if c.checked:
+            c.check()
+        ptr = self.slow_get(n, &name)
+        b.ptr = ptr
+        b.tag = name
+        if c.foreign:
+            track(b)
+        if held:
+            born_held(b, NULL)
+        if c.debug:
+            c.allocated([b])
+        return b
+
+    cdef char* slow_get(self, size_t nbytes, uint64_t* name) except NULL:
+        cdef char* ptr = self.core.get(nbytes, name)
+        while ptr == NULL:
+            self.more(1)
+            ptr = self.core.get(nbytes, name)
+        return ptr
+
+    def alloc_many(self, n_or_sizes):
+        """Allocate many items: all of them, or none.
+
+        Parameters
+        ----------
+        n_or_sizes : int or iterable of int
+            How many whole items, or the size of each in bytes.
+
+        Returns
+        -------
+        list of Buffer
+
+        Raises
+        ------
+        ValueError, TypeError, OutOfMemory
+            As :meth:`alloc`; nothing has changed then.
+
+        Notes
+        -----
+        It locks once, and so costs less than as many calls of :meth:`alloc`.
+        """
+        cdef SlabCore c = self.core
+        cdef list blocks
+        cdef Buffer b
+        cdef Py_ssize_t count
+        if isinstance(n_or_sizes, Iterable):
+            sizes = [as_size(n, "sizes") for n in n_or_sizes]
+            for n in sizes:
+                self.fits(n, 1)
+            count = len(sizes)
+        else:
+            count = as_size(n_or_sizes, "n_or_sizes")
+            sizes = None
+        c.open_check()
+        if <uint64_t>count > self.most:
+            raise OutOfMemory(self.full(count, "that is more than it may ever have"))
+        blocks = []
+        for i in range(count):
+            b = new_block(c, c.item_size if sizes is None else sizes[i])
+            b.tag = 0                        # until there is an item
+            b.align = 1
+            blocks.append(b)
+        if c.checked:
+            c.check()
+        before = c.regions
+        try:
+            while not c.get_many(list_items(blocks), count):
+                self.more(count)
+        except BaseException:
+            for region in c.regions:
+                if region not in before:
+                    c.remove_part(region)
+            raise
+        if c.foreign:
+            for b in blocks:
+                track(b)
+        if c.debug:
+            c.allocated(blocks)
+        return blocks
+
+    # -- memory
+
+    cdef int more(self, uint64_t wanted) except -1:
+        cdef SlabCore c = self.core
+        cdef uint64_t items
+        cdef int verdict
+        cdef Region region = None
+        cdef object error = None
+        c.open_check()
+        if c.may_lease:
+            c.settle_sends()
+            c.settle()
+        if c.settle_streams(False):
+            return 0
+        verdict = c.begin_growth()
+        if verdict == OTHER_GROWS:
+            if arenapy_finalizing():         # that thread has ended, in its source
+                raise OutOfMemory(self.full(wanted, "the interpreter is ending"))
+            with nogil:
+                usleep(MOMENT)
+            return 0
+        if verdict == SELF_GROWS:
+            raise OutOfMemory(self.full(wanted, "its source, which was asked for more, asks it"))
+        try:
+            items = c.idle()
+            if items >= wanted:
+                return 0
+            if wanted - items > self.most - c.items:
+                if c.settle_streams(True) or c.idle() >= wanted:
+                    return 0
+                raise OutOfMemory(self.full(wanted, "it may not have more"))
+            items = min(c.items, self.most - c.items)
+            while region is None:
+                try:
+                    region = self.region_for(items)
+                except MemoryError as e:
+                    error = e
+                if region is None and items == 1:
+                    if c.settle_streams(True) or c.idle() >= wanted:
+                        return 0
+                    raise OutOfMemory(
+                        self.full(wanted, f"its source has no more ({error})")) from error
+                if region is None:
+                    items //= 2              # perhaps it has fewer
+            c.add_part(region, items)
+            c.set_special()                  # it may have to be checked
+        finally:
+            c.end_growth()
+        return 0
+
+    cdef Region region_for(self, uint64_t items):
+        return aligned_region(self.core, self.source, items * self.core.stride, self.core.align)
+
+    def full(self, wanted, why):
+        """Why a request failed, and what to do."""
+        cdef SlabFigures f = self.core.figures()
+        limit = "no growth" if self.max_count is None else f"max_count={self.max_count}"
+        return (
+            f"{wanted} more items of {self.core.item_size} bytes do not fit into the slab, and "
+            f"{why}: it has {f.items} items ({limit}), {f.active} live, {f.pending} pending, "
+            f"{f.items - f.active - f.pending} free. Release items, or give a larger max_count"
+        )
+
+    def trim(self):
+        """Give regions without a live item back to the source, but for the first one.
+
+        Returns
+        -------
+        int
+            Bytes given back.
+        """
+        cdef SlabCore c = self.core
+        cdef size_t freed = 0
+        c.open_check()
+        if c.may_lease:
+            c.settle_sends()
+        c.settle()
+        c.settle_streams(False)
+        for region in c.regions[:0:-1]:
+            if c.remove_part(<Region>region):
+                freed += (<Region>region).size
+        if c.debug:
+            c.operated()
+        return freed
+
+    # -- figures
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an item."""
+        return self.core.item_size
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one item to the next."""
+        return self.core.stride
+
+    @property
+    def capacity(self) -> int:
+        """Items, live or not."""
+        return self.core.items
+
+    @property
+    def count(self) -> int:
+        """Live items."""
+        return self.core.figures().active
+
+    @property
+    def kind(self) -> str:
+        """Kind of memory, as its Buffers report it."""
+        return self.core.kind
+
+    @property
+    def regions(self) -> tuple:
+        """The regions, in order of growth."""
+        return self.core.listed()
+
+    def stats(self):
+        """The figures of this moment, as a :class:`arenapy.stats.SlabStats`."""
+        cdef SlabCore c = self.core
+        cdef SlabFigures f
+        if c.may_lease:
+            c.settle_sends()
+        if c.pending != NULL:
+            c.settle()
+        c.settle_streams(False)
+        f = c.figures()
+        return SlabStats(
+            c.item_size, c.stride, f.items, f.active, f.allocations, f.active * c.stride,
+            f.pending * c.stride, (f.items - f.active - f.pending) * c.stride,
+            f.reserved - f.items * c.stride, f.reserved, f.peak * c.stride, f.metadata, f.regions,
+        )
+
+    def reset_peak(self):
+        """Begin `peak_bytes` anew."""
+        self._exchange_peak(None)
+
+    def _tally(self):
+        cdef SlabFigures f = self.core.figures()
+        return f.allocations, f.allocations * self.core.stride, f.active * self.core.stride
+
+    def _exchange_peak(self, peak):
+        cdef SlabCore c = self.core
+        return c.exchange_peak(0 if peak is None else peak // c.stride) * c.stride
+
+    def _record(self, recorder):
+        self.core.record_into(recorder)
+        self.core.set_special()
+
+    def blocks(self):
+        """Iterate over all items, live and free, by address.
+
+        Returns
+        -------
+        iterator of BlockInfo
+            As they were at one moment, that of the call. 64 neighbours tell the same age.
+        """
+        return listing(self.core)
+
+    def check(self):
+        """Verify the bookkeeping, O(items), in debug mode free memory too; raise what is wrong."""
+        verify(self.core)
+        self.core.check_free()
+
+    def __repr__(self):
+        cdef SlabFigures f = self.core.figures()
+        return (
+            f"<Slab {self.core.kind} {f.items} items of {self.core.item_size} bytes, {f.active} "
+            f"live{', closed' if self.core.shut else ''}>"
+        )
+
+    def __reduce__(self):
+        raise TypeError("a Slab is not pickled; only the process that made it allocates from it")
+
+
+cdef uint64_t as_count(object value, str what) except 0:
+    cdef Py_ssize_t n
+    try:
+        n = as_size(value, what)
+    except TypeError:
+        raise TypeError(
+            f"{what}={value!r} is of type {type(value).__name__}; give a whole number of items"
+        ) from None
+    if not 1 <= n <= MOST_ITEMS:
+        raise ValueError(f"{what}={n} is not a number of items from 1 to 2**31")
+    return n

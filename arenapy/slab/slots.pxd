@@ -1,0 +1,252 @@
+# The C surface of items of one size.
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+
+from arenapy.base.abi cimport ARENAPY_ABI
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, set_bit
+from arenapy.base.biased_lock cimport Owned, owned_enter, owned_leave
+from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport RegionSet, forbid, permit
+from arenapy.linux.reserved_array cimport Table
+from arenapy.base.thread_slot cimport MOST_FRONTS
+
+cdef enum:
+    BATCH = 64               # items that move from one stack to another at once
+    DEPTH = 2 * BATCH        # items in a front's stack, at most
+    # Where in their tables these begin: not all on the first line of a page, which would be in the
+    # same set of the cache.
+    WORDS_AT = 32 * 64
+    PARTS_AT = 48 * 64
+    MAY_GROW = 0             # begin_growth()
+    OTHER_GROWS = 1
+    SELF_GROWS = 2
+
+# Which of 64 items are live, and the tick at which one of them was last taken or given back.
+cdef struct Word:
+    uint64_t live
+    uint64_t tick
+
+# The items of one region. Parts are numbered from 1. An item's name is its part's number << 32 |
+# its index there; 0 names none.
+cdef struct Part:
+    char* base               # of item 0
+    uint64_t items           # at most 2 ** 31; 0: this part is not in use
+    uint64_t used            # <= items; those from here on are fresh: never handed out
+    Table table              # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
+    PyObject* region         # borrowed of RegionSet.regions
+    uint32_t next            # in the list of those with fresh items, or of those not in use
+    uint32_t by_address      # of parts[i]: the number of the i-th part in use, counted from 0
+
+# Names of free items follow this struct, in the order in which they were given back.
+cdef struct Stack:
+    Owned lock
+    uint32_t guess           # the part that an address was in last
+    int64_t n                # of names
+    int64_t least            # <= n; the most items were live when so many were here
+    int64_t out              # moved here from elsewhere less moved away; out - n are live
+    uint64_t tick            # items taken from here and given back to here
+    Table table              # where this lies
+
+
+cdef class Items(RegionSet):
+    cdef Part* parts         # in `parts_table`, never moved; parts[0] is none
+    cdef size_t stride       # bytes from item to item
+    cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64
+    cdef int shift           # the other factor is 1 << shift
+    cdef bint special        # not the short ways: each call is to do more
+    cdef size_t item_size
+    cdef size_t align        # of items
+    # Free items: newest first from the stack of the thread. With a GIL there is only the depot. On
+    # free-threaded builds threads are spread over `fronts`, small stacks that the depot feeds.
+    cdef Stack* depot
+    cdef Stack* quick        # where the short ways look first: the depot, or one that nobody owns
+    cdef Stack* fronts[MOST_FRONTS]
+    cdef arenapy_spin births  # held to add a front, and by who holds all locks
+    # Under the depot's lock, but for changes of parts: those are made under all locks.
+    cdef Table parts_table
+    cdef uint32_t n_parts    # in use
+    cdef uint32_t numbered   # parts that ever were in use
+    cdef uint32_t fresh      # the first with fresh items, or 0
+    cdef uint32_t unused     # the first that is not in use any more, or 0
+    cdef uint64_t items      # of all parts
+    cdef uint64_t n_fresh
+    cdef size_t reserved     # bytes of the parts' regions
+    cdef uint64_t grower     # the thread that asks the source, or 0
+
+    cdef int open(self, size_t item_size, size_t align, uint64_t most) except -1
+    # NULL: nothing is free.
+    cdef char* take(self, uint64_t* name) noexcept nogil
+    # Items for n Buffers, or for none of them.
+    cdef bint take_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
+    # The name of the item at an address, live or not; 0: there is none. Any stack's lock held.
+    cdef uint64_t find(self, Stack* s, char* at) noexcept nogil
+    cdef uint64_t idle(self) noexcept nogil
+    # Growth, by one thread at a time.
+    cdef int begin_growth(self) noexcept nogil
+    cdef void end_growth(self) noexcept nogil
+    cdef void forget_growth(self) noexcept nogil
+    cdef int add_part(self, Region region, uint64_t items) except -1
+    # Take a region that has no live item out. False: it has.
+    cdef bint remove_part(self, Region region) except -1
+    cdef void lock_all(self) noexcept nogil
+    cdef void unlock_all(self) noexcept nogil
+    # Not the short ways any more, or again.
+    cdef void bar(self, bint special) noexcept nogil
+    # The short ways, for a thread that does not own the lock of its stack.
+    cdef char* shared_take(self, uint64_t* name) noexcept nogil
+    cdef bint shared_give(self, uint64_t name) noexcept nogil
+    cdef bint shared_free(self, char* at) noexcept nogil
+    # internal
+    cdef Stack* own_stack(self) noexcept nogil
+    cdef bint refill(self, Stack* s) noexcept nogil
+    cdef bint gather(self, Stack* s) noexcept nogil
+    cdef void spill(self, Stack* s, int64_t keep) noexcept nogil
+    cdef void make_place(self, Stack* s) noexcept nogil
+    cdef void link_part(self, uint32_t number) noexcept nogil
+    cdef bint unlink_part(self, PyObject* region, Part* old) noexcept nogil
+
+
+# Where the first item of a region lies.
+cdef char* first_item(Region region, size_t align) noexcept nogil
+
+
+cdef extern from *:
+    """
+    /* offset / stride, exact for multiples of it; for other offsets more than any index. For
+       stride = odd << shift and inverse * odd = 1 (mod 2**64) this maps offsets one to one. */
+    static inline uint64_t arenapy_item_index(uint64_t offset, uint64_t inverse, int shift) {
+        uint64_t q = offset * inverse;
+        return q >> shift | q << (-shift & 63);
+    }
+    /* Two threads with stacks of their own may say at once when an item of a word changed. */
+    #define arenapy_note(p, tick) __atomic_store_n(p, tick, __ATOMIC_RELAXED)
+    /* Where threads run at once, the 64 items that one of them fetches have a cache line. */
+    #define ARENAPY_WORD_BYTES ((size_t)(ARENAPY_GIL ? 16 : 64))
+    """
+    const size_t WORD_BYTES "ARENAPY_WORD_BYTES"
+    uint64_t item_index "arenapy_item_index" (
+        uint64_t offset, uint64_t inverse, int shift) noexcept nogil
+    void note "arenapy_note" (uint64_t* p, uint64_t tick) noexcept nogil
+
+
+cdef inline uint64_t* names_of(Stack* s) noexcept nogil:
+    return <uint64_t*>(s + 1)
+
+
+# The Word of the items from 64 * i on.
+cdef inline Word* nth_word(Part* p, uint64_t i) noexcept nogil:
+    return <Word*>(p.table.at + WORDS_AT + i * WORD_BYTES)
+
+
+cdef inline Word* word_of(Items c, uint64_t name) noexcept nogil:
+    return nth_word(&c.parts[name >> 32], <uint32_t>name >> 6)
+
+
+cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
+    return c.parts[name >> 32].base + <uint32_t>name * c.stride
+
+
+# In builds that poison: what is free of items, and of one of which n bytes were asked for. Threads
+# have neighbouring items at once, so not of those that share a unit.
+cdef inline void forbid_from(Items c, char* at, size_t n, size_t end) noexcept nogil:
+    if POISONS and c.align >= POISON_UNIT:
+        forbid(c, <uintptr_t>at + n, <uintptr_t>at + end)
+
+
+cdef inline Stack* stack_of(Items c) noexcept nogil:
+    return c.depot if ARENAPY_GIL else c.own_stack()
+
+
+# For the short ways. Who finds that it owns the lock of this one need not ask whether the slab is
+# special: then that is a stack that nobody owns.
+cdef inline Stack* quick_stack(Items c) noexcept nogil:
+    return c.quick if ARENAPY_GIL or c.special else c.own_stack()
+
+
+# From a stack that is not empty, its lock held: the item that was given back last.
+cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
+    cdef int64_t n = s.n - 1
+    cdef uint64_t tick = s.tick + 1
+    cdef uint64_t top = names_of(s)[n]
+    cdef Word* word = word_of(c, top)
+    cdef char* ptr = address_of(c, top)
+    s.n = n
+    if n < s.least:
+        s.least = n
+    s.tick = tick
+    set_bit(&word.live, top)
+    note(&word.tick, tick)
+    name[0] = top
+    permit(c, <uintptr_t>ptr, c.item_size)
+    return ptr
+
+
+# Onto a stack, its lock held: an item that is not live (any more), and its word.
+cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
+    cdef int64_t n
+    cdef uint64_t tick = s.tick + 1
+    if not ARENAPY_GIL and s.n == DEPTH and s != c.depot:
+        c.make_place(s)
+    if POISONS:
+        forbid_from(c, address_of(c, name), 0, c.stride)
+    n = s.n
+    names_of(s)[n] = name
+    s.n = n + 1
+    s.tick = tick
+    note(&word.tick, tick)
+
+
+# The same for one that is live. False: it is not.
+cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
+    if not likely(clear_bit(&word.live, name)):
+        return False
+    stow(c, s, word, name)
+    return True
+
+
+# The short way. NULL: the stack is empty, or the slab is special.
+cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
+    cdef Stack* s = quick_stack(c)
+    cdef char* ptr = NULL
+    cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
+    if not likely(owned_enter(&s.lock)):
+        ptr = c.shared_take(&other)
+        name[0] = other
+        return ptr
+    if likely(s.n > 0):
+        ptr = pop(c, s, name)
+    owned_leave(&s.lock)
+    return ptr
+
+
+# False: the item is not live, or the slab is special.
+cdef inline bint quick_give(Items c, uint64_t name) noexcept nogil:
+    cdef Stack* s = quick_stack(c)
+    cdef bint was_live
+    if not likely(owned_enter(&s.lock)):
+        return c.shared_give(name)
+    was_live = push(c, s, word_of(c, name), name)
+    owned_leave(&s.lock)
+    return was_live
+
+
+# The same by address, a stack's lock held.
+cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
+    cdef Part* p = &c.parts[s.guess]
+    cdef uint64_t index = item_index(<uint64_t>(at - p.base), c.inverse, c.shift)
+    cdef uint64_t name
+    if likely(index < p.items):
+        return push(c, s, nth_word(p, index >> 6), <uint64_t>s.guess << 32 | index)
+    name = c.find(s, at)
+    return name != 0 and push(c, s, word_of(c, name), name)
+
+
+cdef inline bint quick_free(Items c, char* at) noexcept nogil:
+    cdef Stack* s = quick_stack(c)
+    cdef bint was_live
+    if not likely(owned_enter(&s.lock)):
+        return c.shared_free(at)
+    was_live = push_at(c, s, at)
+    owned_leave(&s.lock)
+    return was_live

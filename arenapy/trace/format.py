@@ -1,0 +1,275 @@
+"""Trace files: their form, read and written as arrays.
+
+What lives here: records, and how events, streams and allocation sites lie in them; docs/traces.md
+describes the same for others. What does not: what a trace is good for (trace.py), recording
+(recorder.pyx).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from arenapy.base.text import printable
+from arenapy.linux import outputs
+
+__all__ = ["EVENT", "HEADER", "OPERATIONS", "RECORD", "Contents", "Frame", "Site", "read", "write"]
+
+#: Operation codes, by name.
+OPERATIONS = {"alloc": 1, "free": 2, "mark": 3, "reset": 4, "trim": 5, "grow": 7, "keep": 10}
+CLOCK, STREAM, SITE, TEXT = 0, 6, 8, 9  # of records that are no operations
+MOST = max(TEXT, *OPERATIONS.values())
+
+#: One event: times are ns since the recording began; threads are numbered from 1.
+EVENT = np.dtype(
+    [
+        ("time", "u8"),
+        ("address", "u8"),
+        ("nbytes", "u8"),
+        ("stream", "u8"),
+        ("site", "u4"),
+        ("thread", "u2"),
+        ("operation", "u1"),
+    ]
+)
+
+MAGIC = outputs.TRACE.begins
+VERSION = 2  # 1 had no sites, no "grow" and no "keep"
+CLOCKS = ("kernel", "tsc", "cntvct")
+HEADER = np.dtype(
+    [
+        ("magic", "V8"),
+        ("version", "<u4"),
+        ("header_nbytes", "<u4"),
+        ("event_nbytes", "<u4"),
+        ("clock", "<u4"),
+        ("started", "<i8"),
+        ("ticks", "<u8"),
+        ("monotonic", "<u8"),
+        ("events", "<u8"),
+        ("complete", "<u4"),
+        ("process", "<u4"),
+        ("kind", "S32"),
+        ("reserved", "V32"),
+    ]
+)
+RECORD = np.dtype([("time", "<u8"), ("block", "<u8"), ("size", "<u8")])
+TIME_BITS = 56
+SIZE_BITS = 48
+TEXT_NBYTES = 16  # in a record: its last two words
+MOST_FRAMES = 64  # of a site
+MOST_DIGITS = 9  # of a line's number
+MOST_BYTES = 2**62  # of all events together: sums are numbers of 64 bits
+
+Events: TypeAlias = npt.NDArray[Any]
+
+
+class Frame(NamedTuple):
+    """A place in a program.
+
+    Attributes
+    ----------
+    file : str
+    line : int
+        0: not known.
+    function : str
+        Its qualified name.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+#: The callers of an allocation, the innermost first.
+Site: TypeAlias = tuple[Frame, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What is in a file; `arenapy.trace.Trace` says what each attribute is.
+
+    Raises
+    ------
+    ValueError
+        The events are none that an allocator can have had, or a file cannot hold them: an unknown
+        operation, a site that there is not, times that go back, sizes beyond all memory.
+    """
+
+    events: Events
+    kind: str = ""
+    complete: bool = True
+    started: int = 0
+    process: int = 0
+    clock: str = "kernel"
+    sites: tuple[Site, ...] = ((),)
+
+    def __post_init__(self) -> None:
+        events = self.events
+        known = np.isin(events["operation"], list(OPERATIONS.values()))
+        if not known.all():
+            raise ValueError(f"operation {events['operation'][~known][0]} is not known")
+        back = events["time"][1:] < events["time"][:-1]
+        if back.any():
+            raise ValueError(f"at event {int(np.argmax(back)) + 1:,} the time goes back")
+        if len(events) and events["time"][-1] >> np.uint64(TIME_BITS):
+            raise ValueError(f"a time of {events['time'][-1]} ns is more than a trace can say")
+        if (events["site"] >= len(self.sites)).any():
+            raise ValueError(f"site {events['site'].max()} of {len(self.sites)} sites")
+        if (events["nbytes"] >> np.uint64(SIZE_BITS)).any():
+            raise ValueError(f"{events['nbytes'].max()} bytes are more than a trace can say")
+        if events["nbytes"].sum(dtype="f8") > MOST_BYTES:
+            raise ValueError("the sizes add up to more bytes than 64-bit numbers can count")
+
+
+ContentsT = TypeVar("ContentsT", bound=Contents)
+
+
+def write(path: str | os.PathLike[str], contents: Contents) -> None:
+    """Write a file that `read` reads; its clock is the kernel's."""
+    events = contents.events
+    texts = _text_records(contents.sites)
+    has_site, has_stream = events["site"] != 0, events["stream"] != 0
+    ends = len(texts) + np.cumsum(1 + has_site + has_stream)
+    records = np.zeros(int(ends[-1]) if len(ends) else len(texts), RECORD)
+    records[: len(texts)] = texts
+    thread = events["thread"].astype("u8") << np.uint64(SIZE_BITS)
+    own = ends - 1
+    records["time"][own] = events["time"] | _high(events["operation"])
+    records["block"][own] = events["address"]
+    records["size"][own] = events["nbytes"] | thread
+    for some, name, operation, before in (
+        (has_stream, "stream", STREAM, 1),
+        (has_site, "site", SITE, 1 + has_stream[has_site]),
+    ):
+        at = own[some] - before
+        records["time"][at] = events["time"][some] | _high(np.uint8(operation))
+        records["block"][at] = events[name][some]
+        records["size"][at] = thread[some]
+    header = np.zeros(1, HEADER)
+    header["magic"] = np.void(MAGIC)
+    header["version"] = VERSION
+    header["header_nbytes"] = HEADER.itemsize
+    header["event_nbytes"] = RECORD.itemsize
+    header["started"] = contents.started
+    header["events"] = len(records)
+    header["complete"] = contents.complete
+    header["process"] = contents.process
+    header["kind"] = contents.kind.encode()
+    outputs.write(path, header.tobytes() + records.tobytes(), outputs.TRACE)
+
+
+def read(path: str | os.PathLike[str], make: type[ContentsT]) -> ContentsT:
+    """Read a file. The errors are those of `arenapy.trace.load`."""
+    name = os.fspath(path)
+    with open(path, "rb") as file:
+        text = file.read(HEADER.itemsize)
+        if text[: len(MAGIC)] != MAGIC or len(text) < HEADER.itemsize:
+            raise ValueError(f"{name!r} is no trace: it does not begin as arenapy.trace files do")
+        header = np.frombuffer(text, HEADER)[0]
+        if not 1 <= header["version"] <= VERSION:
+            raise ValueError(
+                f"{name!r} is a trace of version {header['version']}, and this arenapy reads "
+                f"versions 1 to {VERSION}: use the arenapy that recorded it, or a newer one"
+            )
+        found = os.fstat(file.fileno()).st_size - HEADER.itemsize
+        records = np.fromfile(file, RECORD, max(0, found) // RECORD.itemsize)
+    try:
+        return _contents(header, records, make)
+    except ValueError as error:
+        raise ValueError(f"{name!r} is damaged: {error}") from None
+
+
+def _contents(header: Any, records: Events, make: type[ContentsT]) -> ContentsT:
+    """What header and records say. ValueError if no recorder can have written them."""
+    for field, size in ("header_nbytes", HEADER.itemsize), ("event_nbytes", RECORD.itemsize):
+        if header[field] != size:
+            raise ValueError(f"{field} is {header[field]} and not {size}")
+    if header["clock"] >= len(CLOCKS):
+        raise ValueError(f"clock {header['clock']} is not known")
+    operation = (records["time"] >> np.uint64(TIME_BITS)).astype("u1")
+    if len(records) and operation.max() > MOST:
+        raise ValueError(f"operation {operation.max()} is not known")
+    is_event = np.isin(operation, list(OPERATIONS.values()))
+    kept = records[is_event]
+    events = np.zeros(len(kept), EVENT)
+    events["time"] = _nanoseconds(header, records, operation, kept["time"])
+    events["address"] = kept["block"]
+    events["nbytes"] = kept["size"] & np.uint64((1 << SIZE_BITS) - 1)
+    events["thread"] = kept["size"] >> np.uint64(SIZE_BITS)
+    events["operation"] = operation[is_event]
+    number = np.cumsum(is_event)  # of the event that follows a record that is none
+    for field, code in ("stream", STREAM), ("site", SITE):
+        before = np.flatnonzero(operation == code)
+        before = before[number[before] < len(events)]
+        most = np.iinfo(EVENT[field]).max
+        events[field][number[before]] = np.minimum(records["block"][before], most)
+    numbers, sites = _sites(records[operation == TEXT])
+    events["site"][events["site"] >= len(numbers)] = 0  # its text was cut off
+    events["site"] = numbers[events["site"]]
+    return make(
+        events,
+        printable(header["kind"].decode(errors="replace")),
+        bool(header["complete"] and len(records) == header["events"]),
+        int(header["started"]),
+        int(header["process"]),
+        CLOCKS[header["clock"]],
+        sites,
+    )
+
+
+def _high(operation: npt.NDArray[np.uint8] | np.uint8) -> npt.NDArray[np.uint64] | np.uint64:
+    return operation.astype("u8") << np.uint64(TIME_BITS)
+
+
+def _nanoseconds(
+    header: Any, records: Events, operation: npt.NDArray[Any], times: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Ticks as ns since the beginning: between two clock records the clock runs evenly."""
+    ticks = times & np.uint64((1 << TIME_BITS) - 1)
+    if CLOCKS[header["clock"]] == "kernel":
+        return ticks
+    clocks = records[operation == CLOCK]
+    at = np.append(0, clocks["time"].astype("i8"))
+    ns = np.append(0, (clocks["block"] - header["monotonic"]).astype("i8"))
+    if (np.diff(at) < 0).any() or (np.diff(ns) < 0).any():
+        raise ValueError("its clock goes back")
+    found: npt.NDArray[Any] = np.interp(ticks.astype("i8"), at, ns).astype("u8")
+    return found
+
+
+# ---- sites: a line of text each, in the order of their numbers, from 1 on
+
+
+def _text_records(sites: tuple[Site, ...]) -> Events:
+    lines = []
+    for site in sites[1:]:
+        fields = [str(field) for frame in site for field in frame]
+        line = "\t".join(map(printable, fields)).encode(errors="backslashreplace") + b"\n"
+        lines.append(line.ljust(-(-len(line) // TEXT_NBYTES) * TEXT_NBYTES, b"\0"))
+    words = np.frombuffer(b"".join(lines), "<u8").reshape(-1, 2)
+    records = np.zeros(len(words), RECORD)
+    records["time"] = _high(np.uint8(TEXT))
+    records["block"], records["size"] = words.T
+    return records
+
+
+def _sites(records: Events) -> tuple[npt.NDArray[np.uint32], tuple[Site, ...]]:
+    """The place of each number, and what is there. Two stacks may differ in no line."""
+    words = np.stack([records["block"], records["size"]], axis=1)
+    lines = words.tobytes().replace(b"\0", b"").decode(errors="replace").split("\n")
+    known: dict[Site, int] = {(): 0}
+    found = [known.setdefault(tuple(_frames(line)), len(known)) for line in lines[:-1]]
+    return np.array([0, *found], "u4"), tuple(known)
+
+
+def _frames(line: str) -> Iterator[Frame]:
+    fields = line.split("\t", 3 * MOST_FRAMES)[: 3 * MOST_FRAMES]
+    for file, number, function in zip(fields[::3], fields[1::3], fields[2::3], strict=False):
+        known = number.isdecimal() and len(number) <= MOST_DIGITS
+        yield Frame(printable(file), int(number) if known else 0, printable(function))

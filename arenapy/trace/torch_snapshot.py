@@ -1,0 +1,203 @@
+"""torch's history of its allocator, as columns: what `arenapy.trace.from_torch` reads.
+
+What lives here: telling a snapshot of torch's from anything else, and which of its entries are
+allocations and frees. What does not: traces. torch is not needed: a snapshot is dicts, lists and
+numbers, and its file a pickle of those. One that names a class or a function is refused, since it
+could run anything.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from arenapy.base.text import printable
+from arenapy.trace.format import Frame, Site
+
+__all__ = ["History", "Snapshot", "history", "is_pickle"]
+
+#: What ``torch.cuda.memory._snapshot()`` returns, or the file of ``_dump_snapshot()``.
+Snapshot: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
+
+#: What an entry is in a trace. Those of other actions are about the recording itself, or say
+#: "free_requested": the block is not free then if other streams use it.
+ACTIONS = {
+    "alloc": "alloc",
+    "free_completed": "free",
+    "segment_alloc": "grow",
+    "segment_map": "grow",
+    "segment_free": "trim",
+    "segment_unmap": "trim",
+}
+OF_BLOCKS = ("alloc", "free_completed")
+MOST_FRAMES = 64  # of a site
+MOST_LINE = 10**9 - 1
+MOST_BITS_SHOWN = 128
+#: The most of each number that a trace has room for.
+MOST = {"addr": 2**64 - 1, "size": 2**48 - 1, "stream": 2**64 - 1, "time_us": 2**63 - 1}
+MOST_NS = 2**56 - 1  # since the first
+REMEDY = "call torch.cuda.memory._record_memory_history() before the work, _snapshot() after it"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class History:
+    """Allocations, frees and segments of one device, in torch's order.
+
+    Attributes
+    ----------
+    device : int
+    started : int
+        ns since 1970; 0: not known.
+    operations : list of str
+    numbers : list of int
+        Places in `sites`.
+    sites : tuple of tuple of Frame
+    columns : dict of str to ndarray of uint64
+        ``addr``, ``size``, ``stream``, and ``time_us`` since the first, which never goes back.
+    """
+
+    device: int
+    started: int
+    operations: list[str]
+    numbers: list[int]
+    sites: tuple[Site, ...]
+    columns: dict[str, npt.NDArray[np.uint64]]
+
+
+class _Plain(pickle.Unpickler):
+    """What is no class and no function."""
+
+    def find_class(self, module: str, name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot is plain data")
+
+
+def is_pickle(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as pickles of this century do."""
+    with open(path, "rb") as file:
+        return file.read(1) == pickle.PROTO
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    # All of it first: a length in a damaged file would be allocated as it stands.
+    text = io.BytesIO(Path(path).read_bytes())
+    try:
+        found = _Plain(text).load()
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"{os.fspath(path)!r} is no snapshot of torch's: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{os.fspath(path)!r} is no snapshot of torch's: {_kind(found)}")
+    return found
+
+
+def _kind(one: object) -> str:
+    """Why it is none, for one that is no dict."""
+    if isinstance(one, list):
+        return "a list, as of torch.cuda.memory_snapshot(), has no history; " + REMEDY
+    return f"it is {type(one).__name__}, and should be the dict of torch.cuda.memory._snapshot()"
+
+
+def history(snapshot: Snapshot, device: int | None) -> History:
+    """Read a snapshot. The errors are those of `arenapy.trace.from_torch`."""
+    if isinstance(snapshot, str | os.PathLike):
+        snapshot = _read(snapshot)
+    elif not isinstance(snapshot, Mapping):
+        raise TypeError(f"snapshot: {_kind(snapshot)}")
+    traces = snapshot.get("device_traces")
+    if not isinstance(traces, list | tuple):
+        raise ValueError(f"the snapshot has no list of 'device_traces', so no history; {REMEDY}")
+    found = [_relevant(trace, ordinal) for ordinal, trace in enumerate(traces)]
+    there = [
+        ordinal
+        for ordinal, entries in enumerate(found)
+        if any(entry["action"] in OF_BLOCKS for entry in entries)
+    ]
+    device = _chosen(there, device)
+    entries = found[device]
+    columns = {
+        name: np.array([_number(entry, name, device) for entry in entries], "u8")
+        for name in ("addr", "size", "stream")
+    }
+    started = 0
+    columns["time_us"] = np.zeros(len(entries), "u8")
+    if all("time_us" in entry for entry in entries):  # torch 2.0 has no times
+        times = np.array([_number(entry, "time_us", device) for entry in entries], "u8")
+        started = int(times[0]) * 1000
+        columns["time_us"] = np.maximum.accumulate(times) - times[0]
+        if columns["time_us"][-1] > MOST_NS // 1000 or started >= 2**63:
+            raise ValueError(f"device {device}: times from {times.min()} to {times.max()} us")
+    operations = [ACTIONS[entry["action"]] for entry in entries]
+    known: dict[Site, int] = {(): 0}
+    numbers = [known.setdefault(_site(entry), len(known)) for entry in entries]
+    return History(device, started, operations, numbers, tuple(known), columns)
+
+
+def _site(entry: Mapping[str, Any]) -> Site:
+    """Who allocated; nobody, if torch did not record that, or something that is not known here."""
+    frames = entry.get("frames")
+    if entry["action"] != "alloc" or not isinstance(frames, list | tuple):
+        return ()
+    try:
+        return tuple(
+            Frame(_text(frame["filename"]), _line(frame["line"]), _text(frame["name"]))
+            for frame in frames[:MOST_FRAMES]
+        )
+    except (KeyError, TypeError):
+        return ()
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in place of a name")
+    return printable(value)
+
+
+def _line(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{type(value).__name__} in place of a line")
+    return value if 0 < value <= MOST_LINE else 0
+
+
+def _relevant(trace: Any, device: int) -> list[Mapping[str, Any]]:
+    """The entries that count."""
+    if not isinstance(trace, list | tuple):
+        raise ValueError(f"device_traces[{device}] is {type(trace).__name__}, and no list")
+    for number, entry in enumerate(trace):
+        if not (isinstance(entry, Mapping) and isinstance(entry.get("action"), str)):
+            raise ValueError(f"device_traces[{device}][{number}] is no entry with an 'action'")
+    return [entry for entry in trace if entry["action"] in ACTIONS]
+
+
+def _chosen(there: list[int], device: int | None) -> int:
+    """The device that is meant, of those that have a history."""
+    if not there:
+        raise ValueError(f"the snapshot has no allocations of any device; {REMEDY}")
+    if device is None:
+        if len(there) > 1:
+            raise ValueError(f"the snapshot has histories of devices {there}: say device=, which")
+        return there[0]
+    if device not in there:
+        raise ValueError(f"device={device!r}: the snapshot has the history of devices {there}")
+    return device
+
+
+def _number(entry: Mapping[str, Any], name: str, device: int) -> int:
+    value = entry.get(name)
+    if not isinstance(value, int) or not 0 <= value <= MOST[name]:
+        is_long = isinstance(value, int) and value.bit_length() > MOST_BITS_SHOWN
+        shown = "..." if is_long else reprlib.repr(value)
+        raise ValueError(
+            f"device {device}, {entry['action']!r}: {name}={shown} is no number from 0 to "
+            f"{MOST[name]}"
+        )
+    return value
