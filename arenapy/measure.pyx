@@ -12,7 +12,7 @@ newest one's. Whenever it is read, all of them are raised: the newest began last
 since then is in everybody's block.
 
 It is compiled so that a signal's exception comes before a block is entered or left, or after that,
-and not in the middle: see numpy_context.
+and not in the middle: see numpy_handler/contexts.
 """
 
 from __future__ import annotations

@@ -37,10 +37,11 @@ POOL = [
 BUFFER = ["test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles"]
 #: Module: the tests of its part, quickest first.
 CORE = {
-    "bump/core": BUMP, "base/interval_set": BUMP, "bump/arena": BUMP, "bump/growth": BUMP, "bump/mark": BUMP,
+    "base/interval_set": BUMP, "linux/reserved_array": POOL,
+    "bump/arena": BUMP, "bump/core": BUMP, "bump/growth": BUMP, "bump/mark": BUMP,
     "slab/core": SLAB, "slab/slots": SLAB,
-    "pool/page_heap": POOL, "pool/segments": POOL, "pool/thread_cache": POOL, "pool/core": POOL, "pool/memory": POOL,
-    "pool/growth": POOL, "pool/batch": [*POOL, *SLAB, *BUMP], "linux/reserved_array": POOL,
+    "pool/batch": [*POOL, *SLAB, *BUMP], "pool/core": POOL, "pool/growth": POOL,
+    "pool/memory": POOL, "pool/page_heap": POOL, "pool/segments": POOL, "pool/thread_cache": POOL,
     "buffer/buffer": BUFFER, "buffer/block": [*BUFFER, *BUMP],
 }  # fmt: skip
 SECONDS = 150  # for the tests of one mutant: longer is killed, too

@@ -1,7 +1,7 @@
 """The 21 size classes of a Pool, and the steps that its blocks are rounded to.
 
-What lives here: the table of the design and arithmetic on it. What does not: free lists (pages,
-pool_core).
+What lives here: the table of the design and arithmetic on it. What does not: free lists
+(pool/page_heap, pool/thread_cache).
 
 The steps are the bins of TLSF (Masmano, Ripoll, Crespo and Real, "TLSF: a new dynamic memory
 allocator for real-time systems", 2004) with eight to a doubling.

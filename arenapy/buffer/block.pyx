@@ -2,7 +2,7 @@
 
 What lives here: the one-word state of a block (closed, held, live exports), and what becomes of it
 when its Buffer is gone. What does not: how Python sees a block (buffer), moving its bytes
-(transfer), where bytes come from (region), who hands them out (allocators).
+(transfer), where bytes come from (memory/region), who hands them out (allocators).
 
 The invariant kept here is the second of the design: a byte that somebody can still see is
 never handed out again. Every way to see bytes goes through `acquire`, which marks the root

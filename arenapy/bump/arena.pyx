@@ -2,7 +2,7 @@
 
 What lives here: free extents, held blocks that outlived their frame (retired), ranges that
 only another process sees (leased), growth by regions. What does not: how free extents are
-handed out (bump_core).
+handed out (core).
 """
 cimport cython
 from cpython.object cimport PyObject

@@ -1,7 +1,7 @@
 """Bump: an arena as the user holds it.
 
 What lives here: arguments, errors, marks and scopes. What does not: address arithmetic and what a
-reset frees (bump_core), growth (bump_growth), arrays (allocator).
+reset frees (core), growth (growth), arrays (allocator/allocator).
 
 Every method makes the Python objects it needs first, then calls the core under its lock, so
 that a call that raises has changed nothing, and no Python code runs in between.

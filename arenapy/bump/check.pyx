@@ -1,6 +1,6 @@
 """The validity check of a Bump's bookkeeping: what `Bump.check` does.
 
-The invariants stand at the top of bump_core.pyx. Everything is copied out first, under the
+The invariants stand at the top of core.pyx. Everything is copied out first, under the
 lock, so that no Python code runs while it is held.
 """
 from libc.stdlib cimport free, malloc

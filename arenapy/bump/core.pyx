@@ -2,7 +2,7 @@
 
 What lives here: address arithmetic over regions, without the GIL and without Python objects
 but for the region list. What does not: argument parsing, marks as objects, growth (bump.pyx);
-how regions come to be (source); streams.
+how regions come to be (memory/sources); streams.
 
 The state. The capacity is tiled exactly by five kinds of range, which `verify` checks:
 

@@ -1,7 +1,7 @@
 """How an arena grows: by a further region, twice as large as the one before.
 
 What lives here: how large it is, and that it has room for the request. What does not: where blocks
-go in it (bump_core).
+go in it (core).
 """
 from libc.stdint cimport uintptr_t
 

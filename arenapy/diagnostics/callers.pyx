@@ -1,7 +1,7 @@
 """Callers: which Python code asked for memory, as numbers, and each number's meaning as text.
 
 What lives here: looking at the call stack of this moment. What does not: when to look, and where
-numbers and texts are written (recorder.pyx), reading them again (trace_file.py).
+numbers and texts are written (recorder.pyx), reading them again (trace/format.py).
 
 Why it is cheap: a stack is an array of (code object, instruction), and the bytes of that array are
 a key of a dict. Lines, functions and files are looked up once for every stack that is new.

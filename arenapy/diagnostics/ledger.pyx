@@ -2,7 +2,7 @@
 
 What lives here: stretches of addresses, each of one block, and looking whether what is free still
 reads as it was filled. What does not: which bytes are free (allocators), places as such (places),
-when an allocator writes into its ledger (regions).
+when an allocator writes into its ledger (allocator/allocator_core).
 
 A stretch that is filled was free ever since: if a byte of it reads otherwise, somebody wrote to
 it who had no right to, and the stretch says of which block that was. Memory that was never handed

@@ -1,10 +1,10 @@
 # cython: language_level=3, freethreading_compatible=True
 """The operating system layer: system calls, and nothing else.
 
-What lives here: mappings, placement, locking, descriptors, memfds and leases; `vm_pages`, which
-fills pages and asks about them, and `vm_reserve`, which reserves address space: this module shows
-their names as its own. What may not: policy. Which option leads to which call, and how a failure is
-explained, is said in `source.py`; here it is an `OSError`.
+What lives here: mappings, placement, locking, descriptors, memfds and leases; `populate`, which
+fills pages and asks about them, and `reserved_space`, which reserves address space: this module
+shows their names as its own. What may not: policy. Which option leads to which call, and how a
+failure is explained, is said in `memory/sources.py`; here it is an `OSError`.
 
 Constants are defined here where the C library's headers may be older than the kernel: a wheel is
 built on an old system and runs on a new one. Calls that old C libraries lack go through `syscall`.

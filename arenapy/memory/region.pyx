@@ -1,7 +1,7 @@
 """Region: one contiguous range of addresses, and what ends it.
 
 What lives here: who owns a range (a mapping, a file descriptor, a user's object), when it is
-given back, and what a fork does to it. What does not: how it was mapped (source, vm) and how
+given back, and what a fork does to it. What does not: how it was mapped (sources, vm) and how
 it is carved up (allocators).
 
 A region is unmapped when the last object that needs it is gone: every Buffer and every

@@ -1,7 +1,7 @@
 """The blocks of NumPy's arrays, but for the short way: growth, libc's blocks, zeros, new sizes.
 
 What lives here: what the handler does when the pool's front cache has nothing, or is not to be
-asked. What does not: the callbacks, which try that first (numpy_handler).
+asked. What does not: the callbacks, which try that first (handler).
 
 They stand in a module of their own so that compilers leave them out of the callbacks, whose
 registers would be theirs to save. All run with or without the GIL, on any thread, and never raise;

@@ -12,7 +12,7 @@ interrupt: it is done as a whole or not at all. Where there is a GIL it guards w
 without it, critical sections do.
 
 What lives here: entering, leaving, and the wrapper of `threading.Thread.start`. What does not: the
-handler itself (numpy_handler), decorators and arguments (numpy_memory).
+handler itself (handler), decorators and arguments (numpy_memory).
 """
 import functools
 import threading

@@ -1,7 +1,7 @@
 """What NumPy calls for the data of arrays: a handler (NEP 49) over a Pool.
 
 What lives here: the callbacks, the capsule that arrays keep. What does not: which handler is in
-force where (numpy_context), what the short way cannot serve (numpy_blocks), the pool itself.
+force where (contexts), what the short way cannot serve (blocks), the pool itself.
 
 A capsule keeps the pool's core, and so its memory, but neither the Pool nor its source nor any
 other object of the user: an array in a cycle with them would keep it for ever. Each array keeps the

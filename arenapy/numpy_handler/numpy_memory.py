@@ -1,7 +1,7 @@
 """`numpy_memory`: the data of ordinary NumPy arrays from a Pool, and `handles`, where it is.
 
 What lives here: arguments, decorators, questions. What does not: the handler itself
-(numpy_handler), and entering and leaving (numpy_context).
+(handler), and entering and leaving (contexts).
 """
 
 from __future__ import annotations

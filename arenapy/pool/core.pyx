@@ -1,7 +1,7 @@
 """The pool algorithm as the keeper of Buffers: what is to be done with a block besides.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
-where blocks come from (fronts, pages), getting memory from a source, errors (pool_memory, pool).
+where blocks come from (thread_cache, page_heap), getting memory (memory), errors (pool).
 """
 cimport cython
 from cpython.object cimport PyObject

@@ -1,7 +1,7 @@
 """PoolGrowth: what a pool does for a request that the memory it has cannot serve.
 
 What lives here: the order of what is tried, and the error in the end. What does not: the source
-and the limit (pool_memory), what the user calls (pool).
+and the limit (memory), what the user calls (pool).
 """
 from libc.stdint cimport uint64_t
 

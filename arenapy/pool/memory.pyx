@@ -1,7 +1,7 @@
 """PoolMemory: how a pool gets memory from its source and gives it back.
 
 What lives here: reservations and regions, the limit, trimming. What does not: what a request does
-when there is no more (pool), which pages are free (pages).
+when there is no more (pool), which pages are free (page_heap).
 
 Over Host a pool reserves address space and gives it memory piece by piece, so that blocks merge
 across growth; over other sources it takes region after region. Sources and system calls run without

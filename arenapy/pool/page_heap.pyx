@@ -1,7 +1,7 @@
 """Pages: a heap of whole pages, in the regions or the reserved address space of a Pool.
 
 What lives here: descriptors, splitting and merging of extents, finding one that is large enough.
-What does not: where pages have memory (segments), small blocks, front caches, counting (fronts).
+What does not: where pages have memory (segments); small blocks, caches, counting (thread_cache).
 
 Each segment (a region, or a reservation that gets its memory piece by piece) is tiled exactly by
 extents. A FREE or VOID extent has no neighbour of its own kind in its segment: `join` sees to

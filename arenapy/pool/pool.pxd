@@ -13,7 +13,7 @@ cdef class Pool(PoolGrowth):
     cdef list lanes_named
     cdef Py_ssize_t most_lanes           # with more, those that nobody has asked lately may go
     cdef double streams_due              # when `trim_after` looks at lanes and streams next
-    cdef object past                     # what lanes had done that are gone: see pool_lanes
+    cdef object past                     # what lanes had done that are gone: see stream_caches
     cdef uint64_t asked                  # of a lane: its allocations when it was looked at last
 
     cdef Pool lane_of(self, object stream)

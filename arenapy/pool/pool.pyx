@@ -1,7 +1,7 @@
 """Pool: an allocator for blocks that are given back in any order, as the user holds it.
 
 What lives here: arguments, errors, the order of what is tried when memory runs out. What does not:
-where blocks come from and go to (pool_core, pages), the source (pool_memory), arrays (allocator).
+where blocks come from and go to (core, page_heap), the source (memory), arrays (allocator).
 """
 cimport cython
 from cpython.object cimport PyObject

@@ -1,7 +1,7 @@
 """Segments: memory for the pages of a heap, and back.
 
 What lives here: regions and reservations as segments, which of their pages have memory, what was
-unused longest. What does not: blocks (pages), the system calls and the source (pool_memory), which
+unused longest. What does not: blocks (page_heap), the system calls and the source (memory), which
 run without a lock between begin_* and end_*.
 """
 cimport cython

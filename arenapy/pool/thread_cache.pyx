@@ -1,7 +1,7 @@
 """Fronts: blocks of all sizes from the page heap, through front caches.
 
 What lives here: where a block of so many bytes comes from and goes to. What does not: pages
-(pages), what a block belongs to and who else sees it (pool_core), getting memory (pool_memory).
+(page_heap), what a block belongs to and who else sees it (core), getting memory (memory).
 
 A freed block enters a front cache unmerged, under the step that it was rounded to, and the next
 request of that step takes it: newest first, a few instructions. The cache is bounded. When it

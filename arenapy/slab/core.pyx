@@ -1,7 +1,7 @@
 """The slab algorithm as the keeper of Buffers: what is to be done with an item besides.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
-which items are free (slab_items), getting memory from a source, errors (slab).
+which items are free (slots), getting memory from a source, errors (slab).
 
 An item that is given back the long way is claimed first: its bit is cleared, and it is in no stack
 until all is done that takes time. So nothing is done twice, and nothing under a lock.

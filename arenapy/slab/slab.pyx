@@ -1,7 +1,7 @@
 """Slab: an allocator for items of one size, as the user holds it.
 
 What lives here: arguments, errors, getting memory from the source. What does not: which items are
-free (slab_core), arrays (allocator).
+free (core), arrays (allocator/allocator).
 """
 cimport cython
 from cpython.object cimport PyObject

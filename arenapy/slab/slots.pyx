@@ -1,7 +1,7 @@
 """Items of one size: which are free, in what order, and where they lie.
 
 What lives here: stacks of free items, the bitmap of live ones, parts (the items of one region).
-What does not: whom an item concerns besides (slab_core), getting memory from a source, errors.
+What does not: whom an item concerns besides (core), getting memory from a source, errors.
 
 Why it is fast: to allocate is to pop a name from a stack and to set a bit, to give back is the
 reverse. Items that were never handed out are in no stack: a part remembers how far it was used, and

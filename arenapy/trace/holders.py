@@ -1,7 +1,7 @@
 """Who holds the memory of a trace: its blocks in groups, and what there is to say in sentences.
 
 What lives here: groups of blocks by site, size, thread or stream, how much each holds at a moment,
-how long blocks lived. What does not: drawing (trace_page.py). Which line of a call stack a site is
+how long blocks lived. What does not: drawing (page.py). Which line of a call stack a site is
 known by is decided here, too: the innermost one that is not of NumPy, torch or this package.
 """
 

@@ -1,8 +1,8 @@
 """A map of a trace's blocks: addresses upwards, time to the right.
 
 What lives here: where on the map an address is, which blocks are drawn one by one, and the picture
-of those that are not. What does not: lifetimes (trace_blocks.py), colours and drawing
-(trace_page.py).
+of those that are not. What does not: lifetimes (timeline.py), colours and drawing
+(page.py).
 
 An address space is nearly empty. Gaps that no block ever used are drawn as they are, the smallest
 first, as long as all of them together are no larger than what was used; the others are cut.

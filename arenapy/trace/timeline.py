@@ -1,8 +1,8 @@
 """The blocks of a trace: when each was allocated and freed, and how much was live when.
 
 What lives here: lifetimes, live bytes, and what the allocator had from its source. All of it is
-arrays, a million events take about a second. What does not: how it is drawn (trace_map.py) and
-told (trace_holders.py, trace_page.py), what a replay does (replay_program.py).
+arrays, a million events take about a second. What does not: how it is drawn (map.py) and
+told (holders.py, page.py), what a replay does (commands/replay/program.py).
 
 Moments are numbers of events: "at moment i" is after event i. A block is live at the moments from
 its `start` on and before its `end`.

@@ -1,7 +1,7 @@
 """What the page of a trace shows: everything but the drawing.
 
 What lives here: the axis of time, curves at a number of moments that can be drawn, the map, the
-tables, and the sentences that sum all of it up. What does not: colours and HTML (trace_page.py).
+tables, and the sentences that sum all of it up. What does not: colours and HTML (page.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class View:
     trace : Trace
         With at least one allocation.
     way : str, optional
-        What blocks are told apart by, of `trace_holders.WAYS`; by default sites, if there are any,
+        What blocks are told apart by, of `holders.WAYS`; by default sites, if there are any,
         else sizes.
     by_events : bool, optional
         Whether the axis of time counts events; by default only if the trace has no times.

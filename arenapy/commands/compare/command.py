@@ -2,7 +2,7 @@
 
 What lives here: the command, the rounds, what a failing program leads to. What does not: the ways
 (variants.py), one run (worker.py), the rule of the verdict (verdict.py), the
-table (compare_table.py).
+table (table.py).
 
 Every run is a fresh process. The first one of each way is not timed: it warms the caches of files,
 and it alone is watched for huge pages, because looking at them stops the program for a moment. Then

@@ -1,7 +1,7 @@
 """What ``arenapy compare`` says: the table, and the verdict under it.
 
 What lives here: words and layout. What does not: measuring (compare.py) and the rule of the
-verdict (compare_verdict.py).
+verdict (verdict.py).
 """
 
 from __future__ import annotations
