@@ -10,10 +10,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import arenapy
 from arenapy.commands.run import command as run
 
 TIMEOUT = 120
-MAIN = Path(run.__file__).with_name("__main__.py")  # as the console script
+MAIN = Path(arenapy.__file__).with_name("__main__.py")  # as the console script
 REPORT = "arenapy run: "
 
 

@@ -54,7 +54,7 @@ def test_the_base_is_the_commit_before_or_head_with_changes(repository):
     (repository.root / "arenapy" / "pool.pyx").write_text("# changed\n")
     assert base(repository) == second
     assert base(repository, base=first[:9]) == first
-    assert regressions.changed_since(second, repository.root) == ["arenapy/pool/pool.pyx"]
+    assert regressions.changed_since(second, repository.root) == ["arenapy/pool.pyx"]
 
 
 def test_a_branch_is_compared_with_where_it_left_the_other(repository):
