@@ -80,5 +80,3 @@ cdef bint is_over(int result) noexcept nogil
 cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil
 # Its handle; of another thread's default stream the legacy one's, which waits for that.
 cdef void* handle_here(Stream stream) noexcept
-# Those of a context that are known now, and sure to exist.
-cdef list streams_in(void* context)

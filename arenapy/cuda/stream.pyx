@@ -384,8 +384,9 @@ cdef Stream capturing(object stream, void* handle, void* context, int device_id)
     cdef void* graph = NULL
     cdef uint64_t id = 0
     cdef int result
-    for found in streams_in(context):
-        if found.handle == handle and found.lasting:
+    for found in known_in(context):
+        # Under no lock: `gone` calls code of the user.
+        if found.handle == handle and found.lasting and not found.gone():
             return found
     with nogil:
         result = enter(context)
@@ -485,9 +486,3 @@ cdef void* handle_here(Stream stream) noexcept:
 
 cdef object number_of(Stream stream):
     return <uintptr_t>handle_here(stream)
-
-
-cdef list streams_in(void* context):
-    """Streams of a context that are known now, and sure to exist."""
-    # Under no lock: `gone` calls code of the user.
-    return [one for one in known_in(context) if not (<Stream>one).gone()]

@@ -38,6 +38,6 @@ cdef int synchronize(Stream stream) except -1
 cdef Ticket ticket_of(Stream stream)
 # An event. If the stream was destroyed, `work_of_context`.
 cdef Ticket work_of(Stream stream)
-# For a stream whose handle may name another one by now: only its context can tell what it has done.
-# This thread waits for all of that, and a plain Ticket, which is over, comes back.
+# For a stream whose handle may name another one by now: this thread waits for all streams of its
+# context, and a plain Ticket, which is over, comes back. OutOfMemory or CudaError: not now.
 cdef Ticket work_of_context(Stream stream)

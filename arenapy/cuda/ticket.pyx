@@ -15,7 +15,7 @@ from arenapy.cuda.driver cimport (
 )
 from arenapy.cuda.stream cimport (
     CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
-    relax, restore, streams_in,
+    relax, restore,
 )
 from arenapy.sealed cimport seal
 
@@ -28,6 +28,7 @@ cdef enum:
     INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
     EVENTS_KEPT = 256        # of a context
+    DEVICE_PAGE = 2 << 20    # bytes
     INVALID_CONTEXT = 201    # CUDA_ERROR_INVALID_CONTEXT
     CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
 
@@ -242,21 +243,22 @@ cdef Ticket work_of(Stream stream):
 
 
 cdef Ticket work_of_context(Stream stream):
-    cdef int result
-    for one in streams_in(stream.context):
-        if (<Stream>one).captures():         # the call below would make the capture invalid
-            raise CudaError(
-                f"{stream!r} is gone, and its context cannot be waited for while {one!r} is being "
-                "captured into a graph: do this before the capture, or after it"
-            )
+    # cuCtxSynchronize would make invalid every capture in the context, also one that nobody here
+    # knows of. cuMemFree waits for the same, since any stream may use the memory, and does not
+    # disturb a capture. It has to be whole pages, which the driver unmaps: smaller allocations
+    # share a page, and the driver need not wait before it gives one to the next.
+    cdef uint64_t address = 0
+    cdef int result, mode
     with nogil:
-        result = enter(stream.context)
+        result = relax(stream.context, &mode)
         if result == SUCCESS:
-            result = driver.cuCtxSynchronize()
-            leave()
+            result = driver.cuMemAlloc(&address, DEVICE_PAGE)
+            if result == SUCCESS:
+                result = driver.cuMemFree(address)
+            restore(&mode)
         forget(result)
     if not is_over(result):
-        checked(result, "cuCtxSynchronize")
+        checked(result, "cuMemFree")
     return Ticket.__new__(Ticket)
 
 
