@@ -14,7 +14,7 @@ cimport cython
 from libc.stdint cimport uintptr_t
 
 from arenapy.cuda.driver cimport (
-    SUCCESS, checked, driver, enter, forget, leave, primary,
+    SUCCESS, checked, driver, enter, forget, leave, need, primary,
 )
 from arenapy.cuda.retained cimport look
 from arenapy.cuda.stream cimport (
@@ -47,10 +47,12 @@ cdef class Event:
     @property
     def done(self):
         """Has the stream done it? Asks the driver."""
+        need()
         return self.ticket.over()
 
     def synchronize(self):
         """Wait until the stream has done it; raises CudaError if that cannot be."""
+        need()
         if not self.ticket.wait(None):
             raise CudaError("the event cannot be waited for: was it recorded during a capture?")
 

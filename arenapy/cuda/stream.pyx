@@ -461,6 +461,7 @@ cdef int not_closed(Stream stream) except -1:
 
 cdef int free_to_use(Stream stream, str what, object other) except -1:
     cdef int state
+    need()
     not_closed(stream)
     state = state_of(stream.context, handle_here(stream))
     if state != FREE_TO_USE:

@@ -11,7 +11,7 @@ from libc.stdlib cimport free, malloc
 
 from arenapy.atomic cimport arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
-    SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
 from arenapy.cuda.stream cimport (
     CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
@@ -323,6 +323,7 @@ cdef int refuse_captured(Stream stream) except -1:
 cdef int synchronize(Stream stream) except -1:
     cdef void* handle = handle_here(stream)
     cdef int result
+    need()
     not_closed(stream)
     with nogil:
         result = enter(stream.context)
