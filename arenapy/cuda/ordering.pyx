@@ -17,7 +17,8 @@ while it is captured into a graph waits for the end of the graph.
 
 Locks. `ended` is called by destructors, so it only pushes onto a list; then whoever finds `busy`
 unset does the rest, which calls the driver, without the GIL and under no lock. Others leave what
-they have to that thread, which looks again before it goes.
+they have to that thread, which looks again before it goes. Who needs memory waits for that thread,
+so it calls no code of the user: it asks only streams that are `lasting` whether they are closed.
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -576,8 +577,7 @@ cdef list told_to(Block block):
 cdef bint nobody_else_has(Stream stream) noexcept:
     """Is the object that it ends with only here? Then nobody gives it any more work."""
     cdef object owner = stream.owner         # counts, too
-    return stream.ended or (
-        stream.ends and Py_REFCNT(<PyObject*>owner) == 2 + (stream.tells is not None))
+    return stream.ended or (stream.ends and Py_REFCNT(<PyObject*>owner) == 2)
 
 
 cdef object owner_of(object stream):

@@ -18,7 +18,7 @@ from arenapy.cuda.driver cimport (
 )
 from arenapy.cuda.retained cimport look
 from arenapy.cuda.stream cimport (
-    OwnStream, Stream as Named, made_stream, relax, restore, stream_of,
+    OwnStream, Stream as Named, made_stream, not_closed, relax, restore, stream_of,
 )
 from arenapy.cuda.ticket cimport Ticket, create_event, join_streams, new_event, synchronize
 from arenapy.sealed cimport seal
@@ -186,6 +186,7 @@ def event_on(stream, int device_id):
 def wait_on(stream, Event event not None, int device_id):
     """Internal: let what `stream`, anybody's, is given from now on come after `event`."""
     cdef Named named = stream_of(stream, device_id)
+    not_closed(named)
     if not event.ticket.wait(named):
         raise CudaError(f"{named!r} cannot wait for the event: is one of them being captured?")
 

@@ -236,7 +236,8 @@ cdef bint owns(object stream) noexcept:
     """Is it known that the stream exists for as long as the object does?"""
     try:
         known_to = OWNERS.get((type(stream).__module__, type(stream).__qualname__))
-        return known_to is not None and bool(known_to(stream))
+        # The code of one that can be closed runs whenever it is asked whether it was.
+        return known_to is not None and not hasattr(stream, "close") and bool(known_to(stream))
     except Exception:                        # a version of the library that is not known
         return False
 

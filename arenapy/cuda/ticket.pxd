@@ -7,7 +7,8 @@ cdef class Ticket:
     cdef void* context
     # Is it? Then it stays so. Asks the driver, without the GIL.
     cdef bint over(self) noexcept
-    # Wait until it is; or let `stream`, if it is not None, wait. False: that cannot be.
+    # Wait until it is; or let `stream`, if it is not None, and not closed, wait. False: that cannot
+    # be.
     cdef bint wait(self, Stream stream) noexcept
 
 

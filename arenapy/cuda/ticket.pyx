@@ -77,8 +77,6 @@ cdef class Event(Ticket):
         if self.event == NULL:
             return True
         if stream is not None:
-            if stream.gone():
-                return False
             handle = handle_here(stream)
         with nogil:
             result = relax(self.context if stream is None else stream.context, &mode)
