@@ -1,6 +1,7 @@
 """Captures into graphs, streams that are gone, and what keeps what. On the simulated driver."""
 
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -19,6 +20,7 @@ from cuda_support import (
 )
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
+from arenapy.cuda.ticket import Graph
 
 # Captures ------------------------------------------------------------------------------------
 
@@ -51,6 +53,38 @@ def test_what_a_capture_uses_is_kept_until_its_graph_is_gone(gpu, reusing):
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
     assert take(reusing).address == address
+
+
+def most_uses():
+    """Of any block whose uses have a graph among them."""
+    return max(
+        len(one)
+        for one in gc.get_objects()
+        if type(one) is list and any(isinstance(use, Graph) for use in one)
+    )
+
+
+@pytest.mark.parametrize("source", ["device", "pinned"])
+@pytest.mark.parametrize("named", ["object", "integer", "own"])
+def test_graphs_that_are_gone_do_not_pile_up_on_a_block(gpu, source, named):
+    s = new_stream(gpu)
+    own = s if (source, named) == ("device", "own") else None
+    slab = Slab(MIB, 1, SOURCES[source](), stream=own)
+    b, n = slab.alloc(), 200
+    for i in range(n):
+        gpu.begin_capture(s.handle_)
+        b.fill(i, stream=s.handle_ if named == "integer" else s)
+        graph = gpu.end_capture(s.handle_)
+        if i < n - 1:
+            gpu.destroy_graph(graph)
+    assert most_uses() < 2 * 16 + 2
+    slowly_fill(gpu, s, b, 1)
+    del b
+    gpu.drain()
+    assert slab.stats().pending_bytes == MIB, "a graph is left that uses it"
+    gpu.destroy_graph(graph)
+    slab.stats(), gpu.drain()
+    assert slab.stats().pending_bytes == 0
 
 
 def test_nothing_disturbs_another_streams_capture(gpu):

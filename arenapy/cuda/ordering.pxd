@@ -40,6 +40,7 @@ cdef class Ordering(Medium):
     # internal
     cdef int fenced(self, object block) except -1
     cdef int after(self, object block, object use, Stream stream, bint strict) except -1
+    cdef int note(self, object block, object use) except -1
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1
     cdef list abandon(self, PyObject* keeper)
     cdef void sort_arrived(self) noexcept

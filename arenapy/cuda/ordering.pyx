@@ -182,31 +182,43 @@ cdef class Ordering(Medium):
 
     cdef int use(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
-        cdef Py_ssize_t n
         if not s.fence and s.captures():
-            note_use(<Block>block, new_graph(s))     # as_now() looks at the order
+            self.note(block, new_graph(s))   # as_now() looks at the order
         if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
-        n = note_use(<Block>block, s)
+        return self.note(block, s)
+
+    cdef int note(self, object block, object use) except -1:
+        cdef Py_ssize_t n = note_use(<Block>block, use)
         if n and n % MANY_USES == 0:
             self.forget_finished(block, n if not n & (n - 1) else 2 * MANY_USES)
         return 0
 
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1:
-        """A block that many streams used one after the other need not keep them all.
+        """A block that many streams and graphs used one after the other need not keep them all.
 
         What counts is what a stream is given until the block is released. That is known already if
         nobody else has its object. The last `most` uses are looked at.
         """
         cdef Stream s
-        for one in uses_of(<Block>block)[-most:]:
+        cdef list uses = uses_of(<Block>block)
+        cdef dict captured = {}
+        cdef object first = next((one for one in uses if isinstance(one, Graph)), None)
+        for one in uses[-most:]:
             if isinstance(one, Stream):
                 s = <Stream>one
+                if s.unnamed:                # the latest one stands for each earlier capture, too
+                    handle = (<uintptr_t>s.handle, <uintptr_t><void*>s.owner)
+                    if handle in captured:
+                        drop_use(<Block>block, captured[handle])
+                    captured[handle] = s
+                    continue
                 if s.id == 0 or not nobody_else_has(s) or s.state() != FREE_TO_USE:
                     continue
                 if not s.idle():
                     note_use(<Block>block, work_of(s))
-            elif not isinstance(one, Event) or not (<Ticket>one).over():
+            # as_now() takes what comes after the first graph for named in a capture.
+            elif one is first or not (<Ticket>one).over():
                 continue
             drop_use(<Block>block, one)
         return 0
