@@ -30,6 +30,7 @@ from arenapy.atomic cimport (
 )
 from arenapy.block cimport Block, Hold, Keeper, drop_use, note_use, uses_of
 from arenapy.medium cimport Medium
+from arenapy.region cimport Region
 from arenapy.regions cimport RegionSet
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
@@ -432,7 +433,28 @@ cdef class Ordering(Medium):
         if callable_(self.generation) and (self.open or self.batches):
             # As during a capture, where a stream cannot be waited for.
             park(memory, self.abandon(keeper))
+        if self.own is not None and isinstance(memory, tuple) and callable_(self.generation):
+            self.end_in(<tuple>memory)
         PyErr_Restore(kind, value, trace)
+
+    cdef void end_in(self, tuple regions) noexcept:
+        """Regions that outlive the allocator may outlive its stream, too."""
+        cdef Stream own = <Stream>self.own
+        cdef object use = None
+        cdef object order
+        cdef Region region
+        for region in regions:
+            order = region.medium
+            if not isinstance(order, Ordering) or (<Ordering>order).earlier is None:
+                continue
+            if use is None:
+                use = own
+                try:
+                    if own.state() == FREE_TO_USE:
+                        use = work_of(own)
+                except Exception:
+                    pass                     # when the region is freed, perhaps
+            (<Ordering>order).earlier.append(use)
 
     cdef list abandon(self, PyObject* keeper):
         """Free the holds that are left; what their blocks wait for."""
