@@ -339,3 +339,20 @@ def test_zeros_of_an_allocator_whose_own_stream_is_captured(gpu, allocator):
     block = one.zeros(4096, "u1")
     gpu.drain()
     assert set(content(block)) == {0}
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_which_allocations_notice_that_the_own_stream_is_captured(gpu, allocator):
+    s = new_stream(gpu)
+    one = ALLOCATORS[allocator](cuda.Device(), stream=s)
+    gpu.begin_capture(s.handle_)
+    for use in (lambda: one.alloc(100, stream=s), lambda: one.zeros(100, "u1")):
+        with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
+            use()
+    calls = gpu.calls.copy()
+    one.alloc(100).release()
+    if allocator != "pool":  # which asks the driver for its first memory
+        assert gpu.calls == calls
+    graph = gpu.end_capture(s.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
