@@ -47,14 +47,19 @@ cdef class Event:
     @property
     def done(self):
         """Has the stream done it? Asks the driver."""
+        cdef bint over
         need()
-        return self.ticket.over()
+        over = self.ticket.over()
+        if over:
+            look(True)
+        return over
 
     def synchronize(self):
         """Wait until the stream has done it; raises CudaError if that cannot be."""
         need()
         if not self.ticket.wait(None):
             raise CudaError("the event cannot be waited for: was it recorded during a capture?")
+        look(True)
 
     def __reduce__(self):
         raise TypeError("an Event cannot be pickled")
