@@ -220,14 +220,17 @@ def test_memory_whose_own_stream_was_closed_is_freed_after_its_work(gpu, name, w
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("name", ["slab", "pool", "bump"])
+@pytest.mark.parametrize("name", ["slab", "pool", "trimmed pool", "bump"])
 def test_a_region_that_outlives_the_allocator_and_its_stream(gpu, name, captured):
     """The number of a stream has to be good as long as the allocator, and no longer."""
     source, stream, other = cuda.DriverPool(release_threshold=0), new_handle(gpu), cuda.Stream()
-    allocator = ALLOCATORS[name](source, stream=stream)
+    allocator = ALLOCATORS[name.split()[-1]](source, stream=stream)
     b = allocator.alloc(4096)
     slowly_fill(gpu, stream, b, 3)
     kept = allocator.regions[0]
+    if name == "trimmed pool":
+        b.release()
+        assert allocator.trim()
     if captured:
         gpu.begin_capture(other.handle)
     del b, allocator

@@ -45,7 +45,6 @@ cdef class Ordering(Medium):
     cdef int after(self, object block, object use, Stream stream, bint strict) except -1
     cdef int note(self, object block, object use) except -1
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1
-    cdef void end_in(self, tuple regions) noexcept
     cdef list abandon(self, PyObject* keeper)
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept

@@ -433,16 +433,19 @@ cdef class Ordering(Medium):
         if callable_(self.generation) and (self.open or self.batches):
             # As during a capture, where a stream cannot be waited for.
             park(memory, self.abandon(keeper))
-        if self.own is not None and isinstance(memory, tuple) and callable_(self.generation):
-            self.end_in(<tuple>memory)
         PyErr_Restore(kind, value, trace)
 
-    cdef void end_in(self, tuple regions) noexcept:
-        """Regions that outlive the allocator may outlive its stream, too."""
+    cdef void leave(self, tuple regions) noexcept:
+        cdef PyObject* kind = NULL
+        cdef PyObject* value = NULL
+        cdef PyObject* trace = NULL
         cdef Stream own = <Stream>self.own
         cdef object use = None
         cdef object order
         cdef Region region
+        if own is None or not callable_(self.generation):
+            return
+        PyErr_Fetch(&kind, &value, &trace)
         for region in regions:
             order = region.medium
             if not isinstance(order, Ordering) or (<Ordering>order).earlier is None:
@@ -455,6 +458,7 @@ cdef class Ordering(Medium):
                 except Exception:
                     pass                     # when the region is freed, perhaps
             (<Ordering>order).earlier.append(use)
+        PyErr_Restore(kind, value, trace)
 
     cdef list abandon(self, PyObject* keeper):
         """Free the holds that are left; what their blocks wait for."""
