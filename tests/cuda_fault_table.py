@@ -19,6 +19,7 @@ RESULTS = {
 }
 
 NEVER_CALLED = {
+    "cuCtxSynchronize": "it would make captures invalid, also those that nobody here knows of",
     "cuDriverGetVersion": "what a driver has is seen by its entry points",
     "cuCtxGetCurrent": "a context is pushed and popped, whichever was current",
     "cuMemHostGetDevicePointer": "mapped memory is refused unless the addresses are the same",
@@ -101,7 +102,8 @@ TABLE = [
     row(ANY, "cuStreamIsCapturing|cuStreamQuery|cuEventQuery", FINE),
     row(ANY, "cuDevicePrimaryCtxGetState", FINE),  # it counts as in use
     row("release of pinned memory that .*", "cuDeviceGet", FINE),  # likewise
-    row("a stream that .*", "cuCtxSynchronize", FINE),  # the block is free later
+    row("a stream that .*", "cuMemFree", FINE, leaves="memory"),  # the block is free later
+    row("a stream that .*", "cuMemAlloc", FINE),  # likewise
     row(".*pinned|a bit .*", "cuCtxGetDevice", FINE, TOLD),  # of no context: device 0
     row("copy.*", "cuPointerGetAttribute", results="INVALID_VALUE"),  # an answer: it is pageable
     row("copy.*", "cuPointerGetAttribute", FINE),

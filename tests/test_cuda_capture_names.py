@@ -1,7 +1,7 @@
 """Naming a stream while it is captured into a graph. On the simulated driver.
 
-A question for the id of such a stream makes its capture invalid, and so does waiting for its
-context: the driver has no capture mode that allows it.
+A question for the id of such a stream makes its capture invalid, and so does cuCtxSynchronize: the
+driver has no capture mode that allows them.
 """
 
 import ctypes
@@ -12,6 +12,8 @@ from capsules import Array
 from cuda_machine import Wrapped
 from cuda_order import backwards
 from cuda_support import MIB, content, new_stream, only_one, slowly_fill, take
+from simulated_gpu import GLOBAL, RELAXED
+from simulated_memory import OUT_OF_MEMORY
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, new_handle
 
 from arenapy import Pool, Slab, cuda
@@ -256,29 +258,48 @@ def test_what_is_refused_disturbs_no_capture(gpu):
 # The last resort -----------------------------------------------------------------------------
 
 
-def test_a_context_is_not_waited_for_while_a_known_stream_captures(gpu, reusing):
-    """A block whose stream is gone: only the context could tell. It is free later."""
-    s, captured, done = new_stream(gpu), new_stream(gpu), []
-    b = take(reusing)
-    b.record_stream(captured)  # now known
-    b.release()
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
-    b = take(reusing)
-    b.record_stream(s.handle_)
-    gpu.launch(s.handle_, lambda: done.append(1), [(b.address, b.nbytes)])
+def gone(gpu, block):
+    """Told of a stream that is destroyed, and whose handle another one has got; its kernels."""
+    s, done = new_stream(gpu), []
+    block.record_stream(s.handle_)
+    gpu.launch(s.handle_, lambda: done.append(1), [(block.address, block.nbytes)])
     assert gpu.call("cuStreamDestroy", s.handle_) == 0
-    again = new_stream(gpu)
-    assert again.handle_ == s.handle_
-    gpu.begin_capture(captured.handle_)
+    assert new_stream(gpu).handle_ == s.handle_
+    return done
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mode", [GLOBAL, RELAXED])
+def test_the_wait_for_a_stream_that_is_gone_spoils_no_capture(gpu, reusing, known, mode):
+    """Nobody else can tell what it has done; the capture may be one that arenapy does not know."""
+    captured = new_stream(gpu)
+    b = take(reusing)
+    if known:
+        b.record_stream(captured)
+        b.release()
+        gpu.drain()
+        assert reusing.stats().pending_bytes == 0
+        b = take(reusing)
+    done = gone(gpu, b)
+    gpu.begin_capture(captured.handle_, mode)
+    del b
+    take(reusing)
+    assert done, "it was handed out while a stream uses it"
+    graph = gpu.end_capture(captured.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
+
+
+def test_a_device_without_room_for_that_wait(gpu, reusing):
+    """The block is free later."""
+    b = take(reusing)
+    done = gone(gpu, b)
+    gpu.fails["cuMemAlloc"] = OUT_OF_MEMORY
     del b
     for _ in range(3):
         assert reusing.stats().pending_bytes
         with pytest.raises(MemoryError):
             take(reusing)
-    assert gpu.calls["cuCtxSynchronize"] == 0 and not done
-    graph = gpu.end_capture(captured.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    assert not done
+    gpu.fails.clear()
     assert reusing.stats().pending_bytes == 0 and done
-    assert gpu.calls["cuCtxSynchronize"] == 1

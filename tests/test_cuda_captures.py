@@ -1,6 +1,7 @@
 """Captures into graphs, streams that are gone, and what keeps what. On the simulated driver."""
 
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -19,6 +20,7 @@ from cuda_support import (
 )
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
+from arenapy.cuda.ticket import Graph
 
 # Captures ------------------------------------------------------------------------------------
 
@@ -51,6 +53,38 @@ def test_what_a_capture_uses_is_kept_until_its_graph_is_gone(gpu, reusing):
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
     assert take(reusing).address == address
+
+
+def most_uses():
+    """Of any block whose uses have a graph among them."""
+    return max(
+        len(one)
+        for one in gc.get_objects()
+        if type(one) is list and any(isinstance(use, Graph) for use in one)
+    )
+
+
+@pytest.mark.parametrize("source", ["device", "pinned"])
+@pytest.mark.parametrize("named", ["object", "integer", "own"])
+def test_graphs_that_are_gone_do_not_pile_up_on_a_block(gpu, source, named):
+    s = new_stream(gpu)
+    own = s if (source, named) == ("device", "own") else None
+    slab = Slab(MIB, 1, SOURCES[source](), stream=own)
+    b, n = slab.alloc(), 200
+    for i in range(n):
+        gpu.begin_capture(s.handle_)
+        b.fill(i, stream=s.handle_ if named == "integer" else s)
+        graph = gpu.end_capture(s.handle_)
+        if i < n - 1:
+            gpu.destroy_graph(graph)
+    assert most_uses() < 2 * 16 + 2
+    slowly_fill(gpu, s, b, 1)
+    del b
+    gpu.drain()
+    assert slab.stats().pending_bytes == MIB, "a graph is left that uses it"
+    gpu.destroy_graph(graph)
+    slab.stats(), gpu.drain()
+    assert slab.stats().pending_bytes == 0
 
 
 def test_nothing_disturbs_another_streams_capture(gpu):
@@ -305,3 +339,20 @@ def test_zeros_of_an_allocator_whose_own_stream_is_captured(gpu, allocator):
     block = one.zeros(4096, "u1")
     gpu.drain()
     assert set(content(block)) == {0}
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_which_allocations_notice_that_the_own_stream_is_captured(gpu, allocator):
+    s = new_stream(gpu)
+    one = ALLOCATORS[allocator](cuda.Device(), stream=s)
+    gpu.begin_capture(s.handle_)
+    for use in (lambda: one.alloc(100, stream=s), lambda: one.zeros(100, "u1")):
+        with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
+            use()
+    calls = gpu.calls.copy()
+    one.alloc(100).release()
+    if allocator != "pool":  # which asks the driver for its first memory
+        assert gpu.calls == calls
+    graph = gpu.end_capture(s.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)

@@ -4,14 +4,17 @@ The simulated driver says so (`errors`, of which there may be none in the end) w
 used that is nobody's. So no stream is made after one was closed: it would get the same handle.
 """
 
+import contextlib
 import gc
+import threading
 
 import pytest
 from cuda_machine import Wrapped
 from cuda_support import LEGACY, MIB, content, new_stream, only_one, slowly_fill, take
 from support import peek
 
-from arenapy import Bump, Pool, Slab, cuda
+from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
+from arenapy.cuda.stream import OWNERS
 
 
 class Raises(Wrapped):
@@ -254,3 +257,48 @@ def test_an_own_stream_is_not_closed_by_arenapy(gpu):
     slowly_fill(gpu, other, b, 2)
     kernels_in_the_wrong_order(gpu)
     assert sample(content(b)) == {2}
+
+
+class Asking(Wrapped):
+    """Its code runs whenever it is asked for its handle, and waits for a thread of its user."""
+
+    asked = None
+
+    def __cuda_stream__(self):
+        if self.asked and threading.current_thread() is threading.main_thread():
+            self.asked()
+        return super().__cuda_stream__()
+
+    def close(self):
+        raise NotImplementedError
+
+
+OWNERS[Asking.__module__, Asking.__qualname__] = lambda stream: True
+
+
+@pytest.mark.parametrize("name", ["slab", "pool"])
+@pytest.mark.parametrize("which", ["own", "recorded"])
+def test_its_code_runs_while_nobody_waits_for_this_thread(gpu, name, which):
+    stream, other = Asking(new_stream(gpu).handle_), new_stream(gpu)
+    own, recorded = (stream, other) if which == "own" else (other, stream)
+    one, stuck, asked = only_one(name, cuda.Device(), stream=own), [], []
+
+    def use():
+        with contextlib.suppress(OutOfMemory):  # the block may be on its way back still
+            take(one).release()
+
+    def another_thread():
+        asked.append(1)
+        thread = threading.Thread(target=use, daemon=True)
+        thread.start()
+        thread.join(3)
+        stuck.append(thread.is_alive())
+
+    b = take(one)
+    b.record_stream(recorded)
+    slowly_fill(gpu, recorded, b, 1)
+    stream.asked = another_thread
+    b.release()
+    take(one).release()
+    stream.asked = None
+    assert asked and not any(stuck)

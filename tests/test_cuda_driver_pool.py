@@ -11,7 +11,7 @@ import threading
 import pytest
 from cuda_machine import Wrapped
 from cuda_support import ALLOCATORS, LEGACY, MIB, new_stream, slowly_fill
-from stream_wrappers import core_own, new_handle
+from stream_wrappers import core_own, destroy, new_handle
 
 from arenapy import Pool, Slab, cuda
 
@@ -217,6 +217,32 @@ def test_memory_whose_own_stream_was_closed_is_freed_after_its_work(gpu, name, w
     assert not gpu.errors
     source.trim()
     assert gpu.memory.used[0] == 0
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["slab", "pool", "trimmed pool", "bump"])
+def test_a_region_that_outlives_the_allocator_and_its_stream(gpu, name, captured):
+    """The number of a stream has to be good as long as the allocator, and no longer."""
+    source, stream, other = cuda.DriverPool(release_threshold=0), new_handle(gpu), cuda.Stream()
+    allocator = ALLOCATORS[name.split()[-1]](source, stream=stream)
+    b = allocator.alloc(4096)
+    slowly_fill(gpu, stream, b, 3)
+    kept = allocator.regions[0]
+    if name == "trimmed pool":
+        b.release()
+        assert allocator.trim()
+    if captured:
+        gpu.begin_capture(other.handle)
+    del b, allocator
+    gc.collect()
+    destroy(gpu, stream)
+    del kept
+    if captured:
+        gpu.destroy_graph(gpu.end_capture(other.handle))
+        source.trim()
+    assert gpu.calls["cuMemFreeAsync"] == 1
+    backwards(gpu)
+    assert not gpu.errors
 
 
 @pytest.mark.parametrize("meanwhile", ["trim", "region"])

@@ -59,6 +59,18 @@ def test_what_streams_keep_is_given_back_in_time(gpu, use, source):
     pool.check()
 
 
+def test_a_closed_stream_gets_nothing(gpu):
+    pool, stream = Pool(8 * MIB, cuda.Device()), cuda.Stream()
+    block = pool.alloc(MIB, stream=stream)
+    stream.close()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of device 0, closed> is closed; make another one"):
+            pool.alloc(MIB, stream=stream)
+    assert pool.stats().active_allocations == 1
+    block.release()
+    pool.check()
+
+
 def test_a_thread_gives_it_back(gpu):
     pool = Pool(None, cuda.Device(), trim_after=0.01, trim_thread=True)
     for _ in range(3):

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import inspect
+import os
 import pickle
 
 import pytest
@@ -191,3 +192,37 @@ def test_time(one):
             elapsed(stream, work, 0)
         one.fails.clear()
         assert not [each for each in one.event_handles.things.values() if each.timing], name
+
+
+IN_A_CHILD = {
+    "synchronize": lambda pool, stream, event: stream.synchronize(),
+    "record": lambda pool, stream, event: stream.record(),
+    "wait for an event": lambda pool, stream, event: stream.wait(event),
+    "wait for a stream": lambda pool, stream, event: stream.wait(1),
+    "done": lambda pool, stream, event: event.done,
+    "wait": lambda pool, stream, event: event.synchronize(),
+    "alloc": lambda pool, stream, event: pool.alloc(KIB, stream=stream),
+    "alloc for another library's": lambda pool, stream, event: pool.alloc(KIB, stream=stream),
+    "an allocator": lambda pool, stream, event: arenapy.Slab(1, 1, cuda.Device(), stream=stream),
+}
+
+
+@pytest.mark.parametrize("use", IN_A_CHILD)
+def test_a_forked_child_does_not_call_the_driver(one, use):
+    stream = cuda.Stream()
+    event, pool = stream.record(), arenapy.Pool(1 << 21, cuda.Device())
+    if "another library" in use:
+        stream = Wrapped(one.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING))
+    block = pool.alloc(KIB, stream=stream)
+    block.release()
+    child = os.fork()
+    if child == 0:
+        before = sum(one.calls.values())
+        try:
+            IN_A_CHILD[use](pool, stream, event)
+        except cuda.Unavailable as error:
+            called = sum(one.calls.values()) > before or "forked" not in str(error)
+            os._exit(1 if called else 0)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

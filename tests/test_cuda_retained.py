@@ -69,12 +69,25 @@ def test_one_stream_that_stands_still_keeps_its_own(gpu, library):
     assert len(library.alive) < 40 + 60
 
 
-@pytest.mark.parametrize("look", ["synchronize", "stats", "another allocator's", "a copy", "end"])
+LOOKS = {
+    "synchronize": lambda stream, event, pool, other, block: stream.synchronize(),
+    "event": lambda stream, event, pool, other, block: event.synchronize(),
+    "done": lambda stream, event, pool, other, block: event.done,
+    "stats": lambda stream, event, pool, other, block: pool.stats(),
+    "another allocator's": lambda stream, event, pool, other, block: other.stats(),
+    "memory": lambda stream, event, pool, other, block: other.alloc(N),
+    "a copy that waits": lambda stream, event, pool, other, block: block.copy_to(bytearray(N)),
+    "a fill that waits": lambda stream, event, pool, other, block: block.fill(0),
+}
+
+
+@pytest.mark.parametrize("look", [*LOOKS, "a copy", "end"])
 def test_what_lets_go_of_it(gpu, library, look):
     pool, s = Pool(4 * MIB, cuda.Device()), cuda.Stream()
     block, other = pool.alloc(N), Pool(4 * MIB, cuda.Device())
     for _ in range(5):
         block.copy_from(library.array(), stream=s)
+    event = s.record()
     assert len(library.alive) == 5
     if look == "end":  # which waits
         del block, pool
@@ -82,14 +95,11 @@ def test_what_lets_go_of_it(gpu, library, look):
         return
     gpu.drain()
     assert len(library.alive) == 5, "nothing calls back"
-    if look == "synchronize":
-        s.synchronize()
-    elif look == "a copy":
+    if look == "a copy":
         other.alloc(N).copy_from(library.array(), stream=new_stream(gpu))
         assert len(library.alive) == 1
         return
-    else:
-        (pool if look == "stats" else other).stats()
+    LOOKS[look](s, event, pool, other, block)
     assert len(library.alive) == 0
 
 

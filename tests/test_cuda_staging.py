@@ -15,7 +15,7 @@ from cuda_machine import Wrapped
 from hypothesis import event, given
 from hypothesis import strategies as st
 from simulated_driver import simulated
-from support import peek
+from support import peek, poke
 
 import arenapy
 from arenapy import cuda
@@ -459,3 +459,30 @@ def test_pools_that_cannot_be(one):
             cuda.chunks(bytes(1000), 200, pool=pool)
     with pytest.raises(TypeError, match="progress=3"):
         cuda.chunks(bytes(1000), 200, progress=3)
+
+
+@pytest.mark.parametrize("tell", ["recorded", "filled", "copied"])
+@pytest.mark.parametrize("kind", ["device", "pinned", "managed", "array"])
+def test_what_its_source_was_told_of_comes_first(one, kind, tell):
+    """The stream that copies is its own, which nobody else can order."""
+    sources = {"device": cuda.Device(), "managed": cuda.Managed()}
+    source = sources.get(kind, cuda.Pinned(huge_pages=None, mapped=False))
+    whole = source.region(4096).buffer()
+    whole.fill(1)
+    stream, other = cuda.Stream(), cuda.Device().region(4096).buffer()
+    other.fill(2)
+    one.drain()
+    if tell == "recorded":
+        address = whole.address
+        one.launch(stream.handle, lambda: poke(address, 4096, 2), [(address, 4096)])
+        whole.record_stream(stream)
+    elif tell == "filled":
+        whole.fill(2, stream=stream)
+    else:
+        whole.copy_from(other, stream=stream)
+    got = []
+    for chunk in cuda.chunks(whole.array(dtype="u1") if kind == "array" else whole, 1024):
+        while one.step(-1):  # what was given last runs first
+            pass
+        got.append(read(chunk))
+    assert set(b"".join(got)) == {2}

@@ -102,6 +102,39 @@ def test_what_a_graph_uses_is_parked_until_it_is_gone(gpu):
     assert pool.alloc(2 * MIB).address == address
 
 
+@pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_the_wait_for_a_stream_that_is_gone_spoils_no_capture(gpu, mode):
+    """cuMemFree waits for it, and leaves alone a capture that arenapy does not know of."""
+
+    class Closing:
+        handle = gpu.stream()
+
+        def __cuda_stream__(self):
+            return 0, self.handle
+
+        def close(self):
+            done(gpu.driver.cuStreamDestroy(self.handle))
+            self.handle = None
+
+    stream, captured = Closing(), gpu.stream()
+    slab = Slab(2 * MIB, 1, cuda.Device())
+    block = slab.alloc()
+    block.record_stream(stream)
+    gpu.write_slowly(stream, block.address, block.nbytes, 1, 200_000)
+    stream.close()
+    done(gpu.driver.cuStreamBeginCapture(captured, gpu.driver.CUstreamCaptureMode(mode)))
+    del block
+    again = slab.alloc()
+    graph = done(gpu.driver.cuStreamEndCapture(captured))
+    assert int(graph), "the capture was invalidated"
+    done(gpu.driver.cuGraphDestroy(graph))
+    other = cuda.Stream()
+    gpu.write_slowly(other, again.address, again.nbytes, 2)
+    gpu.synchronize()
+    gpu.count_wrong(other, again.address, again.nbytes, 2)
+    assert gpu.how_many_wrong() == 0, "the stream that is gone wrote after its wait"
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 def test_releases_while_another_stream_is_captured(gpu, blocking):
     """Nothing that arenapy asks about other streams breaks the capture."""

@@ -101,6 +101,7 @@ cdef class RegionSet(Keeper):
     cdef void finish_streams(self) noexcept:
         if self.medium is not None:
             self.medium.finish(<PyObject*>self, self.regions)
+            self.medium.leave(self.regions)
 
     cdef int take_region(self, Region region, tuple regions) except -1:
         """Add a region. `regions` is all of them: to make it may run code that uses this."""
@@ -152,6 +153,8 @@ cdef class RegionSet(Keeper):
                 self.capacity -= region.size
             arenapy_lock_release(&self.lock)
         self.forget(region)
+        if self.medium is not None:
+            self.medium.leave((region,))
         region.detach()
         return 0
 

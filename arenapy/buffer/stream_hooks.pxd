@@ -50,6 +50,8 @@ cdef class Medium:
     # The keeper ends: wait for the streams that use it, and free the holds. If that cannot be, keep
     # `memory`, which has its bytes, until they are done.
     cdef void finish(self, PyObject* keeper, object memory) noexcept
+    # An allocator lets go of regions, which may outlive it and its stream.
+    cdef void leave(self, tuple regions) noexcept
     # Copy a block, which its user is going to release, to the beginning of another one of this
     # memory, in the order of the streams that use it; those may then use the other one.
     cdef int move(self, object to, object source) except -1

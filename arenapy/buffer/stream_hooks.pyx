@@ -62,6 +62,9 @@ cdef class Medium:
     cdef void finish(self, PyObject* keeper, object memory) noexcept:
         pass
 
+    cdef void leave(self, tuple regions) noexcept:
+        pass
+
     cdef int move(self, object to, object source) except -1:
         raise NotImplementedError
 

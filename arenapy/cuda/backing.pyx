@@ -254,7 +254,7 @@ cdef class Leaving:
 
     cdef DriverPoolHandle pool           # which is there to the last
     cdef uint64_t address
-    cdef list streams
+    cdef list streams                    # or None, where there is a ticket
     cdef list tickets                    # of each stream, or None: it is still to be made
     cdef bint again
 
@@ -362,12 +362,15 @@ cdef class DriverPoolHandle:
                     forget(driver.cuMemPoolDestroy(self.pool))
                     leave()
 
-    cdef void give_back(self, uint64_t address) noexcept:
+    cdef void give_back(self, uint64_t address, list earlier) noexcept:
         cdef Leaving one = Leaving.__new__(Leaving)
         cdef Stream _legacy = stream_of(LEGACY, self.ordinal)    # now it is known
         one.pool, one.address = self, address
         one.streams = [use for use in known_in(self.context) if use is not self.stream]
         one.tickets = [None] * len(one.streams)
+        for use in earlier:
+            one.streams.append(use if isinstance(use, Stream) else None)
+            one.tickets.append(use if isinstance(use, Ticket) else None)
         leaving.append(one)
         free_what_left()
 
@@ -393,10 +396,11 @@ cdef class PooledBacking(Backing):
     cdef DriverPoolHandle pool
     cdef int generation
     cdef uint64_t address
+    cdef list earlier                # Ordering.earlier of the region
 
     def __dealloc__(self):
         if self.address and callable_(self.generation):
-            self.pool.give_back(self.address)
+            self.pool.give_back(self.address, self.earlier)
 
 
 seal(PooledBacking)
@@ -408,6 +412,7 @@ def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
     cdef void* stream = pool.stream.handle
     cdef uint64_t address = 0
     cdef int result
+    cdef Region region
     need()
     free_what_left()
     with nogil:
@@ -418,7 +423,10 @@ def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
                 result = driver.cuStreamSynchronize(stream)
             leave()
     backing.pool, backing.address, backing.generation = pool, address, generation
+    backing.earlier = []
     if result == OUT_OF_MEMORY:
         raise out_of_memory(nbytes, pool.ordinal, "cuMemAllocFromPoolAsync")
     checked(result, "cuMemAllocFromPoolAsync")
-    return region_of(address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
+    region = region_of(address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
+    (<CudaMemory>region.medium).earlier = backing.earlier
+    return region

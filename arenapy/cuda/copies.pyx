@@ -27,7 +27,7 @@ from arenapy.buffer.transfer cimport copy_bytes, move_bytes
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, generation, leave, primary
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport told_to
-from arenapy.cuda.retained cimport Retained, give_up, park, retain, retain_until
+from arenapy.cuda.retained cimport Retained, give_up, look, park, retain, retain_until
 from arenapy.cuda.stream cimport Stream, free_to_use, handle_here
 from arenapy.cuda.ticket cimport follow, synchronize
 from arenapy.base.sealed cimport seal
@@ -318,6 +318,7 @@ cdef int wait_or_keep(Stream s, list sides) except -1:
             elif not (side.on_host and pageable(side.address, s.context)):
                 park((side.thing, memoryview(side.thing) if side.block else side.view), [s])
         raise
+    look(False)
     return 0
 
 

@@ -28,6 +28,9 @@ cdef class Ordering(Medium):
     # The memory is another library's, which may use it anew at once when it is gone: what the own
     # stream does counts, too.
     cdef bint borrowed
+    # Of a region that has to be freed after the own streams of its allocators: for each that is
+    # gone an event, or the stream, if none could be recorded. None: the free waits for all streams.
+    cdef list earlier
     cdef list recent                 # what was named last, and what it is; replaced, never changed
 
     # A new one of the same class.
@@ -40,6 +43,7 @@ cdef class Ordering(Medium):
     # internal
     cdef int fenced(self, object block) except -1
     cdef int after(self, object block, object use, Stream stream, bint strict) except -1
+    cdef int note(self, object block, object use) except -1
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1
     cdef list abandon(self, PyObject* keeper)
     cdef void sort_arrived(self) noexcept

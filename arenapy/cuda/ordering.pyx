@@ -17,7 +17,8 @@ while it is captured into a graph waits for the end of the graph.
 
 Locks. `ended` is called by destructors, so it only pushes onto a list; then whoever finds `busy`
 unset does the rest, which calls the driver, without the GIL and under no lock. Others leave what
-they have to that thread, which looks again before it goes.
+they have to that thread, which looks again before it goes. Who needs memory waits for that thread,
+so it calls no code of the user: it asks only streams that are `lasting` whether they are closed.
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -27,9 +28,10 @@ from posix.unistd cimport usleep
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
+from arenapy.allocator.allocator_core cimport RegionSet
 from arenapy.buffer.block cimport Block, Hold, Keeper, drop_use, note_use, uses_of
 from arenapy.buffer.stream_hooks cimport Medium
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.memory.region cimport Region
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.retained cimport look, park, wait_for_those
@@ -181,31 +183,43 @@ cdef class Ordering(Medium):
 
     cdef int use(self, object block, object stream) except -1:
         cdef Stream s = <Stream>stream
-        cdef Py_ssize_t n
         if not s.fence and s.captures():
-            note_use(<Block>block, new_graph(s))     # as_now() looks at the order
+            self.note(block, new_graph(s))   # as_now() looks at the order
         if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
-        n = note_use(<Block>block, s)
+        return self.note(block, s)
+
+    cdef int note(self, object block, object use) except -1:
+        cdef Py_ssize_t n = note_use(<Block>block, use)
         if n and n % MANY_USES == 0:
             self.forget_finished(block, n if not n & (n - 1) else 2 * MANY_USES)
         return 0
 
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1:
-        """A block that many streams used one after the other need not keep them all.
+        """A block that many streams and graphs used one after the other need not keep them all.
 
         What counts is what a stream is given until the block is released. That is known already if
         nobody else has its object. The last `most` uses are looked at.
         """
         cdef Stream s
-        for one in uses_of(<Block>block)[-most:]:
+        cdef list uses = uses_of(<Block>block)
+        cdef dict captured = {}
+        cdef object first = next((one for one in uses if isinstance(one, Graph)), None)
+        for one in uses[-most:]:
             if isinstance(one, Stream):
                 s = <Stream>one
+                if s.unnamed:                # the latest one stands for each earlier capture, too
+                    handle = (<uintptr_t>s.handle, <uintptr_t><void*>s.owner)
+                    if handle in captured:
+                        drop_use(<Block>block, captured[handle])
+                    captured[handle] = s
+                    continue
                 if s.id == 0 or not nobody_else_has(s) or s.state() != FREE_TO_USE:
                     continue
                 if not s.idle():
                     note_use(<Block>block, work_of(s))
-            elif not isinstance(one, Event) or not (<Ticket>one).over():
+            # as_now() takes what comes after the first graph for named in a capture.
+            elif one is first or not (<Ticket>one).over():
                 continue
             drop_use(<Block>block, one)
         return 0
@@ -421,6 +435,31 @@ cdef class Ordering(Medium):
             park(memory, self.abandon(keeper))
         PyErr_Restore(kind, value, trace)
 
+    cdef void leave(self, tuple regions) noexcept:
+        cdef PyObject* kind = NULL
+        cdef PyObject* value = NULL
+        cdef PyObject* trace = NULL
+        cdef Stream own = <Stream>self.own
+        cdef object use = None
+        cdef object order
+        cdef Region region
+        if own is None or not callable_(self.generation):
+            return
+        PyErr_Fetch(&kind, &value, &trace)
+        for region in regions:
+            order = region.medium
+            if not isinstance(order, Ordering) or (<Ordering>order).earlier is None:
+                continue
+            if use is None:
+                use = own
+                try:
+                    if own.state() == FREE_TO_USE:
+                        use = work_of(own)
+                except Exception:
+                    pass                     # when the region is freed, perhaps
+            (<Ordering>order).earlier.append(use)
+        PyErr_Restore(kind, value, trace)
+
     cdef list abandon(self, PyObject* keeper):
         """Free the holds that are left; what their blocks wait for."""
         cdef list waits = []
@@ -576,8 +615,7 @@ cdef list told_to(Block block):
 cdef bint nobody_else_has(Stream stream) noexcept:
     """Is the object that it ends with only here? Then nobody gives it any more work."""
     cdef object owner = stream.owner         # counts, too
-    return stream.ended or (
-        stream.ends and Py_REFCNT(<PyObject*>owner) == 2 + (stream.tells is not None))
+    return stream.ended or (stream.ends and Py_REFCNT(<PyObject*>owner) == 2)
 
 
 cdef object owner_of(object stream):

@@ -14,11 +14,11 @@ cimport cython
 from libc.stdint cimport uintptr_t
 
 from arenapy.cuda.driver cimport (
-    SUCCESS, checked, driver, enter, forget, leave, primary,
+    SUCCESS, checked, driver, enter, forget, leave, need, primary,
 )
 from arenapy.cuda.retained cimport look
 from arenapy.cuda.stream cimport (
-    OwnStream, Stream as Named, made_stream, relax, restore, stream_of,
+    OwnStream, Stream as Named, made_stream, not_closed, relax, restore, stream_of,
 )
 from arenapy.cuda.ticket cimport Ticket, create_event, join_streams, new_event, synchronize
 from arenapy.base.sealed cimport seal
@@ -47,12 +47,19 @@ cdef class Event:
     @property
     def done(self):
         """Has the stream done it? Asks the driver."""
-        return self.ticket.over()
+        cdef bint over
+        need()
+        over = self.ticket.over()
+        if over:
+            look(True)
+        return over
 
     def synchronize(self):
         """Wait until the stream has done it; raises CudaError if that cannot be."""
+        need()
         if not self.ticket.wait(None):
             raise CudaError("the event cannot be waited for: was it recorded during a capture?")
+        look(True)
 
     def __reduce__(self):
         raise TypeError("an Event cannot be pickled")
@@ -184,6 +191,7 @@ def event_on(stream, int device_id):
 def wait_on(stream, Event event not None, int device_id):
     """Internal: let what `stream`, anybody's, is given from now on come after `event`."""
     cdef Named named = stream_of(stream, device_id)
+    not_closed(named)
     if not event.ticket.wait(named):
         raise CudaError(f"{named!r} cannot wait for the event: is one of them being captured?")
 

@@ -5,8 +5,8 @@ still be at work on. What does not: blocks that are released (ordering), whose m
 
 An object is kept before the driver is given work with it, so that nothing can fail in between. What
 is over is let go of when something else is kept, when an allocator of CUDA memory looks for memory,
-makes its statistics or ends, and by `cuda.Stream.synchronize`: nothing calls back when a stream is
-done.
+makes its statistics or ends, and by what has waited: `cuda.Stream.synchronize`, `cuda.Event`, and
+copies and fills without a stream. Nothing calls back when a stream is done.
 
 Thread-safety: everything here may be called from any thread, and by destructors. Dropping an object
 may run any code, which may end up here again.

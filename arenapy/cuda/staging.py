@@ -10,6 +10,7 @@ for the consumer, and nothing is left waiting when the consumer stops early or t
 
 Who waits for what:
 
+- the stream that copies waits for all streams that a source of CUDA memory was told of;
 - the consumer's stream waits for the event of a chunk's copy, nobody else does;
 - a staging item is read into again once the event of the copy out of it is over, which the reading
   thread waits for;
@@ -33,7 +34,7 @@ from numpy.typing import DTypeLike
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
-from arenapy.cuda.keeper import memory_of
+from arenapy.cuda.keeper import let_wait, memory_of
 from arenapy.cuda.own_stream import Event, Stream, wait_on
 from arenapy.cuda.source import Device, Pinned
 from arenapy.errors import OutOfMemory
@@ -296,6 +297,8 @@ class _Line:
             staging = Slab(self.chunk_bytes, self.depth, Pinned(mapped=False))
             self.items = [staging.alloc() for _ in range(self.depth)]
             self.copied = [None] * self.depth
+        elif isinstance(self.source, _Memory):
+            let_wait(self.source.bytes, self.stream)  # nobody else can name that stream
 
     def fill(self, executor: ThreadPoolExecutor, *, must: bool) -> None:
         """Give the thread tasks until `depth` chunks are ahead; one there `must` be."""

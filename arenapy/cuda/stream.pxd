@@ -16,7 +16,7 @@ cdef class Stream:
     cdef bint unnamed                # it was captured when it was named; `id` is that capture's
     cdef readonly int device_id
     # It is sure to exist for as long as this: the legacy default stream, one that was made here,
-    # or one that `owner` keeps.
+    # or one that `owner` keeps, and cannot close.
     cdef bint lasting
     cdef bint made                   # here, and it is destroyed with this
     cdef int generation              # the driver's, if so
@@ -31,6 +31,7 @@ cdef class Stream:
     cdef uint64_t capture            # whose number this is
     cdef object __weakref__
 
+    # Calls the code of the user, but for one that is `lasting`: not under a lock.
     cdef bint gone(self) noexcept
     cdef int state(self) noexcept
     cdef bint captures(self) noexcept
@@ -80,5 +81,3 @@ cdef bint is_over(int result) noexcept nogil
 cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil
 # Its handle; of another thread's default stream the legacy one's, which waits for that.
 cdef void* handle_here(Stream stream) noexcept
-# Those of a context that are known now, and sure to exist.
-cdef list streams_in(void* context)

@@ -236,7 +236,8 @@ cdef bint owns(object stream) noexcept:
     """Is it known that the stream exists for as long as the object does?"""
     try:
         known_to = OWNERS.get((type(stream).__module__, type(stream).__qualname__))
-        return known_to is not None and bool(known_to(stream))
+        # The code of one that can be closed runs whenever it is asked whether it was.
+        return known_to is not None and not hasattr(stream, "close") and bool(known_to(stream))
     except Exception:                        # a version of the library that is not known
         return False
 
@@ -384,8 +385,9 @@ cdef Stream capturing(object stream, void* handle, void* context, int device_id)
     cdef void* graph = NULL
     cdef uint64_t id = 0
     cdef int result
-    for found in streams_in(context):
-        if found.handle == handle and found.lasting:
+    for found in known_in(context):
+        # Under no lock: `gone` calls code of the user.
+        if found.handle == handle and found.lasting and not found.gone():
             return found
     with nogil:
         result = enter(context)
@@ -460,6 +462,7 @@ cdef int not_closed(Stream stream) except -1:
 
 cdef int free_to_use(Stream stream, str what, object other) except -1:
     cdef int state
+    need()
     not_closed(stream)
     state = state_of(stream.context, handle_here(stream))
     if state != FREE_TO_USE:
@@ -485,9 +488,3 @@ cdef void* handle_here(Stream stream) noexcept:
 
 cdef object number_of(Stream stream):
     return <uintptr_t>handle_here(stream)
-
-
-cdef list streams_in(void* context):
-    """Streams of a context that are known now, and sure to exist."""
-    # Under no lock: `gone` calls code of the user.
-    return [one for one in known_in(context) if not (<Stream>one).gone()]

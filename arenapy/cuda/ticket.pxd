@@ -7,7 +7,8 @@ cdef class Ticket:
     cdef void* context
     # Is it? Then it stays so. Asks the driver, without the GIL.
     cdef bint over(self) noexcept
-    # Wait until it is; or let `stream`, if it is not None, wait. False: that cannot be.
+    # Wait until it is; or let `stream`, if it is not None, and not closed, wait. False: that cannot
+    # be.
     cdef bint wait(self, Stream stream) noexcept
 
 
@@ -38,6 +39,6 @@ cdef int synchronize(Stream stream) except -1
 cdef Ticket ticket_of(Stream stream)
 # An event. If the stream was destroyed, `work_of_context`.
 cdef Ticket work_of(Stream stream)
-# For a stream whose handle may name another one by now: only its context can tell what it has done.
-# This thread waits for all of that, and a plain Ticket, which is over, comes back.
+# For a stream whose handle may name another one by now: this thread waits for all streams of its
+# context, and a plain Ticket, which is over, comes back. OutOfMemory or CudaError: not now.
 cdef Ticket work_of_context(Stream stream)

@@ -11,11 +11,11 @@ from libc.stdlib cimport free, malloc
 
 from arenapy.base.atomic cimport arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
-    SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
 from arenapy.cuda.stream cimport (
     CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
-    relax, restore, streams_in,
+    relax, restore,
 )
 from arenapy.base.sealed cimport seal
 
@@ -28,6 +28,7 @@ cdef enum:
     INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
     MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
     EVENTS_KEPT = 256        # of a context
+    DEVICE_PAGE = 2 << 20    # bytes
     INVALID_CONTEXT = 201    # CUDA_ERROR_INVALID_CONTEXT
     CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
 
@@ -76,8 +77,6 @@ cdef class Event(Ticket):
         if self.event == NULL:
             return True
         if stream is not None:
-            if stream.gone():
-                return False
             handle = handle_here(stream)
         with nogil:
             result = relax(self.context if stream is None else stream.context, &mode)
@@ -242,21 +241,22 @@ cdef Ticket work_of(Stream stream):
 
 
 cdef Ticket work_of_context(Stream stream):
-    cdef int result
-    for one in streams_in(stream.context):
-        if (<Stream>one).captures():         # the call below would make the capture invalid
-            raise CudaError(
-                f"{stream!r} is gone, and its context cannot be waited for while {one!r} is being "
-                "captured into a graph: do this before the capture, or after it"
-            )
+    # cuCtxSynchronize would make invalid every capture in the context, also one that nobody here
+    # knows of. cuMemFree waits for the same, since any stream may use the memory, and does not
+    # disturb a capture. It has to be whole pages, which the driver unmaps: smaller allocations
+    # share a page, and the driver need not wait before it gives one to the next.
+    cdef uint64_t address = 0
+    cdef int result, mode
     with nogil:
-        result = enter(stream.context)
+        result = relax(stream.context, &mode)
         if result == SUCCESS:
-            result = driver.cuCtxSynchronize()
-            leave()
+            result = driver.cuMemAlloc(&address, DEVICE_PAGE)
+            if result == SUCCESS:
+                result = driver.cuMemFree(address)
+            restore(&mode)
         forget(result)
     if not is_over(result):
-        checked(result, "cuCtxSynchronize")
+        checked(result, "cuMemFree")
     return Ticket.__new__(Ticket)
 
 
@@ -321,6 +321,7 @@ cdef int refuse_captured(Stream stream) except -1:
 cdef int synchronize(Stream stream) except -1:
     cdef void* handle = handle_here(stream)
     cdef int result
+    need()
     not_closed(stream)
     with nogil:
         result = enter(stream.context)

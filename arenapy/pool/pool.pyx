@@ -223,7 +223,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef Pool lane
         for known in self.lanes_named if ARENAPY_GIL else []:
             if known[0] is stream:
-                self.core.medium.may_begin(known[1])
+                self.core.medium.may_begin(self.core.medium.named(stream))   # it may be closed
                 return <Pool>known[2]
         named = self.core.medium.lane(stream)
         if named is None or named is self.core.medium.own:

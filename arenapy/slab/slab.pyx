@@ -294,7 +294,9 @@ cdef class Slab(Allocator):
         if c.may_lease:
             c.settle_sends()
             c.settle()
-        if c.settle_streams(False):
+        # Before others have to wait for this thread: a stream may be asked by code of the user.
+        if c.settle_streams(False) or (
+                wanted > c.idle() + self.most - c.items and c.settle_streams(True)):
             return 0
         verdict = c.begin_growth()
         if verdict == OTHER_GROWS:
@@ -310,8 +312,6 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
-                if c.settle_streams(True) or c.idle() >= wanted:
-                    return 0
                 raise OutOfMemory(self.full(wanted, "it may not have more"))
             items = min(c.items, self.most - c.items)
             while region is None:
