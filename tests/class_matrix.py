@@ -220,7 +220,7 @@ HOST = [
     lambda: module("commands.replay.loop").PoolHeap(pool()),
     lambda: module("commands.replay.loop").MallocHeap(64, 64),
     lambda: module("numpy_handler.blocks").Counts(),
-    lambda: module("pool.batch").Many(3),
+    lambda: module("pool.batch").BlockBatch(3),
     lambda: module("diagnostics.callers").Callers(5),
     lambda: module("diagnostics.ledger").Ledger("heap"),
     lambda: inside(pool(debug=True), module("diagnostics.ledger").Ledger),
@@ -307,19 +307,19 @@ GROUPS = {
 
 #: Nobody sees an object of these, and only a derived class has one.
 NEVER_SEEN = {
-    "arenapy.allocator.allocator.Allocator", "arenapy.buffer.block.Anchor",
+    "arenapy.allocator.allocator.Allocator", "arenapy.buffer.block.CountShard",
     "arenapy.buffer.block.Block",
     "arenapy.buffer.block.Keeper", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
     "arenapy.cuda.ordering.Ordering", "arenapy.cuda.retained.Retained",
     "arenapy.cuda.stream.OwnStream", "arenapy.cuda.ticket.Graph", "arenapy.cuda.ticket.Ticket",
-    "arenapy.pool.thread_cache.Fronts", "arenapy.buffer.stream_hooks.Medium",
+    "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.stream_hooks.Medium",
     "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",
     "arenapy.numpy_handler.contexts.Presence", "arenapy.numpy_handler.contexts.Starts",
     "arenapy.pool.page_heap.Pages", "arenapy.pool.growth.PoolGrowth",
     "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.RegionSet",
     "arenapy.commands.replay.loop.Heap", "arenapy.pool.segments.Segments",
-    "arenapy.slab.slots.Items", "arenapy.bump.arena.Space",
+    "arenapy.slab.slots.Items", "arenapy.bump.arena.Arena",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from arenapy.allocator.allocator_core cimport RegionSet
 cdef class Allocator:
     cdef object __weakref__
     cdef RegionSet base      # its core
-    cdef list anchors        # of its core, to live as long as this
+    cdef list shards         # of its core, to live as long as this
 
     # What alloc() does with a stream, or without.
     cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream)

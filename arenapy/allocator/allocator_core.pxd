@@ -1,4 +1,4 @@
-# The regions of an allocator: what Space (Bump), Pages (Pool) and SlabCore have in common.
+# The regions of an allocator: what Arena (Bump), Pages (Pool) and SlabCore have in common.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 

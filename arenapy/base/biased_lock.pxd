@@ -21,8 +21,8 @@ from arenapy.base.thread_slot cimport thread_number
 
 cdef extern from *:
     """
-    #ifndef ARENAPY_OWNED_H
-    #define ARENAPY_OWNED_H
+    #ifndef ARENAPY_BIASED_H
+    #define ARENAPY_BIASED_H
     #include <errno.h>
     #include <sched.h>
     #include <stdint.h>
@@ -37,7 +37,7 @@ cdef extern from *:
         uint32_t run;            /* acquisitions by `first` since another thread's */
         unsigned char busy;      /* the owner holds it */
         arenapy_spin lock;       /* another thread does, or waits for the owner */
-    } arenapy_owned;
+    } arenapy_biased;
     /* Even, not 0, and no other living thread's. */
     static inline uint64_t arenapy_thread_pointer(void) {
     #ifdef __x86_64__
@@ -70,7 +70,7 @@ cdef extern from *:
             }
     }
     static void __attribute__((noinline, cold, unused))
-    arenapy_owned_slow(arenapy_owned *l, uint64_t me) {
+    arenapy_biased_slow(arenapy_biased *l, uint64_t me) {
         uint64_t owner;
         int kept = errno;        /* it may be a malloc's */
         arenapy_spin_acquire(&l->lock);
@@ -96,7 +96,7 @@ cdef extern from *:
         }
         errno = kept;
     }
-    static inline int arenapy_owned_by(arenapy_owned *l, uint64_t thread) {
+    static inline int arenapy_biased_to(arenapy_biased *l, uint64_t thread) {
     #ifdef __x86_64__
         int so;                  /* in one instruction, which compilers do not make of a load */
         __asm__ volatile("cmpq %2, %1" : "=@cce"(so) : "m"(l->owner), "r"(thread));
@@ -105,58 +105,58 @@ cdef extern from *:
         return __atomic_load_n(&l->owner, __ATOMIC_RELAXED) == thread;
     #endif
     }
-    static inline int arenapy_owned_enter(arenapy_owned *l, uint64_t me) {
+    static inline int arenapy_biased_enter(arenapy_biased *l, uint64_t me) {
     #ifdef ARENAPY_UNLOCKED      /* asv_benches/instructions.py: what is all this worth? */
         return 1;
     #endif
-        if (__builtin_expect(!arenapy_owned_by(l, me), 0)) return 0;
+        if (__builtin_expect(!arenapy_biased_to(l, me), 0)) return 0;
         __atomic_store_n(&l->busy, 1, __ATOMIC_RELAXED);
         __atomic_signal_fence(__ATOMIC_SEQ_CST);
-        if (__builtin_expect(arenapy_owned_by(l, me), 1)) return 1;
+        if (__builtin_expect(arenapy_biased_to(l, me), 1)) return 1;
         __atomic_store_n(&l->busy, 0, __ATOMIC_RELEASE);
         return 0;
     }
-    static inline void arenapy_owned_leave(arenapy_owned *l) {
+    static inline void arenapy_biased_leave(arenapy_biased *l) {
     #ifdef ARENAPY_UNLOCKED
         return;
     #endif
         __atomic_store_n(&l->busy, 0, __ATOMIC_RELEASE);
     }
-    static inline void arenapy_owned_acquire(arenapy_owned *l, uint64_t me) {
-        if (!arenapy_owned_enter(l, me)) arenapy_owned_slow(l, me);
+    static inline void arenapy_biased_acquire(arenapy_biased *l, uint64_t me) {
+        if (!arenapy_biased_enter(l, me)) arenapy_biased_slow(l, me);
     }
-    static inline void arenapy_owned_release(arenapy_owned *l, uint64_t me) {
+    static inline void arenapy_biased_release(arenapy_biased *l, uint64_t me) {
         /* Who holds it as its owner stays that until it leaves. */
         if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) | 1) == (me | 1))
-            arenapy_owned_leave(l);
+            arenapy_biased_leave(l);
         else
             arenapy_spin_release(&l->lock);
     }
     #endif
     """
-    ctypedef struct Owned "arenapy_owned":
+    ctypedef struct BiasedLock "arenapy_biased":
         uint64_t owner
         arenapy_spin lock
     uint64_t thread_pointer "arenapy_thread_pointer" () noexcept nogil
-    bint enter_as "arenapy_owned_enter" (Owned* l, uint64_t me) noexcept nogil
-    void acquire_as "arenapy_owned_acquire" (Owned* l, uint64_t me) noexcept nogil
-    void release_as "arenapy_owned_release" (Owned* l, uint64_t me) noexcept nogil
-    void owned_leave "arenapy_owned_leave" (Owned* l) noexcept nogil
+    bint enter_as "arenapy_biased_enter" (BiasedLock* l, uint64_t me) noexcept nogil
+    void acquire_as "arenapy_biased_acquire" (BiasedLock* l, uint64_t me) noexcept nogil
+    void release_as "arenapy_biased_release" (BiasedLock* l, uint64_t me) noexcept nogil
+    void biased_leave "arenapy_biased_leave" (BiasedLock* l) noexcept nogil
 
 
 cdef inline uint64_t this_one() noexcept nogil:
     return thread_pointer() if ARENAPY_GIL else <uint64_t>(thread_number() + 1) << 1
 
 
-# For the owner alone, which leaves it by owned_leave; False: this is another thread.
-cdef inline bint owned_enter(Owned* l) noexcept nogil:
+# For the owner alone, which leaves it by biased_leave; False: this is another thread.
+cdef inline bint biased_enter(BiasedLock* l) noexcept nogil:
     return enter_as(l, this_one())
 
 
 # For any thread.
-cdef inline void owned_acquire(Owned* l) noexcept nogil:
+cdef inline void biased_acquire(BiasedLock* l) noexcept nogil:
     acquire_as(l, this_one())
 
 
-cdef inline void owned_release(Owned* l) noexcept nogil:
+cdef inline void biased_release(BiasedLock* l) noexcept nogil:
     release_as(l, this_one())

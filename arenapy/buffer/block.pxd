@@ -15,8 +15,8 @@ cdef enum:
     GONE_CLOSED = 1      # the region was closed
     GONE_FORKED = 2      # this process is a forked child and the memory stayed with the parent
 
-    KEPT_OBJECTS = 256   # dead roots in a nest, about 30 KB
-    NEST_BYTES = 128     # two cache lines, which processors fetch together
+    KEPT_OBJECTS = 256   # dead roots in a freelist, about 30 KB
+    FREELIST_BYTES = 128  # two cache lines, which processors fetch together
 
     HOLD_RETIRED = 1     # outlived a reset of its frame
     HOLD_EMPTY = 2       # a 0-byte block
@@ -37,11 +37,11 @@ cdef struct Hold:
     Py_ssize_t region    # the keeper's: which region it is in, once retired or leased
 
 
-# Dead roots of a keeper, for reuse. With a GIL there is one nest. Without, a keeper that recycles
-# has one for each of the first threads, which no other thread touches.
-cdef struct Nest:
+# Dead roots of a keeper, for reuse. With a GIL there is one freelist. Without, a keeper that
+# recycles has one for each of the first threads, which no other thread touches.
+cdef struct Freelist:
     PyObject* kept           # linked by ptr
-    PyObject* anchor         # what roots from here count instead of their keeper; NULL: none yet
+    PyObject* shard          # what roots from here count instead of their keeper; NULL: none yet
     int n_kept
 
 
@@ -64,9 +64,9 @@ cdef class Keeper:
     cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
     cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
-    cdef Nest nest                       # GIL builds only
-    cdef char* nests                     # others: MOST_FRONTS of them, NEST_BYTES each; or NULL
-    cdef PyObject* anchors               # a list, its allocator's, which alone may use it
+    cdef Freelist freelist               # GIL builds only
+    cdef char* freelists                 # others: MOST_CACHES of them, FREELIST_BYTES each; or NULL
+    cdef PyObject* shards                # a list, its allocator's, which alone may use it
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 
@@ -113,7 +113,7 @@ cdef class Block:
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
     cdef Hold* hold          # not NULL once HELD or pinned; if the keeper recycles, with uses
-    cdef PyObject* anchor                # of a root that does not count its keeper; else NULL
+    cdef PyObject* shard                 # of a root that does not count its keeper; else NULL
     cdef Keeper keeper                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held
 
@@ -121,7 +121,7 @@ cdef class Block:
 # What the roots that the threads of one number make count instead of their keeper, whose own count
 # would be a cache line that all threads write. It counts the keeper. Its allocator, and each of
 # those roots, keeps it.
-cdef class Anchor:
+cdef class CountShard:
     cdef Keeper keeper
 
 
@@ -162,20 +162,20 @@ cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
 # they are left: nobody looks for them any more.)
 cdef void drop_kept(Keeper keeper) noexcept
 # For the allocator of a keeper that recycles: what it has to keep as long as it lives.
-cdef list moor(Keeper keeper)
-# For a root that counts its keeper and is not tracked: to count an anchor instead, if it may.
-cdef int take_anchor(Block root) except -1
+cdef list init_freelists(Keeper keeper)
+# For a root that counts its keeper and is not tracked: to count a shard instead, if it may.
+cdef int take_shard(Block root) except -1
 # After its keeper has taken on memory of a user's object: the collector has to see the root.
 cdef void track(Block root) noexcept
 
 
-# Where this thread finds and leaves dead roots of a keeper. An empty nest without an anchor may be
-# nobody's.
-cdef inline Nest* nest_of(PyObject* keeper) noexcept:
-    return &(<Keeper>keeper).nest if ARENAPY_GIL else own_nest(keeper)
+# Where this thread finds and leaves dead roots of a keeper. An empty freelist without a shard may
+# be nobody's.
+cdef inline Freelist* freelist_of(PyObject* keeper) noexcept:
+    return &(<Keeper>keeper).freelist if ARENAPY_GIL else own_freelist(keeper)
 
 
-cdef Nest* own_nest(PyObject* keeper) noexcept
+cdef Freelist* own_freelist(PyObject* keeper) noexcept
 
 
 cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:

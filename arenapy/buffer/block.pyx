@@ -21,7 +21,7 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.diagnostics.places cimport said
 from arenapy.base.sealed cimport seal
-from arenapy.base.thread_slot cimport MOST_FRONTS, thread_number
+from arenapy.base.thread_slot cimport MOST_CACHES, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
@@ -46,10 +46,10 @@ cdef class Keeper:
         cdef Hold* hold
         cdef int k
         drop_kept(self)
-        if self.nests != NULL:               # who ends the last root is done with its nest
-            for k in range(MOST_FRONTS):
-                empty_nest(nth_nest(self, k))
-            free(self.nests)
+        if self.freelists != NULL:           # who ends the last root is done with its freelist
+            for k in range(MOST_CACHES):
+                empty_freelist(nth_freelist(self, k))
+            free(self.freelists)
         while self.spare != NULL:
             hold = self.spare
             self.spare = hold.next
@@ -87,11 +87,11 @@ cdef class Keeper:
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
         cdef int k
-        if child and self.nests != NULL:
-            for k in range(MOST_FRONTS):
+        if child and self.freelists != NULL:
+            for k in range(MOST_CACHES):
                 if k != thread_number():     # that of a thread that was stopped anywhere
-                    nth_nest(self, k).kept = NULL
-                    nth_nest(self, k).n_kept = 0
+                    nth_freelist(self, k).kept = NULL
+                    nth_freelist(self, k).n_kept = 0
         arenapy_lock_release(&self.lock)
 
     cdef void disable(self, int why) noexcept nogil:
@@ -141,79 +141,79 @@ seal(Block, "a Block is internal; what users see is Buffer")
 
 # ---- dead roots --------------------------------------------------------------------------
 
-cdef Nest nobodys
-nobodys.n_kept = KEPT_OBJECTS                # nothing is found there, and nothing left
+cdef Freelist no_freelist
+no_freelist.n_kept = KEPT_OBJECTS            # nothing is found there, and nothing left
 
 
-cdef inline Nest* nth_nest(Keeper keeper, int64_t k) noexcept nogil:
-    return <Nest*>(keeper.nests + k * NEST_BYTES)
+cdef inline Freelist* nth_freelist(Keeper keeper, int64_t k) noexcept nogil:
+    return <Freelist*>(keeper.freelists + k * FREELIST_BYTES)
 
 
-cdef list moor(Keeper keeper):
-    cdef list anchors = []
-    cdef void* nests = NULL
+cdef list init_freelists(Keeper keeper):
+    cdef list shards = []
+    cdef void* freelists = NULL
     if not ARENAPY_GIL:
-        if posix_memalign(&nests, NEST_BYTES, MOST_FRONTS * NEST_BYTES):
+        if posix_memalign(&freelists, FREELIST_BYTES, MOST_CACHES * FREELIST_BYTES):
             raise MemoryError("no memory for the bookkeeping of an allocator")
-        memset(nests, 0, MOST_FRONTS * NEST_BYTES)
-        keeper.nests = <char*>nests
-        keeper.anchors = <PyObject*>anchors
-    return anchors
+        memset(freelists, 0, MOST_CACHES * FREELIST_BYTES)
+        keeper.freelists = <char*>freelists
+        keeper.shards = <PyObject*>shards
+    return shards
 
 
-cdef Nest* own_nest(PyObject* keeper) noexcept:
+cdef Freelist* own_freelist(PyObject* keeper) noexcept:
     cdef int64_t k = thread_number()
-    if k >= MOST_FRONTS or (<Keeper>keeper).nests == NULL or (<Keeper>keeper).foreign:
-        return &nobodys
-    return nth_nest(<Keeper>keeper, k)
+    if k >= MOST_CACHES or (<Keeper>keeper).freelists == NULL or (<Keeper>keeper).foreign:
+        return &no_freelist
+    return nth_freelist(<Keeper>keeper, k)
 
 
 @cython.final
 @cython.no_gc_clear               # the keeper is needed to the last
-cdef class Anchor:
+cdef class CountShard:
     pass
 
 
-seal(Anchor)
+seal(CountShard)
 
 
-cdef int take_anchor(Block root) except -1:
-    cdef Nest* nest = nest_of(<PyObject*>root.keeper)
-    cdef Anchor anchor
-    if ARENAPY_GIL or nest == &nobodys:
+cdef int take_shard(Block root) except -1:
+    cdef Freelist* freelist = freelist_of(<PyObject*>root.keeper)
+    cdef CountShard shard
+    if ARENAPY_GIL or freelist == &no_freelist:
         return 0
-    if nest.anchor == NULL:
-        anchor = Anchor.__new__(Anchor)
-        anchor.keeper = root.keeper
-        (<list>root.keeper.anchors).append(anchor)
-        nest.anchor = <PyObject*>anchor
-    root.anchor = nest.anchor
-    count_up(root.anchor)
+    if freelist.shard == NULL:
+        shard = CountShard.__new__(CountShard)
+        shard.keeper = root.keeper
+        (<list>root.keeper.shards).append(shard)
+        freelist.shard = <PyObject*>shard
+    root.shard = freelist.shard
+    count_up(root.shard)
     count_down(<PyObject*>root.keeper)
     return 0
 
 
 cdef void track(Block root) noexcept:
-    cdef PyObject* anchor = root.anchor
-    if anchor != NULL:                       # the collector takes it that `keeper` is counted
+    cdef PyObject* shard = root.shard
+    if shard != NULL:                        # the collector takes it that `keeper` is counted
         count_up(<PyObject*>root.keeper)
-        root.anchor = NULL
-        count_down(anchor)
+        root.shard = NULL
+        count_down(shard)
     if not PyObject_GC_IsTracked(<PyObject*>root):
         PyObject_GC_Track(<PyObject*>root)
 
 
-cdef void empty_nest(Nest* nest) noexcept:
+cdef void empty_freelist(Freelist* freelist) noexcept:
     cdef PyObject* root
-    while nest.kept != NULL:
-        root = nest.kept
-        nest.kept = <PyObject*>(<Block>root).ptr
-        nest.n_kept -= 1
+    while freelist.kept != NULL:
+        root = freelist.kept
+        freelist.kept = <PyObject*>(<Block>root).ptr
+        freelist.n_kept -= 1
         PyObject_GC_Del(root)
 
 
 cdef void drop_kept(Keeper keeper) noexcept:
-    empty_nest(&keeper.nest)
+    empty_freelist(&keeper.freelist)
 
 
 # ---- state -------------------------------------------------------------------------------

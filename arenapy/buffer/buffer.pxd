@@ -3,7 +3,7 @@ from arenapy.base.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 
 from arenapy.base.atomic cimport ARENAPY_GIL
-from arenapy.buffer.block cimport Block, Keeper, Nest, nest_of
+from arenapy.buffer.block cimport Block, Keeper, Freelist, freelist_of
 
 
 # A root Buffer is one block of an allocator, or one range of a region. It adds nothing to the
@@ -44,29 +44,29 @@ cdef extern from *:
     void count_up "Py_INCREF" (PyObject* o) noexcept
 
 
-# A root from no nest; new_block's.
+# A root from no freelist; new_block's.
 cdef Buffer fresh_block(Keeper keeper)
 
 
-# The first root of a nest that is not empty, alive again, at ptr. The caller fills in the rest,
+# The first root of a freelist that is not empty, alive again, at ptr. The caller fills in the rest,
 # before or after.
-cdef inline object hatch(PyObject* keeper, Nest* nest, char* ptr):
-    cdef PyObject* o = nest.kept
-    nest.kept = <PyObject*>(<Buffer>o).ptr
-    nest.n_kept -= 1
+cdef inline object freelist_pop(PyObject* keeper, Freelist* freelist, char* ptr):
+    cdef PyObject* o = freelist.kept
+    freelist.kept = <PyObject*>(<Buffer>o).ptr
+    freelist.n_kept -= 1
     (<Buffer>o).ptr = ptr
     if not ARENAPY_GIL:
-        (<Buffer>o).anchor = keeper = nest.anchor
+        (<Buffer>o).shard = keeper = freelist.shard
     count_up(keeper)
     return arenapy_revive(o)
 
 
 # An open, unheld root. The caller fills in ptr, tag and pad, at once: they are not set.
 cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
-    cdef Nest* nest = nest_of(<PyObject*>keeper)
+    cdef Freelist* freelist = freelist_of(<PyObject*>keeper)
     cdef Buffer b
-    if nest.kept != NULL:
-        b = <Buffer>hatch(<PyObject*>keeper, nest, NULL)
+    if freelist.kept != NULL:
+        b = <Buffer>freelist_pop(<PyObject*>keeper, freelist, NULL)
     else:
         b = fresh_block(keeper)
     b.size = size

@@ -21,9 +21,9 @@ from arenapy.base.atomic cimport (
     arenapy_store,
 )
 from arenapy.buffer.block cimport (
-    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Nest, acquire, check_open,
-    end_hold, is_open, host_only, is_readonly, name_of, named_stream, nest_of, place_of,
-    root_of, take_anchor, unacquire,
+    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Freelist, acquire, check_open,
+    end_hold, is_open, host_only, is_readonly, name_of, named_stream, freelist_of, place_of,
+    root_of, take_shard, unacquire,
 )
 from arenapy.base.sealed cimport seal
 from arenapy.buffer.transfer cimport copy_in, copy_out, fill_bytes
@@ -49,7 +49,7 @@ cdef Buffer fresh_block(Keeper keeper):
     b.keeper = keeper
     if not keeper.foreign:                   # looked at once: another thread may make it so
         PyObject_GC_UnTrack(<PyObject*>b)
-        take_anchor(b)
+        take_shard(b)
     return b
 
 
@@ -68,8 +68,8 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     is kept still points to its keeper, uncounted: the keeper frees it before it goes.
     """
     cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
-    cdef PyObject* counted = (<Buffer>o).anchor if not ARENAPY_GIL else NULL
-    cdef Nest* nest
+    cdef PyObject* counted = (<Buffer>o).shard if not ARENAPY_GIL else NULL
+    cdef Freelist* freelist
     # Tracked: over foreign memory, and a View for which there was no memory.
     cdef bint tracked = keeper == <PyObject*>None or (<Keeper>keeper).foreign
     if tracked:
@@ -78,11 +78,12 @@ cdef void _root_dealloc(PyObject* o) noexcept:
         end_hold(o)
     elif keeper != <PyObject*>None and (<Keeper>keeper).recycles:
         (<Keeper>keeper).dropped(o)
-    nest = NULL if tracked else nest_of(keeper)
-    if nest != NULL and nest.n_kept < KEPT_OBJECTS and (ARENAPY_GIL or nest.anchor != NULL):
-        (<Buffer>o).ptr = <char*>nest.kept
-        nest.kept = o
-        nest.n_kept += 1
+    freelist = NULL if tracked else freelist_of(keeper)
+    if (freelist != NULL and freelist.n_kept < KEPT_OBJECTS
+            and (ARENAPY_GIL or freelist.shard != NULL)):
+        (<Buffer>o).ptr = <char*>freelist.kept
+        freelist.kept = o
+        freelist.n_kept += 1
     else:
         PyObject_GC_Del(o)
     count_down(keeper if counted == NULL else counted)     # may end the keeper, and its region

@@ -8,7 +8,7 @@ from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport RegionSet
 
 
-cdef class Space(RegionSet):
+cdef class Arena(RegionSet):
     cdef Extents free        # what is free, but for what the allocator has taken to hand out next
     cdef Hold* retired       # held blocks that outlived a reset
     cdef Hold* ask_next      # in the leased list; NULL: begin with the first

@@ -3,4 +3,4 @@ from typing import final
 from arenapy.allocator.allocator_core import RegionSet
 
 @final
-class Space(RegionSet): ...  # type: ignore[misc]
+class Arena(RegionSet): ...  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Space: which ranges of an arena's regions nobody here may use.
+"""Arena: which ranges of an arena's regions nobody here may use.
 
 What lives here: free extents, held blocks that outlived their frame (retired), ranges that
 only another process sees (leased), growth by regions. What does not: how free extents are
@@ -23,7 +23,7 @@ from arenapy.linux.vm cimport vm_lease
 
 
 @cython.no_gc_clear
-cdef class Space(RegionSet):
+cdef class Arena(RegionSet):
     """The regions of an allocator. Internal; Buffers keep it alive."""
 
     def __dealloc__(self):
@@ -189,4 +189,4 @@ cdef class Space(RegionSet):
         return status
 
 
-seal(Space)
+seal(Arena)

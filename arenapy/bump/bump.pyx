@@ -18,7 +18,7 @@ from arenapy.allocator.allocator cimport Allocator, complete, make_region
 from arenapy.base.arguments cimport as_align, as_size, quick_size
 from arenapy.buffer.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
 from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
-from arenapy.buffer.buffer cimport Buffer, hatch, new_block
+from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.core cimport BumpCore, Figures, Frame, rewind, take
 from arenapy.bump.growth cimport grow_for
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
@@ -127,7 +127,7 @@ cdef class Bump(Allocator):
         # The usual call, with a GIL: no lock, no call but take_slow's, and borrowed references,
         # since counting them takes as long as moving the cursor.
         cdef PyObject* core = <PyObject*>self.core
-        cdef PyObject* o = (<BumpCore>core).nest.kept
+        cdef PyObject* o = (<BumpCore>core).freelist.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef void* start
         if not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None:
@@ -141,7 +141,7 @@ cdef class Bump(Allocator):
         (<Buffer>o).align = <uint32_t>(<BumpCore>core).block_align
         (<Buffer>o).word = 0
         (<Buffer>o).tag = (<BumpCore>core).tag
-        return hatch(core, &(<BumpCore>core).nest, <char*>start)
+        return freelist_pop(core, &(<BumpCore>core).freelist, <char*>start)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")

@@ -7,7 +7,7 @@ from arenapy.buffer.block cimport Block, Hold
 from arenapy.base.interval_set cimport Extent
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport forbid, permit
-from arenapy.bump.arena cimport Space
+from arenapy.bump.arena cimport Arena
 
 # What was allocated since a mark (the base frame: since the last full reset).
 cdef struct Frame:
@@ -27,7 +27,7 @@ cdef struct Figures:
     uint64_t total, bytes    # allocations ever
 
 
-cdef class BumpCore(Space):
+cdef class BumpCore(Arena):
     # The current run is [runs[n_runs - 1].start, cursor); [cursor, limit) is free and next.
     cdef uintptr_t cursor    # runs[n_runs - 1].start <= cursor <= limit
     cdef uintptr_t limit

@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.bump.arena import Space
+from arenapy.bump.arena import Arena
 
 @final
-class BumpCore(Space): ...  # type: ignore[misc]
+class BumpCore(Arena): ...  # type: ignore[misc]

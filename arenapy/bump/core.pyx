@@ -51,7 +51,7 @@ from arenapy.allocator.allocator_core cimport (
     RegionSet, forbid, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
-from arenapy.bump.arena cimport Space
+from arenapy.bump.arena cimport Arena
 
 cdef enum:
     LEASES_ASKED = 8         # ranges that a reset asks the kernel about: a call for each
@@ -59,7 +59,7 @@ cdef enum:
 
 @cython.final
 @cython.no_gc_clear
-cdef class BumpCore(Space):
+cdef class BumpCore(Arena):
     """The memory and bookkeeping of a Bump. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
@@ -95,7 +95,7 @@ cdef class BumpCore(Space):
 
     cdef void shorten(self, bint short) noexcept:
         drop_kept(self)
-        self.nest.n_kept = 0 if short else KEPT_OBJECTS
+        self.freelist.n_kept = 0 if short else KEPT_OBJECTS
 
     cdef int check_free(self) except -1:
         """Not all that was given back: C calls may have it again, and tell the ledger nothing."""

@@ -1,4 +1,4 @@
-"""Many copies as one: checked before the first, waited for after the last.
+"""BlockBatch copies as one: checked before the first, waited for after the last.
 
 What lives here: the list of pairs, and what is said about one of them. What does not: a copy
 (copies).

@@ -8,7 +8,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.diagnostics.callers cimport Callers
-from arenapy.base.biased_lock cimport Owned
+from arenapy.base.biased_lock cimport BiasedLock
 
 cdef enum:
     EVENT_CLOCK = 0      # written by the recorder: `block` is CLOCK_MONOTONIC in ns at `time`
@@ -31,7 +31,7 @@ cdef struct Event:
 
 # All that changes while recording, in pages that a forked child finds zeroed: it records nothing.
 cdef struct Tape:
-    Owned lock
+    BiasedLock lock
     uint64_t running     # events are wanted
     uint64_t writing     # one buffer is on its way to the file, without the lock
     Event* buffers       # both; NULL before the start and after the end

@@ -32,7 +32,7 @@ from time import time_ns
 
 from arenapy.linux import outputs
 from arenapy.diagnostics.callers cimport Callers, attached
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.linux.vm cimport Descriptor, OpenFile
 
 cdef extern from *:
@@ -186,9 +186,9 @@ cdef uint64_t tick(Tape* tape, int clock) noexcept nogil:
 
 cdef inline void let_others(Tape* tape) noexcept nogil:
     """While another thread writes to the file."""
-    owned_release(&tape.lock)
+    biased_release(&tape.lock)
     sched_yield()
-    owned_acquire(&tape.lock)
+    biased_acquire(&tape.lock)
 
 
 cdef void write_out(Tape* tape, int clock) noexcept nogil:
@@ -205,9 +205,9 @@ cdef void write_out(Tape* tape, int clock) noexcept nogil:
     tape.last = tape.first + (PLACES - 1)
     tape.spare = full
     tape.writing = 1
-    owned_release(&tape.lock)
+    biased_release(&tape.lock)
     written = write_all(tape.fd, <char*>full, n * sizeof(Event), &error) // sizeof(Event)
-    owned_acquire(&tape.lock)
+    biased_acquire(&tape.lock)
     tape.writing = 0
     tape.events += written
     if error:
@@ -251,7 +251,7 @@ cdef bint have_places(Tape* tape, int clock, int places) noexcept nogil:
 cdef void record_text(Tape* tape, int clock, const char* text, size_t n) noexcept nogil:
     """The last record is filled up with NUL. One text at a time: events may come between."""
     cdef size_t part
-    owned_acquire(&tape.lock)
+    biased_acquire(&tape.lock)
     while n and have_places(tape, clock, 1):
         put(tape, tape.at, EVENT_TEXT, tick(tape, clock), 0, 0, 0)
         part = min(n, <size_t>TEXT)
@@ -260,7 +260,7 @@ cdef void record_text(Tape* tape, int clock, const char* text, size_t n) noexcep
         text += part
         n -= part
         tape.at += 1
-    owned_release(&tape.lock)
+    biased_release(&tape.lock)
 
 
 cdef uint32_t site_of_call(PyObject* recorder) noexcept:
@@ -284,7 +284,7 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
     cdef uint64_t now
     if (<Recorder>recorder).wants_sites and op == EVENT_ALLOC and tape.running and attached():
         site = call_attached(<void*>site_of_call, recorder)
-    owned_acquire(&tape.lock)
+    biased_acquire(&tape.lock)
     if have_places(tape, clock, 1 + (stream != 0) + (site != 0)):
         now = tick(tape, clock)
         if site:
@@ -297,7 +297,7 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
         tape.at += 1
     elif tape.error:
         tape.lost += 1
-    owned_release(&tape.lock)
+    biased_release(&tape.lock)
 
 
 @cython.final
@@ -340,7 +340,7 @@ cdef class Recorder:
 
     def __dealloc__(self):
         if self.tape != NULL:
-            owned_acquire(&self.tape.lock)
+            biased_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             drop_buffers(self.tape)
             if self.fd >= 0:
@@ -368,9 +368,9 @@ cdef class Recorder:
         cdef Event* buffers
         cdef Descriptor file = None
         cdef OpenFile taken
-        owned_acquire(&tape.lock)
+        biased_acquire(&tape.lock)
         used, self.used = self.used, True
-        owned_release(&tape.lock)
+        biased_release(&tape.lock)
         if used:
             raise ValueError(f"this recorder of {self.path!r} was started before; make another one")
         buffers = <Event*>pages_of(BUFFERS, MADV_DONTFORK)
@@ -400,14 +400,14 @@ cdef class Recorder:
                 file.close()
             raise
         file.take(&taken)
-        owned_acquire(&tape.lock)
+        biased_acquire(&tape.lock)
         self.fd = tape.fd = fd
         tape.buffers = tape.first = tape.at = buffers
         tape.last = tape.first + (PLACES - 1)
         tape.spare = buffers + PLACES
         tape.begun = tape.latest = header.ticks
         tape.running = 1
-        owned_release(&tape.lock)
+        biased_release(&tape.lock)
 
     cdef int check_started(self) except -1:
         if not self.used:
@@ -443,9 +443,9 @@ cdef class Recorder:
         """
         self.check_started()
         with nogil:
-            owned_acquire(&self.tape.lock)
+            biased_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
-            owned_release(&self.tape.lock)
+            biased_release(&self.tape.lock)
         self.raise_failure()
 
     def stop(self):
@@ -462,13 +462,13 @@ cdef class Recorder:
         cdef int fd
         self.check_started()
         with nogil:
-            owned_acquire(&self.tape.lock)
+            biased_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             mine = self.tape.running         # else forked, failed or stopped
             self.tape.running = 0
             drop_buffers(self.tape)          # a recorder that ended may be kept for long
             fd, self.fd = self.fd, -1
-            owned_release(&self.tape.lock)
+            biased_release(&self.tape.lock)
         if fd < 0:
             return
         try:

@@ -1,4 +1,4 @@
-"""Tables: arrays of metadata that grow in place. table.pxd says what for."""
+"""Tables: arrays of metadata that grow in place. array.pxd says what for."""
 from arenapy.linux.vm cimport vm_unmap
 from arenapy.linux.reserved_space cimport vm_commit, vm_reserve
 
@@ -6,7 +6,7 @@ cdef enum:
     PAGE = 4096
 
 
-cdef bint table_open(Table* t, size_t nbytes) noexcept nogil:
+cdef bint array_open(ReservedArray* t, size_t nbytes) noexcept nogil:
     nbytes = (nbytes + PAGE - 1) & ~<size_t>(PAGE - 1)
     t.ready = 0
     t.at = <char*>vm_reserve(nbytes, PAGE)
@@ -14,7 +14,7 @@ cdef bint table_open(Table* t, size_t nbytes) noexcept nogil:
     return t.at != NULL
 
 
-cdef bint table_grow(Table* t, size_t nbytes) noexcept nogil:
+cdef bint array_grow(ReservedArray* t, size_t nbytes) noexcept nogil:
     nbytes = (nbytes + PAGE - 1) & ~<size_t>(PAGE - 1)
     if nbytes <= t.ready:
         return True
@@ -24,7 +24,7 @@ cdef bint table_grow(Table* t, size_t nbytes) noexcept nogil:
     return True
 
 
-cdef void table_close(Table* t) noexcept nogil:
+cdef void array_close(ReservedArray* t) noexcept nogil:
     if t.at != NULL:
         vm_unmap(<size_t>t.at, t.reserved)
         t.at = NULL

@@ -20,8 +20,8 @@ from posix.mman cimport (
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
 from arenapy.buffer.block cimport GONE_FORKED
-from arenapy.pool.thread_cache cimport Front, front_of
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.pool.thread_cache cimport ThreadCache, cache_of
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport segment_of
 from arenapy.pool.pool cimport Pool
 from arenapy.base.sanitizer cimport POISONS
@@ -158,11 +158,11 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
 
 
 cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
-    cdef Front* f = front_of(c)
+    cdef ThreadCache* f = cache_of(c)
     cdef bint found
-    owned_acquire(&f.lock)
+    biased_acquire(&f.lock)
     found = segment_of(c, <uintptr_t>block) >= 0
-    owned_release(&f.lock)
+    biased_release(&f.lock)
     return found
 
 

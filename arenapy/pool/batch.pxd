@@ -6,7 +6,7 @@ from arenapy.pool.core cimport PoolCore
 from arenapy.base.size_classes cimport N_CLASSES
 
 
-cdef class Many:
+cdef class BlockBatch:
     cdef Py_ssize_t n
     cdef Py_ssize_t done                 # so many of the entries are blocks
     cdef size_t* sizes                   # the caller's to fill in

@@ -1,5 +1,5 @@
 from typing import final
 
 @final
-class Many:
-    def __new__(cls, n: int) -> Many: ...
+class BlockBatch:
+    def __new__(cls, n: int) -> BlockBatch: ...

@@ -1,17 +1,17 @@
-"""Many: blocks of many sizes at once, all or none, for Pool.alloc_many and Pool.prewarm."""
+"""BlockBatch: blocks of many sizes at once, all or none, for Pool.alloc_many and Pool.prewarm."""
 cimport cython
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
-from arenapy.pool.thread_cache cimport Asked, Front, front_of
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
+from arenapy.pool.thread_cache cimport Asked, ThreadCache, cache_of
 
 cdef enum:
     BATCH = 4096             # blocks that are taken under one lock
 
 
 @cython.final
-cdef class Many:
+cdef class BlockBatch:
     """Sizes in bytes, and the blocks that were taken for them. Internal."""
 
     def __cinit__(self, Py_ssize_t n):
@@ -32,17 +32,17 @@ cdef class Many:
         free(self.entries)
 
     cdef void begin(self, PoolCore core) noexcept nogil:
-        cdef Front* f = front_of(core)
+        cdef ThreadCache* f = cache_of(core)
         cdef int k
         memset(&self.asked, 0, sizeof(Asked))
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         self.peak = f.peak
         for k in range(N_CLASSES):
             self.peaks[k] = f.counts[k].peak
-        owned_release(&f.lock)
+        biased_release(&f.lock)
 
     cdef Py_ssize_t take(self, PoolCore core, bint miss) noexcept nogil:
-        cdef Py_ssize_t got = core.take_many(
+        cdef Py_ssize_t got = core.take_batch(
             self.sizes + self.done, min(self.n - self.done, <Py_ssize_t>BATCH), miss,
             self.entries + self.done, &self.asked)
         self.done += got

@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from arenapy.buffer.block cimport Hold
-from arenapy.pool.thread_cache cimport Front
+from arenapy.pool.thread_cache cimport ThreadCache
 from arenapy.pool.page_heap cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
 )
@@ -18,7 +18,7 @@ from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
-from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.base.thread_slot cimport MOST_CACHES
 
 from arenapy.base.size_classes import SIZE_CLASSES
 from arenapy.stats import BlockInfo, ClassStats, PoolStats
@@ -71,9 +71,9 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
     cdef int i, k
     cdef Segment* s
     cdef Descriptor* d
-    for i in range(MOST_FRONTS):
-        if c.fronts[i] != NULL:
-            now = max(now, c.fronts[i].tick)
+    for i in range(MOST_CACHES):
+        if c.caches[i] != NULL:
+            now = max(now, c.caches[i].tick)
     for i in range(c.n_segments):
         s = &c.segments[c.order[i]]
         page = 0
@@ -311,7 +311,7 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
     cdef size_t aged = 0
     cdef int s, w, k
     cdef Descriptor* d
-    cdef Front* front
+    cdef ThreadCache* cache
     for k in range(2):
         for s in range(N_STEPS):
             id = c.free_bins.heads[s] if k == 0 else c.void_bins.heads[s]
@@ -354,13 +354,13 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             before, id = id, d.next
     fault(f, n_partial != t.partial, b"spans with free slots are not all listed", 0, n_partial,
           t.partial)
-    for k in range(MOST_FRONTS):
-        front = c.fronts[k]
-        if front == NULL:
+    for k in range(MOST_CACHES):
+        cache = c.caches[k]
+        if cache == NULL:
             continue
         i = 0
         for s in range(N_EXACT - N_SMALL):
-            id = front.large[s]
+            id = cache.large[s]
             while id:
                 d = &c.descriptors[id]
                 if fault(f, d.state != BLOCK or d.step != s + N_SMALL or d.live != 0,
@@ -368,20 +368,20 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
                     return
                 i += 1
                 n_cached += 1
-                if fault(f, i > front.n_large, b"cached blocks were miscounted", 0, i,
-                         front.n_large):
+                if fault(f, i > cache.n_large, b"cached blocks were miscounted", 0, i,
+                         cache.n_large):
                     return
                 id = d.next
-        fault(f, i != front.n_large, b"cached blocks were miscounted", 0, i, front.n_large)
+        fault(f, i != cache.n_large, b"cached blocks were miscounted", 0, i, cache.n_large)
         for s in range(N_SMALL):
-            for i in range(front.small[s].n):
-                d = &c.descriptors[front.small[s].items[i].tag >> 6]
-                w = <int>(front.small[s].items[i].tag & 63)
+            for i in range(cache.small[s].n):
+                d = &c.descriptors[cache.small[s].items[i].tag >> 6]
+                w = <int>(cache.small[s].items[i].tag & 63)
                 fault(f, d.state != SPAN or d.step != s or (d.live | d.detail.slots) >> w & 1
-                      or <uintptr_t>front.small[s].items[i].ptr
+                      or <uintptr_t>cache.small[s].items[i].ptr
                       != d.address + w * c.steps[s].size,
                       b"a cached slot is live, free or misplaced",
-                      <uintptr_t>front.small[s].items[i].ptr, d.step, s)
+                      <uintptr_t>cache.small[s].items[i].ptr, d.step, s)
                 n_cached += 1
     for k in range(N_CLASSES):
         n_cached += c.pending_blocks[k]      # neither live nor free
@@ -393,23 +393,23 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
         id = c.descriptors[id].next
     fault(f, unused + t.used + 1 != c.n_descriptors, b"descriptors were lost", 0,
           unused + t.used + 1, c.n_descriptors)
-    fault(f, c.spare != unused + c.descriptor_table.ready // sizeof(Descriptor) - c.n_descriptors,
+    fault(f, c.spare != unused + c.descriptor_array.ready // sizeof(Descriptor) - c.n_descriptors,
           b"spare descriptors were miscounted", 0, c.spare, unused)
 
 
 cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
     cdef uint64_t active, allocations
-    cdef int64_t live, all_live = 0, peak = 0, front_live = 0
+    cdef int64_t live, all_live = 0, peak = 0, cache_live = 0
     cdef int i, k
     fault(f, t.reserved != c.reserved_pages, b"reserved pages were miscounted", 0, c.reserved_pages,
           t.reserved)
     for k in range(N_CLASSES):
         active, live, allocations = 0, 0, 0
-        for i in range(MOST_FRONTS):
-            if c.fronts[i] != NULL:
-                allocations += c.fronts[i].counts[k].allocations
-                active += c.fronts[i].counts[k].allocations - c.fronts[i].counts[k].frees
-                live += c.fronts[i].counts[k].live
+        for i in range(MOST_CACHES):
+            if c.caches[i] != NULL:
+                allocations += c.caches[i].counts[k].allocations
+                active += c.caches[i].counts[k].allocations - c.caches[i].counts[k].frees
+                live += c.caches[i].counts[k].live
         all_live += live
         # Pending blocks count as live there, and are not.
         active -= c.pending_blocks[k]
@@ -423,11 +423,11 @@ cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
               c.free_pages[k], t.free_pages[k])
         fault(f, c.asked.misses[k] > allocations, b"a class has more misses than allocations", k,
               c.asked.misses[k], allocations)
-    for i in range(MOST_FRONTS):
-        if c.fronts[i] != NULL:
-            front_live += c.fronts[i].live
-            peak += c.fronts[i].peak
-    fault(f, front_live != all_live, b"live bytes were miscounted", 0, front_live, all_live)
+    for i in range(MOST_CACHES):
+        if c.caches[i] != NULL:
+            cache_live += c.caches[i].live
+            peak += c.caches[i].peak
+    fault(f, cache_live != all_live, b"live bytes were miscounted", 0, cache_live, all_live)
     fault(f, peak < all_live, b"more is live than ever was", 0, peak, all_live)
 
 

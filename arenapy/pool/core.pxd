@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport likely
 from arenapy.buffer.block cimport Hold
-from arenapy.pool.thread_cache cimport Fronts, quick_give_at, quick_take
+from arenapy.pool.thread_cache cimport ThreadCaches, quick_give_at, quick_take
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES
 
 cdef struct ClassFigures:
@@ -29,7 +29,7 @@ cdef struct Sample:
     uint32_t tick
 
 
-cdef class PoolCore(Fronts):
+cdef class PoolCore(ThreadCaches):
     cdef bint special        # any of debug, recorder, may_lease, timed, shut: not the short way
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
     cdef double timed        # trim_after, or -1
@@ -69,7 +69,7 @@ cdef class PoolCore(Fronts):
 
 
 # The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after
-# every store. NULL, False: the front cache has none, or the other way is to be taken.
+# every store. NULL, False: the thread cache has none, or the other way is to be taken.
 # `hot`: not always the block freed last, but what is rather in the processor's caches.
 
 cdef inline void* take_hit(PoolCore c, size_t n, bint hot) noexcept nogil:

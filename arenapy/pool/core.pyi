@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.pool.thread_cache import Fronts
+from arenapy.pool.thread_cache import ThreadCaches
 
 @final
-class PoolCore(Fronts): ...  # type: ignore[misc]
+class PoolCore(ThreadCaches): ...  # type: ignore[misc]

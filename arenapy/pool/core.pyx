@@ -15,9 +15,9 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.pool.thread_cache cimport (
-    Front, Fronts, front_of, named, push, quick_give, tag_at,
+    ThreadCache, ThreadCaches, cache_of, named, push, quick_give, tag_at,
 )
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport (
     MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
 )
@@ -26,7 +26,7 @@ from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport RegionSet, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
-from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.base.thread_slot cimport MOST_CACHES
 from arenapy.linux.vm cimport vm_lease
 
 cdef extern from *:
@@ -47,7 +47,7 @@ cdef enum:
 
 @cython.final
 @cython.no_gc_clear
-cdef class PoolCore(Fronts):
+cdef class PoolCore(ThreadCaches):
     """The memory and bookkeeping of a Pool. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
@@ -122,32 +122,32 @@ cdef class PoolCore(Fronts):
 
     cdef bint claim(self, uint64_t tag) noexcept nogil:
         """Make a live block pending: from now on it is this call's alone. False: it is not live."""
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d = named(self, tag)
         cdef bint was_live
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         was_live = clear_bit(&d.live, tag)
         if was_live:
             self.pending_bytes[d.size_class] += d.size
             self.pending_blocks[d.size_class] += 1
         arenapy_spin_release(&self.heap_lock)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
         return was_live
 
     cdef void restore(self, char* ptr, uint64_t tag) noexcept nogil:
         """A pending block is free."""
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d = named(self, tag)
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(tag))
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
         set_bit(&d.live, tag)            # as `push` expects it
         push(self, f, d, ptr, tag)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
 
     cdef void postpone(self, Hold* hold) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
@@ -234,12 +234,12 @@ cdef class PoolCore(Fronts):
 
     cdef uint64_t find(self, char* ptr) noexcept nogil:
         """tag_at under the lock that it needs. A live block of the caller's stays where it is."""
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d
         cdef uint64_t tag
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         tag = tag_at(self, ptr, &d)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
         return tag
 
     cdef size_t size_of(self, uint64_t tag) noexcept nogil:
@@ -252,15 +252,15 @@ cdef class PoolCore(Fronts):
         """All figures of one moment."""
         cdef PoolFigures r
         cdef ClassFigures* c
-        cdef Front* f
-        cdef int i, k, fronts = 0
+        cdef ThreadCache* f
+        cdef int i, k, caches = 0
         memset(&r, 0, sizeof(r))
         self.lock_all()
-        for i in range(MOST_FRONTS):
-            f = self.fronts[i]
+        for i in range(MOST_CACHES):
+            f = self.caches[i]
             if f == NULL:
                 continue
-            fronts += 1
+            caches += 1
             r.all.peak += max(f.peak, 0)
             r.bytes += f.freed + <uint64_t>f.live
             for k in range(N_CLASSES):
@@ -290,17 +290,17 @@ cdef class PoolCore(Fronts):
             r.all.largest = max(r.all.largest, c.largest)
         r.reserved = self.reserved_pages << PAGE_BITS
         r.regions = self.n_segments
-        r.metadata = (self.descriptor_table.ready + fronts * whole_pages(sizeof(Front))
+        r.metadata = (self.descriptor_array.ready + caches * whole_pages(sizeof(ThreadCache))
                       + MOST_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t)))
         for i in range(self.n_segments):
-            r.metadata += self.segments[self.order[i]].table.ready
+            r.metadata += self.segments[self.order[i]].array.ready
         self.unlock_all()
         return r
 
     cdef size_t largest_of(self, int k) noexcept nogil:
         """Bytes of the largest free block of a class, cached ones included; all locks held."""
         cdef size_t most = 0
-        cdef Front* f
+        cdef ThreadCache* f
         cdef int i, s, looks = 0
         cdef uint32_t id
         for s in range(N_STEPS - 1, -1, -1):
@@ -315,8 +315,8 @@ cdef class PoolCore(Fronts):
                 looks += 1
             if self.class_at[s] != k:
                 break
-            for i in range(MOST_FRONTS):
-                f = self.fronts[i]
+            for i in range(MOST_CACHES):
+                f = self.caches[i]
                 if f != NULL and s < N_SMALL and f.small[s].n:
                     most = max(most, <size_t>self.steps[s].size)
                 elif f != NULL and N_SMALL <= s < N_EXACT and f.large[s - N_SMALL]:
@@ -331,11 +331,11 @@ cdef class PoolCore(Fronts):
 
     cdef void note_time(self) noexcept nogil:
         cdef double now = coarse_seconds()
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Sample* last
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        # Each front counts its own ticks. Here they meet, to be compared with a sample.
+        # Each cache counts its own ticks. Here they meet, to be compared with a sample.
         f.tick = self.latest = later(self.latest, f.tick)
         last = &self.samples[max(self.n_samples - 1, 0)]
         if self.n_samples == 0 or now - last.begun >= self.timed / 8:
@@ -347,7 +347,7 @@ cdef class PoolCore(Fronts):
             self.n_samples += 1
         last.seconds, last.tick = now, f.tick
         arenapy_spin_release(&self.heap_lock)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
 
     cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil:
         cdef double now = coarse_seconds()
@@ -386,15 +386,15 @@ cdef class PoolCore(Fronts):
         """The peak of live bytes so far. It is `peak` now, or the live bytes if that is less."""
         cdef int64_t before = 0, live = 0
         cdef int i
-        if self.front == NULL:
+        if self.cache == NULL:
             return 0                         # never made
         self.lock_all()
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                before += max(self.fronts[i].peak, 0)
-                live += self.fronts[i].live
-                self.fronts[i].peak = self.fronts[i].live
-        self.front.peak += max(peak - live, 0)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                before += max(self.caches[i].peak, 0)
+                live += self.caches[i].live
+                self.caches[i].peak = self.caches[i].live
+        self.cache.peak += max(peak - live, 0)
         self.unlock_all()
         return <size_t>before
 
@@ -402,17 +402,17 @@ cdef class PoolCore(Fronts):
         cdef int i, k
         self.exchange_peak(0)
         self.lock_all()
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
                 for k in range(N_CLASSES):
-                    self.fronts[i].counts[k].peak = self.fronts[i].counts[k].live
+                    self.caches[i].counts[k].peak = self.caches[i].counts[k].live
         self.unlock_all()
 
     # -- the end of a region, fork
 
     cdef void fork_lock(self) noexcept nogil:
         Pages.fork_lock(self)
-        arenapy_spin_acquire(&self.table_growth)
+        arenapy_spin_acquire(&self.array_growth)
         self.lock_all()
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
@@ -420,7 +420,7 @@ cdef class PoolCore(Fronts):
             self.in_transit = 0
             self.forget_growth()
         self.unlock_all()
-        arenapy_spin_release(&self.table_growth)
+        arenapy_spin_release(&self.array_growth)
         Pages.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:

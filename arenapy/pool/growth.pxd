@@ -2,7 +2,7 @@
 from libc.stdint cimport uint64_t
 
 from arenapy.allocator.allocator cimport Allocator
-from arenapy.pool.batch cimport Many
+from arenapy.pool.batch cimport BlockBatch
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.memory cimport PoolMemory
 
@@ -20,4 +20,4 @@ cdef class PoolGrowth(Allocator):
     # Get memory for a request. False: none, but something was freed.
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1
     cdef size_t growth(self) noexcept
-    cdef int take_many(self, Many many) except -1
+    cdef int take_batch(self, BlockBatch batch) except -1

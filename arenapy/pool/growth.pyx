@@ -7,7 +7,7 @@ from libc.stdint cimport uint64_t
 
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.base.atomic cimport arenapy_glance
-from arenapy.pool.batch cimport Many
+from arenapy.pool.batch cimport BlockBatch
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE_BITS, STOCK, have_spare,
 )
@@ -103,25 +103,25 @@ cdef class PoolGrowth(Allocator):
             "give a larger max_bytes, or free memory in on_oom"
         )
 
-    cdef int take_many(self, Many many) except -1:
+    cdef int take_batch(self, BlockBatch batch) except -1:
         """All blocks, or an exception and nothing was taken."""
         cdef PoolCore c = self.core
         cdef bint miss = False
         cdef Py_ssize_t got
         c.open_check()
-        many.begin(c)
+        batch.begin(c)
         try:
-            while many.done < many.n:
-                got = many.take(c, miss)
+            while batch.done < batch.n:
+                got = batch.take(c, miss)
                 miss = False
                 if got == 0:                 # what is free may do once it is merged
                     c.flush_all()
-                    got = many.take(c, False)
+                    got = batch.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
-                    miss = self.more(many.sizes[many.done], c.block_align, True)
+                    miss = self.more(batch.sizes[batch.done], c.block_align, True)
         except BaseException:
-            many.undo(c)
+            batch.undo(c)
             raise
         return 0
 

@@ -17,13 +17,13 @@ from arenapy.base.arguments cimport as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
-from arenapy.pool.thread_cache cimport front_of
+from arenapy.pool.thread_cache cimport cache_of
 from arenapy.pool.page_heap cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
 from arenapy.pool.core cimport PoolCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport record
-from arenapy.linux.reserved_array cimport Table, table_close
+from arenapy.linux.reserved_array cimport ReservedArray, array_close
 from arenapy.linux.reserved_space cimport vm_decommit
 
 from arenapy.errors import OutOfMemory
@@ -147,7 +147,7 @@ cdef class PoolMemory:
                 return self.grow_region(pages, wished, missing)
             self.rooms[room.region.address] = room
             try:
-                c.add_segment(room.region, True, NO_LIMIT, front_of(c).tick)
+                c.add_segment(room.region, True, NO_LIMIT, cache_of(c).tick)
             except BaseException:
                 del self.rooms[room.region.address]
                 raise
@@ -173,7 +173,7 @@ cdef class PoolMemory:
             self.growing.remove(me)
             arenapy_spin_acquire(&c.heap_lock)
             if c.forks == forks:             # else they are VOID in this child: it takes others
-                c.end_growth(id, done, front_of(c).tick)
+                c.end_growth(id, done, cache_of(c).tick)
                 arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
         return 0
@@ -183,15 +183,15 @@ cdef class PoolMemory:
         cdef PoolCore c = self.core
         cdef Segment* s = &c.segments[segment]
         cdef Region region = None
-        cdef Table table
+        cdef ReservedArray array
         c.lock_all()
         if s.frontier and c.descriptors[s.frontier].pages == s.pages:
             region = <Region><PyObject*>s.region
-            table = s.table
+            array = s.array
             c.remove_segment(segment)
         c.unlock_all()
         if region is not None:
-            table_close(&table)
+            array_close(&array)
             self.rooms.pop(region.address, None)
             c.drop_region(region)
         return 0
@@ -249,7 +249,7 @@ cdef class PoolMemory:
                 f"{region!r} is {region.kind} memory, and the pool has {self.core.kind} memory; "
                 "a source of a pool makes regions of one kind"
             )
-        self.core.add_segment(region, False, self.max_pages, front_of(self.core).tick)
+        self.core.add_segment(region, False, self.max_pages, cache_of(self.core).tick)
         record(self.core, EVENT_GROW, region.ptr, region.size)
         return 0
 
@@ -300,7 +300,7 @@ cdef class PoolMemory:
         cdef PoolCore c = self.core
         cdef size_t freed = 0, n = 0
         cdef Descriptor* d
-        cdef Table table
+        cdef ReservedArray array
         cdef uint32_t id
         cdef void* at
         cdef int segment, status
@@ -311,7 +311,7 @@ cdef class PoolMemory:
             segment = c.idle_segment(<size_t>-1 if enough else pages - freed)
             if segment >= 0:
                 region = <Region><PyObject*>c.segments[segment].region
-                table = c.segments[segment].table
+                array = c.segments[segment].array
                 n = c.segments[segment].pages
                 c.remove_segment(segment)
             else:
@@ -321,7 +321,7 @@ cdef class PoolMemory:
                 at = <void*>d.address
             c.unlock_all()
             if segment >= 0:
-                table_close(&table)
+                array_close(&array)
                 record(c, EVENT_TRIM, region.ptr, region.size)
                 c.drop_region(region)
                 region = None                # which may unmap it

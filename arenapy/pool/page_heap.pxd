@@ -5,7 +5,7 @@ from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport RegionSet
 from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, step_bytes, step_of
-from arenapy.linux.reserved_array cimport Table
+from arenapy.linux.reserved_array cimport ReservedArray
 
 cdef extern from *:
     """
@@ -30,17 +30,17 @@ cdef enum:
     FREE = 1                 # in a bin, merged with its neighbours
     VOID = 2                 # address space without memory
     BUSY = 3                 # being given memory, or deprived of it, by one thread
-    BLOCK = 4                # one block above 32 KiB, of an exact step: live, or in a front cache
+    BLOCK = 4                # one block above 32 KiB, of an exact step: live, or in a thread cache
     SPAN = 5                 # slots of one step
-    ODD = 6                  # one block of another size; it is never in a front cache
+    ODD = 6                  # one block of another size; it is never in a thread cache
 
 cdef struct Links:
     uint32_t newer, older
 
 cdef union Detail:
-    uint64_t slots           # SPAN: bit i: slot i is neither live nor in a front cache
+    uint64_t slots           # SPAN: bit i: slot i is neither live nor in a thread cache
     Links age                # FREE: neighbours in the age list, 0 at its ends
-    uint32_t taken           # BLOCK, in a front cache: the tick when it was handed out
+    uint32_t taken           # BLOCK, in a thread cache: the tick when it was handed out
 
 # One extent: pages of one segment. 64 bytes, a cache line. An extent or block is named by the index
 # of its descriptor; 0 is nothing.
@@ -67,7 +67,7 @@ cdef struct Segment:
     bint growing             # a reservation: its pages come and go one by one
     uint32_t* map            # [scatter(page)]: descriptor; right at an extent's ends, and in a SPAN
     uint32_t mapped          # pages for which `map` may be read, whole 4 KiB of it but at the end
-    Table table              # where `map` lies
+    ReservedArray array      # where `map` lies
     uint32_t frontier        # the VOID extent at its end, which has no entry in `map` there
     void* region             # borrowed
 
@@ -80,9 +80,9 @@ cdef struct Bins:
 
 cdef class Pages(RegionSet):
     # Guards all below, and the descriptors of extents that are not BLOCKs or SPANs in use. It may
-    # be taken under a front cache's lock, and none is taken under it.
+    # be taken under a thread cache's lock, and none is taken under it.
     cdef arenapy_spin heap_lock
-    cdef Table descriptor_table
+    cdef ReservedArray descriptor_array
     cdef Descriptor* descriptors
     cdef uint32_t n_descriptors      # indices used so far; [0] is nothing
     cdef uint32_t unused             # descriptors given back, linked by next
@@ -104,9 +104,9 @@ cdef class Pages(RegionSet):
     # Before a larger block is cut, what is free is merged, and what fits best is cut: where memory
     # is scarcer than time.
     cdef bint merges_first
-    cdef arenapy_spin table_growth       # held while a table grows; taken before any other
+    cdef arenapy_spin array_growth       # held while an array grows; taken before any other
 
-    cdef bint open_tables(self, size_t pages) noexcept nogil
+    cdef bint open_arrays(self, size_t pages) noexcept nogil
     cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil
     # With heap_lock held:
     cdef uint32_t take(self, size_t pages, size_t align, bint* split) noexcept nogil

@@ -20,10 +20,10 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator_core cimport RegionSet
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
-from arenapy.linux.reserved_array cimport Table, table_close, table_grow, table_open
+from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
 
 cdef enum:
-    TABLE_STEP = 64 << 10    # bytes that the descriptor table grows by, or an eighth of it
+    ARRAY_STEP = 64 << 10    # bytes that the descriptor array grows by, or an eighth of it
 
 
 @cython.no_gc_clear
@@ -32,29 +32,29 @@ cdef class Pages(RegionSet):
 
     def __dealloc__(self):
         cdef int i
-        cdef Table table
+        cdef ReservedArray array
         if self.segments != NULL:
             for i in range(self.n_segments):
-                table_close(&self.segments[self.order[i]].table)
-            table.at = <char*>self.segments
-            table.reserved = MOST_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t))
-            table_close(&table)
-        table_close(&self.descriptor_table)
+                array_close(&self.segments[self.order[i]].array)
+            array.at = <char*>self.segments
+            array.reserved = MOST_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t))
+            array_close(&array)
+        array_close(&self.descriptor_array)
 
-    cdef bint open_tables(self, size_t pages) noexcept nogil:
+    cdef bint open_arrays(self, size_t pages) noexcept nogil:
         """Reserve room for the metadata of so many pages."""
-        cdef Table table
+        cdef ReservedArray array
         cdef size_t most = min(<size_t>MOST_DESCRIPTORS, pages + 64)
         cdef size_t order = MOST_SEGMENTS * sizeof(Segment)
-        if not table_open(&table, order + MOST_SEGMENTS * sizeof(uint16_t)):
+        if not array_open(&array, order + MOST_SEGMENTS * sizeof(uint16_t)):
             return False
-        if not (table_grow(&table, table.reserved)
-                and table_open(&self.descriptor_table, most * sizeof(Descriptor))):
-            table_close(&table)
+        if not (array_grow(&array, array.reserved)
+                and array_open(&self.descriptor_array, most * sizeof(Descriptor))):
+            array_close(&array)
             return False
-        self.segments = <Segment*>table.at
-        self.order = <uint16_t*>(table.at + order)
-        self.descriptors = <Descriptor*>self.descriptor_table.at
+        self.segments = <Segment*>array.at
+        self.order = <uint16_t*>(array.at + order)
+        self.descriptors = <Descriptor*>self.descriptor_array.at
         self.n_descriptors = 1
         return self.more_descriptors(STOCK)
 
@@ -62,18 +62,18 @@ cdef class Pages(RegionSet):
         """Make `wanted` descriptors spare. Not under a lock. False: no memory for them."""
         cdef size_t ready, before
         cdef bint grown = True
-        arenapy_spin_acquire(&self.table_growth)
+        arenapy_spin_acquire(&self.array_growth)
         while arenapy_glance(&self.spare) < wanted and grown:
-            before = self.descriptor_table.ready
-            ready = before + max(<size_t>TABLE_STEP, before // 8, wanted * sizeof(Descriptor))
-            grown = table_grow(&self.descriptor_table, min(ready, self.descriptor_table.reserved))
-            ready = self.descriptor_table.ready
+            before = self.descriptor_array.ready
+            ready = before + max(<size_t>ARRAY_STEP, before // 8, wanted * sizeof(Descriptor))
+            grown = array_grow(&self.descriptor_array, min(ready, self.descriptor_array.reserved))
+            ready = self.descriptor_array.ready
             grown = grown and ready > before
             arenapy_spin_acquire(&self.heap_lock)
             arenapy_set_glanced(&self.spare, self.spare - (before == 0) + <uint32_t>(
                 ready // sizeof(Descriptor) - before // sizeof(Descriptor)))
             arenapy_spin_release(&self.heap_lock)
-        arenapy_spin_release(&self.table_growth)
+        arenapy_spin_release(&self.array_growth)
         return grown
 
     # -- descriptors

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from arenapy.allocator.allocator cimport check_source, complete, hide
 from arenapy.base.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
 from arenapy.base.atomic cimport ARENAPY_GIL
-from arenapy.buffer.block cimport CLOSED, Nest, born_held, moor, nest_of, track
-from arenapy.buffer.buffer cimport Buffer, hatch, new_block
+from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
+from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport PAGE, PAGE_BITS
 from arenapy.pool.thread_cache cimport quick_take
-from arenapy.pool.batch cimport Many
+from arenapy.pool.batch cimport BlockBatch
 from arenapy.pool.core cimport PoolCore, PoolFigures
 from arenapy.pool.growth cimport PoolGrowth
 from arenapy.pool.memory cimport PoolMemory, checked_limit
@@ -46,8 +46,8 @@ cdef int LOOKS = 8           # at what streams have done, in the seconds of `tri
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
     """The usual allocation; None if it is not that. References are borrowed, as in Bump.alloc."""
-    cdef Nest* nest = nest_of(core)
-    cdef PyObject* o = nest.kept
+    cdef Freelist* freelist = freelist_of(core)
+    cdef PyObject* o = freelist.kept
     cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
     cdef char* ptr
     if o == NULL or n < 0 or (<PoolCore>core).special:
@@ -58,7 +58,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     (<Buffer>o).size = n
     (<Buffer>o).align = HOST_ALIGN
     (<Buffer>o).word = 0
-    return hatch(core, nest, ptr)
+    return freelist_pop(core, freelist, ptr)
 
 
 @cython.final
@@ -115,7 +115,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t initial = as_size(initial_bytes, "initial_bytes")
         cdef size_t most
         self.base = self.core = core
-        self.anchors = moor(core)
+        self.shards = init_freelists(core)
         max_bytes = checked_limit(max_bytes, initial)
         if rounding not in ("step", "class"):
             raise ValueError(f"rounding={rounding!r} is neither 'step' nor 'class'")
@@ -187,8 +187,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """
         # The usual call. References are borrowed, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
-        cdef Nest* nest = nest_of(core)
-        cdef PyObject* o = nest.kept
+        cdef Freelist* freelist = freelist_of(core)
+        cdef PyObject* o = freelist.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef char* ptr
         if (o == NULL or n < 0 or align is not None or stream is not None
@@ -200,7 +200,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         (<Buffer>o).size = n
         (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
-        return hatch(core, nest, ptr)
+        return freelist_pop(core, freelist, ptr)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
@@ -345,17 +345,17 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """
         cdef PoolCore c = self.core
         cdef list wanted, blocks = []
-        cdef Many many
+        cdef BlockBatch batch
         cdef Buffer b
         cdef Py_ssize_t i, n
         if not isinstance(sizes, Iterable):
             raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
         wanted = list(sizes)
-        many = Many(len(wanted))
-        for i in range(many.n):
+        batch = BlockBatch(len(wanted))
+        for i in range(batch.n):
             n = quick_size(PyList_GET_ITEM(wanted, i))
-            many.sizes[i] = n if n >= 0 else as_size(wanted[i], "sizes")
-            b = new_block(c, many.sizes[i])
+            batch.sizes[i] = n if n >= 0 else as_size(wanted[i], "sizes")
+            b = new_block(c, batch.sizes[i])
             b.tag = 0                        # until there is a block
             b.word = CLOSED
             b.align = <uint32_t>c.block_align
@@ -365,10 +365,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if c.timed >= 0:
             c.open_check()
             self.trim_old()
-        self.take_many(many)
-        for i in range(many.n):
+        self.take_batch(batch)
+        for i in range(batch.n):
             b = <Buffer>blocks[i]
-            b.ptr, b.tag, b.word = many.entries[i].ptr, many.entries[i].tag, 0
+            b.ptr, b.tag, b.word = batch.entries[i].ptr, batch.entries[i].tag, 0
             if c.foreign:
                 track(b)
             if c.special:
@@ -392,7 +392,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         OutOfMemory
             If it does not fit; nothing has changed then.
         """
-        cdef Many many
+        cdef BlockBatch batch
         if not isinstance(counts, Mapping):
             raise TypeError(f"counts={counts!r} is not a mapping; give one like {{1 << 20: 8}}")
         wanted = [(as_size(n, "nbytes"), as_size(count, "count")) for n, count in counts.items()]
@@ -403,11 +403,11 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 f"counts={counts!r} need {total} bytes, and at most {room} can be reserved; "
                 "ask for fewer, or give a larger max_bytes"
             )
-        many = Many(sum([count for _, count in wanted]))
+        batch = BlockBatch(sum([count for _, count in wanted]))
         for n, count in wanted:
-            many.repeat(n, count)
-        self.take_many(many)
-        many.undo(self.core)
+            batch.repeat(n, count)
+        self.take_batch(batch)
+        batch.undo(self.core)
         if self.debug:
             self.core.operated()
 

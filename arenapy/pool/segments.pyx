@@ -17,7 +17,7 @@ from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport forbid, forbid_new, permit
 from arenapy.base.sealed cimport seal
-from arenapy.linux.reserved_array cimport Table, table_close, table_grow, table_open
+from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
 
 
 @cython.no_gc_clear
@@ -88,7 +88,7 @@ cdef class Segments(Pages):
         cdef size_t upto
         cdef Segment* s
         cdef int i
-        arenapy_spin_acquire(&self.table_growth)
+        arenapy_spin_acquire(&self.array_growth)
         for i in range(MOST_SEGMENTS):
             s = &self.segments[i]
             arenapy_spin_acquire(&self.heap_lock)
@@ -96,14 +96,14 @@ cdef class Segments(Pages):
             if s.base and s.growing and s.frontier:
                 upto = min(self.descriptors[s.frontier].page + pages + 2, <size_t>s.pages)
             arenapy_spin_release(&self.heap_lock)
-            if upto * sizeof(uint32_t) > s.table.ready:
-                grown = grown and table_grow(&s.table, upto * sizeof(uint32_t))
+            if upto * sizeof(uint32_t) > s.array.ready:
+                grown = grown and array_grow(&s.array, upto * sizeof(uint32_t))
                 s.mapped = mapped(s)
                 if i == self.hot_index:
                     self.hot.mapped = s.mapped
             if i + 1 >= self.n_slots:
                 break
-        arenapy_spin_release(&self.table_growth)
+        arenapy_spin_release(&self.array_growth)
         return grown
 
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil:
@@ -183,13 +183,14 @@ cdef class Segments(Pages):
                 f"{region!r} has {pages} whole pages of {PAGE} bytes, and a pool needs from 1 to "
                 f"{MOST_PAGES} in a region: give a larger one, or several smaller"
             )
-        segment = Segment(base, <uint32_t>pages, growing, NULL, 0, Table(NULL, 0, 0), 0, NULL)
-        if not (self.more_descriptors(STOCK) and table_open(&segment.table, pages * 4)):
+        segment = Segment(
+            base, <uint32_t>pages, growing, NULL, 0, ReservedArray(NULL, 0, 0), 0, NULL)
+        if not (self.more_descriptors(STOCK) and array_open(&segment.array, pages * 4)):
             raise MemoryError("no memory for the bookkeeping of a pool")
-        if not table_grow(&segment.table, min(pages * 4, <size_t>PAGE) if growing else pages * 4):
-            table_close(&segment.table)
+        if not array_grow(&segment.array, min(pages * 4, <size_t>PAGE) if growing else pages * 4):
+            array_close(&segment.array)
             raise MemoryError("no memory for the bookkeeping of a pool")
-        segment.map = <uint32_t*>segment.table.at
+        segment.map = <uint32_t*>segment.array.at
         segment.mapped = mapped(&segment)
         segment.region = <void*>region
         try:
@@ -197,7 +198,7 @@ cdef class Segments(Pages):
                 raise MemoryError(f"a pool has at most {MOST_SEGMENTS} regions")
             self.share_region(region)
         except BaseException:
-            table_close(&segment.table)
+            array_close(&segment.array)
             raise
         if not growing:
             forbid_new(self, base, base + (pages << PAGE_BITS))
@@ -250,7 +251,7 @@ cdef class Segments(Pages):
     cdef void remove_segment(self, int segment) noexcept nogil:
         """Forget a region that is entirely free, or without memory; all locks held.
 
-        Its table is the caller's to close.
+        Its array is the caller's to close.
         """
         cdef Segment* s = &self.segments[segment]
         cdef uint32_t id = s.frontier if s.frontier else s.map[0]
@@ -278,4 +279,4 @@ seal(Segments)
 
 
 cdef uint32_t mapped(Segment* s) noexcept nogil:
-    return <uint32_t>min(<size_t>s.pages, s.table.ready // sizeof(uint32_t))
+    return <uint32_t>min(<size_t>s.pages, s.array.ready // sizeof(uint32_t))

@@ -1,8 +1,8 @@
-# The C surface of front caches and spans: blocks of all sizes from the page heap, quickly.
+# The C surface of thread caches and spans: blocks of all sizes from the page heap, quickly.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, set_bit
-from arenapy.base.biased_lock cimport Owned, owned_enter, owned_leave
+from arenapy.base.biased_lock cimport BiasedLock, biased_enter, biased_leave
 from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
@@ -12,12 +12,12 @@ from arenapy.pool.segments cimport Segments
 from arenapy.base.size_classes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, ROUND_STEP, rounded, step_bytes, step_of,
 )
-from arenapy.linux.reserved_array cimport Table
-from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.linux.reserved_array cimport ReservedArray
+from arenapy.base.thread_slot cimport MOST_CACHES
 
 cdef enum:
-    DEPTH = 64               # slots of one step in a front cache, at most
-    LARGE_KEPT = 256         # blocks above 32 KiB in a front cache, at most
+    DEPTH = 64               # slots of one step in a thread cache, at most
+    LARGE_KEPT = 256         # blocks above 32 KiB in a thread cache, at most
     SKEW = 2048              # bytes
     FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
 
@@ -31,7 +31,7 @@ cdef struct Magazine:
     uint32_t depth           # its step's
     Entry items[DEPTH]       # in the order in which they were freed
 
-# What happened in one class through one front cache.
+# What happened in one class through one thread cache.
 cdef struct Count:
     uint64_t allocations
     int64_t live             # bytes handed out less bytes freed; may be negative
@@ -42,8 +42,8 @@ cdef struct Count:
 # builds with a GIL. On free-threaded ones threads are spread over several, and a block enters that
 # of the thread that frees it. (Counters that change together are kept apart: of neighbours,
 # compilers make vectors, whose loads wait for the scalar stores before them.)
-cdef struct Front:
-    Owned lock
+cdef struct ThreadCache:
+    BiasedLock lock
     uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
     int64_t live             # of all classes, as are these:
     uint64_t freed           # bytes
@@ -52,7 +52,7 @@ cdef struct Front:
     uint32_t n_large
     uint32_t large[N_EXACT - N_SMALL]    # BLOCKs linked by next
     Magazine small[N_SMALL]
-    Table table              # where this lies
+    ReservedArray array      # where this lies
 
 cdef struct SmallStep:
     uint32_t size            # bytes of a slot
@@ -67,9 +67,9 @@ cdef struct Asked:
     uint64_t splits[N_CLASSES]
 
 
-cdef class Fronts(Segments):
-    cdef Front* front        # the first
-    cdef Front* fronts[MOST_FRONTS]
+cdef class ThreadCaches(Segments):
+    cdef ThreadCache* cache  # the first
+    cdef ThreadCache* caches[MOST_CACHES]
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
@@ -81,34 +81,34 @@ cdef class Fronts(Segments):
     cdef int open(self, size_t pages, int rounding) except -1
     cdef size_t block_pages(self, size_t size) noexcept nogil
     cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil
-    cdef Front* own_front(self) noexcept nogil
+    cdef ThreadCache* own_cache(self) noexcept nogil
     # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
     cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
     # Blocks of these sizes, as many as the heap has memory for; how many those are. `miss`: it has
     # just got memory for the first of them. What is counted as asked is added to `asked`, too.
-    cdef Py_ssize_t take_many(self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out,
-                              Asked* asked) noexcept nogil
+    cdef Py_ssize_t take_batch(self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out,
+                               Asked* asked) noexcept nogil
     # Free them as if they had never been taken.
     cdef void untake(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
                      int64_t peak, const int64_t* peaks) noexcept nogil
-    cdef bint push_slow(self, Front* f, char* ptr, uint64_t tag) noexcept nogil
+    cdef bint push_slow(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef void flush_all(self) noexcept nogil
-    # The short ways, for a thread that does not own the lock of its front.
+    # The short ways, for a thread that does not own the lock of its cache.
     cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil
     cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil
     cdef bint shared_give_at(self, char* ptr) noexcept nogil
     # internal
-    cdef char* from_heap(self, Front* f, int s, size_t n, size_t pages, size_t align,
+    cdef char* from_heap(self, ThreadCache* f, int s, size_t n, size_t pages, size_t align,
                          bint miss, Asked* asked, uint64_t* tag) noexcept nogil
-    cdef bint refill(self, Front* f, int s, bint miss, Asked* asked) noexcept nogil
+    cdef bint refill(self, ThreadCache* f, int s, bint miss, Asked* asked) noexcept nogil
     cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil
-    cdef void flush_small(self, Front* f, int s, uint32_t keep) noexcept nogil
-    cdef void flush_large(self, Front* f) noexcept nogil
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
+    cdef void flush_large(self, ThreadCache* f) noexcept nogil
     cdef void give_block(self, uint32_t id) noexcept nogil
 
 
-cdef inline void count_taken(Front* f, int k, size_t size) noexcept nogil:
+cdef inline void count_taken(ThreadCache* f, int k, size_t size) noexcept nogil:
     cdef Count* count = &f.counts[k]
     count.allocations += 1
     count.live += size
@@ -119,7 +119,7 @@ cdef inline void count_taken(Front* f, int k, size_t size) noexcept nogil:
         f.peak = f.live
 
 
-cdef inline void count_given(Front* f, int k, size_t size) noexcept nogil:
+cdef inline void count_given(ThreadCache* f, int k, size_t size) noexcept nogil:
     cdef Count* count = &f.counts[k]
     count.live -= size
     f.freed += size
@@ -128,14 +128,14 @@ cdef inline void count_given(Front* f, int k, size_t size) noexcept nogil:
 
 
 # What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
-cdef inline Descriptor* named(Fronts c, uint64_t tag) noexcept nogil:
+cdef inline Descriptor* named(ThreadCaches c, uint64_t tag) noexcept nogil:
     return <Descriptor*>(<char*>c.descriptors + (tag & ~<uint64_t>63))
 
 
-# The name of the block that begins at an address, live or not; 0: none does. Under a front's lock,
+# The name of the block that begins at an address, live or not; 0: none does. Under a cache's lock,
 # which whoever adds or removes a segment takes, too. `of` is then what the name names: to find that
 # from the name again would wait for a multiplication.
-cdef inline uint64_t tag_at(Fronts c, void* ptr, Descriptor** of) noexcept nogil:
+cdef inline uint64_t tag_at(ThreadCaches c, void* ptr, Descriptor** of) noexcept nogil:
     cdef uint64_t at = <uintptr_t>ptr - c.hot.base
     cdef uint64_t page = at >> PAGE_BITS
     cdef uint64_t slot
@@ -173,7 +173,7 @@ cdef inline char* skewed(Descriptor* d, uint64_t tag, size_t slack) noexcept nog
 
 
 # In builds that poison: a block is free, all of it.
-cdef inline void forbid_block(Fronts c, Descriptor* d, char* ptr) noexcept nogil:
+cdef inline void forbid_block(ThreadCaches c, Descriptor* d, char* ptr) noexcept nogil:
     if POISONS:
         if d.state != SPAN:                  # which may begin before it, skewed
             ptr = <char*>d.address
@@ -182,7 +182,7 @@ cdef inline void forbid_block(Fronts c, Descriptor* d, char* ptr) noexcept nogil
 
 # Of the two blocks of a list that were freed last, the one that was handed out later comes first.
 # `x = f(x)` frees its temporaries, which are in the processor's caches, before what x was.
-cdef inline void hotter_first(Fronts c, uint32_t* head) noexcept nogil:
+cdef inline void hotter_first(ThreadCaches c, uint32_t* head) noexcept nogil:
     cdef Descriptor* first = &c.descriptors[head[0]]
     cdef uint32_t id = first.next
     cdef Descriptor* second = &c.descriptors[id]
@@ -192,10 +192,10 @@ cdef inline void hotter_first(Fronts c, uint32_t* head) noexcept nogil:
         head[0] = id
 
 
-# From the front cache, its lock held: the block of the step that was freed last, for n bytes; NULL.
-# `hot`: or the one before. (Who hands it out permits n bytes of it.)
+# From the thread cache, its lock held: the block of the step that was freed last, for n bytes, or
+# NULL. `hot`: or the one before. (Who hands it out permits n bytes of it.)
 cdef inline char* pop(
-    Fronts c, Front* f, int s, size_t n, bint hot, uint64_t* tag
+    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, uint64_t* tag
 ) noexcept nogil:
     cdef Magazine* m
     cdef Descriptor* d
@@ -233,9 +233,9 @@ cdef inline char* pop(
     return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, tag[0], d.size - n)
 
 
-# To the front cache, its lock held. False: the block is not live.
+# To the thread cache, its lock held. False: the block is not live.
 cdef inline bint push(
-    Fronts c, Front* f, Descriptor* d, char* ptr, uint64_t tag
+    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t tag
 ) noexcept nogil:
     cdef uint32_t* head
     cdef Magazine* m
@@ -264,13 +264,13 @@ cdef inline bint push(
     return True
 
 
-cdef inline Front* front_of(Fronts c) noexcept nogil:
-    return c.front if ARENAPY_GIL else c.own_front()
+cdef inline ThreadCache* cache_of(ThreadCaches c) noexcept nogil:
+    return c.cache if ARENAPY_GIL else c.own_cache()
 
 
-# The short way: what the front cache has, NULL if that is nothing. Not if `special`.
-cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
-    cdef Front* f = front_of(c)
+# The short way: what the thread cache has, NULL if that is nothing. Not if `special`.
+cdef inline char* quick_take(ThreadCaches c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
+    cdef ThreadCache* f = cache_of(c)
     cdef int s
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
@@ -278,36 +278,36 @@ cdef inline char* quick_take(Fronts c, size_t n, bint hot, uint64_t* tag) noexce
         s = step_of(n)
     else:
         s = step_of(rounded(n, c.rounding))
-    if not likely(owned_enter(&f.lock)):
+    if not likely(biased_enter(&f.lock)):
         ptr = c.shared_take(n, s, hot, &other)
         tag[0] = other
         return ptr
     ptr = pop(c, f, s, n, hot, tag)
-    owned_leave(&f.lock)
+    biased_leave(&f.lock)
     if POISONS and ptr != NULL:
         permit(c, <uintptr_t>ptr, n)
     return ptr
 
 
-cdef inline bint quick_give(Fronts c, char* ptr, uint64_t tag) noexcept nogil:
-    cdef Front* f = front_of(c)
+cdef inline bint quick_give(ThreadCaches c, char* ptr, uint64_t tag) noexcept nogil:
+    cdef ThreadCache* f = cache_of(c)
     cdef bint was_live
-    if not likely(owned_enter(&f.lock)):
+    if not likely(biased_enter(&f.lock)):
         return c.shared_give(ptr, tag)
     was_live = push(c, f, named(c, tag), ptr, tag)
-    owned_leave(&f.lock)
+    biased_leave(&f.lock)
     return was_live
 
 
 # The same for a block that is known by its address.
-cdef inline bint quick_give_at(Fronts c, char* ptr) noexcept nogil:
-    cdef Front* f = front_of(c)
+cdef inline bint quick_give_at(ThreadCaches c, char* ptr) noexcept nogil:
+    cdef ThreadCache* f = cache_of(c)
     cdef Descriptor* d
     cdef uint64_t tag
     cdef bint was_live
-    if not likely(owned_enter(&f.lock)):
+    if not likely(biased_enter(&f.lock)):
         return c.shared_give_at(ptr)
     tag = tag_at(c, ptr, &d)
     was_live = tag != 0 and push(c, f, d, ptr, tag)
-    owned_leave(&f.lock)
+    biased_leave(&f.lock)
     return was_live

@@ -3,4 +3,4 @@ from typing import final
 from arenapy.pool.segments import Segments
 
 @final
-class Fronts(Segments): ...  # type: ignore[misc]
+class ThreadCaches(Segments): ...  # type: ignore[misc]

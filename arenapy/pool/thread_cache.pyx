@@ -1,9 +1,9 @@
-"""Fronts: blocks of all sizes from the page heap, through front caches.
+"""ThreadCaches: blocks of all sizes from the page heap, through thread caches.
 
 What lives here: where a block of so many bytes comes from and goes to. What does not: pages
 (page_heap), what a block belongs to and who else sees it (core), getting memory (memory).
 
-A freed block enters a front cache unmerged, under the step that it was rounded to, and the next
+A freed block enters a thread cache unmerged, under the step that it was rounded to, and the next
 request of that step takes it: newest first, a few instructions. The cache is bounded. When it
 overflows, on a miss, and for trim and defragment, it is flushed: slots return to their spans, empty
 spans and larger blocks to the page heap, which merges them at once. Merging on every free would
@@ -13,7 +13,7 @@ Blocks of up to 32 KiB are slots of spans: extents of up to 64 slots of one step
 such that the slots fill them. Which slots are free and which live is said by two words in the
 span's descriptor. Larger blocks are extents of their own.
 
-Locks: a front cache's, then the heap's. Nobody holds two front caches' locks, but `lock_all`.
+Locks: a thread cache's, then the heap's. Nobody holds two thread caches' locks, but `lock_all`.
 """
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -21,7 +21,7 @@ from libc.string cimport memmove
 
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr, clear_bit
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor
 from arenapy.pool.page_heap cimport earlier, have_spare, low_bit, scatter
 from arenapy.base.sanitizer cimport POISONS
@@ -30,50 +30,50 @@ from arenapy.base.sealed cimport seal
 from arenapy.pool.segments cimport Segments
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
-from arenapy.linux.reserved_array cimport Table, table_close, table_grow, table_open
-from arenapy.base.thread_slot cimport MOST_FRONTS, front_number
+from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
 
 cdef enum:
-    MAGAZINE_BYTES = 256 << 10   # slots of one step in a front cache, beyond 8 of them
-    STAGGER = 1024               # not on the cache lines that other tables begin on
+    MAGAZINE_BYTES = 256 << 10   # slots of one step in a thread cache, beyond 8 of them
+    STAGGER = 1024               # not on the cache lines that other arrays begin on
 
 
-cdef Front* new_front(Fronts c) noexcept nogil:
-    cdef Table table
-    cdef Front* f
+cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
+    cdef ReservedArray array
+    cdef ThreadCache* f
     cdef int s
-    if not table_open(&table, STAGGER + sizeof(Front)):
+    if not array_open(&array, STAGGER + sizeof(ThreadCache)):
         return NULL
-    if not table_grow(&table, STAGGER + sizeof(Front)):
-        table_close(&table)
+    if not array_grow(&array, STAGGER + sizeof(ThreadCache)):
+        array_close(&array)
         return NULL
-    f = <Front*>(table.at + STAGGER)         # fresh pages are zero
-    f.table = table
+    f = <ThreadCache*>(array.at + STAGGER)   # fresh pages are zero
+    f.array = array
     for s in range(N_SMALL):
         f.small[s].depth = c.steps[s].depth
     return f
 
 
-cdef void drop_front(Front* f) noexcept nogil:
-    cdef Table table = f.table
-    table_close(&table)
+cdef void drop_cache(ThreadCache* f) noexcept nogil:
+    cdef ReservedArray array = f.array
+    array_close(&array)
 
 
 @cython.no_gc_clear
-cdef class Fronts(Segments):
-    """Blocks from pages, through front caches. Internal."""
+cdef class ThreadCaches(Segments):
+    """Blocks from pages, through thread caches. Internal."""
 
     def __dealloc__(self):
         cdef int i
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                drop_front(self.fronts[i])
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                drop_cache(self.caches[i])
 
     cdef int open(self, size_t pages, int rounding) except -1:
         """Make ready, for about so many pages; there is no memory yet."""
         cdef int s
         cdef size_t size
-        if not self.open_tables(pages):
+        if not self.open_arrays(pages):
             raise MemoryError("no address space for the bookkeeping of a pool")
         for s in range(N_STEPS):
             self.class_at[s] = <uint8_t>class_of(step_bytes(s))
@@ -83,69 +83,69 @@ cdef class Fronts(Segments):
             self.steps[s].slots = slots_of(size)
             self.steps[s].pages = <uint32_t>(self.steps[s].slots * size) >> PAGE_BITS
             self.steps[s].depth = max(8, min(<size_t>DEPTH, MAGAZINE_BYTES // size))
-        self.front = self.fronts[0] = new_front(self)
-        if self.front == NULL:
+        self.cache = self.caches[0] = new_cache(self)
+        if self.cache == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
         self.rounding = rounding
         return 0
 
-    cdef Front* own_front(self) noexcept nogil:
-        """The front cache of this thread; the first one if there is no memory for another."""
-        cdef int i = front_number()
-        cdef Front* f = <Front*>arenapy_load_ptr(<void**>&self.fronts[i])
+    cdef ThreadCache* own_cache(self) noexcept nogil:
+        """The thread cache of this thread; the first one if there is no memory for another."""
+        cdef int i = cache_number()
+        cdef ThreadCache* f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
         cdef void* none = NULL
         if ARENAPY_GIL:
-            return self.front
+            return self.cache
         if f != NULL:
             return f
-        f = new_front(self)
+        f = new_cache(self)
         if f == NULL:
-            return self.front
+            return self.cache
         arenapy_spin_acquire(&self.births)
-        none = self.fronts[i]
+        none = self.caches[i]
         if none == NULL:
-            arenapy_store_ptr(<void**>&self.fronts[i], f)
+            arenapy_store_ptr(<void**>&self.caches[i], f)
         arenapy_spin_release(&self.births)
         if none != NULL:
-            drop_front(f)                    # another thread was first
-            return <Front*>none
+            drop_cache(f)                    # another thread was first
+            return <ThreadCache*>none
         return f
 
-    # -- blocks of the front caches
+    # -- blocks of the thread caches
 
     cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil:
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef char* ptr
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         ptr = pop(self, f, s, n, hot, tag)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
         if POISONS and ptr != NULL:
             permit(self, <uintptr_t>ptr, n)
         return ptr
 
     cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil:
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef bint was_live
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         was_live = push(self, f, named(self, tag), ptr, tag)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
         return was_live
 
     cdef bint shared_give_at(self, char* ptr) noexcept nogil:
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d
         cdef uint64_t tag
         cdef bint was_live
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         tag = tag_at(self, ptr, &d)
         was_live = tag != 0 and push(self, f, d, ptr, tag)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
         return was_live
 
     # -- blocks from the heap
 
     cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef size_t size = rounded(n, self.rounding) if self.rounding else n
         cdef size_t pages = max((size + PAGE - 1) >> PAGE_BITS, <size_t>1)
         cdef int s = step_of(size)
@@ -163,7 +163,7 @@ cdef class Fronts(Segments):
         for attempt in range(2):
             if not have_spare(self):
                 return NULL
-            owned_acquire(&f.lock)
+            biased_acquire(&f.lock)
             if cached:
                 ptr = pop(self, f, s, n if align <= 64 or self.rounding == ROUND_LINES
                           else step_bytes(s), False, tag)
@@ -179,7 +179,7 @@ cdef class Fronts(Segments):
                 arenapy_spin_acquire(&self.heap_lock)
                 self.count_asked(self.class_at[s], True, NULL)
                 arenapy_spin_release(&self.heap_lock)
-            owned_release(&f.lock)
+            biased_release(&f.lock)
             if ptr != NULL:
                 permit(self, <uintptr_t>ptr, n)
                 return ptr
@@ -187,14 +187,14 @@ cdef class Fronts(Segments):
                 self.flush_all()
         return NULL
 
-    cdef Py_ssize_t take_many(
+    cdef Py_ssize_t take_batch(
         self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out, Asked* asked
     ) noexcept nogil:
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Py_ssize_t i = 0
         cdef size_t size
         cdef int s
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         while i < n and sizes[i] <= MOST_BYTES and self.spare >= STOCK:
             size = rounded(sizes[i], self.rounding) if self.rounding else sizes[i]
@@ -210,20 +210,20 @@ cdef class Fronts(Segments):
             permit(self, <uintptr_t>out[i].ptr, sizes[i])
             i += 1
         arenapy_spin_release(&self.heap_lock)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
         return i
 
     cdef void untake(
         self, Py_ssize_t n, const Entry* blocks, const Asked* asked, int64_t peak,
         const int64_t* peaks
     ) noexcept nogil:
-        cdef Front* f = front_of(self)
+        cdef ThreadCache* f = cache_of(self)
         cdef Count* count
         cdef Py_ssize_t i
         cdef size_t size
         cdef Descriptor* d
         cdef int k
-        owned_acquire(&f.lock)
+        biased_acquire(&f.lock)
         for i in range(n - 1, -1, -1):
             d = &self.descriptors[blocks[i].tag >> 6]
             size = d.size
@@ -241,10 +241,10 @@ cdef class Fronts(Segments):
             self.asked.misses[k] -= asked.misses[k]
             self.asked.splits[k] -= asked.splits[k]
         arenapy_spin_release(&self.heap_lock)
-        owned_release(&f.lock)
+        biased_release(&f.lock)
 
     cdef char* from_heap(
-        self, Front* f, int s, size_t n, size_t pages, size_t align, bint miss, Asked* asked,
+        self, ThreadCache* f, int s, size_t n, size_t pages, size_t align, bint miss, Asked* asked,
         uint64_t* tag
     ) noexcept nogil:
         """A slot or an extent for n bytes from the heap; both locks held."""
@@ -277,7 +277,7 @@ cdef class Fronts(Segments):
             asked.misses[k] += miss
             asked.splits[k] += not miss
 
-    cdef bint refill(self, Front* f, int s, bint miss, Asked* asked) noexcept nogil:
+    cdef bint refill(self, ThreadCache* f, int s, bint miss, Asked* asked) noexcept nogil:
         """Move slots from a span to the empty magazine of a step. Both locks held."""
         cdef SmallStep* step = &self.steps[s]
         cdef Magazine* m = &f.small[s]
@@ -327,8 +327,8 @@ cdef class Fronts(Segments):
 
     # -- and back
 
-    cdef bint push_slow(self, Front* f, char* ptr, uint64_t tag) noexcept nogil:
-        """Free a block when its place in the front cache is full, or it has none."""
+    cdef bint push_slow(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil:
+        """Free a block when its place in the thread cache is full, or it has none."""
         cdef Descriptor* d = named(self, tag)
         cdef int s = d.step
         if d.state == SPAN:
@@ -356,7 +356,7 @@ cdef class Fronts(Segments):
         self.taken[d.size_class] -= d.pages
         self.give(id, d.tick)
 
-    cdef void flush_small(self, Front* f, int s, uint32_t keep) noexcept nogil:
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
         """Return the slots of a magazine to their spans, but for those freed last."""
         cdef Magazine* m = &f.small[s]
         cdef SmallStep* step = &self.steps[s]
@@ -388,7 +388,7 @@ cdef class Fronts(Segments):
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
 
-    cdef void flush_large(self, Front* f) noexcept nogil:
+    cdef void flush_large(self, ThreadCache* f) noexcept nogil:
         """Give all cached blocks to the heap, in the order in which they were freed."""
         cdef uint32_t[LARGE_KEPT] ids
         cdef uint32_t n = 0, gap, i, j, id
@@ -419,19 +419,19 @@ cdef class Fronts(Segments):
 
     cdef void flush_all(self) noexcept nogil:
         """Everything that is free goes to the heap and is merged there."""
-        cdef Front* f
+        cdef ThreadCache* f
         cdef int i, s
-        for i in range(MOST_FRONTS):
-            f = <Front*>arenapy_load_ptr(<void**>&self.fronts[i])
+        for i in range(MOST_CACHES):
+            f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
             if f == NULL:
                 continue
-            owned_acquire(&f.lock)
+            biased_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)
             for s in range(N_SMALL):
                 self.flush_small(f, s, 0)
             self.flush_large(f)
             arenapy_spin_release(&self.heap_lock)
-            owned_release(&f.lock)
+            biased_release(&f.lock)
 
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil:
         """Pages in one piece that are sure to have a block, wherever they lie."""
@@ -473,21 +473,21 @@ cdef class Fronts(Segments):
     cdef void lock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_acquire(&self.births)   # there is none more until unlock_all
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                owned_acquire(&self.fronts[i].lock)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                biased_acquire(&self.caches[i].lock)
         arenapy_spin_acquire(&self.heap_lock)
 
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_release(&self.heap_lock)
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                owned_release(&self.fronts[i].lock)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                biased_release(&self.caches[i].lock)
         arenapy_spin_release(&self.births)
 
 
-seal(Fronts)
+seal(ThreadCaches)
 
 
 cdef inline uint64_t all_slots(uint32_t n) noexcept nogil:

@@ -1,7 +1,7 @@
 """The C calls of a Slab: what `cimport arenapy` gives, but for what is inline."""
 from libc.stdint cimport uint64_t
 
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.slab.slab cimport Slab
 from arenapy.slab.core cimport SlabCore
 from arenapy.slab.slots cimport Stack, stack_of
@@ -40,9 +40,9 @@ cdef int _given(SlabCore c, void* item) noexcept nogil:
     if c.shut:
         return -1
     s = stack_of(c)
-    owned_acquire(&s.lock)
+    biased_acquire(&s.lock)
     name = c.find(s, <char*>item)
-    owned_release(&s.lock)
+    biased_release(&s.lock)
     if name and c.put(name):
         return 0
     c.refuse(b"slab_free", item)

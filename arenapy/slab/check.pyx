@@ -14,7 +14,7 @@ from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport class_of
 from arenapy.slab.core cimport SlabCore
 from arenapy.slab.slots cimport DEPTH, Part, Stack, Word, names_of, nth_word
-from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.base.thread_slot cimport MOST_CACHES
 
 from arenapy.stats import BlockInfo
 
@@ -93,8 +93,8 @@ cdef bint copy_parts(SlabCore c, Listing found) noexcept nogil:
             found.words[n] = nth_word(p, w)[0]
             n += 1
     found.n_parts = c.n_parts
-    for i in range(MOST_FRONTS + 1):
-        s = c.fronts[i] if i < MOST_FRONTS else c.depot
+    for i in range(MOST_CACHES + 1):
+        s = c.caches[i] if i < MOST_CACHES else c.depot
         if s != NULL:
             found.now = max(found.now, s.tick)
     return True
@@ -229,8 +229,8 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
     live = check_parts(c, f)
     if f.why != NULL:
         return
-    for k in range(MOST_FRONTS + 1):
-        s = c.fronts[k] if k < MOST_FRONTS else c.depot
+    for k in range(MOST_CACHES + 1):
+        s = c.caches[k] if k < MOST_CACHES else c.depot
         if s != NULL and f.why == NULL:
             free_items += check_stack(c, s, seen, f)
             out += s.out - s.n

@@ -15,7 +15,7 @@ from libc.string cimport memset
 from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub, clear_bit
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport RegionSet, link_hold, record, unlink_hold
@@ -23,7 +23,7 @@ from arenapy.base.sealed cimport seal
 from arenapy.slab.slots cimport (
     Items, Part, Stack, address_of, forbid_from, nth_word, quick_give, stack_of, stow, word_of,
 )
-from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.base.thread_slot cimport MOST_CACHES
 from arenapy.linux.vm cimport vm_lease
 
 
@@ -76,7 +76,7 @@ cdef class SlabCore(Items):
 
     cdef bint get_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
-        if self.shut or not self.take_many(buffers, n):
+        if self.shut or not self.take_batch(buffers, n):
             return False
         for i in range(n):
             if POISONS:
@@ -102,11 +102,11 @@ cdef class SlabCore(Items):
             hold = <Hold*>malloc(sizeof(Hold))
             if hold != NULL:                 # without this record it is never free again
                 hold.tag = name
-                owned_acquire(&self.depot.lock)
+                biased_acquire(&self.depot.lock)
                 hold.next = self.pending
                 self.pending = hold
                 self.n_pending += 1
-                owned_release(&self.depot.lock)
+                biased_release(&self.depot.lock)
             return True
         self.restore(name)
         return True
@@ -115,11 +115,11 @@ cdef class SlabCore(Items):
         """Take a live item away: from now on it is this call's alone. False: it is not live."""
         cdef Stack* s = stack_of(self)
         cdef bint was_live
-        owned_acquire(&s.lock)
+        biased_acquire(&s.lock)
         was_live = clear_bit(&word_of(self, name).live, name)
         if was_live:
             arenapy_add(&self.claimed, 1)
-        owned_release(&s.lock)
+        biased_release(&s.lock)
         return was_live
 
     cdef bint set_aside(self, Hold* hold) noexcept nogil:
@@ -129,17 +129,17 @@ cdef class SlabCore(Items):
         if self.debug:
             self.leaving(<void*>hold.start)
         arenapy_add(&self.n_held, 1)
-        owned_acquire(&self.depot.lock)
+        biased_acquire(&self.depot.lock)
         link_hold(&self.aside, hold)
         self.n_pending += 1
-        owned_release(&self.depot.lock)
+        biased_release(&self.depot.lock)
         return True
 
     cdef void over(self, Hold* hold) noexcept nogil:
-        owned_acquire(&self.depot.lock)
+        biased_acquire(&self.depot.lock)
         unlink_hold(&self.aside, hold)
         self.n_pending -= 1
-        owned_release(&self.depot.lock)
+        biased_release(&self.depot.lock)
         arenapy_sub(&self.n_held, 1)
         if not self.shut:
             self.restore(hold.tag)
@@ -151,10 +151,10 @@ cdef class SlabCore(Items):
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
         if not POISONS or self.debug or self.align >= POISON_UNIT:
             self.poison(start, start + self.stride)
-        owned_acquire(&s.lock)
+        biased_acquire(&s.lock)
         arenapy_sub(&self.claimed, 1)
         stow(self, s, word_of(self, name), name)
-        owned_release(&s.lock)
+        biased_release(&s.lock)
 
     cdef bint still_leased(self, uint64_t name) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
@@ -166,21 +166,21 @@ cdef class SlabCore(Items):
         """Free what other processes have let go of."""
         cdef Hold* hold
         cdef Hold* next
-        owned_acquire(&self.depot.lock)
+        biased_acquire(&self.depot.lock)
         hold = self.pending
         self.pending = NULL
-        owned_release(&self.depot.lock)
+        biased_release(&self.depot.lock)
         while hold != NULL:
             next = hold.next
             if not self.shut and self.still_leased(hold.tag):
-                owned_acquire(&self.depot.lock)
+                biased_acquire(&self.depot.lock)
                 hold.next = self.pending
                 self.pending = hold
-                owned_release(&self.depot.lock)
+                biased_release(&self.depot.lock)
             else:
-                owned_acquire(&self.depot.lock)
+                biased_acquire(&self.depot.lock)
                 self.n_pending -= 1
-                owned_release(&self.depot.lock)
+                biased_release(&self.depot.lock)
                 self.restore(hold.tag)
                 free(hold)
             hold = next
@@ -218,13 +218,13 @@ cdef class SlabCore(Items):
         cdef Stack* s
         memset(&r, 0, sizeof(r))
         self.lock_all()
-        for k in range(MOST_FRONTS + 1):
-            s = self.fronts[k] if k < MOST_FRONTS else self.depot
+        for k in range(MOST_CACHES + 1):
+            s = self.caches[k] if k < MOST_CACHES else self.depot
             if s != NULL:
                 out += s.out - s.n
                 peak += s.out - s.least
                 r.allocations += (s.tick + <uint64_t>(s.out - s.n)) // 2
-                r.metadata += s.table.ready
+                r.metadata += s.array.ready
         claimed = arenapy_load(&self.claimed)
         r.items = self.items
         r.active = <uint64_t>out - claimed
@@ -232,9 +232,9 @@ cdef class SlabCore(Items):
         r.peak = <uint64_t>peak
         r.reserved = self.reserved
         r.regions = self.n_parts
-        r.metadata += self.parts_table.ready
+        r.metadata += self.part_array.ready
         for k in range(1, self.numbered + 1):
-            r.metadata += self.parts[k].table.ready if self.parts[k].items else 0
+            r.metadata += self.parts[k].array.ready if self.parts[k].items else 0
         self.unlock_all()
         return r
 
@@ -245,8 +245,8 @@ cdef class SlabCore(Items):
         cdef Stack* mine = stack_of(self)
         cdef Stack* s
         self.lock_all()
-        for k in range(MOST_FRONTS + 1):
-            s = self.fronts[k] if k < MOST_FRONTS else self.depot
+        for k in range(MOST_CACHES + 1):
+            s = self.caches[k] if k < MOST_CACHES else self.depot
             if s != NULL:
                 before += s.out - s.least
                 live += s.out - s.n

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from arenapy.allocator.allocator cimport Allocator, aligned_region, check_source, complete
 from arenapy.base.arguments cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
-from arenapy.buffer.block cimport Nest, born_held, moor, nest_of, track
-from arenapy.buffer.buffer cimport Buffer, hatch, new_block
+from arenapy.buffer.block cimport Freelist, born_held, init_freelists, freelist_of, track
+from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
 from arenapy.slab.core cimport SlabCore, SlabFigures
@@ -95,7 +95,7 @@ cdef class Slab(Allocator):
         cdef Py_ssize_t a
         cdef Region region
         self.base = self.core = core
-        self.anchors = moor(core)
+        self.shards = init_freelists(core)
         self.most = items if max_count is None else as_count(max_count, "max_count")
         if self.most < items:
             raise ValueError(
@@ -154,8 +154,8 @@ cdef class Slab(Allocator):
         """
         # The usual call. References are borrowed, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
-        cdef Nest* nest = nest_of(core)
-        cdef PyObject* o = nest.kept
+        cdef Freelist* freelist = freelist_of(core)
+        cdef PyObject* o = freelist.kept
         cdef size_t n = (<SlabCore>core).item_size
         cdef char* ptr
         if nbytes is not None:
@@ -171,7 +171,7 @@ cdef class Slab(Allocator):
         (<Buffer>o).size = n
         (<Buffer>o).align = 1
         (<Buffer>o).word = 0
-        return hatch(core, nest, ptr)
+        return freelist_pop(core, freelist, ptr)
 
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = self.core.item_size if nbytes is None else as_size(nbytes, "nbytes")

@@ -4,17 +4,17 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.abi cimport ARENAPY_ABI
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, set_bit
-from arenapy.base.biased_lock cimport Owned, owned_enter, owned_leave
+from arenapy.base.biased_lock cimport BiasedLock, biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport RegionSet, forbid, permit
-from arenapy.linux.reserved_array cimport Table
-from arenapy.base.thread_slot cimport MOST_FRONTS
+from arenapy.linux.reserved_array cimport ReservedArray
+from arenapy.base.thread_slot cimport MOST_CACHES
 
 cdef enum:
     BATCH = 64               # items that move from one stack to another at once
-    DEPTH = 2 * BATCH        # items in a front's stack, at most
-    # Where in their tables these begin: not all on the first line of a page, which would be in the
+    DEPTH = 2 * BATCH        # items in a cache's stack, at most
+    # Where in their arrays these begin: not all on the first line of a page, which would be in the
     # same set of the cache.
     WORDS_AT = 32 * 64
     PARTS_AT = 48 * 64
@@ -33,24 +33,24 @@ cdef struct Part:
     char* base               # of item 0
     uint64_t items           # at most 2 ** 31; 0: this part is not in use
     uint64_t used            # <= items; those from here on are fresh: never handed out
-    Table table              # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
+    ReservedArray array      # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
     PyObject* region         # borrowed of RegionSet.regions
     uint32_t next            # in the list of those with fresh items, or of those not in use
     uint32_t by_address      # of parts[i]: the number of the i-th part in use, counted from 0
 
 # Names of free items follow this struct, in the order in which they were given back.
 cdef struct Stack:
-    Owned lock
+    BiasedLock lock
     uint32_t guess           # the part that an address was in last
     int64_t n                # of names
     int64_t least            # <= n; the most items were live when so many were here
     int64_t out              # moved here from elsewhere less moved away; out - n are live
     uint64_t tick            # items taken from here and given back to here
-    Table table              # where this lies
+    ReservedArray array      # where this lies
 
 
 cdef class Items(RegionSet):
-    cdef Part* parts         # in `parts_table`, never moved; parts[0] is none
+    cdef Part* parts         # in `part_array`, never moved; parts[0] is none
     cdef size_t stride       # bytes from item to item
     cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64
     cdef int shift           # the other factor is 1 << shift
@@ -58,13 +58,13 @@ cdef class Items(RegionSet):
     cdef size_t item_size
     cdef size_t align        # of items
     # Free items: newest first from the stack of the thread. With a GIL there is only the depot. On
-    # free-threaded builds threads are spread over `fronts`, small stacks that the depot feeds.
+    # free-threaded builds threads are spread over `caches`, small stacks that the depot feeds.
     cdef Stack* depot
     cdef Stack* quick        # where the short ways look first: the depot, or one that nobody owns
-    cdef Stack* fronts[MOST_FRONTS]
-    cdef arenapy_spin births  # held to add a front, and by who holds all locks
+    cdef Stack* caches[MOST_CACHES]
+    cdef arenapy_spin births  # held to add a cache, and by who holds all locks
     # Under the depot's lock, but for changes of parts: those are made under all locks.
-    cdef Table parts_table
+    cdef ReservedArray part_array
     cdef uint32_t n_parts    # in use
     cdef uint32_t numbered   # parts that ever were in use
     cdef uint32_t fresh      # the first with fresh items, or 0
@@ -78,7 +78,7 @@ cdef class Items(RegionSet):
     # NULL: nothing is free.
     cdef char* take(self, uint64_t* name) noexcept nogil
     # Items for n Buffers, or for none of them.
-    cdef bint take_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
+    cdef bint take_batch(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
     # The name of the item at an address, live or not; 0: there is none. Any stack's lock held.
     cdef uint64_t find(self, Stack* s, char* at) noexcept nogil
     cdef uint64_t idle(self) noexcept nogil
@@ -136,7 +136,7 @@ cdef inline uint64_t* names_of(Stack* s) noexcept nogil:
 
 # The Word of the items from 64 * i on.
 cdef inline Word* nth_word(Part* p, uint64_t i) noexcept nogil:
-    return <Word*>(p.table.at + WORDS_AT + i * WORD_BYTES)
+    return <Word*>(p.array.at + WORDS_AT + i * WORD_BYTES)
 
 
 cdef inline Word* word_of(Items c, uint64_t name) noexcept nogil:
@@ -210,13 +210,13 @@ cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
     cdef Stack* s = quick_stack(c)
     cdef char* ptr = NULL
     cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
-    if not likely(owned_enter(&s.lock)):
+    if not likely(biased_enter(&s.lock)):
         ptr = c.shared_take(&other)
         name[0] = other
         return ptr
     if likely(s.n > 0):
         ptr = pop(c, s, name)
-    owned_leave(&s.lock)
+    biased_leave(&s.lock)
     return ptr
 
 
@@ -224,10 +224,10 @@ cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
 cdef inline bint quick_give(Items c, uint64_t name) noexcept nogil:
     cdef Stack* s = quick_stack(c)
     cdef bint was_live
-    if not likely(owned_enter(&s.lock)):
+    if not likely(biased_enter(&s.lock)):
         return c.shared_give(name)
     was_live = push(c, s, word_of(c, name), name)
-    owned_leave(&s.lock)
+    biased_leave(&s.lock)
     return was_live
 
 
@@ -245,8 +245,8 @@ cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
 cdef inline bint quick_free(Items c, char* at) noexcept nogil:
     cdef Stack* s = quick_stack(c)
     cdef bint was_live
-    if not likely(owned_enter(&s.lock)):
+    if not likely(biased_enter(&s.lock)):
         return c.shared_free(at)
     was_live = push_at(c, s, at)
-    owned_leave(&s.lock)
+    biased_leave(&s.lock)
     return was_live

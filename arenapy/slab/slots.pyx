@@ -5,7 +5,7 @@ What does not: whom an item concerns besides (core), getting memory from a sourc
 
 Why it is fast: to allocate is to pop a name from a stack and to set a bit, to give back is the
 reverse. Items that were never handed out are in no stack: a part remembers how far it was used, and
-refills an empty stack by the batch, so that growth does not touch them. All of it lies in tables
+refills an empty stack by the batch, so that growth does not touch them. All of it lies in arrays
 out of band, faulted in beforehand, which never move.
 
 Locks: `births`, a stack's own, the depot's, in this order. Parts, which every path reads, change
@@ -20,14 +20,14 @@ from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport Block
-from arenapy.base.biased_lock cimport owned_acquire, owned_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport RegionSet, forbid_new, record
 from arenapy.base.sealed cimport seal
-from arenapy.linux.reserved_array cimport Table, table_close, table_grow, table_open
-from arenapy.base.thread_slot cimport MOST_FRONTS, front_number
+from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
 
 cdef extern from "<pthread.h>" nogil:
     uint64_t this_thread "(uint64_t)pthread_self" ()
@@ -35,28 +35,28 @@ cdef extern from "<pthread.h>" nogil:
 cdef enum:
     MOST_PARTS = 1 << 16
 
-cdef Stack nobodys           # empty, and never locked
+cdef Stack no_stack       # empty, and never locked
 
 
 cdef Stack* new_stack(uint64_t most, uint64_t now) noexcept nogil:
     """A stack of at most so many names, with room for some of them now; NULL without memory."""
-    cdef Table table
+    cdef ReservedArray array
     cdef Stack* s
-    if not table_open(&table, sizeof(Stack) + most * sizeof(uint64_t)):
+    if not array_open(&array, sizeof(Stack) + most * sizeof(uint64_t)):
         return NULL
-    if not table_grow(&table, sizeof(Stack) + now * sizeof(uint64_t)):
-        table_close(&table)
+    if not array_grow(&array, sizeof(Stack) + now * sizeof(uint64_t)):
+        array_close(&array)
         return NULL
-    s = <Stack*>table.at                     # fresh pages are zero
-    s.table = table
+    s = <Stack*>array.at                     # fresh pages are zero
+    s.array = array
     return s
 
 
 cdef void drop_stack(Stack* s) noexcept nogil:
-    cdef Table table
+    cdef ReservedArray array
     if s != NULL:
-        table = s.table
-        table_close(&table)
+        array = s.array
+        array_close(&array)
 
 
 cdef inline void shift(Stack* s, int64_t n) noexcept nogil:
@@ -73,10 +73,10 @@ cdef class Items(RegionSet):
     def __dealloc__(self):
         cdef uint32_t k
         for k in range(1, self.numbered + 1):
-            table_close(&self.parts[k].table)
-        table_close(&self.parts_table)
-        for k in range(MOST_FRONTS):
-            drop_stack(self.fronts[k])
+            array_close(&self.parts[k].array)
+        array_close(&self.part_array)
+        for k in range(MOST_CACHES):
+            drop_stack(self.caches[k])
         drop_stack(self.depot)
 
     cdef int open(self, size_t item_size, size_t align, uint64_t most) except -1:
@@ -92,10 +92,10 @@ cdef class Items(RegionSet):
             self.inverse *= 2 - odd * self.inverse
         self.depot = new_stack(most, 0)
         if (self.depot == NULL
-                or not table_open(&self.parts_table, PARTS_AT + (MOST_PARTS + 1) * sizeof(Part))
-                or not table_grow(&self.parts_table, PARTS_AT + sizeof(Part))):
+                or not array_open(&self.part_array, PARTS_AT + (MOST_PARTS + 1) * sizeof(Part))
+                or not array_grow(&self.part_array, PARTS_AT + sizeof(Part))):
             raise MemoryError(f"no memory for the bookkeeping of a slab of {most} items")
-        self.parts = <Part*>(self.parts_table.at + PARTS_AT)
+        self.parts = <Part*>(self.part_array.at + PARTS_AT)
         return 0
 
     # -- stacks
@@ -108,14 +108,14 @@ cdef class Items(RegionSet):
         cdef bint first
         if ARENAPY_GIL:
             return self.depot
-        i = front_number()
-        s = <Stack*>arenapy_load_ptr(<void**>&self.fronts[i])
+        i = cache_number()
+        s = <Stack*>arenapy_load_ptr(<void**>&self.caches[i])
         if s == NULL:
             s = new_stack(DEPTH, DEPTH)
             if s == NULL:
                 return self.depot
             arenapy_spin_acquire(&self.births)
-            first = arenapy_cas_ptr(<void**>&self.fronts[i], &none, s)
+            first = arenapy_cas_ptr(<void**>&self.caches[i], &none, s)
             arenapy_spin_release(&self.births)
             if not first:                    # another thread was
                 drop_stack(s)
@@ -157,9 +157,9 @@ cdef class Items(RegionSet):
 
     cdef void make_place(self, Stack* s) noexcept nogil:
         """In a full stack, whose lock is held."""
-        owned_acquire(&self.depot.lock)
+        biased_acquire(&self.depot.lock)
         self.spill(s, DEPTH - BATCH)
-        owned_release(&self.depot.lock)
+        biased_release(&self.depot.lock)
 
     cdef bint gather(self, Stack* s) noexcept nogil:
         """Refill an empty stack also from those of other threads. All locks held."""
@@ -168,24 +168,24 @@ cdef class Items(RegionSet):
             return True
         if ARENAPY_GIL:
             return False
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                self.spill(self.fronts[i], 0)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                self.spill(self.caches[i], 0)
         return s.n > 0 or self.refill(s)
 
     cdef char* take(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
-        owned_acquire(&s.lock)
+        biased_acquire(&s.lock)
         if s.n == 0:
             if s != self.depot:
-                owned_acquire(&self.depot.lock)
+                biased_acquire(&self.depot.lock)
             self.refill(s)
             if s != self.depot:
-                owned_release(&self.depot.lock)
+                biased_release(&self.depot.lock)
         if s.n > 0:
             ptr = pop(self, s, name)
-        owned_release(&s.lock)
+        biased_release(&s.lock)
         if ptr == NULL and not ARENAPY_GIL:
             self.lock_all()
             if s.n > 0 or self.gather(s):
@@ -195,17 +195,17 @@ cdef class Items(RegionSet):
 
     cdef void bar(self, bint special) noexcept nogil:
         self.special = special
-        self.quick = &nobodys if special else self.depot
+        self.quick = &no_stack if special else self.depot
 
     cdef char* shared_take(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
         if self.special:
             return NULL
-        owned_acquire(&s.lock)
+        biased_acquire(&s.lock)
         if s.n > 0:
             ptr = pop(self, s, name)
-        owned_release(&s.lock)
+        biased_release(&s.lock)
         return ptr
 
     cdef bint shared_give(self, uint64_t name) noexcept nogil:
@@ -213,9 +213,9 @@ cdef class Items(RegionSet):
         cdef bint was_live
         if self.special:
             return False
-        owned_acquire(&s.lock)
+        biased_acquire(&s.lock)
         was_live = push(self, s, word_of(self, name), name)
-        owned_release(&s.lock)
+        biased_release(&s.lock)
         return was_live
 
     cdef bint shared_free(self, char* at) noexcept nogil:
@@ -223,12 +223,12 @@ cdef class Items(RegionSet):
         cdef bint was_live
         if self.special:
             return False
-        owned_acquire(&s.lock)
+        biased_acquire(&s.lock)
         was_live = push_at(self, s, at)
-        owned_release(&s.lock)
+        biased_release(&s.lock)
         return was_live
 
-    cdef bint take_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
+    cdef bint take_batch(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef Py_ssize_t i
         cdef bint enough
@@ -271,18 +271,18 @@ cdef class Items(RegionSet):
 
     cdef int begin_growth(self) noexcept nogil:
         cdef int verdict = MAY_GROW
-        owned_acquire(&self.depot.lock)
+        biased_acquire(&self.depot.lock)
         if self.grower:
             verdict = SELF_GROWS if self.grower == this_thread() else OTHER_GROWS
         else:
             self.grower = this_thread()
-        owned_release(&self.depot.lock)
+        biased_release(&self.depot.lock)
         return verdict
 
     cdef void end_growth(self) noexcept nogil:
-        owned_acquire(&self.depot.lock)
+        biased_acquire(&self.depot.lock)
         self.grower = 0
-        owned_release(&self.depot.lock)
+        biased_release(&self.depot.lock)
 
     cdef void forget_growth(self) noexcept nogil:
         """In a forked child: of threads that it does not have. All locks held."""
@@ -293,19 +293,19 @@ cdef class Items(RegionSet):
         """Take over the first `items` items of a region."""
         cdef uint32_t number = self.unused if self.unused else self.numbered + 1
         cdef Part* p = &self.parts[number]
-        cdef Table table
-        if not table_open(&table, WORDS_AT + ((items + 63) >> 6) * WORD_BYTES):
+        cdef ReservedArray array
+        if not array_open(&array, WORDS_AT + ((items + 63) >> 6) * WORD_BYTES):
             raise MemoryError("no address space for the bookkeeping of a slab")
-        if (number > MOST_PARTS or not table_grow(&table, table.reserved)
-                or not table_grow(&self.parts_table, PARTS_AT + (number + 1) * sizeof(Part))
-                or not table_grow(
-                    &self.depot.table, sizeof(Stack) + (self.items + items) * sizeof(uint64_t))):
-            table_close(&table)
+        if (number > MOST_PARTS or not array_grow(&array, array.reserved)
+                or not array_grow(&self.part_array, PARTS_AT + (number + 1) * sizeof(Part))
+                or not array_grow(
+                    &self.depot.array, sizeof(Stack) + (self.items + items) * sizeof(uint64_t))):
+            array_close(&array)
             raise MemoryError("no memory for the bookkeeping of a slab")
         try:
             self.share_region(region)
         except BaseException:
-            table_close(&table)
+            array_close(&array)
             raise
         if POISONS:
             if self.align >= POISON_UNIT:
@@ -317,7 +317,7 @@ cdef class Items(RegionSet):
             self.numbered = number
         p.base = first_item(region, self.align)
         p.items, p.used = items, 0
-        p.table = table
+        p.array = array
         p.region = <PyObject*>region
         self.link_part(number)
         self.items += items
@@ -360,9 +360,9 @@ cdef class Items(RegionSet):
         for i in range((old.items + 63) >> 6):
             if nth_word(old, i).live:
                 return False
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                self.spill(self.fronts[i], 0)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                self.spill(self.caches[i], 0)
         for n in range(depot.n):
             kept += names[n] >> 32 != number
         if depot.n - kept != <int64_t>old.used:
@@ -384,7 +384,7 @@ cdef class Items(RegionSet):
         self.items -= old.items
         self.reserved -= (<Region>region).size
         self.parts[number].items = self.parts[number].used = 0
-        self.parts[number].table.at = NULL
+        self.parts[number].array.at = NULL
         self.parts[number].region = NULL
         self.parts[number].next = self.unused
         self.unused = number
@@ -397,7 +397,7 @@ cdef class Items(RegionSet):
         done = self.unlink_part(<PyObject*>region, &old)
         self.unlock_all()
         if done:
-            table_close(&old.table)
+            array_close(&old.array)
             record(self, EVENT_TRIM, region.ptr, region.size)
             self.drop_region(region)
         return done
@@ -407,17 +407,17 @@ cdef class Items(RegionSet):
     cdef void lock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_acquire(&self.births)
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                owned_acquire(&self.fronts[i].lock)
-        owned_acquire(&self.depot.lock)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                biased_acquire(&self.caches[i].lock)
+        biased_acquire(&self.depot.lock)
 
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
-        owned_release(&self.depot.lock)
-        for i in range(MOST_FRONTS):
-            if self.fronts[i] != NULL:
-                owned_release(&self.fronts[i].lock)
+        biased_release(&self.depot.lock)
+        for i in range(MOST_CACHES):
+            if self.caches[i] != NULL:
+                biased_release(&self.caches[i].lock)
         arenapy_spin_release(&self.births)
 
 
@@ -432,7 +432,7 @@ cdef uint64_t free_items(Items c) noexcept nogil:
     """In all stacks and in none yet; all locks held."""
     cdef uint64_t n = c.n_fresh + <uint64_t>c.depot.n
     cdef int i
-    for i in range(MOST_FRONTS):
-        if c.fronts[i] != NULL:
-            n += <uint64_t>c.fronts[i].n
+    for i in range(MOST_CACHES):
+        if c.caches[i] != NULL:
+            n += <uint64_t>c.caches[i].n
     return n

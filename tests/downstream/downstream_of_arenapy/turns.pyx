@@ -3,7 +3,9 @@
 from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
-from arenapy.base.biased_lock cimport Owned, owned_acquire, owned_enter, owned_leave, owned_release
+from arenapy.base.biased_lock cimport (
+    BiasedLock, biased_acquire, biased_enter, biased_leave, biased_release,
+)
 
 cdef extern from *:
     """
@@ -25,7 +27,7 @@ cdef enum:
 cdef class Turns:
     """What one lock guards: words that are all equal."""
 
-    cdef Owned lock
+    cdef BiasedLock lock
     cdef uint64_t[WORDS] words
     cdef bint stopped
     cdef readonly uint64_t broken      # times that they were not
@@ -57,14 +59,14 @@ cdef class Turns:
         cdef bint slowly = pause != 0
         with nogil:
             while not load(&self.stopped):
-                if owned_enter(&self.lock):
+                if biased_enter(&self.lock):
                     self.up(slowly)
-                    owned_leave(&self.lock)
+                    biased_leave(&self.lock)
                     owned += 1
                 else:
-                    owned_acquire(&self.lock)
+                    biased_acquire(&self.lock)
                     self.up(slowly)
-                    owned_release(&self.lock)
+                    biased_release(&self.lock)
                 n += 1
                 if pause:
                     sleep(pause)
