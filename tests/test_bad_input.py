@@ -9,7 +9,7 @@ import pytest
 from support import PAGE, Pages, exact, unchanged_view
 
 import arenapy
-from arenapy import Bump, Existing, Host, OutOfMemory
+from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab, trace
 
 
 @pytest.fixture
@@ -309,6 +309,49 @@ def test_a_source_that_hands_out_one_region_twice():
     except ValueError:
         return
     assert second.alloc(8).address != block.address, "two arenas carve up one region"
+
+
+class Mixed:
+    """Its first region is plain memory, the others are not."""
+
+    def __init__(self, **other):
+        self.other, self.calls = other, 0
+
+    def region(self, nbytes):
+        self.calls += 1
+        if self.calls == 1:
+            return Pages().region(nbytes)
+        address = Pages().region(nbytes).address
+        return arenapy.Region.from_address(address, nbytes, **{"kind": "host", **self.other})
+
+
+GROWING = {
+    "bump": lambda source: Bump(PAGE, source, max_bytes=1 << 20),
+    "slab": lambda source: Slab(PAGE, 1, source, max_count=100),
+    "pool": lambda source: Pool(1 << 24, source),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+@pytest.mark.parametrize(
+    "other",
+    [{"host_accessible": False}, {"device_accessible": True}, {"device_id": 1}, {"kind": "other"}],
+    ids=str,
+)
+def test_all_regions_of_an_allocator_are_of_one_kind(kind, other):
+    source = Mixed(**other)
+    allocator = GROWING[kind](source)
+    size = {"bump": 8 * PAGE, "slab": PAGE, "pool": 4 << 20}[kind]
+    kept = []
+    if kind != "bump":
+        kept.append(allocator.alloc(size))
+    before = allocator.stats()
+    for call in (lambda: allocator.alloc(size), lambda: allocator.alloc_many([size] * 2)):
+        with pytest.raises(ValueError, match="of one kind"):
+            call()
+    assert source.calls > 1 and len(allocator.regions) == 1
+    assert allocator.stats() == before
+    allocator.check()
 
 
 # Everything else -------------------------------------------------------------------------------

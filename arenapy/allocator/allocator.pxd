@@ -13,6 +13,8 @@ cdef class Allocator:
     cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+    # A block for a C call that found none free: the source is asked. NULL, or an exception: none.
+    cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL
     # What empty() gives on a device.
     cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec)
 
@@ -21,8 +23,10 @@ cdef class Allocator:
 cdef int check_source(object source) except -1
 # A region with nbytes that begin aligned. None: only one that would have, were it aligned.
 cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align)
-# The region that a source makes, checked to be one of at least n bytes.
-cdef Region make_region(object source, Py_ssize_t n)
+# The region that a source makes, checked to have at least n bytes, of the kind that `c` has.
+cdef Region make_region(RegionSet c, object source, Py_ssize_t n)
+# `slow_c` for a nogil caller, whose own exception stays pending.
+cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil
 # The last step of the constructor of an allocator.
 cdef int complete(Allocator one) except -1
 # Not to be listed among the allocators of this process: it is a part of another one.

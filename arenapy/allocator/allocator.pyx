@@ -18,12 +18,15 @@ from arenapy.buffer.block cimport host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec, parse, wrap
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.allocator.allocator_core cimport RegionSet, check_alike
 from arenapy.base.sealed cimport seal
 
 cdef extern from "Python.h":
     void PyObject_GC_Track(PyObject* o)
     void PyObject_GC_UnTrack(PyObject* o)
+    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
+    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+    void PyErr_SetInterrupt() noexcept
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
@@ -102,6 +105,9 @@ cdef class Allocator:
         return b
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
+        raise NotImplementedError(type(self).__name__)
+
+    cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
         raise NotImplementedError(type(self).__name__)
 
     # Private to arenapy.measure and arenapy.trace; every allocator has its own.
@@ -280,7 +286,7 @@ cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t ali
         misfit = region is not None
         region = None                        # an Existing or a File has one at a time
         try:
-            region = make_region(source, nbytes + (align - 1 if again == known else 0))
+            region = make_region(c, source, nbytes + (align - 1 if again == known else 0))
         except MemoryError:
             if misfit:
                 return None
@@ -298,7 +304,7 @@ cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t ali
     return None
 
 
-cdef Region make_region(object source, Py_ssize_t n):
+cdef Region make_region(RegionSet c, object source, Py_ssize_t n):
     check_source(source)
     region = source.region(n)
     if not isinstance(region, Region):
@@ -308,4 +314,28 @@ cdef Region make_region(object source, Py_ssize_t n):
         )
     if (<Region>region).size < <size_t>n:
         raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
+    check_alike(c, c.listed(), <Region>region)
     return <Region>region
+
+
+cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil:
+    cdef void* block
+    with gil:
+        block = _grown(one, nbytes, align)
+    return block
+
+
+cdef void* _grown(Allocator one, size_t nbytes, size_t align) noexcept:
+    cdef PyObject* kind = NULL
+    cdef PyObject* value = NULL
+    cdef PyObject* trace = NULL
+    PyErr_Fetch(&kind, &value, &trace)       # the caller may be on its way out
+    try:
+        return one.slow_c(nbytes, align)
+    except KeyboardInterrupt:
+        PyErr_SetInterrupt()                 # a nogil caller cannot have it: Python will
+    except BaseException:
+        pass
+    finally:
+        PyErr_Restore(kind, value, trace)
+    return NULL

@@ -75,6 +75,10 @@ cdef class RegionSet(Keeper):
     cdef void warn_of_leaks(self) noexcept
 
 
+# Raise ValueError unless a region may join these: Buffers say of all what the first one is.
+cdef int check_alike(RegionSet c, tuple regions, Region region) except -1
+
+
 cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:
     if hold.prev != NULL:
         hold.prev.next = hold.next

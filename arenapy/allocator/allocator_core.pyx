@@ -120,6 +120,7 @@ cdef class RegionSet(Keeper):
         cdef tuple before = None
         cdef tuple after
         cdef bint done = False, room = True
+        check_alike(self, self.listed(), region)
         region.attach(self)
         if self.medium is None and region.medium is not None:
             self.take_medium(region.medium.bound(None))
@@ -127,6 +128,11 @@ cdef class RegionSet(Keeper):
         while room and not done:             # the tuple is made before the lock is taken
             before = self.listed()
             after = before + (region,)
+            try:
+                check_alike(self, before, region)    # another thread may have been first
+            except BaseException:
+                region.detach()
+                raise
             arenapy_lock_acquire(&self.lock)
             room = make_room(<void**>&self.region, &self.cap_regions, len(after), sizeof(PyObject*))
             done = room and self.regions is before
@@ -379,6 +385,29 @@ cdef class RegionSet(Keeper):
 
 
 seal(RegionSet)
+
+
+cdef int check_alike(RegionSet c, tuple regions, Region region) except -1:
+    cdef Region first
+    if not regions:
+        return 0
+    first = <Region>regions[0]
+    if (first.kind != region.kind or first.device_id != region.device_id
+            or first.host_accessible != region.host_accessible
+            or first.device_accessible != region.device_accessible):
+        raise ValueError(
+            f"{region!r} is {_described(region)}, but this {c.what} has {_described(first)}; a "
+            "source makes regions of one kind: make another allocator for the other kind"
+        )
+    return 0
+
+
+cdef str _described(Region region):
+    on = f" on device {region.device_id}" if region.device_id >= 0 else ""
+    host, device = region.host_accessible, region.device_accessible
+    place = ("the host and devices" if device else "the host") if host else (
+        "devices" if device else "nowhere")
+    return f"{region.kind} memory{on}, accessible from {place}"
 
 
 cdef inline void permit_all(RegionSet c) noexcept nogil:

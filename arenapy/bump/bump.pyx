@@ -20,7 +20,7 @@ from arenapy.buffer.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check
 from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.core cimport BumpCore, Figures, Frame, rewind, take
-from arenapy.bump.growth cimport grow_for
+from arenapy.bump.growth cimport grow_arena, grow_for
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
 from arenapy.allocator.allocator_core cimport permit, record
 from arenapy.bump.mark cimport Mark, begin_mark, end_mark
@@ -92,7 +92,7 @@ cdef class Bump(Allocator):
         core.adopt(source, stream)
         self.debug = core.watch(debug, verify)
         core.shorten(not self.debug)
-        core.open(make_region(source, n))    # last: a file is emptied by it
+        core.open(make_region(core, source, n))    # last: a file is emptied by it
         self.source = source
         self.max_bytes = max_bytes
         self.strict = strict
@@ -183,6 +183,13 @@ cdef class Bump(Allocator):
                 b.release()
                 raise
         return b
+
+    cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
+        cdef uint32_t pad
+        if self.max_bytes is None:
+            return NULL
+        grow_arena(self.core, self.source, self.max_bytes, nbytes, align)
+        return take(self.core, nbytes, align, &pad)
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.

@@ -1,35 +1,16 @@
 """The C calls of a Bump: what `cimport arenapy` gives, but for what is inline."""
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uintptr_t
 
+from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.bump.bump cimport Bump
-from arenapy.bump.core cimport Frame, rewind, take
-from arenapy.bump.growth cimport grow_arena
+from arenapy.bump.core cimport Frame, rewind
 from arenapy.base.size_classes cimport MOST_BYTES
 
 
-cdef extern from "Python.h":
-    void PyErr_SetInterrupt()
-
-
 cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
-    cdef uint32_t pad
-    if (arena.core.shut or nbytes > MOST_BYTES or align > MOST_BYTES
-            or not _grown(arena, nbytes, align)):
+    if arena.core.shut or nbytes > MOST_BYTES or align > MOST_BYTES:
         return NULL
-    return take(arena.core, nbytes, align, &pad)
-
-
-cdef bint _grown(Bump arena, size_t nbytes, size_t align) noexcept with gil:
-    if arena.max_bytes is None:
-        return False
-    try:
-        grow_arena(arena.core, arena.source, arena.max_bytes, nbytes, align)
-    except KeyboardInterrupt:
-        PyErr_SetInterrupt()                 # a nogil caller cannot have it: Python will
-        return False
-    except BaseException:
-        return False
-    return True
+    return grown_in_c(arena, nbytes, align)
 
 
 cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:

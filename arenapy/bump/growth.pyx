@@ -40,11 +40,11 @@ cdef int grow_arena(
         raise OutOfMemory(c.full(n, align, max_bytes))
     size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
     try:
-        region = make_region(source, size)
+        region = make_region(c, source, size)
     except OutOfMemory:
         if least == size:
             raise
-        region = make_region(source, least)  # not twice the last one, then
+        region = make_region(c, source, least)  # not twice the last one, then
     start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
     if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
         # max_bytes left no room to align in, and this one does not lie well.

@@ -18,6 +18,7 @@ from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
 )
 
+from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
 from arenapy.buffer.block cimport GONE_FORKED
 from arenapy.pool.thread_cache cimport ThreadCache, cache_of
@@ -152,7 +153,7 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
     PyErr_Restore(kind, value, trace)
     if pool is not None:                     # else there is nothing that knows the source
         growing = 1
-        block = (<Pool>pool).grown_c(n, ALIGN)
+        block = grown_in_c(<Pool>pool, n, ALIGN)
         growing = 0
     return block
 

@@ -82,9 +82,9 @@ cdef class PoolMemory:
         cdef size_t missing = 0
         cdef size_t pages = min((nbytes + PAGE - 1) >> PAGE_BITS, self.max_pages)
         if not self.may_reserve:
-            region = make_region(self.source, pages << PAGE_BITS)
+            region = make_region(self.core, self.source, pages << PAGE_BITS)
             if whole_pages(region) == 0:     # it does not begin on a page
-                region = make_region(self.source, (pages + 1) << PAGE_BITS)
+                region = make_region(self.core, self.source, (pages + 1) << PAGE_BITS)
             self.add_region(region)
         elif not self.grow(pages, 0, &missing):
             raise OutOfMemory(f"initial_bytes={nbytes} is more than may be reserved")
@@ -216,12 +216,12 @@ cdef class PoolMemory:
         self.growing.append(me)
         try:
             try:
-                region = make_region(self.source, want << PAGE_BITS)
+                region = make_region(self.core, self.source, want << PAGE_BITS)
             except MemoryError:
                 if want == least:
                     raise
             if region is None:               # no more than has to be, then
-                region = make_region(self.source, least << PAGE_BITS)
+                region = make_region(self.core, self.source, least << PAGE_BITS)
             if whole_pages(region) >= pages:
                 self.add_region(region)
                 return True
@@ -243,11 +243,6 @@ cdef class PoolMemory:
             raise ValueError(
                 f"{region!r} was sent to another process, which may use its bytes; give a pool "
                 "a region of its own"
-            )
-        if self.core.n_regions and self.core.kind != region.kind:
-            raise ValueError(
-                f"{region!r} is {region.kind} memory, and the pool has {self.core.kind} memory; "
-                "a source of a pool makes regions of one kind"
             )
         self.core.add_segment(region, False, self.max_pages, cache_of(self.core).tick)
         record(self.core, EVENT_GROW, region.ptr, region.size)

@@ -25,4 +25,3 @@ cdef class Pool(PoolGrowth):
     cdef Buffer careful_alloc(self, object nbytes, object align, object stream)
     # pool_alloc but for its short way.
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil
-    cdef void* grown_c(self, size_t nbytes, size_t align) noexcept

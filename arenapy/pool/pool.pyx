@@ -10,7 +10,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 import time
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator.allocator cimport check_source, complete, hide
+from arenapy.allocator.allocator cimport check_source, complete, grown_in_c, hide
 from arenapy.base.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
 from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
@@ -33,9 +33,8 @@ from arenapy.pool.trimming import start_trimming
 
 cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(list items, Py_ssize_t i) noexcept
-    void PyErr_SetInterrupt()
-    void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
-    void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+    void PyObject_GC_Track(PyObject* o)
+    void PyObject_GC_UnTrack(PyObject* o)
 
 # Bytes: bookkeeping has addresses for as much memory, four times over.
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
@@ -316,26 +315,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         align = max(align, self.core.block_align)
         block = self.core.get(nbytes, align, False, &tag)
         if block == NULL and not self.core.shut:
-            with gil:
-                block = self.grown_c(nbytes, align)
+            block = grown_in_c(self, nbytes, align)
         self.core.tell()
         return block
 
-    cdef void* grown_c(self, size_t nbytes, size_t align) noexcept:
+    cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
         cdef uint64_t tag
-        cdef PyObject* kind = NULL
-        cdef PyObject* value = NULL
-        cdef PyObject* trace = NULL
-        PyErr_Fetch(&kind, &value, &trace)   # the caller's own
-        try:
-            return self.slow_get(nbytes, align, False, &tag)
-        except KeyboardInterrupt:
-            PyErr_SetInterrupt()             # a nogil caller cannot have it: Python will
-        except BaseException:
-            pass
-        finally:
-            PyErr_Restore(kind, value, trace)
-        return NULL
+        return self.slow_get(nbytes, align, False, &tag)
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.

@@ -1,33 +1,20 @@
 """The C calls of a Slab: what `cimport arenapy` gives, but for what is inline."""
 from libc.stdint cimport uint64_t
 
+from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.slab.slab cimport Slab
 from arenapy.slab.core cimport SlabCore
 from arenapy.slab.slots cimport Stack, stack_of
-
-cdef extern from "Python.h":
-    void PyErr_SetInterrupt()
 
 
 cdef void* slab_alloc_slow(Slab slab) noexcept nogil:
     cdef uint64_t name
     cdef char* item = slab.core.get(slab.core.item_size, &name)
     if item == NULL and not slab.core.shut:
-        item = _grown(slab)
+        item = <char*>grown_in_c(slab, slab.core.item_size, 1)
     slab.core.tell()
     return item
-
-
-cdef char* _grown(Slab slab) noexcept with gil:
-    cdef uint64_t name
-    try:
-        return slab.slow_get(slab.core.item_size, &name)
-    except KeyboardInterrupt:
-        PyErr_SetInterrupt()                 # a nogil caller cannot have it: Python will
-    except BaseException:
-        pass
-    return NULL
 
 
 cdef int slab_free_slow(Slab slab, void* item) noexcept nogil:

@@ -222,6 +222,10 @@ cdef class Slab(Allocator):
             ptr = self.core.get(nbytes, name)
         return ptr
 
+    cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
+        cdef uint64_t name
+        return self.slow_get(nbytes, &name)
+
     def alloc_many(self, n_or_sizes):
         """Allocate many items: all of them, or none.
 

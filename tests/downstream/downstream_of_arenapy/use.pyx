@@ -5,8 +5,14 @@ from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
 from arenapy cimport (
-    ARENAPY_ABI, Buffer, Bump, BumpMark, bump_alloc, bump_free, bump_mark, bump_reset,
+    ARENAPY_ABI, Buffer, Bump, BumpMark, Pool, Slab, bump_alloc, bump_free, bump_mark, bump_reset,
+    pool_alloc, slab_alloc,
 )
+
+cdef extern from "Python.h":
+    void PyErr_SetString(object kind, const char* text) noexcept
+    void* PyErr_Occurred() noexcept
+    void PyErr_Clear() noexcept
 
 COMPILED_FOR_ABI = ARENAPY_ABI
 
@@ -17,6 +23,22 @@ cdef unsigned long long sum_bytes(const unsigned char* start, size_t nbytes) noe
     for i in range(nbytes):
         total += start[i]
     return total
+
+
+def alloc_while_raising(allocator, size_t nbytes):
+    """Allocate with an exception on its way; whether there was a block, and the exception still."""
+    cdef void* block
+    cdef bint still
+    PyErr_SetString(KeyError, b"the caller's own")
+    if isinstance(allocator, Bump):
+        block = bump_alloc(<Bump>allocator, nbytes, 64)
+    elif isinstance(allocator, Slab):
+        block = slab_alloc(<Slab>allocator)
+    else:
+        block = pool_alloc(<Pool>allocator, nbytes, 64)
+    still = PyErr_Occurred() != NULL
+    PyErr_Clear()
+    return block != NULL, still
 
 
 def frames(Bump arena not None, int rounds, size_t nbytes, size_t align):

@@ -40,6 +40,25 @@ def test_exhaustion_is_null_and_changes_nothing():
     arena.check()
 
 
+GROWING = {
+    "bump": lambda: arenapy.Bump(4096, max_bytes=MIB),
+    "slab": lambda: arenapy.Slab(4096, 1, max_count=100),
+    "pool": lambda: arenapy.Pool(MIB),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_growth_keeps_the_callers_exception(kind):
+    """Cleanup code allocates while an exception is on its way."""
+    allocator = GROWING[kind]()
+    assert [use.alloc_while_raising(allocator, 4096) for _ in range(20)] == [(True, True)] * 20
+    for _ in range(500):  # until there is no more
+        got, kept = use.alloc_while_raising(allocator, 4096)
+        assert kept
+    assert not got
+    allocator.check()
+
+
 def test_double_free_is_detected():
     arena = arenapy.Bump(MIB)
     assert use.free_twice(arena, 128) == (0, -1)
