@@ -13,7 +13,7 @@ import sys
 import threading
 
 import numpy as np
-from support import MAX_ALIGN, poke, round_up
+from support import MAX_ALIGN, peek, poke, round_up
 
 import arenapy
 from arenapy import Bump, Pool, Region, Slab
@@ -222,6 +222,20 @@ def ask(world):
     gc.collect(1)
 
 
+def list_objects(world):
+    """As a memory profiler does: what is open can be read, and lists of Buffers can be changed."""
+    own = {id(world.blocks), id(world.made)}
+    for one in gc.get_objects():
+        if isinstance(one, arenapy.Buffer) and not one.closed:
+            if not one.address:
+                raise Wrong(f"{one!r} is open, and has no memory")
+            peek(one.address, one.nbytes)
+        elif type(one) is list and one and isinstance(one[-1], arenapy.Buffer):
+            under_way = one[-1].closed or not one[-1].address
+            if under_way and id(one) not in own:
+                one.clear()
+
+
 def in_a_thread(world):
     thread = threading.Thread(target=lambda: (release_all(world), allocate(world)))
     thread.start()
@@ -234,7 +248,7 @@ def fail(world):
 
 ACTS = [
     close_regions, close_all, reset, reset_to_mark, release, release_all, hold_target, allocate,
-    allocate_much, hold_more, scope, trim, grow, ask, in_a_thread, fail,
+    allocate_much, hold_more, scope, trim, grow, ask, in_a_thread, list_objects, fail,
 ]  # fmt: skip
 
 
@@ -338,6 +352,11 @@ def used_up(world):
     return made
 
 
+def many_grown(world):
+    world.only = "source"
+    return world.allocator.alloc_many([1500] * 40)
+
+
 def out_of_memory(world):
     world.only = "on_oom"
     return world.allocator.alloc(4 << 20 if isinstance(world.allocator, Pool) else 1 << 21)
@@ -438,6 +457,7 @@ DOORS = {
     "region's buffer": lambda w: w.allocator.regions[0].buffer(Number(w, 0), Number(w, 10)),
     "source": used_up,
     "source, for grow": grown,
+    "source, for many": many_grown,
     "on_oom": out_of_memory,
     "owner": dropped_region,
     "collector": collected,

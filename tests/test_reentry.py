@@ -3,6 +3,7 @@
 Sizes, shapes, dtypes, buffers, sources, hooks and the collector all run it; see reentry.py.
 """
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import settings
 from reentry import DOORS
 from support import Pages
 
-from arenapy import Bump
+from arenapy import Bump, OutOfMemory, measure
 
 EVERY = max(1, 6400 // settings().max_examples)
 
@@ -31,6 +32,26 @@ def test_nothing_that_is_held_changes(tmp_path):
     assert list(entered) == list(DOORS)
     later = {"copy_from", "copy_to"} if sys.version_info < (3, 12) else set()
     assert {door for door, times in entered.items() if not times} == later
+
+
+def test_a_late_failure_counts_what_user_code_allocated():
+    class Source:
+        calls = 0
+
+        def region(self, nbytes):
+            self.calls += 1
+            if self.calls == 2:
+                self.kept = arena.alloc(1000)
+            if self.calls == 3:
+                raise OutOfMemory("no")
+            return Pages().region(nbytes)
+
+    arena = Bump(4096, source=Source(), max_bytes=1 << 20)
+    with measure(arena) as found, contextlib.suppress(OutOfMemory):
+        arena.alloc_many([5000, 500_000])
+    assert (found.allocations, found.bytes, arena.used) == (1, 1000, 1000)
+    arena.reset()
+    arena.check()
 
 
 def test_a_refused_call_does_not_undo_what_user_code_did():

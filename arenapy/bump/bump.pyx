@@ -8,7 +8,7 @@ that a call that raises has changed nothing, and no Python code runs in between.
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.allocator.allocator cimport Allocator, complete, make_region
 from arenapy.base.arguments cimport as_align, as_size, quick_size
-from arenapy.buffer.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
+from arenapy.buffer.block cimport CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
 from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.core cimport BumpCore, Figures, Frame, rewind, take
@@ -32,6 +32,10 @@ from arenapy.memory.region cimport Region
 from arenapy.bump.check import verify
 from arenapy.memory.sources import Host
 from arenapy.stats import BumpStats
+
+cdef extern from "Python.h":
+    void PyObject_GC_Track(PyObject* o)
+    void PyObject_GC_UnTrack(PyObject* o)
 
 cdef enum:
     NAMED = 4                # blocks that a message names at most
@@ -154,6 +158,7 @@ cdef class Bump(Allocator):
         if c.checked:
             c.check()
         b = new_block(c, n)
+        b.word = CLOSED                      # until there is memory: the source may find it
         b.align = align
         cdef Hold* hold = NULL
         cdef void* start
@@ -165,8 +170,10 @@ cdef class Bump(Allocator):
         start = take(c, n, align, &b.pad) if hold != NULL or not held else NULL
         b.ptr = <char*>start
         b.tag = c.tag
-        if start != NULL and held:
-            born_held(b, hold)
+        if start != NULL:
+            b.word = 0
+            if held:
+                born_held(b, hold)
         arenapy_lock_release(&c.lock)
         if held and hold == NULL:
             raise MemoryError("no memory for the record of an export")
@@ -199,26 +206,32 @@ cdef class Bump(Allocator):
         cdef list wanted, blocks = []
         cdef BumpCore c = self.core
         cdef Figures before
-        cdef Py_ssize_t made
+        cdef Buffer b
+        cdef uint64_t made, nbytes = 0
         if not isinstance(sizes, Iterable):
             raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
+        PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         wanted = [as_size(n, "sizes") for n in sizes]
         before = c.figures()                 # now: the sizes may come from code that allocates
         try:
             for n in wanted:
-                blocks.append(self.block(n, self.core.block_align, False))
+                b = self.block(n, self.core.block_align, False)
+                blocks.append(b)
+                nbytes += <size_t>b.size
         except BaseException:
             made = len(blocks)
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
             arenapy_lock_acquire(&c.lock)
             c.total -= made                  # other code may have allocated meanwhile
-            c.peak_bytes, c.freed = before.peak, before.bytes - c.live
+            c.freed -= nbytes
+            c.peak_bytes = before.peak
             arenapy_lock_release(&c.lock)
             for region in c.drop_regions(before.regions):
                 record(c, EVENT_TRIM, (<Region>region).ptr, (<Region>region).size)
                 (<Region>region).detach()
             raise
+        PyObject_GC_Track(<PyObject*>blocks)
         return blocks
 
     def grow(self, Buffer buffer not None, nbytes):

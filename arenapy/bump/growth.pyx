@@ -90,9 +90,11 @@ cdef int grow_for(
             start = take(c, n, align, &b.pad)
             b.ptr = <char*>start
             b.tag = c.tag
-            if start != NULL and hold != NULL:
-                born_held(b, hold)
-                hold = NULL
+            if start != NULL:
+                b.word = 0
+                if hold != NULL:
+                    born_held(b, hold)
+                    hold = NULL
             arenapy_lock_release(&c.lock)
     finally:
         if hold != NULL:

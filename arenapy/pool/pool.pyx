@@ -334,6 +334,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef BlockBatch batch
         cdef Buffer b
         cdef Py_ssize_t i, n
+        PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         if not isinstance(sizes, Iterable):
             raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
         wanted = list(sizes)
@@ -359,6 +360,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 track(b)
             if c.special:
                 c.handed_out(b.ptr, b.size, b.tag)
+        PyObject_GC_Track(<PyObject*>blocks)
         if c.debug:
             c.allocated(blocks)
         return blocks

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from arenapy.allocator.allocator cimport Allocator, aligned_region, check_source, complete
 from arenapy.base.arguments cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
-from arenapy.buffer.block cimport Freelist, born_held, init_freelists, freelist_of, track
+from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
@@ -26,6 +26,8 @@ from arenapy.stats import SlabStats
 
 cdef extern from "Python.h":
     PyObject** list_items "PySequence_Fast_ITEMS" (object o)
+    void PyObject_GC_Track(PyObject* o)
+    void PyObject_GC_UnTrack(PyObject* o)
 
 cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)
@@ -200,13 +202,13 @@ cdef class Slab(Allocator):
         cdef char* ptr
         self.fits(n, align)
         b = new_block(c, n)
-        b.tag = 0                            # until there is an item, nothing is to be given back
+        b.word = CLOSED                      # until there is an item: the source may find it
+        b.tag = 0                            # nothing is to be given back
         b.align = align
         if c.checked:
             c.check()
         ptr = self.slow_get(n, &name)
-        b.ptr = ptr
-        b.tag = name
+        b.ptr, b.tag, b.word = ptr, name, 0
         if c.foreign:
             track(b)
         if held:
@@ -263,9 +265,10 @@ cdef class Slab(Allocator):
         if <uint64_t>count > self.most:
             raise OutOfMemory(self.full(count, "that is more than it may ever have"))
         blocks = []
+        PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         for i in range(count):
             b = new_block(c, c.item_size if sizes is None else sizes[i])
-            b.tag = 0                        # until there is an item
+            b.word, b.tag = CLOSED, 0        # until there is an item
             b.align = 1
             blocks.append(b)
         if c.checked:
@@ -282,6 +285,7 @@ cdef class Slab(Allocator):
         if c.foreign:
             for b in blocks:
                 track(b)
+        PyObject_GC_Track(<PyObject*>blocks)
         if c.debug:
             c.allocated(blocks)
         return blocks

@@ -239,6 +239,7 @@ cdef class Items(RegionSet):
                 if s.n == 0:
                     self.gather(s)
                 (<Block>buffers[i]).ptr = pop(self, s, &(<Block>buffers[i]).tag)
+                (<Block>buffers[i]).word = 0
         self.unlock_all()
         return enough
 
