@@ -20,7 +20,7 @@ from every import HOST_SOURCES, ITEM
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab
+from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab, handles
 from arenapy.linux import vm
 from arenapy.memory.claims import claim, in_file
 
@@ -328,6 +328,48 @@ def test_shared_memory_has_no_second_allocator():
     del received
     gc.collect()
     assert Existing(by_hand).region().nbytes == NBYTES
+
+
+# ---- what came from elsewhere is viewed -------------------------------------------------------
+
+
+class Only:
+    """A source that gives one region."""
+
+    def __init__(self, region):
+        self.one = region
+
+    def region(self, nbytes):
+        return self.one
+
+
+ELSEWHERE = {
+    "unpickled": lambda: unpickled(bytearray(NBYTES)),
+    "unpickled, an mmap": lambda: unpickled(mmap.mmap(-1, NBYTES)),
+    "received": lambda: received(Bump(1 << 16, Shared()).alloc(NBYTES)),
+    "received, a part of a region": lambda: received(Shared().region(NBYTES)).buffer(0, 4096),
+}
+MAKERS = [
+    lambda source: Bump(4096, source),
+    lambda source: Slab(64, 8, source),
+    lambda source: Pool(None, source, 4096),
+]
+
+
+def received(sent):
+    return pickle.loads(ForkingPickler.dumps(sent))
+
+
+@pytest.mark.parametrize("way", ELSEWHERE)
+@pytest.mark.parametrize("make", MAKERS)
+def test_nobody_allocates_from_what_came_from_elsewhere(way, make):
+    array = ELSEWHERE[way]().array()
+    array[:] = 7
+    region = handles(array).region
+    with pytest.raises(ValueError, match=r"to be allocated from|alone allocates"):
+        make(Only(region))
+    assert (array == 7).all()
+    assert region.buffer(0, 100).array()[99] == 7, "it is viewed as before"
 
 
 # ---- one allocator in a Buffer of another ----------------------------------------------------

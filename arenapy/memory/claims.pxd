@@ -34,6 +34,7 @@ cdef class Claim:
     cdef Holding* holding
     cdef readonly uint64_t number        # of the space that Buffers of its memory are
     cdef readonly object view            # of a user's object: what keeps its memory
+    cdef readonly bint shared            # others may have a region of the same bytes
     cdef bint taken                      # a region has it, and ends it
 
     cdef void end(self) noexcept

@@ -277,7 +277,7 @@ cdef class Claim:
 seal(Claim)
 
 
-def claim(ranges not None, str label not None, *, view=None, bint anyway=False):
+def claim(ranges not None, str label not None, *, view=None, bint anyway=False, bint shared=False):
     """Claim bytes, all of them or none.
 
     Parameters
@@ -291,6 +291,8 @@ def claim(ranges not None, str label not None, *, view=None, bint anyway=False):
         Kept until the region is gone.
     anyway : bool
         Do not ask others: leases see to it that the bytes are not reused.
+    shared : bool
+        No allocator is to have the region: others may view, and write, the same bytes.
 
     Raises
     ------
@@ -308,7 +310,7 @@ def claim(ranges not None, str label not None, *, view=None, bint anyway=False):
     cdef char* holder = NULL
     cdef bint outlived = False, leased = False
     cdef Py_ssize_t i
-    self.view = view
+    self.view, self.shared = view, shared
     if holding != NULL:
         holding.leases.fd = -1
         holding.ranges = <Range*>calloc(n + 1, sizeof(Range))

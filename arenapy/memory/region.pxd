@@ -29,6 +29,7 @@ cdef class Region(Keeper):
     cdef size_t map_size
     cdef object owner                     # keeps memory that is not ours to unmap, or None
     cdef bint borrowed                    # of a user's object: nothing says if a child has it
+    cdef bint shared                      # others may see its bytes, and write them: only to view
     cdef bint received                    # came from another process: its Buffers take leases
     cdef bint sent                        # other processes may see bytes of it
     cdef Region parent                    # the region that this is a window of, or None

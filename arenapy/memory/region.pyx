@@ -175,6 +175,7 @@ cdef class Region(Keeper):
         self.foreign = owner is not None and not isinstance(owner, Backing)
         if isinstance(owner, Claim):
             self.foreign = self.borrowed = (<Claim>owner).view is not None
+            self.shared = (<Claim>owner).shared
             (<Claim>owner).taken = True
             if not self.foreign:             # a file's, mapped by the region itself
                 (<Claim>owner).place(start, n)
@@ -425,6 +426,11 @@ cdef class Region(Keeper):
             raise ValueError(
                 f"{self!r} is read-only, and an allocator hands out writable memory; view it with "
                 "Region.buffer(), or map the file with mode='r+' or 'c'"
+            )
+        if self.shared:
+            raise ValueError(
+                f"{self!r} was unpickled or received, and others may see its bytes: it is viewed, "
+                "not to be allocated from; give an allocator a source of its own"
             )
         if arenapy_load(&self.holds):
             raise ValueError(f"{self!r} has Buffers of its own that are held; give another region")

@@ -138,7 +138,7 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
             # Its leases keep the owner's allocator off, so that nobody need be asked, who may be in
             # this very process. Others are to keep off.
             first = file.file.device, file.file.inode, offset, offset + nbytes, False
-            with claim([first], what, anyway=True) as viewed:
+            with claim([first], what, anyway=True, shared=True) as viewed:
                 return Region.from_address(
                     mapping.address + offset - start, nbytes, kind="shared", fork="closed",
                     owner=viewed, file_offset=offset, page_size=page_size, readonly=readonly,
@@ -157,7 +157,7 @@ def receive_buffer(handle, identity, offset, nbytes, page_size, readonly, layout
 def receive_region(handle, identity, offset, nbytes, page_size):
     """The receiver's Region over the same memory."""
     cdef Region region = _map(handle, identity, offset, nbytes, page_size)
-    region.received = True
+    region.received, region.shared = True, False
     return region
 
 
@@ -178,5 +178,5 @@ def leased_window(Region region not None, Py_ssize_t offset, Py_ssize_t nbytes):
             text = f"cannot lease {nbytes} bytes of {region!r}: {error.strerror}"
             raise refusal(error, text)
         window.map_ptr, window.map_size = <size_t>page, region.page_size
-    window.parent = region
+    window.parent, window.shared = region, True
     return window

@@ -532,7 +532,7 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
                 fork = "closed"
             if not claimed_file and _is_file(name, inode):
                 ranges.append((device, inode, at, at + size, alone and shared))
-    with claim(ranges, label, view=view) as claimed:
+    with claim(ranges, label, view=view, shared=not (alone or readonly)) as claimed:
         return Region.from_address(
             start,
             nbytes,
