@@ -105,6 +105,20 @@ for _mode in ("r", "r+", "c", "w+"):
     file_operation(_mode)
 
 
+@operation("region of File w+, over a file")
+def renewed(directory):
+    path = directory / "file"
+    before = b"x" * 50_000
+    path.write_bytes(before)
+    source = File(path, "w+")
+
+    def view():
+        """It is as it was or as it was to be, and never in between."""
+        assert path.read_bytes() in (before, bytes(100_000))
+
+    return Act(lambda: source.region(100_000), python=True, view=view)
+
+
 @operation("region of Existing")
 def existing():
     source = Existing(bytearray(5000))

@@ -37,6 +37,7 @@ ERRORS = {
     "memfd_create": ("ENOMEM", "EMFILE", "ENFILE", "ENOSYS"),
     "ftruncate": ("ENOMEM", "EFBIG", "EINTR"),
     "fcntl(ADD_SEALS)": ("EPERM", "EBUSY"),
+    "fcntl(DUPFD_CLOEXEC)": ("EMFILE",),
     "fcntl(OFD_GETLK)": ("EINVAL", "EINTR"),
     "fcntl(OFD_SETLK)": ("ENOLCK", "EINTR"),
     "open": ("EMFILE", "ENOENT", "EINTR"),
@@ -212,6 +213,10 @@ TABLE = [
     row(ANY, "mbind", "ENOMEM", "OutOfMemory: numa_node=0"),
     row(ANY, "mbind", "EPERM", "PermissionError: numa_node=0"),
     row(ANY, "mbind", "EINVAL|ENOSYS", "OSError: numa_node=0"),
+    row("region of File.*", "ftruncate", ANY, "OSError: on disk"),
+    row("region of File.*", r"fcntl\(DUPFD_CLOEXEC\)", "EMFILE", "OSError: Too many open files"),
+    row("trace.*", "pread", ANY, FINE),  # an earlier header, to be put back
+    row("trace.*", "ftruncate|pwrite", ANY, "OSError: "),
     row("Pool .*", "memfd_create|ftruncate", "ENOMEM", POOL_FULL),
     row(ANY, "memfd_create|ftruncate", "ENOMEM", NO_MAP),
     row(ANY, "memfd_create|ftruncate", ANY, "OSError: cannot map a Shared region"),

@@ -31,6 +31,7 @@ __all__ = [
     "prefault",
     "protect",
     "read_areas",
+    "renewal",
     "reopen",
     "reserve",
     "reserve_blocks",
@@ -54,6 +55,21 @@ class Descriptor:
         /,
     ) -> None: ...
 
+@final
+class Renewal:
+    def __new__(cls, not_called: Never, /) -> Self: ...
+    def reserve(self, nbytes: int) -> None: ...
+    def renew(self, nbytes: int) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+def renewal(file: Descriptor) -> Renewal: ...
 def map_memory(
     nbytes: int,
     *,

@@ -42,7 +42,8 @@ __all__ = [
     "PAGE_SIZE", "Descriptor", "address_of", "advise", "areas", "bind", "can_populate",
     "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease", "huge_bytes", "huge_page",
     "identity", "inject_populate_error", "lease", "lock", "lock_file", "map_memory", "memfd",
-    "minor_faults", "open_file", "prefault", "protect", "read_areas", "reopen", "reserve",
+    "minor_faults", "open_file", "prefault", "protect", "read_areas", "renewal", "reopen",
+    "reserve",
     "reserve_blocks", "smaps_huge_bytes", "unlock",
 ]
 
@@ -153,13 +154,14 @@ cdef extern from * nogil:
     static void arenapy_set_errno(int error) { errno = error; }
     """
     const int MAP_HUGETLB
-    const int F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+    const int F_DUPFD_CLOEXEC, F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
     const int F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_WRLCK, F_UNLCK
     struct flock:
         short l_type
         int64_t l_start
         int64_t l_len
     int fcntl(int fd, int command, int flags)
+    int c_posix_fallocate "posix_fallocate"(int fd, long long offset, long long nbytes)
     int snprintf(char* out, size_t nbytes, const char* form, int value)
     int sched_yield()
     long memfd_create "arenapy_memfd_create"(const char* name, unsigned flags)
@@ -557,6 +559,75 @@ def reserve_blocks(int fd, long long nbytes):
             PyErr_CheckSignals()
         else:
             fail()
+
+
+@cython.final
+cdef class Renewal:
+    """A file that is to be emptied, and undone if that does not come about. Internal.
+
+    A context: what `reserve` does, it undoes unless `renew` follows. It has a descriptor of its
+    own, since a region may take the other one and be gone. In C, so that a signal's exception
+    strikes before or after.
+    """
+
+    cdef OpenFile file
+    cdef long long before                # bytes; -1: nothing is to be undone
+
+    def __cinit__(self):
+        self.file.fd = -1
+        self.before = -1
+
+    def __enter__(self):
+        return self
+
+    def reserve(self, long long nbytes):
+        """Make the file as large as that, on disk, with what it has."""
+        cdef long long before = file_nbytes(self.file.fd)
+        cdef int rc = EINTR
+        self.before = before
+        while rc == EINTR:
+            PyErr_CheckSignals()
+            with nogil:
+                rc = c_posix_fallocate(self.file.fd, 0, nbytes)
+        checked(-rc)
+
+    def renew(self, long long nbytes):
+        """Empty the file, and make it as large as that again. To be the last that may fail."""
+        cdef int rc = EINTR if self.before > 0 else 0
+        PyErr_CheckSignals()                 # and none from here on
+        with nogil:
+            while rc == EINTR:
+                rc = errno if ftruncate(self.file.fd, 0) else 0
+            if self.before > 0 and rc == 0:
+                rc = EINTR
+            while rc == EINTR:
+                rc = c_posix_fallocate(self.file.fd, 0, nbytes)
+        checked(-rc)
+        self.before = -1
+
+    def __exit__(self, *_details):
+        if self.before >= 0:
+            with nogil:
+                ftruncate(self.file.fd, self.before)
+            self.before = -1
+        vm_close(&self.file)
+
+    def __dealloc__(self):
+        vm_close(&self.file)
+
+
+seal(Renewal)
+
+
+def renewal(Descriptor file not None):
+    """A new `Renewal` of an open file."""
+    cdef Renewal self = Renewal.__new__(Renewal)       # before there is anything to own
+    cdef int fd = fcntl(file.file.fd, F_DUPFD_CLOEXEC, 0)
+    if fd < 0:
+        fail()
+    self.file = file.file
+    self.file.fd = fd
+    return self
 
 
 def lock_file(int fd, bint exclusive):

@@ -9,12 +9,14 @@ Thread-safety: sources may be used from any thread.
 """
 
 import errno
+import functools
 import importlib
 import os
 import stat
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -311,9 +313,15 @@ class File:
         else:
             nbytes = end = self._fitting(nbytes, vm.file_nbytes(fd))
         device, inode = _identity(file, huge)
-        with claim([(device, inode, 0, end, writes)], repr(self)) as claimed:
+        with (
+            claim([(device, inode, 0, end, writes)], repr(self)) as claimed,
+            vm.renewal(file) if self.mode == "w+" else nullcontext() as renewal,
+        ):
             self._lock(fd, writes)
-            before = self._reserve(fd, nbytes, huge) if writes else 0
+            if renewal is not None:
+                self._reserved(nbytes, huge, renewal.reserve)
+            elif writes:
+                self._reserved(nbytes, huge, functools.partial(_fill_holes, fd))
             try:
                 mapping = vm.map_memory(
                     nbytes,
@@ -324,14 +332,9 @@ class File:
                     page_size=huge,
                 )
             except OSError as error:
-                if self.mode == "w+":
-                    with suppress(OSError):
-                        os.ftruncate(fd, before)
                 raise explain_map(error, f"a mapping of {self.path!r}", nbytes, huge) from error
             with mapping:
-                if self.mode == "w+" and before:  # last: a call that raises leaves what was there
-                    self._reserve(fd, nbytes, huge, empty=True)
-                return Region.from_address(
+                region = Region.from_address(
                     mapping.address,
                     nbytes,
                     kind="file",
@@ -342,6 +345,9 @@ class File:
                     mapping=mapping,
                     descriptor=file,
                 )
+            if renewal is not None:  # last: a call that raises leaves what was there
+                self._reserved(nbytes, huge, renewal.renew)
+            return region
 
     def _open(self, path: str | bytes) -> tuple[vm.Descriptor, bool]:
         """The file, and whether it was made."""
@@ -379,22 +385,13 @@ class File:
                 )
             time.sleep(LOCK_PAUSE)
 
-    def _reserve(self, fd: int, nbytes: int, huge: int, empty: bool = False) -> int:
-        """Let no page be missing on disk, and tell how large the file was; "w+" makes it larger."""
-        before = 0 if empty else vm.file_nbytes(fd)
+    def _reserved(self, nbytes: int, huge: int, reserve: Callable[[int], None]) -> None:
+        """Let no page be missing on disk."""
         try:
-            if empty:
-                os.ftruncate(fd, 0)
-            if self.mode == "w+":
-                os.posix_fallocate(fd, 0, -(-nbytes // (huge or 1)) * (huge or 1))
-            elif os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
-                vm.reserve_blocks(fd, nbytes)
+            reserve(-(-nbytes // (huge or 1)) * (huge or 1) if self.mode == "w+" else nbytes)
         except OSError as error:
-            if self.mode == "w+":
-                with suppress(OSError):
-                    os.ftruncate(fd, before)  # without what was reserved until then
-            elif error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-                return before
+            if self.mode != "w+" and error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                return
             where = f"in huge pages of {format_bytes(huge)}" if huge else "on disk"
             advice = "reserve more huge pages" if huge else "choose another file system"
             raise OSError(
