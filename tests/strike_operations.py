@@ -10,7 +10,7 @@ from fault_allocators import figures
 from fault_operations import OPERATIONS as FAULT_OPERATIONS
 from support import in_threads
 
-from arenapy import Bump, PerThread, Pool, measure, numpy_memory
+from arenapy import Bump, PerThread, Pool, measure, numpy_memory, trace
 
 __all__ = ["OPERATIONS"]
 
@@ -60,6 +60,27 @@ def close():
         arena.regions[0].close()
 
     return Act(act)
+
+
+# ---- files that were there ----------------------------------------------------------------
+
+
+@operation("record over a trace")
+def recorded_again(directory):
+    path = directory / "trace"
+    path.unlink(missing_ok=True)
+    blocks = Pool(4 * MIB, initial_bytes=MIB)
+
+    def act():
+        with trace.record(blocks, path):
+            blocks.alloc(100).release()
+
+    def view():
+        """The earlier one, or what the new one begins with."""
+        assert len(trace.load(path))
+
+    act()
+    return Act(act, view=view)
 
 
 # ---- contexts ----------------------------------------------------------------------------

@@ -23,7 +23,8 @@ the lock is free and nothing is running, so a child neither hangs nor writes int
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.errno cimport ENOMEM, errno
+from posix.unistd cimport SEEK_END, ftruncate, lseek, pread, pwrite
+from libc.errno cimport EINTR, ENOMEM, ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
 import os
@@ -300,6 +301,21 @@ cdef void record_event(PyObject* recorder, int op, uintptr_t block, size_t nbyte
     biased_release(&tape.lock)
 
 
+cdef int begin_file(int fd, Header* header) noexcept nogil:
+    """Let a header be all that is in a file. If that fails, the file is as it was: an errno."""
+    cdef Header before
+    cdef Py_ssize_t had = pread(fd, &before, sizeof(Header), 0)
+    cdef Py_ssize_t done = pwrite(fd, header, sizeof(Header), 0)
+    cdef int failed = errno if done < 0 else ENOSPC if done < <Py_ssize_t>sizeof(Header) else 0
+    while failed == 0 and ftruncate(fd, sizeof(Header)):
+        failed = errno if errno != EINTR else 0
+    if failed == 0 and lseek(fd, 0, SEEK_END) < 0:
+        failed = errno
+    if failed and had > 0:
+        pwrite(fd, &before, had, 0)
+    return failed
+
+
 @cython.final
 @cython.no_gc
 cdef class Recorder:
@@ -390,8 +406,10 @@ cdef class Recorder:
             header.started = time_ns()
             header.monotonic = kernel_ns()
             header.ticks = ticks_of(self.clock)
-            if os.write(fd, (<char*>&header)[:sizeof(Header)]) < <Py_ssize_t>sizeof(Header):
-                raise OSError(f"no room on the disk for {self.path!r}")
+            # Last, and in C: no signal's exception comes between, and an earlier trace stays.
+            failed = begin_file(fd, &header)
+            if failed:
+                raise OSError(failed, os.strerror(failed), self.path)
         except BaseException:
             self.used = False
             if buffers != NULL:

@@ -150,7 +150,9 @@ def write(path: Path, data: bytes, kind: Kind) -> None:
 
 
 def begin(path: Path, kind: Kind) -> vm.Descriptor:
-    """An empty file to be written bit by bit: its descriptor, which holds the lock on it.
+    """A file to be written bit by bit: its descriptor, which holds the lock on it.
+
+    It still has what was there. The caller empties it where no signal's exception can strike.
 
     Parameters
     ----------
@@ -176,7 +178,6 @@ def begin(path: Path, kind: Kind) -> vm.Descriptor:
                 raise OSError(f"{os.fspath(path)!r} is no regular file; name one")
             _examine(fd, path, kind)
             if _is_at(path, found):
-                os.ftruncate(fd, 0)
                 return file
         except BaseException:
             file.close()
