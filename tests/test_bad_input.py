@@ -1,6 +1,7 @@
 """Bad input: the exact error of section 11, naming the value, and nothing changed."""
 
 import copy
+import ctypes
 import os
 import pickle
 
@@ -235,6 +236,40 @@ def test_existing_refuses_what_is_not_contiguous_or_too_small():
         Existing(np.zeros((4, 4))[:, 1]).region(8)
     with pytest.raises((ValueError, MemoryError)):
         Bump(1 << 20, source=Existing(bytearray(100)))
+
+
+OBJECTS = {
+    "objects": lambda: np.array([None] * 8),
+    "a field": lambda: np.zeros(4, [("x", "f8"), ("y", "O")]),
+    "a field of a field": lambda: np.zeros(4, [("x", [("y", "O")])]),
+    "ctypes": lambda: (ctypes.py_object * 8)(*[None] * 8),
+}
+
+
+@pytest.mark.parametrize("objects", OBJECTS)
+def test_references_to_objects_are_no_bytes(arena, objects):
+    one = OBJECTS[objects]()
+    before = bytes(memoryview(one).cast("B") if objects == "ctypes" else one.tobytes())
+    block = arena.alloc(len(before))
+    block.fill(0x41)
+    for call in (
+        lambda: Existing(one),
+        lambda: Existing(one, readonly=True),
+        lambda: block.copy_to(one),
+        lambda: block.copy_from(one),
+    ):
+        refuse(arena, TypeError, call, "Python objects", "astype")
+    assert bytes(block) == b"A" * len(before)
+    after = bytes(memoryview(one).cast("B") if objects == "ctypes" else one.tobytes())
+    assert after == before
+
+
+def test_a_field_may_have_any_name(arena):
+    one = np.zeros(4, [("O", "f8"), ("Offset", "i4")])
+    block = arena.alloc(one.nbytes)
+    block.fill(1)
+    block.copy_to(one)
+    assert one.tobytes() == bytes(block) and Existing(one).region().nbytes == one.nbytes
 
 
 def test_existing_keeps_its_object_exported():

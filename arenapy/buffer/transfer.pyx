@@ -3,10 +3,12 @@
 What lives here: copies by this processor, and the choice between them and a stream's. What does
 not: the state that protects a block (block), copies by a stream (arenapy.cuda).
 """
+import re
+
 from cpython.buffer cimport (
-    PyBUF_ANY_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+    PyBUF_ANY_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from libc.string cimport memmove, memset
+from libc.string cimport memmove, memset, strchr
 
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport (
@@ -17,6 +19,15 @@ from arenapy.buffer.stream_hooks cimport Medium
 
 cdef enum:
     NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
+
+
+def refuse_objects(str format not None, other):
+    """Raise TypeError if a buffer of this format holds references: bytes over them would crash."""
+    if "O" in re.sub(":[^:]*:", "", format):         # without the names of fields
+        raise TypeError(
+            f"this {type(other).__name__} holds Python objects (format {format!r}), and bytes are "
+            "no references; give an array of numbers, like array.astype(float)"
+        )
 
 
 cdef int copy_in(Block block, object source, object stream) except -1:
@@ -65,8 +76,11 @@ cdef int copy_bytes(Block block, object other, bint inward) except -1:
     cdef Py_buffer o
     if not inward and isinstance(other, bytes):
         raise BufferError("target is bytes, which cannot be written; give a bytearray")
-    PyObject_GetBuffer(other, &o, PyBUF_ANY_CONTIGUOUS | (0 if inward else PyBUF_WRITABLE))
+    PyObject_GetBuffer(
+        other, &o, PyBUF_ANY_CONTIGUOUS | PyBUF_FORMAT | (0 if inward else PyBUF_WRITABLE))
     try:
+        if o.format != NULL and strchr(o.format, c"O") != NULL:
+            refuse_objects((<bytes>o.format).decode("utf-8", "replace"), other)
         if o.len != block.size:
             raise ValueError(
                 f"{name_of(block)} has {block.size} bytes and the other side has {o.len}; "

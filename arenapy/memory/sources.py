@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.block import Block
+from arenapy.buffer.transfer import refuse_objects
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.memory.claims import claim, in_file
@@ -430,7 +431,7 @@ class Existing:
     Raises
     ------
     TypeError
-        `obj` has no buffer.
+        `obj` has no buffer, or one of references to Python objects.
     BufferError
         It is read-only, or not contiguous.
     ValueError
@@ -495,6 +496,7 @@ def viewed(obj: Any, readonly: bool) -> memoryview:
         raise TypeError(
             f"Existing needs an object with a buffer, and {type(obj).__name__} has none"
         ) from None
+    refuse_objects(view.format, obj)
     name = type(obj).__name__
     if view.readonly and not readonly:
         raise BufferError(
