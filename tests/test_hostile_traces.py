@@ -351,6 +351,19 @@ def test_blocks_of_no_bytes_have_a_peak(tmp_path, before):
     use(tmp_path / "a.trace")
 
 
+@pytest.mark.parametrize("room", [0, 1, 1 << 20, 1 << 47])
+def test_a_block_beyond_all_addresses_is_refused(room):
+    """`room`: bytes from its start to the last address."""
+    event = np.zeros(1, trace.EVENT)
+    event["operation"] = 1
+    event["address"] = 2**64 - 1 - room
+    event["nbytes"] = room
+    trace.Trace(event)
+    event["nbytes"] = room + 1
+    with pytest.raises(ValueError, match="beyond"):
+        trace.Trace(event)
+
+
 def test_sizes_that_cannot_be_added_up_are_refused():
     events = np.zeros(20_000, trace.EVENT)
     events["operation"], events["nbytes"] = 1, 2**48 - 1

@@ -25,7 +25,9 @@ MOST_NBYTES = (1 << 48) - 1
 
 WORD = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
 SIZE = st.integers(0, MOST_NBYTES) | st.sampled_from([0, 1, MOST_NBYTES])
-CALL = st.tuples(st.sampled_from(NAMES), WORD, SIZE, st.just(0) | WORD)
+CALL = st.tuples(st.sampled_from(NAMES), WORD, SIZE, st.just(0) | WORD).filter(
+    lambda call: call[1] + call[2] < 1 << 64
+)
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def calls_in(events):
 def some_calls(n, seed=1):
     draw = random.Random(seed)
     return [
-        (draw.choice(NAMES), draw.getrandbits(64), draw.getrandbits(48), draw.choice([0, 0, 7, 9]))
+        (draw.choice(NAMES), draw.getrandbits(63), draw.getrandbits(48), draw.choice([0, 0, 7, 9]))
         for _ in range(n)
     ]
 
@@ -91,6 +93,14 @@ def test_more_bytes_than_a_file_can_say_are_the_most_that_it_can(path):
     recorder.add("alloc", 1, MOST_NBYTES + 1)
     recorder.stop()
     assert trace.load(path).events["nbytes"].tolist() == [MOST_NBYTES]
+
+
+def test_a_block_beyond_the_last_address_is_refused(path):
+    recorder = started(path)
+    with pytest.raises(ValueError, match="beyond the last address"):
+        recorder.add("alloc", 2**64 - 100, 100)
+    recorder.stop()
+    assert len(trace.load(path)) == 0
 
 
 def test_the_header_says_what_was_recorded(path):

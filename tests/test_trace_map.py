@@ -106,6 +106,12 @@ def test_an_image_has_all_bytes_for_all_their_time(made):
             assert math.isclose(sums[place], expected, rel_tol=1e-6, abs_tol=area * 1e-9 + 1e-6)
 
 
+def test_the_image_is_as_large_as_ever_for_blocks_beyond_its_bounds():
+    ends = np.array([1.0, 1e19, 1e300])
+    found = image(-ends, ends, -ends, ends, (0.0, 10.0, 100.0))
+    assert found.share.shape == CELLS[::-1] and found.share.max() == 3
+
+
 def test_blocks_that_lie_over_each_other_are_seen():
     one = np.array([0.0, 0.0]), np.array([10.0, 10.0]), np.array([0.0, 0.0]), np.array([8.0, 8.0])
     shown = image(*one, (0.0, 10.0, 8.0))

@@ -449,6 +449,10 @@ cdef class Recorder:
         if operation not in OPERATIONS:
             raise ValueError(f"operation={operation!r}: one of {', '.join(OPERATIONS)}")
         self.check_started()
+        cdef uint64_t start = address
+        cdef uint64_t size = nbytes
+        if start + size < start:
+            raise ValueError(f"nbytes={nbytes} at address={address:#x} end beyond the last address")
         record_event(<PyObject*>self, OPERATIONS[operation], address, nbytes, stream)
 
     def flush(self):

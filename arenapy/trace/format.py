@@ -123,6 +123,13 @@ class Contents:
             raise ValueError(f"site {events['site'].max()} of {len(self.sites)} sites")
         if (events["nbytes"] >> np.uint64(SIZE_BITS)).any():
             raise ValueError(f"{events['nbytes'].max()} bytes are more than a trace can say")
+        beyond = events["nbytes"] > np.uint64(2**64 - 1) - events["address"]
+        if beyond.any():
+            at = int(np.argmax(beyond))
+            raise ValueError(
+                f"at event {at:,} {events['nbytes'][at]} bytes at {events['address'][at]:#x} lie "
+                "beyond the last address"
+            )
         if events["nbytes"].sum(dtype="f8") > MOST_BYTES:
             raise ValueError("the sizes add up to more bytes than 64-bit numbers can count")
 

@@ -151,9 +151,9 @@ def image(
     grid = np.zeros(shape[0] * shape[1])
     across = (last - first) or 1.0
     for x, x_sign in (left, 1.0), (right, -1.0):
-        column, x_rest = np.divmod((x - first) * (columns / across), 1.0)
+        column, x_rest = np.divmod(np.clip((x - first) / across, 0, 1) * columns, 1.0)
         for y, y_sign in (bottom, 1.0), (top, -1.0):
-            row, y_rest = np.divmod(y * (rows / (height or 1.0)), 1.0)
+            row, y_rest = np.divmod(np.clip(y / (height or 1.0), 0, 1) * rows, 1.0)
             corner = row.astype("i8") * shape[1] + column.astype("i8")
             for row_step, row_share in (0, 1 - y_rest), (1, y_rest):
                 for step, share in (0, 1 - x_rest), (1, x_rest):
