@@ -44,6 +44,38 @@ SOURCES = {
 }
 
 
+@pytest.mark.parametrize("kind", ALLOCATORS)
+@pytest.mark.parametrize("end", ["release", "drop", "reset", "check"])
+def test_a_file_that_shrank_is_not_touched(kind, end, run_script, tmp_path):
+    path = of_a_mebibyte(tmp_path / "memory")
+    run_script(f"""
+        import os
+        from arenapy import Bump, File, Pool, Slab
+        source = File({str(path)!r}, "r+")
+        allocator = {{
+            "bump": lambda: Bump(1 << 20, source, debug=True),
+            "slab": lambda: Slab(4096, 16, source, debug=True),
+            "pool": lambda: Pool(source=source, debug=True),
+        }}[{kind!r}]()
+        blocks = [allocator.alloc(3000) for _ in range(4)]
+        blocks.pop(0).release()
+        os.truncate({str(path)!r}, 0)
+        end = {end!r}
+        try:
+            if end == "release":
+                blocks[-1].release()
+            elif end == "check":
+                allocator.check()
+                raise AssertionError("it was checked")
+            elif end == "reset" and {kind!r} == "bump":
+                allocator.reset()
+        except BufferError as error:
+            assert "shrunk" in str(error), error
+        blocks.clear()
+        del allocator
+    """)
+
+
 @pytest.fixture(params=ALLOCATORS)
 def allocator(request):
     return ALLOCATORS[request.param]()

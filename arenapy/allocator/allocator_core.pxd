@@ -21,6 +21,7 @@ cdef class RegionSet(Keeper):
     cdef bint shut           # a forked child, or a closed region: refuses every call
     cdef Ledger ledger       # debug mode, else None; what debug mode verifies with
     cdef object verifier
+    cdef bint files          # a region is of a file, which may shrink
     cdef str what            # for messages: "arena", "pool", "slab"
     cdef object allocator    # weakref to what the user holds
     cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording
@@ -72,6 +73,8 @@ cdef class RegionSet(Keeper):
     cdef void take_medium(self, Medium medium) noexcept
     cdef void forget(self, Region region) noexcept nogil
     cdef void verify_quietly(self) noexcept
+    # Would touching it all be a SIGBUS?
+    cdef bint shrunk(self) noexcept nogil
     cdef void warn_of_leaks(self) noexcept
 
 

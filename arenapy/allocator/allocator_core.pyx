@@ -191,7 +191,7 @@ cdef class RegionSet(Keeper):
                 drop_kept(self)
                 self.foreign = True
             if region.checked:
-                self.checked = True
+                self.checked = self.files = True
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
         """Index of the region that `at`, an address of ours, is in."""
@@ -276,8 +276,16 @@ cdef class RegionSet(Keeper):
     cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
         if self.debug and not self.shut:
             self.ledger.end(start, end, self.host_accessible and not (
-                self.ledger.over or arenapy_finalizing()))
+                self.ledger.over or arenapy_finalizing()
+                or self.shrunk()))
         forbid(self, start, end)
+
+    cdef bint shrunk(self) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(self.n_regions if self.files else 0):
+            if (<Region>self.region[i]).shrunk():
+                return True
+        return False
 
     cdef int raise_damage(self) except -1:
         damage = self.ledger.take_damage()
@@ -310,7 +318,8 @@ cdef class RegionSet(Keeper):
             PyErr_Restore(kind, value, trace)
 
     cdef void verify_quietly(self) noexcept:
-        if self.ledger.n_found == 0:         # what was found is for a call that can raise it
+        # What was found, and that a file shrank, is for a call that can raise it.
+        if self.ledger.n_found == 0 and not self.shrunk():
             self.verify()                    # to sys.unraisablehook
 
     cdef void tell(self) noexcept nogil:
@@ -328,6 +337,7 @@ cdef class RegionSet(Keeper):
 
     cdef int check_free(self) except -1:
         if self.debug:
+            self.check()                         # a file that shrank cannot be looked at
             arenapy_lock_acquire(&self.lock)     # with the GIL, so that nobody unmaps it meanwhile
             if not self.shut:
                 self.ledger.scan(0, <uintptr_t>-1)

@@ -101,6 +101,7 @@ cdef class BumpCore(Arena):
         """Not all that was given back: C calls may have it again, and tell the ledger nothing."""
         cdef Extent* e
         if self.debug:
+            self.check()
             arenapy_lock_acquire(&self.lock)
             if not self.shut:
                 self.ledger.scan(self.cursor, self.limit)

@@ -46,6 +46,8 @@ cdef class Region(Keeper):
 
     cdef int _unmap(self) noexcept
     cdef int _end_claim(self) noexcept
+    # Would touching it be a SIGBUS? Also if that cannot be known.
+    cdef bint shrunk(self) noexcept nogil
     cdef int attach(self, Keeper core) except -1
     cdef void detach(self) noexcept
     # The file, with an open file description of its own.

@@ -407,6 +407,10 @@ cdef class Region(Keeper):
             )
         return 0
 
+    cdef bint shrunk(self) noexcept nogil:
+        return self.checked and self.file.fd >= 0 and (
+            vm_file_nbytes(&self.file) < self.file_offset + <long long>self.size)
+
     # -- as what an allocator manages
 
     cdef object region_at(self, char* ptr):
