@@ -199,6 +199,20 @@ def test_start_says_what_it_always_said(pools):
     assert "run" not in vars(thread)
 
 
+def test_a_threads_own_run_stays_when_it_cannot_start(pools, monkeypatch):
+    ran = []
+    thread = Thread()
+    thread.run = lambda: ran.append(1)
+    with numpy_memory(pools[0], threads=True), monkeypatch.context() as patch:
+        name = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+        patch.setattr(threading, name, lambda *args, **more: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            thread.start()
+    thread.start()
+    thread.join()
+    assert ran == [1]
+
+
 def test_threads_and_what_they_ran_are_freed(pools):
     class Thing:
         pass

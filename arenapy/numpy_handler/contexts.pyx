@@ -252,12 +252,13 @@ cdef object wrapper(object original):
     @cython.binding(True)            # it is a method
     def start(thread):
         memory = of_new_thread()
+        ours = None
         if memory is not None and "run" not in vars(thread):
-            thread.run = run_under(memory, thread)
+            thread.run = ours = run_under(memory, thread)
         try:
             original(thread)
         except BaseException:
-            vars(thread).pop("run", None)
+            restore_run(thread, ours)
             raise
 
     for name in functools.WRAPPER_ASSIGNMENTS:   # as functools.wraps does, which is Python code
@@ -287,8 +288,14 @@ cdef object run_under(Context memory, object thread):
             run()
         finally:
             memory.leave(False, False)
-            mine = reference()
-            if mine is not None:
-                vars(mine).pop("run", None)
+            restore_run(reference(), me())
 
+    me = weakref.ref(wrapped)        # no cycle either
     return wrapped
+
+
+cdef int restore_run(object thread, object ours) except -1:
+    """Take a thread's `run` away if it is this one, and not one that the user has set."""
+    if thread is not None and ours is not None and vars(thread).get("run") is ours:
+        del vars(thread)["run"]
+    return 0
