@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arenapy import trace
+from arenapy import Pool, trace
 from arenapy.commands.replay.loop import NoHeap, run
 from arenapy.diagnostics.recorder import Recorder
 from arenapy.trace.format import HEADER
@@ -451,3 +451,18 @@ def test_a_failed_end_does_not_mask_an_exception(path, monkeypatch):
     assert any("full" in note for note in raised.value.__notes__)
     with pytest.raises(OSError, match="full"), trace.record(Fake(), path):
         pass
+
+
+def test_a_recording_that_was_not_entered_ends_no_other_one(tmp_path):
+    pool = Pool()
+    one, other = (trace.record(pool, tmp_path / name) for name in "ab")
+    with pytest.raises(ValueError, match="not entered"):
+        one.__exit__(None, None, None)
+    with one:
+        pool.alloc(10)
+        with pytest.raises(ValueError, match="not entered"):
+            other.__exit__(None, None, None)
+        pool.alloc(20)
+    with other, pytest.raises(ValueError, match="not entered"):
+        one.__exit__(None, None, None)
+    assert trace.load(tmp_path / "a").summary().operations["alloc"] == 2

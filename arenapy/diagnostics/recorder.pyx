@@ -541,8 +541,11 @@ cdef class Recording:
     # Compiled, as is all that these two call: a signal's exception comes before or after.
     cdef object allocator
     cdef Recorder recorder
+    cdef bint entered
 
     def __cinit__(self, allocator, path, sites=0):
+        if not hasattr(allocator, "_record"):
+            raise TypeError(f"allocator={allocator!r} is none; give a Bump, a Slab or a Pool")
         self.allocator = allocator
         self.recorder = Recorder(path, type(allocator).__name__, sites)
 
@@ -557,9 +560,13 @@ cdef class Recording:
         except BaseException:
             self.allocator._record(None)
             raise
+        self.entered = True
         return self.recorder
 
     def __exit__(self, kind, error, traceback):
+        if not self.entered:                 # the allocator may be recorded by another one
+            raise ValueError("this recording is not entered; use it in a with statement")
+        self.entered = False
         self.allocator._record(None)
         try:
             self.recorder.stop()
