@@ -227,6 +227,22 @@ def test_prewarming_beyond_the_limit_takes_no_memory():
     """)
 
 
+@pytest.mark.parametrize("seconds", [1e11, 1e300, float("inf")])
+def test_a_trimming_thread_that_waits_for_ever(seconds, monkeypatch):
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    pool = Pool(1 << 22, trim_after=seconds, trim_thread=True)
+    (thread,) = [one for one in threading.enumerate() if one.name == "arenapy-trim"]
+    pool.alloc(1 << 20).release()
+    thread.join(0.1)
+    assert thread.is_alive() and not died
+    assert pool.stats().idle_bytes >= 1 << 20
+    del pool
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive() and not died
+
+
 def test_trim_after_works_over_every_source():
     pool = Pool(source=Shared(), trim_after=0.05)
     blocks = [pool.alloc(3 * MIB) for _ in range(4)]

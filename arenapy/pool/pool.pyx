@@ -75,7 +75,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     initial_bytes : int
         Reserve this much at once.
     trim_after : float, optional
-        Give back what nobody has used for this many seconds, whenever the pool is used.
+        Give back what nobody has used for this many seconds, whenever the pool is used; infinity
+        is never.
     on_oom : callable, optional
         ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served; if it
         returns True, having freed something, the request is tried again.
@@ -121,9 +122,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if on_oom is not None and not callable(on_oom):
             raise TypeError(f"on_oom={on_oom!r} cannot be called; give a function of nbytes")
         if trim_after is not None:
-            trim_after = float(trim_after)
-            if not trim_after >= 0:
-                raise ValueError(f"trim_after={trim_after} is not a number of seconds, 0 or more")
+            trim_after = as_seconds(trim_after)
         if trim_thread and trim_after is None:
             raise ValueError("trim_thread=True needs trim_after, the seconds that it waits")
         if source is None:
@@ -530,3 +529,19 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     def __reduce__(self):
         raise TypeError("a Pool is not pickled; only the process that made it allocates from it")
+
+
+cdef object as_seconds(object value):
+    """What `trim_after` says, as a float."""
+    cdef double seconds = -1
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"trim_after={value!r} is of type {type(value).__name__}; give seconds, or None"
+        ) from None
+    except OverflowError:
+        pass
+    if not seconds >= 0:
+        raise ValueError(f"trim_after={value} is not a number of seconds, 0 or more")
+    return seconds

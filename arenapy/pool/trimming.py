@@ -26,7 +26,7 @@ def start_trimming(pool: Pool, seconds: float) -> threading.Thread:
 
 
 def _trim(reference: weakref.ref[Pool], gone: threading.Event, seconds: float) -> None:
-    while not gone.wait(max(seconds, 0.001)):
+    while not gone.wait(min(max(seconds, 0.001), threading.TIMEOUT_MAX)):
         pool = reference()
         if pool is None:
             return
