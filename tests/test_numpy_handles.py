@@ -199,3 +199,20 @@ def test_a_pool_that_turns_out_to_be_elsewhere_serves_no_array():
         assert same(array, empty(30_000, n))
         found = handles(array)
         assert found is None or found.region.kind == "host"
+
+
+class Endless:
+    """Its base is itself, or a new one each time."""
+
+    def __init__(self, same):
+        self.same, self.data = same, np.zeros(8, "u1")
+        self.__array_interface__ = self.data.__array_interface__
+
+    @property
+    def base(self):
+        return self if self.same else Endless(False)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_bases_without_an_end(same):
+    assert handles(np.asarray(Endless(same))) is None

@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arenapy.buffer.buffer import Buffer
+from arenapy.memory.host_request import check_flag
 from arenapy.memory.region import Region
+from arenapy.memory.sources import BASES
 from arenapy.numpy_handler.contexts import Context, PoolHandler
 from arenapy.numpy_handler.handler import buffer_block, handler_block, make_handler
 from arenapy.pool.pool import Pool
@@ -282,13 +284,15 @@ def handles(array: NDArray[Any]) -> Handle | None:
         raise TypeError(f"array={array!r} is not a numpy.ndarray")
     start = array.__array_interface__["data"][0]
     owner: Any = array
-    while not isinstance(owner, Buffer):
+    for _ in range(BASES):
+        if isinstance(owner, Buffer):
+            found = buffer_block(owner)
+            return found and Handle(*found, start - found[2])
         if isinstance(owner, np.ndarray) and owner.base is None:
             found = handler_block(owner)
             return found and Handle(*found, start - found[2])
         # Whatever stands between an array and its memory calls that its base, as NumPy does.
         owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
         if owner is None:
-            return None
-    found = buffer_block(owner)
-    return found and Handle(*found, start - found[2])
+            break
+    return None
