@@ -308,17 +308,6 @@ class Typed:
         return np.dtype("f4")
 
 
-class Order:
-    def __init__(self, world):
-        self.world = world
-
-    def __eq__(self, other):
-        self.world.enter("__eq__")
-        return other == "C"
-
-    __hash__ = None
-
-
 class ArrayLike:
     def __init__(self, world):
         self.world = world
@@ -433,7 +422,6 @@ DOORS = {
     "empty, shape": of("empty", lambda w: (3, Number(w, 4), Number(w, 5))),
     "empty, sequence": of("empty", lambda w: Sequence(w, 3, 4)),
     "empty, dtype": of("empty", plain(9), Typed),
-    "empty, order": of("empty", plain(9), plain("f8"), Order),
     "zeros": of("zeros", number(200), Typed),
     "copy": of("copy", ArrayLike),
     "alloc_many": many(3),

@@ -418,3 +418,37 @@ def test_the_errors_name_no_path_of_the_build(arena):
     with pytest.raises(ValueError, match="-1") as caught:
         arena.alloc(-1)
     assert os.sep not in str(caught.value)
+
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    ("call", "errors", "names"),
+    [
+        (lambda: Host(threads=HUGE), ValueError, ["threads", HUGE]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, fd=HUGE), ValueError, ["fd", HUGE]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, fd="a"), TypeError, ["fd", "a"]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, device_id=HUGE), ValueError, ["device_id"]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, device_id="a"), TypeError, ["device_id"]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, file_offset=HUGE), ValueError, ["offset"]),
+        (lambda: trace.record(Pool(), "x", sites=HUGE), ValueError, ["sites", HUGE]),
+        (lambda: trace.record(Pool(), "x", sites="a"), TypeError, ["sites", "a"]),
+        (lambda: trace.record(3, "x"), TypeError, ["allocator=3"]),
+        (lambda: Pool(trim_after="abc"), TypeError, ["trim_after", "abc"]),
+        (lambda: Pool(trim_after=10**400), ValueError, ["trim_after"]),
+        (lambda: Pool(trim_after=-1), ValueError, ["trim_after"]),
+        (lambda: Pool(trim_after=float("nan")), ValueError, ["trim_after"]),
+        (lambda: Bump(PAGE).empty(3, "f4", np.array(["C", "F"])), TypeError, ["order"]),
+        (lambda: File("a\0b"), ValueError, ["path", "NUL"]),
+        (lambda: File(b"a\0b"), ValueError, ["path", "NUL"]),
+        (lambda: File("\ud800"), ValueError, ["path", "ud800"]),
+        (lambda: Shared("\ud800"), ValueError, ["name", "ud800"]),
+        (lambda: arenapy.numpy_memory(Pool(), threads="no"), TypeError, ["threads", "no"]),
+    ],
+)
+def test_the_error_names_the_argument(call, errors, names):
+    with pytest.raises(errors) as caught:
+        call()
+    for name in names:
+        assert str(name) in str(caught.value)

@@ -99,6 +99,8 @@ cdef object parse(object shape, object dtype, object order, Spec* spec):
     cdef Py_ssize_t empty = 0
     cdef int i
     descr = _as_dtype(dtype)
+    if not isinstance(order, str):
+        raise TypeError(f"order={order!r} is of type {type(order).__name__}; give 'C' or 'F'")
     if order == "C":
         spec.fortran = False
     elif order == "F":

@@ -72,7 +72,9 @@ cdef class Callers:
     """Callers(depth)\n--\n
     Numbers for call stacks, up to a depth. Internal."""
 
-    def __cinit__(self, int depth):
+    def __cinit__(self, depth):
+        if not hasattr(depth, "__index__"):
+            raise TypeError(f"sites={depth!r}: need an int, how many callers to note")
         if not 1 <= depth <= MOST_CALLERS:
             raise ValueError(f"sites={depth}: how many callers to note, 0 to {MOST_CALLERS}")
         self.depth = depth

@@ -19,6 +19,7 @@ parent's allocator reuses nothing from then on.
 cimport cython
 from cpython.object cimport PyObject
 from libc.errno cimport EBADF
+from libc.limits cimport INT_MAX, LLONG_MAX
 from libc.stdint cimport uintptr_t
 from posix.unistd cimport close as close_fd
 
@@ -101,8 +102,8 @@ cdef class Region(Keeper):
     @classmethod
     def from_address(
         cls, address, nbytes, *, str kind not None="host", owner=None, readonly=False,
-        int device_id=-1, host_accessible=True, device_accessible=False, page_size=4096,
-        str fork="inherit", int fd=-1, long long file_offset=0, map_address=0, map_nbytes=0,
+        device_id=-1, host_accessible=True, device_accessible=False, page_size=4096,
+        str fork="inherit", fd=-1, file_offset=0, map_address=0, map_nbytes=0,
         Mapping mapping=None, Descriptor descriptor=None,
     ):
         """Make a region of memory that something else has allocated: how sources are written.
@@ -153,13 +154,16 @@ cdef class Region(Keeper):
         cdef size_t start = _address(address)
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef size_t map_start, map_size
+        cdef int number_of_file = <int>_integer(fd, "fd", INT_MAX)
+        cdef int device = <int>_integer(device_id, "device_id", INT_MAX)
+        cdef long long offset = _integer(file_offset, "file_offset", LLONG_MAX)
         if fork not in FORKS:
             raise ValueError(f"fork={fork!r} is not one of {', '.join(FORKS)}")
         if n == 0 or start == 0 or start + <size_t>n < start:
             raise ValueError(f"no region of {n} bytes can lie at address {start:#x}")
         file.fd = -1
-        if fd >= 0:
-            number = vm_identify(fd, &file)
+        if number_of_file >= 0:
+            number = vm_identify(number_of_file, &file)
             if number < 0:
                 raise OSError(-number, f"fd={fd} is no open file")
         self = Region.__new__(Region)
@@ -183,11 +187,11 @@ cdef class Region(Keeper):
             self.foreign = self.foreign or kind == "file" or (
                 owner is None and map_size == 0 and mapping is None)
         self.readonly = readonly
-        self.device_id = device_id
+        self.device_id = device
         self.host_accessible = host_accessible
         self.device_accessible = device_accessible
         self.fork = FORKS[fork]
-        self.file_offset = file_offset
+        self.file_offset = offset
         # From here on both are the region's: in C, so that no signal's exception comes between.
         if mapping is not None:
             mapping.take(&map_start, &map_size)
@@ -495,6 +499,16 @@ cdef size_t _address(object value) except? 0:
         raise TypeError(f"{value!r} is not an address: give an integer") from None
     if n < 0 or n >= 1 << 64:
         raise ValueError(f"{value!r} is not an address")
+    return n
+
+
+cdef long long _integer(object value, str what, long long most) except? -1:
+    try:
+        n = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{what}={value!r}: need an int, not {type(value).__name__}") from None
+    if not -1 <= n <= most:
+        raise ValueError(f"{what}={n}: need a number from -1 to {most}")
     return n
 
 

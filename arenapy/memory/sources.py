@@ -45,6 +45,7 @@ __all__ = ["Existing", "File", "Host", "Shared", "Source"]
 MEMFD_NAME_MAX = 249  # bytes, the kernel's
 ALL_BYTES = 1 << 63  # the end of any file
 LOCK_TRIES, LOCK_PAUSE = 10, 0.01  # a program that is just being started may have our descriptors
+THREADS_LIMIT = 2**31 - 1
 BASES = 100  # of an array, at most, that are looked at in search of a Buffer
 
 
@@ -111,8 +112,12 @@ class Host:
         check_options(self)
         check_flag("guard", self.guard)
         check_choice("fork", self.fork, ("inherit", "skip"))
-        if self.threads is not None and checked_index("threads", self.threads) < 1:
-            raise ValueError(f"threads={self.threads!r}: need at least 1, or None to choose")
+        if self.threads is not None and not (
+            1 <= checked_index("threads", self.threads) <= THREADS_LIMIT
+        ):
+            raise ValueError(
+                f"threads={self.threads!r}: need from 1 to {THREADS_LIMIT}, or None to choose"
+            )
 
     def region(self, nbytes: int) -> Region:
         """Map, place and (by default) fault in `nbytes` bytes.
@@ -190,8 +195,8 @@ class Shared:
         """Refuse what cannot be, before anything depends on it."""
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r}: need a str")
-        if "\0" in self.name or len(os.fsencode(self.name)) > MEMFD_NAME_MAX:
-            raise ValueError(f"name={self.name!r}: need at most {MEMFD_NAME_MAX} bytes, none NUL")
+        if len(_encoded("name", self.name)) > MEMFD_NAME_MAX:
+            raise ValueError(f"name={self.name!r}: need at most {MEMFD_NAME_MAX} bytes")
         check_options(self)
         # It imports multiprocessing, which only sharing needs; not first in region(), since a child
         # forked meanwhile would wait for the import for ever.
@@ -275,6 +280,8 @@ class File:
         """Refuse what cannot be, before anything depends on it."""
         if not isinstance(self.path, (str, bytes, os.PathLike)):
             raise TypeError(f"path={self.path!r}: need a path")
+        if isinstance(self.path, (str, bytes)):  # another may name it only when it is asked
+            _encoded("path", self.path)
         check_choice("mode", self.mode, ("r", "r+", "c", "w+"))
 
     def region(self, nbytes: int | None = None) -> Region:
@@ -294,7 +301,9 @@ class File:
             nbytes = checked_size(nbytes)
         elif self.mode == "w+":
             raise ValueError(f'{self!r}.region() needs nbytes: mode "w+" makes a file of that size')
-        path = os.path.abspath(os.fspath(self.path))  # once: what it names may change
+        path = os.fspath(self.path)  # once: what it names may change
+        _encoded("path", path)
+        path = os.path.abspath(path)
         file, is_new = self._open(path)
         with file:
             try:
@@ -401,7 +410,25 @@ class File:
                 f"or {advice}",
                 os.fspath(self.path),
             ) from error
-        return before
+
+
+def _fill_holes(fd: int, nbytes: int) -> None:
+    if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
+        vm.reserve_blocks(fd, nbytes)
+
+
+def _encoded(what: str, name: str | bytes) -> bytes:
+    """A name as the system takes it."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{what}={name!r} has characters that no name of a file can have here "
+            f"({sys.getfilesystemencoding()}); give another one"
+        ) from None
+    if b"\0" in encoded:
+        raise ValueError(f"{what}={name!r} has a NUL in it, which ends names; give another one")
+    return encoded
 
 
 def _identity(file: vm.Descriptor, huge: int) -> tuple[int, int]:

@@ -139,7 +139,8 @@ class numpy_memory(Context):
             raise TypeError(f"pool={pool!r} is not a Pool; make one, like arenapy.Pool()")
         if on_full not in POLICIES:
             raise ValueError(f"on_full={on_full!r} is neither 'system' nor 'error'")
-        super().__init__(_handler_of(pool, on_full), bool(threads))
+        check_flag("threads", threads)
+        super().__init__(_handler_of(pool, on_full), threads)
         self.pool, self.on_full = pool, on_full
 
     def install(self) -> numpy_memory:

@@ -87,6 +87,7 @@ class Session:
         self.options = options
         self.path = sys.path[:]
         self.memory: Any = None  # a report.ProgramMemory
+        self.refused = False  # it cannot be, which was said
         self.clock = time.perf_counter
         self.began = self.clock()
         self.faults = _minor_faults()
@@ -96,6 +97,7 @@ class Session:
         try:
             self.memory = self.apart(self._memory)
         except (ImportError, MemoryError, OSError, ValueError) as error:
+            self.refused = True
             raise SystemExit(f"arenapy run: {error}") from None
 
     def _memory(self) -> object:
@@ -129,7 +131,7 @@ class Session:
             self.memory.end_trace()
             figures |= self.memory.figures()
             text = self.memory.text(figures)
-        errors = sys.__stderr__
+        errors = None if self.refused else sys.__stderr__
         if self.options["report"] and errors is not None and not errors.closed:
             errors.write(text)
             errors.flush()
