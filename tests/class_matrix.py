@@ -209,6 +209,7 @@ HOST = [
     lambda: arenapy.trace.record(bump(), TRACE),
     lambda: module("linux.vm").map_memory(ROOM),
     lambda: module("linux.vm").open_file("/dev/null", 0),
+    lambda: module("linux.vm").renewal(module("linux.vm").open_file("/dev/null", 0)),
     lambda: inside(readonly(), module("memory.claims").Claim),
     lambda: inside(arenapy.numpy_memory(pool()), module("numpy_handler.contexts").PoolHandler),
     lambda: pool().blocks(),

@@ -46,6 +46,8 @@ ERRORS = {
     "fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
     "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
     "pread": ("EIO", "EINTR"),
+    "posix_fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
+    "pwrite": ("ENOSPC", "EIO"),
     "write": ("ENOSPC", "EIO", "EINTR"),
     "malloc": ("ENOMEM", LASTS),
     "calloc": ("ENOMEM", LASTS),
@@ -58,9 +60,6 @@ ERRORS = {
     "__register_atfork": ("ENOMEM",),
     "os.stat": ("EACCES",),
     "os.fstat": ("EIO",),
-    "os.ftruncate": ("EFBIG", "EIO"),
-    "os.posix_fallocate": ("ENOSPC", "EOPNOTSUPP"),
-    "os.write": ("ENOSPC",),
     "os.pwrite": ("EIO",),
     "os.dup": ("EMFILE",),
     "open()": ("EMFILE", "EACCES"),
@@ -70,14 +69,15 @@ ERRORS = {
 #: What our modules import of the C library beside what is failed, and why it is not.
 CANNOT_FAIL = {
     "it computes, or looks at memory": (
-        *("memcmp", "memcpy", "memmove", "memset", "strlen", "strncpy", "strrchr", "stderr"),
+        *("memcmp", "memcpy", "memmove", "memset", "strchr", "strlen", "strncpy", "strrchr"),
+        *("stderr",),
         *("__errno_location", "__tls_get_addr", "sigfillset", "pthread_self"),
         *("sscanf", "snprintf", "vsnprintf", "__stack_chk_fail"),
     ),
     "it has no error": ("free", "getpid", "sched_yield", "pthread_once"),
     "it fails for arguments only that we never give": (
         *("clock_gettime", "getrusage", "sysconf", "pthread_join", "pthread_sigmask"),
-        *("pthread_mutex_lock", "pthread_mutex_unlock"),
+        *("lseek64", "pthread_mutex_lock", "pthread_mutex_unlock"),
     ),
     "a wait that ends early is begun again, or was a courtesy": ("nanosleep", "usleep"),
     "the descriptor is closed whatever it says, and its lock goes with it": ("close", "flock"),
@@ -133,7 +133,7 @@ TABLE = [
     row(ANY, r"madvise\(HUGEPAGE\)", "EAGAIN|EINVAL", FINE),
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
     row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
-    row(ANY, r"open|ftruncate|fcntl\(.*\)|ioctl|write|pread", "EINTR", FINE),
+    row(ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread", "EINTR", FINE),
     row(ANY, "pthread_create", "EAGAIN", FINE),
     row("huge_fraction|can_scan_pages.*", "open|ioctl", ANY, FINE),  # smaps is asked then
     row("can_scan_pages.*", r"madvise\(POPULATE_WRITE\)", ANY, FINE),  # just that was the question
@@ -213,7 +213,7 @@ TABLE = [
     row(ANY, "mbind", "ENOMEM", "OutOfMemory: numa_node=0"),
     row(ANY, "mbind", "EPERM", "PermissionError: numa_node=0"),
     row(ANY, "mbind", "EINVAL|ENOSYS", "OSError: numa_node=0"),
-    row("region of File.*", "ftruncate", ANY, "OSError: on disk"),
+    row("region of File.*", "ftruncate|posix_fallocate", ANY, "OSError: on disk"),
     row("region of File.*", r"fcntl\(DUPFD_CLOEXEC\)", "EMFILE", "OSError: Too many open files"),
     row("trace.*", "pread", ANY, FINE),  # an earlier header, to be put back
     row("trace.*", "ftruncate|pwrite", ANY, "OSError: "),
@@ -232,8 +232,7 @@ TABLE = [
     row("close .*|use of leased memory|fork", "fstat", "EIO", FINE),  # leased, and closed
     row(ANY, "fstat", "EIO", FINE, "OSError: Input/output error", "OSError: cannot map a Shared"),
     row(ANY, "os.(open|stat)", "EACCES", "PermissionError: Permission denied"),
-    row("region of File.*", "os.ftruncate|os.posix_fallocate", ANY, "OSError: on disk"),
-    row("trace.*", "os.(fstat|ftruncate|write|pwrite)", ANY, "OSError: "),
+    row("trace.*", "os.(fstat|pwrite)", ANY, "OSError: "),
     row("trace .*", "write", "ENOSPC|EIO", "OSError: the trace"),
     row("fault in, read-only", r"madvise\(POPULATE_READ\)", NO_MEMORY, "OSError: allocate memory"),
     row("fault in, read-only", r"madvise\(POPULATE_READ\)", "EHWPOISON", BAD_PAGE),

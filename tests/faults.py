@@ -45,10 +45,9 @@ FCNTL = {1030: "DUPFD_CLOEXEC", 1033: "ADD_SEALS", 36: "OFD_GETLK", 37: "OFD_SET
 DETAILS = {0: ("syscall", SYSCALLS), 1: ("fcntl", FCNTL), 2: ("madvise", ADVICE)}
 
 #: What Python code of ours calls, by where it finds it.
-PYTHON_CALLS = {
-    f"os.{name}": [(os, name)]
-    for name in ("ftruncate", "posix_fallocate", "stat", "fstat", "write", "pwrite", "dup")
-} | {"open()": [(builtins, "open"), (io, "open")]}
+PYTHON_CALLS = {f"os.{name}": [(os, name)] for name in ("stat", "fstat", "pwrite", "dup")} | {
+    "open()": [(builtins, "open"), (io, "open")]
+}
 
 
 class _Call(ctypes.Structure):
