@@ -239,7 +239,7 @@ cdef class Bump(Allocator):
         cdef uintptr_t start, end
         cdef Py_ssize_t size
         check_open(buffer)
-        if buffer.root is not None or <PyObject*>buffer.keeper != <PyObject*>c:
+        if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
         if n < buffer.size:
             raise ValueError(
@@ -277,12 +277,12 @@ cdef class Bump(Allocator):
         size = buffer.size
         new = self.block(n, max(buffer.align, c.block_align), False)
         # Making it may have run code, which may have grown the old one, exported it or reset all.
-        if c.medium is not None:
+        if c.hooks is not None:
             try:
                 check_open(buffer)
                 if buffer.size != size:
                     raise ValueError(f"{buffer!r} did not grow: it was changed meanwhile")
-                c.medium.move(new, buffer)
+                c.hooks.move(new, buffer)
             except BaseException:
                 new.release()
                 raise
@@ -350,7 +350,7 @@ cdef class Bump(Allocator):
             raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
         if stream is not None:
             self.core.open_check()
-            self.core.medium.fence(named_stream(self.core, stream))
+            self.core.hooks.fence(named_stream(self.core, stream))
         self.rewind_to(<Mark>mark, self.strict)
 
     cdef int rewind_to(self, Mark mark, bint strict) except -1:

@@ -48,7 +48,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_FREE
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport (
-    RegionSet, forbid, link_hold, permit, record, unlink_hold,
+    AllocatorCore, forbid, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
 from arenapy.bump.arena cimport Arena
@@ -518,7 +518,7 @@ cdef class BumpCore(Arena):
         return 0
 
     cdef void disable(self, int why) noexcept nogil:
-        RegionSet.disable(self, why)
+        AllocatorCore.disable(self, why)
         if extents_room(&self.free, 1):
             extents_insert(
                 &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)

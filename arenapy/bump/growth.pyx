@@ -79,7 +79,7 @@ cdef int grow_for(
         while start == NULL:
             if error is not None:
                 raise error
-            if tried or not (c.may_lease or c.medium is not None):
+            if tried or not (c.may_lease or c.hooks is not None):
                 try:
                     grow_arena(c, source, max_bytes, n, align)
                 except MemoryError as e:

@@ -1,4 +1,4 @@
-"""The pool algorithm as the keeper of Buffers: what is to be done with a block besides.
+"""The pool algorithm as the owner of Buffers: what is to be done with a block besides.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
 where blocks come from (thread_cache, page_heap), getting memory (memory), errors (pool).
@@ -23,7 +23,7 @@ from arenapy.pool.page_heap cimport (
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
-from arenapy.allocator.allocator_core cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.base.thread_slot cimport MOST_CACHES
@@ -195,7 +195,7 @@ cdef class PoolCore(ThreadCaches):
                 self.note_time()
         free(hold)
 
-    # -- as the keeper of Buffers
+    # -- as the owner of Buffers
 
     cdef void dropped(self, PyObject* root) noexcept:
         cdef uint64_t tag = (<Block>root).tag
@@ -424,7 +424,7 @@ cdef class PoolCore(ThreadCaches):
         Pages.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:
-        RegionSet.disable(self, why)
+        AllocatorCore.disable(self, why)
         self.set_special()
 
     cdef void expect_leases(self) noexcept nogil:

@@ -7,7 +7,7 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, s
 from arenapy.base.biased_lock cimport BiasedLock, biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, forbid, permit
+from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, permit
 from arenapy.linux.reserved_array cimport ReservedArray
 from arenapy.base.thread_slot cimport MOST_CACHES
 
@@ -34,7 +34,7 @@ cdef struct Part:
     uint64_t items           # at most 2 ** 31; 0: this part is not in use
     uint64_t used            # <= items; those from here on are fresh: never handed out
     ReservedArray array      # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
-    PyObject* region         # borrowed of RegionSet.regions
+    PyObject* region         # borrowed of AllocatorCore.regions
     uint32_t next            # in the list of those with fresh items, or of those not in use
     uint32_t by_address      # of parts[i]: the number of the i-th part in use, counted from 0
 
@@ -49,7 +49,7 @@ cdef struct Stack:
     ReservedArray array      # where this lies
 
 
-cdef class Items(RegionSet):
+cdef class Items(AllocatorCore):
     cdef Part* parts         # in `part_array`, never moved; parts[0] is none
     cdef size_t stride       # bytes from item to item
     cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64

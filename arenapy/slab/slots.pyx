@@ -24,7 +24,7 @@ from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, forbid_new, record
+from arenapy.allocator.allocator_core cimport AllocatorCore, forbid_new, record
 from arenapy.base.sealed cimport seal
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
@@ -67,7 +67,7 @@ cdef inline void shift(Stack* s, int64_t n) noexcept nogil:
 
 
 @cython.no_gc_clear
-cdef class Items(RegionSet):
+cdef class Items(AllocatorCore):
     """Items of one size, in regions. Internal."""
 
     def __dealloc__(self):
