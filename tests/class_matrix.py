@@ -250,10 +250,10 @@ CUDA = [
     lambda: inside(Bump(ROOM, cuda.Pinned()), module("cuda.backing").PinnedBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").PooledBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").DriverPoolHandle),
-    lambda: inside(used_elsewhere()[0], module("cuda.lanes").LaneSource),
-    lambda: inside(used_elsewhere()[0], module("cuda.lanes").LaneBacking),
-    lambda: inside(stream().record(), module("cuda.ticket").Event),
-    lambda: inside(used_elsewhere()[0], module("cuda.stream").Stream),
+    lambda: inside(used_elsewhere()[0], module("cuda.stream_caches").LaneSource),
+    lambda: inside(used_elsewhere()[0], module("cuda.stream_caches").LaneBacking),
+    lambda: inside(stream().record(), module("cuda.fence").EventFence),
+    lambda: inside(used_elsewhere()[0], module("cuda.stream_ref").StreamRef),
 ]
 
 
