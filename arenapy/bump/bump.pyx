@@ -19,7 +19,8 @@ from arenapy.base.arguments cimport as_align, as_size, quick_size
 from arenapy.buffer.block cimport HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
 from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
-from arenapy.bump.core cimport BumpCore, Figures, Frame, rewind, take
+from arenapy.bump.hot_path cimport rewind, take
+from arenapy.bump.core cimport BumpCore, Figures, Frame
 from arenapy.bump.growth cimport grow_for
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
 from arenapy.allocator.allocator_core cimport permit, record
@@ -131,19 +132,19 @@ cdef class Bump(Allocator):
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef void* start
         if not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         if (<BumpCore>core).ended_list != NULL:
             (<BumpCore>core).drain()
         start = take(<BumpCore>core, n, (<BumpCore>core).block_align, &(<Buffer>o).pad)
         if start == NULL:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
         (<Buffer>o).align = <uint32_t>(<BumpCore>core).block_align
         (<Buffer>o).word = 0
         (<Buffer>o).tag = (<BumpCore>core).tag
         return freelist_pop(core, &(<BumpCore>core).freelist, <char*>start)
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
         return self.block_for(n, a, stream)

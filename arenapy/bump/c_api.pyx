@@ -2,7 +2,8 @@
 from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.bump.bump cimport Bump
-from arenapy.bump.core cimport Frame, rewind, take
+from arenapy.bump.hot_path cimport rewind, take
+from arenapy.bump.core cimport Frame
 from arenapy.bump.growth cimport grow_arena
 from arenapy.base.size_classes cimport MOST_BYTES
 

@@ -35,6 +35,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
+from arenapy.bump.hot_path cimport note_peak, used
 from arenapy.base.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport (

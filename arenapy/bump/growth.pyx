@@ -9,7 +9,8 @@ from arenapy.allocator.allocator cimport make_region
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport Hold, born_held, drop_hold
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.bump.core cimport BumpCore, take
+from arenapy.bump.hot_path cimport take
+from arenapy.bump.core cimport BumpCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport record

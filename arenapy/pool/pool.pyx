@@ -16,7 +16,7 @@ from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport PAGE, PAGE_BITS
-from arenapy.pool.thread_cache cimport quick_take
+from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.batch cimport BlockBatch
 from arenapy.pool.core cimport PoolCore, PoolFigures
 from arenapy.pool.growth cimport PoolGrowth
@@ -52,7 +52,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     cdef char* ptr
     if o == NULL or n < 0 or (<PoolCore>core).special:
         return None
-    ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+    ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
     if ptr == NULL:
         return None
     (<Buffer>o).size = n
@@ -193,16 +193,16 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef char* ptr
         if (o == NULL or n < 0 or align is not None or stream is not None
                 or (<PoolCore>core).special):
-            return self.careful_alloc(nbytes, align, stream)
-        ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+            return self.general_alloc(nbytes, align, stream)
+        ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
         if ptr == NULL:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
         (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
         return freelist_pop(core, freelist, ptr)
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
         cdef Pool lane = None
         if stream is not None and self.lanes is not None:
@@ -212,7 +212,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             lane = self.lane_of(stream)
         if lane is not None:
             block = None if align is not None else quick_alloc(<PyObject*>lane.core, nbytes)
-            return lane.careful_alloc(nbytes, align, None) if block is None else <Buffer>block
+            return lane.general_alloc(nbytes, align, None) if block is None else <Buffer>block
         n = as_size(nbytes, "nbytes")
         return self.block_for(
             n, self.core.block_align if align is None else as_align(align), stream)

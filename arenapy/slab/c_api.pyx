@@ -4,7 +4,8 @@ from libc.stdint cimport uint64_t
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.slab.slab cimport Slab
 from arenapy.slab.core cimport SlabCore
-from arenapy.slab.slots cimport Stack, stack_of
+from arenapy.slab.hot_path cimport stack_of
+from arenapy.slab.slots cimport Stack
 
 cdef extern from "Python.h":
     void PyErr_SetInterrupt()

@@ -20,9 +20,8 @@ from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
-from arenapy.slab.slots cimport (
-    Items, Part, Stack, address_of, forbid_from, nth_word, quick_give, stack_of, stow, word_of,
-)
+from arenapy.slab.hot_path cimport forbid_from, cache_free, stack_of, stow
+from arenapy.slab.slots cimport Items, Part, Stack, address_of, nth_word, word_of
 from arenapy.base.thread_slot cimport MOST_CACHES
 from arenapy.linux.vm cimport vm_lease
 
@@ -193,7 +192,7 @@ cdef class SlabCore(Items):
             arenapy_sub(&self.n_held, 1)
         if name == 0:
             return                           # released before
-        if not quick_give(self, name):
+        if not cache_free(self, name):
             self.put(name)
             if self.debug:
                 self.verify_dropped()

@@ -16,6 +16,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memmove
 
+from arenapy.slab.hot_path cimport pop, push, push_at, stack_of
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
 )
@@ -197,7 +198,7 @@ cdef class Items(AllocatorCore):
         self.special = special
         self.quick = &no_stack if special else self.depot
 
-    cdef char* shared_take(self, uint64_t* name) noexcept nogil:
+    cdef char* shared_alloc(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
         if self.special:
@@ -208,7 +209,7 @@ cdef class Items(AllocatorCore):
         biased_release(&s.lock)
         return ptr
 
-    cdef bint shared_give(self, uint64_t name) noexcept nogil:
+    cdef bint shared_free(self, uint64_t name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
         if self.special:
@@ -218,7 +219,7 @@ cdef class Items(AllocatorCore):
         biased_release(&s.lock)
         return was_live
 
-    cdef bint shared_free(self, char* at) noexcept nogil:
+    cdef bint shared_free_at(self, char* at) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
         if self.special:
