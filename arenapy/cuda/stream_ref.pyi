@@ -7,7 +7,7 @@ OWNERS: dict[tuple[str, str], Callable[[Any], object]]
 class OwnStream: ...
 
 @final
-class Stream:
+class StreamRef:
     @property
     def device_id(self) -> int: ...
 
