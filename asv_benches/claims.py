@@ -143,7 +143,7 @@ class Copies:
     """Seconds on the device of copies between host memory and a block of the device."""
 
     def __init__(self, nbytes):
-        from arenapy.cuda.own_stream import elapsed
+        from arenapy.cuda.stream import elapsed
 
         self.stream = cuda.Stream()
         self.device = cuda.Device().region(nbytes).buffer()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from arenapy import Pool, cuda
-from arenapy.cuda.own_stream import elapsed
+from arenapy.cuda.stream import elapsed
 
 from .bench_faults import KIB, MIB
 from .gpu_latency import imported

@@ -11,7 +11,6 @@ from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
 from arenapy cimport Pool, Slab, pool_alloc, pool_free, slab_alloc, slab_free
-from arenapy.base.atomic cimport arenapy_add
 
 cdef extern from *:
     """
@@ -37,11 +36,13 @@ cdef extern from *:
     static inline void *swap(void **slot, void *block) {
         return __atomic_exchange_n(slot, block, __ATOMIC_ACQ_REL);
     }
+    static inline void add_one(uint64_t *word) { __atomic_fetch_add(word, 1, __ATOMIC_ACQ_REL); }
     """
     const char* malloc_comes_from()
     uint64_t now() noexcept nogil
     void unseen() noexcept nogil
     void* swap(void** slot, void* block) noexcept nogil
+    void add_one(uint64_t* word) noexcept nogil
 
 cdef enum:
     ALIGN = 64
@@ -278,7 +279,7 @@ def write(buffer, Py_ssize_t words):
     cdef Py_ssize_t _i
     with nogil:
         for _i in range(words):
-            arenapy_add(word, 1)
+            add_one(word)
 
 
 # ---- what a look costs -------------------------------------------------------------------

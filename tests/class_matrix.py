@@ -251,10 +251,10 @@ CUDA = [
     lambda: inside(Bump(ROOM, cuda.Pinned()), module("cuda.backing").PinnedBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").PooledBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").DriverPoolHandle),
-    lambda: inside(used_elsewhere()[0], module("cuda.lanes").LaneSource),
-    lambda: inside(used_elsewhere()[0], module("cuda.lanes").LaneBacking),
-    lambda: inside(stream().record(), module("cuda.ticket").Event),
-    lambda: inside(used_elsewhere()[0], module("cuda.stream").Stream),
+    lambda: inside(used_elsewhere()[0], module("cuda.stream_caches").LaneSource),
+    lambda: inside(used_elsewhere()[0], module("cuda.stream_caches").LaneBacking),
+    lambda: inside(stream().record(), module("cuda.fence").EventFence),
+    lambda: inside(used_elsewhere()[0], module("cuda.stream_ref").StreamRef),
 ]
 
 
@@ -310,15 +310,16 @@ GROUPS = {
 NEVER_SEEN = {
     "arenapy.allocator.allocator.Allocator", "arenapy.buffer.block.CountShard",
     "arenapy.buffer.block.Block",
-    "arenapy.buffer.block.Keeper", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
+    "arenapy.buffer.block.MemoryOwner", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
     "arenapy.cuda.ordering.Ordering", "arenapy.cuda.retained.Retained",
-    "arenapy.cuda.stream.OwnStream", "arenapy.cuda.ticket.Graph", "arenapy.cuda.ticket.Ticket",
-    "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.stream_hooks.Medium",
+    "arenapy.cuda.stream_ref.OwnStream", "arenapy.cuda.fence.GraphFence",
+    "arenapy.cuda.fence.Fence",
+    "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.stream_hooks.StreamHooks",
     "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",
     "arenapy.numpy_handler.contexts.Presence", "arenapy.numpy_handler.contexts.Starts",
     "arenapy.pool.page_heap.Pages", "arenapy.pool.growth.PoolGrowth",
-    "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.RegionSet",
+    "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.AllocatorCore",
     "arenapy.commands.replay.loop.Heap", "arenapy.pool.segments.Segments",
     "arenapy.slab.slots.Items", "arenapy.bump.arena.Arena",
 }  # fmt: skip

@@ -23,7 +23,7 @@ from fault_acts import Act
 from simulated_driver import INVALID_VALUE
 
 from arenapy import Pool, cuda
-from arenapy.cuda.own_stream import elapsed
+from arenapy.cuda.stream import elapsed
 
 MANY_EVENTS = 260  # more than are kept for the next ones
 

@@ -17,7 +17,7 @@ from simulated_driver import simulated
 from support import peek, poke
 
 from arenapy import OutOfMemory
-from arenapy.cuda.stream import OWNERS
+from arenapy.cuda.stream_ref import OWNERS
 
 NON_BLOCKING = 1
 TRACE = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")

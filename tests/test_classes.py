@@ -21,8 +21,8 @@ ALL = classes()
 #: Whoever calls these gets a whole object.
 CALLED = {
     "arenapy.bump.bump.Bump", "arenapy.slab.slab.Slab", "arenapy.pool.pool.Pool",
-    "arenapy.cuda.own_stream.Stream", "arenapy.cuda.backing.DriverPoolHandle",
-    "arenapy.cuda.lanes.LaneSource", "arenapy.diagnostics.callers.Callers",
+    "arenapy.cuda.stream.Stream", "arenapy.cuda.backing.DriverPoolHandle",
+    "arenapy.cuda.stream_caches.LaneSource", "arenapy.diagnostics.callers.Callers",
     "arenapy.diagnostics.ledger.Ledger", "arenapy.pool.batch.BlockBatch",
     "arenapy.numpy_handler.blocks.Counts", "arenapy.numpy_handler.contexts.PoolHandler",
     "arenapy.pool.memory.PoolMemory", "arenapy.diagnostics.recorder.Recorder",

@@ -18,7 +18,7 @@ from cuda_support import HOST_VISIBLE, MIB, SOURCES, a_gpu, new_stream
 from support import peek, poke
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
-from arenapy.cuda.stream import OWNERS
+from arenapy.cuda.stream_ref import OWNERS
 
 N = 4096
 OURS, THEIRS = 3, 9

@@ -20,7 +20,7 @@ from cuda_support import (
 )
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
-from arenapy.cuda.ticket import Graph
+from arenapy.cuda.fence import GraphFence
 
 # Captures ------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ def most_uses():
     return max(
         len(one)
         for one in gc.get_objects()
-        if type(one) is list and any(isinstance(use, Graph) for use in one)
+        if type(one) is list and any(isinstance(use, GraphFence) for use in one)
     )
 
 

@@ -14,7 +14,7 @@ from cuda_support import LEGACY, MIB, content, new_stream, only_one, slowly_fill
 from support import peek
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
-from arenapy.cuda.stream import OWNERS
+from arenapy.cuda.stream_ref import OWNERS
 
 
 class Raises(Wrapped):

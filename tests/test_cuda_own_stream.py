@@ -13,7 +13,7 @@ from simulated_gpu import NON_BLOCKING
 
 import arenapy
 from arenapy import cuda
-from arenapy.cuda.own_stream import elapsed
+from arenapy.cuda.stream import elapsed
 
 KIB = 1 << 10
 

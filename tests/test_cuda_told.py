@@ -21,7 +21,7 @@ from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
 from support import peek, poke
 
 from arenapy import Bump, Pool, Slab, cuda
-from arenapy.cuda.stream import OWNERS
+from arenapy.cuda.stream_ref import OWNERS
 
 N = 4096
 OLD, NEW = 1, 7

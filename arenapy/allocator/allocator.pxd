@@ -2,11 +2,11 @@
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.allocator.allocator_core cimport AllocatorCore
 
 cdef class Allocator:
     cdef object __weakref__
-    cdef RegionSet base      # its core
+    cdef AllocatorCore base      # its core
     cdef list shards         # of its core, to live as long as this
 
     # What alloc() does with a stream, or without.
@@ -22,9 +22,9 @@ cdef class Allocator:
 # Raise TypeError unless it is one.
 cdef int check_source(object source) except -1
 # A region with nbytes that begin aligned. None: only one that would have, were it aligned.
-cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align)
+cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t align)
 # The region that a source makes, checked to have at least n bytes, of the kind that `c` has.
-cdef Region make_region(RegionSet c, object source, Py_ssize_t n)
+cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n)
 # `slow_c` for a nogil caller, whose own exception stays pending.
 cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil
 # The last step of the constructor of an allocator.

@@ -18,7 +18,7 @@ from arenapy.buffer.block cimport host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec, parse, wrap
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, check_alike
+from arenapy.allocator.allocator_core cimport AllocatorCore, check_alike
 from arenapy.base.sealed cimport seal
 
 cdef extern from "Python.h":
@@ -56,7 +56,7 @@ def call_at_end(note):
 
 cdef int complete(Allocator one) except -1:
     """The end of a constructor: only now other code can get hold of it."""
-    cdef RegionSet c = one.base
+    cdef AllocatorCore c = one.base
     reference = weakref.ref(one)
     if c.debug:
         c.ledger.allocator = reference
@@ -90,15 +90,15 @@ cdef class Allocator:
         alive.pop(id(self), None)
 
     cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
-        cdef RegionSet c = self.base
+        cdef AllocatorCore c = self.base
         cdef Buffer b
         used_by = named_stream(c, stream)
         if used_by is not None:
-            c.medium.may_begin(used_by)
+            c.hooks.may_begin(used_by)
         b = self.block(n, align, False)
         if used_by is not None:
             try:
-                c.medium.begin(b, used_by)
+                c.hooks.begin(b, used_by)
             except BaseException:
                 b.release()
                 raise
@@ -180,13 +180,13 @@ cdef class Allocator:
         cdef Spec spec
         cdef Buffer b
         cdef char* ptr
-        cdef RegionSet c = self.base
+        cdef AllocatorCore c = self.base
         descr = parse(shape, dtype, order, &spec)
         if not is_array(c):
-            if c.medium.own is not None:     # else it is only a graph that would zero it
-                c.medium.may_begin(c.medium.own)
+            if c.hooks.own is not None:     # else it is only a graph that would zero it
+                c.hooks.may_begin(c.hooks.own)
             b = self.device_array(shape, descr, order, &spec)
-            c.medium.fill(b, 0, c.medium.own)
+            c.hooks.fill(b, 0, c.hooks.own)
             return b
         b = self.block(spec.nbytes, HOST_ALIGN, True)
         host_only(b)
@@ -261,9 +261,9 @@ cdef class Allocator:
 seal(Allocator, "Allocator is the base of allocators; make a Bump, Slab or Pool")
 
 
-cdef bint is_array(RegionSet c) noexcept:
+cdef bint is_array(AllocatorCore c) noexcept:
     """Is what empty() gives an ndarray? On managed memory not: a device is to touch it first."""
-    return c.medium is None or c.medium.kind == "pinned"
+    return c.hooks is None or c.hooks.kind == "pinned"
 
 
 cdef int check_source(object source) except -1:
@@ -274,12 +274,12 @@ cdef int check_source(object source) except -1:
     return 0
 
 
-cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t align):
+cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t align):
     cdef Region region = None
     # Those whose memory begins on a page, or who know where it begins, are asked for as much as
     # it should be, then for room to skip to an alignment. Others the other way round: a second
     # region may cost as much as the first.
-    cdef bint known = c.medium is not None or isinstance(source, (Host, Shared, File, Existing))
+    cdef bint known = c.hooks is not None or isinstance(source, (Host, Shared, File, Existing))
     cdef bint again, misfit
     cdef uintptr_t start
     for again in range(2):
@@ -304,7 +304,7 @@ cdef Region aligned_region(RegionSet c, object source, size_t nbytes, size_t ali
     return None
 
 
-cdef Region make_region(RegionSet c, object source, Py_ssize_t n):
+cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n):
     check_source(source)
     region = source.region(n)
     if not isinstance(region, Region):

@@ -3,14 +3,14 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport arenapy_load_ptr
-from arenapy.buffer.block cimport Block, Hold, Keeper
+from arenapy.buffer.block cimport Block, Hold, MemoryOwner
 from arenapy.diagnostics.ledger cimport Ledger
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.base.sanitizer cimport POISONS, poison, unpoison
 from arenapy.memory.region cimport Region
 
 
-cdef class RegionSet(Keeper):
+cdef class AllocatorCore(MemoryOwner):
     cdef size_t block_align  # of blocks by default, bytes
     cdef Hold* leased        # ranges that only another process still sees
     cdef size_t leased_bytes
@@ -70,7 +70,7 @@ cdef class RegionSet(Keeper):
     # Look at all free memory.
     cdef int check_free(self) except -1
     # internal
-    cdef void take_medium(self, Medium medium) noexcept
+    cdef void take_hooks(self, StreamHooks hooks) noexcept
     cdef void forget(self, Region region) noexcept nogil
     cdef void verify_quietly(self) noexcept
     # Would touching it all be a SIGBUS?
@@ -79,7 +79,7 @@ cdef class RegionSet(Keeper):
 
 
 # Raise ValueError unless a region may join these: Buffers say of all what the first one is.
-cdef int check_alike(RegionSet c, tuple regions, Region region) except -1
+cdef int check_alike(AllocatorCore c, tuple regions, Region region) except -1
 
 
 cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:
@@ -103,28 +103,28 @@ cdef inline void link_hold(Hold** head, Hold* hold) noexcept nogil:
 # which he may look at anywhere, nor what a device's driver touches, too. Debug mode fills and
 # reads what is free, so it does without.
 
-cdef inline bint poisons(RegionSet c) noexcept nogil:
-    return (POISONS and c.medium is None and c.host_accessible and c.device_id < 0
+cdef inline bint poisons(AllocatorCore c) noexcept nogil:
+    return (POISONS and c.hooks is None and c.host_accessible and c.device_id < 0
             and not (c.debug or c.foreign))
 
 
-cdef inline void forbid(RegionSet c, uintptr_t start, uintptr_t end) noexcept nogil:
+cdef inline void forbid(AllocatorCore c, uintptr_t start, uintptr_t end) noexcept nogil:
     if POISONS and start < end and poisons(c) and not c.shut:
         poison(start, end - start)
 
 
 # The first memory of an allocator, which allocates only after this.
-cdef inline void forbid_new(RegionSet c, uintptr_t start, uintptr_t end) noexcept nogil:
+cdef inline void forbid_new(AllocatorCore c, uintptr_t start, uintptr_t end) noexcept nogil:
     if POISONS and start < end and poisons(c):
         poison(start, end - start)
 
 
-cdef inline void permit(RegionSet c, uintptr_t start, size_t nbytes) noexcept nogil:
+cdef inline void permit(AllocatorCore c, uintptr_t start, size_t nbytes) noexcept nogil:
     if POISONS and nbytes and c.host_accessible and c.device_id < 0:
         unpoison(start, nbytes)
 
 
 # Not under a lock: now and then this writes to a file.
-cdef inline void record(RegionSet c, int op, void* block, size_t nbytes) noexcept nogil:
+cdef inline void record(AllocatorCore c, int op, void* block, size_t nbytes) noexcept nogil:
     if arenapy_load_ptr(<void**>&c.recorder) != NULL:
         c.record_now(op, block, nbytes)

@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.buffer.block import Keeper
+from arenapy.buffer.block import MemoryOwner
 
 @final
-class RegionSet(Keeper): ...  # type: ignore[misc]
+class AllocatorCore(MemoryOwner): ...  # type: ignore[misc]

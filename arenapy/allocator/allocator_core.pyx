@@ -1,4 +1,4 @@
-"""RegionSet: the regions of an allocator, whatever it does with them.
+"""AllocatorCore: the regions of an allocator, whatever it does with them.
 
 What lives here: taking regions over, finding the one that an address is in, what other
 processes still see, the end of a region, fork, what debug mode does. What does not: which bytes
@@ -15,11 +15,11 @@ from arenapy.base.atomic cimport (
     arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
 )
 from arenapy.buffer.block cimport (
-    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, drop_kept, named_stream,
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, drop_kept, named_stream,
 )
 from arenapy.base.interval_set cimport make_room
 from arenapy.diagnostics.ledger cimport Ledger
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.diagnostics.places cimport NOWHERE, here, said
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.diagnostics.recorder cimport Recorder, record_event
@@ -56,7 +56,7 @@ cdef extern from "Python.h":
 # no_gc_clear: `regions` is needed to the last, and a cycle through a core goes through a
 # user's object too, which the collector can clear.
 @cython.no_gc_clear
-cdef class RegionSet(Keeper):
+cdef class AllocatorCore(MemoryOwner):
     """The regions of an allocator. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
@@ -82,26 +82,26 @@ cdef class RegionSet(Keeper):
         free(self.region)
 
     cdef int adopt(self, object source, object stream) except -1:
-        medium = getattr(source, "medium", None)
-        if isinstance(medium, Medium):
-            self.take_medium((<Medium>medium).of_allocator(stream))
+        hooks = getattr(source, "hooks", None)
+        if isinstance(hooks, StreamHooks):
+            self.take_hooks((<StreamHooks>hooks).of_allocator(stream))
         elif stream is not None:
             named_stream(self, stream)       # which raises
         return 0
 
-    cdef void take_medium(self, Medium medium) noexcept:
-        self.medium, self.block_align = medium, max(medium.align, HOST_ALIGN)
-        self.kind, self.device_id = medium.kind, medium.device_id
-        self.host_accessible = medium.host_accessible
-        self.device_accessible = medium.device_accessible
+    cdef void take_hooks(self, StreamHooks hooks) noexcept:
+        self.hooks, self.block_align = hooks, max(hooks.align, HOST_ALIGN)
+        self.kind, self.device_id = hooks.kind, hooks.device_id
+        self.host_accessible = hooks.host_accessible
+        self.device_accessible = hooks.device_accessible
 
     cdef bint settle_streams(self, bint wait) except -1:
-        return self.medium is not None and self.medium.settle(<PyObject*>self, wait) > 0
+        return self.hooks is not None and self.hooks.settle(<PyObject*>self, wait) > 0
 
     cdef void finish_streams(self) noexcept:
-        if self.medium is not None:
-            self.medium.finish(<PyObject*>self, self.regions)
-            self.medium.leave(self.regions)
+        if self.hooks is not None:
+            self.hooks.finish(<PyObject*>self, self.regions)
+            self.hooks.leave(self.regions)
 
     cdef int take_region(self, Region region, tuple regions) except -1:
         """Add a region. `regions` is all of them: to make it may run code that uses this."""
@@ -109,8 +109,8 @@ cdef class RegionSet(Keeper):
                 <void**>&self.region, &self.cap_regions, len(regions), sizeof(PyObject*)):
             raise MemoryError("no memory for the bookkeeping of an allocator")
         region.attach(self)
-        if self.medium is None and region.medium is not None:
-            self.take_medium(region.medium.bound(None))
+        if self.hooks is None and region.hooks is not None:
+            self.take_hooks(region.hooks.bound(None))
         self.forget(region)
         self.list_regions(regions)
         self.capacity += region.size
@@ -122,8 +122,8 @@ cdef class RegionSet(Keeper):
         cdef bint done = False, room = True
         check_alike(self, self.listed(), region)
         region.attach(self)
-        if self.medium is None and region.medium is not None:
-            self.take_medium(region.medium.bound(None))
+        if self.hooks is None and region.hooks is not None:
+            self.take_hooks(region.hooks.bound(None))
         self.forget(region)
         while room and not done:             # the tuple is made before the lock is taken
             before = self.listed()
@@ -159,8 +159,8 @@ cdef class RegionSet(Keeper):
                 self.capacity -= region.size
             arenapy_lock_release(&self.lock)
         self.forget(region)
-        if self.medium is not None:
-            self.medium.leave((region,))
+        if self.hooks is not None:
+            self.hooks.leave((region,))
         region.detach()
         return 0
 
@@ -356,7 +356,7 @@ cdef class RegionSet(Keeper):
     # -- the end of a region, and fork
 
     cdef void fork_lock(self) noexcept nogil:
-        Keeper.fork_lock(self)
+        MemoryOwner.fork_lock(self)
         if self.debug:
             arenapy_spin_acquire(&self.ledger.lock)
 
@@ -365,7 +365,7 @@ cdef class RegionSet(Keeper):
             self.n_recording = 0             # of threads that it does not have
         if self.debug:
             arenapy_spin_release(&self.ledger.lock)
-        Keeper.fork_unlock(self, child)
+        MemoryOwner.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:
         if why != GONE_NOT:
@@ -383,7 +383,7 @@ cdef class RegionSet(Keeper):
             self.raise_damage()
         return 0
 
-    cdef object owner_of(self):
+    cdef object allocator_of(self):
         return None if self.allocator is None else self.allocator()
 
     cdef object region_at(self, char* ptr):
@@ -394,10 +394,10 @@ cdef class RegionSet(Keeper):
         return None
 
 
-seal(RegionSet)
+seal(AllocatorCore)
 
 
-cdef int check_alike(RegionSet c, tuple regions, Region region) except -1:
+cdef int check_alike(AllocatorCore c, tuple regions, Region region) except -1:
     cdef Region first
     if not regions:
         return 0
@@ -420,7 +420,7 @@ cdef str _described(Region region):
     return f"{region.kind} memory{on}, accessible from {place}"
 
 
-cdef inline void permit_all(RegionSet c) noexcept nogil:
+cdef inline void permit_all(AllocatorCore c) noexcept nogil:
     """The memory is about to be somebody else's, or it was before (`shut`)."""
     cdef Py_ssize_t i
     if POISONS and not c.shut:

@@ -1,10 +1,10 @@
-# The state of a Buffer, and Keeper, which is whatever a Buffer's bytes belong to.
+# The state of a Buffer, and MemoryOwner, which is whatever a Buffer's bytes belong to.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport malloc
 
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_lock
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 
 cdef enum:
     CLOSED = 1           # bits of Block.word
@@ -22,38 +22,38 @@ cdef enum:
     HOLD_EMPTY = 2       # a 0-byte block
 
 # One held block: a root Buffer that was ever exported, or that a stream uses. Owned by the Buffer
-# until `ended` (`Medium.ended`, if it has uses) passes it to the keeper. start < end always: a
+# until `ended` (`StreamHooks.ended`, if it has uses) passes it to the owner. start < end always: a
 # 0-byte block occupies one byte.
 cdef struct Hold:
     Hold* next           # in its frame's, the retired or the leased list
     Hold* prev
-    Hold* ended_next     # in the keeper's list of ended holds
+    Hold* ended_next     # in the owner's list of ended holds
     uintptr_t start
     uintptr_t end
-    PyObject* uses       # owned: what has to be over besides, the keeper's medium's; or NULL
+    PyObject* uses       # owned: what has to be over besides, the owner's hooks's; or NULL
     uint64_t tag         # the Buffer's tag
     uint32_t pad         # bytes skipped before start for alignment
     uint32_t flags       # HOLD_*
-    Py_ssize_t region    # the keeper's: which region it is in, once retired or leased
+    Py_ssize_t region    # the owner's: which region it is in, once retired or leased
 
 
-# Dead roots of a keeper, for reuse. With a GIL there is one freelist. Without, a keeper that
+# Dead roots of a owner, for reuse. With a GIL there is one freelist. Without, a owner that
 # recycles has one for each of the first threads, which no other thread touches.
 cdef struct Freelist:
     PyObject* kept           # linked by ptr
-    PyObject* shard          # what roots from here count instead of their keeper; NULL: none yet
+    PyObject* shard          # what roots from here count instead of their owner; NULL: none yet
     int n_kept
 
 
 # What bytes belong to: a Region, or the core of an allocator. It keeps them mapped, knows
 # whether an unheld Buffer is still valid, and is told when a held one ends.
-cdef class Keeper:
+cdef class MemoryOwner:
     cdef readonly str kind
     cdef readonly int device_id          # -1: the host
     cdef readonly bint readonly
     cdef readonly bint host_accessible
     cdef readonly bint device_accessible
-    cdef Medium medium                   # None: no streams work on this memory
+    cdef StreamHooks hooks                   # None: no streams work on this memory
     cdef bint foreign                    # reaches a user's object: Buffers are then GC-tracked
     cdef bint checked                    # check() has something to check
     cdef bint may_lease                  # other processes may see bytes: ask before reuse
@@ -91,7 +91,7 @@ cdef class Keeper:
     cdef void forked(self, bint unmapped) noexcept nogil
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil
     cdef int check(self) except -1
-    cdef object owner_of(self)
+    cdef object allocator_of(self)
     # The Region that the byte at `ptr` lies in; None: there is none.
     cdef object region_at(self, char* ptr)
     # Debug mode: before the block there is given back, under no lock; after an operation.
@@ -101,34 +101,34 @@ cdef class Keeper:
 
 # `word` is the whole state of a root, changed as one atomic: bit 0 CLOSED, bit 1 HELD (was ever
 # exported), the rest: live exports and pins in units of ONE_EXPORT, those of its slices and views
-# included. Without HELD these are pins, and the word changes with the keeper's lock held. A slice
+# included. Without HELD these are pins, and the word changes with the owner's lock held. A slice
 # or view has a word of its own, without HELD.
 cdef class Block:
     cdef char* ptr
     cdef Py_ssize_t size
     cdef uint64_t word
-    cdef uint64_t tag                    # the keeper's: which frame or slot the block is in
-    cdef uint32_t pad                    # the keeper's: bytes skipped before ptr
+    cdef uint64_t tag                    # the owner's: which frame or slot the block is in
+    cdef uint32_t pad                    # the owner's: bytes skipped before ptr
     cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
-    cdef Hold* hold          # not NULL once HELD or pinned; if the keeper recycles, with uses
-    cdef PyObject* shard                 # of a root that does not count its keeper; else NULL
-    cdef Keeper keeper                   # keeps the bytes mapped
+    cdef Hold* hold          # not NULL once HELD or pinned; if the owner recycles, with uses
+    cdef PyObject* shard                 # of a root that does not count its owner; else NULL
+    cdef MemoryOwner owner                   # keeps the bytes mapped
     cdef Block root                      # None: this is a root; else what counts as held
 
 
-# What the roots that the threads of one number make count instead of their keeper, whose own count
-# would be a cache line that all threads write. It counts the keeper. Its allocator, and each of
+# What the roots that the threads of one number make count instead of their owner, whose own count
+# would be a cache line that all threads write. It counts the owner. Its allocator, and each of
 # those roots, keeps it.
 cdef class CountShard:
-    cdef Keeper keeper
+    cdef MemoryOwner owner
 
 
 cdef Block root_of(Block block)
 cdef bint is_open(Block block) noexcept
 cdef int check_open(Block block) except -1
-# The same with the keeper's lock held.
+# The same with the owner's lock held.
 cdef bint is_open_locked(Block block) noexcept
 cdef bint is_readonly(Block block) noexcept
 cdef str name_of(Block block)
@@ -145,53 +145,53 @@ cdef int pin(Block block) except -1
 cdef void unpin(Block block) noexcept
 cdef str why_closed(Block block)
 # A hold for a new export, reused or allocated; lock held; NULL without memory.
-cdef inline Hold* new_hold(Keeper keeper) noexcept nogil:
-    cdef Hold* hold = keeper.spare
+cdef inline Hold* new_hold(MemoryOwner owner) noexcept nogil:
+    cdef Hold* hold = owner.spare
     if hold == NULL:
         hold = <Hold*>malloc(sizeof(Hold))
         if hold == NULL:
             return NULL
-        keeper.n_made += 1
+        owner.n_made += 1
     else:
-        keeper.spare = hold.next
+        owner.spare = hold.next
     hold.uses = NULL
     return hold
 
 
 # Forget the dead roots, which are not tracked by the cycle collector; lock held. (Without a GIL
 # they are left: nobody looks for them any more.)
-cdef void drop_kept(Keeper keeper) noexcept
-# For the allocator of a keeper that recycles: what it has to keep as long as it lives.
-cdef list init_freelists(Keeper keeper)
-# For a root that counts its keeper and is not tracked: to count a shard instead, if it may.
+cdef void drop_kept(MemoryOwner owner) noexcept
+# For the allocator of a owner that recycles: what it has to keep as long as it lives.
+cdef list init_freelists(MemoryOwner owner)
+# For a root that counts its owner and is not tracked: to count a shard instead, if it may.
 cdef int take_shard(Block root) except -1
-# After its keeper has taken on memory of a user's object: the collector has to see the root.
+# After its owner has taken on memory of a user's object: the collector has to see the root.
 cdef void track(Block root) noexcept
 
 
-# Where this thread finds and leaves dead roots of a keeper. An empty freelist without a shard may
+# Where this thread finds and leaves dead roots of a owner. An empty freelist without a shard may
 # be nobody's.
-cdef inline Freelist* freelist_of(PyObject* keeper) noexcept:
-    return &(<Keeper>keeper).freelist if ARENAPY_GIL else own_freelist(keeper)
+cdef inline Freelist* freelist_of(PyObject* owner) noexcept:
+    return &(<MemoryOwner>owner).freelist if ARENAPY_GIL else own_freelist(owner)
 
 
-cdef Freelist* own_freelist(PyObject* keeper) noexcept
+cdef Freelist* own_freelist(PyObject* owner) noexcept
 
 
-cdef inline void drop_hold(Keeper keeper, Hold* hold) noexcept nogil:
-    hold.next = keeper.spare
-    keeper.spare = hold
+cdef inline void drop_hold(MemoryOwner owner, Hold* hold) noexcept nogil:
+    hold.next = owner.spare
+    owner.spare = hold
 
 
 # A hold of a Buffer that has ended.
 cdef void end_hold(PyObject* root) noexcept
-# What uses a block besides, from now on; it is in a list of the hold. The keeper has a medium.
+# What uses a block besides, from now on; it is in a list of the hold. The owner has a hooks.
 # The length of that list; 0: it was there already. And no longer, unless it is the only one.
 cdef int note_use(Block block, object use) except -1
 cdef void drop_use(Block block, object use) noexcept
 cdef list uses_of(Block block)               # as they are now
-# What a stream argument names, for memory of this keeper; None: nothing to take note of.
-cdef object named_stream(Keeper keeper, object stream)
+# What a stream argument names, for memory of this owner; None: nothing to take note of.
+cdef object named_stream(MemoryOwner owner, object stream)
 
 
 # For an allocator that exports at birth: link a new hold (none if it recycles); lock held.

@@ -1,7 +1,7 @@
 from typing import Never, Self, final
 
 @final
-class Keeper:
+class MemoryOwner:
     # Nothing can be passed: sources make Regions, and allocators their cores.
     def __new__(cls, not_called: Never, /) -> Self: ...
     @property

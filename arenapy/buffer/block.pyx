@@ -1,4 +1,4 @@
-"""Block: what a Buffer is underneath, and Keeper: what its bytes belong to.
+"""Block: what a Buffer is underneath, and MemoryOwner: what its bytes belong to.
 
 What lives here: the one-word state of a block (closed, held, live exports), and what becomes of it
 when its Buffer is gone. What does not: how Python sees a block (buffer), moving its bytes
@@ -6,7 +6,7 @@ when its Buffer is gone. What does not: how Python sees a block (buffer), moving
 
 The invariant kept here is the second of the design: a byte that somebody can still see is
 never handed out again. Every way to see bytes goes through `acquire`, which marks the root
-HELD under the keeper's lock, after asking the keeper whether the block is still valid. From
+HELD under the owner's lock, after asking the owner whether the block is still valid. From
 then on only the death of the Buffer object ends the hold (see buffer.pyx).
 """
 cimport cython
@@ -34,7 +34,7 @@ cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** at, size_t align, size_t size)
 
 
-cdef class Keeper:
+cdef class MemoryOwner:
     """What a Buffer's bytes belong to. Internal: a Region or an allocator's core."""
 
     def __cinit__(self, *args, **kwargs):
@@ -110,7 +110,7 @@ cdef class Keeper:
     cdef int check(self) except -1:
         return 0
 
-    cdef object owner_of(self):
+    cdef object allocator_of(self):
         return None
 
     cdef object region_at(self, char* ptr):
@@ -123,10 +123,10 @@ cdef class Keeper:
         return 0
 
 
-seal(Keeper, "a Keeper is internal; make a source's region, or an allocator")
+seal(MemoryOwner, "a MemoryOwner is internal; make a source's region, or an allocator")
 
 
-# no_gc_clear: the dealloc needs the keeper to the last. A cycle through a block goes through a
+# no_gc_clear: the dealloc needs the owner to the last. A cycle through a block goes through a
 # user's object too, which the collector can clear.
 @cython.no_gc_clear
 cdef class Block:
@@ -145,31 +145,31 @@ cdef Freelist no_freelist
 no_freelist.n_kept = KEPT_OBJECTS            # nothing is found there, and nothing left
 
 
-cdef inline Freelist* nth_freelist(Keeper keeper, int64_t k) noexcept nogil:
-    return <Freelist*>(keeper.freelists + k * FREELIST_BYTES)
+cdef inline Freelist* nth_freelist(MemoryOwner owner, int64_t k) noexcept nogil:
+    return <Freelist*>(owner.freelists + k * FREELIST_BYTES)
 
 
-cdef list init_freelists(Keeper keeper):
+cdef list init_freelists(MemoryOwner owner):
     cdef list shards = []
     cdef void* freelists = NULL
     if not ARENAPY_GIL:
         if posix_memalign(&freelists, FREELIST_BYTES, MOST_CACHES * FREELIST_BYTES):
             raise MemoryError("no memory for the bookkeeping of an allocator")
         memset(freelists, 0, MOST_CACHES * FREELIST_BYTES)
-        keeper.freelists = <char*>freelists
-        keeper.shards = <PyObject*>shards
+        owner.freelists = <char*>freelists
+        owner.shards = <PyObject*>shards
     return shards
 
 
-cdef Freelist* own_freelist(PyObject* keeper) noexcept:
+cdef Freelist* own_freelist(PyObject* owner) noexcept:
     cdef int64_t k = thread_number()
-    if k >= MOST_CACHES or (<Keeper>keeper).freelists == NULL or (<Keeper>keeper).foreign:
+    if k >= MOST_CACHES or (<MemoryOwner>owner).freelists == NULL or (<MemoryOwner>owner).foreign:
         return &no_freelist
-    return nth_freelist(<Keeper>keeper, k)
+    return nth_freelist(<MemoryOwner>owner, k)
 
 
 @cython.final
-@cython.no_gc_clear               # the keeper is needed to the last
+@cython.no_gc_clear               # the owner is needed to the last
 cdef class CountShard:
     pass
 
@@ -178,25 +178,25 @@ seal(CountShard)
 
 
 cdef int take_shard(Block root) except -1:
-    cdef Freelist* freelist = freelist_of(<PyObject*>root.keeper)
+    cdef Freelist* freelist = freelist_of(<PyObject*>root.owner)
     cdef CountShard shard
     if ARENAPY_GIL or freelist == &no_freelist:
         return 0
     if freelist.shard == NULL:
         shard = CountShard.__new__(CountShard)
-        shard.keeper = root.keeper
-        (<list>root.keeper.shards).append(shard)
+        shard.owner = root.owner
+        (<list>root.owner.shards).append(shard)
         freelist.shard = <PyObject*>shard
     root.shard = freelist.shard
     count_up(root.shard)
-    count_down(<PyObject*>root.keeper)
+    count_down(<PyObject*>root.owner)
     return 0
 
 
 cdef void track(Block root) noexcept:
     cdef PyObject* shard = root.shard
-    if shard != NULL:                        # the collector takes it that `keeper` is counted
-        count_up(<PyObject*>root.keeper)
+    if shard != NULL:                        # the collector takes it that `owner` is counted
+        count_up(<PyObject*>root.owner)
         root.shard = NULL
         count_down(shard)
     if not PyObject_GC_IsTracked(<PyObject*>root):
@@ -212,8 +212,8 @@ cdef void empty_freelist(Freelist* freelist) noexcept:
         PyObject_GC_Del(root)
 
 
-cdef void drop_kept(Keeper keeper) noexcept:
-    empty_freelist(&keeper.freelist)
+cdef void drop_kept(MemoryOwner owner) noexcept:
+    empty_freelist(&owner.freelist)
 
 
 # ---- state -------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ cdef Block root_of(Block block):
 cdef bint is_open_locked(Block block) noexcept:
     cdef Block root = root_of(block)
     cdef uint64_t word = arenapy_load(&root.word)
-    if (word | arenapy_load(&block.word)) & CLOSED or root.keeper.gone:
+    if (word | arenapy_load(&block.word)) & CLOSED or root.owner.gone:
         return False
-    return word != 0 or root.keeper.alive(root)
+    return word != 0 or root.owner.alive(root)
 
 
 cdef bint is_open(Block block) noexcept:
-    cdef Keeper keeper = root_of(block).keeper
+    cdef MemoryOwner owner = root_of(block).owner
     cdef bint valid
-    arenapy_lock_acquire(&keeper.lock)
+    arenapy_lock_acquire(&owner.lock)
     valid = is_open_locked(block)
-    arenapy_lock_release(&keeper.lock)
+    arenapy_lock_release(&owner.lock)
     return valid
 
 
@@ -246,17 +246,17 @@ cdef int check_open(Block block) except -1:
 
 
 cdef str why_closed(Block block):
-    cdef Keeper keeper = root_of(block).keeper
+    cdef MemoryOwner owner = root_of(block).owner
     cdef str why = "it was released, or its frame was reset"
-    if keeper.gone == GONE_CLOSED:
+    if owner.gone == GONE_CLOSED:
         why = "its region was closed"
-    elif keeper.gone == GONE_FORKED:
+    elif owner.gone == GONE_FORKED:
         why = "its memory stayed with the parent process when this one was forked"
     return f"{name_of(block)} is closed: {why}; allocate a new Buffer"
 
 
 cdef bint is_readonly(Block block) noexcept:
-    return block.sealed or block.keeper.readonly
+    return block.sealed or block.owner.readonly
 
 
 cdef int acquire(Block block, bint count) except -1:
@@ -272,13 +272,13 @@ cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
     cdef Block root = root_of(block)
     cdef bint held, no_memory = False
     check_open(block)
-    if root.keeper.checked:
-        root.keeper.check()
+    if root.owner.checked:
+        root.owner.check()
     if root is not block and not add_export(block, step, 0):     # the slice's own, which may close
         raise ValueError(why_closed(block))
     held = add_export(root, step, HELD)
     if not held:
-        arenapy_lock_acquire(&root.keeper.lock)
+        arenapy_lock_acquire(&root.owner.lock)
         if not arenapy_load(&root.word) & HELD and is_open_locked(block):
             held = keep_in_place(root)
             no_memory = not held
@@ -286,7 +286,7 @@ cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
                 arenapy_add(&root.word, state + step)    # at once: who sees HELD may close it
         else:                                # another thread was first, or it is closed
             held = add_export(root, step, HELD)
-        arenapy_lock_release(&root.keeper.lock)
+        arenapy_lock_release(&root.owner.lock)
     if held:
         return 0
     if root is not block:
@@ -298,20 +298,20 @@ cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
 
 cdef void unpin(Block block) noexcept:
     cdef Block root = root_of(block)
-    cdef Keeper keeper = root.keeper
+    cdef MemoryOwner owner = root.owner
     if root is not block:
         arenapy_sub(&block.word, ONE_EXPORT)
-    arenapy_lock_acquire(&keeper.lock)       # against whoever marks it HELD
+    arenapy_lock_acquire(&owner.lock)       # against whoever marks it HELD
     if arenapy_sub(&root.word, ONE_EXPORT) == ONE_EXPORT:
-        if keeper.recycles:
-            arenapy_sub(&keeper.n_held, 1)
+        if owner.recycles:
+            arenapy_sub(&owner.n_held, 1)
         elif root.hold.flags & HOLD_RETIRED:
             arenapy_store(&root.word, HELD)  # it has outlived its frame
         else:
-            keeper.delist(root.hold)
-            drop_hold(keeper, root.hold)
+            owner.delist(root.hold)
+            drop_hold(owner, root.hold)
             root.hold = NULL
-    arenapy_lock_release(&keeper.lock)
+    arenapy_lock_release(&owner.lock)
 
 
 cdef inline bint keep_in_place(Block root) noexcept nogil:
@@ -319,8 +319,8 @@ cdef inline bint keep_in_place(Block root) noexcept nogil:
     cdef Hold* hold = NULL
     if arenapy_load(&root.word):
         return True                          # it is pinned
-    if not root.keeper.recycles:
-        hold = new_hold(root.keeper)
+    if not root.owner.recycles:
+        hold = new_hold(root.owner)
         if hold == NULL:
             return False
     enlist_hold(root, hold)
@@ -343,8 +343,8 @@ cdef void born_held(Block root, Hold* hold) noexcept nogil:
 
 cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
     """All of it but the word."""
-    if root.keeper.recycles:
-        arenapy_add(&root.keeper.n_held, 1)
+    if root.owner.recycles:
+        arenapy_add(&root.owner.n_held, 1)
         return
     hold.start = <uintptr_t>root.ptr
     hold.end = hold.start + <size_t>root.size + (root.size == 0)   # a 0-byte block occupies one
@@ -352,7 +352,7 @@ cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
     hold.pad = root.pad
     hold.flags = HOLD_EMPTY if root.size == 0 else 0
     root.hold = hold
-    root.keeper.enlist(hold)
+    root.owner.enlist(hold)
 
 
 cdef void unacquire(Block block) noexcept:
@@ -363,11 +363,11 @@ cdef void unacquire(Block block) noexcept:
 
 cdef str name_of(Block block):
     """How messages call it: enough to find the block."""
-    cdef Keeper keeper = root_of(block).keeper
-    owner = keeper.owner_of()
+    cdef MemoryOwner owner = root_of(block).owner
+    allocator = owner.allocator_of()
     return (
-        f"the {keeper.kind} Buffer of {block.size} bytes at {<uintptr_t>block.ptr:#x}"
-        + (f" of {type(owner).__name__}" if owner is not None else "")
+        f"the {owner.kind} Buffer of {block.size} bytes at {<uintptr_t>block.ptr:#x}"
+        + (f" of {type(allocator).__name__}" if allocator is not None else "")
         + place_of(block)
     )
 
@@ -379,24 +379,24 @@ cdef str place_of(Block block):
 
 # ---- streams -----------------------------------------------------------------------------
 
-cdef object named_stream(Keeper keeper, object stream):
+cdef object named_stream(MemoryOwner owner, object stream):
     if stream is None:
         return None
-    if keeper.medium is None:                # say so instead of ignoring the argument
+    if owner.hooks is None:                # say so instead of ignoring the argument
         raise ValueError(
-            f"stream={stream!r}: {keeper.kind} memory is not ordered by a stream; pass None, "
+            f"stream={stream!r}: {owner.kind} memory is not ordered by a stream; pass None, "
             "or use a source of arenapy.cuda"
         )
-    return keeper.medium.named(stream)
+    return owner.hooks.named(stream)
 
 
 cdef int note_use(Block block, object use) except -1:
     cdef Block root = root_of(block)
-    cdef Keeper keeper = root.keeper
+    cdef MemoryOwner owner = root.owner
     cdef list uses
     cdef Hold* hold = NULL
     cdef bint valid
-    if not keeper.recycles:
+    if not owner.recycles:
         acquire(block, False)                # which makes a hold
     elif root.hold == NULL:
         hold = <Hold*>malloc(sizeof(Hold))
@@ -408,18 +408,18 @@ cdef int note_use(Block block, object use) except -1:
         hold.tag = root.tag
         hold.pad = hold.flags = 0
     uses = [use]
-    arenapy_lock_acquire(&keeper.lock)
+    arenapy_lock_acquire(&owner.lock)
     valid = is_open_locked(block)
     if valid:
         if root.hold == NULL:
             root.hold, hold = hold, NULL
-            arenapy_add(&keeper.n_held, 1)   # it keeps its region open
+            arenapy_add(&owner.n_held, 1)   # it keeps its region open
         if root.hold.uses == NULL:
             root.hold.uses = <PyObject*>uses
             count_up(root.hold.uses)
         else:
             uses = <list>root.hold.uses
-    arenapy_lock_release(&keeper.lock)
+    arenapy_lock_release(&owner.lock)
     free(hold)
     if not valid:
         raise ValueError(why_closed(block))
@@ -433,40 +433,40 @@ cdef void drop_use(Block block, object use) noexcept:
     cdef Block root = root_of(block)
     cdef PyObject* uses
     cdef Py_ssize_t i
-    arenapy_lock_acquire(&root.keeper.lock)
+    arenapy_lock_acquire(&root.owner.lock)
     uses = root.hold.uses if root.hold != NULL else NULL
     if uses != NULL:
         for i in range(len(<list>uses)):
             if (<list>uses)[i] is use and len(<list>uses) > 1:
                 del (<list>uses)[i]          # the caller has it, too: nothing ends here
                 break
-    arenapy_lock_release(&root.keeper.lock)
+    arenapy_lock_release(&root.owner.lock)
 
 
 cdef list uses_of(Block block):
     cdef Block root = root_of(block)
     cdef list uses = []
-    arenapy_lock_acquire(&root.keeper.lock)
+    arenapy_lock_acquire(&root.owner.lock)
     if root.hold != NULL and root.hold.uses != NULL:
         uses = <list>root.hold.uses
-    arenapy_lock_release(&root.keeper.lock)
+    arenapy_lock_release(&root.owner.lock)
     return list(uses)
 
 
 cdef void end_hold(PyObject* o) noexcept:
-    cdef PyObject* keeper = <PyObject*>(<Block>o).keeper
+    cdef PyObject* owner = <PyObject*>(<Block>o).owner
     cdef Hold* hold = (<Block>o).hold
     cdef bint live = True
     (<Block>o).hold = NULL
-    if (<Keeper>keeper).recycles:
-        arenapy_sub(&(<Keeper>keeper).n_held, 2 if (<Block>o).word & HELD else 1)
-        live = hold.tag != 0 and (<Keeper>keeper).set_aside(hold)
+    if (<MemoryOwner>owner).recycles:
+        arenapy_sub(&(<MemoryOwner>owner).n_held, 2 if (<Block>o).word & HELD else 1)
+        live = hold.tag != 0 and (<MemoryOwner>owner).set_aside(hold)
     if live and hold.uses != NULL:
-        (<Keeper>keeper).medium.ended(keeper, hold)
-    elif (<Keeper>keeper).recycles:
+        (<MemoryOwner>owner).hooks.ended(owner, hold)
+    elif (<MemoryOwner>owner).recycles:
         free_hold(hold)
     else:
-        (<Keeper>keeper).ended(hold)
+        (<MemoryOwner>owner).ended(hold)
 
 
 cdef void free_hold(Hold* hold) noexcept:
@@ -477,7 +477,7 @@ cdef void free_hold(Hold* hold) noexcept:
 
 cdef int host_only(Block block) except -1:
     check_open(block)
-    if not block.keeper.host_accessible:
+    if not block.owner.host_accessible:
         raise BufferError(
             f"{name_of(block)} cannot be read by the host; copy it with copy_to(host_buffer)"
         )

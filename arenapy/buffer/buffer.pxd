@@ -3,7 +3,7 @@ from arenapy.base.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 
 from arenapy.base.atomic cimport ARENAPY_GIL
-from arenapy.buffer.block cimport Block, Keeper, Freelist, freelist_of
+from arenapy.buffer.block cimport Block, MemoryOwner, Freelist, freelist_of
 
 
 # A root Buffer is one block of an allocator, or one range of a region. It adds nothing to the
@@ -45,34 +45,34 @@ cdef extern from *:
 
 
 # A root from no freelist; new_block's.
-cdef Buffer fresh_block(Keeper keeper)
+cdef Buffer fresh_block(MemoryOwner owner)
 
 
 # The first root of a freelist that is not empty, alive again, at ptr. The caller fills in the rest,
 # before or after.
-cdef inline object freelist_pop(PyObject* keeper, Freelist* freelist, char* ptr):
+cdef inline object freelist_pop(PyObject* owner, Freelist* freelist, char* ptr):
     cdef PyObject* o = freelist.kept
     freelist.kept = <PyObject*>(<Buffer>o).ptr
     freelist.n_kept -= 1
     (<Buffer>o).ptr = ptr
     if not ARENAPY_GIL:
-        (<Buffer>o).shard = keeper = freelist.shard
-    count_up(keeper)
+        (<Buffer>o).shard = owner = freelist.shard
+    count_up(owner)
     return arenapy_revive(o)
 
 
 # An open, unheld root. The caller fills in ptr, tag and pad, at once: they are not set.
-cdef inline Buffer new_block(Keeper keeper, Py_ssize_t size):
-    cdef Freelist* freelist = freelist_of(<PyObject*>keeper)
+cdef inline Buffer new_block(MemoryOwner owner, Py_ssize_t size):
+    cdef Freelist* freelist = freelist_of(<PyObject*>owner)
     cdef Buffer b
     if freelist.kept != NULL:
-        b = <Buffer>freelist_pop(<PyObject*>keeper, freelist, NULL)
+        b = <Buffer>freelist_pop(<PyObject*>owner, freelist, NULL)
     else:
-        b = fresh_block(keeper)
+        b = fresh_block(owner)
     b.size = size
     b.word = 0
     return b
 
 
 # An open, unheld root over a range of a region.
-cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size)
+cdef Buffer new_range(MemoryOwner owner, char* ptr, Py_ssize_t size)

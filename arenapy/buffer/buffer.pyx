@@ -3,7 +3,7 @@
 What lives here: the object's life, the buffer protocol, slices and views. What does not: the
 state behind it (block), NumPy (ndarray), DLPack (dlpack).
 
-Why it is fast: a root Buffer is born from its keeper's freelist, with keeper and method table
+Why it is fast: a root Buffer is born from its owner's freelist, with owner and method table
 in place. It is not tracked by the cycle collector: what it keeps alive cannot reach a user's
 object, except over foreign regions, where it is tracked. Its death is one function.
 """
@@ -21,7 +21,7 @@ from arenapy.base.atomic cimport (
     arenapy_store,
 )
 from arenapy.buffer.block cimport (
-    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Keeper, Freelist, acquire, check_open,
+    CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, MemoryOwner, Freelist, acquire, check_open,
     end_hold, is_open, host_only, is_readonly, name_of, named_stream, freelist_of, place_of,
     root_of, take_shard, unacquire,
 )
@@ -44,17 +44,17 @@ cdef extern from *:
 cdef object _ndarray = None, _dlpack = None       # modules: see _numpy and _dl
 
 
-cdef Buffer fresh_block(Keeper keeper):
+cdef Buffer fresh_block(MemoryOwner owner):
     cdef Buffer b = Buffer.__new__(Buffer)
-    b.keeper = keeper
-    if not keeper.foreign:                   # looked at once: another thread may make it so
+    b.owner = owner
+    if not owner.foreign:                   # looked at once: another thread may make it so
         PyObject_GC_UnTrack(<PyObject*>b)
         take_shard(b)
     return b
 
 
-cdef Buffer new_range(Keeper keeper, char* ptr, Py_ssize_t size):
-    cdef Buffer b = new_block(keeper, size)
+cdef Buffer new_range(MemoryOwner owner, char* ptr, Py_ssize_t size):
+    cdef Buffer b = new_block(owner, size)
     b.ptr = ptr
     b.tag = 0
     b.pad = 0
@@ -65,20 +65,20 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     """Ends the hold, if any, on whatever thread this is; then keeps the object for reuse.
 
     `o` has no references: nothing here may make one, so fields are read through casts. One that
-    is kept still points to its keeper, uncounted: the keeper frees it before it goes.
+    is kept still points to its owner, uncounted: the owner frees it before it goes.
     """
-    cdef PyObject* keeper = <PyObject*>(<Buffer>o).keeper
+    cdef PyObject* owner = <PyObject*>(<Buffer>o).owner
     cdef PyObject* counted = (<Buffer>o).shard if not ARENAPY_GIL else NULL
     cdef Freelist* freelist
     # Tracked: over foreign memory, and a View for which there was no memory.
-    cdef bint tracked = keeper == <PyObject*>None or (<Keeper>keeper).foreign
+    cdef bint tracked = owner == <PyObject*>None or (<MemoryOwner>owner).foreign
     if tracked:
         PyObject_GC_UnTrack(o)
     if (<Buffer>o).hold != NULL:
         end_hold(o)
-    elif keeper != <PyObject*>None and (<Keeper>keeper).recycles:
-        (<Keeper>keeper).dropped(o)
-    freelist = NULL if tracked else freelist_of(keeper)
+    elif owner != <PyObject*>None and (<MemoryOwner>owner).recycles:
+        (<MemoryOwner>owner).dropped(o)
+    freelist = NULL if tracked else freelist_of(owner)
     if (freelist != NULL and freelist.n_kept < KEPT_OBJECTS
             and (ARENAPY_GIL or freelist.shard != NULL)):
         (<Buffer>o).ptr = <char*>freelist.kept
@@ -86,7 +86,7 @@ cdef void _root_dealloc(PyObject* o) noexcept:
         freelist.n_kept += 1
     else:
         PyObject_GC_Del(o)
-    count_down(keeper if counted == NULL else counted)     # may end the keeper, and its region
+    count_down(owner if counted == NULL else counted)     # may end the owner, and its region
 
 
 cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,
@@ -106,7 +106,7 @@ cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, 
     v.size = stride
     v.ptr = ptr
     v.root = root_of(buffer)
-    v.keeper = v.root.keeper
+    v.owner = v.root.owner
     v.shape = shape
     v.itemsize = itemsize
     v.descr = descr
@@ -150,12 +150,12 @@ cdef class Buffer(Block):
     @property
     def kind(self) -> str:
         """Kind of memory: "host", "shared", "file", "existing", "pinned", "device", ..."""
-        return self.keeper.kind
+        return self.owner.kind
 
     @property
     def device_id(self) -> int:
         """Ordinal of the device that the memory is on; -1 for the host."""
-        return self.keeper.device_id
+        return self.owner.device_id
 
     @property
     def readonly(self) -> bool:
@@ -165,7 +165,7 @@ cdef class Buffer(Block):
     @property
     def allocator(self):
         """The allocator, or None once that is gone (the memory lives on) or if there is none."""
-        return self.keeper.owner_of()
+        return self.owner.allocator_of()
 
     @property
     def closed(self) -> bool:
@@ -193,8 +193,8 @@ cdef class Buffer(Block):
             state = f"held, {word // ONE_EXPORT} live exports"
         else:
             state = "not held"
-        owner = self.allocator
-        of = f" of {type(owner).__name__}" if owner is not None else ""
+        allocator = self.allocator
+        of = f" of {type(allocator).__name__}" if allocator is not None else ""
         layout = ""
         if self.root is not None and not ((<View>self).ndim == 1 and (<View>self).typestr == "|u1"):
             layout = f" {(<View>self).shape} {(<View>self).typestr!r}"
@@ -238,20 +238,20 @@ cdef class Buffer(Block):
             if word & HELD or self.root is not None:
                 done = arenapy_cas(&self.word, &word, word | CLOSED)
                 continue
-            if self.keeper.debug and is_open(self):
-                self.keeper.leaving(self.ptr)
-            arenapy_lock_acquire(&self.keeper.lock)
+            if self.owner.debug and is_open(self):
+                self.owner.leaving(self.ptr)
+            arenapy_lock_acquire(&self.owner.lock)
             word = arenapy_load(&self.word)
             if word == 0:
-                if not self.keeper.gone and self.keeper.alive(self):
-                    self.keeper.give_back(self)
+                if not self.owner.gone and self.owner.alive(self):
+                    self.owner.give_back(self)
                 arenapy_store(&self.word, CLOSED)
                 done = True
-            arenapy_lock_release(&self.keeper.lock)
+            arenapy_lock_release(&self.owner.lock)
             if done and self.hold != NULL:   # streams use it
                 end_hold(<PyObject*>self)
-            if self.keeper.debug:
-                self.keeper.verify()
+            if self.owner.debug:
+                self.owner.verify()
 
     def __enter__(self):
         check_open(self)
@@ -272,8 +272,8 @@ cdef class Buffer(Block):
         check_open(self)
         if stream is None:
             raise ValueError("stream=None names no stream")
-        used_by = named_stream(self.keeper, stream)
-        self.keeper.medium.use(self, used_by)
+        used_by = named_stream(self.owner, stream)
+        self.owner.hooks.use(self, used_by)
 
     # -- slices and views
 
@@ -427,7 +427,7 @@ cdef class Buffer(Block):
     @property
     def __array_interface__(self):
         """NumPy's array interface, version 3. Reading it marks the Buffer held."""
-        if not self.keeper.host_accessible:
+        if not self.owner.host_accessible:
             raise AttributeError(f"{name_of(self)} is not on the host; copy_to() brings it there")
         fields = _numpy().interface(self)
         acquire(self, False)
@@ -436,7 +436,7 @@ cdef class Buffer(Block):
     @property
     def __cuda_array_interface__(self):
         """The CUDA array interface, version 3. Reading it marks the Buffer held; see `offer`."""
-        if not self.keeper.device_accessible:
+        if not self.owner.device_accessible:
             raise AttributeError(f"{name_of(self)} is not accessible to a CUDA device")
         return _numpy().cuda_interface(self)
 

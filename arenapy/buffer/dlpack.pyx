@@ -18,9 +18,9 @@ from libc.stdlib cimport free, malloc
 import numpy as np
 
 from arenapy.base.atomic cimport arenapy_finalizing
-from arenapy.buffer.block cimport Keeper, acquire, check_open, is_readonly, name_of, unacquire
+from arenapy.buffer.block cimport MemoryOwner, acquire, check_open, is_readonly, name_of, unacquire
 from arenapy.buffer.buffer cimport Buffer, View
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 
 cdef extern from "Python.h":
     object PyNumber_Index(object o)
@@ -70,7 +70,7 @@ cdef void _drop_versioned(object capsule) noexcept:
 
 def device(Buffer buffer not None):
     """The ``(device_type, device_id)`` of a Buffer's memory."""
-    return DEVICES.get(buffer.keeper.kind, KIND_CPU), max(buffer.keeper.device_id, 0)
+    return DEVICES.get(buffer.owner.kind, KIND_CPU), max(buffer.owner.device_id, 0)
 
 
 cdef DLDataType _dtype(Buffer buffer) except *:
@@ -124,24 +124,24 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
         If a stream is given for host memory, or one that DLPack does not allow, or the Buffer is
         closed.
     """
-    cdef Medium medium
+    cdef StreamHooks hooks
     cdef DLDataType dtype
     cdef bint versioned = _is_versioned(max_version)
     cdef bint fits, both
     check_open(buffer)
-    medium = buffer.keeper.medium
+    hooks = buffer.owner.hooks
     here = device(buffer)
     where = here if dl_device is None else as_pair(dl_device, "dl_device")
     # Who asks for pinned memory may use it on the host, or on the device too.
-    both = dl_device is None and buffer.keeper.kind == "pinned"
+    both = dl_device is None and buffer.owner.kind == "pinned"
     if both and stream is not None:
         where = PINNED                       # whoever names a stream knows of it
     if copy is not None and not isinstance(copy, (bool, np.bool_)):
         raise ValueError(f"copy={copy!r} is not True, False or None")
-    if medium is None and stream is not None:
+    if hooks is None and stream is not None:
         raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")
     fits = _fits(buffer, here, where)
-    if not fits and (medium is None or where != HOST):
+    if not fits and (hooks is None or where != HOST):
         raise BufferError(
             f"dl_device={where} is not where the Buffer is, {here}; copy it there first"
         )
@@ -152,10 +152,10 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
         )
     dtype = _dtype(buffer)
     consumer = None
-    if medium is not None and not (where == HOST and stream is None):
-        consumer = medium.consumer(stream)
+    if hooks is not None and not (where == HOST and stream is None):
+        consumer = hooks.consumer(stream)
     if copy or not fits:
-        if medium is not None and (where != HOST or dl_device is None):
+        if hooks is not None and (where != HOST or dl_device is None):
             return _copied_there(buffer, where, consumer, dtype, versioned)
         return _copied(buffer, consumer, versioned, max_version)
     if is_readonly(buffer) and not versioned:
@@ -163,22 +163,22 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
             "the Buffer is read-only, which DLPack can say only since 1.0: the consumer has to "
             "pass max_version=(1, 0) or later, or copy=True"
         )
-    if medium is not None and where == PINNED and stream is None:
-        medium.ready(buffer, None)           # whoever names no stream may be this processor
+    if hooks is not None and where == PINNED and stream is None:
+        hooks.ready(buffer, None)           # whoever names no stream may be this processor
     return _shared(buffer, where, both, consumer, dtype, versioned)
 
 
 cdef bint _fits(Buffer buffer, tuple here, tuple where) except -1:
     """Can it be used there as it is?"""
-    cdef Keeper keeper = buffer.keeper
+    cdef MemoryOwner owner = buffer.owner
     if where == here:
         return True
-    if keeper.medium is None:
+    if owner.hooks is None:
         return False
     if where == HOST:
-        return keeper.host_accessible
+        return owner.host_accessible
     if where == PINNED:
-        return keeper.kind == "pinned"
+        return owner.kind == "pinned"
     return here[0] == KIND_CUDA_MANAGED and where == (KIND_CUDA, here[1])
 
 
@@ -188,13 +188,13 @@ cdef object _shared(
     """A capsule of its own memory."""
     cdef DLManagedTensor* old
     cdef DLManagedTensorVersioned* new
-    cdef Medium medium = buffer.keeper.medium
+    cdef StreamHooks hooks = buffer.owner.hooks
     cdef size_t numbers
-    if medium is not None and where == HOST:
-        medium.ready(buffer, consumer)
-    if medium is not None and (both or where != HOST):
+    if hooks is not None and where == HOST:
+        hooks.ready(buffer, consumer)
+    if hooks is not None and (both or where != HOST):
         # Now, as what the consumer does by the time that it calls the deleter may not be done then.
-        medium.lend(buffer, consumer)
+        hooks.lend(buffer, consumer)
     numbers = 2 * ((<View>buffer).ndim if buffer.root is not None else 1) * sizeof(int64_t)
     if versioned:
         new = <DLManagedTensorVersioned*>malloc(sizeof(DLManagedTensorVersioned) + numbers)
@@ -229,13 +229,13 @@ cdef bint _is_versioned(object max_version) except -1:
 
 cdef object _copied(Buffer buffer, object consumer, bint versioned, object max_version):
     """A capsule of a copy on the host, which NumPy owns."""
-    cdef Medium medium = buffer.keeper.medium
+    cdef StreamHooks hooks = buffer.owner.hooks
     if buffer.root is not None:
         copy = np.empty((<View>buffer).shape, (<View>buffer).typestr)
     else:
         copy = np.empty(buffer.size, "u1")
-    if medium is not None:
-        medium.ready(buffer, consumer)
+    if hooks is not None:
+        hooks.ready(buffer, consumer)
     capsule = buffer.copy_to(copy).__dlpack__(max_version=max_version)
     return _marked(capsule, versioned)
 
@@ -244,7 +244,7 @@ cdef object _copied_there(
     Buffer buffer, tuple where, object consumer, DLDataType dtype, bint versioned
 ):
     """A capsule of a copy in the same allocator, made by the consumer's stream."""
-    cdef Medium medium = buffer.keeper.medium
+    cdef StreamHooks hooks = buffer.owner.hooks
     cdef Buffer other
     allocator = buffer.allocator
     if allocator is None:
@@ -253,18 +253,18 @@ cdef object _copied_there(
             "copy it to a Buffer of one, and pass that"
         )
     other = allocator.alloc(buffer.size)
-    if medium.host_accessible:               # where the consumer may be this processor
-        medium.ready(buffer, consumer)
+    if hooks.host_accessible:               # where the consumer may be this processor
+        hooks.ready(buffer, consumer)
         other.copy_from(buffer)
     elif consumer is None:
-        other.copy_from(buffer, medium.own)
+        other.copy_from(buffer, hooks.own)
     else:
-        medium.lend(buffer, consumer)
+        hooks.lend(buffer, consumer)
         other.copy_from(buffer, consumer)
     if buffer.root is not None:
         other = other.view((<View>buffer).shape, (<View>buffer).typestr)
     return _marked(_shared(
-        other, where, buffer.keeper.kind == "pinned", consumer, dtype, versioned), versioned)
+        other, where, buffer.owner.kind == "pinned", consumer, dtype, versioned), versioned)
 
 
 cdef object _marked(object capsule, bint versioned):

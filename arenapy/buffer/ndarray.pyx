@@ -17,7 +17,7 @@ cimport numpy as cnp
 from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.buffer.block cimport acquire, check_open, is_readonly
 from arenapy.buffer.buffer cimport Buffer, View
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 
 cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)
@@ -254,10 +254,10 @@ def interface(Buffer buffer not None):
 
 def cuda_interface(Buffer buffer not None):
     """The dict of the CUDA array interface, version 3, with the stream that readers wait for."""
-    cdef Medium medium = buffer.keeper.medium
+    cdef StreamHooks hooks = buffer.owner.hooks
     fields = interface(buffer)
     acquire(buffer, False)
-    stream = 1 if medium is None else medium.offer(buffer)
+    stream = 1 if hooks is None else hooks.offer(buffer)
     if buffer.size == 0:
         fields["data"] = (0, fields["data"][1])      # as it is specified
     return fields | {"stream": stream}

@@ -1,12 +1,12 @@
-# What kind of memory a keeper has, where others than this processor's threads work on it.
+# What kind of memory a owner has, where others than this processor's threads work on it.
 from cpython.object cimport PyObject
 
 
-# Memory that streams use. Abstract: arenapy.cuda has the ones there are; a keeper of plain host
+# Memory that streams use. Abstract: arenapy.cuda has the ones there are; a owner of plain host
 # memory has none. Each allocator has one of its own. `stream` is what `named` gave; blocks are
-# arenapy.buffer.block.Block, keepers Keeper, holds Hold*. All with the GIL, which they release to
-# call the driver; never under a lock.
-cdef class Medium:
+# arenapy.buffer.block.Block, owners MemoryOwner, holds Hold*. All with the GIL, which they release
+# to call the driver; never under a lock.
+cdef class StreamHooks:
     cdef readonly str kind
     cdef readonly int device_id              # -1: the host
     cdef readonly bint host_accessible
@@ -17,8 +17,8 @@ cdef class Medium:
 
     # One for blocks that belong to `stream`, as the user gave it; the same for an allocator, of
     # which some streams cannot be.
-    cdef Medium bound(self, object stream)
-    cdef Medium of_allocator(self, object stream)
+    cdef StreamHooks bound(self, object stream)
+    cdef StreamHooks of_allocator(self, object stream)
     # What a user's argument names; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
     # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
@@ -32,11 +32,11 @@ cdef class Medium:
     cdef int begin(self, object block, object stream) except -1
     # Once it is released, a block waits until `stream` has done what it was given before.
     cdef int use(self, object block, object stream) except -1
-    # A hold with uses has ended: `keeper.over` will be called with it.
-    cdef void ended(self, PyObject* keeper, void* hold) noexcept
-    # Call `keeper.over` for what no stream uses any more; `wait`: for all, once that is so. How
+    # A hold with uses has ended: `owner.over` will be called with it.
+    cdef void ended(self, PyObject* owner, void* hold) noexcept
+    # Call `owner.over` for what no stream uses any more; `wait`: for all, once that is so. How
     # many those were.
-    cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept
+    cdef Py_ssize_t settle(self, PyObject* owner, bint wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1
     # What DLPack's number for a stream names; None: the consumer sees to the order itself.
@@ -47,9 +47,9 @@ cdef class Medium:
     cdef int ready(self, object block, object stream) except -1
     # The same for readers of the CUDA array interface: the number they are to wait for, or None.
     cdef object offer(self, object block)
-    # The keeper ends: wait for the streams that use it, and free the holds. If that cannot be, keep
+    # The owner ends: wait for the streams that use it, and free the holds. If that cannot be, keep
     # `memory`, which has its bytes, until they are done.
-    cdef void finish(self, PyObject* keeper, object memory) noexcept
+    cdef void finish(self, PyObject* owner, object memory) noexcept
     # An allocator lets go of regions, which may outlive it and its stream.
     cdef void leave(self, tuple regions) noexcept
     # Copy a block, which its user is going to release, to the beginning of another one of this

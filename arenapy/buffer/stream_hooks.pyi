@@ -1,7 +1,7 @@
 from typing import Never, Self, final
 
 @final
-class Medium:
+class StreamHooks:
     def __new__(cls, not_called: Never, /) -> Self: ...
     @property
     def kind(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Medium: what kind of memory it is, where streams of a device work on it.
+"""StreamHooks: what kind of memory it is, where streams of a device work on it.
 
 What lives here: what the core of arenapy asks of such memory. What does not: any answer; those are
 in arenapy.cuda, so that nothing else knows what a stream is.
@@ -8,13 +8,13 @@ from cpython.object cimport PyObject
 from arenapy.base.sealed cimport seal
 
 
-cdef class Medium:
+cdef class StreamHooks:
     """Memory that streams use. Internal."""
 
-    cdef Medium bound(self, object stream):
+    cdef StreamHooks bound(self, object stream):
         raise NotImplementedError
 
-    cdef Medium of_allocator(self, object stream):
+    cdef StreamHooks of_allocator(self, object stream):
         return self.bound(stream)
 
     cdef object named(self, object stream):
@@ -38,10 +38,10 @@ cdef class Medium:
     cdef int use(self, object block, object stream) except -1:
         raise NotImplementedError
 
-    cdef void ended(self, PyObject* keeper, void* hold) noexcept:
+    cdef void ended(self, PyObject* owner, void* hold) noexcept:
         pass
 
-    cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
+    cdef Py_ssize_t settle(self, PyObject* owner, bint wait) noexcept:
         return 0
 
     cdef int fence(self, object stream) except -1:
@@ -59,7 +59,7 @@ cdef class Medium:
     cdef object offer(self, object block):
         raise NotImplementedError
 
-    cdef void finish(self, PyObject* keeper, object memory) noexcept:
+    cdef void finish(self, PyObject* owner, object memory) noexcept:
         pass
 
     cdef void leave(self, tuple regions) noexcept:
@@ -75,4 +75,4 @@ cdef class Medium:
         raise NotImplementedError
 
 
-seal(Medium, "a Medium is internal; use a source of arenapy.cuda")
+seal(StreamHooks, "a StreamHooks is internal; use a source of arenapy.cuda")

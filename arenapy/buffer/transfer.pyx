@@ -12,10 +12,10 @@ from libc.string cimport memmove, memset, strchr
 
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport (
-    Block, Keeper, acquire, host_only, is_open_locked, name_of, named_stream, root_of,
+    Block, MemoryOwner, acquire, host_only, is_open_locked, name_of, named_stream, root_of,
     unacquire, why_closed, writable,
 )
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 
 cdef enum:
     NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
@@ -31,20 +31,20 @@ def refuse_objects(str format not None, other):
 
 
 cdef int copy_in(Block block, object source, object stream) except -1:
-    cdef Medium medium = either_medium(block, source)
-    if medium is not None:
-        return medium.copy(block, source, stream)
+    cdef StreamHooks hooks = either_hooks(block, source)
+    if hooks is not None:
+        return hooks.copy(block, source, stream)
     writable(block)
-    named_stream(block.keeper, stream)
+    named_stream(block.owner, stream)
     return copy_bytes(block, source, True)
 
 
 cdef int copy_out(Block block, object target, object stream) except -1:
-    cdef Medium medium = either_medium(block, target)
-    if medium is not None:
-        return medium.copy(target, block, stream)
+    cdef StreamHooks hooks = either_hooks(block, target)
+    if hooks is not None:
+        return hooks.copy(target, block, stream)
     host_only(block)
-    named_stream(block.keeper, stream)
+    named_stream(block.owner, stream)
     return copy_bytes(block, target, False)
 
 
@@ -56,19 +56,19 @@ cdef int fill_bytes(Block block, object value, object stream) except -1:
         byte = -1
     if not 0 <= byte <= 255:
         raise ValueError(f"value={value!r} is not a byte: give a number from 0 to 255")
-    if block.keeper.medium is not None:
-        return block.keeper.medium.fill(block, <int>byte, stream)
+    if block.owner.hooks is not None:
+        return block.owner.hooks.fill(block, <int>byte, stream)
     writable(block)
-    named_stream(block.keeper, stream)
+    named_stream(block.owner, stream)
     return move_bytes(block, block.ptr, NULL, block.size, <int>byte)
 
 
-cdef Medium either_medium(Block block, object other):
+cdef StreamHooks either_hooks(Block block, object other):
     """That of memory which streams use, if one of both is."""
-    cdef Medium medium = block.keeper.medium
-    if medium is None and isinstance(other, Block):
-        medium = (<Block>other).keeper.medium
-    return medium
+    cdef StreamHooks hooks = block.owner.hooks
+    if hooks is None and isinstance(other, Block):
+        hooks = (<Block>other).owner.hooks
+    return hooks
 
 
 cdef int copy_bytes(Block block, object other, bint inward) except -1:
@@ -98,19 +98,19 @@ cdef int copy_bytes(Block block, object other, bint inward) except -1:
 cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int byte) except -1:
     """Move n bytes (or set them, without a source), none of which `block` loses meanwhile.
 
-    Small moves happen under the keeper's lock; large ones without the GIL, for which the
+    Small moves happen under the owner's lock; large ones without the GIL, for which the
     Buffer has to be held, and stays so as after an export.
     """
-    cdef Keeper keeper = root_of(block).keeper
+    cdef MemoryOwner owner = root_of(block).owner
     cdef bint valid
-    if keeper.checked:
-        keeper.check()
+    if owner.checked:
+        owner.check()
     if n < NOGIL_BYTES:
-        arenapy_lock_acquire(&keeper.lock)
+        arenapy_lock_acquire(&owner.lock)
         valid = is_open_locked(block)
         if valid:
             _move_or_set(to, source, n, byte)
-        arenapy_lock_release(&keeper.lock)
+        arenapy_lock_release(&owner.lock)
         if not valid:
             raise ValueError(why_closed(block))
         return 0

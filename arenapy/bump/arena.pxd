@@ -5,10 +5,10 @@ from libc.stdint cimport uintptr_t
 from arenapy.buffer.block cimport Hold
 from arenapy.base.interval_set cimport Extents
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.allocator.allocator_core cimport AllocatorCore
 
 
-cdef class Arena(RegionSet):
+cdef class Arena(AllocatorCore):
     cdef Extents free        # what is free, but for what the allocator has taken to hand out next
     cdef Hold* retired       # held blocks that outlived a reset
     cdef Hold* ask_next      # in the leased list; NULL: begin with the first

@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.allocator.allocator_core import RegionSet
+from arenapy.allocator.allocator_core import AllocatorCore
 
 @final
-class Arena(RegionSet): ...  # type: ignore[misc]
+class Arena(AllocatorCore): ...  # type: ignore[misc]

@@ -17,13 +17,15 @@ from arenapy.base.interval_set cimport (
 )
 from arenapy.diagnostics.recorder cimport EVENT_KEEP
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, forbid_new, link_hold, record, unlink_hold
+from arenapy.allocator.allocator_core cimport (
+    AllocatorCore, forbid_new, link_hold, record, unlink_hold,
+)
 from arenapy.base.sealed cimport seal
 from arenapy.linux.vm cimport vm_lease
 
 
 @cython.no_gc_clear
-cdef class Arena(RegionSet):
+cdef class Arena(AllocatorCore):
     """The regions of an allocator. Internal; Buffers keep it alive."""
 
     def __dealloc__(self):
@@ -101,7 +103,7 @@ cdef class Arena(RegionSet):
                 record(self, EVENT_KEEP, <void*>hold.start, 0)
                 hold = hold.next
             arenapy_lock_release(&self.lock)
-        return RegionSet.record_into(self, recorder)
+        return AllocatorCore.record_into(self, recorder)
 
     # -- ranges that come back
 

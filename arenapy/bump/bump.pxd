@@ -15,7 +15,7 @@ cdef class Bump(Allocator):
     cdef readonly object max_bytes
     cdef BumpCore core
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream)
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     cdef int rewind_to(self, Mark mark, bint strict) except -1
     cdef Mark enter(self)
     # The end of a scope that began with `mark`, by an exception or not.

@@ -19,7 +19,8 @@ from arenapy.base.arguments cimport as_align, as_size, quick_size
 from arenapy.buffer.block cimport CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
 from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
-from arenapy.bump.core cimport BumpCore, Figures, Frame, rewind, take
+from arenapy.bump.hot_path cimport rewind, take
+from arenapy.bump.core cimport BumpCore, Figures, Frame
 from arenapy.bump.growth cimport grow_arena, grow_for
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
 from arenapy.allocator.allocator_core cimport permit, record
@@ -135,19 +136,19 @@ cdef class Bump(Allocator):
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef void* start
         if not ARENAPY_GIL or o == NULL or n < 0 or align is not None or stream is not None:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         if (<BumpCore>core).ended_list != NULL:
             (<BumpCore>core).drain()
         start = take(<BumpCore>core, n, (<BumpCore>core).block_align, &(<Buffer>o).pad)
         if start == NULL:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
         (<Buffer>o).align = <uint32_t>(<BumpCore>core).block_align
         (<Buffer>o).word = 0
         (<Buffer>o).tag = (<BumpCore>core).tag
         return freelist_pop(core, &(<BumpCore>core).freelist, <char*>start)
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
         return self.block_for(n, a, stream)
@@ -259,7 +260,7 @@ cdef class Bump(Allocator):
         cdef uintptr_t start, end
         cdef Py_ssize_t size
         check_open(buffer)
-        if buffer.root is not None or <PyObject*>buffer.keeper != <PyObject*>c:
+        if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
         if n < buffer.size:
             raise ValueError(
@@ -297,12 +298,12 @@ cdef class Bump(Allocator):
         size = buffer.size
         new = self.block(n, max(buffer.align, c.block_align), False)
         # Making it may have run code, which may have grown the old one, exported it or reset all.
-        if c.medium is not None:
+        if c.hooks is not None:
             try:
                 check_open(buffer)
                 if buffer.size != size:
                     raise ValueError(f"{buffer!r} did not grow: it was changed meanwhile")
-                c.medium.move(new, buffer)
+                c.hooks.move(new, buffer)
             except BaseException:
                 new.release()
                 raise
@@ -370,7 +371,7 @@ cdef class Bump(Allocator):
             raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
         if stream is not None:
             self.core.open_check()
-            self.core.medium.fence(named_stream(self.core, stream))
+            self.core.hooks.fence(named_stream(self.core, stream))
         self.rewind_to(<Mark>mark, self.strict)
 
     cdef int rewind_to(self, Mark mark, bint strict) except -1:

@@ -8,7 +8,8 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from arenapy.bump.bump cimport Bump
-from arenapy.bump.core cimport BumpCore, Frame, rewind, take
+from arenapy.bump.hot_path cimport rewind, take
+from arenapy.bump.core cimport BumpCore, Frame
 
 # A position, valid until a reset to an older one.
 cdef struct BumpMark:

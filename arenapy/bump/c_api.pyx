@@ -3,7 +3,8 @@ from libc.stdint cimport uintptr_t
 
 from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.bump.bump cimport Bump
-from arenapy.bump.core cimport Frame, rewind
+from arenapy.bump.hot_path cimport rewind
+from arenapy.bump.core cimport Frame
 from arenapy.base.size_classes cimport MOST_BYTES
 
 

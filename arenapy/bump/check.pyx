@@ -9,7 +9,8 @@ from libc.string cimport memcpy
 
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport Hold
-from arenapy.bump.core cimport BumpCore, Frame, used
+from arenapy.bump.hot_path cimport used
+from arenapy.bump.core cimport BumpCore, Frame
 from arenapy.base.interval_set cimport Extent, extents_above, extents_fault, extents_first
 from arenapy.memory.region cimport Region
 

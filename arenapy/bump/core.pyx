@@ -35,6 +35,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
+from arenapy.bump.hot_path cimport note_peak, used
 from arenapy.base.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport (
@@ -48,7 +49,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_FREE
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport (
-    RegionSet, forbid, link_hold, permit, record, unlink_hold,
+    AllocatorCore, forbid, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
 from arenapy.bump.arena cimport Arena
@@ -519,7 +520,7 @@ cdef class BumpCore(Arena):
         return 0
 
     cdef void disable(self, int why) noexcept nogil:
-        RegionSet.disable(self, why)
+        AllocatorCore.disable(self, why)
         if extents_room(&self.free, 1):
             extents_insert(
                 &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)

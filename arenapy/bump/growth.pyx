@@ -9,7 +9,8 @@ from arenapy.allocator.allocator cimport make_region
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport Hold, born_held, drop_hold
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.bump.core cimport BumpCore, take
+from arenapy.bump.hot_path cimport take
+from arenapy.bump.core cimport BumpCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport record
@@ -79,7 +80,7 @@ cdef int grow_for(
         while start == NULL:
             if error is not None:
                 raise error
-            if tried or not (c.may_lease or c.medium is not None):
+            if tried or not (c.may_lease or c.hooks is not None):
                 try:
                     grow_arena(c, source, max_bytes, n, align)
                 except MemoryError as e:

@@ -16,18 +16,10 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from arenapy.base.text import printable
+from arenapy.base.text import format_bytes, printable
 from arenapy.commands.command_line import Parser, console
 from arenapy.linux import vm
-from arenapy.linux.limits import (
-    SYS,
-    HugePool,
-    MemoryInfo,
-    format_bytes,
-    huge_pools,
-    memory_info,
-    numa_nodes,
-)
+from arenapy.linux.limits import SYS, HugePool, MemoryInfo, huge_pools, memory_info, numa_nodes
 
 __all__ = ["Fact", "facts", "main", "table"]
 

@@ -2,16 +2,16 @@
 without them, and says what to install.
 """
 
+from arenapy.cuda.bandwidth import Bandwidth, CopySpeed, bandwidth
 from arenapy.cuda.batch import copy_batch
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.cuda.exchange import asbuffer, from_dlpack
 from arenapy.cuda.managed import advise, prefetch
-from arenapy.cuda.own_stream import Event, Stream
 from arenapy.cuda.resource import memory_resource
-from arenapy.cuda.source import Device, DriverPool, Managed, Pinned
-from arenapy.cuda.speed import Bandwidth, CopySpeed, bandwidth
+from arenapy.cuda.sources import Device, DriverPool, Managed, Pinned
 from arenapy.cuda.staging import chunks
+from arenapy.cuda.stream import Event, Stream
 
 __all__ = [
     "Bandwidth",

@@ -13,7 +13,7 @@ from libc.string cimport memset
 from collections import deque
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.memory.region cimport Backing, Region
 
 from arenapy.cuda.copies cimport CudaMemory, new_memory
@@ -21,10 +21,10 @@ from arenapy.cuda.driver cimport (
     OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
     need, primary,
 )
-from arenapy.cuda.stream cimport (
-    FREE_TO_USE, Stream, current_device, known_in, made_stream, relax, restore, stream_of,
+from arenapy.cuda.stream_ref cimport (
+    FREE_TO_USE, StreamRef, current_device, known_in, made_stream, relax, restore, stream_of,
 )
-from arenapy.cuda.ticket cimport Ticket, synchronize, work_of, work_of_context
+from arenapy.cuda.fence cimport Fence, synchronize, work_of, work_of_context
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
@@ -84,7 +84,7 @@ cdef Region region_of(
         host_accessible=memory.host_accessible, device_accessible=memory.device_accessible,
         page_size=page_size, fork="skip",
     )
-    region.medium = memory.bound(None)
+    region.hooks = memory.bound(None)
     return region
 
 
@@ -141,25 +141,25 @@ cdef DeviceBacking device_backing(int ordinal, size_t nbytes, bint managed):
 
 
 def device_memory(int ordinal):
-    """The medium of a device's memory; the driver is not asked."""
+    """The hooks of a device's memory; the driver is not asked."""
     return new_memory("device", ordinal, False, True, DEVICE_LINE)
 
 
-def device_region(Medium memory, size_t nbytes):
+def device_region(StreamHooks memory, size_t nbytes):
     """A region of cuMemAlloc."""
     cdef DeviceBacking backing = device_backing(memory.device_id, nbytes, False)
     return region_of(backing.address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
 
 
 def managed_memory(int ordinal):
-    """The medium of managed memory; asks whether the host may look while the device works."""
+    """The hooks of managed memory; asks whether the host may look while the device works."""
     need()
     primary(ordinal)
     return new_memory(
         "managed", ordinal, attribute(CONCURRENT_MANAGED_ACCESS, ordinal) != 0, True, DEVICE_LINE)
 
 
-def managed_region(Medium memory, size_t nbytes):
+def managed_region(StreamHooks memory, size_t nbytes):
     """A region of cuMemAllocManaged."""
     cdef DeviceBacking backing = device_backing(memory.device_id, nbytes, True)
     return region_of(backing.address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
@@ -194,7 +194,7 @@ seal(PinnedBacking)
 
 
 def pinned_memory(bint mapped):
-    """The medium of pinned memory; the driver is not asked."""
+    """The hooks of pinned memory; the driver is not asked."""
     return new_memory("pinned", -1, True, mapped, 64)
 
 
@@ -209,7 +209,7 @@ def check_pinned(size_t nbytes, double fraction):
         )
 
 
-def pinned_region(Medium memory, Region host not None, bint portable, bint mapped):
+def pinned_region(StreamHooks memory, Region host not None, bint portable, bint mapped):
     """The same memory as `host`, for copies at full speed."""
     cdef PinnedBacking backing = PinnedBacking.__new__(PinnedBacking)
     cdef int device = current_device()
@@ -254,13 +254,13 @@ cdef class Leaving:
 
     cdef DriverPoolHandle pool           # which is there to the last
     cdef uint64_t address
-    cdef list streams                    # or None, where there is a ticket
-    cdef list tickets                    # of each stream, or None: it is still to be made
+    cdef list streams                    # or None, where there is a fence
+    cdef list fences                    # of each stream, or None: it is still to be made
     cdef bint again
 
     cdef bint freed(self) except -1:
         """Free it, if that can be now."""
-        cdef Stream one
+        cdef StreamRef one
         cdef Py_ssize_t i
         cdef bint again = self.again
         cdef void* context = self.pool.context
@@ -269,16 +269,16 @@ cdef class Leaving:
         cdef int result
         self.again = True
         for i in range(len(self.streams)):
-            one = <Stream>self.streams[i]
-            if self.tickets[i] is None and one.state() == FREE_TO_USE:
+            one = <StreamRef>self.streams[i]
+            if self.fences[i] is None and one.state() == FREE_TO_USE:
                 # An allocator's user keeps its stream only as long as the allocator.
-                ticket = work_of(one) if one.lasting or not again else work_of_context(one)
+                fence = work_of(one) if one.lasting or not again else work_of_context(one)
                 if one.state() == FREE_TO_USE:       # else a capture has begun, maybe before it
-                    self.tickets[i] = ticket
-        if None in self.tickets:
+                    self.fences[i] = fence
+        if None in self.fences:
             return False
-        for ticket in self.tickets:
-            if not (<Ticket>ticket).wait(self.pool.stream):
+        for fence in self.fences:
+            if not (<Fence>fence).wait(self.pool.stream):
                 return False
         with nogil:
             result = enter(context)
@@ -315,7 +315,7 @@ cdef class DriverPoolHandle:
     cdef void* context
     cdef int generation
     cdef void* pool
-    cdef Stream stream
+    cdef StreamRef stream
     cdef readonly int ordinal
 
     def __cinit__(self, int ordinal, threshold):
@@ -364,13 +364,13 @@ cdef class DriverPoolHandle:
 
     cdef void give_back(self, uint64_t address, list earlier) noexcept:
         cdef Leaving one = Leaving.__new__(Leaving)
-        cdef Stream _legacy = stream_of(LEGACY, self.ordinal)    # now it is known
+        cdef StreamRef _legacy = stream_of(LEGACY, self.ordinal)    # now it is known
         one.pool, one.address = self, address
         one.streams = [use for use in known_in(self.context) if use is not self.stream]
-        one.tickets = [None] * len(one.streams)
+        one.fences = [None] * len(one.streams)
         for use in earlier:
-            one.streams.append(use if isinstance(use, Stream) else None)
-            one.tickets.append(use if isinstance(use, Ticket) else None)
+            one.streams.append(use if isinstance(use, StreamRef) else None)
+            one.fences.append(use if isinstance(use, Fence) else None)
         leaving.append(one)
         free_what_left()
 
@@ -406,7 +406,7 @@ cdef class PooledBacking(Backing):
 seal(PooledBacking)
 
 
-def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
+def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nbytes):
     """A region of the driver's pool."""
     cdef PooledBacking backing = PooledBacking.__new__(PooledBacking)
     cdef void* stream = pool.stream.handle
@@ -428,5 +428,5 @@ def pooled_region(Medium memory, DriverPoolHandle pool not None, size_t nbytes):
         raise out_of_memory(nbytes, pool.ordinal, "cuMemAllocFromPoolAsync")
     checked(result, "cuMemAllocFromPoolAsync")
     region = region_of(address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
-    (<CudaMemory>region.medium).earlier = backing.earlier
+    (<CudaMemory>region.hooks).earlier = backing.earlier
     return region

@@ -9,7 +9,7 @@ without a stream waits after each, `copy_batch` once.
 from arenapy.buffer.block cimport Block
 
 from arenapy.cuda.copies cimport CudaMemory, Side, leader, side_of, wait_or_keep
-from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.stream_ref cimport StreamRef
 
 
 def copy_batch(pairs, stream=None):
@@ -49,7 +49,7 @@ def copy_batch(pairs, stream=None):
     cdef list found = [], sides = []
     cdef set joined = set()
     cdef CudaMemory memory = None
-    cdef Stream s = None
+    cdef StreamRef s = None
     cdef Side target, source
     cdef Py_ssize_t i = 0
     for pair in pairs:
@@ -61,7 +61,7 @@ def copy_batch(pairs, stream=None):
         i += 1
     for target, source, memory in found:
         if s is None:
-            s = memory.own_stream() if stream is None else <Stream>memory.named(stream)
+            s = memory.own_stream() if stream is None else <StreamRef>memory.named(stream)
         sides += [target, source]
         try:
             memory.transfer(target, source, s, stream is None, joined)
@@ -103,7 +103,7 @@ cdef tuple checked_pair(object pair, object stream):
 
 
 cdef CudaMemory memory_of(object thing):
-    if isinstance(thing, Block) and (<Block>thing).keeper is not None:
-        if isinstance((<Block>thing).keeper.medium, CudaMemory):
-            return <CudaMemory>(<Block>thing).keeper.medium
+    if isinstance(thing, Block) and (<Block>thing).owner is not None:
+        if isinstance((<Block>thing).owner.hooks, CudaMemory):
+            return <CudaMemory>(<Block>thing).owner.hooks
     return None

@@ -1,16 +1,16 @@
-# Memory of CUDA as keepers have it: its order, and copies in it.
+# Memory of CUDA as owners have it: its order, and copies in it.
 from libc.stdint cimport uint64_t
 
 from arenapy.buffer.block cimport Block
 
 from arenapy.cuda.ordering cimport Ordering
-from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.stream_ref cimport StreamRef
 
 
 cdef class CudaMemory(Ordering):
     # Queue a copy. `now`: the caller will wait for it before it lets go of the sides. `joined`:
     # streams that `s` has waited for in this call.
-    cdef int transfer(self, Side to, Side source, Stream s, bint now, set joined) except -1
+    cdef int transfer(self, Side to, Side source, StreamRef s, bint now, set joined) except -1
 
 
 # One side of a copy: a Block, which is pinned meanwhile, or another object's memory, exported.
@@ -32,8 +32,8 @@ cdef CudaMemory new_memory(
 # the user gave it; nothing is changed.
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
 # Raise, saying what to do, if this thread cannot wait for a stream now.
-cdef int can_be_waited_for(Stream s) except -1
+cdef int can_be_waited_for(StreamRef s) except -1
 # Wait for what a call without a stream has queued; if that raises, the sides are used until then.
-cdef int wait_or_keep(Stream s, list sides) except -1
+cdef int wait_or_keep(StreamRef s, list sides) except -1
 # The memory whose default streams are meant: a device's, if there is one.
 cdef CudaMemory leader(CudaMemory one, object to, object source)

@@ -28,8 +28,8 @@ from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, forget, genera
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport told_to
 from arenapy.cuda.retained cimport Retained, give_up, look, park, retain, retain_until
-from arenapy.cuda.stream cimport Stream, free_to_use, handle_here
-from arenapy.cuda.ticket cimport follow, synchronize
+from arenapy.cuda.stream_ref cimport StreamRef, free_to_use, handle_here
+from arenapy.cuda.fence cimport follow, synchronize
 from arenapy.base.sealed cimport seal
 
 cdef enum:
@@ -67,7 +67,7 @@ cdef class CudaMemory(Ordering):
         cdef Side target = side_of(to, True, one, stream)
         cdef Side origin = side_of(source, False, one, stream)
         cdef Side side
-        cdef Stream s
+        cdef StreamRef s
         if target.nbytes != origin.nbytes:
             raise ValueError(
                 f"{said(to)} has {target.nbytes} bytes and {said(source)} has {origin.nbytes}; "
@@ -81,15 +81,15 @@ cdef class CudaMemory(Ordering):
             if target.block:
                 return copy_bytes(<Block>to, origin.thing, True)
             return copy_bytes(<Block>source, target.thing, False)
-        s = one.own_stream() if stream is None else <Stream>one.named(stream)
+        s = one.own_stream() if stream is None else <StreamRef>one.named(stream)
         one.transfer(target, origin, s, stream is None, set())
         return wait_or_keep(s, [target, origin]) if stream is None and target.nbytes else 0
 
     cdef int move(self, object to, object source) except -1:
         cdef list told = told_to(<Block>source)
-        cdef list streams = [one for one in told if isinstance(one, Stream)]
-        cdef Stream own = <Stream>self.own
-        cdef Stream one
+        cdef list streams = [one for one in told if isinstance(one, StreamRef)]
+        cdef StreamRef own = <StreamRef>self.own
+        cdef StreamRef one
         if own is not None and own not in streams:
             streams.append(own)
         for one in streams:
@@ -102,7 +102,7 @@ cdef class CudaMemory(Ordering):
                 self.begin(to, one)
         return 0
 
-    cdef int transfer(self, Side to, Side source, Stream s, bint now, set joined) except -1:
+    cdef int transfer(self, Side to, Side source, StreamRef s, bint now, set joined) except -1:
         cdef Side side
         cdef list kept = []
         cdef void* to_context = NULL
@@ -147,7 +147,7 @@ cdef class CudaMemory(Ordering):
     cdef int fill(self, object block, int byte, object stream) except -1:
         cdef Side side
         cdef Block b = <Block>block
-        cdef Stream s
+        cdef StreamRef s
         cdef void* handle
         cdef int result
         if stream is None and self.host_accessible:
@@ -155,7 +155,7 @@ cdef class CudaMemory(Ordering):
             self.after_told(b, None)
             return move_bytes(b, b.ptr, NULL, b.size, byte)
         side = side_of(b, True, self, stream)
-        s = self.own_stream() if stream is None else <Stream>self.named(stream)
+        s = self.own_stream() if stream is None else <StreamRef>self.named(stream)
         if side.nbytes == 0:
             return 0
         if stream is None:
@@ -213,9 +213,9 @@ cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
             refuse_readonly(b)
         side.block = True
         side.address, side.nbytes = <uint64_t>b.ptr, b.size
-        side.on_host = b.keeper.host_accessible
-        side.device_id = b.keeper.device_id
-        side.foreign = b.keeper.medium is None
+        side.on_host = b.owner.host_accessible
+        side.device_id = b.owner.device_id
+        side.foreign = b.owner.hooks is None
         return side
     side.foreign = True
     used_by = None
@@ -261,7 +261,7 @@ cdef Block block_under(object thing):
     cdef int depth = 0
     while thing is not None and depth < MOST_VIEWS:
         if isinstance(thing, Block):
-            return <Block>thing if (<Block>thing).keeper.medium is not None else None
+            return <Block>thing if (<Block>thing).owner.hooks is not None else None
         thing = getattr(thing, "obj" if isinstance(thing, memoryview) else "base", None)
         depth += 1
     return None
@@ -294,16 +294,16 @@ cdef Block block_of(Side side):
 
 cdef CudaMemory memory_under(Side side):
     cdef Block block = block_of(side)
-    return None if block is None else <CudaMemory>root_of(block).keeper.medium
+    return None if block is None else <CudaMemory>root_of(block).owner.hooks
 
 
-cdef int can_be_waited_for(Stream s) except -1:
+cdef int can_be_waited_for(StreamRef s) except -1:
     return free_to_use(
         s, "a call without stream= waits for it; name another one, or do this before the capture",
         None)
 
 
-cdef int wait_or_keep(Stream s, list sides) except -1:
+cdef int wait_or_keep(StreamRef s, list sides) except -1:
     """The device uses the sides until it has done all, also where nobody can wait for that."""
     cdef Side side
     cdef CudaMemory m
@@ -322,7 +322,7 @@ cdef int wait_or_keep(Stream s, list sides) except -1:
     return 0
 
 
-cdef int prepare(Side side, Stream s, bint now, set joined) except -1:
+cdef int prepare(Side side, StreamRef s, bint now, set joined) except -1:
     """The stream is about to use it: let it wait, and take note of that."""
     cdef Block block = block_of(side)
     cdef CudaMemory m = memory_under(side)
@@ -349,12 +349,12 @@ cdef int prepare(Side side, Stream s, bint now, set joined) except -1:
 
 cdef CudaMemory leader(CudaMemory one, object to, object source):
     """The memory whose default streams are meant: a device's, if there is one."""
-    cdef object medium
+    cdef object hooks
     for thing in (to, source):
-        if isinstance(thing, Block) and (<Block>thing).keeper is not None:
-            medium = (<Block>thing).keeper.medium
-            if isinstance(medium, CudaMemory) and (<CudaMemory>medium).own is not None:
-                return <CudaMemory>medium
+        if isinstance(thing, Block) and (<Block>thing).owner is not None:
+            hooks = (<Block>thing).owner.hooks
+            if isinstance(hooks, CudaMemory) and (<CudaMemory>hooks).own is not None:
+                return <CudaMemory>hooks
     return one
 
 

@@ -9,7 +9,7 @@ from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, leave, primary
 
 from arenapy.allocator.allocator import live_allocators
 from arenapy.cuda.driver import device_count
-from arenapy.cuda.keeper import memory_of
+from arenapy.cuda.ordering import memory_of
 
 cdef enum:
     NAME_BYTES = 256

@@ -8,12 +8,12 @@ The region keeps the other library's object until no Buffer needs it. That libra
 memory anew at once, and knows nothing of the streams that arenapy was told of: so the end of the
 region waits for them, its own stream included.
 """
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.memory.region cimport Region
 
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport Ordering
-from arenapy.cuda.ticket cimport follow
+from arenapy.cuda.fence cimport follow
 
 from arenapy.cuda.backing import device_memory, managed_memory, pinned_memory
 
@@ -107,9 +107,9 @@ def from_dlpack(obj, stream=None):
 
 
 cdef object borrow(Foreign array, object stream):
-    cdef Ordering medium = None
+    cdef Ordering hooks = None
     cdef Region region
-    cdef Medium memory = None
+    cdef StreamHooks memory = None
     if array.kind == "device":
         memory = device_memory(array.device_id)
     elif array.kind == "managed":
@@ -117,18 +117,18 @@ cdef object borrow(Foreign array, object stream):
     elif array.kind == "pinned":
         memory = pinned_memory(True)
     if memory is not None:
-        medium = <Ordering>memory.bound(LEGACY if stream is None else stream)
-        medium.borrowed = True
+        hooks = <Ordering>memory.bound(LEGACY if stream is None else stream)
+        hooks.borrowed = True
         if array.producer is not None:
-            follow(medium.own_stream(), array.producer, False)
+            follow(hooks.own_stream(), array.producer, False)
     region = Region.from_address(
         array.address or NOWHERE, max(array.nbytes, 1), kind=array.kind, owner=array.owner,
         readonly=array.readonly, device_id=array.device_id,
         host_accessible=memory is None or memory.host_accessible,
         device_accessible=memory is not None, fork="inherit" if memory is None else "skip",
     )
-    region.medium = medium
+    region.hooks = hooks
     buffer = region.buffer(0, array.nbytes)
-    if stream is not None and medium is not None:
-        medium.use(buffer, medium.own)       # what its user does there is not told
+    if stream is not None and hooks is not None:
+        hooks.use(buffer, hooks.own)       # what its user does there is not told
     return buffer.view(array.shape, array.dtype)

@@ -1,7 +1,7 @@
 # What other libraries say of their memory.
 from libc.stdint cimport uint64_t
 
-from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.stream_ref cimport StreamRef
 
 
 # An array of another library, in C order.
@@ -14,7 +14,7 @@ cdef class Foreign:
     cdef bint readonly
     cdef str kind                    # "device", "managed", "pinned"; "existing": of the host
     cdef int device_id               # -1: the host
-    cdef Stream producer             # what it is the work of, to be waited for; or None
+    cdef StreamRef producer             # what it is the work of, to be waited for; or None
 
 
 # By the CUDA array interface, for use on `stream` (None: the legacy one). None: it has none.

@@ -17,7 +17,7 @@ from arenapy.buffer.dlpack cimport (
 )
 
 from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need
-from arenapy.cuda.stream cimport Stream, number_of, stream_of
+from arenapy.cuda.stream_ref cimport StreamRef, number_of, stream_of
 from arenapy.base.sealed cimport seal
 
 cdef enum:
@@ -200,7 +200,7 @@ cdef object exported(object thing, dict arguments):
 
 cdef dict arguments_for(object thing, object stream, bint wait):
     """For its __dlpack__. `wait`: shall the stream wait for what its library has queued?"""
-    cdef Stream s
+    cdef StreamRef s
     kind, device = as_pair(thing.__dlpack_device__(), f"{named(thing)}.__dlpack_device__()")
     if kind == KIND_CUDA or kind == KIND_CUDA_MANAGED:
         need()

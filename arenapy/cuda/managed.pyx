@@ -11,7 +11,7 @@ from arenapy.buffer.block cimport Block, name_of, root_of
 
 from arenapy.cuda.copies cimport CudaMemory, Side, can_be_waited_for, side_of, wait_or_keep
 from arenapy.cuda.driver cimport SUCCESS, Location, checked, driver, enter, leave, primary
-from arenapy.cuda.stream cimport Stream, handle_here
+from arenapy.cuda.stream_ref cimport StreamRef, handle_here
 
 from arenapy.memory.host_request import checked_index
 
@@ -39,9 +39,9 @@ cdef Side managed_block(object buffer, str what):
         raise TypeError(f"{what}: this {type(buffer).__name__} is no Buffer")
     block = <Block>buffer
     side = side_of(block, False, None, None)
-    if root_of(block).keeper.kind != "managed":
+    if root_of(block).owner.kind != "managed":
         raise BufferError(
-            f"{name_of(block)} is {root_of(block).keeper.kind} memory, which stays where it is: "
+            f"{name_of(block)} is {root_of(block).owner.kind} memory, which stays where it is: "
             "copy_to() brings its bytes elsewhere; what comes of cuda.Managed moves by itself"
         )
     return side
@@ -93,8 +93,8 @@ def prefetch(buffer, device_id, stream=None):
     """
     cdef Side side = managed_block(buffer, "prefetch")
     cdef Location to = place(device_id)
-    cdef CudaMemory memory = <CudaMemory>root_of(<Block>buffer).keeper.medium
-    cdef Stream s = memory.own_stream() if stream is None else <Stream>memory.named(stream)
+    cdef CudaMemory memory = <CudaMemory>root_of(<Block>buffer).owner.hooks
+    cdef StreamRef s = memory.own_stream() if stream is None else <StreamRef>memory.named(stream)
     cdef uint64_t address = side.address
     cdef size_t nbytes = side.nbytes
     cdef void* handle = handle_here(s)

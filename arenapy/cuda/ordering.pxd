@@ -3,9 +3,9 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.buffer.block cimport Block, Hold
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 
-from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.stream_ref cimport StreamRef
 
 
 # Released blocks that wait for the same.
@@ -13,16 +13,16 @@ cdef class Batch:
     cdef Hold* first                 # linked by ended_next, in order of release
     cdef Hold* last
     cdef size_t nbytes
-    cdef list tickets                # all have to be over
-    cdef object stream               # a Stream whose ticket is still to be made, or None
+    cdef list fences                # all have to be over
+    cdef object stream               # a StreamRef whose fence is still to be made, or None
 
 
-cdef class Ordering(Medium):
+cdef class Ordering(StreamHooks):
     cdef int generation              # of the driver: see there
     cdef void* arrived               # atomic: Holds that ended, newest first, linked by ended_next
     cdef uint64_t busy               # atomic: the thread that is at work on all below, or 0
     cdef size_t room                 # bytes that the allocator has
-    cdef list open                   # Batches without a ticket, one a stream
+    cdef list open                   # Batches without a fence, one a stream
     cdef list batches                # others, oldest first
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
     # The memory is another library's, which may use it anew at once when it is gone: what the own
@@ -36,23 +36,23 @@ cdef class Ordering(Medium):
     # A new one of the same class.
     cdef Ordering another(self)
     # The stream of what names none.
-    cdef Stream own_stream(self)
+    cdef StreamRef own_stream(self)
     # Let a stream, or this thread (None), wait for the streams that were told of a block, which is
     # pinned; not for the own one.
-    cdef int after_told(self, object block, Stream stream) except -1
+    cdef int after_told(self, object block, StreamRef stream) except -1
     # internal
     cdef int fenced(self, object block) except -1
-    cdef int after(self, object block, object use, Stream stream, bint strict) except -1
+    cdef int after(self, object block, object use, StreamRef stream, bint strict) except -1
     cdef int note(self, object block, object use) except -1
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1
-    cdef list abandon(self, PyObject* keeper)
+    cdef list abandon(self, PyObject* owner)
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept
-    cdef Batch open_batch(self, Stream stream)
+    cdef Batch open_batch(self, StreamRef stream)
     cdef bint close(self, Batch batch) noexcept
-    cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept
-    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch, list over) noexcept
+    cdef Py_ssize_t advance(self, PyObject* owner, bint wait, StreamRef waiter) noexcept
+    cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept
 
 
 # The streams that were told of a block, and events of those that are gone.

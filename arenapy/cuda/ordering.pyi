@@ -1,11 +1,16 @@
 from typing import final
 
-from arenapy.buffer.stream_hooks import Medium
+from arenapy.allocator.allocator import Allocator
+from arenapy.buffer.block import Block, MemoryOwner
+from arenapy.buffer.stream_hooks import StreamHooks
 
 @final
 class Batch: ...
 
 @final
-class Ordering(Medium): ...  # type: ignore[misc]
+class Ordering(StreamHooks): ...  # type: ignore[misc]
 
 def is_stream(one: object) -> bool: ...
+def memory_of(allocator: Allocator) -> tuple[MemoryOwner, bool]: ...
+def hold(block: Block) -> None: ...
+def let_wait(block: Block, stream: object) -> None: ...

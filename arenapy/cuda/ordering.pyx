@@ -1,7 +1,7 @@
 """Ordering: when memory that streams use may be used again.
 
 What lives here: released blocks that wait for streams, and which streams wait when a block is lent
-to another library. What does not: streams and events (stream, ticket), copies (copies), other
+to another library. What does not: streams and events (stream, fence), copies (copies), other
 objects that wait for streams (retained), which blocks are free (allocators).
 
 A block of a device that only the allocator's own stream uses does not come here at all: the next
@@ -28,20 +28,23 @@ from posix.unistd cimport usleep
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
 )
-from arenapy.allocator.allocator_core cimport RegionSet
-from arenapy.buffer.block cimport Block, Hold, Keeper, drop_use, note_use, uses_of
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.allocator.allocator cimport Allocator
+from arenapy.allocator.allocator_core cimport AllocatorCore
+from arenapy.buffer.block cimport (
+    Block, Hold, MemoryOwner, acquire, drop_use, note_use, pin, root_of, unpin, uses_of,
+)
+from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.memory.region cimport Region
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.retained cimport look, park, wait_for_those
-from arenapy.cuda.stream cimport (
-    CAPTURING, FREE_TO_USE, OwnStream, Stream, fence_of, free_to_use, handle_of, named_now,
+from arenapy.cuda.stream_ref cimport (
+    CAPTURING, FREE_TO_USE, OwnStream, StreamRef, barrier_stream, free_to_use, handle_of, named_now,
     number_of, spread, stream_of,
 )
-from arenapy.cuda.ticket cimport (
-    Event, Graph, Ticket, follow, join_streams, new_event, new_graph, synchronize, wait_here,
-    work_of, work_of_context,
+from arenapy.cuda.fence cimport (
+    EventFence, Fence, GraphFence, follow, join_streams, new_event, new_graph_fence, synchronize,
+    wait_here, work_of, work_of_context,
 )
 from arenapy.base.sealed cimport seal
 
@@ -72,14 +75,14 @@ cdef class Batch:
     """Released blocks that wait for the same. Internal."""
 
     def __cinit__(self):
-        self.tickets = []
+        self.fences = []
 
 
 seal(Batch)
 
 
 @cython.no_gc_clear                  # blocks may wait to the last
-cdef class Ordering(Medium):
+cdef class Ordering(StreamHooks):
     """When memory that streams use may be used again. Internal."""
 
     def __cinit__(self, *args, **kwargs):
@@ -90,15 +93,15 @@ cdef class Ordering(Medium):
         self.most = FEW
         self.generation = generation
 
-    cdef Medium of_allocator(self, object stream):
-        cdef Stream own
+    cdef StreamHooks of_allocator(self, object stream):
+        cdef StreamRef own
         if stream is not None and self.host_accessible:
             raise ValueError(
                 f"stream={stream!r}: {self.kind} memory, which the host sees, belongs to no "
                 "stream; name it at alloc(stream=...), or by record_stream"
             )
         if stream is not None:
-            own = <Stream>self.named(stream)
+            own = <StreamRef>self.named(stream)
             free_to_use(own, "make the allocator before the capture, or after it", None)
             if own.thread:
                 raise ValueError(
@@ -116,7 +119,7 @@ cdef class Ordering(Medium):
     cdef Ordering another(self):
         raise NotImplementedError
 
-    cdef Medium bound(self, object stream):
+    cdef StreamHooks bound(self, object stream):
         cdef Ordering o = self.another()
         o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
         o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
@@ -128,16 +131,16 @@ cdef class Ordering(Medium):
 
     cdef object named(self, object stream):
         cdef tuple known
-        cdef Stream found
-        if isinstance(stream, (Stream, OwnStream)):
+        cdef StreamRef found
+        if isinstance(stream, (StreamRef, OwnStream)):
             return stream_of(stream, self.device_id)
         if ARENAPY_GIL and self.recent:
             for known in self.recent:
-                if known[0] is stream and not (<Stream>known[1]).gone():
+                if known[0] is stream and not (<StreamRef>known[1]).gone():
                     return known[1]
             handle = handle_of(stream)
             for known in self.recent:        # whose owner sees to it that it still is
-                found = <Stream>known[1]
+                found = <StreamRef>known[1]
                 if handle == <uintptr_t>found.handle and not found.gone():
                     return found
         need()
@@ -150,41 +153,41 @@ cdef class Ordering(Medium):
         return found
 
     cdef bint always(self, object stream, object named):
-        return isinstance(stream, OwnStream) or (<Stream>named).owner is stream
+        return isinstance(stream, OwnStream) or (<StreamRef>named).owner is stream
 
-    cdef Stream own_stream(self):
-        return <Stream>self.own if self.own is not None else stream_of(LEGACY, self.device_id)
+    cdef StreamRef own_stream(self):
+        return <StreamRef>self.own if self.own is not None else stream_of(LEGACY, self.device_id)
 
     # -- uses
 
     cdef object lane(self, object stream):
-        cdef Stream s = <Stream>self.named(stream)
+        cdef StreamRef s = <StreamRef>self.named(stream)
         self.may_begin(s)
         # A stream that may be gone before its memory comes back gets none. Nor does one of another
         # context, which no allocator can have as its own.
-        if self.host_accessible or not s.lasting or s.context != (<Stream>self.own).context:
+        if self.host_accessible or not s.lasting or s.context != (<StreamRef>self.own).context:
             return None
         return s
 
     cdef object lane_source(self, object pool, object stream):
-        from arenapy.cuda.lanes import LaneSource
+        from arenapy.cuda.stream_caches import LaneSource
         return LaneSource(pool, self, stream)
 
     cdef int may_begin(self, object stream) except -1:
         return free_to_use(
-            <Stream>stream, "whenever that is launched it would use the block; allocate before the "
-            "capture, and keep the Buffer as long as the graph", None)
+            <StreamRef>stream, "whenever that is launched it would use the block; allocate before "
+            "the capture, and keep the Buffer as long as the graph", None)
 
     cdef int begin(self, object block, object stream) except -1:
-        cdef Stream s = <Stream>stream
+        cdef StreamRef s = <StreamRef>stream
         if s is not self.own and not self.host_accessible:
-            join_streams(s, <Stream>self.own)    # on which its bytes were used before
+            join_streams(s, <StreamRef>self.own)    # on which its bytes were used before
         return self.use(block, s)
 
     cdef int use(self, object block, object stream) except -1:
-        cdef Stream s = <Stream>stream
+        cdef StreamRef s = <StreamRef>stream
         if not s.fence and s.captures():
-            self.note(block, new_graph(s))   # as_now() looks at the order
+            self.note(block, new_graph_fence(s))   # as_now() looks at the order
         if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
         return self.note(block, s)
@@ -201,13 +204,13 @@ cdef class Ordering(Medium):
         What counts is what a stream is given until the block is released. That is known already if
         nobody else has its object. The last `most` uses are looked at.
         """
-        cdef Stream s
+        cdef StreamRef s
         cdef list uses = uses_of(<Block>block)
         cdef dict captured = {}
-        cdef object first = next((one for one in uses if isinstance(one, Graph)), None)
+        cdef object first = next((one for one in uses if isinstance(one, GraphFence)), None)
         for one in uses[-most:]:
-            if isinstance(one, Stream):
-                s = <Stream>one
+            if isinstance(one, StreamRef):
+                s = <StreamRef>one
                 if s.unnamed:                # the latest one stands for each earlier capture, too
                     handle = (<uintptr_t>s.handle, <uintptr_t><void*>s.owner)
                     if handle in captured:
@@ -219,17 +222,18 @@ cdef class Ordering(Medium):
                 if not s.idle():
                     note_use(<Block>block, work_of(s))
             # as_now() takes what comes after the first graph for named in a capture.
-            elif one is first or not (<Ticket>one).over():
+            elif one is first or not (<Fence>one).over():
                 continue
             drop_use(<Block>block, one)
         return 0
 
     cdef int fence(self, object stream) except -1:
         free_to_use(
-            <Stream>stream, "nobody can wait for it; reset before the capture, or after it", None)
+            <StreamRef>stream, "nobody can wait for it; reset before the capture, or after it",
+            None)
         if self.host_accessible:
-            return synchronize(<Stream>stream)
-        return join_streams(<Stream>self.own, <Stream>stream)
+            return synchronize(<StreamRef>stream)
+        return join_streams(<StreamRef>self.own, <StreamRef>stream)
 
     # -- other libraries
 
@@ -246,7 +250,7 @@ cdef class Ordering(Medium):
         return self.named(LEGACY if stream is None else owner_of(stream))
 
     cdef int lend(self, object block, object stream) except -1:
-        cdef Stream s = <Stream>stream
+        cdef StreamRef s = <StreamRef>stream
         if s is None:
             return self.fenced(block)
         self.after_told(block, s)
@@ -265,7 +269,7 @@ cdef class Ordering(Medium):
 
         Not all others wait for the number that this returns (torch does not), so this thread does.
         """
-        cdef Stream front, legacy
+        cdef StreamRef front, legacy
         cdef list told
         if self.device_id < 0:               # a number would name a stream of the reader's device
             self.ready(block, None)
@@ -275,7 +279,7 @@ cdef class Ordering(Medium):
         legacy = stream_of(LEGACY, front.device_id)
         told = told_to(<Block>block)
         for one in told:
-            if one is legacy or (isinstance(one, Stream) and (<Stream>one).fence):
+            if one is legacy or (isinstance(one, StreamRef) and (<StreamRef>one).fence):
                 follow(front, one, False)
             else:
                 self.after(block, one, None, False)
@@ -292,33 +296,33 @@ cdef class Ordering(Medium):
         if (not self.host_accessible and not self.borrowed
                 and self.own is stream_of(LEGACY, self.device_id)):
             return 0                         # what is done there next comes after those
-        return self.use(block, fence_of(self.device_id))
+        return self.use(block, barrier_stream(self.device_id))
 
-    cdef int after_told(self, object block, Stream stream) except -1:
+    cdef int after_told(self, object block, StreamRef stream) except -1:
         for one in told_to(<Block>block):
             if one is not self.own:
                 self.after(block, one, stream, True)
         return 0
 
-    cdef int after(self, object block, object use, Stream stream, bint strict) except -1:
+    cdef int after(self, object block, object use, StreamRef stream, bint strict) except -1:
         """Wait for one of the uses of a block; see after_told."""
-        cdef Ticket ticket
-        cdef Stream s
-        if isinstance(use, Stream):
-            s = <Stream>use
+        cdef Fence fence
+        cdef StreamRef s
+        if isinstance(use, StreamRef):
+            s = <StreamRef>use
             if s.idle():
                 return 0
             if not s.lasting and s.state() == FREE_TO_USE:
-                ticket = work_of(s)
-                if type(ticket) is Ticket:   # it was destroyed, and all that it did is over
-                    note_use(<Block>block, ticket)
+                fence = work_of(s)
+                if type(fence) is Fence:   # it was destroyed, and all that it did is over
+                    note_use(<Block>block, fence)
                     drop_use(<Block>block, s)
-                use = ticket
+                use = fence
         return wait_here(use, strict) if stream is None else follow(stream, use, strict)
 
     # -- released blocks
 
-    cdef void ended(self, PyObject* keeper, void* hold) noexcept:
+    cdef void ended(self, PyObject* owner, void* hold) noexcept:
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
@@ -327,8 +331,8 @@ cdef class Ordering(Medium):
         if not callable_(self.generation):
             return                           # it is never free again
         PyErr_Fetch(&kind, &value, &trace)   # an exception may be on its way
-        if isinstance(<object>keeper, RegionSet):
-            self.room = (<RegionSet>keeper).capacity
+        if isinstance(<object>owner, AllocatorCore):
+            self.room = (<AllocatorCore>owner).capacity
         fix_uses(<list>h.uses)
         head = arenapy_load_ptr(&self.arrived)
         h.ended_next = <Hold*>head
@@ -336,7 +340,7 @@ cdef class Ordering(Medium):
             h.ended_next = <Hold*>head
         self.sort_arrived()
         if len(self.batches) > self.most:    # now and then, let go of what is over
-            self.settle(keeper, False)
+            self.settle(owner, False)
             self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
         PyErr_Restore(kind, value, trace)
 
@@ -368,14 +372,14 @@ cdef class Ordering(Medium):
             self.wait_for(hold)
 
     cdef void wait_for(self, Hold* hold) noexcept:
-        """Into the batch of what uses it: all tickets, or else the first stream."""
+        """Into the batch of what uses it: all fences, or else the first stream."""
         cdef Batch batch
         cdef list uses = <list>hold.uses
-        if isinstance(uses[0], Stream):
-            batch = self.open_batch(<Stream>uses[0])
+        if isinstance(uses[0], StreamRef):
+            batch = self.open_batch(<StreamRef>uses[0])
         else:
             batch = Batch.__new__(Batch)
-            batch.tickets = [one for one in uses if isinstance(one, Ticket)]
+            batch.fences = [one for one in uses if isinstance(one, Fence)]
             self.batches.append(batch)
         hold.ended_next = NULL
         if batch.last == NULL:
@@ -385,7 +389,7 @@ cdef class Ordering(Medium):
         batch.last = hold
         batch.nbytes += hold.end - hold.start
 
-    cdef Batch open_batch(self, Stream stream):
+    cdef Batch open_batch(self, StreamRef stream):
         cdef Batch batch
         for batch in self.open:
             if batch.stream is stream:
@@ -396,14 +400,14 @@ cdef class Ordering(Medium):
         return batch
 
     cdef bint close(self, Batch batch) noexcept:
-        """Make the ticket of an open batch. False: not now, and it stays open."""
-        cdef Stream s = <Stream>batch.stream
+        """Make the fence of an open batch. False: not now, and it stays open."""
+        cdef StreamRef s = <StreamRef>batch.stream
         # The handle of a stream that may be gone is not used again. A default stream's always is.
         cdef bint usable = s.lasting or s.thread
         if usable and s.state() != FREE_TO_USE:          # it had them before it began to capture
             return False
         try:
-            batch.tickets.append(work_of(s) if usable else work_of_context(s))
+            batch.fences.append(work_of(s) if usable else work_of_context(s))
         except Exception:
             return False
         batch.stream = None
@@ -411,16 +415,16 @@ cdef class Ordering(Medium):
         self.batches.append(batch)
         return True
 
-    cdef Py_ssize_t settle(self, PyObject* keeper, bint wait) noexcept:
+    cdef Py_ssize_t settle(self, PyObject* owner, bint wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
-        cdef Stream waiter = None
+        cdef StreamRef waiter = None
         look(True)
-        if wait and not self.host_accessible and not (<Stream>self.own).gone() and (
-                <Stream>self.own).state() == FREE_TO_USE:
-            waiter = <Stream>self.own
-        return self.advance(keeper, wait, waiter)
+        if wait and not self.host_accessible and not (<StreamRef>self.own).gone() and (
+                <StreamRef>self.own).state() == FREE_TO_USE:
+            waiter = <StreamRef>self.own
+        return self.advance(owner, wait, waiter)
 
-    cdef void finish(self, PyObject* keeper, object memory) noexcept:
+    cdef void finish(self, PyObject* owner, object memory) noexcept:
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
@@ -428,18 +432,18 @@ cdef class Ordering(Medium):
         PyErr_Fetch(&kind, &value, &trace)
         wait_for_those(<void*>self)
         for _ in range(2):                   # a call may fail once
-            while self.advance(keeper, True, None):
+            while self.advance(owner, True, None):
                 pass
         if callable_(self.generation) and (self.open or self.batches):
             # As during a capture, where a stream cannot be waited for.
-            park(memory, self.abandon(keeper))
+            park(memory, self.abandon(owner))
         PyErr_Restore(kind, value, trace)
 
     cdef void leave(self, tuple regions) noexcept:
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
-        cdef Stream own = <Stream>self.own
+        cdef StreamRef own = <StreamRef>self.own
         cdef object use = None
         cdef object order
         cdef Region region
@@ -447,7 +451,7 @@ cdef class Ordering(Medium):
             return
         PyErr_Fetch(&kind, &value, &trace)
         for region in regions:
-            order = region.medium
+            order = region.hooks
             if not isinstance(order, Ordering) or (<Ordering>order).earlier is None:
                 continue
             if use is None:
@@ -460,25 +464,25 @@ cdef class Ordering(Medium):
             (<Ordering>order).earlier.append(use)
         PyErr_Restore(kind, value, trace)
 
-    cdef list abandon(self, PyObject* keeper):
+    cdef list abandon(self, PyObject* owner):
         """Free the holds that are left; what their blocks wait for."""
         cdef list waits = []
         cdef Batch batch
         cdef Hold* hold
         cdef Hold* next
         for batch in self.open + self.batches:
-            waits.extend(batch.tickets)
+            waits.extend(batch.fences)
             hold, batch.first = batch.first, NULL
             while hold != NULL:
                 next = hold.ended_next
                 waits.extend([one for one in <list>hold.uses if one not in waits])
                 drop_uses(hold)
-                (<Keeper>keeper).over(hold)
+                (<MemoryOwner>owner).over(hold)
                 hold = next
         self.open, self.batches = [], []
         return waits
 
-    cdef Py_ssize_t advance(self, PyObject* keeper, bint wait, Stream waiter) noexcept:
+    cdef Py_ssize_t advance(self, PyObject* owner, bint wait, StreamRef waiter) noexcept:
         """Free what is over, or (`wait`) will be for `waiter`, None: this thread. How many."""
         cdef uint64_t nobody = 0
         cdef uint64_t me = PyThread_get_thread_ident()
@@ -499,23 +503,23 @@ cdef class Ordering(Medium):
             moved = False
             self.take_arrived()
             for batch in list(self.open):
-                if (<Stream>batch.stream).idle():
+                if (<StreamRef>batch.stream).idle():
                     self.open.remove(batch)
-                    n += self.pass_on(keeper, batch, over)
+                    n += self.pass_on(owner, batch, over)
                     moved = True
                 else:
                     self.close(batch)
             for batch in list(self.batches):
                 if is_over(batch, wait and n == 0, waiter):
                     self.batches.remove(batch)
-                    n += self.pass_on(keeper, batch, over)
+                    n += self.pass_on(owner, batch, over)
                     moved = True
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
         over.clear()                         # last: a stream's object may run code of the user
         return max(n, waited)                # whom we waited for may have freed something
 
-    cdef Py_ssize_t pass_on(self, PyObject* keeper, Batch batch, list over) noexcept:
+    cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept:
         """Blocks that nothing else uses are free, others wait for the next; how many are free.
 
         What they no longer wait for is added to `over`.
@@ -530,16 +534,16 @@ cdef class Ordering(Medium):
             next = hold.ended_next
             uses = <list>hold.uses
             over.append(uses.copy())
-            if isinstance(uses[0], Stream):
+            if isinstance(uses[0], StreamRef):
                 left = uses[1:]
             else:
-                left = [one for one in uses if not isinstance(one, Ticket)]
+                left = [one for one in uses if not isinstance(one, Fence)]
             if left:
                 uses[:] = left
                 self.wait_for(hold)
             else:
                 drop_uses(hold)
-                (<Keeper>keeper).over(hold)
+                (<MemoryOwner>owner).over(hold)
                 n += 1
             hold = next
         return n
@@ -548,15 +552,15 @@ cdef class Ordering(Medium):
 seal(Ordering)
 
 
-cdef bint is_over(Batch batch, bint wait, Stream waiter) noexcept:
-    for ticket in batch.tickets:
-        if not ((<Ticket>ticket).over() or wait and (<Ticket>ticket).wait(waiter)):
+cdef bint is_over(Batch batch, bint wait, StreamRef waiter) noexcept:
+    for fence in batch.fences:
+        if not ((<Fence>fence).over() or wait and (<Fence>fence).wait(waiter)):
             return False
     return True
 
 
 cdef void fix_uses(list uses) noexcept:
-    """Make tickets for what may be otherwise later.
+    """Make fences for what may be otherwise later.
 
     A stream that may not exist by then; and one that is capturing, for its graph. Those for which
     that fails stay what they are.
@@ -570,21 +574,21 @@ cdef void fix_uses(list uses) noexcept:
         pass                                 # then nobody can wait for it, and it is never free
     for i in range(len(uses)):
         one = uses[i]
-        if not isinstance(one, Stream):
+        if not isinstance(one, StreamRef):
             continue
         try:
-            state = (<Stream>one).state()
+            state = (<StreamRef>one).state()
             if state == CAPTURING:           # it stays, too, for what it was given before
-                uses.append(new_graph(<Stream>one))
-            elif state == FREE_TO_USE and not (<Stream>one).lasting:
-                uses[i] = new_event(<Stream>one)
+                uses.append(new_graph_fence(<StreamRef>one))
+            elif state == FREE_TO_USE and not (<StreamRef>one).lasting:
+                uses[i] = new_event(<StreamRef>one)
         except Exception:
             pass
-    uses.sort(key=is_stream)                 # tickets first: they are looked at together
+    uses.sort(key=is_stream)                 # fences first: they are looked at together
 
 
 def is_stream(one):
-    return isinstance(one, Stream)
+    return isinstance(one, StreamRef)
 
 
 cdef list as_now(list uses):
@@ -596,11 +600,11 @@ cdef list as_now(list uses):
     cdef list found = []
     cdef bint captured = False
     for one in uses:
-        captured = captured or isinstance(one, Graph)
-        if captured and isinstance(one, Stream) and not (<Stream>one).fence:
-            if not (<Stream>one).captures():
-                one = named_now(<Stream>one)
-            elif new_graph(<Stream>one) in found:
+        captured = captured or isinstance(one, GraphFence)
+        if captured and isinstance(one, StreamRef) and not (<StreamRef>one).fence:
+            if not (<StreamRef>one).captures():
+                one = named_now(<StreamRef>one)
+            elif new_graph_fence(<StreamRef>one) in found:
                 continue
             if one in found:
                 continue
@@ -609,10 +613,12 @@ cdef list as_now(list uses):
 
 
 cdef list told_to(Block block):
-    return spread([one for one in as_now(uses_of(block)) if isinstance(one, (Stream, Event))])
+    return spread([
+        one for one in as_now(uses_of(block)) if isinstance(one, (StreamRef, EventFence))
+    ])
 
 
-cdef bint nobody_else_has(Stream stream) noexcept:
+cdef bint nobody_else_has(StreamRef stream) noexcept:
     """Is the object that it ends with only here? Then nobody gives it any more work."""
     cdef object owner = stream.owner         # counts, too
     return stream.ended or (stream.ends and Py_REFCNT(<PyObject*>owner) == 2)
@@ -636,3 +642,26 @@ cdef object owner_of(object stream):
 cdef void drop_uses(Hold* hold) noexcept:
     count_down(hold.uses)
     hold.uses = NULL
+
+
+# ---- what Python code of this package needs of allocators and blocks
+
+def memory_of(Allocator allocator not None):
+    """Its core, whose attributes say it; and whether streams order it."""
+    cdef AllocatorCore core = allocator.base
+    return core, core.hooks is not None
+
+
+def hold(Block block not None):
+    """Somebody has its address: no reset and no closed region takes its bytes while it is there."""
+    acquire(block, False)
+
+
+def let_wait(Block block not None, stream):
+    """Let a stream wait for all streams that were told of a block, whose memory is CUDA's."""
+    cdef Ordering order = <Ordering?>root_of(block).owner.hooks
+    pin(block)
+    try:
+        order.after_told(block, order.named(stream))
+    finally:
+        unpin(block)

@@ -12,7 +12,7 @@ from typing import Any
 from arenapy.allocator.allocator import Allocator
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.errors import Unavailable
-from arenapy.cuda.keeper import hold, memory_of
+from arenapy.cuda.ordering import hold, memory_of
 
 __all__ = ["memory_resource"]
 

@@ -18,8 +18,8 @@ from collections import deque
 
 from arenapy.base.atomic cimport arenapy_cas, arenapy_store
 from arenapy.cuda.driver cimport callable_, generation
-from arenapy.cuda.stream cimport FREE_TO_USE, Stream
-from arenapy.cuda.ticket cimport Ticket, ticket_of, work_of
+from arenapy.cuda.stream_ref cimport FREE_TO_USE, StreamRef
+from arenapy.cuda.fence cimport Fence, fence_of, work_of
 from arenapy.base.sealed cimport seal
 
 cdef enum:
@@ -49,9 +49,9 @@ cdef Retained retain(object thing, void* by):
     return one
 
 
-cdef void retain_until(Retained one, Stream stream) noexcept:
+cdef void retain_until(Retained one, StreamRef stream) noexcept:
     try:
-        one.waits.append(ticket_of(stream))
+        one.waits.append(fence_of(stream))
     except Exception:
         one.waits.append(stream)             # `is_over` tries again
     one.queueing = False
@@ -66,8 +66,8 @@ cdef void wait_for_those(void* by) noexcept:
     for one in retained.copy():
         if one.by == by and callable_(one.generation):
             for use in one.waits:
-                if isinstance(use, Ticket):
-                    (<Ticket>use).wait(None)
+                if isinstance(use, Fence):
+                    (<Fence>use).wait(None)
     look(True)
 
 
@@ -79,18 +79,18 @@ cdef void park(object memory, list waits) noexcept:
 
 cdef bint is_over(Retained one) noexcept:
     cdef list left = []
-    cdef Stream s
+    cdef StreamRef s
     if one.queueing or not callable_(one.generation):
         return one.generation != generation  # there is another driver, and nothing of that one
     for use in one.waits:
-        if isinstance(use, Stream):
-            s = <Stream>use
+        if isinstance(use, StreamRef):
+            s = <StreamRef>use
             if s.state() == FREE_TO_USE:     # else it, or what bars it, is being captured
                 try:
                     use = work_of(s)
                 except Exception:
                     pass
-        if isinstance(use, Stream) or not (<Ticket>use).over():
+        if isinstance(use, StreamRef) or not (<Fence>use).over():
             left.append(use)
     one.waits = left
     return not left

@@ -34,9 +34,9 @@ from numpy.typing import DTypeLike
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
-from arenapy.cuda.keeper import let_wait, memory_of
-from arenapy.cuda.own_stream import Event, Stream, wait_on
-from arenapy.cuda.source import Device, Pinned
+from arenapy.cuda.ordering import let_wait, memory_of
+from arenapy.cuda.sources import Device, Pinned
+from arenapy.cuda.stream import Event, Stream, wait_on
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.memory.host_request import checked_index, checked_size

@@ -1,490 +1,246 @@
-"""Streams as users name them.
+"""Streams and events of our own, for who has none of another library's.
 
-What lives here: which stream an object, an integer or None names, and whether it is capturing. What
-does not: events and waiting (ticket), which memory they protect (ordering).
+What lives here: `Stream`, which does not wait for the legacy default stream and makes nobody else
+wait, `Event`, and the time that work on a stream takes. What does not: streams that users bring
+(stream), which this module's are, too, as soon as they are used.
 
-Streams are told apart by the driver's id, not by their handle, which a later stream may get. Two
-objects for one stream are one stream. The two default streams have no id of their own: the legacy
-one is one a device, the per-thread one is one a thread and device.
-
-While a stream is being captured into a graph, a question for its id, or for what it has done, makes
-the capture invalid, whatever its mode. (Seen with driver 580; ``cuStreamIsCapturing`` does not, and
-neither do calls about other streams, if this thread says that it knows of the capture: `relax` and
-`restore`, by ``cuThreadExchangeStreamCaptureMode``.)
-
-The driver crashes on the handle of a stream that was destroyed, and gives it to a later one. So a
-handle is used whenever needed only while an object is kept that is known to keep its stream
-(`owns`, or one of our own). Any other object, and an integer, stands for its stream when it is
-named, and when the block that was named for it is released. Such an object is kept until then, as
-it may own its stream without saying so; each stands for a stream of its own here, whose work then
-comes in order by events.
+A stream of the driver lives as long as its object here or memory that waits for it. `close` only
+says that nobody is to give it more work. So a handle is never destroyed under a block that was
+released on it, nor given to another stream meanwhile.
 
 Thread-safety: everything here may be called from any thread.
 """
 cimport cython
-from libc.stdint cimport uint64_t, uintptr_t
-
-import functools
-import itertools
-import threading
-import weakref
+from libc.stdint cimport uintptr_t
 
 from arenapy.cuda.driver cimport (
-    SUCCESS, callable_, checked, devices_in_use, driver, enter, forget, generation, leave, need,
-    primary,
+    SUCCESS, checked, driver, enter, forget, leave, need, primary,
 )
+from arenapy.cuda.retained cimport look
+from arenapy.cuda.stream_ref cimport (
+    OwnStream, StreamRef, made_stream, not_closed, relax, restore, stream_of,
+)
+from arenapy.cuda.fence cimport Fence, create_event, join_streams, new_event, synchronize
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
+from arenapy.memory.host_request import checked_index
 
 cdef enum:
-    LEGACY = 1               # CU_STREAM_LEGACY; 0 is taken for it, too
-    PER_THREAD = 2           # CU_STREAM_PER_THREAD
-    RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
-    UNCHANGED = -1           # no such mode
-    INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
-    CAPTURE_IMPLICIT = 906   # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-    DEINITIALIZED = 4        # CUDA_ERROR_DEINITIALIZED
-    # From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: the context is lost, and so is
-    # all that ran in it.
-    LOST_FIRST = 700
-    LOST_LAST = 719
+    NON_BLOCKING = 1         # CU_STREAM_NON_BLOCKING
+    TIMED = 0                # CU_EVENT_DEFAULT
 
-cdef object known = weakref.WeakValueDictionary()    # by what tells them apart, `generation` first
-cdef object knowing = threading.RLock()      # the collector may run code that names a stream
-cdef object this_thread = threading.local()
-cdef object threads = itertools.count(1)
-
-
-# ---- the driver's calls ------------------------------------------------------------------
-
-cdef int relax(void* context, int* mode) noexcept nogil:
-    cdef int result = enter(context), refused
-    mode[0] = RELAXED
-    if result == SUCCESS:
-        refused = driver.cuThreadExchangeStreamCaptureMode(mode)
-        if refused != SUCCESS:
-            mode[0] = UNCHANGED              # or `restore` would relax it for good
-            forget(refused)
-    return result
-
-
-cdef void restore(int* mode) noexcept nogil:
-    if mode[0] != UNCHANGED:
-        forget(driver.cuThreadExchangeStreamCaptureMode(mode))
-    leave()
-
-
-cdef bint is_over(int result) noexcept nogil:
-    """What a query said. In a context that is lost, nothing runs any more."""
-    return (result == SUCCESS or result == DEINITIALIZED
-            or LOST_FIRST <= result <= LOST_LAST)
-
-
-# ---- streams -----------------------------------------------------------------------------
-
-cdef class OwnStream:
-    """A stream object of arenapy. Internal."""
-
-    def __dealloc__(self):
-        if self.stream is not None:          # the collector may have cleared it
-            self.stream.ended = True
-
-    cdef Stream open_stream(self):
-        if self.shut:
-            raise ValueError(f"{self!r} is closed; make another one")
-        return self.stream
-
-
-seal(OwnStream)
+cdef double MILLI = 1e-3
 
 
 @cython.final
-cdef class Stream:
-    """A stream. Internal."""
+cdef class Event:
+    """All that a stream was given before :meth:`Stream.record`, which made it.
 
-    def __dealloc__(self):
-        if self.made and callable_(self.generation):
-            with nogil:
-                if enter(self.context) == SUCCESS:
-                    forget(driver.cuStreamDestroy(self.handle))
-                    leave()
+    Notes
+    -----
+    Thread-safety: may be used from any thread.
+    """
+
+    cdef Fence fence
+
+    @property
+    def done(self):
+        """Has the stream done it? Asks the driver."""
+        cdef bint over
+        need()
+        over = self.fence.over()
+        if over:
+            look(True)
+        return over
+
+    def synchronize(self):
+        """Wait until the stream has done it; raises CudaError if that cannot be."""
+        need()
+        if not self.fence.wait(None):
+            raise CudaError("the event cannot be waited for: was it recorded during a capture?")
+        look(True)
+
+    def __reduce__(self):
+        raise TypeError("an Event cannot be pickled")
+
+
+seal(Event, "an Event is made by Stream.record()")
+
+
+@cython.final
+cdef class Stream(OwnStream):
+    """Stream(device_id=0)\n--\n
+    A stream of a device: what it is given is done in order, beside what others are given.
+
+    Every argument ``stream=`` of arenapy takes it, and so does every library that knows
+    ``__cuda_stream__``. It is non-blocking: neither it nor the legacy default stream waits for the
+    other, so let one :meth:`wait` where they share memory.
+
+    Parameters
+    ----------
+    device_id : int
+        Ordinal of the device.
+
+    Raises
+    ------
+    Unavailable
+        There is no driver, no device or no cuda-python.
+    ValueError, TypeError
+        `device_id` is no device.
+    CudaError
+        The driver refused.
+
+    Notes
+    -----
+    A context manager, which closes it. Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> with cuda.Stream() as stream:                        # doctest: +SKIP
+    ...     block.copy_from(array, stream=stream)
+    ...     stream.synchronize()
+    """
+
+    def __cinit__(self, device_id=0):
+        cdef object index = checked_index("device_id", device_id)
+        self.stream = made_stream(primary(index), index, NON_BLOCKING)
+
+    def __cuda_stream__(self):
+        """The protocol of streams: its version, and the handle."""
+        return 0, self.handle
+
+    @property
+    def device_id(self):
+        """Ordinal of the device."""
+        return self.stream.device_id
+
+    @property
+    def handle(self):
+        """The driver's handle, an int; ValueError once the stream is closed."""
+        return <uintptr_t>self.open_stream().handle
+
+    @property
+    def closed(self):
+        """Was it closed?"""
+        return self.shut
+
+    def synchronize(self):
+        """Wait until it has done all that it was given.
+
+        Raises
+        ------
+        ValueError
+            It is closed.
+        CudaError
+            The driver refused, or something that the stream did has failed.
+        """
+        synchronize(self.open_stream())
+        look(True)
+
+    def record(self):
+        """An :class:`Event` for all that it was given so far; raises as `synchronize`."""
+        return event_on(self, -1)
+
+    def wait(self, other):
+        """Let what it is given from now on come after `other`; this call waits for nothing.
+
+        Parameters
+        ----------
+        other : Event or stream
+            An event, or a stream of any library: all that it was given so far.
+
+        Raises
+        ------
+        TypeError
+            `other` is neither.
+        ValueError, CudaError
+            As `synchronize`.
+        """
+        if isinstance(other, Event):
+            wait_on(self, other, -1)
+        else:
+            join_streams(self.open_stream(), stream_of(other, self.stream.device_id))
+
+    def close(self):
+        """Take no more work; what it was given is done all the same. A second call does nothing."""
+        self.shut = True
+
+    def __enter__(self):
+        self.open_stream()
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close()
 
     def __repr__(self):
-        return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
+        state = ", closed" if self.shut else ""
+        return f"<Stream {<uintptr_t>self.stream.handle:#x} of device {self.device_id}{state}>"
 
-    cdef bint gone(self) noexcept:
-        """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
-        if self.tells is None:
-            return False
-        try:
-            return self.tells()[1] != <uintptr_t>self.handle
-        except Exception:
-            return True
+    def __reduce__(self):
+        raise TypeError("a Stream cannot be pickled; make one where it is needed")
 
-    cdef int state(self) noexcept:
-        """The question disturbs no capture. A stream that cannot be asked fails when it is used."""
-        return FREE_TO_USE if self.gone() else state_of(self.context, handle_here(self))
 
-    cdef bint captures(self) noexcept:
-        return self.state() == CAPTURING
+def event_on(stream, int device_id):
+    """Internal: an Event for all that `stream`, anybody's, was given so far."""
+    cdef Event event = Event.__new__(Event)
+    event.fence = new_event(stream_of(stream, device_id))
+    return event
 
-    cdef bint idle(self) noexcept:
-        cdef int result, mode = RELAXED
-        # Of one that may be gone, the handle may be another's: an event is asked, which tells.
-        # A fence is not asked what other streams have done.
-        if self.fence or not self.lasting or self.gone() or self.state() != FREE_TO_USE:
-            return False
+
+def wait_on(stream, Event event not None, int device_id):
+    """Internal: let what `stream`, anybody's, is given from now on come after `event`."""
+    cdef StreamRef named = stream_of(stream, device_id)
+    not_closed(named)
+    if not event.fence.wait(named):
+        raise CudaError(f"{named!r} cannot wait for the event: is one of them being captured?")
+
+
+# ---- time --------------------------------------------------------------------------------
+
+def elapsed(stream, work, int device_id):
+    """Internal: the seconds from when `stream` reaches what `work()` gives it until it is done.
+
+    The call waits for it.
+    """
+    cdef StreamRef named = stream_of(stream, device_id)
+    cdef void* start = NULL
+    cdef void* end = NULL
+    cdef float milliseconds = 0
+    cdef int result
+    try:
+        start = create_event(named.context, TIMED)
+        end = create_event(named.context, TIMED)
+        record(named, start)
+        work()
+        record(named, end)
+        synchronize(named)
         with nogil:
-            result = relax(self.context, &mode)
+            result = enter(named.context)
             if result == SUCCESS:
-                result = driver.cuStreamQuery(self.handle)
-                restore(&mode)
-            forget(result)
-        return is_over(result)
-
-
-seal(Stream)
-
-
-cdef int state_of(void* context, void* handle) noexcept:
-    # The one call of the driver that is made with the GIL, which costs three times as much to let
-    # go as this takes. It waits for nobody who may want the GIL: not for host functions, stream
-    # callbacks or user objects' destructors that run, nor for threads that allocate, free or
-    # synchronize (driver 580; tests/test_gpu_gil.py).
-    cdef int status = 0, result
-    if <uintptr_t>handle > PER_THREAD:       # it has its context
-        result = driver.cuStreamIsCapturing(handle, &status)
-        forget(result)
-    else:
-        with nogil:
-            result = enter(context)
-            if result == SUCCESS:
-                result = driver.cuStreamIsCapturing(handle, &status)
+                result = driver.cuEventElapsedTime(&milliseconds, start, end)
                 leave()
-            forget(result)
-    if result == CAPTURE_IMPLICIT:
-        return BARRED
-    return CAPTURING if result == SUCCESS and status else FREE_TO_USE
+        checked(result, "cuEventElapsedTime")
+    finally:
+        destroy(named.context, start)
+        destroy(named.context, end)
+    return milliseconds * MILLI
 
 
-cdef object handle_of(object stream):
-    """The handle that an object stands for, as an int."""
-    cdef str kind = type(stream).__name__
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        handle = int((protocol() if callable(protocol) else protocol)[1])
-        # What cuda.core's has once it is closed. Work for it may not go to the default stream.
-        if handle == 0 and hasattr(stream, "close") and getattr(stream, "is_closed", True):
-            raise ValueError(
-                f"stream: this {kind} has no handle, and so was closed; make another one, or "
-                "name the legacy default stream by 1"
-            )
-        return handle
-    for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
-        handle = getattr(stream, name, None)
-        if hasattr(handle, "value"):                    # a ctypes pointer, whose 0 is None
-            handle = handle.value or 0
-        if isinstance(handle, int) and "stream" in kind.lower():
-            return handle
-    raise TypeError(
-        f"stream={stream!r} is no stream: give an object with __cuda_stream__, such as one of "
-        "cuda.core, CuPy, torch or numba, or a handle as an int"
-    )
-
-
-def described(stream):
-    """What its ``__cuda_stream__`` would say."""
-    return 0, handle_of(stream)
-
-
-# ---- who owns its stream -----------------------------------------------------------------
-
-def of_torchs_pool(stream):
-    """torch never destroys a stream of its own, whose number is odd. That of another is even."""
-    return stream.stream_id & 1
-
-
-def cupy_made_it(stream):
-    """It has what its constructor sets, and `from_external` has set no other owner."""
-    attributes = vars(stream)
-    return (
-        attributes.keys() <= {"ptr", "device_id", "_graph_host_funcargs", "_foreign_stream_ref"}
-        and attributes.get("_foreign_stream_ref") is None
-    )
-
-
-def numba_ends_it(stream):
-    """Something is to be done when the object ends."""
-    refs = weakref.getweakrefs(stream)
-    return not stream.external and any(
-        [isinstance(ref.__callback__, weakref.finalize) for ref in refs])
-
-
-#: Classes, by module and name, some of whose objects keep their stream, and which of them do. Not
-#: their subclasses. An object of cuda.core does not say whether it does.
-OWNERS = {
-    ("torch.cuda.streams", "Stream"): of_torchs_pool,
-    ("cupy.cuda.stream", "Stream"): cupy_made_it,
-    ("numba.cuda.cudadrv.driver", "Stream"): numba_ends_it,
-}
-
-
-cdef bint owns(object stream) noexcept:
-    """Is it known that the stream exists for as long as the object does?"""
-    try:
-        known_to = OWNERS.get((type(stream).__module__, type(stream).__qualname__))
-        # The code of one that can be closed runs whenever it is asked whether it was.
-        return known_to is not None and not hasattr(stream, "close") and bool(known_to(stream))
-    except Exception:                        # a version of the library that is not known
-        return False
-
-
-cdef bint ends_with(object stream) noexcept:
-    """Does nobody give its stream any more work when the object, which owns it, is gone?"""
-    return OWNERS[type(stream).__module__, type(stream).__qualname__] is not of_torchs_pool
-
-
-cdef object device_of(object stream):
-    """The ordinal of the device that an object says it is on; None: it does not say."""
-    # Not `device`: cuda.core's default streams say there which context was current at first.
-    for name in ("device_index", "device_id"):               # torch, CuPy
-        device = getattr(stream, name, None)
-        if isinstance(device, int) and device >= 0:
-            return device
-    return None
-
-
-cdef uint64_t number_of_thread() except 0:
-    """Never that of another thread, dead or alive, unlike its ident."""
-    number = getattr(this_thread, "number", None)
-    if number is None:
-        number = this_thread.number = next(threads)
-    return number
-
-
-cdef int current_device() except -1:
-    """That of the current context; 0 if there is none."""
-    cdef int device = 0
-    need()
-    with nogil:
-        if driver.cuCtxGetDevice(&device) != SUCCESS:
-            device = 0
-    return device
-
-
-cdef Stream stream_of(object stream, int device_id):
-    cdef Stream found
-    cdef void* context = NULL
-    cdef void* handle
-    cdef uint64_t id = 0, thread = 0
-    cdef int result, device = device_id
-    cdef object keeps = None                 # whether the object is known to keep the stream
-    if isinstance(stream, Stream):
-        return <Stream>stream
-    if isinstance(stream, OwnStream):
-        need()
-        return (<OwnStream>stream).open_stream()
-    number = handle_of(stream)
-    if not 0 <= number < 1 << 64:
-        raise ValueError(f"stream={stream!r} is no handle of a stream")
-    handle = <void*><uintptr_t>number
-    if <uintptr_t>handle <= PER_THREAD:
-        said = device_of(stream)
-        if said is not None:
-            device = said
-        elif device < 0:
-            device = current_device()
-        context = primary(device)
-        if <uintptr_t>handle == PER_THREAD:
-            thread = number_of_thread()
-        else:
-            handle = <void*><uintptr_t>LEGACY
-    else:
-        need()
-        with nogil:
-            result = driver.cuStreamGetCtx(handle, &context)
-            if result == SUCCESS:
-                result = enter(context)
-                if result == SUCCESS:
-                    result = driver.cuCtxGetDevice(&device)
-                    leave()
-        checked(result, "cuStreamGetCtx")
-        if state_of(context, handle) == CAPTURING:
-            return capturing(stream, handle, context, device)
-        with nogil:
-            result = driver.cuStreamGetId(handle, &id)
-        checked(result, "cuStreamGetId")
-    key = (generation, <uintptr_t>context, <uintptr_t>handle if id == 0 else 0, id, thread)
-    found = known.get(key)
-    if id and not isinstance(stream, int) and (found is None or not found.lasting):
-        keeps = owns(stream)
-        if not keeps:                        # `found`, if any, is another object's, or nobody's
-            key = (*key, <uintptr_t><void*>stream)
-            found = known.get(key)
-    if found is None:
-        found = Stream.__new__(Stream)
-        found.handle, found.context, found.id = handle, context, id
-        found.device_id, found.thread = device, thread
-        found.lasting = <uintptr_t>handle == LEGACY
-    with knowing:
-        found = known.setdefault(key, found)
-    if keeps is not None and found.owner is None:
-        keep(found, stream)
-        found.lasting = keeps
-        found.ends = keeps and ends_with(stream)
-    return found
-
-
-cdef int keep(Stream found, object stream) except -1:
-    """The object that named it, so that nothing else gets its address, by which it is found."""
-    found.owner = stream
-    if hasattr(stream, "close"):
-        tells = getattr(stream, "__cuda_stream__", None)
-        found.tells = tells if callable(tells) else functools.partial(described, stream)
-    return 0
-
-
-cdef list known_in(void* context):
-    cdef list found = []
-    cdef Stream one
-    with knowing:
-        items = list(known.items())
-    for key, one in items:
-        if (key[0] == generation and one.context == context
-                and (one.lasting or one.of_allocator) and not one.fence):
-            found.append(one)
-    return found
-
-
-cdef Stream made_stream(void* context, int device_id, unsigned int flags):
-    cdef Stream made = Stream.__new__(Stream)
+cdef int record(StreamRef stream, void* event) except -1:
     cdef int result
     with nogil:
-        result = enter(context)
+        result = enter(stream.context)
         if result == SUCCESS:
-            result = driver.cuStreamCreate(&made.handle, flags)
+            result = driver.cuEventRecord(event, stream.handle)
             leave()
-    checked(result, "cuStreamCreate")
-    made.context, made.device_id, made.generation = context, device_id, generation
-    made.made = made.lasting = True
-    with nogil:
-        result = driver.cuStreamGetId(made.handle, &made.id)
-    checked(result, "cuStreamGetId")
-    with knowing:
-        known[generation, <uintptr_t>context, 0, made.id, 0] = made
-    return made
+    return checked(result, "cuEventRecord")
 
 
-cdef Stream capturing(object stream, void* handle, void* context, int device_id):
-    """The stream of a handle that captures, whose id is not to be asked for."""
-    cdef object owner = None if isinstance(stream, int) else stream
-    cdef Stream found
-    cdef void* graph = NULL
-    cdef uint64_t id = 0
-    cdef int result
-    for found in known_in(context):
-        # Under no lock: `gone` calls code of the user.
-        if found.handle == handle and found.lasting and not found.gone():
-            return found
-    with nogil:
-        result = enter(context)
-        if result == SUCCESS:
-            result = captured_graph(handle, &id, &graph)
-            leave()
-    checked(result, "cuStreamGetCaptureInfo")
-    # For as long as it captures this is another stream, which costs no more than waiting for it.
-    found = Stream.__new__(Stream)
-    found.handle, found.context, found.id, found.device_id = handle, context, id, device_id
-    found.unnamed = True
-    # All streams of one capture have its number.
-    key = (generation, <uintptr_t>context, "capture", id, <uintptr_t>handle,
-           <uintptr_t><void*>owner)
-    with knowing:
-        found = known.setdefault(key, found)
-    if owner is not None and found.owner is None:
-        keep(found, owner)
-    return found
-
-
-cdef Stream named_now(Stream stream):
-    if not stream.unnamed:
-        return stream
-    try:
-        return stream_of(
-            <uintptr_t>stream.handle if stream.owner is None else stream.owner, stream.device_id)
-    except Exception:
-        return stream                        # it is gone, which its use will show
-
-
-cdef Stream fence_of(int device_id):
-    cdef Stream legacy = stream_of(LEGACY, device_id) if device_id >= 0 else None
-    cdef Stream found
-    key = (generation, 0 if legacy is None else <uintptr_t>legacy.context, "fence")
-    with knowing:
-        found = known.get(key)
-        if found is None:
-            found = Stream.__new__(Stream)
-            found.device_id = device_id
-            if legacy is not None:
-                found.handle, found.context = legacy.handle, legacy.context
-            found.lasting = found.fence = True
-            known[key] = found
-    return found
-
-
-cdef list spread(list streams):
-    cdef list found = []
-    for one in streams:
-        if isinstance(one, Stream) and (<Stream>one).fence and (<Stream>one).device_id < 0:
-            found += [fence_of(ordinal) for ordinal in devices_in_use()]
-        else:
-            found.append(one)
-    return found
-
-
-cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil:
-    cdef int status = 0, result
-    if driver.cuStreamGetCaptureInfo != NULL:
-        result = driver.cuStreamGetCaptureInfo(handle, &status, id, graph, NULL, NULL, NULL)
-    else:
-        result = driver.cuStreamGetCaptureInfo_12(handle, &status, id, graph, NULL, NULL)
-    return result
-
-
-cdef int not_closed(Stream stream) except -1:
-    if stream.gone():
-        raise CudaError(f"{stream!r} was closed", INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE")
-    return 0
-
-
-cdef int free_to_use(Stream stream, str what, object other) except -1:
-    cdef int state
-    need()
-    not_closed(stream)
-    state = state_of(stream.context, handle_here(stream))
-    if state != FREE_TO_USE:
-        what = what.format(other)            # only now: most calls end here
-    if state == CAPTURING:
-        raise CudaError(
-            f"{stream!r} is being captured into a graph: {what}"
-        )
-    if state == BARRED:
-        raise CudaError(
-            f"{stream!r}, the legacy default stream, cannot be used while a blocking stream is "
-            f"being captured into a graph: {what}; an allocator made with stream= does without it"
-        )
-    return 0
-
-
-cdef void* handle_here(Stream stream) noexcept:
-    """Its handle; of another thread's default one the legacy stream, which waits for that."""
-    if stream.thread and stream.thread != number_of_thread():
-        return <void*><uintptr_t>LEGACY
-    return stream.handle
-
-
-cdef object number_of(Stream stream):
-    return <uintptr_t>handle_here(stream)
+cdef void destroy(void* context, void* event) noexcept:
+    cdef int mode
+    if event != NULL:
+        with nogil:
+            if relax(context, &mode) == SUCCESS:
+                forget(driver.cuEventDestroy(event))
+                restore(&mode)

@@ -2,7 +2,7 @@
 #
 # A core holds a `PyObject* recorder`, NULL when not recording, and owns a reference to it, which it
 # may give up once no thread is between reading that pointer and the end of `record_event`: see
-# RegionSet.record_now. A free is recorded before another thread could get the block, and an
+# AllocatorCore.record_now. A free is recorded before another thread could get the block, and an
 # allocation after: a file must not show it live twice.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t

@@ -12,16 +12,10 @@ import operator
 import sys
 from typing import Any, Literal, Protocol
 
+from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
-from arenapy.linux.limits import (
-    check_request,
-    format_bytes,
-    huge_pools,
-    memory_info,
-    numa_nodes,
-    read_limits,
-)
+from arenapy.linux.limits import check_request, huge_pools, memory_info, numa_nodes, read_limits
 from arenapy.linux.reserved_space import Mapping
 
 MIB = 1 << 20

@@ -3,7 +3,7 @@ from arenapy.base.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
-from arenapy.buffer.block cimport Block, Keeper
+from arenapy.buffer.block cimport Block, MemoryOwner
 from arenapy.linux.vm cimport Descriptor, OpenFile
 
 cdef enum:
@@ -18,7 +18,7 @@ cdef class Backing:
     pass
 
 
-cdef class Region(Keeper):
+cdef class Region(MemoryOwner):
     cdef char* ptr
     cdef size_t size
     cdef readonly Py_ssize_t page_size
@@ -33,7 +33,7 @@ cdef class Region(Keeper):
     cdef bint received                    # came from another process: its Buffers take leases
     cdef bint sent                        # other processes may see bytes of it
     cdef Region parent                    # the region that this is a window of, or None
-    cdef uint64_t holds                   # atomic: held Buffers whose keeper this region is
+    cdef uint64_t holds                   # atomic: held Buffers whose owner this region is
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
     # Where those who see bytes have their leases, from `file_offset` on: the file of Shared memory,
     # for messages carry it; else, from the first fork on, an owned file without bytes.
@@ -48,7 +48,7 @@ cdef class Region(Keeper):
     cdef int _end_claim(self) noexcept
     # Would touching it be a SIGBUS? Also if that cannot be known.
     cdef bint shrunk(self) noexcept nogil
-    cdef int attach(self, Keeper core) except -1
+    cdef int attach(self, MemoryOwner core) except -1
     cdef void detach(self) noexcept
     # The file, with an open file description of its own.
     cdef Descriptor reopened(self)
@@ -58,5 +58,5 @@ cdef class Region(Keeper):
 # The region that a Buffer's bytes are in, or None.
 cdef Region region_behind(Block block)
 # An allocator's core enters the registry of those whose locks a fork takes, and leaves it.
-cdef void register_core(Keeper core) noexcept
-cdef void unregister_core(Keeper core) noexcept
+cdef void register_core(MemoryOwner core) noexcept
+cdef void unregister_core(MemoryOwner core) noexcept

@@ -1,6 +1,6 @@
 from typing import Literal, Never, NoReturn, Self, SupportsIndex, final
 
-from arenapy.buffer.block import Block, Keeper
+from arenapy.buffer.block import Block, MemoryOwner
 from arenapy.buffer.buffer import Buffer
 from arenapy.linux.reserved_space import Mapping
 from arenapy.linux.vm import Descriptor
@@ -10,7 +10,7 @@ class Backing:
     def __new__(cls, not_called: Never, /) -> Self: ...
 
 @final
-class Region(Keeper):  # type: ignore[misc]
+class Region(MemoryOwner):  # type: ignore[misc]
     # Nothing can be passed: sources make Regions, with from_address.
     def __new__(cls, not_called: Never, /) -> Self: ...
     @classmethod

@@ -27,7 +27,7 @@ from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, 
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.base.arguments cimport as_size
 from arenapy.buffer.block cimport (
-    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, Keeper, root_of,
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, root_of,
 )
 from arenapy.buffer.buffer cimport new_range
 from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
@@ -69,9 +69,9 @@ cdef class Backing:
 seal(Backing, "a Backing is internal; make a source's region")
 
 
-@cython.no_gc_clear               # the end of a Buffer's streams needs `medium`
+@cython.no_gc_clear               # the end of a Buffer's streams needs `hooks`
 @cython.trashcan(True)            # owners in chains, of any length, end one after the other
-cdef class Region(Keeper):
+cdef class Region(MemoryOwner):
     """One contiguous address range that allocators carve up.
 
     Made by a source's ``region(nbytes)``; sources of your own use :meth:`from_address`.
@@ -207,8 +207,8 @@ cdef class Region(Keeper):
         return self
 
     def __dealloc__(self):
-        if self.medium is not None:
-            self.medium.finish(<PyObject*>self, self.owner)
+        if self.hooks is not None:
+            self.hooks.finish(<PyObject*>self, self.owner)
         _unregister(self)
         self._unmap()
 
@@ -344,13 +344,13 @@ cdef class Region(Keeper):
         BufferError
             If a Buffer that was ever exported is alive. Nothing changes.
         """
-        cdef Keeper user = <Keeper>self.user if self.user != NULL else None
-        cdef Keeper guard = self if user is None else user
+        cdef MemoryOwner user = <MemoryOwner>self.user if self.user != NULL else None
+        cdef MemoryOwner guard = self if user is None else user
         cdef bint held
         if self.gone:
             return
-        if guard.medium is not None:
-            guard.medium.settle(<PyObject*>guard, False)
+        if guard.hooks is not None:
+            guard.hooks.settle(<PyObject*>guard, False)
         arenapy_lock_acquire(&guard.lock)
         held = arenapy_load(&self.holds) != 0 or (user is not None and user.has_holds())
         if not held:
@@ -372,7 +372,7 @@ cdef class Region(Keeper):
             "through multiprocessing"
         )
 
-    # -- as the keeper of Buffers made by buffer()
+    # -- as the owner of Buffers made by buffer()
 
     cdef bint alive(self, Block root) noexcept nogil:
         """Unheld Buffers end when an allocator takes the region, or its parent is closed."""
@@ -420,7 +420,7 @@ cdef class Region(Keeper):
     cdef object region_at(self, char* ptr):
         return self if self.parent is None else self.parent
 
-    cdef int attach(self, Keeper core) except -1:
+    cdef int attach(self, MemoryOwner core) except -1:
         if self.user != NULL:
             raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
         if self.gone:
@@ -537,25 +537,25 @@ cdef void _unregister(Region region) noexcept:
     arenapy_registry_unlock()
 
 
-cdef void register_core(Keeper core) noexcept:
+cdef void register_core(MemoryOwner core) noexcept:
     global cores
     arenapy_registry_lock()
     core.next_core = cores
     if cores != NULL:
-        (<Keeper>cores).prev_core = <PyObject*>core
+        (<MemoryOwner>cores).prev_core = <PyObject*>core
     cores = <PyObject*>core
     arenapy_registry_unlock()
 
 
-cdef void unregister_core(Keeper core) noexcept:
+cdef void unregister_core(MemoryOwner core) noexcept:
     global cores
     arenapy_registry_lock()
     if core.prev_core != NULL:
-        (<Keeper>core.prev_core).next_core = core.next_core
+        (<MemoryOwner>core.prev_core).next_core = core.next_core
     elif cores == <PyObject*>core:
         cores = core.next_core
     if core.next_core != NULL:
-        (<Keeper>core.next_core).prev_core = core.prev_core
+        (<MemoryOwner>core.next_core).prev_core = core.prev_core
     core.next_core = core.prev_core = NULL
     arenapy_registry_unlock()
 
@@ -566,14 +566,14 @@ cdef void _before_fork() noexcept nogil:
     claims_lock()
     p = cores
     while p != NULL:
-        (<Keeper>p).fork_lock()
-        p = (<Keeper>p).next_core
+        (<MemoryOwner>p).fork_lock()
+        p = (<MemoryOwner>p).next_core
     p = regions
     while p != NULL:
         if _child_writes_here(p) and not _lease_to_child(p):
             (<Region>p).lease_lost = True
             if (<Region>p).user != NULL:
-                (<Keeper>(<Region>p).user).expect_leases()
+                (<MemoryOwner>(<Region>p).user).expect_leases()
         p = (<Region>p).next
 
 
@@ -599,7 +599,7 @@ cdef bint _lease_to_child(PyObject* p) noexcept nogil:
         return False
     (<Region>p).fork_page = vm_keep_leases(fd, _lease_page(p))
     if (<Region>p).user != NULL:
-        rc = (<Keeper>(<Region>p).user).lease_live(p, fd)
+        rc = (<MemoryOwner>(<Region>p).user).lease_live(p, fd)
     else:
         rc = vm_lease(fd, (<Region>p).file_offset, <long long>(<Region>p).size)
     close_fd(fd)
@@ -622,7 +622,7 @@ cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
     if skipped and (<Region>p).map_size:
         vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
     if (<Region>p).user != NULL and ((<Region>p).fork != FORK_INHERIT or not mapped):
-        (<Keeper>(<Region>p).user).forked((<Region>p).gone == GONE_FORKED)
+        (<MemoryOwner>(<Region>p).user).forked((<Region>p).gone == GONE_FORKED)
 
 
 cdef void _after_fork(bint child) noexcept nogil:
@@ -642,15 +642,15 @@ cdef void _after_fork(bint child) noexcept nogil:
         p = (<Region>p).next
     p = cores
     while p != NULL:
-        (<Keeper>p).fork_unlock(child)
-        p = (<Keeper>p).next_core
+        (<MemoryOwner>p).fork_unlock(child)
+        p = (<MemoryOwner>p).next_core
     claims_unlock()
     arenapy_registry_unlock()
 
 
 cdef Region region_behind(Block block):
     cdef Block root = root_of(block)
-    return <Region?>root.keeper.region_at(root.ptr)
+    return <Region?>root.owner.region_at(root.ptr)
 
 
 def claim_behind(Block block not None):

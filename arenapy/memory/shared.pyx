@@ -22,7 +22,7 @@ from arenapy.buffer.buffer import View as _View
 from arenapy.memory.claims import claim
 from arenapy.memory.host_request import explain_map, refusal
 from libc.errno cimport EBADF, errno
-from arenapy.buffer.block cimport Keeper, acquire, check_open, root_of
+from arenapy.buffer.block cimport MemoryOwner, acquire, check_open, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.pickling import layout_of
 from arenapy.memory.region cimport Region, region_behind
@@ -51,13 +51,13 @@ cdef Region _region_of(Buffer buffer):
 def reduce_buffer(Buffer buffer not None):
     """A handle if the memory is shared (the bytes are leased from now on), else a copy."""
     cdef Region region = _region_of(buffer)
-    cdef Keeper keeper = root_of(buffer).keeper
+    cdef MemoryOwner owner = root_of(buffer).owner
     cdef long long offset
     check_open(buffer)
     if region is None or buffer.size == 0:
         return buffer.__reduce_ex__(2)
     acquire(buffer, False)
-    keeper.expect_leases()
+    owner.expect_leases()
     region.sent = True
     offset = buffer.ptr - region.ptr + region.file_offset
     with region.reopened() as file:
@@ -75,7 +75,7 @@ def reduce_region(Region region not None):
         return region.__reduce_ex__(2)         # says why not
     region.sent = True
     if region.user != NULL:
-        (<Keeper>region.user).expect_leases()
+        (<MemoryOwner>region.user).expect_leases()
     with region.reopened() as file:
         handle = _send(file)
     return receive_region, (

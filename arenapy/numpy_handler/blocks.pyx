@@ -21,7 +21,8 @@ from posix.mman cimport (
 from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
 from arenapy.buffer.block cimport GONE_FORKED
-from arenapy.pool.thread_cache cimport ThreadCache, cache_of
+from arenapy.pool.hot_path cimport cache_of
+from arenapy.pool.thread_cache cimport ThreadCache
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport segment_of
 from arenapy.pool.pool cimport Pool

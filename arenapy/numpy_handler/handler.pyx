@@ -20,14 +20,14 @@ from libc.string cimport memcpy, memset
 cimport numpy as cnp
 
 from arenapy.base.atomic cimport arenapy_finalizing, likely
-from arenapy.buffer.block cimport Block, Keeper, root_of
+from arenapy.buffer.block cimport Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.numpy_handler.blocks cimport Counts, Handler, give_slow, resized, take_slow, zeros
 from arenapy.pool.page_heap cimport Descriptor
 from arenapy.pool.pool cimport Pool
 from arenapy.pool.core cimport PoolCore, give_hit, take_hit
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.allocator.allocator_core cimport AllocatorCore
 
 cdef extern from "numpy/arrayobject.h":
     ctypedef struct PyDataMemAllocator:
@@ -150,10 +150,10 @@ def handler_block(cnp.ndarray array not None):
 def buffer_block(Buffer buffer not None):
     """(allocator or None, Region, address, bytes) of the block that a Buffer, or its root, is."""
     cdef Block root = root_of(buffer)
-    cdef Keeper keeper = root.keeper
+    cdef MemoryOwner owner = root.owner
     cdef uintptr_t at = <uintptr_t>root.ptr
-    for region in (<RegionSet>keeper).listed() if isinstance(keeper, RegionSet) else (keeper,):
+    for region in (<AllocatorCore>owner).listed() if isinstance(owner, AllocatorCore) else (owner,):
         if (<uintptr_t>(<Region>region).ptr <= at
                 < <uintptr_t>(<Region>region).ptr + (<Region>region).size):
-            return keeper.owner_of(), region, at, root.size
+            return owner.allocator_of(), region, at, root.size
     return None

@@ -4,7 +4,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
-from arenapy.pool.thread_cache cimport Asked, ThreadCache, cache_of
+from arenapy.pool.hot_path cimport cache_of
+from arenapy.pool.thread_cache cimport Asked, ThreadCache
 
 cdef enum:
     BATCH = 4096             # blocks that are taken under one lock

@@ -5,7 +5,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport likely
 from arenapy.buffer.block cimport Hold
-from arenapy.pool.thread_cache cimport ThreadCaches, quick_give_at, quick_take
+from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
+from arenapy.pool.thread_cache cimport ThreadCaches
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES
 
 cdef struct ClassFigures:
@@ -74,8 +75,8 @@ cdef class PoolCore(ThreadCaches):
 
 cdef inline void* take_hit(PoolCore c, size_t n, bint hot) noexcept nogil:
     cdef uint64_t tag
-    return quick_take(c, n, hot, &tag) if likely(not c.special and n <= MOST_BYTES) else NULL
+    return cache_alloc(c, n, hot, &tag) if likely(not c.special and n <= MOST_BYTES) else NULL
 
 
 cdef inline bint give_hit(PoolCore c, void* block) noexcept nogil:
-    return likely(not c.special) and quick_give_at(c, <char*>block)
+    return likely(not c.special) and cache_free_at(c, <char*>block)

@@ -1,4 +1,4 @@
-"""The pool algorithm as the keeper of Buffers: what is to be done with a block besides.
+"""The pool algorithm as the owner of Buffers: what is to be done with a block besides.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
 where blocks come from (thread_cache, page_heap), getting memory (memory), errors (pool).
@@ -14,16 +14,15 @@ from arenapy.base.atomic cimport (
     set_bit,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
-from arenapy.pool.thread_cache cimport (
-    ThreadCache, ThreadCaches, cache_of, named, push, quick_give, tag_at,
-)
+from arenapy.pool.hot_path cimport cache_of, named, push, cache_free, tag_at
+from arenapy.pool.thread_cache cimport ThreadCache, ThreadCaches
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport (
     MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
-from arenapy.allocator.allocator_core cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.base.thread_slot cimport MOST_CACHES
@@ -78,10 +77,10 @@ cdef class PoolCore(ThreadCaches):
         cdef char* ptr
         if self.shut or n > MOST_BYTES:
             return NULL
-        ptr = self.take_slow(n, align, miss, tag)
+        ptr = self.heap_alloc(n, align, miss, tag)
         if ptr == NULL and self.pending != NULL:     # other processes may have let go meanwhile
             self.settle()
-            ptr = self.take_slow(n, align, miss, tag)
+            ptr = self.heap_alloc(n, align, miss, tag)
         if ptr != NULL:
             self.handed_out(ptr, n, tag[0])
         return ptr
@@ -103,7 +102,7 @@ cdef class PoolCore(ThreadCaches):
             if not arenapy_load(&named(self, tag).live) >> (tag & 63) & 1:
                 return False
             record(self, EVENT_FREE, ptr, 0)
-            return quick_give(self, ptr, tag)
+            return cache_free(self, ptr, tag)
         if not self.claim(tag):
             return False
         record(self, EVENT_FREE, ptr, 0)
@@ -195,7 +194,7 @@ cdef class PoolCore(ThreadCaches):
                 self.note_time()
         free(hold)
 
-    # -- as the keeper of Buffers
+    # -- as the owner of Buffers
 
     cdef void dropped(self, PyObject* root) noexcept:
         cdef uint64_t tag = (<Block>root).tag
@@ -208,7 +207,7 @@ cdef class PoolCore(ThreadCaches):
             if self.debug:
                 self.verify_dropped()
         else:
-            quick_give(self, (<Block>root).ptr, tag)
+            cache_free(self, (<Block>root).ptr, tag)
 
     cdef void give_back(self, Block root) noexcept nogil:
         cdef uint64_t tag = root.tag
@@ -424,7 +423,7 @@ cdef class PoolCore(ThreadCaches):
         Pages.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:
-        RegionSet.disable(self, why)
+        AllocatorCore.disable(self, why)
         self.set_special()
 
     cdef void expect_leases(self) noexcept nogil:

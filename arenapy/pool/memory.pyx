@@ -17,7 +17,7 @@ from arenapy.base.arguments cimport as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
-from arenapy.pool.thread_cache cimport cache_of
+from arenapy.pool.hot_path cimport cache_of
 from arenapy.pool.page_heap cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
 from arenapy.pool.core cimport PoolCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM

@@ -3,7 +3,7 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, step_bytes, step_of
 from arenapy.linux.reserved_array cimport ReservedArray
 
@@ -78,7 +78,7 @@ cdef struct Bins:
     uint32_t heads[N_STEPS]
 
 
-cdef class Pages(RegionSet):
+cdef class Pages(AllocatorCore):
     # Guards all below, and the descriptors of extents that are not BLOCKs or SPANs in use. It may
     # be taken under a thread cache's lock, and none is taken under it.
     cdef arenapy_spin heap_lock

@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.allocator.allocator_core import RegionSet
+from arenapy.allocator.allocator_core import AllocatorCore
 
 @final
-class Pages(RegionSet): ...  # type: ignore[misc]
+class Pages(AllocatorCore): ...  # type: ignore[misc]

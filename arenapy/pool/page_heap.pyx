@@ -17,7 +17,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from arenapy.base.atomic cimport (
     arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release,
 )
-from arenapy.allocator.allocator_core cimport RegionSet
+from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
@@ -27,7 +27,7 @@ cdef enum:
 
 
 @cython.no_gc_clear
-cdef class Pages(RegionSet):
+cdef class Pages(AllocatorCore):
     """A heap of pages. Internal."""
 
     def __dealloc__(self):

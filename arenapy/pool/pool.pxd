@@ -22,6 +22,6 @@ cdef class Pool(PoolGrowth):
     cdef int forget_lanes(self, bint unused) except -1
     # What `trim_after` means, now: pages that were given back.
     cdef size_t trim_old(self) except? 0
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream)
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     # pool_alloc but for its short way.
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil

@@ -16,7 +16,7 @@ from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport PAGE, PAGE_BITS
-from arenapy.pool.thread_cache cimport quick_take
+from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.batch cimport BlockBatch
 from arenapy.pool.core cimport PoolCore, PoolFigures
 from arenapy.pool.growth cimport PoolGrowth
@@ -51,7 +51,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     cdef char* ptr
     if o == NULL or n < 0 or (<PoolCore>core).special:
         return None
-    ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+    ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
     if ptr == NULL:
         return None
     (<Buffer>o).size = n
@@ -132,7 +132,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.rounding, self.debug = rounding, core.watch(debug, verify)
         core.timed = -1 if trim_after is None else trim_after
         core.adopt(source, stream)
-        machine = memory_info().total if core.medium is None else DEVICE_ROOM
+        machine = memory_info().total if core.hooks is None else DEVICE_ROOM
         most = machine if max_bytes is None else <size_t>max_bytes
         core.open(2 * (min(most, <size_t>4 * machine) >> PAGE_BITS),
                   ROUND_CLASS if rounding == "class" else
@@ -146,10 +146,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 max_bytes if getattr(source, "mode", "") == "w+" else None)))
         elif initial:
             self.memory.begin(initial)
-        elif core.medium is None:
+        elif core.hooks is None:
             core.kind = "shared" if isinstance(source, Shared) else "host"
-        core.merges_first = core.medium is not None
-        if core.medium is not None and not core.host_accessible:
+        core.merges_first = core.hooks is not None
+        if core.hooks is not None and not core.host_accessible:
             self.lanes, self.lanes_named, self.most_lanes = {}, [], MANY_LANES
         core.ready()
         complete(self)
@@ -191,16 +191,16 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef char* ptr
         if (o == NULL or n < 0 or align is not None or stream is not None
                 or (<PoolCore>core).special):
-            return self.careful_alloc(nbytes, align, stream)
-        ptr = quick_take(<PoolCore>core, n, False, &(<Buffer>o).tag)
+            return self.general_alloc(nbytes, align, stream)
+        ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
         if ptr == NULL:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
         (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
         return freelist_pop(core, freelist, ptr)
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
         cdef Pool lane = None
         if stream is not None and self.lanes is not None:
@@ -210,7 +210,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             lane = self.lane_of(stream)
         if lane is not None:
             block = None if align is not None else quick_alloc(<PyObject*>lane.core, nbytes)
-            return lane.careful_alloc(nbytes, align, None) if block is None else <Buffer>block
+            return lane.general_alloc(nbytes, align, None) if block is None else <Buffer>block
         n = as_size(nbytes, "nbytes")
         return self.block_for(
             n, self.core.block_align if align is None else as_align(align), stream)
@@ -221,21 +221,21 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef Pool lane
         for known in self.lanes_named if ARENAPY_GIL else []:
             if known[0] is stream:
-                self.core.medium.may_begin(self.core.medium.named(stream))   # it may be closed
+                self.core.hooks.may_begin(self.core.hooks.named(stream))   # it may be closed
                 return <Pool>known[2]
-        named = self.core.medium.lane(stream)
-        if named is None or named is self.core.medium.own:
+        named = self.core.hooks.lane(stream)
+        if named is None or named is self.core.hooks.own:
             return None if named is None else self
         lane = self.lanes.get(named)
         if lane is None:
-            lane = Pool(None, self.core.medium.lane_source(self, named), 0, self.trim_after,
+            lane = Pool(None, self.core.hooks.lane_source(self, named), 0, self.trim_after,
                         rounding=self.rounding, debug=self.debug, stream=named)
             hide(lane)
             lane.core.allocator, lane.lanes = self.core.allocator, None
             lane = self.lanes.setdefault(named, lane)
             if len(self.lanes) > self.most_lanes:
                 self.forget_lanes(True)
-        if self.core.medium.always(stream, named):
+        if self.core.hooks.always(stream, named):
             self.lanes_named = [(stream, named, lane), *self.lanes_named[:MOST_NAMED - 1]]
         return lane
 
@@ -262,7 +262,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     cdef size_t trim_old(self) except? 0:
         cdef Pool lane
         cdef double now
-        if self.core.medium is not None:     # whose driver is not to be asked at each allocation
+        if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = time.monotonic()
             if now >= self.streams_due:
                 self.streams_due = now + self.core.timed / LOOKS

@@ -1,17 +1,10 @@
-# The C surface of thread caches and spans: blocks of all sizes from the page heap, quickly.
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+# The C surface of thread caches and spans: what they are. How they are used: hot_path.pxd.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, set_bit
-from arenapy.base.biased_lock cimport BiasedLock, biased_enter, biased_leave
-from arenapy.pool.page_heap cimport (
-    BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
-)
-from arenapy.base.sanitizer cimport POISONS
-from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.base.atomic cimport arenapy_spin
+from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.pool.segments cimport Segments
-from arenapy.base.size_classes cimport (
-    N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, ROUND_STEP, rounded, step_bytes, step_of,
-)
+from arenapy.base.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.linux.reserved_array cimport ReservedArray
 from arenapy.base.thread_slot cimport MOST_CACHES
 
@@ -83,7 +76,7 @@ cdef class ThreadCaches(Segments):
     cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil
     cdef ThreadCache* own_cache(self) noexcept nogil
     # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
-    cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
+    cdef char* heap_alloc(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
     # Blocks of these sizes, as many as the heap has memory for; how many those are. `miss`: it has
     # just got memory for the first of them. What is counted as asked is added to `asked`, too.
     cdef Py_ssize_t take_batch(self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out,
@@ -91,13 +84,13 @@ cdef class ThreadCaches(Segments):
     # Free them as if they had never been taken.
     cdef void untake(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
                      int64_t peak, const int64_t* peaks) noexcept nogil
-    cdef bint push_slow(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil
+    cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef void flush_all(self) noexcept nogil
     # The short ways, for a thread that does not own the lock of its cache.
-    cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil
-    cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil
-    cdef bint shared_give_at(self, char* ptr) noexcept nogil
+    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil
+    cdef bint shared_free(self, char* ptr, uint64_t tag) noexcept nogil
+    cdef bint shared_free_at(self, char* ptr) noexcept nogil
     # internal
     cdef char* from_heap(self, ThreadCache* f, int s, size_t n, size_t pages, size_t align,
                          bint miss, Asked* asked, uint64_t* tag) noexcept nogil
@@ -106,208 +99,3 @@ cdef class ThreadCaches(Segments):
     cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
     cdef void flush_large(self, ThreadCache* f) noexcept nogil
     cdef void give_block(self, uint32_t id) noexcept nogil
-
-
-cdef inline void count_taken(ThreadCache* f, int k, size_t size) noexcept nogil:
-    cdef Count* count = &f.counts[k]
-    count.allocations += 1
-    count.live += size
-    if count.live > count.peak:
-        count.peak = count.live
-    f.live += size
-    if f.live > f.peak:
-        f.peak = f.live
-
-
-cdef inline void count_given(ThreadCache* f, int k, size_t size) noexcept nogil:
-    cdef Count* count = &f.counts[k]
-    count.live -= size
-    f.freed += size
-    count.frees += 1
-    f.live -= size
-
-
-# What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
-cdef inline Descriptor* named(ThreadCaches c, uint64_t tag) noexcept nogil:
-    return <Descriptor*>(<char*>c.descriptors + (tag & ~<uint64_t>63))
-
-
-# The name of the block that begins at an address, live or not; 0: none does. Under a cache's lock,
-# which whoever adds or removes a segment takes, too. `of` is then what the name names: to find that
-# from the name again would wait for a multiplication.
-cdef inline uint64_t tag_at(ThreadCaches c, void* ptr, Descriptor** of) noexcept nogil:
-    cdef uint64_t at = <uintptr_t>ptr - c.hot.base
-    cdef uint64_t page = at >> PAGE_BITS
-    cdef uint64_t slot
-    cdef int i = c.hot_index
-    cdef uint32_t id
-    cdef Descriptor* d
-    if likely(page < c.hot.mapped):
-        id = c.hot.map[scatter(page)]
-    else:
-        i = segment_of(c, <uintptr_t>ptr)
-        if i < 0:
-            return 0
-        page = (<uintptr_t>ptr - c.segments[i].base) >> PAGE_BITS
-        if page >= c.segments[i].mapped:
-            return 0
-        id = c.segments[i].map[scatter(page)]
-    # The map is out of date within a BLOCK, so what it says is checked.
-    of[0] = d = &c.descriptors[id]
-    at = <uintptr_t>ptr - d.address
-    if likely(d.state == SPAN):
-        slot = at * d.inverse >> 32
-        if likely(slot * d.size == at and at < <uint64_t>d.pages << PAGE_BITS):
-            return <uint64_t>id << 6 | slot
-    elif (d.state == BLOCK or d.state == ODD) and at == d.skew:
-        return <uint64_t>id << 6
-    return 0
-
-
-# Where in its pages a block above 32 KiB begins, if so many of its bytes are not asked for. Blocks
-# that all begin on a page push each other out of the caches where many are read side by side. Half
-# a page, since a load waits for a store just before it whose address ends in the same 12 bits.
-cdef inline char* skewed(Descriptor* d, uint64_t tag, size_t slack) noexcept nogil:
-    d.skew = <uint16_t>(tag << 5 & SKEW) if slack >= SKEW else 0
-    return <char*>d.address + d.skew
-
-
-# In builds that poison: a block is free, all of it.
-cdef inline void forbid_block(ThreadCaches c, Descriptor* d, char* ptr) noexcept nogil:
-    if POISONS:
-        if d.state != SPAN:                  # which may begin before it, skewed
-            ptr = <char*>d.address
-        forbid(c, <uintptr_t>ptr, <uintptr_t>ptr + d.size)
-
-
-# Of the two blocks of a list that were freed last, the one that was handed out later comes first.
-# `x = f(x)` frees its temporaries, which are in the processor's caches, before what x was.
-cdef inline void hotter_first(ThreadCaches c, uint32_t* head) noexcept nogil:
-    cdef Descriptor* first = &c.descriptors[head[0]]
-    cdef uint32_t id = first.next
-    cdef Descriptor* second = &c.descriptors[id]
-    if id and earlier(first.detail.taken, second.detail.taken):
-        first.next = second.next
-        second.next = head[0]
-        head[0] = id
-
-
-# From the thread cache, its lock held: the block of the step that was freed last, for n bytes, or
-# NULL. `hot`: or the one before. (Who hands it out permits n bytes of it.)
-cdef inline char* pop(
-    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, uint64_t* tag
-) noexcept nogil:
-    cdef Magazine* m
-    cdef Descriptor* d
-    cdef uint32_t id
-    cdef char* ptr
-    if likely(s < N_SMALL):
-        m = &f.small[s]
-        if not likely(m.n):
-            return NULL
-        m.n -= 1
-        ptr = m.items[m.n].ptr
-        tag[0] = m.items[m.n].tag
-        d = named(c, tag[0])
-        set_bit(&d.live, tag[0])
-        count_taken(f, d.size_class, d.size)
-        return ptr
-    if s >= N_EXACT:
-        return NULL
-    if not likely(f.large[s - N_SMALL]):
-        return NULL
-    if hot:
-        hotter_first(c, &f.large[s - N_SMALL])
-    if c.rounding == ROUND_LINES and not c.fitting_first(&f.large[s - N_SMALL], n):
-        return NULL
-    id = f.large[s - N_SMALL]
-    d = &c.descriptors[id]
-    f.large[s - N_SMALL] = d.next
-    f.n_large -= 1
-    f.tick += 1
-    d.tick = f.tick
-    tag[0] = <uint64_t>id << 6
-    set_bit(&d.live, 0)
-    count_taken(f, d.size_class, d.size)
-    # A device's blocks have no processor's cache lines to be skewed over.
-    return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, tag[0], d.size - n)
-
-
-# To the thread cache, its lock held. False: the block is not live.
-cdef inline bint push(
-    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t tag
-) noexcept nogil:
-    cdef uint32_t* head
-    cdef Magazine* m
-    if likely(d.state == SPAN):
-        m = &f.small[d.step]
-        if not likely(m.n < m.depth):
-            return c.push_slow(f, ptr, tag)
-        if not likely(clear_bit(&d.live, tag)):
-            return False
-        m.items[m.n] = Entry(ptr, tag)
-        m.n += 1
-    elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
-        if not likely(clear_bit(&d.live, 0)):
-            return False
-        f.tick += 1
-        d.detail.taken = d.tick
-        d.tick = f.tick
-        head = &f.large[d.step - N_SMALL]
-        d.next = head[0]
-        head[0] = <uint32_t>(tag >> 6)
-        f.n_large += 1
-    else:
-        return c.push_slow(f, ptr, tag)
-    forbid_block(c, d, ptr)
-    count_given(f, d.size_class, d.size)
-    return True
-
-
-cdef inline ThreadCache* cache_of(ThreadCaches c) noexcept nogil:
-    return c.cache if ARENAPY_GIL else c.own_cache()
-
-
-# The short way: what the thread cache has, NULL if that is nothing. Not if `special`.
-cdef inline char* quick_take(ThreadCaches c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
-    cdef int s
-    cdef char* ptr
-    cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
-    if likely(c.rounding == ROUND_STEP):
-        s = step_of(n)
-    else:
-        s = step_of(rounded(n, c.rounding))
-    if not likely(biased_enter(&f.lock)):
-        ptr = c.shared_take(n, s, hot, &other)
-        tag[0] = other
-        return ptr
-    ptr = pop(c, f, s, n, hot, tag)
-    biased_leave(&f.lock)
-    if POISONS and ptr != NULL:
-        permit(c, <uintptr_t>ptr, n)
-    return ptr
-
-
-cdef inline bint quick_give(ThreadCaches c, char* ptr, uint64_t tag) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
-    cdef bint was_live
-    if not likely(biased_enter(&f.lock)):
-        return c.shared_give(ptr, tag)
-    was_live = push(c, f, named(c, tag), ptr, tag)
-    biased_leave(&f.lock)
-    return was_live
-
-
-# The same for a block that is known by its address.
-cdef inline bint quick_give_at(ThreadCaches c, char* ptr) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
-    cdef Descriptor* d
-    cdef uint64_t tag
-    cdef bint was_live
-    if not likely(biased_enter(&f.lock)):
-        return c.shared_give_at(ptr)
-    tag = tag_at(c, ptr, &d)
-    was_live = tag != 0 and push(c, f, d, ptr, tag)
-    biased_leave(&f.lock)
-    return was_live

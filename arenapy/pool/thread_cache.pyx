@@ -19,6 +19,9 @@ cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memmove
 
+from arenapy.pool.hot_path cimport (
+    cache_of, count_given, count_taken, forbid_block, named, pop, push, skewed, tag_at,
+)
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr, clear_bit
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
@@ -28,7 +31,7 @@ from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sealed cimport seal
 from arenapy.pool.segments cimport Segments
-from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS
+from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
 from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
@@ -113,7 +116,7 @@ cdef class ThreadCaches(Segments):
 
     # -- blocks of the thread caches
 
-    cdef char* shared_take(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil:
+    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef char* ptr
         biased_acquire(&f.lock)
@@ -123,7 +126,7 @@ cdef class ThreadCaches(Segments):
             permit(self, <uintptr_t>ptr, n)
         return ptr
 
-    cdef bint shared_give(self, char* ptr, uint64_t tag) noexcept nogil:
+    cdef bint shared_free(self, char* ptr, uint64_t tag) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef bint was_live
         biased_acquire(&f.lock)
@@ -131,7 +134,7 @@ cdef class ThreadCaches(Segments):
         biased_release(&f.lock)
         return was_live
 
-    cdef bint shared_give_at(self, char* ptr) noexcept nogil:
+    cdef bint shared_free_at(self, char* ptr) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d
         cdef uint64_t tag
@@ -144,7 +147,7 @@ cdef class ThreadCaches(Segments):
 
     # -- blocks from the heap
 
-    cdef char* take_slow(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
+    cdef char* heap_alloc(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef size_t size = rounded(n, self.rounding) if self.rounding else n
         cdef size_t pages = max((size + PAGE - 1) >> PAGE_BITS, <size_t>1)
@@ -327,7 +330,7 @@ cdef class ThreadCaches(Segments):
 
     # -- and back
 
-    cdef bint push_slow(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil:
+    cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil:
         """Free a block when its place in the thread cache is full, or it has none."""
         cdef Descriptor* d = named(self, tag)
         cdef int s = d.step

@@ -9,7 +9,7 @@ from libc.stdint cimport uint64_t
 
 from arenapy.slab.slab cimport Slab
 from arenapy.slab.core cimport SlabCore
-from arenapy.slab.slots cimport quick_free, quick_take
+from arenapy.slab.hot_path cimport cache_free_at, cache_alloc
 
 # When the stack of the thread is empty (grows if it has to, and takes the GIL for that), and for
 # slabs that do more on each call: the short ways do nothing there.
@@ -21,7 +21,7 @@ cdef int slab_free_slow(Slab slab, void* item) noexcept nogil
 
 cdef inline void* take_from(SlabCore c) noexcept nogil:
     cdef uint64_t name
-    return quick_take(c, &name)
+    return cache_alloc(c, &name)
 
 
 cdef inline void* slab_alloc(Slab slab) noexcept nogil:
@@ -32,4 +32,4 @@ cdef inline void* slab_alloc(Slab slab) noexcept nogil:
 
 cdef inline int slab_free(Slab slab, void* item) noexcept nogil:
     """0: done. -1: no live item begins there (freed twice, or another's); nothing has changed."""
-    return 0 if quick_free(slab.core, <char*>item) else slab_free_slow(slab, item)
+    return 0 if cache_free_at(slab.core, <char*>item) else slab_free_slow(slab, item)

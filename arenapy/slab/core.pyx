@@ -1,4 +1,4 @@
-"""The slab algorithm as the keeper of Buffers: what is to be done with an item besides.
+"""The slab algorithm as the owner of Buffers: what is to be done with an item besides.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
 which items are free (slots), getting memory from a source, errors (slab).
@@ -18,11 +18,10 @@ from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, link_hold, record, unlink_hold
+from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
-from arenapy.slab.slots cimport (
-    Items, Part, Stack, address_of, forbid_from, nth_word, quick_give, stack_of, stow, word_of,
-)
+from arenapy.slab.hot_path cimport forbid_from, cache_free, stack_of, stow
+from arenapy.slab.slots cimport Items, Part, Stack, address_of, nth_word, word_of
 from arenapy.base.thread_slot cimport MOST_CACHES
 from arenapy.linux.vm cimport vm_lease
 
@@ -185,7 +184,7 @@ cdef class SlabCore(Items):
                 free(hold)
             hold = next
 
-    # -- as the keeper of Buffers
+    # -- as the owner of Buffers
 
     cdef void dropped(self, PyObject* root) noexcept:
         cdef uint64_t name = (<Block>root).tag
@@ -193,7 +192,7 @@ cdef class SlabCore(Items):
             arenapy_sub(&self.n_held, 1)
         if name == 0:
             return                           # released before
-        if not quick_give(self, name):
+        if not cache_free(self, name):
             self.put(name)
             if self.debug:
                 self.verify_dropped()
@@ -258,7 +257,7 @@ cdef class SlabCore(Items):
     # -- the end of a region, fork
 
     cdef void fork_lock(self) noexcept nogil:
-        RegionSet.fork_lock(self)
+        AllocatorCore.fork_lock(self)
         if self.depot != NULL:
             self.lock_all()
 
@@ -267,10 +266,10 @@ cdef class SlabCore(Items):
             if child:
                 self.forget_growth()
             self.unlock_all()
-        RegionSet.fork_unlock(self, child)
+        AllocatorCore.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:
-        RegionSet.disable(self, why)
+        AllocatorCore.disable(self, why)
         self.set_special()
 
     cdef void expect_leases(self) noexcept nogil:

@@ -14,7 +14,7 @@ cdef class Slab(Allocator):
     cdef readonly bint debug
     cdef uint64_t most               # items
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream)
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     cdef int fits(self, Py_ssize_t n, Py_ssize_t align) except -1
     # An item for which the source is asked.
     cdef char* slow_get(self, size_t nbytes, uint64_t* name) except NULL

@@ -17,7 +17,8 @@ from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
 from arenapy.slab.core cimport SlabCore, SlabFigures
-from arenapy.slab.slots cimport OTHER_GROWS, SELF_GROWS, forbid_from, quick_take
+from arenapy.slab.hot_path cimport forbid_from, cache_alloc
+from arenapy.slab.slots cimport OTHER_GROWS, SELF_GROWS
 
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
@@ -164,10 +165,10 @@ cdef class Slab(Allocator):
             n = <size_t>quick_size(<PyObject*>nbytes)
         if (o == NULL or n > (<SlabCore>core).item_size or align is not None
                 or stream is not None):
-            return self.careful_alloc(nbytes, align, stream)
-        ptr = quick_take(<SlabCore>core, &(<Buffer>o).tag)
+            return self.general_alloc(nbytes, align, stream)
+        ptr = cache_alloc(<SlabCore>core, &(<Buffer>o).tag)
         if ptr == NULL:
-            return self.careful_alloc(nbytes, align, stream)
+            return self.general_alloc(nbytes, align, stream)
         if POISONS:
             forbid_from(<SlabCore>core, ptr, n, (<SlabCore>core).item_size)
         (<Buffer>o).size = n
@@ -175,7 +176,7 @@ cdef class Slab(Allocator):
         (<Buffer>o).word = 0
         return freelist_pop(core, freelist, ptr)
 
-    cdef Buffer careful_alloc(self, object nbytes, object align, object stream):
+    cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = self.core.item_size if nbytes is None else as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = 1 if align is None else as_align(align)
         return self.block_for(n, a, stream)

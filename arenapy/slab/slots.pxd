@@ -1,13 +1,12 @@
 # The C surface of items of one size.
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from arenapy.base.abi cimport ARENAPY_ABI
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, clear_bit, likely, set_bit
-from arenapy.base.biased_lock cimport BiasedLock, biased_enter, biased_leave
-from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
+from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, forbid, permit
+from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.linux.reserved_array cimport ReservedArray
 from arenapy.base.thread_slot cimport MOST_CACHES
 
@@ -34,7 +33,7 @@ cdef struct Part:
     uint64_t items           # at most 2 ** 31; 0: this part is not in use
     uint64_t used            # <= items; those from here on are fresh: never handed out
     ReservedArray array      # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
-    PyObject* region         # borrowed of RegionSet.regions
+    PyObject* region         # borrowed of AllocatorCore.regions
     uint32_t next            # in the list of those with fresh items, or of those not in use
     uint32_t by_address      # of parts[i]: the number of the i-th part in use, counted from 0
 
@@ -49,7 +48,7 @@ cdef struct Stack:
     ReservedArray array      # where this lies
 
 
-cdef class Items(RegionSet):
+cdef class Items(AllocatorCore):
     cdef Part* parts         # in `part_array`, never moved; parts[0] is none
     cdef size_t stride       # bytes from item to item
     cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64
@@ -94,9 +93,9 @@ cdef class Items(RegionSet):
     # Not the short ways any more, or again.
     cdef void bar(self, bint special) noexcept nogil
     # The short ways, for a thread that does not own the lock of its stack.
-    cdef char* shared_take(self, uint64_t* name) noexcept nogil
-    cdef bint shared_give(self, uint64_t name) noexcept nogil
-    cdef bint shared_free(self, char* at) noexcept nogil
+    cdef char* shared_alloc(self, uint64_t* name) noexcept nogil
+    cdef bint shared_free(self, uint64_t name) noexcept nogil
+    cdef bint shared_free_at(self, char* at) noexcept nogil
     # internal
     cdef Stack* own_stack(self) noexcept nogil
     cdef bint refill(self, Stack* s) noexcept nogil
@@ -145,108 +144,3 @@ cdef inline Word* word_of(Items c, uint64_t name) noexcept nogil:
 
 cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
     return c.parts[name >> 32].base + <uint32_t>name * c.stride
-
-
-# In builds that poison: what is free of items, and of one of which n bytes were asked for. Threads
-# have neighbouring items at once, so not of those that share a unit.
-cdef inline void forbid_from(Items c, char* at, size_t n, size_t end) noexcept nogil:
-    if POISONS and c.align >= POISON_UNIT:
-        forbid(c, <uintptr_t>at + n, <uintptr_t>at + end)
-
-
-cdef inline Stack* stack_of(Items c) noexcept nogil:
-    return c.depot if ARENAPY_GIL else c.own_stack()
-
-
-# For the short ways. Who finds that it owns the lock of this one need not ask whether the slab is
-# special: then that is a stack that nobody owns.
-cdef inline Stack* quick_stack(Items c) noexcept nogil:
-    return c.quick if ARENAPY_GIL or c.special else c.own_stack()
-
-
-# From a stack that is not empty, its lock held: the item that was given back last.
-cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
-    cdef int64_t n = s.n - 1
-    cdef uint64_t tick = s.tick + 1
-    cdef uint64_t top = names_of(s)[n]
-    cdef Word* word = word_of(c, top)
-    cdef char* ptr = address_of(c, top)
-    s.n = n
-    if n < s.least:
-        s.least = n
-    s.tick = tick
-    set_bit(&word.live, top)
-    note(&word.tick, tick)
-    name[0] = top
-    permit(c, <uintptr_t>ptr, c.item_size)
-    return ptr
-
-
-# Onto a stack, its lock held: an item that is not live (any more), and its word.
-cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
-    cdef int64_t n
-    cdef uint64_t tick = s.tick + 1
-    if not ARENAPY_GIL and s.n == DEPTH and s != c.depot:
-        c.make_place(s)
-    if POISONS:
-        forbid_from(c, address_of(c, name), 0, c.stride)
-    n = s.n
-    names_of(s)[n] = name
-    s.n = n + 1
-    s.tick = tick
-    note(&word.tick, tick)
-
-
-# The same for one that is live. False: it is not.
-cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
-    if not likely(clear_bit(&word.live, name)):
-        return False
-    stow(c, s, word, name)
-    return True
-
-
-# The short way. NULL: the stack is empty, or the slab is special.
-cdef inline char* quick_take(Items c, uint64_t* name) noexcept nogil:
-    cdef Stack* s = quick_stack(c)
-    cdef char* ptr = NULL
-    cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
-    if not likely(biased_enter(&s.lock)):
-        ptr = c.shared_take(&other)
-        name[0] = other
-        return ptr
-    if likely(s.n > 0):
-        ptr = pop(c, s, name)
-    biased_leave(&s.lock)
-    return ptr
-
-
-# False: the item is not live, or the slab is special.
-cdef inline bint quick_give(Items c, uint64_t name) noexcept nogil:
-    cdef Stack* s = quick_stack(c)
-    cdef bint was_live
-    if not likely(biased_enter(&s.lock)):
-        return c.shared_give(name)
-    was_live = push(c, s, word_of(c, name), name)
-    biased_leave(&s.lock)
-    return was_live
-
-
-# The same by address, a stack's lock held.
-cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
-    cdef Part* p = &c.parts[s.guess]
-    cdef uint64_t index = item_index(<uint64_t>(at - p.base), c.inverse, c.shift)
-    cdef uint64_t name
-    if likely(index < p.items):
-        return push(c, s, nth_word(p, index >> 6), <uint64_t>s.guess << 32 | index)
-    name = c.find(s, at)
-    return name != 0 and push(c, s, word_of(c, name), name)
-
-
-cdef inline bint quick_free(Items c, char* at) noexcept nogil:
-    cdef Stack* s = quick_stack(c)
-    cdef bint was_live
-    if not likely(biased_enter(&s.lock)):
-        return c.shared_free(at)
-    was_live = push_at(c, s, at)
-    biased_leave(&s.lock)
-    return was_live

@@ -16,6 +16,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memmove
 
+from arenapy.slab.hot_path cimport pop, push, push_at, stack_of
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
 )
@@ -24,7 +25,7 @@ from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport RegionSet, forbid_new, record
+from arenapy.allocator.allocator_core cimport AllocatorCore, forbid_new, record
 from arenapy.base.sealed cimport seal
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
@@ -67,7 +68,7 @@ cdef inline void shift(Stack* s, int64_t n) noexcept nogil:
 
 
 @cython.no_gc_clear
-cdef class Items(RegionSet):
+cdef class Items(AllocatorCore):
     """Items of one size, in regions. Internal."""
 
     def __dealloc__(self):
@@ -197,7 +198,7 @@ cdef class Items(RegionSet):
         self.special = special
         self.quick = &no_stack if special else self.depot
 
-    cdef char* shared_take(self, uint64_t* name) noexcept nogil:
+    cdef char* shared_alloc(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
         if self.special:
@@ -208,7 +209,7 @@ cdef class Items(RegionSet):
         biased_release(&s.lock)
         return ptr
 
-    cdef bint shared_give(self, uint64_t name) noexcept nogil:
+    cdef bint shared_free(self, uint64_t name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
         if self.special:
@@ -218,7 +219,7 @@ cdef class Items(RegionSet):
         biased_release(&s.lock)
         return was_live
 
-    cdef bint shared_free(self, char* at) noexcept nogil:
+    cdef bint shared_free_at(self, char* at) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
         if self.special:

@@ -11,7 +11,7 @@ import pytest
 import arenapy
 
 INSTALLED = Path(arenapy.__file__).parent
-SUFFIXES = {".py", ".pyi", ".pxd", ".typed"}
+SUFFIXES = {".py", ".pyi", ".pxd", ".typed", ".html", ".gz", ".md"}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,9 @@ def test_every_source_file_is_shipped(source):
     wanted = {
         path.relative_to(source)
         for path in source.rglob("*")
-        if path.suffix in SUFFIXES or (path.parent.name == "data" and path.is_file())
-        if "__pycache__" not in path.parts
+        if path.suffix in SUFFIXES and "__pycache__" not in path.parts
     }
-    assert Path("py.typed") in wanted
+    assert {Path("py.typed"), Path("trace/page.html")} <= wanted
     assert {path for path in wanted if not (INSTALLED / path).is_file()} == set()
 
 

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
-from arenapy.buffer.stream_hooks import Medium
+from arenapy.buffer.stream_hooks import StreamHooks
 from arenapy.cuda import backing
 from arenapy.cuda.device import driver_memory
 from arenapy.cuda.managed import advise as _advise
@@ -58,7 +58,7 @@ class Device:
         _check_ordinal(self.ordinal)
 
     @property
-    def medium(self) -> Medium:
+    def hooks(self) -> StreamHooks:
         """Internal: what an allocator over this source asks about streams."""
         return backing.device_memory(self.ordinal)
 
@@ -76,7 +76,7 @@ class Device:
         ValueError, TypeError
             `nbytes` is not a size, or there is no such device.
         """
-        return backing.device_region(self.medium, checked_size(nbytes))
+        return backing.device_region(self.hooks, checked_size(nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Pinned:
         )
 
     @property
-    def medium(self) -> Medium:
+    def hooks(self) -> StreamHooks:
         """Internal: what an allocator over this source asks about streams."""
         return backing.pinned_memory(self.mapped)
 
@@ -157,7 +157,7 @@ class Pinned:
         nbytes = checked_size(nbytes)
         backing.check_pinned(nbytes, self.max_ram_fraction)
         return backing.pinned_region(
-            self.medium, self._host().region(nbytes), self.portable, self.mapped
+            self.hooks, self._host().region(nbytes), self.portable, self.mapped
         )
 
 
@@ -194,7 +194,7 @@ class Managed:
         check_flag("oversubscribe", self.oversubscribe)
 
     @property
-    def medium(self) -> Medium:
+    def hooks(self) -> StreamHooks:
         """Internal: what an allocator over this source asks about streams."""
         return backing.managed_memory(self.ordinal)
 
@@ -209,7 +209,7 @@ class Managed:
             As `Device.region`.
         """
         nbytes = checked_size(nbytes)
-        memory = self.medium
+        memory = self.hooks
         _, free, _ = driver_memory(self.ordinal)
         if nbytes > free and not self.oversubscribe:
             raise OutOfMemory(
@@ -264,7 +264,7 @@ class DriverPool:
             raise ValueError(f"release_threshold={threshold!r}: need bytes, 0 or more, or None")
 
     @property
-    def medium(self) -> Medium:
+    def hooks(self) -> StreamHooks:
         """Internal: what an allocator over this source asks about streams."""
         return backing.device_memory(self.ordinal)
 
@@ -275,7 +275,7 @@ class DriverPool:
 
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes from the driver's pool; raises as `Device.region`."""
-        return backing.pooled_region(self.medium, self._pool(), checked_size(nbytes))
+        return backing.pooled_region(self.hooks, self._pool(), checked_size(nbytes))
 
     def trim(self, keep_bytes: int = 0) -> None:
         """Let the driver give back what it keeps beyond `keep_bytes`."""

@@ -19,8 +19,8 @@ from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.batch import copy_batch
 from arenapy.cuda.device import memory_info
-from arenapy.cuda.own_stream import Stream, elapsed
-from arenapy.cuda.source import Device, Pinned
+from arenapy.cuda.sources import Device, Pinned
+from arenapy.cuda.stream import Stream, elapsed
 from arenapy.memory.host_request import checked_index, checked_size
 from arenapy.stats import _grid, _html_row
 

@@ -14,12 +14,12 @@ from libc.stdint cimport uint64_t
 import weakref
 
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.buffer.stream_hooks cimport Medium
+from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.memory.region cimport Backing
 
 from arenapy.cuda.backing cimport region_of
 from arenapy.cuda.copies cimport CudaMemory
-from arenapy.cuda.stream cimport Stream
+from arenapy.cuda.stream_ref cimport StreamRef
 from arenapy.base.sealed cimport seal
 
 from arenapy.errors import OutOfMemory
@@ -43,12 +43,12 @@ cdef class LaneSource:
     """Chunks of a pool's memory for one of its streams. Internal."""
 
     cdef object pool                 # weakref: the pool has its lanes
-    cdef readonly Stream stream
-    cdef readonly Medium medium
+    cdef readonly StreamRef stream
+    cdef readonly StreamHooks hooks
     cdef object __weakref__
 
-    def __cinit__(self, pool, Medium medium, Stream stream):
-        self.pool, self.medium, self.stream = weakref.ref(pool), medium, stream
+    def __cinit__(self, pool, StreamHooks hooks, StreamRef stream):
+        self.pool, self.hooks, self.stream = weakref.ref(pool), hooks, stream
 
     def region(self, size_t nbytes):
         """A chunk of so many bytes."""
@@ -58,4 +58,4 @@ cdef class LaneSource:
             raise OutOfMemory("the pool that this stream's memory comes from is gone")
         backing.chunk = pool._chunk(nbytes, self.stream)
         return region_of(
-            <uint64_t>backing.chunk.ptr, nbytes, backing, <CudaMemory>self.medium, DEVICE_PAGE)
+            <uint64_t>backing.chunk.ptr, nbytes, backing, <CudaMemory>self.hooks, DEVICE_PAGE)

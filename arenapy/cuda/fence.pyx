@@ -13,8 +13,8 @@ from arenapy.base.atomic cimport arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
-from arenapy.cuda.stream cimport (
-    CAPTURING, Stream, captured_graph, free_to_use, handle_here, is_over, not_closed,
+from arenapy.cuda.stream_ref cimport (
+    CAPTURING, StreamRef, captured_graph, free_to_use, handle_here, is_over, not_closed,
     relax, restore,
 )
 from arenapy.base.sealed cimport seal
@@ -37,21 +37,21 @@ cdef tuple GONE = (INVALID_HANDLE, INVALID_CONTEXT, CONTEXT_GONE)
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
 
 
-cdef class Ticket:
+cdef class Fence:
     """Something that has to be over before memory is used again. Internal."""
 
     cdef bint over(self) noexcept:
         return True
 
-    cdef bint wait(self, Stream stream) noexcept:
+    cdef bint wait(self, StreamRef stream) noexcept:
         return True
 
 
-seal(Ticket)
+seal(Fence)
 
 
 @cython.final
-cdef class Event(Ticket):
+cdef class EventFence(Fence):
     """All that a stream was given before. Internal."""
 
     def __dealloc__(self):
@@ -71,7 +71,7 @@ cdef class Event(Ticket):
             forget(result)
         return is_over(result)
 
-    cdef bint wait(self, Stream stream) noexcept:
+    cdef bint wait(self, StreamRef stream) noexcept:
         cdef int result, mode = RELAXED
         cdef void* handle = NULL
         if self.event == NULL:
@@ -90,7 +90,7 @@ cdef class Event(Ticket):
         return is_over(result)
 
 
-seal(Event)
+seal(EventFence)
 
 
 cdef void give_event(void* context, void* event) noexcept:
@@ -124,15 +124,15 @@ cdef void* take_event(void* context) except NULL:
         return create_event(context, DISABLE_TIMING)
 
 
-cdef Ticket new_event(Stream stream):
-    cdef Event ticket = Event.__new__(Event)
+cdef Fence new_event(StreamRef stream):
+    cdef EventFence fence = EventFence.__new__(EventFence)
     cdef void* event = take_event(stream.context)
     cdef void* handle = handle_here(stream)
     cdef uint64_t id = stream.id
     cdef bint asked
     cdef int result
-    ticket.context, ticket.generation = stream.context, generation
-    ticket.event = event
+    fence.context, fence.generation = stream.context, generation
+    fence.event = event
     not_closed(stream)
     # The handle may be another stream's by now; of one that captures this is not to be asked.
     asked = id and not stream.lasting and stream.state() != CAPTURING
@@ -151,12 +151,12 @@ cdef Ticket new_event(Stream stream):
                 result = driver.cuEventRecord(event, handle)
                 leave()
     checked(result, "cuEventRecord")
-    return ticket
+    return fence
 
 
 # ---- graphs ------------------------------------------------------------------------------
 
-# Of two owners: the ticket, and the graph, which the driver may destroy in a thread of its own.
+# Of two owners: the fence, and the graph, which the driver may destroy in a thread of its own.
 cdef struct SharedFlag:
     uint64_t owners
     uint64_t gone
@@ -173,7 +173,7 @@ cdef void graph_is_gone(void* p) noexcept nogil:
 
 
 @cython.final
-cdef class Graph(Ticket):
+cdef class GraphFence(Fence):
     """The graph that a stream was captured into, and what was made of it. Internal."""
 
     def __dealloc__(self):
@@ -183,15 +183,15 @@ cdef class Graph(Ticket):
     cdef bint over(self) noexcept:
         return arenapy_load(&(<SharedFlag*>self.shared).gone) != 0
 
-    cdef bint wait(self, Stream stream) noexcept:
+    cdef bint wait(self, StreamRef stream) noexcept:
         return self.over()                   # nobody knows whether it will be launched again
 
 
-seal(Graph)
+seal(GraphFence)
 
 
-cdef Ticket new_graph(Stream stream):
-    cdef Graph ticket = Graph.__new__(Graph)
+cdef Fence new_graph_fence(StreamRef stream):
+    cdef GraphFence fence = GraphFence.__new__(GraphFence)
     cdef SharedFlag* flag = NULL
     cdef void* graph = NULL
     cdef void* thing = NULL
@@ -203,7 +203,7 @@ cdef Ticket new_graph(Stream stream):
             result = captured_graph(stream.handle, &id, &graph)
             leave()
     checked(result, "cuStreamGetCaptureInfo")
-    if stream.graph is not None and stream.capture == id and not (<Ticket>stream.graph).over():
+    if stream.graph is not None and stream.capture == id and not (<Fence>stream.graph).over():
         return stream.graph                  # one is enough for all that a capture uses
     flag = <SharedFlag*>malloc(sizeof(SharedFlag))
     if flag == NULL:
@@ -221,17 +221,17 @@ cdef Ticket new_graph(Stream stream):
     if result != SUCCESS and thing == NULL:
         free(flag)
         flag = NULL
-    ticket.shared = flag
+    fence.shared = flag
     checked(result, "cuGraphRetainUserObject")
-    stream.graph, stream.capture = ticket, id
-    return ticket
+    stream.graph, stream.capture = fence, id
+    return fence
 
 
-cdef Ticket ticket_of(Stream stream):
-    return new_graph(stream) if stream.captures() else new_event(stream)
+cdef Fence fence_of(StreamRef stream):
+    return new_graph_fence(stream) if stream.captures() else new_event(stream)
 
 
-cdef Ticket work_of(Stream stream):
+cdef Fence work_of(StreamRef stream):
     try:
         return new_event(stream)
     except CudaError as error:
@@ -240,7 +240,7 @@ cdef Ticket work_of(Stream stream):
     return work_of_context(stream)           # somebody has destroyed it
 
 
-cdef Ticket work_of_context(Stream stream):
+cdef Fence work_of_context(StreamRef stream):
     # cuCtxSynchronize would make invalid every capture in the context, also one that nobody here
     # knows of. cuMemFree waits for the same, since any stream may use the memory, and does not
     # disturb a capture. It has to be whole pages, which the driver unmaps: smaller allocations
@@ -257,12 +257,12 @@ cdef Ticket work_of_context(Stream stream):
         forget(result)
     if not is_over(result):
         checked(result, "cuMemFree")
-    return Ticket.__new__(Ticket)
+    return Fence.__new__(Fence)
 
 
 # ---- streams that wait --------------------------------------------------------------------
 
-cdef int join_streams(Stream stream, Stream other) except -1:
+cdef int join_streams(StreamRef stream, StreamRef other) except -1:
     if stream is not other:
         free_to_use(stream, "it cannot wait for {!r}; do this before the capture", other)
         free_to_use(other, "{!r} cannot wait for it; do this before the capture", stream)
@@ -270,22 +270,22 @@ cdef int join_streams(Stream stream, Stream other) except -1:
     return 0
 
 
-cdef int let_wait(Stream stream, object use) except -1:
-    cdef Ticket ticket = work_of(<Stream>use) if isinstance(use, Stream) else <Ticket>use
-    if not ticket.wait(stream):
+cdef int let_wait(StreamRef stream, object use) except -1:
+    cdef Fence fence = work_of(<StreamRef>use) if isinstance(use, StreamRef) else <Fence>use
+    if not fence.wait(stream):
         raise CudaError(f"cuStreamWaitEvent failed: {stream!r} cannot wait for {use!r}")
     return 0
 
 
-cdef int follow(Stream stream, object use, bint strict) except -1:
+cdef int follow(StreamRef stream, object use, bint strict) except -1:
     cdef bint captured = stream.captures()
     if use is stream:
         return 0
-    if isinstance(use, Stream) and (<Stream>use).captures():
+    if isinstance(use, StreamRef) and (<StreamRef>use).captures():
         if captured:                         # into the same graph, or the driver refuses
             let_wait(stream, use)
         elif strict:
-            refuse_captured(<Stream>use)
+            refuse_captured(<StreamRef>use)
         return 0
     if captured:                             # a graph is launched when all this is over
         return wait_here(use, strict)
@@ -295,30 +295,30 @@ cdef int follow(Stream stream, object use, bint strict) except -1:
 
 
 cdef int wait_here(object use, bint strict) except -1:
-    cdef Ticket ticket
-    if isinstance(use, Stream) and (<Stream>use).captures():
-        return refuse_captured(<Stream>use) if strict else 0
+    cdef Fence fence
+    if isinstance(use, StreamRef) and (<StreamRef>use).captures():
+        return refuse_captured(<StreamRef>use) if strict else 0
     not_barred(use)
-    ticket = work_of(<Stream>use) if isinstance(use, Stream) else <Ticket>use
-    if not ticket.wait(None):
+    fence = work_of(<StreamRef>use) if isinstance(use, StreamRef) else <Fence>use
+    if not fence.wait(None):
         raise CudaError(f"waiting for {use!r} failed")
     return 0
 
 
 cdef int not_barred(object use) except -1:
-    if isinstance(use, Stream) and not (<Stream>use).gone():
-        free_to_use(<Stream>use, "nobody can wait for it; do this before the capture", None)
+    if isinstance(use, StreamRef) and not (<StreamRef>use).gone():
+        free_to_use(<StreamRef>use, "nobody can wait for it; do this before the capture", None)
     return 0
 
 
-cdef int refuse_captured(Stream stream) except -1:
+cdef int refuse_captured(StreamRef stream) except -1:
     raise CudaError(
         f"{stream!r} is being captured into a graph, and nobody can wait for what it was given "
         "before: do this before the capture, or after it"
     )
 
 
-cdef int synchronize(Stream stream) except -1:
+cdef int synchronize(StreamRef stream) except -1:
     cdef void* handle = handle_here(stream)
     cdef int result
     need()

@@ -1,0 +1,50 @@
+# The quick way of a Bump: `take` moves the cursor forward, `rewind` moves it back.
+#
+# What does not fit is for `take_slow`, which looks for another free extent; what is held, or was
+# moved since the mark, for `rewind_slow`, which retires the survivors.
+from libc.stdint cimport uint32_t, uintptr_t
+
+from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.bump.core cimport BumpCore, Frame
+
+
+# Bytes of the runs: live blocks and padding.
+cdef inline size_t used(BumpCore c) noexcept nogil:
+    return c.before + (c.cursor - c.runs[c.n_runs - 1].start)
+
+
+cdef inline void note_peak(BumpCore c) noexcept nogil:
+    if used(c) > c.peak_bytes:
+        c.peak_bytes = used(c)
+
+
+# The hot path: everything a hit needs, and nothing else.
+cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+    cdef uintptr_t start = (c.cursor + (align - 1)) & ~<uintptr_t>(align - 1)
+    cdef size_t size = n + (n == 0)      # a 0-byte block has an address of its own
+    if start <= c.limit and size <= c.limit - start:
+        pad[0] = <uint32_t>(start - c.cursor)
+        c.live += n
+        c.total += 1
+        c.cursor = start + size
+        permit(c, start, n)
+        return <void*>start
+    return c.take_slow(n, align, pad)
+
+
+# Rewind to frame `f`: by moving the cursor, if nothing held or moved since. 0, or -1 (no memory
+# for the bookkeeping; nothing changed).
+cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
+    cdef Frame* frame = &c.frames[f]
+    if (c.plain and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
+            and c.ended_list == NULL):
+        if c.cursor != frame.cursor:         # else nothing is there to free, or to close
+            note_peak(c)
+            forbid(c, frame.cursor, c.cursor)
+            c.cursor = frame.cursor
+            c.freed += c.live - frame.live
+            c.live = frame.live
+            c.stamp += 1
+            c.tag = frame.content = c.stamp
+        return 0
+    return c.rewind_slow(f)

@@ -1,0 +1,119 @@
+# The quick way of a Slab, from the stack of free items and back to it.
+#
+# `cache_alloc` pops the item that was given back last; `cache_free` pushes it. If the stack has
+# none, the general way refills it. The quick way asks no Python code and takes no lock but the
+# stack's.
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+
+from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
+from arenapy.base.biased_lock cimport biased_enter, biased_leave
+from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
+from arenapy.slab.slots cimport (
+    DEPTH, Items, Part, Stack, Word, address_of, item_index, names_of, note, nth_word, word_of,
+)
+
+
+# In builds that poison: what is free of items, and of one of which n bytes were asked for. Threads
+# have neighbouring items at once, so not of those that share a unit.
+cdef inline void forbid_from(Items c, char* at, size_t n, size_t end) noexcept nogil:
+    if POISONS and c.align >= POISON_UNIT:
+        forbid(c, <uintptr_t>at + n, <uintptr_t>at + end)
+
+
+cdef inline Stack* stack_of(Items c) noexcept nogil:
+    return c.depot if ARENAPY_GIL else c.own_stack()
+
+
+# For the short ways. Who finds that it owns the lock of this one need not ask whether the slab is
+# special: then that is a stack that nobody owns.
+cdef inline Stack* quick_stack(Items c) noexcept nogil:
+    return c.quick if ARENAPY_GIL or c.special else c.own_stack()
+
+
+# From a stack that is not empty, its lock held: the item that was given back last.
+cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
+    cdef int64_t n = s.n - 1
+    cdef uint64_t tick = s.tick + 1
+    cdef uint64_t top = names_of(s)[n]
+    cdef Word* word = word_of(c, top)
+    cdef char* ptr = address_of(c, top)
+    s.n = n
+    if n < s.least:
+        s.least = n
+    s.tick = tick
+    set_bit(&word.live, top)
+    note(&word.tick, tick)
+    name[0] = top
+    permit(c, <uintptr_t>ptr, c.item_size)
+    return ptr
+
+
+# Onto a stack, its lock held: an item that is not live (any more), and its word.
+cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
+    cdef int64_t n
+    cdef uint64_t tick = s.tick + 1
+    if not ARENAPY_GIL and s.n == DEPTH and s != c.depot:
+        c.make_place(s)
+    if POISONS:
+        forbid_from(c, address_of(c, name), 0, c.stride)
+    n = s.n
+    names_of(s)[n] = name
+    s.n = n + 1
+    s.tick = tick
+    note(&word.tick, tick)
+
+
+# The same for one that is live. False: it is not.
+cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
+    if not likely(clear_bit(&word.live, name)):
+        return False
+    stow(c, s, word, name)
+    return True
+
+
+# The short way. NULL: the stack is empty, or the slab is special.
+cdef inline char* cache_alloc(Items c, uint64_t* name) noexcept nogil:
+    cdef Stack* s = quick_stack(c)
+    cdef char* ptr = NULL
+    cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
+    if not likely(biased_enter(&s.lock)):
+        ptr = c.shared_alloc(&other)
+        name[0] = other
+        return ptr
+    if likely(s.n > 0):
+        ptr = pop(c, s, name)
+    biased_leave(&s.lock)
+    return ptr
+
+
+# False: the item is not live, or the slab is special.
+cdef inline bint cache_free(Items c, uint64_t name) noexcept nogil:
+    cdef Stack* s = quick_stack(c)
+    cdef bint was_live
+    if not likely(biased_enter(&s.lock)):
+        return c.shared_free(name)
+    was_live = push(c, s, word_of(c, name), name)
+    biased_leave(&s.lock)
+    return was_live
+
+
+# The same by address, a stack's lock held.
+cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
+    cdef Part* p = &c.parts[s.guess]
+    cdef uint64_t index = item_index(<uint64_t>(at - p.base), c.inverse, c.shift)
+    cdef uint64_t name
+    if likely(index < p.items):
+        return push(c, s, nth_word(p, index >> 6), <uint64_t>s.guess << 32 | index)
+    name = c.find(s, at)
+    return name != 0 and push(c, s, word_of(c, name), name)
+
+
+cdef inline bint cache_free_at(Items c, char* at) noexcept nogil:
+    cdef Stack* s = quick_stack(c)
+    cdef bint was_live
+    if not likely(biased_enter(&s.lock)):
+        return c.shared_free_at(at)
+    was_live = push_at(c, s, at)
+    biased_leave(&s.lock)
+    return was_live
