@@ -186,6 +186,9 @@ def test_what_cannot_be_copied_changes_nothing(gpu):
             b.copy_from(bytearray(999), stream=stream)
         with pytest.raises(BufferError, match="bytes is read-only; give something writable"):
             b.copy_to(bytes(1000), stream=stream)
+        for copy in (b.copy_from, b.copy_to):
+            with pytest.raises(TypeError, match="holds Python objects"):
+                copy(np.array([None] * 125), stream=stream)
         with pytest.raises(BufferError, match="not contiguous"):
             b.copy_from(np.zeros(2000, "u1")[::2], stream=stream)
         with pytest.raises(TypeError, match="int is no Buffer"):

@@ -18,6 +18,7 @@ cimport cython
 from cpython.buffer cimport PyObject_CheckBuffer
 from libc.stdint cimport uint64_t
 
+from arenapy.buffer.transfer import refuse_objects
 from arenapy.buffer.block cimport (
     Block, is_readonly, name_of, note_use, pin, root_of, unpin, writable,
 )
@@ -242,6 +243,7 @@ cdef int of_buffer(Side side, bint to) except -1:
             f"{said(side.thing)} is no Buffer, and has neither a buffer nor "
             "__cuda_array_interface__ nor __dlpack__"
         ) from None
+    refuse_objects(side.view.format, side.thing)
     if to and side.view.readonly:
         raise BufferError(
             f"{said(side.thing)} is read-only; give something writable, like a bytearray"
