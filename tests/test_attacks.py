@@ -12,6 +12,7 @@ from support import Pages
 
 import arenapy
 from arenapy import Bump, Existing, File, Host, Region, Shared
+from arenapy.linux import vm
 
 
 def through_pickle(thing):
@@ -106,12 +107,12 @@ def test_a_child_sees_closed_what_the_parent_closed():
     assert in_child(lambda: buffer.closed)
 
 
-def test_an_arena_grown_over_several_kinds_is_gone_in_the_child_if_one_is():
+def test_an_arena_is_gone_in_the_child_if_one_of_its_regions_is():
     class Mixed:
         first = True
 
         def region(self, nbytes):
-            source = Shared() if self.first else Host(fork="skip")
+            source = Host() if self.first else Host(fork="skip")
             self.first = False
             return source.region(nbytes)
 
@@ -307,10 +308,13 @@ def test_growth_into_a_users_object_makes_buffers_collectable():
 
     class Mixed:
         def __init__(self):
-            self.sources = [Host(prefault=False), Existing(owner)]
+            self.regions = [
+                Host(prefault=False).region(4096),
+                Region.from_address(vm.address_of(memoryview(owner)), len(owner), owner=owner),
+            ]
 
         def region(self, nbytes):
-            return self.sources.pop(0).region(nbytes)
+            return self.regions.pop(0)
 
     owner = Owner(1 << 16)
     arena = Bump(4096, source=Mixed(), max_bytes=1 << 15)

@@ -1,7 +1,7 @@
 from typing import Self, final
 
 from arenapy.buffer.stream_hooks import StreamHooks
-from arenapy.cuda.stream_ref import Stream
+from arenapy.cuda.stream_ref import StreamRef
 from arenapy.memory.region import Backing, Region
 from arenapy.pool.pool import Pool
 
@@ -10,9 +10,9 @@ class LaneBacking(Backing): ...  # type: ignore[misc]
 
 @final
 class LaneSource:
-    def __new__(cls, pool: Pool, hooks: StreamHooks, stream: Stream) -> Self: ...
+    def __new__(cls, pool: Pool, hooks: StreamHooks, stream: StreamRef) -> Self: ...
     @property
-    def stream(self) -> Stream: ...
+    def stream(self) -> StreamRef: ...
     @property
     def hooks(self) -> StreamHooks: ...
     def region(self, nbytes: int) -> Region: ...
