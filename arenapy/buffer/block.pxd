@@ -37,7 +37,7 @@ cdef struct Hold:
     Py_ssize_t region    # the owner's: which region it is in, once retired or leased
 
 
-# Dead roots of a owner, for reuse. With a GIL there is one freelist. Without, a owner that
+# Dead roots of an owner, for reuse. With a GIL there is one freelist. Without, an owner that
 # recycles has one for each of the first threads, which no other thread touches.
 cdef struct Freelist:
     PyObject* kept           # linked by ptr
@@ -161,7 +161,7 @@ cdef inline Hold* new_hold(MemoryOwner owner) noexcept nogil:
 # Forget the dead roots, which are not tracked by the cycle collector; lock held. (Without a GIL
 # they are left: nobody looks for them any more.)
 cdef void drop_kept(MemoryOwner owner) noexcept
-# For the allocator of a owner that recycles: what it has to keep as long as it lives.
+# For the allocator of an owner that recycles: what it has to keep as long as it lives.
 cdef list init_freelists(MemoryOwner owner)
 # For a root that counts its owner and is not tracked: to count a shard instead, if it may.
 cdef int take_shard(Block root) except -1
@@ -169,7 +169,7 @@ cdef int take_shard(Block root) except -1
 cdef void track(Block root) noexcept
 
 
-# Where this thread finds and leaves dead roots of a owner. An empty freelist without a shard may
+# Where this thread finds and leaves dead roots of an owner. An empty freelist without a shard may
 # be nobody's.
 cdef inline Freelist* freelist_of(PyObject* owner) noexcept:
     return &(<MemoryOwner>owner).freelist if ARENAPY_GIL else own_freelist(owner)
@@ -185,7 +185,7 @@ cdef inline void drop_hold(MemoryOwner owner, Hold* hold) noexcept nogil:
 
 # A hold of a Buffer that has ended.
 cdef void end_hold(PyObject* root) noexcept
-# What uses a block besides, from now on; it is in a list of the hold. The owner has a hooks.
+# What uses a block besides, from now on; it is in a list of the hold. The owner has hooks.
 # The length of that list; 0: it was there already. And no longer, unless it is the only one.
 cdef int note_use(Block block, object use) except -1
 cdef void drop_use(Block block, object use) noexcept

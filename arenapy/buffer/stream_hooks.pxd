@@ -1,8 +1,8 @@
-# What kind of memory a owner has, where others than this processor's threads work on it.
+# What kind of memory an owner has, where others than this processor's threads work on it.
 from cpython.object cimport PyObject
 
 
-# Memory that streams use. Abstract: arenapy.cuda has the ones there are; a owner of plain host
+# Memory that streams use. Abstract: arenapy.cuda has the ones there are; an owner of plain host
 # memory has none. Each allocator has one of its own. `stream` is what `named` gave; blocks are
 # arenapy.buffer.block.Block, owners MemoryOwner, holds Hold*. All with the GIL, which they release
 # to call the driver; never under a lock.

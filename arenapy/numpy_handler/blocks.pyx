@@ -1,6 +1,6 @@
 """The blocks of NumPy's arrays, but for the short way: growth, libc's blocks, zeros, new sizes.
 
-What lives here: what the handler does when the pool's front cache has nothing, or is not to be
+What lives here: what the handler does when the pool's thread cache has nothing, or is not to be
 asked. What does not: the callbacks, which try that first (handler).
 
 They stand in a module of their own so that compilers leave them out of the callbacks, whose
@@ -125,7 +125,7 @@ cdef void system_free(Handler* h, void* block) noexcept nogil:
 # ---- blocks of the pool ------------------------------------------------------------------
 
 cdef void* take_slow(Handler* h, size_t n) noexcept nogil:
-    """A block when the front cache has none; if the pool is full, from libc, if that is wanted."""
+    """A block when the thread cache has none; if the pool is full, from libc, if that is wanted."""
     cdef void* block = take_from(<PoolCore>h.core, n)
     if block == NULL and h.fallback:
         block = system_block(h, n, False)
