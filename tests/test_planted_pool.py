@@ -392,7 +392,7 @@ def test_the_peak_can_be_exchanged():
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_the_largest_free_block_is_seen_wherever_it_is(flushed):
-    """In the front cache, among the slots of a span, or in the heap."""
+    """In the thread cache, among the slots of a span, or in the heap."""
     for nbytes in (100, 5000, 20 * KIB, 100 * KIB, 2 * MIB):
         pool = Pool(4 * MIB, Regions(), initial_bytes=4 * MIB)
         blocks = fill_up(pool, nbytes)

@@ -270,7 +270,7 @@ def pool_freed_large():
 @program
 def pool_freed_to_the_heap():
     pool = Pool(16 * MIB)
-    block = owned(pool, 3000, 8192)  # no slot, and too small for the front cache
+    block = owned(pool, 3000, 8192)  # no slot, and too small for the thread cache
     overrun.free(pool, block)
     yield block + 2999
 
