@@ -41,7 +41,7 @@ step_readme() {
 step_numpy_suite() {
     "$PYTHON" -m pip install --quiet meson ninja
     cd "$README_TREE"
-    PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_suite.py --quick
+    PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_handler/numpy_suite.py --quick
 }
 
 step_lint() {
@@ -118,7 +118,7 @@ step_pages() {
     install_extra "$PYTHON" pages
     install_extra "$PYTHON" bench
     cd "$README_TREE"
-    "$PYTHON" -m pytest -q tests/test_trace_page.py tests/test_dashboard.py | tee "$WORK/pages.log"
+    "$PYTHON" -m pytest -q tests/trace/test_trace_page.py tests/benches/test_dashboard.py | tee "$WORK/pages.log"
     mkdir -p "$ROOT/.artifacts"
     cp .artifacts/*.png "$ROOT/.artifacts/"
     ! grep -q skipped "$WORK/pages.log"
@@ -132,7 +132,7 @@ step_benchmarks() {
     "$PYTHON" -m asv check --python=same
     "$PYTHON" figures.py --check
     cd ..
-    "$PYTHON" -m pytest -q tests/test_benchmarks.py tests/test_regressions.py
+    "$PYTHON" -m pytest -q tests/benches/test_benchmarks.py tests/benches/test_regressions.py
 }
 
 # Nothing may cost more than 5 % more instructions than in the commit before, unless a message accepts
@@ -200,7 +200,7 @@ step_sanitizers() {
         .venv/bin/python -m pytest -q -m 'not no_sanitizer' \
         --ignore=tests/test_{cli,compare,demo,docs,figures,info,memory_info,packaging,readme,run}.py \
         --ignore=tests/test_numpy_{contexts,exit,fork,leaks,memory,tasks,threads}.py \
-        --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/test_simulated_driver.py \
+        --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/cuda/test_simulated_driver.py \
         --ignore=tests/test_{demo_gpu,exit_pool,fuzz,replay,stream_machine,torch_history}.py \
         --ignore=tests/test_testing_{asv,others,planted,steps,strategies}.py \
         --ignore=tests/test_trace_{command,map,page,view}.py --ignore=tests/sanitizers \
@@ -220,9 +220,9 @@ step_guided() {
     need clang clang
     [[ -e $SANITIZERS_TREE/.venv ]] || not_here "this is of the modules that step sanitizers builds"
     "$PYTHON" -m pip install --quiet --no-deps --target "$WORK/atheris" atheris
-    cp -r "$ROOT/tests/corpus" "$WORK/corpus"    # it grows, and the tests run what is there
+    cp -r "$ROOT/tests/testing/corpus" "$WORK/corpus"    # it grows, and the tests run what is there
     cd "$README_TREE"
-    PYTHONPATH=$WORK/atheris "$PYTHON" tests/fuzz_coverage.py --built "$SANITIZERS_TREE" \
+    PYTHONPATH=$WORK/atheris "$PYTHON" tests/testing/fuzz_coverage.py --built "$SANITIZERS_TREE" \
         --corpus "$WORK/corpus" --seconds 4
 }
 

@@ -110,7 +110,7 @@ class sdist(_sdist):  # type: ignore[misc]
         for directory in ("asv_benches", "docs", "tests"):
             for pattern in ("*.c", "*.json", "*.md", "*.npz", "*.py", "*.pyx", "*.toml"):
                 self.filelist.recursive_include(directory, pattern)
-        self.filelist.recursive_include("tests/corpus", "*")
+        self.filelist.recursive_include("tests/testing/corpus", "*")
         for product in ("asv_benches/.asv", "docs/_build", "tests/downstream/build"):
             self.filelist.prune(product)
         super().make_distribution()

@@ -2,7 +2,7 @@
 
     python asv_benches/chart.py
 
-The figures that it shows stand in the file's description too, where tests/test_figures.py compares
+The figures that it shows stand in the file's description too, where tests/benches/test_figures.py compares
 them with the results. Needs matplotlib.
 """
 

@@ -161,7 +161,7 @@ def attack(mutant, installed, tests=None):
         shutil.copytree(ROOT / "tests", place / "tests")
         shutil.copy(ROOT / "pyproject.toml", place)
         names = tests or (*CORE[mutant.module], *COMMON)
-        files = [f"tests/{name}.py" for name in names]
+        files = [str(path) for name in names for path in (place / "tests").glob(f"*/{name}.py")]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
         log = place / "log"
         status = quiet(command, place, SECONDS, log)

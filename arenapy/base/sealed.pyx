@@ -1,7 +1,7 @@
 """Sealed classes: Python code gets their objects, and does not make them.
 
 Every class of an extension module keeps one rule, so that no method ever meets an object that is
-half made (tests/test_classes.py checks all of them):
+half made (tests/base/test_classes.py checks all of them):
 
 - A class that users call, like Bump, makes the whole object in ``__cinit__``, or raises. It has no
   ``__init__``, which could be left out, called twice, or called by other code halfway.

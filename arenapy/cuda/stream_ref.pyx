@@ -151,7 +151,7 @@ cdef int state_of(void* context, void* handle) noexcept:
     # The one call of the driver that is made with the GIL, which costs three times as much to let
     # go as this takes. It waits for nobody who may want the GIL: not for host functions, stream
     # callbacks or user objects' destructors that run, nor for threads that allocate, free or
-    # synchronize (driver 580; tests/test_gpu_gil.py).
+    # synchronize (driver 580; tests/gpu/test_gpu_gil.py).
     cdef int status = 0, result
     if <uintptr_t>handle > PER_THREAD:       # it has its context
         result = driver.cuStreamIsCapturing(handle, &status)

@@ -1,0 +1,454 @@
+"""Bad input: the exact error of section 11, naming the value, and nothing changed."""
+
+import copy
+import ctypes
+import os
+import pickle
+
+import numpy as np
+import pytest
+from helpers import PAGE, Pages, exact, unchanged_view
+
+import arenapy
+from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab, trace
+
+
+@pytest.fixture
+def arena():
+    arena = exact(1 << 16)
+    arena.alloc(100)
+    return arena
+
+
+def refuse(arena, errors, call, *names):
+    """`call` raises one of `errors`, says each of `names`, and leaves the arena as it was."""
+    before = unchanged_view(arena)
+    with pytest.raises(errors) as caught:
+        call()
+    assert unchanged_view(arena) == before
+    for name in names:
+        assert str(name) in str(caught.value), f"{caught.value!r} does not say {name}"
+    arena.check()
+
+
+NEGATIVE_OR_OVERFLOWING = [-1, -64, -(2**63), 2**63, 2**64 - 1, 2**64, 10**30, -(10**30)]
+
+
+@pytest.mark.parametrize("nbytes", NEGATIVE_OR_OVERFLOWING)
+def test_sizes_out_of_range(arena, nbytes):
+    refuse(arena, ValueError, lambda: arena.alloc(nbytes), nbytes)
+    refuse(arena, ValueError, lambda: arena.alloc(nbytes, 64), nbytes)
+    refuse(arena, ValueError, lambda: arena.alloc_many([1, nbytes]), nbytes)
+    block = arena.alloc(1)
+    refuse(arena, ValueError, lambda: arena.grow(block, nbytes), nbytes)
+    assert not block.closed
+
+
+@pytest.mark.parametrize("nbytes", [1.5, "64", None, b"64", [64], 64j, object()])
+def test_sizes_that_are_no_integers(arena, nbytes):
+    refuse(arena, TypeError, lambda: arena.alloc(nbytes))
+    refuse(arena, TypeError, lambda: arena.alloc_many([nbytes]))
+    with pytest.raises(TypeError):
+        Bump(nbytes, source=Pages())
+
+
+def test_integers_of_every_kind_are_sizes(arena):
+    assert arena.alloc(np.int64(7)).nbytes == 7
+    assert arena.alloc(True).nbytes == 1
+    assert arena.alloc(8, np.uint8(128)).address % 128 == 0
+
+
+@pytest.mark.parametrize("align", [3, 0, -1, -64, 48, 65, 4 << 20, 2**63, 2**64, 10**30])
+def test_alignments_are_powers_of_two_up_to_2_mib(arena, align):
+    refuse(arena, ValueError, lambda: arena.alloc(8, align), align)
+    refuse(arena, ValueError, lambda: arena.alloc(0, align=align), align)
+
+
+@pytest.mark.parametrize("align", [64.0, "64", [64]])
+def test_alignments_that_are_no_integers(arena, align):
+    refuse(arena, TypeError, lambda: arena.alloc(8, align))
+
+
+@pytest.mark.parametrize("make", ["empty", "zeros"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (-1,),
+        -1,
+        (3, -2),
+        (2**40, 2**40),
+        (2**63,),
+        2**63,
+        (2**62, 2),
+        (10**30,),
+        (2**32, 2**32, 0, -1),
+        (1,) * 65,
+    ],
+)
+def test_shapes_out_of_range(arena, make, shape):
+    refuse(arena, ValueError, lambda: getattr(arena, make)(shape, "f8"))
+
+
+@pytest.mark.parametrize("make", ["empty", "zeros"])
+@pytest.mark.parametrize("shape", ["abc", 1.5, (1.5,), None, (None,), ("3",)])
+def test_shapes_that_are_none(arena, make, shape):
+    refuse(arena, (TypeError, ValueError), lambda: getattr(arena, make)(shape, "f8"))
+
+
+def test_a_shape_that_overflows_only_with_its_zero(arena):
+    """NumPy refuses it too, so no consumer could represent it."""
+    refuse(arena, ValueError, lambda: arena.empty((0, 2**40, 2**40), "f8"))
+
+
+@pytest.mark.parametrize("dtype", ["O", object, "i4,O", [("x", "f4"), ("y", "O")], "(2,)O"])
+def test_object_dtypes_are_refused_with_the_reason(arena, dtype):
+    for call in (
+        lambda: arena.empty(3, dtype),
+        lambda: arena.zeros(3, dtype),
+        lambda: arena.struct_of_arrays({"x": dtype}, 3),
+        lambda: arena.copy(np.empty(3, dtype)),
+    ):
+        refuse(arena, (TypeError, ValueError), call, "object")
+
+
+def test_a_string_dtype_that_owns_memory_is_refused(arena):
+    dtype = np.dtypes.StringDType()
+    refuse(arena, (TypeError, ValueError), lambda: arena.empty(3, dtype))
+    refuse(arena, (TypeError, ValueError), lambda: arena.copy(np.array(["a"], dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["nonsense", 3, b"\xff", ["x"]])
+def test_dtypes_that_are_none(arena, dtype):
+    refuse(arena, (TypeError, ValueError), lambda: arena.empty(3, dtype))
+
+
+@pytest.mark.parametrize("order", ["X", "", "CF", 3, b"C", "é"])
+def test_orders(arena, order):
+    refuse(arena, (TypeError, ValueError), lambda: arena.empty((3, 3), "f4", order))
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "errors"),
+    [
+        ({"x": "f4"}, -1, ValueError),
+        ({"x": "f4"}, 2**62, ValueError),
+        ({"x": "f4"}, 1.5, TypeError),
+        ({"x": "nonsense"}, 1, (TypeError, ValueError)),
+        ("xy", 3, (TypeError, ValueError)),
+        ({"x": "f4", "y": "f8"}, 1 << 20, OutOfMemory),
+    ],
+)
+def test_struct_of_arrays(arena, fields, count, errors):
+    refuse(arena, errors, lambda: arena.struct_of_arrays(fields, count))
+
+
+def test_exhaustion_says_what_was_asked_what_was_there_and_what_to_do(arena):
+    free = arena.remaining
+    refuse(arena, OutOfMemory, lambda: arena.alloc(1 << 20), 1 << 20, "max_bytes")
+    refuse(arena, OutOfMemory, lambda: arena.empty(1 << 20, "u1"), 1 << 20)
+    refuse(arena, MemoryError, lambda: arena.alloc(free + 1), free + 1)
+    refuse(arena, OutOfMemory, lambda: arena.zeros(1 << 20))
+    refuse(arena, OutOfMemory, lambda: arena.copy(np.zeros(1 << 16)))
+    refuse(arena, (OutOfMemory, ValueError), lambda: arena.alloc(2**63 - 1))
+    assert issubclass(OutOfMemory, MemoryError)
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2, 3, 4), ("x",)])
+def test_argument_counts(arena, arguments):
+    refuse(arena, TypeError, lambda: arena.alloc(*arguments))
+    refuse(arena, TypeError, lambda: arena.alloc(8, nonsense=3))
+    refuse(arena, TypeError, lambda: arena.alloc(nbytes=8, aline=3))
+
+
+def test_keywords_work(arena):
+    assert arena.alloc(nbytes=8, align=128).address % 128 == 0
+    assert arena.alloc(8, stream=None).nbytes == 8
+    assert arena.empty(shape=(2,), dtype="f4", order="C").nbytes == 8
+
+
+# Constructors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", NEGATIVE_OR_OVERFLOWING)
+def test_arenas_of_impossible_sizes(nbytes):
+    with pytest.raises(ValueError, match=str(nbytes)):
+        Bump(nbytes, source=Pages())
+
+
+@pytest.mark.parametrize("max_bytes", [-1, 100, PAGE - 1, 2**64, "x"])
+def test_limits_below_the_first_region(max_bytes):
+    with pytest.raises((ValueError, TypeError)):
+        Bump(PAGE, source=Pages(), max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("source", [3, "host", object(), bytearray(9), Host])
+def test_what_is_no_source(source):
+    with pytest.raises(TypeError):
+        Bump(PAGE, source=source)
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_touched():
+    with pytest.raises(OutOfMemory) as caught:
+        Bump(1 << 46)
+    message = str(caught.value)
+    assert str(1 << 46) in message or "64.0 TiB" in message or "64 TiB" in message
+    assert "prefault" in message or "max_bytes" in message or "limit" in message
+
+
+def gigantic_pages():
+    try:
+        with open("/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages") as file:
+            return int(file.read())
+    except OSError:
+        return 0
+
+
+@pytest.mark.skipif(gigantic_pages() > 0, reason="this machine has reserved 1 GiB pages")
+def test_huge_pages_that_are_not_there():
+    with pytest.raises((OutOfMemory, OSError), match="1G"):
+        Bump(1 << 30, source=Host(huge_pages="1G"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"huge_pages": "3M"},
+        {"huge_pages": 2},
+        {"fork": "maybe"},
+        {"numa_node": -1},
+        {"numa_node": 10**6},
+        {"no_such": 1},
+    ],
+)
+def test_host_options(options):
+    with pytest.raises((ValueError, TypeError, OSError)):
+        Host(**options).region(PAGE)
+
+
+@pytest.mark.parametrize("thing", [b"read-only", memoryview(b"read-only"), 3, None, "text"])
+def test_existing_wants_a_writable_buffer(thing):
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        Existing(thing).region(4)
+
+
+def test_existing_refuses_what_is_not_contiguous_or_too_small():
+    with pytest.raises((ValueError, BufferError)):
+        Existing(np.zeros((4, 4))[:, 1]).region(8)
+    with pytest.raises((ValueError, MemoryError)):
+        Bump(1 << 20, source=Existing(bytearray(100)))
+
+
+OBJECTS = {
+    "objects": lambda: np.array([None] * 8),
+    "a field": lambda: np.zeros(4, [("x", "f8"), ("y", "O")]),
+    "a field of a field": lambda: np.zeros(4, [("x", [("y", "O")])]),
+    "ctypes": lambda: (ctypes.py_object * 8)(*[None] * 8),
+}
+
+
+@pytest.mark.parametrize("objects", OBJECTS)
+def test_references_to_objects_are_no_bytes(arena, objects):
+    one = OBJECTS[objects]()
+    before = bytes(memoryview(one).cast("B") if objects == "ctypes" else one.tobytes())
+    block = arena.alloc(len(before))
+    block.fill(0x41)
+    for call in (
+        lambda: Existing(one),
+        lambda: Existing(one, readonly=True),
+        lambda: block.copy_to(one),
+        lambda: block.copy_from(one),
+    ):
+        refuse(arena, TypeError, call, "Python objects", "astype")
+    assert bytes(block) == b"A" * len(before)
+    after = bytes(memoryview(one).cast("B") if objects == "ctypes" else one.tobytes())
+    assert after == before
+
+
+def test_a_field_may_have_any_name(arena):
+    one = np.zeros(4, [("O", "f8"), ("Offset", "i4")])
+    block = arena.alloc(one.nbytes)
+    block.fill(1)
+    block.copy_to(one)
+    assert one.tobytes() == bytes(block) and Existing(one).region().nbytes == one.nbytes
+
+
+def test_existing_keeps_its_object_exported():
+    memory = bytearray(PAGE)
+    arena = Bump(PAGE, source=Existing(memory))
+    view = memoryview(arena.alloc(8))
+    del arena
+    with pytest.raises(BufferError):
+        memory.append(0)
+    view[:] = b"12345678"
+    assert b"12345678" in memory
+    del view
+    memory.append(0)
+
+
+# Regions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (-1, 1),
+        (0, PAGE + 1),
+        (PAGE, 1),
+        (PAGE + 1, 0),
+        (0, -1),
+        (2**63, 1),
+        (1, 2**63),
+        (2**64, None),
+        (1, 2**64 - 1),
+    ],
+)
+def test_a_region_views_only_what_it_has(offset, nbytes):
+    region = Pages().region(PAGE)
+    with pytest.raises(ValueError, match=r"offset|nbytes"):
+        region.buffer(offset, nbytes)
+    assert region.buffer().nbytes == PAGE and region.buffer(PAGE).nbytes == 0
+
+
+def test_a_closed_region_is_refused():
+    region = Pages().region(PAGE)
+    region.close()
+    assert region.closed
+
+    class Source:
+        def region(self, nbytes):
+            return region
+
+    with pytest.raises(ValueError, match="closed"):
+        region.buffer()
+    with pytest.raises(ValueError, match="closed"):
+        Bump(PAGE, source=Source())
+
+
+def test_regions_of_nonsense():
+    for address, nbytes in ((-1, 8), (0, 8), (4096, -1), (2**64, 8), (2**64 - 4, 8), ("x", 8)):
+        with pytest.raises((ValueError, TypeError)):
+            arenapy.Region.from_address(address, nbytes)
+
+
+def test_a_source_that_hands_out_one_region_twice():
+    region = Pages().region(PAGE)
+
+    class Source:
+        def region(self, nbytes):
+            return region
+
+    first = Bump(PAGE, source=Source())
+    block = first.alloc(8)
+    try:
+        second = Bump(PAGE, source=Source())
+    except ValueError:
+        return
+    assert second.alloc(8).address != block.address, "two arenas carve up one region"
+
+
+class Mixed:
+    """Its first region is plain memory, the others are not."""
+
+    def __init__(self, **other):
+        self.other, self.calls = other, 0
+
+    def region(self, nbytes):
+        self.calls += 1
+        if self.calls == 1:
+            return Pages().region(nbytes)
+        address = Pages().region(nbytes).address
+        return arenapy.Region.from_address(address, nbytes, **{"kind": "host", **self.other})
+
+
+GROWING = {
+    "bump": lambda source: Bump(PAGE, source, max_bytes=1 << 20),
+    "slab": lambda source: Slab(PAGE, 1, source, max_count=100),
+    "pool": lambda source: Pool(1 << 24, source),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+@pytest.mark.parametrize(
+    "other",
+    [{"host_accessible": False}, {"device_accessible": True}, {"device_id": 1}, {"kind": "other"}],
+    ids=str,
+)
+def test_all_regions_of_an_allocator_are_of_one_kind(kind, other):
+    source = Mixed(**other)
+    allocator = GROWING[kind](source)
+    size = {"bump": 8 * PAGE, "slab": PAGE, "pool": 4 << 20}[kind]
+    kept = []
+    if kind != "bump":
+        kept.append(allocator.alloc(size))
+    before = allocator.stats()
+    for call in (lambda: allocator.alloc(size), lambda: allocator.alloc_many([size] * 2)):
+        with pytest.raises(ValueError, match="of one kind"):
+            call()
+    assert source.calls > 1 and len(allocator.regions) == 1
+    assert allocator.stats() == before
+    allocator.check()
+
+
+# Everything else -------------------------------------------------------------------------------
+
+
+def test_stats_and_check_take_nothing(arena):
+    refuse(arena, TypeError, lambda: arena.stats(1))
+    refuse(arena, TypeError, lambda: arena.check(1))
+    assert arena.check() is None
+
+
+@pytest.mark.parametrize("name", ["used", "peak", "remaining", "retired", "capacity", "regions"])
+def test_figures_are_read_only(arena, name):
+    with pytest.raises(AttributeError):
+        setattr(arena, name, 1)
+
+
+def test_an_arena_does_not_pickle_or_copy(arena):
+    for call in (
+        lambda: pickle.dumps(arena),
+        lambda: copy.deepcopy(arena),
+        lambda: pickle.dumps(arena.regions[0]),
+    ):
+        with pytest.raises(TypeError):
+            call()
+
+
+def test_the_errors_name_no_path_of_the_build(arena):
+    with pytest.raises(ValueError, match="-1") as caught:
+        arena.alloc(-1)
+    assert os.sep not in str(caught.value)
+
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    ("call", "errors", "names"),
+    [
+        (lambda: Host(threads=HUGE), ValueError, ["threads", HUGE]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, fd=HUGE), ValueError, ["fd", HUGE]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, fd="a"), TypeError, ["fd", "a"]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, device_id=HUGE), ValueError, ["device_id"]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, device_id="a"), TypeError, ["device_id"]),
+        (lambda: arenapy.Region.from_address(PAGE, 8, file_offset=HUGE), ValueError, ["offset"]),
+        (lambda: trace.record(Pool(), "x", sites=HUGE), ValueError, ["sites", HUGE]),
+        (lambda: trace.record(Pool(), "x", sites="a"), TypeError, ["sites", "a"]),
+        (lambda: trace.record(3, "x"), TypeError, ["allocator=3"]),
+        (lambda: Pool(trim_after="abc"), TypeError, ["trim_after", "abc"]),
+        (lambda: Pool(trim_after=10**400), ValueError, ["trim_after"]),
+        (lambda: Pool(trim_after=-1), ValueError, ["trim_after"]),
+        (lambda: Pool(trim_after=float("nan")), ValueError, ["trim_after"]),
+        (lambda: Bump(PAGE).empty(3, "f4", np.array(["C", "F"])), TypeError, ["order"]),
+        (lambda: File("a\0b"), ValueError, ["path", "NUL"]),
+        (lambda: File(b"a\0b"), ValueError, ["path", "NUL"]),
+        (lambda: File("\ud800"), ValueError, ["path", "ud800"]),
+        (lambda: Shared("\ud800"), ValueError, ["name", "ud800"]),
+        (lambda: arenapy.numpy_memory(Pool(), threads="no"), TypeError, ["threads", "no"]),
+    ],
+)
+def test_the_error_names_the_argument(call, errors, names):
+    with pytest.raises(errors) as caught:
+        call()
+    for name in names:
+        assert str(name) in str(caught.value)

@@ -1,0 +1,429 @@
+"""Buffer, section 5 of the design, sentence by sentence.
+
+The buffer protocol, DLPack and pickling have files of their own.
+"""
+
+import ctypes
+
+import numpy as np
+import pytest
+from helpers import exact, peek, poke, readonly_buffer
+
+from arenapy import Buffer
+
+PATTERN = bytes(range(100))
+
+
+@pytest.fixture
+def arena():
+    return exact(1 << 20)
+
+
+@pytest.fixture
+def buffer(arena):
+    """A Buffer that holds PATTERN and was never exported."""
+    block = arena.alloc(len(PATTERN))
+    ctypes.memmove(block.address, PATTERN, len(PATTERN))
+    return block
+
+
+# What it says of itself ------------------------------------------------------------------------
+
+
+def test_attributes(arena, buffer):
+    (region,) = arena.regions
+    assert region.address <= buffer.address <= region.address + region.nbytes - 100
+    assert buffer.nbytes == len(buffer) == 100
+    assert buffer.kind == region.kind == "host"
+    assert buffer.device_id == region.device_id
+    assert buffer.readonly is False and buffer.closed is False and buffer.held is False
+    assert buffer.allocator is arena
+
+
+@pytest.mark.parametrize("name", ["nbytes", "address", "kind", "readonly", "allocator", "held"])
+def test_attributes_are_read_only(buffer, name):
+    with pytest.raises(AttributeError):
+        setattr(buffer, name, 1)
+
+
+def test_a_buffer_is_not_made_by_hand():
+    with pytest.raises(TypeError):
+        Buffer()
+
+
+def test_memory_outlives_the_allocator():
+    arena = exact(1 << 16)
+    buffer = arena.alloc(100)
+    poke(buffer.address, 100, 7)
+    assert buffer.allocator is arena
+    del arena
+    assert buffer.allocator is None
+    assert peek(buffer.address, 100) == bytes(buffer) == b"\x07" * 100
+
+
+def test_repr_says_kind_bytes_allocator_and_state(arena, buffer):
+    fresh = repr(buffer)
+    assert all(word in fresh for word in ("host", "100", "Bump"))
+    memoryview(buffer)
+    held = repr(buffer)
+    assert held != fresh and all(word in held for word in ("host", "100", "Bump"))
+    buffer.release()
+    closed = repr(buffer)
+    assert closed not in (fresh, held) and "closed" in closed.lower() + " released"
+    orphan = exact(4096).alloc(10)
+    assert "Bump" not in repr(orphan)
+
+
+def test_repr_says_the_layout_of_what_is_no_row_of_bytes(buffer):
+    assert "(5, 5) '<f4'" in repr(buffer.view((5, 5), "f4"))
+    assert "(25,) '<f4'" in repr(buffer.view((25,), "f4"))
+    assert "(10, 10) '|u1'" in repr(buffer.view((10, 10), "u1"))
+    assert "|u1" not in repr(buffer) + repr(buffer[10:20])
+
+
+def test_repr_does_not_export(buffer):
+    repr(buffer), str(buffer), len(buffer), buffer.nbytes, buffer.__dlpack_device__()
+    assert not buffer.held
+
+
+# Slices and views ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        slice(None),
+        slice(10, 20),
+        slice(-10, None),
+        slice(None, -95),
+        slice(50, 50),
+        slice(60, 20),
+        slice(0, 1000),
+        slice(100, 200),
+        slice(3, 90, 1),
+    ],
+)
+def test_slicing_is_what_bytes_would_give(buffer, key):
+    part = buffer[key]
+    assert isinstance(part, Buffer)
+    assert bytes(part) == PATTERN[key] and len(part) == part.nbytes == len(PATTERN[key])
+    if part.nbytes:
+        assert part.address == buffer.address + range(100)[key][0]
+    assert (part.kind, part.device_id, part.readonly) == ("host", buffer.device_id, False)
+    assert part.allocator is buffer.allocator
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+def test_a_slice_with_a_step_is_refused_by_name(buffer, step):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=str(step)):
+        buffer[::step]
+
+
+def test_a_slice_is_zero_copy_and_keeps_its_root(arena, buffer):
+    part = buffer[10:20][2:5]
+    poke(buffer.address + 12, 3, 255)
+    used = arena.used
+    del buffer
+    assert bytes(part) == b"\xff" * 3
+    assert arena.used == used
+    # Exported through the slice, the whole root is held over a reset.
+    arena.reset()
+    assert not part.closed and bytes(part) == b"\xff" * 3
+    assert arena.retired == 100
+
+
+@pytest.mark.parametrize(
+    "below", [lambda b: b[3:4], lambda b: b[1:][1:2], lambda b: b.view((25,), "f4")]
+)
+@pytest.mark.parametrize(
+    "export",
+    [
+        memoryview,
+        np.asarray,
+        np.from_dlpack,
+        lambda b: b.__array_interface__,
+        lambda b: b.__dlpack__(),
+        lambda b: np.ndarray(b.nbytes, "u1", buffer=b),
+    ],
+)
+def test_any_export_below_marks_the_root(arena, buffer, below, export):
+    assert not buffer.held
+    export(below(buffer))  # dropped at once: "was ever exported" is enough
+    assert buffer.held
+    arena.reset()
+    assert not buffer.closed and peek(buffer.address, 100) == PATTERN
+
+
+def test_taking_a_slice_or_view_is_no_export(arena, buffer):
+    part, view = buffer[1:5], buffer.view((10, 10), "u1")
+    assert not buffer.held
+    arena.reset()
+    assert buffer.closed and part.closed and view.closed
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((100,), "u1"),
+        ((25,), "f4"),
+        ((5, 5), "<i4"),
+        ((2, 5, 5), "i2"),
+        ((10, 1), "V10"),
+        (100, "i1"),
+        ((), "V100"),
+        ((0, 7), "f8"),
+    ],
+)
+def test_view_has_that_shape_and_type(buffer, shape, dtype):
+    peer = np.empty(shape, dtype)
+    view = buffer[: peer.nbytes].view(shape, dtype)
+    assert isinstance(view, Buffer) and view.address == buffer.address
+    got = np.asarray(view)
+    assert got.dtype == np.asarray(memoryview(peer)).dtype and got.shape == peer.shape
+    assert view.nbytes == got.nbytes
+    assert got.tobytes() == PATTERN[: got.nbytes]
+    interface = view.__array_interface__
+    assert interface["shape"] == got.shape and interface["typestr"] == got.dtype.str
+
+
+def test_array_is_a_zero_copy_ndarray(buffer):
+    array = buffer.array((5, 5), "f4")
+    assert type(array) is np.ndarray and array.dtype == "f4" and array.shape == (5, 5)
+    assert array.ctypes.data == buffer.address and array.flags.writeable
+    assert buffer.held
+    array[:] = 1
+    assert peek(buffer.address, 100) == np.ones(25, "f4").tobytes()
+
+
+def test_one_length_may_be_left_open_and_a_prefix_is_enough(buffer):
+    assert buffer.view((5, -1), "f4").__array_interface__["shape"] == (5, 5)
+    assert buffer.array(-1, "i2").shape == (50,)
+    assert buffer.array((3, 2), "u1").tobytes() == PATTERN[:6]
+
+
+def test_a_view_is_sliced_along_its_first_dimension(buffer):
+    view = buffer.view((5, 5), "i4")
+    assert len(view) == 5 and view.nbytes == 100
+    part = view[1:3]
+    assert part.address == buffer.address + 20 and np.asarray(part).shape == (2, 5)
+
+
+@pytest.mark.parametrize("make", ["view", "array"])
+@pytest.mark.parametrize(
+    "shape", [(26,), (2**40, 2**40), (-2,), (-1, -1), (3, -1), (2**62,), (2**64,)]
+)
+def test_a_shape_that_does_not_fit_is_refused(buffer, make, shape):
+    with pytest.raises(ValueError, match="shape"):
+        getattr(buffer, make)(shape, "f4")
+    assert not buffer.held
+
+
+@pytest.mark.parametrize("make", ["view", "array"])
+@pytest.mark.parametrize("dtype", ["O", "i4,O"])
+def test_object_dtypes_are_refused_with_the_reason(buffer, make, dtype):
+    with pytest.raises((ValueError, TypeError), match=r"(?i)object"):
+        getattr(buffer, make)((2,), dtype)
+
+
+# Contents --------------------------------------------------------------------------------------
+
+
+def test_fill(buffer):
+    buffer.fill(255)
+    buffer[10:20].fill(1)
+    assert peek(buffer.address, 100) == b"\xff" * 10 + b"\x01" * 10 + b"\xff" * 80
+    assert not buffer.held
+
+
+@pytest.mark.parametrize("value", [-1, 256, 2**64])
+def test_fill_takes_a_byte(buffer, value):
+    with pytest.raises(ValueError, match=str(value)):
+        buffer.fill(value)
+    assert peek(buffer.address, 100) == PATTERN
+
+
+@pytest.mark.parametrize("source", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, "u1")])
+def test_copy_from(buffer, source):
+    buffer.copy_from(source(PATTERN[::-1]))
+    assert peek(buffer.address, 100) == PATTERN[::-1]
+
+
+def test_copy_to_and_between_buffers(arena, buffer):
+    target, other = bytearray(100), arena.alloc(100)
+    buffer.copy_to(target)
+    other.copy_from(buffer)
+    assert target == PATTERN and peek(other.address, 100) == PATTERN
+    other.fill(9)
+    other.copy_to(buffer)
+    assert peek(buffer.address, 100) == b"\x09" * 100
+    matrix = np.zeros((10, 10), "u1")
+    buffer.copy_to(matrix)
+    assert (matrix == 9).all()
+
+
+def test_copying_over_itself_is_a_move(buffer):
+    buffer[10:90].copy_from(buffer[0:80])
+    assert peek(buffer.address, 100) == PATTERN[:10] + PATTERN[:80] + PATTERN[90:]
+
+
+@pytest.mark.parametrize("nbytes", [0, 99, 101])
+def test_copies_of_another_size_are_refused(buffer, nbytes):
+    target = bytearray(b"?" * nbytes)
+    with pytest.raises(ValueError, match=str(nbytes)):
+        buffer.copy_from(target)
+    with pytest.raises(ValueError, match=str(nbytes)):
+        buffer.copy_to(target)
+    assert target == b"?" * nbytes and peek(buffer.address, 100) == PATTERN
+
+
+def test_read_only_memory_is_not_written():
+    buffer = readonly_buffer(b"abcd")
+    assert buffer.readonly and bytes(buffer) == b"abcd"
+    for write in (lambda: buffer.fill(0), lambda: buffer.copy_from(b"wxyz")):
+        with pytest.raises((BufferError, ValueError, TypeError), match=r"read-?only"):
+            write()
+    with pytest.raises((BufferError, ValueError)):
+        exact(4096).alloc(4).copy_to(buffer)
+    assert not buffer.array((4,), "u1").flags.writeable
+    assert buffer[1:3].readonly and buffer.view((2,), "u2").readonly
+    assert buffer.__array_interface__["data"][1] is True
+    assert bytes(buffer) == b"abcd"
+
+
+# Release ---------------------------------------------------------------------------------------
+
+USES = [
+    memoryview,
+    bytes,
+    np.asarray,
+    lambda b: b[0:1],
+    lambda b: b.view((1,), "u1"),
+    lambda b: b.array((1,), "u1"),
+    lambda b: b.fill(0),
+    lambda b: b.copy_from(bytes(100)),
+    lambda b: b.copy_to(bytearray(100)),
+    lambda b: b.__dlpack__(),
+    lambda b: b.__array_interface__,
+    lambda b: b.__enter__(),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("how", ["release", "reset", "with"])
+def test_any_use_of_a_closed_buffer_raises_value_error(arena, buffer, use, how):
+    part = buffer[0:100]
+    if how == "release":
+        buffer.release()
+    elif how == "with":
+        with buffer as same:
+            assert same is buffer
+    else:
+        arena.reset()
+    for handle in (buffer, part):
+        assert handle.closed
+        with pytest.raises(ValueError, match="closed"):
+            use(handle)
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        memoryview,
+        np.asarray,
+        np.from_dlpack,
+        lambda b: memoryview(b[3:5]),
+        lambda b: b.__dlpack__(),
+        lambda b: np.frombuffer(b[5:6], "u1"),
+        lambda b: np.from_dlpack(b.view((5, 5), "f4")),
+    ],
+)
+def test_release_with_live_exports_raises_and_changes_nothing(arena, buffer, export):
+    alive = export(buffer)
+    before = arena.stats(), arena.used
+    with pytest.raises(BufferError) as caught:
+        buffer.release()
+    assert hex(buffer.address) in str(caught.value) or "100" in str(caught.value)
+    assert (arena.stats(), arena.used) == before and not buffer.closed
+    del alive, caught
+    buffer.release()
+    assert buffer.closed
+
+
+def test_a_second_release_is_a_no_op(arena, buffer):
+    buffer.release()
+    before = arena.stats()
+    buffer.release()
+    with pytest.raises(ValueError, match="closed"):
+        memoryview(buffer)
+    assert arena.stats() == before
+
+
+def test_a_second_release_does_not_free_a_newer_block(arena, buffer):
+    buffer.release()
+    newer = arena.alloc(100)
+    buffer.release()
+    last = arena.alloc(100)
+    assert abs(last.address - newer.address) >= 100 and not newer.closed
+
+
+def test_release_of_a_slice_closes_that_slice_only(arena, buffer):
+    part, other = buffer[0:50], buffer[50:]
+    used = arena.used
+    part.release()
+    assert part.closed and not buffer.closed and not other.closed
+    assert arena.used == used and bytes(other) == PATTERN[50:]
+    with pytest.raises(ValueError, match="closed"):
+        memoryview(part)
+
+
+def test_with_live_exports_leaving_the_block_raises(buffer):
+    with pytest.raises(BufferError), buffer:
+        view = memoryview(buffer)
+    assert not buffer.closed and bytes(view) == PATTERN
+
+
+def test_with_does_not_mask_an_exception(buffer):
+    with pytest.raises(KeyError), buffer:
+        view = memoryview(buffer)
+        raise KeyError
+    assert bytes(view) == PATTERN
+
+
+def test_never_exported_bytes_go_back_at_release(arena):
+    used = arena.used
+    block = arena.alloc(4096)
+    where = block.address
+    block.release()
+    assert arena.used == used
+    assert arena.alloc(4096).address == where
+
+
+def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena):
+    buffer = arena.alloc(100)
+    ctypes.memmove(buffer.address, PATTERN, 100)
+    # np.ndarray(buffer=) keeps a reference and no export: the case an export count misses.
+    seen = np.ndarray((100,), "u1", buffer=buffer)
+    buffer.release()
+    assert buffer.closed
+    arena.reset()
+    others = [arena.alloc(100, 1) for _ in range(arena.remaining // 100)]
+    for other in others:
+        poke(other.address, 100, 0)
+    assert seen.tobytes() == PATTERN
+    assert not any(
+        o.address < seen.ctypes.data + 100 and seen.ctypes.data < o.address + 100 for o in others
+    )
+    del buffer, seen, other, others
+    arena.reset()
+    assert arena.remaining == arena.capacity
+
+
+def test_a_released_slice_of_a_held_block_is_closed_to_everybody(buffer):
+    view = memoryview(buffer)
+    part = buffer[10:20]
+    part.release()
+    exports = memoryview, np.from_dlpack, lambda b: b.array(), lambda b: b[1:], bytes
+    for export in exports:
+        with pytest.raises(ValueError, match=r"released|closed"):
+            export(part)
+    assert view.nbytes == 100 and len(buffer[10:20]) == 10

@@ -1,0 +1,114 @@
+"""A block of a Bump that moves to grow, while streams use it. On the simulated driver."""
+
+import gc
+
+import pytest
+from cuda_order import backwards, reads
+from cuda_support import HOST_VISIBLE, LEGACY, MIB, SOURCES, content, new_stream, slowly_fill
+from helpers import poke
+from stream_wrappers import NOT_OWNERS
+
+from arenapy import Bump, cuda
+
+N = 4096
+STREAMS = {
+    "ours": lambda gpu: cuda.Stream(),
+    "blocking": lambda gpu: new_stream(gpu, 0),
+    "an integer": lambda gpu: new_stream(gpu).handle_,
+    "somebody's": lambda gpu: NOT_OWNERS["protocol"](gpu, new_stream(gpu).handle_),
+    "legacy": lambda gpu: LEGACY,
+}
+WAYS = ["allocated", "recorded", "copied"]
+
+
+def handle_of(stream):
+    return stream if isinstance(stream, int) else stream.__cuda_stream__()[1]
+
+
+def written(gpu, arena, stream, way):
+    """A block that a stream is going to write, of which it was told."""
+    block = arena.alloc(N, stream=stream if way == "allocated" else None)
+    poke(block.address, N, 9)
+    if way == "copied":
+        origin = cuda.Device().region(N).buffer()
+        origin.fill(1)
+        block.copy_from(origin, stream=stream)
+        return block, origin
+    slowly_fill(gpu, handle_of(stream), block, 1)
+    if way == "recorded":
+        block.record_stream(stream)
+    return block, None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", STREAMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_its_contents_are_what_its_streams_write(gpu, source, who, way):
+    arena, stream = Bump(MIB, SOURCES[source]()), STREAMS[who](gpu)
+    block, kept = written(gpu, arena, stream, way)
+    behind = arena.alloc(1)
+    grown = arena.grow(block, 2 * N)
+    assert grown is not block and block.closed and grown.nbytes == 2 * N
+    backwards(gpu)
+    assert set(content(grown)[:N]) == {1}
+    arena.check()
+    del behind, kept
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", STREAMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_its_streams_go_on_with_it(gpu, source, who, way):
+    """They find the contents there, and nobody gets its bytes before they are done."""
+    arena, stream = Bump(4 * N, SOURCES[source]()), STREAMS[who](gpu)
+    block, kept = written(gpu, arena, stream, way)
+    behind = arena.alloc(1)
+    grown = arena.grow(block, 2 * N)
+    start = grown.address
+    del block
+    seen = reads(gpu, handle_of(stream), start, N)
+    del grown
+    arena.reset()
+    if source in HOST_VISIBLE and not seen:
+        assert arena.alloc(2 * N).address != start
+    else:
+        while arena.remaining:
+            other = arena.alloc(min(N, arena.remaining))
+            if source in HOST_VISIBLE:
+                poke(other.address, other.nbytes, 2)
+            else:
+                slowly_fill(gpu, LEGACY, other, 2)
+    backwards(gpu)
+    assert [set(one) for one in seen] == [{1}]
+    del behind, kept
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stream_that_captures(gpu, source):
+    """It can neither wait nor be waited for: nothing changes, or all is as it should be."""
+    arena, stream = Bump(MIB, SOURCES[source]()), cuda.Stream()
+    block, _ = written(gpu, arena, stream, "recorded")
+    behind = arena.alloc(1)
+    gpu.begin_capture(stream.handle)
+    before = arena.stats()
+    with pytest.raises(cuda.CudaError, match="captured"):
+        arena.grow(block, 2 * N)
+    assert not block.closed
+    assert arena.stats().live_bytes == before.live_bytes
+    graph = gpu.end_capture(stream.handle)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
+    grown = arena.grow(block, 2 * N)
+    backwards(gpu)
+    assert set(content(grown)[:N]) == {1}
+    del behind
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_in_place_it_asks_nothing(gpu, source):
+    arena, stream = Bump(MIB, SOURCES[source]()), cuda.Stream()
+    block, _ = written(gpu, arena, stream, "recorded")
+    calls = gpu.calls.copy()
+    assert arena.grow(block, 2 * N) is block
+    assert gpu.calls == calls
+    gc.collect()

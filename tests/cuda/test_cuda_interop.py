@@ -1,0 +1,477 @@
+"""Other libraries see memory of arenapy.cuda: in which order they use it, and for how long.
+
+By DLPack; see test_cuda_array_interface for the other way.
+"""
+
+import contextlib
+import gc
+import threading
+
+import numpy as np
+import pytest
+from capsules import CPU, IS_COPIED, NEW, OLD, Consumer, capsule_name
+from cuda_machine import NON_BLOCKING, Wrapped
+from cuda_order import (
+    EACH,
+    MIB,
+    SOURCES,
+    N,
+    backwards,
+    pool_of,
+    pool_stream,
+    reads,
+    stream,
+    write,
+)
+from cuda_support import content, new_stream, slowly_fill
+from helpers import peek, poke
+from simulated_driver import simulated
+
+import arenapy
+from arenapy import Bump, Pool, Slab, cuda
+
+VERSIONS = [None, (1, 0)]
+
+
+@pytest.fixture
+def one():
+    with simulated() as one, one.on(0):
+        one.attributes[91] = 1  # the device sees registered memory at its address
+        yield one
+
+
+# ---- DLPack ----
+
+
+@EACH
+@pytest.mark.parametrize("max_version", VERSIONS)
+def test_where_it_is(one, source, max_version):
+    view = pool_of(source).alloc(N).view((4, -1), "f4")
+    capsule = view.__dlpack__(max_version=max_version)
+    assert capsule_name(capsule) == (NEW if max_version else OLD)
+    consumer = Consumer(capsule)
+    assert consumer.device == SOURCES[source][1] == view.__dlpack_device__()
+    assert consumer.tensor.data == view.address
+    assert consumer.tensor.shape[:2] == [4, N // 16] and consumer.tensor.bits == 32
+    consumer.delete()
+
+
+@pytest.mark.parametrize("source", [cuda.Device, cuda.Managed])
+def test_on_another_device(one, source):
+    buffer = Pool(4 * MIB, source(1)).alloc(N)
+    consumer = Consumer(buffer.__dlpack__(stream=1))
+    assert consumer.device == buffer.__dlpack_device__() and consumer.tensor.device_id == 1
+    consumer.delete()
+
+
+NAMED = ["none", "legacy", "per-thread", "blocking", "non-blocking", "an object"]
+
+
+def consumers_stream(one, name):
+    """What `stream=` is, and the handle of what it names."""
+    if name in NAMED[:3]:
+        return (None, 1, 2)[NAMED.index(name)], (1, 1, 2)[NAMED.index(name)]
+    handle = stream(one, 0 if name == "blocking" else NON_BLOCKING)
+    return (Wrapped(handle) if name == "an object" else handle), handle
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("source", ["device", "managed"])
+@pytest.mark.parametrize("writer", ["own", "another"])
+def test_the_consumer_waits_for_the_streams_of_the_block(one, source, name, writer):
+    own, other = stream(one), stream(one)
+    buffer = pool_of(source, stream=own).alloc(N)
+    buffer.fill(7, stream=own if writer == "own" else other)
+    given, handle = consumers_stream(one, name)
+    consumer = Consumer(buffer.__dlpack__(stream=given))
+    seen = reads(one, handle, consumer.tensor.data, N)
+    backwards(one)
+    assert seen == [b"\7" * N]
+    consumer.delete()
+
+
+def test_no_synchronization(one):
+    buffer = pool_of("device", stream=stream(one)).alloc(N)
+    buffer.fill(7, stream=stream(one))
+    before = one.calls.copy()
+    consumer = Consumer(buffer.__dlpack__(stream=-1))
+    assert one.calls == before
+    seen = reads(one, 1, consumer.tensor.data, N)
+    backwards(one)
+    assert seen == [b"\xa5" * N], "as it was when it was allocated"
+    consumer.delete()
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (0, ValueError, "stream=0 is ambiguous.*pass 1 for the legacy"),
+        (-2, ValueError, "-2"),
+        (1 << 64, ValueError, "no handle"),
+        ("1", TypeError, "is no stream"),
+        (True, TypeError, "is no stream"),
+        (1.0, TypeError, "is no stream"),
+    ],
+)
+def test_what_is_no_stream(one, source, given, error, says):
+    buffer = pool_of(source).alloc(N)
+    with pytest.raises(error, match=says):
+        buffer.__dlpack__(stream=given)
+    assert not buffer.held
+    buffer.release()
+
+
+@EACH
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("thread", ["this", "another"])
+def test_what_a_consumer_has_queued_when_it_lets_go(one, source, name, thread):
+    """The bytes are nobody else's until that is done."""
+    pool = pool_of(source, stream=stream(one) if source != "pinned" else None)
+    given, handle = consumers_stream(one, name)
+    buffer = pool.alloc(N)
+    address = buffer.address
+    consumer = Consumer(buffer.__dlpack__(stream=given))
+    del buffer
+    one.drain()
+    poke(address, N, 9)
+    seen = reads(one, handle, address, N)
+    if thread == "this":
+        consumer.delete()
+    else:
+        t = threading.Thread(target=consumer.delete)
+        t.start()
+        t.join()
+    pool.check()
+    others = [pool.alloc(N) for _ in range(8)]
+    for other in others:
+        if source in ("pinned", "managed"):
+            poke(other.address, N, 1)
+        else:
+            other.fill(1, stream=pool_stream(pool, other))
+    backwards(one)
+    assert seen == [b"\x09" * N]
+    del others, other
+    pool.trim()
+    one.drain()  # events of fences
+    pool.trim()
+    assert pool.stats().pending_bytes == 0
+
+
+def test_a_consumer_without_synchronization_is_fenced_on_the_legacy_stream(one):
+    own, theirs = stream(one), stream(one, 0)
+    pool = pool_of("device", stream=own)
+    consumer = Consumer(pool.alloc(N).__dlpack__(stream=-1))
+    address = consumer.tensor.data
+    poke(address, N, 9)
+    seen = reads(one, theirs, address, N)
+    consumer.delete()
+    for _ in range(8):
+        pool.alloc(N).fill(1, stream=own)
+    backwards(one)
+    assert seen == [b"\x09" * N]
+
+
+def test_release_while_a_consumer_has_it(one):
+    buffer = pool_of("device").alloc(N)
+    consumer = Consumer(buffer[8:].__dlpack__(stream=1))
+    with pytest.raises(BufferError, match="1 live exports"):
+        buffer.release()
+    consumer.delete()
+    buffer.release()
+    assert buffer.closed
+    with pytest.raises(ValueError, match="closed"):
+        buffer.__dlpack__()
+
+
+@pytest.mark.parametrize("make", [lambda s: Slab(N, 2, s), lambda s: Bump(2 * N, s)])
+def test_other_allocators(one, make):
+    arena = make(cuda.Device())
+    theirs = stream(one)
+    consumer = Consumer(arena.alloc(N).__dlpack__(stream=theirs))
+    address = consumer.tensor.data
+    one.drain()
+    poke(address, N, 9)
+    seen = reads(one, theirs, address, N)
+    consumer.delete()
+    others = []
+    if isinstance(arena, Bump):
+        arena.reset()
+    with contextlib.suppress(arenapy.OutOfMemory):
+        for _ in range(2):
+            others.append(arena.alloc(N))
+            others[-1].fill(1, stream=1)
+    backwards(one)
+    assert seen == [b"\x09" * N] and others
+    arena.check()
+
+
+def test_host_memory_takes_no_stream(one):
+    for given in (1, -1, 0):
+        with pytest.raises(ValueError, match="takes stream=None"):
+            Bump(N).alloc(8).__dlpack__(stream=given)
+
+
+def test_an_array_of_nothing_has_no_address(one):
+    view = pool_of("device").alloc(N)[:0].view((0, 3), "f4")
+    assert not Consumer(view.__dlpack__(max_version=(1, 0))).tensor.data
+    assert view.__cuda_array_interface__["data"] == (0, False)
+
+
+# ---- to the host, and copies ----
+
+
+@pytest.mark.parametrize("given", [None, "theirs"])
+@pytest.mark.parametrize("copy", [None, True])
+@pytest.mark.parametrize("max_version", VERSIONS)
+def test_device_memory_to_the_host(one, given, copy, max_version):
+    """It is all there when the capsule is."""
+    own, other, theirs = stream(one), stream(one), stream(one)
+    buffer = pool_of("device", stream=own).alloc(N)
+    buffer[:100].fill(1, stream=own)
+    buffer[100:200].fill(2, stream=other)
+    write(one, theirs, buffer[200:300], 3)
+    consumer = Consumer(
+        buffer.view((2, -1), "i2").__dlpack__(
+            dl_device=CPU,
+            copy=copy,
+            max_version=max_version,
+            stream=theirs if given else None,
+        )
+    )
+    assert consumer.device == CPU and consumer.tensor.shape[:2] == [2, N // 4]
+    last = 3 if given else 0xA5
+    got = peek(consumer.tensor.data, 300)
+    assert got == b"\1" * 100 + b"\2" * 100 + bytes([last]) * 100
+    if max_version:
+        assert consumer.flags == IS_COPIED
+    buffer.release()
+    consumer.delete()
+
+
+@pytest.mark.parametrize("source", ["device", "managed"])
+def test_the_host_cannot_have_it_in_place(one, source):
+    one.attributes[89] = 0  # the host may not look at managed memory while the device works
+    buffer = pool_of(source).alloc(N)
+    with pytest.raises(BufferError, match=r"copy=False.*copy_to"):
+        buffer.__dlpack__(dl_device=CPU, copy=False)
+    assert not buffer.held
+    buffer.fill(5)
+    assert np.from_dlpack(buffer, device="cpu").tobytes() == b"\5" * N
+
+
+@pytest.mark.parametrize("source", ["pinned", "managed"])
+@pytest.mark.parametrize("copy", [None, False])
+def test_the_host_has_it_in_place(one, source, copy):
+    """It waits for the streams that the block knows of; no stream is told of it."""
+    s = Wrapped(stream(one))
+    pool = pool_of(source)
+    buffer = pool.alloc(N)
+    buffer.fill(7, stream=s)
+    array = np.from_dlpack(buffer, device="cpu", copy=copy)
+    assert array.ctypes.data == buffer.address and (array == 7).all()
+    one.launch(1)
+    del array, buffer
+    gc.collect()
+    assert pool.stats().pending_bytes == 0
+
+
+def test_numpy_takes_pinned_memory_as_it_is(one):
+    pool = pool_of("pinned")
+    buffer = pool.alloc(N)
+    array = np.from_dlpack(buffer.view((-1,), "f4"))
+    assert array.ctypes.data == buffer.address and array.flags.writeable
+    one.launch(1)  # of which NumPy may have been told: it may have passed the array on
+    del array, buffer
+    assert pool.stats().pending_bytes >= N, "and now there is an event"
+    one.drain()
+    assert pool.stats().pending_bytes == 0
+
+
+def test_pinned_memory_for_who_names_no_stream(one):
+    """It is the host's, which sees it as soon as it has it: streams are waited for."""
+    pool, s = pool_of("pinned"), Wrapped(stream(one))
+    buffer = pool.alloc(N)
+    assert buffer.__dlpack_device__() == (1, 0)
+    buffer.fill(7, stream=s)
+    one.launch(1)  # nobody named it
+    consumer = Consumer(buffer.__dlpack__(max_version=(1, 0)))
+    assert consumer.device == (1, 0) and consumer.tensor.data == buffer.address
+    assert peek(buffer.address, N) == b"\7" * N
+    assert one.queue, "more was waited for than what the block knows of"
+    consumer.delete()
+    one.drain()
+
+
+@pytest.mark.parametrize("given", ["theirs", 1, 2])
+def test_pinned_memory_for_who_names_a_stream(one, given):
+    """It knows of streams, and so of pinned memory; the host waits for nothing."""
+    pool, s, theirs = pool_of("pinned"), Wrapped(stream(one)), stream(one)
+    on = theirs if given == "theirs" else given
+    buffer = pool.alloc(N)
+    write(one, 1, buffer, 0)
+    one.drain()
+    buffer.fill(7, stream=s)
+    consumer = Consumer(buffer.__dlpack__(stream=on, max_version=(1, 0)))
+    assert consumer.device == (3, 0) and consumer.tensor.data == buffer.address
+    assert peek(buffer.address, N) == bytes(N), "nobody waited"
+    seen = reads(one, on, buffer.address, N)
+    consumer.delete()
+    del buffer
+    assert pool.stats().pending_bytes
+    backwards(one)
+    assert seen == [b"\7" * N], "their stream waited"
+    assert pool.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("on", ["legacy", "blocking"])
+def test_pinned_memory_that_was_passed_on(one, on):
+    """Whoever has it as the host's may have given it to a stream, and does not say so."""
+    pool = pool_of("pinned")
+    buffer = pool.alloc(N)
+    consumer = Consumer(buffer.__dlpack__())
+    address = buffer.address
+    poke(address, N, 5)
+    seen = reads(one, 1 if on == "legacy" else stream(one, 0), address, N)
+    consumer.delete()
+    del buffer
+    again = pool.alloc(N)
+    assert again.address != address, "it was handed out while a kernel may read it"
+    assert pool.stats().pending_bytes
+    backwards(one)
+    assert seen == [b"\5" * N]
+    assert pool.stats().pending_bytes == 0
+
+
+def test_pinned_memory_by_its_own_name(one):
+    """Who asks for it as what it is gets it as that, on a stream or not."""
+    buffer = pool_of("pinned").alloc(N)
+    for options in ({}, {"stream": 1}, {"stream": -1}):
+        consumer = Consumer(buffer.__dlpack__(dl_device=(3, 0), max_version=(1, 0), **options))
+        assert consumer.device == (3, 0) and consumer.tensor.data == buffer.address
+        consumer.delete()
+    consumer = Consumer(buffer.__dlpack__(dl_device=(1, 0), max_version=(1, 0)))
+    assert consumer.device == (1, 0) and consumer.tensor.data == buffer.address
+    consumer.delete()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("given", [None, -1, "theirs"])
+@pytest.mark.parametrize("max_version", VERSIONS)
+def test_a_copy_where_it_is(one, source, given, max_version):
+    own, other, theirs = stream(one), stream(one), stream(one)
+    pool = pool_of(source, stream=None if source == "pinned" else own)
+    buffer = pool.alloc(N)
+    buffer.fill(1, stream=own)
+    if given != -1:
+        buffer[:100].fill(2, stream=other)
+    live = pool.stats().active_allocations
+    consumer = Consumer(
+        buffer.view((4, -1), "f4").__dlpack__(
+            stream=theirs if given == "theirs" else given, copy=True, max_version=max_version
+        )
+    )
+    pinned = source == "pinned" and given is not None  # it knows of streams
+    assert consumer.device == ((3, 0) if pinned else SOURCES[source][1])
+    assert consumer.tensor.shape[:2] == [4, N // 16]
+    assert consumer.tensor.data != buffer.address
+    if max_version:
+        assert consumer.flags == IS_COPIED
+    assert pool.stats().active_allocations == live + 1
+    on = {None: 1, -1: own, "theirs": theirs}[given]
+    seen = reads(one, on, consumer.tensor.data, N)
+    buffer.fill(9, stream=other)
+    buffer.release()
+    if source in ("pinned", "managed"):  # of the host, which has waited already
+        assert peek(consumer.tensor.data, N) == first_bytes(given) + b"\1" * (N - 100)
+    del buffer
+    one.call("cuStreamSynchronize", on)
+    assert seen == [first_bytes(given) + b"\1" * (N - 100)]
+    backwards(one)
+    consumer.delete()
+    one.drain()
+    pool.trim()
+    assert pool.stats().active_allocations == live - 1
+    pool.check()
+
+
+def first_bytes(given):
+    return (b"\1" if given == -1 else b"\2") * 100
+
+
+def test_a_copy_of_what_has_no_allocator(one):
+    buffer = cuda.Device().region(N).buffer()
+    with pytest.raises(BufferError, match=r"of no allocator.*copy it to a Buffer of one"):
+        buffer.__dlpack__(copy=True)
+    assert not buffer.held
+    assert np.from_dlpack(buffer, device="cpu", copy=True).tobytes() == b"\xa5" * N
+
+
+def test_a_copy_for_which_there_is_no_memory(one):
+    block = Slab(N, 1, cuda.Device()).alloc()
+    with pytest.raises(BufferError, match="of no allocator"):
+        block.__dlpack__(copy=True)
+    slab = Slab(N, 1, cuda.Device())
+    block = slab.alloc()
+    with pytest.raises(arenapy.OutOfMemory):
+        block.__dlpack__(copy=True)
+    assert not block.held
+
+
+def test_managed_memory_for_a_library_that_knows_devices_alone(one):
+    buffer = pool_of("managed").alloc(N)
+    consumer = Consumer(buffer.__dlpack__(dl_device=(2, 0), copy=False, stream=1))
+    assert consumer.device == (2, 0) and consumer.tensor.data == buffer.address
+    consumer.delete()
+
+
+@EACH
+@pytest.mark.parametrize("copy", [None, False, True])
+def test_where_it_cannot_go(one, source, copy):
+    buffer = pool_of(source).alloc(N)
+    for where in ((2, 1), (13, 1), (1, 1), (10, 0), (3, 1)):
+        with pytest.raises(BufferError, match=r"dl_device=\(\d+, \d\) is not where"):
+            buffer.__dlpack__(dl_device=where, copy=copy)
+    assert not buffer.held
+
+
+# ---- graphs ----
+
+
+@pytest.mark.parametrize("interface", ["dlpack", "cai"])
+def test_a_consumer_that_is_being_captured(one, interface):
+    """Nothing outside is waited for, and the block is the graph's as long as that is there."""
+    theirs = stream(one)
+    pool = pool_of("device", stream=stream(one))
+    buffer = pool.alloc(N)
+    buffer.fill(1, stream=theirs)
+    one.begin_capture(theirs)
+    if interface == "dlpack":
+        consumer = Consumer(buffer.__dlpack__(stream=theirs))
+        one.launch(theirs, None, [(buffer.address, N)])
+        consumer.delete()
+    else:
+        assert buffer.__cuda_array_interface__["stream"]
+        buffer.record_stream(theirs)
+    del buffer
+    graph = one.end_capture(theirs)
+    assert graph, "the capture is still valid"
+    one.drain()
+    assert pool.stats().pending_bytes >= N
+    one.destroy_graph(graph)
+    pool.trim()
+    one.drain()  # the event of who did not name a stream
+    assert pool.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("stream", [None, -1])
+def test_pinned_memory_that_is_asked_for_as_such_is_waited_for(gpu, stream):
+    """Without a stream this thread waits; -1 says that nobody is to."""
+    slab, s = Slab(4096, 1, cuda.Pinned(huge_pages=None)), new_stream(gpu)
+    b = slab.alloc()
+    b.fill(3)
+    b.record_stream(s)
+    slowly_fill(gpu, s, b, 7)
+    capsule = b.__dlpack__(max_version=(1, 0), dl_device=(3, 0), stream=stream)
+    assert set(content(b)) == {7 if stream is None else 3}
+    del capsule

@@ -1,0 +1,175 @@
+"""Memory that goes while nobody can wait for the streams that use it. On the simulated driver.
+
+While a blocking stream is captured the legacy default stream can be neither asked nor waited for,
+and no captured stream ever can. Memory whose last owner goes then stays until they are done.
+"""
+
+import gc
+
+import pytest
+from capsules import Array, Tensor
+from cuda_machine import Wrapped
+from cuda_order import backwards
+from cuda_support import ALLOCATORS, LEGACY, SOURCES, a_gpu, new_stream
+from helpers import peek, poke
+from simulated_gpu import RELAXED
+from test_cuda_foreign import KINDS, memory
+
+from arenapy import Pool, cuda
+
+N = 4096
+OURS, AGAIN = 3, 9
+
+
+# ---- who still uses it ----
+
+
+def told_legacy(gpu, buffer, captured):
+    buffer.record_stream(LEGACY)
+    return LEGACY
+
+
+def read_by_the_interface(gpu, buffer, captured):
+    assert buffer.__cuda_array_interface__["data"]
+    return LEGACY
+
+
+def told_what_is_captured(gpu, buffer, captured):
+    buffer.record_stream(captured)
+    return captured.handle_
+
+
+def told_many(gpu, buffer, captured):
+    for stream in (new_stream(gpu), captured, LEGACY, new_stream(gpu, 0)):
+        buffer.record_stream(stream)
+    return LEGACY
+
+
+USES = (told_legacy, read_by_the_interface, told_what_is_captured, told_many)
+EACH_USE = pytest.mark.parametrize("use", USES, ids=[use.__name__ for use in USES])
+
+
+def reads(gpu, stream, address):
+    """A kernel; the list is filled when it runs."""
+    seen = []
+    gpu.launch(stream, lambda: seen.append(set(peek(address, N))), [(address, N)])
+    return seen
+
+
+def in_a_capture(gpu, captured, go):
+    gpu.begin_capture(captured.handle_, RELAXED)
+    go()
+    gc.collect()
+    while gpu.step(-1):  # all that is queued, as far as the capture lets it
+        pass
+    graph = gpu.end_capture(captured.handle_)
+    assert graph, "the capture was invalidated"
+    gpu.destroy_graph(graph)
+
+
+def settled():
+    """Any use of arenapy.cuda that looks for what is over."""
+    cuda.Stream().synchronize()
+
+
+# ---- memory of other libraries ----
+
+
+@EACH_USE
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["interface", "dlpack"])
+def test_borrowed_memory(way, kind, use):
+    with a_gpu(leaks=True) as gpu:
+        captured = Wrapped(new_stream(gpu, 0).handle_)
+        address = memory(gpu, kind, nbytes=N)
+        poke(address, N, OURS)
+        thing = (
+            Array(address, (N,))
+            if way == "interface"
+            else Tensor(address, (N,), device=KINDS[kind])
+        )
+        ended = []
+        thing.on_delete = lambda: (ended.append(1), poke(address, N, AGAIN))
+        buffers = [cuda.asbuffer(thing, stream=new_stream(gpu))]
+        del thing
+        seen = reads(gpu, use(gpu, buffers[0], captured), address)
+
+        def go():
+            buffers.clear()
+            gc.collect()
+            assert not ended, "its library may use it anew"
+
+        in_a_capture(gpu, captured, go)
+        assert seen == [{OURS}]
+        backwards(gpu)
+        settled()
+        backwards(gpu)  # events that were made only now
+        settled()
+        assert ended == [1]
+
+
+# ---- memory of arenapy ----
+
+
+@EACH_USE
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", [*ALLOCATORS, "region"])
+def test_memory_of_an_allocator(allocator, source, use):
+    with a_gpu() as gpu:
+        captured = Wrapped(new_stream(gpu, 0).handle_)
+        if allocator == "region":
+            buffers = [SOURCES[source]().region(N).buffer()]
+        else:
+            buffers = [ALLOCATORS[allocator](SOURCES[source]()).alloc(N)]
+        address = buffers[0].address
+        poke(address, N, OURS)
+        seen = reads(gpu, use(gpu, buffers[0], captured), address)
+
+        def go():
+            buffers.clear()
+
+        in_a_capture(gpu, captured, go)
+        assert seen == [{OURS}]
+        for _ in range(3):
+            backwards(gpu)
+            settled()
+        if source == "driver pool":
+            cuda.DriverPool().region(N)  # which has a list of its own, that such a pool looks at
+
+
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_much_of_it(n):
+    """All comes back, in any order, by whatever looks next; what is still in use does not."""
+    with a_gpu() as gpu:
+        captured, s = Wrapped(new_stream(gpu, 0).handle_), new_stream(gpu)
+        pool = Pool(8 << 20, cuda.Device())
+        regions = [SOURCES["pinned"]().region(N).buffer() for _ in range(n)]
+        for buffer in regions:
+            buffer.record_stream(LEGACY)
+            gpu.launch(LEGACY, None, [(buffer.address, N)])
+        in_a_capture(gpu, captured, regions.clear)
+        del buffer
+        gpu.drain()
+        pool.stats(), gpu.drain()
+        gpu.launch(s.handle_)
+        pool.stats()
+        assert not gpu.memory.registered
+
+
+def test_a_driver_that_fails_at_the_end():
+    """What cannot be waited for stays, too."""
+    with a_gpu() as gpu:
+        buffer = SOURCES["pinned"]().region(N).buffer()
+        s = new_stream(gpu)
+        buffer.record_stream(s)
+        seen = reads(gpu, s.handle_, buffer.address)
+        poke(buffer.address, N, OURS)
+        gpu.fails = dict.fromkeys(("cuEventRecord", "cuEventSynchronize", "cuStreamQuery"), 1)
+        del buffer
+        gc.collect()
+        gpu.fails = {}
+        backwards(gpu)
+        assert seen == [{OURS}]
+        settled()
+        backwards(gpu)
+        settled()

@@ -1,0 +1,407 @@
+"""The streams that a block was told of: what comes after them by itself, how long they are kept.
+
+Copies and fills without a stream, and readers of the CUDA array interface, whatever they do with
+the stream that it names. On the simulated driver.
+"""
+
+import ctypes
+import gc
+import sys
+import types
+import weakref
+
+import pytest
+from capsules import Consumer
+from cuda_machine import NON_BLOCKING, Wrapped
+from cuda_order import backwards, reads
+from cuda_support import HOST_VISIBLE, LEGACY, MIB, SOURCES, a_gpu, new_stream
+from helpers import peek, poke
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
+
+from arenapy import Bump, Pool, Slab, cuda
+from arenapy.cuda.stream_ref import OWNERS
+
+N = 4096
+OLD, NEW = 1, 7
+
+ALLOCATORS = {
+    "bump": lambda source, **options: Bump(MIB, source, **options),
+    "slab": lambda source, **options: Slab(N, 4, source, **options),
+    "pool": lambda source, **options: Pool(4 * MIB, source, **options),
+}
+
+
+# ---- how a block is told of a stream, which then writes ----
+
+
+def by_a_copy(gpu, block, stream):
+    source = cuda.Device().region(N).buffer()
+    poke(source.address, N, NEW)
+    block.copy_from(source, stream=stream)
+    return source
+
+
+def by_a_fill(gpu, block, stream):
+    block.fill(NEW, stream=stream)
+
+
+def by_recording(gpu, block, stream):
+    block.record_stream(stream)
+    kernel(gpu, block, stream)
+
+
+def by_dlpack(gpu, block, stream):
+    consumer = Consumer(block.__dlpack__(stream=stream.handle_))
+    kernel(gpu, block, stream)
+    consumer.delete()
+
+
+def kernel(gpu, block, stream, byte=NEW):
+    address = block.address
+    gpu.launch(stream.handle_, lambda: poke(address, N, byte), [(address, N)])
+
+
+WAYS = (by_a_copy, by_a_fill, by_recording, by_dlpack)
+EACH_WAY = pytest.mark.parametrize("tell", WAYS, ids=[one.__name__ for one in WAYS])
+
+
+# ---- without a stream ----
+
+
+def copied_to_the_host(block):
+    got = bytearray(N)
+    block.copy_to(got)
+    return bytes(got)
+
+
+def copied_to_a_block(block):
+    other = Pool(4 * MIB, cuda.Device()).alloc(N)
+    other.copy_from(block)
+    return peek(other.address, N)
+
+
+def copied_to_pinned_memory(block):
+    other = Pool(4 * MIB, cuda.Pinned(huge_pages=None)).alloc(N)
+    block.copy_to(other)
+    return peek(other.address, N)
+
+
+def copied_in_a_batch(block):
+    got = bytearray(N)
+    cuda.copy_batch([(memoryview(got)[:100], block[:100]), (memoryview(got)[100:], block[100:])])
+    return bytes(got)
+
+
+LOOKS = (copied_to_the_host, copied_to_a_block, copied_to_pinned_memory, copied_in_a_batch)
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=[one.__name__ for one in LOOKS])
+@EACH_WAY
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("own", ["legacy", "an object"])
+def test_a_copy_without_a_stream_comes_after_them(own, source, tell, look):
+    with a_gpu() as gpu:
+        options = {} if own == "legacy" or source in HOST_VISIBLE else {"stream": new_stream(gpu)}
+        for make in ALLOCATORS.values():
+            block = make(SOURCES[source](), **options).alloc(N)
+            poke(block.address, N, OLD)
+            kept = [tell(gpu, block, new_stream(gpu)) for _ in range(2)]
+            assert set(look(block)) == {NEW}
+            del block, kept
+            backwards(gpu)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_is_written_without_a_stream_stays(source, tell):
+    """It comes after what they still write, or read."""
+    with a_gpu() as gpu:
+        block = Pool(4 * MIB, SOURCES[source]()).alloc(N)
+        for fill in (True, False):
+            stream = new_stream(gpu)
+            kept = tell(gpu, block, stream)
+            seen = reads(gpu, stream.handle_, block.address, N)
+            block.fill(OLD) if fill else block.copy_from(bytes([OLD]) * N)
+            backwards(gpu)
+            assert seen == [bytes([NEW]) * N]
+            assert set(peek(block.address, N)) == {OLD}
+            del kept
+        del block
+
+
+def test_with_a_stream_the_order_is_the_users(gpu):
+    """Who names a stream has said what comes after what."""
+    pool, s = Pool(4 * MIB, cuda.Device()), new_stream(gpu)
+    block = pool.alloc(N)
+    block.fill(NEW, stream=s)
+    block.copy_to(pool.alloc(N), stream=new_stream(gpu))
+    assert gpu.calls["cuStreamWaitEvent"] == 2, "of each stream for the own one"
+
+
+# ---- readers of the CUDA array interface ----
+
+READERS = {
+    "legacy, waits": (True, LEGACY),
+    "legacy": (False, LEGACY),
+    "blocking": (False, 0),
+    "non-blocking, waits": (True, NON_BLOCKING),
+    "non-blocking": (False, NON_BLOCKING),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@EACH_WAY
+@pytest.mark.parametrize("source", [one for one in SOURCES if one != "driver pool"])
+@pytest.mark.parametrize("how", ["own", "lane", "told"])
+def test_a_reader_of_the_interface_comes_after_them(how, source, tell, reader):
+    """Also one that does not wait for the stream that it names, as torch."""
+    waits, kind = READERS[reader]
+    with a_gpu() as gpu:
+        s = new_stream(gpu)
+        own = how == "own" and source not in HOST_VISIBLE
+        pool = Pool(4 * MIB, SOURCES[source](), **({"stream": s} if own else {}))
+        block = pool.alloc(N, stream=s if how == "lane" else None)
+        poke(block.address, N, OLD)
+        kept = tell(gpu, block, s)
+        theirs = LEGACY if kind == LEGACY else new_stream(gpu, kind).handle_
+        number = block.__cuda_array_interface__["stream"]
+        if waits and number is not None:
+            event = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
+            assert not gpu.call("cuEventRecord", event, number)
+            assert not gpu.call("cuStreamWaitEvent", theirs, event, 0)
+        seen = reads(gpu, theirs, block.address, N)
+        backwards(gpu)
+        assert seen == [bytes([NEW]) * N]
+        del block, kept, pool
+
+
+def test_the_interface_of_a_block_of_the_legacy_stream_waits_for_nothing(gpu):
+    """Which is what most programs have: it is read on that stream, or on one that comes after."""
+    pool = Pool(4 * MIB, cuda.Device())
+    block = pool.alloc(N)
+    block.fill(NEW)
+    gpu.launch(LEGACY)
+    gpu.launch(new_stream(gpu).handle_)
+    before = gpu.calls.copy()
+    assert block.__cuda_array_interface__["stream"] == 1
+    assert gpu.calls == before
+    assert len(gpu.queue) == 2
+
+
+# ---- streams that come and go ----
+
+
+class Object(Wrapped):
+    """Of a library that destroys the stream with its object."""
+
+    def __init__(self, gpu, kind=NON_BLOCKING):
+        super().__init__(gpu.got("cuStreamCreate", ctypes.c_void_p, kind))
+        self.gpu = gpu
+
+    def __del__(self):
+        if not self.gpu.closed:
+            assert not self.gpu.call("cuStreamDestroy", self.handle_)
+
+
+OWNERS[Object.__module__, Object.__qualname__] = lambda stream: True
+
+
+@pytest.mark.parametrize("done", ["at once", "later", "at the end"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_block_that_many_streams_used(source, done):
+    """It keeps few of them, and waits for all."""
+    with a_gpu() as gpu:
+        slab = Slab(N, 1, SOURCES[source]())
+        block = slab.alloc()
+        poke(block.address, N, OLD)
+        alive, most, seen = weakref.WeakSet(), 0, []
+        for i in range(500):
+            s = Object(gpu)
+            alive.add(s)
+            block.record_stream(s)
+            seen.append(reads(gpu, s.handle_, block.address, N))
+            if done == "at once" or (done == "later" and i % 10 == 0):
+                gpu.drain()
+            s = None
+            most = max(most, len(alive))
+        assert most < 50
+        before = gpu.calls["cuEventRecord"]
+        consumer = Consumer(block.__dlpack__(stream=1))
+        events = gpu.calls["cuEventRecord"] - before
+        assert events < 50
+        address = consumer.tensor.data
+        gpu.launch(LEGACY, lambda: poke(address, N, NEW), [(address, N)])
+        backwards(gpu)
+        assert all(one == [bytes([OLD]) * N] for one in seen)
+        consumer.delete()
+        del block
+        gpu.drain()
+        slab.stats(), gpu.drain()
+        assert slab.stats().pending_bytes == 0
+        slab.check()
+        del slab, s
+
+
+def test_a_stream_that_somebody_still_has_is_not_forgotten(gpu):
+    """What it is given until the block is released counts, too."""
+    slab = Slab(N, 1, cuda.Device())
+    block = slab.alloc()
+    poke(block.address, N, OLD)
+    mine = Object(gpu)
+    block.record_stream(mine)
+    for _ in range(200):
+        block.record_stream(Object(gpu))
+    gpu.drain()
+    seen = reads(gpu, mine.handle_, block.address, N)
+    del block
+    block = slab.alloc()
+    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
+    backwards(gpu)
+    assert seen == [bytes([OLD]) * N]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("many", [16, 17, 40])
+@pytest.mark.parametrize("name", ["torch", *list(NOT_OWNERS)[1:]])
+def test_a_stream_that_does_not_end_with_its_object_is_not_forgotten(gpu, name, many, busy):
+    """torch makes an object whenever it is asked for a stream of its pool, which lives on."""
+    named = {**KNOWN_OWNERS, **NOT_OWNERS}[name]
+    slab = Slab(N, 1, cuda.Device())
+    block = slab.alloc()
+    poke(block.address, N, OLD)
+    handles = [new_handle(gpu) for _ in range(many)]
+    for handle in handles:
+        if busy:
+            gpu.launch(handle)
+        block.record_stream(named(gpu, handle))
+    seen = [reads(gpu, handle, block.address, N) for handle in handles]
+    del block
+    block = slab.alloc()
+    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
+    backwards(gpu)
+    assert seen == [[bytes([OLD]) * N]] * many
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_streams_of_our_own_are_forgotten(gpu, busy):
+    """The driver destroys them while the block lives; what they do is waited for."""
+    slab = Slab(N, 1, cuda.Device())
+    block = slab.alloc()
+    poke(block.address, N, OLD)
+    before, seen = gpu.calls["cuStreamDestroy"], []
+    for _ in range(200):
+        s = cuda.Stream()
+        block.record_stream(s)
+        if busy:
+            seen.append(reads(gpu, s.handle, block.address, N))
+    assert gpu.calls["cuStreamDestroy"] - before > 150
+    seen.append(reads(gpu, s.handle, block.address, N))  # somebody still has it
+    del block
+    block = slab.alloc()
+    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
+    backwards(gpu)
+    assert all(one == [bytes([OLD]) * N] for one in seen)
+
+
+@settings(max_examples=max(5, settings.default.max_examples // 4))
+@given(st.data())
+def test_any_order_of_streams_that_come_and_go(data):
+    """Of streams that are done and not, kept and not, the last owner of the bytes comes last."""
+    with a_gpu(leaks=True) as gpu:
+        slab = Slab(N, 1, cuda.Device())
+        block = slab.alloc()
+        poke(block.address, N, OLD)
+        mine, seen = [], []
+        for _ in range(data.draw(st.integers(1, 60))):
+            act = data.draw(st.sampled_from(["new", "new", "new", "again", "drop", "run"]))
+            if act == "new":
+                mine.append(Object(gpu))
+                block.record_stream(mine[-1])
+                seen.append(reads(gpu, mine[-1].handle_, block.address, N))
+                if data.draw(st.booleans()):
+                    mine.pop()
+            elif act == "again" and mine:
+                one = data.draw(st.sampled_from(mine))
+                seen.append(reads(gpu, one.handle_, block.address, N))
+                del one
+            elif act == "drop" and mine:
+                mine.pop(data.draw(st.integers(0, len(mine) - 1)))
+            elif act == "run":
+                for _ in range(data.draw(st.integers(1, 30))):
+                    gpu.step(data.draw(st.integers(0, 3)))
+        del block
+        block = slab.alloc()
+        address = block.address
+        gpu.launch(LEGACY, lambda: poke(address, N, NEW), [(address, N)])
+        backwards(gpu)
+        assert all(one == [bytes([OLD]) * N] for one in seen)
+        assert set(peek(address, N)) == {NEW}
+        del block
+
+
+# ---- consumers that name a number ----
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """What arenapy asks of CuPy: the current stream, whose number its from_dlpack gives."""
+    fake = types.ModuleType("cupy")
+    fake.current = None
+    fake.cuda = types.SimpleNamespace(get_current_stream=lambda: fake.current)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+class CupyStream(Object):
+    @property
+    def ptr(self):
+        return self.handle_
+
+
+@pytest.mark.parametrize("first", ["array", "stream"])
+def test_cupys_stream_that_is_gone(gpu, cupy, first):
+    """It ends with its object, before the array or after it, and its work goes on."""
+    slab = Slab(N, 1, cuda.Device())
+    block = slab.alloc()
+    poke(block.address, N, OLD)
+    seen = []
+    for _ in range(3):
+        cupy.current = CupyStream(gpu)
+        handle = cupy.current.ptr
+        consumer = Consumer(block.__dlpack__(stream=handle))
+        seen.append(reads(gpu, handle, block.address, N))
+        if first == "array":
+            consumer.delete()
+        cupy.current = None
+        gc.collect()
+        if first == "stream":
+            consumer.delete()
+    block.copy_to(bytearray(N))
+    del block
+    block = slab.alloc()
+    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
+    backwards(gpu)
+    assert seen == [[bytes([OLD]) * N]] * 3
+    assert not gpu.errors
+
+
+@pytest.mark.parametrize("answer", [201, 400, 709])
+def test_a_number_whose_stream_is_gone(gpu, answer):
+    """Of another library: what it did is waited for, once. (A driver may also crash, then.)"""
+    pool = Pool(4 * MIB, cuda.Device())
+    block = pool.alloc(N)
+    stream = new_stream(gpu).handle_
+    Consumer(block.__dlpack__(stream=stream)).delete()
+    poke(block.address, N, OLD)
+    seen = reads(gpu, stream, block.address, N)
+    assert not gpu.call("cuStreamDestroy", stream)
+    gpu.fails["cuStreamGetId"] = answer
+    for _ in range(3):
+        Consumer(block.__dlpack__(stream=1)).delete()
+    assert gpu.calls["cuMemFree"] == 1
+    assert seen == [bytes([OLD]) * N]
+    gpu.fails.clear()
+    assert all("there is no stream" in error for error in gpu.errors)
+    gpu.errors.clear()

@@ -1,0 +1,304 @@
+"""Stream objects of other libraries: whether one owns its stream is known, or it is not relied on.
+
+On the simulated driver, whose handles are used again at once. A stream that is destroyed runs what
+it was given; who has its handle next has nothing to do.
+"""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+from cuda_order import backwards
+from cuda_support import LEGACY, MIB, PER_THREAD, content, slowly_fill
+from helpers import GIL, in_threads, peek
+from stream_wrappers import (
+    KNOWN_OWNERS,
+    NOT_OWNERS,
+    OTHER_OWNERS,
+    CoreStream,
+    OldCoreStream,
+    core_own,
+    destroy,
+    new_handle,
+)
+
+from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
+
+ALL = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
+WAYS = ["allocated", "recorded", "released", "filled", "copied"]
+ITEM, ITEMS = 4096, 32
+MEMORY = ["device", "pinned", "managed"]
+MAKE = {
+    "device": cuda.Device,
+    "pinned": lambda: cuda.Pinned(huge_pages=None),
+    "managed": cuda.Managed,
+}
+
+
+def sample(data):
+    return set(data[::512])
+
+
+def reads(driver, handle, block):
+    """A kernel that looks at all of a block when its turn comes."""
+    seen, address, nbytes = [], block.address, block.nbytes
+    driver.launch(handle, lambda: seen.append(sample(peek(address, nbytes))), [(address, nbytes)])
+    return seen
+
+
+def one_of_many(source):
+    """A slab with one free item, so small a part that its release records no event by itself."""
+    slab = Slab(ITEM, ITEMS, source)
+    return slab, [slab.alloc() for _ in range(ITEMS - 1)]
+
+
+def used(driver, allocator, way, stream, handle, other):
+    """A block, gone by now, that a kernel is going to read, with what it will have seen."""
+    block = allocator.alloc(stream=stream if way == "allocated" else None)
+    if way in ("filled", "copied"):
+        block.fill(1, stream=stream)
+        if way == "copied":
+            other.copy_from(block, stream=stream)
+    else:
+        slowly_fill(driver, handle, block, 1)
+    seen = reads(driver, handle, block)
+    if way == "recorded":
+        block.record_stream(stream)
+    address = block.address
+    block.release(*[stream] * (way == "released"))
+    return address, seen
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", NOT_OWNERS)
+def test_a_handle_that_is_destroyed_and_made_anew(gpu, who, way, memory):
+    """The new stream has nothing to do; whoever asked it would take the old one's work for done."""
+    allocator, others = one_of_many(MAKE[memory]())
+    handle = new_handle(gpu)
+    stream = NOT_OWNERS[who](gpu, handle)
+    other = cuda.Device().region(ITEM).buffer()
+    address, seen = used(gpu, allocator, way, stream, handle, other)
+    destroy(gpu, handle)
+    assert new_handle(gpu) == handle
+    block = allocator.alloc()
+    assert block.address == address
+    if memory == "device":
+        slowly_fill(gpu, LEGACY, block, 2)
+        backwards(gpu)
+    else:
+        assert seen, "it was handed out while a kernel was to read it"
+        block.array(dtype="u1")[:] = 2
+    assert seen == [{1}] and sample(content(block)) == {2}
+    del block, stream, others
+    gc.collect()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", {**KNOWN_OWNERS, **OTHER_OWNERS})
+def test_an_owner_is_kept_until_its_stream_is_done(gpu, who, way):
+    """Though the user drops it at once, and nothing else keeps the stream."""
+    allocator, others = one_of_many(cuda.Device())
+    handle = new_handle(gpu)
+    stream = {**KNOWN_OWNERS, **OTHER_OWNERS}[who](gpu, handle)
+    other = cuda.Device().region(ITEM).buffer()
+    block = allocator.alloc(stream=stream if way == "allocated" else None)
+    gone = weakref.ref(stream)
+    address = block.address
+    if way in ("filled", "copied"):
+        block.fill(1, stream=stream)
+        if way == "copied":
+            other.copy_from(block, stream=stream)
+    elif way == "recorded":
+        block.record_stream(stream)
+    if way == "released":
+        block.release(stream)
+    del stream, other
+    gc.collect()
+    # By then there is an event for what was released.
+    ended = gone() is None
+    assert way == "released" or not ended, "its stream was destroyed under the block"
+    assert who == "torch" or gpu.calls["cuStreamDestroy"] == ended
+    block.release()
+    del block
+    again = allocator.alloc()
+    assert again.address == address
+    gpu.drain()
+    again.release()
+    assert allocator.stats().pending_bytes == 0
+    del allocator, others, again
+    gc.collect()
+    assert gone() is None, "it is kept for ever"
+
+
+@pytest.mark.parametrize("who", KNOWN_OWNERS)
+def test_a_hit_of_a_known_owner_asks_only_whether_it_captures(gpu, who):
+    pool, stream = Pool(16 * MIB, cuda.Device()), KNOWN_OWNERS[who](gpu, new_handle(gpu))
+    pool.alloc(5000, stream=stream).release()
+    before = gpu.calls.copy()
+    for _ in range(10):
+        pool.alloc(5000, stream=stream).release()
+    if GIL:
+        assert gpu.calls - before == {"cuStreamIsCapturing": 10}
+
+
+@pytest.mark.parametrize("who", NOT_OWNERS)
+def test_whoever_names_one_of_ours(gpu, who):
+    """Our own stream, or another known owner's, by way of another library: it is the same one."""
+    pool, own = Pool(16 * MIB, cuda.Device()), cuda.Stream()
+    wrapper = NOT_OWNERS[who](gpu, own.handle)
+    block = pool.alloc(5000, stream=own)
+    address = block.address
+    block.release()
+    assert pool.alloc(5000, stream=wrapper).address == address
+    before = gpu.calls.copy()
+    pool.alloc(5000, stream=wrapper).release()
+    if GIL:
+        assert gpu.calls - before == {"cuStreamIsCapturing": 1}
+
+
+class Current:
+    """Stands for a stream that changes."""
+
+    def __init__(self, *streams):
+        self.streams = itertools.cycle(streams)
+        self.now = None
+
+    def __cuda_stream__(self):
+        return 0, self.now.handle
+
+    def switch(self):
+        self.now = next(self.streams)
+        return self.now
+
+
+def test_an_object_whose_stream_changes(gpu):
+    """It names what it says, each time."""
+    pool = Pool(16 * MIB, cuda.Device())
+    current = Current(cuda.Stream(), cuda.Stream(), cuda.Stream())
+    seen = []
+    for _ in range(9):
+        stream = current.switch()
+        block = pool.alloc(MIB, stream=current)
+        slowly_fill(gpu, stream.handle, block, len(seen) + 1)
+        seen.append(reads(gpu, stream.handle, block))
+        block.record_stream(current)
+        del block
+    backwards(gpu)
+    assert seen == [[{i + 1}] for i in range(9)]
+
+
+@pytest.mark.parametrize("who", ALL)
+@pytest.mark.parametrize("way", ["recorded", "allocated"])
+def test_work_from_before_the_capture_in_which_a_block_goes(gpu, who, way):
+    """The handle may be gone when the graph is: then the context is waited for."""
+    allocator, others = one_of_many(cuda.Device())
+    handle = new_handle(gpu)
+    stream = ALL[who](gpu, handle)
+    block = allocator.alloc(stream=stream if way == "allocated" else None)
+    address = block.address
+    if way == "recorded":
+        block.record_stream(stream)
+    slowly_fill(gpu, handle, block, 1)
+    seen = reads(gpu, handle, block)
+    gpu.begin_capture(handle)
+    del block
+    graph = gpu.end_capture(handle)
+    with pytest.raises(OutOfMemory):
+        allocator.alloc()
+    gpu.destroy_graph(graph)
+    if who in NOT_OWNERS:
+        destroy(gpu, handle)
+        assert new_handle(gpu) == handle
+    again = allocator.alloc()
+    assert again.address == address
+    slowly_fill(gpu, LEGACY, again, 2)
+    backwards(gpu)
+    assert seen == [{1}] and sample(content(again)) == {2}
+    del others
+
+
+# Streams that were closed ---------------------------------------------------------------------
+
+
+def naming(gpu, stream):
+    """Ways to name a stream, each a call."""
+    pool = Pool(8 * MIB, cuda.Device())
+    block, other = pool.alloc(4096), cuda.Stream()
+    return [
+        lambda: pool.alloc(4096, stream=stream),
+        lambda: block.record_stream(stream),
+        lambda: block.fill(1, stream=stream),
+        lambda: block.copy_from(bytes(4096), stream=stream),
+        lambda: block.__dlpack__(stream=stream),
+        lambda: Bump(MIB, cuda.Device()).reset(stream=stream),
+        lambda: Pool(MIB, cuda.Device(), stream=stream),
+        lambda: other.wait(stream),
+        lambda: cuda.asbuffer(block, stream),
+        lambda: cuda.copy_batch([(block, bytes(4096))], stream),
+        lambda: block.release(stream),
+    ]
+
+
+@pytest.mark.parametrize("kind", [CoreStream, OldCoreStream], ids=["new", "old"])
+def test_a_stream_that_is_named_first_after_it_was_closed(gpu, kind):
+    """It is no default stream, whatever number it gives."""
+    stream = core_own(gpu, new_handle(gpu), kind)
+    stream.close()
+    for name in naming(gpu, stream):
+        with pytest.raises((ValueError, RuntimeError), match="closed"):
+            name()
+
+
+def test_a_default_stream_that_could_be_closed(gpu):
+    for number in (0, 1):
+        for name in naming(gpu, CoreStream(number)):
+            name()
+
+
+# Default streams of libraries -----------------------------------------------------------------
+
+
+class Device:
+    def __init__(self, device_id):
+        self.device_id = device_id
+
+
+class CoreDefault(CoreStream):
+    """Its device is that of the context which was current when it was asked first."""
+
+    device_ = None
+
+    @property
+    def device(self):
+        if self.device_ is None:
+            self.device_ = self.driver.device()
+        return Device(self.device_)
+
+
+@pytest.mark.parametrize("number", [LEGACY, PER_THREAD])
+@pytest.mark.parametrize("asked_on", [0, 1])
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_default_stream_of_cuda_core(gpu, number, asked_on, device, thread):
+    """It is that of the memory's device, in a thread without a context, too."""
+    stream = CoreDefault(number)
+    stream.driver = gpu
+    with gpu.on(asked_on):
+        assert stream.device.device_id == asked_on
+    block = Pool(8 * MIB, cuda.Device(device)).alloc(4096)
+
+    def use():
+        block.record_stream(stream)
+        block.fill(3, stream=stream)
+
+    if thread:
+        in_threads(use)
+    else:
+        use()
+    with gpu.on(device):
+        slowly_fill(gpu, LEGACY, block, 4)
+        block.record_stream(LEGACY)
+    backwards(gpu)
+    assert sample(content(block)) == {4}

@@ -1,0 +1,99 @@
+"""A Pool over regions of which none begins on a page, asked for by two threads at once."""
+
+import threading
+import time
+
+import pytest
+from helpers import PAGE
+from sources import Regions
+
+from arenapy import OutOfMemory, Pool
+
+MIB = 1 << 20
+
+
+class InBetween(Regions):
+    """Lets somebody else do something while the first region is being made."""
+
+    between = None
+
+    def region(self, nbytes):
+        region = super().region(nbytes)
+        if self.between is not None:
+            between, self.between = self.between, None
+            thread = threading.Thread(target=between)
+            thread.start()
+            thread.join()
+        return region
+
+
+@pytest.mark.parametrize("skew", [1, 64, PAGE - 1])
+def test_another_thread_learns_first_that_they_need_a_page_more(skew):
+    """This one's region was asked for without it: it has to ask again."""
+    source, theirs = InBetween(skew=skew), []
+    pool = Pool(64 * MIB, source)
+    source.between = lambda: theirs.append(pool.alloc(4 * MIB))
+    mine = pool.alloc(4 * MIB)
+    assert mine.nbytes == theirs[0].nbytes == 4 * MIB
+    mine.fill(1)
+    theirs[0].fill(2)
+    assert set(bytes(mine)) == {1}
+    pool.check()
+    calls = source.calls
+    other = pool.alloc(4 * MIB)
+    assert source.calls == calls + 1, "by now they are all asked for with it"
+    del other
+
+
+class Slow(Regions):
+    """The first region comes when the test says so."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def region(self, nbytes):
+        self.asked.set()
+        assert self.go.wait(60)
+        return super().region(nbytes)
+
+
+@pytest.mark.parametrize("take", [lambda pool: pool.alloc(1000), lambda pool: pool.alloc_many([9])])
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_finds_no_room_waits_for_another_thread_that_takes_it_all(take, fails):
+    """What that one gets is for both."""
+    source = Slow()
+    pool, got = Pool(2 * MIB, source), []
+
+    def other():
+        try:
+            got.append(take(pool))
+        except OutOfMemory as error:
+            got.append(error)
+
+    first = threading.Thread(target=other)
+    first.start()
+    assert source.asked.wait(60)
+    second = threading.Thread(target=other)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), got
+    source.failing = fails
+    source.go.set()
+    first.join()
+    second.join()
+    assert [isinstance(one, OutOfMemory) for one in got] == [fails, fails]
+    pool.check()
+
+
+def test_a_source_that_allocates_from_the_pool_itself_does_not_wait_for_itself():
+    class Again(Regions):
+        def region(self, nbytes):
+            with pytest.raises(OutOfMemory):
+                pool.alloc(1000)
+            return super().region(nbytes)
+
+    pool = Pool(2 * MIB, Again())
+    start = time.monotonic()
+    pool.alloc(1000)
+    assert time.monotonic() - start < 5

@@ -1,0 +1,354 @@
+"""What is the implementation's own in a Slab: batches, the bitmap, parts by address, packing."""
+
+import itertools
+import os
+import random
+import threading
+import weakref
+
+import pytest
+from helpers import PAGE, peek, poke
+from hypothesis import given
+from hypothesis import strategies as st
+from sources import Adjacent, Regions
+
+import arenapy
+
+CALLS = 64  # items that leave a part for the stack at once; sizes around it are the edges
+
+
+@given(
+    item_size=st.integers(0, 300) | st.sampled_from([4096, 5000, 3 << 20]),
+    align=st.none() | st.integers(0, 12).map(lambda n: 1 << n),
+    count=st.sampled_from([1, 2, CALLS - 1, CALLS, CALLS + 1, 2 * CALLS + 1]),
+    skew=st.sampled_from([0, 1, 64]),
+)
+def test_items_fill_the_stride_in_order_of_address(item_size, align, count, skew):
+    slab = arenapy.Slab(item_size, count, Regions(skew), align)
+    step = align or 64
+    assert slab.stride == max(-(-item_size // step), 1) * step
+    items = [slab.alloc() for _ in range(count)]
+    addresses = [item.address for item in items]
+    assert addresses[0] % step == 0
+    assert addresses == [addresses[0] + i * slab.stride for i in range(count)]
+    assert slab.count == slab.capacity == count
+    with pytest.raises(arenapy.OutOfMemory):
+        slab.alloc()
+    slab.check()
+
+
+@pytest.mark.parametrize("count", [1, CALLS - 1, CALLS, CALLS + 1, 1000])
+def test_reuse_is_last_in_first_out_also_beyond_a_batch(count):
+    slab = arenapy.Slab(8, count, align=8)
+    items = slab.alloc_many(count)
+    order = list(range(count))
+    random.Random(count).shuffle(order)
+    freed = []
+    for i in order:
+        freed.append(items[i].address)
+        items[i].release()
+    assert [slab.alloc_many(1)[0].address for _ in range(3)] == [freed[-1]] * 3
+    again = [slab.alloc() for _ in range(count)]
+    assert [item.address for item in again] == freed[::-1]
+    slab.check()
+
+
+@pytest.mark.parametrize("upwards", [True, False])
+def test_many_parts_in_any_order_of_addresses(upwards):
+    """A double release is told, and a trim frees just what has no live item, in any part."""
+    slab = arenapy.Slab(100, 1, Adjacent(upwards=upwards), max_count=200)
+    items = [slab.alloc() for _ in range(200)]
+    assert len(slab.regions) == 9 and slab.capacity == 200
+    slab.check()
+    before = [(region.address, region.nbytes) for region in slab.regions]
+    kept = [items[0], items[100]]  # of the first and the eighth region
+    items.clear()
+    slab.check()
+    freed = slab.trim()
+    assert freed == sum(nbytes for i, (_, nbytes) in enumerate(before) if i not in (0, 7))
+    assert [region.address for region in slab.regions] == [before[0][0], before[7][0]]
+    assert slab.capacity == 1 + 64 and slab.count == 2
+    slab.check()
+    assert all(not item.closed for item in kept)
+    items = [slab.alloc() for _ in range(198)]
+    slab.check()
+    assert slab.capacity == 200
+    kept.clear()
+    items.clear()
+    slab.trim()
+    assert slab.capacity == 1 and len(slab.regions) == 1
+    slab.check()
+
+
+def test_trim_keeps_what_was_never_handed_out_in_the_first_region():
+    source = Regions()
+    slab = arenapy.Slab(64, 1000, source, max_count=3000)
+    assert slab.trim() == 0 and slab.capacity == 1000
+    items = slab.alloc_many(1001)
+    assert source.calls == 2 and slab.capacity == 2000
+    items.pop().release()
+    assert slab.trim() > 0 and slab.capacity == 1000 and len(source.sizes) == 1
+    slab.check()
+    assert len(slab.alloc_many(0)) == 0
+
+
+def test_items_that_do_not_fit_between_two_alignments_are_asked_for_with_room():
+    for skew in (1, 8, 63):
+        source = Regions(skew)
+        slab = arenapy.Slab(64, 10, source)
+        assert source.calls == 1 and slab.capacity == 10
+        assert slab.alloc().address % 64 == 0
+        assert 0 <= slab.stats().padding_bytes <= 63
+    slab = arenapy.Slab(PAGE, 3, arenapy.Host(huge_pages=None), 2 << 20)
+    assert all(item.address % (2 << 20) == 0 for item in slab.alloc_many(3))
+
+
+def test_existing_memory_must_have_all_items():
+    memory = bytearray(10 * 64 + 63)
+    slab = arenapy.Slab(64, 10, arenapy.Existing(memory))
+    assert len(slab.alloc_many(10)) == 10
+    for view in (memoryview(bytearray(641))[1:], memoryview(bytearray(648))[8:]):
+        with pytest.raises(ValueError, match=r"count=10 .* 64 bytes"):
+            arenapy.Slab(64, 10, arenapy.Existing(view))
+    with pytest.raises(arenapy.OutOfMemory, match="639"):
+        arenapy.Slab(64, 10, arenapy.Existing(bytearray(639)))
+    packed = arenapy.Slab(64, 10, arenapy.Existing(memoryview(bytearray(641))[1:]), align=1)
+    assert len(packed.alloc_many(10)) == 10
+
+
+def test_a_source_that_has_no_more_than_the_items():
+    """It need not have the room to skip to an alignment, if its memory is aligned."""
+
+    class Exact:
+        def __init__(self):
+            self.inner = Regions()
+
+        def region(self, nbytes):
+            if nbytes > 640:
+                raise arenapy.OutOfMemory(f"{nbytes} bytes are more than 640")
+            return self.inner.region(nbytes)
+
+    assert arenapy.Slab(64, 10, Exact()).capacity == 10
+
+
+def test_a_source_with_little_left_is_asked_for_fewer():
+    class Little:
+        def __init__(self):
+            self.inner, self.asked = Regions(), []
+
+        def region(self, nbytes):
+            self.asked.append(nbytes)
+            if len(self.asked) > 1 and nbytes > 5 * 64:
+                raise arenapy.OutOfMemory(f"{nbytes} bytes are more than are left")
+            return self.inner.region(nbytes)
+
+    source = Little()
+    slab = arenapy.Slab(64, 16, source, max_count=100)
+    items = slab.alloc_many(17)
+    assert slab.capacity == 20, "16 and 8 items were refused, and 4 were not"
+    slab.check()
+    before = slab.stats(), slab.regions
+    source.asked += [0] * 10
+    source.inner.failing = True
+    with pytest.raises(arenapy.OutOfMemory, match="planned failure"):
+        slab.alloc_many(4)
+    assert (slab.stats(), slab.regions) == before and len(items) == 17
+    source.inner.failing = False
+    assert len(slab.alloc_many(70)) == 70, "by further regions"
+    slab.check()
+
+
+def test_alloc_many_that_fails_half_way_gives_new_regions_back():
+    source = Regions(fail_on=range(4, 100))
+    slab = arenapy.Slab(64, 4, source, max_count=1000)
+    held = slab.alloc_many(2)
+    before = slab.stats()
+    with pytest.raises(arenapy.OutOfMemory, match="planned failure"):
+        slab.alloc_many(100)
+    assert slab.stats() == before and len(source.sizes) == 1 and len(held) == 2
+    calls = source.calls
+    with pytest.raises(arenapy.OutOfMemory, match="max_count=1000"):
+        slab.alloc_many(999)
+    assert source.calls == calls and slab.stats() == before
+    slab.check()
+
+
+def test_a_source_that_uses_the_slab_it_grows():
+    class Strange(Regions):
+        def region(self, nbytes):
+            if self.calls == 1:
+                with pytest.raises(arenapy.OutOfMemory, match="asks it"):
+                    slab.alloc()
+            return super().region(nbytes)
+
+    slab = arenapy.Slab(64, 1, Strange(), max_count=4)
+    items = [slab.alloc() for _ in range(4)]
+    slab.check()
+    assert len({item.address for item in items}) == 4
+
+
+def test_threads_that_find_it_full_wait_for_the_one_that_grows():
+    """None is refused as long as max_count is not reached, and nothing grows too far."""
+
+    class Slow(Regions):
+        def region(self, nbytes):
+            if self.calls:
+                threading.Event().wait(0.02)
+            return super().region(nbytes)
+
+    slab = arenapy.Slab(64, 1, Slow(), max_count=256)
+    start = threading.Barrier(8)
+    items, failures = [], []
+
+    def work():
+        start.wait()
+        try:
+            for _ in range(32):
+                items.append(slab.alloc())
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len({item.address for item in items}) == 256 == slab.capacity
+    assert slab.source.calls == 9, "each time it was full, one thread asked the source"
+    slab.check()
+
+
+def test_threads_that_pass_items_on():
+    slab = arenapy.Slab(64, 16, max_count=1 << 14)  # enough if one thread takes no turns
+    failures = []
+    shared = [[] for _ in range(4)]
+
+    def work(me):
+        draw = random.Random(me)
+        try:
+            for number in range(3000):
+                item = slab.alloc()
+                poke(item.address, 8, me * 50 + number % 50)
+                shared[draw.randrange(4)].append((item, me * 50 + number % 50))
+                mine = shared[me]
+                while len(mine) > draw.randrange(100):
+                    item, fill = mine.pop()
+                    assert peek(item.address, 8) == bytes([fill]) * 8
+                    del item
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    slab.check()
+    stats = slab.stats()
+    assert stats.active_allocations == sum(map(len, shared))
+    assert stats.total_allocations == 12_000
+    shared.clear()
+    assert slab.count == 0
+    slab.check()
+
+
+def test_the_peak_can_be_exchanged():
+    slab = arenapy.Slab(100, 100)
+    assert slab._tally() == (0, 0, 0) and slab._exchange_peak(None) == 0
+    items = slab.alloc_many(70)
+    del items[10:]
+    assert slab._tally() == (70, 70 * 128, 10 * 128)
+    assert slab._exchange_peak(None) == 70 * 128 and slab.stats().peak_bytes == 10 * 128
+    assert slab._exchange_peak(40 * 128) == 10 * 128 and slab.stats().peak_bytes == 40 * 128
+    items += slab.alloc_many(31)
+    assert slab._exchange_peak(0) == 41 * 128 == slab.stats().peak_bytes
+    slab.check()
+
+
+def test_debug_fills_what_is_given_back():
+    slab = arenapy.Slab(100, 3, debug=True)
+    item = slab.alloc()
+    item.fill(7)
+    address = item.address
+    item.release()
+    assert peek(address, 100) == bytes([0xDB]) * 100
+    assert slab.alloc().address == address
+
+
+def test_ages_are_of_64_neighbours():
+    slab = arenapy.Slab(64, 2 * CALLS)
+    items = slab.alloc_many(2 * CALLS)
+    ages = [info.age for info in slab.blocks()]
+    assert ages == [CALLS] * CALLS + [0] * CALLS
+    items[0].release()
+    assert [age for age, _ in itertools.groupby(info.age for info in slab.blocks())] == [0, 1]
+
+
+def test_the_slab_is_gone_with_its_last_item_but_its_memory_not_before():
+    source = Regions()
+    slab = arenapy.Slab(64, 4, source, max_count=8)
+    items = slab.alloc_many(8)
+    gone = weakref.ref(slab)
+    del slab
+    assert gone() is None and len(source.sizes) == 2
+    poke(items[-1].address, 64, 1)
+    items.clear()
+    assert not source.sizes
+
+
+@pytest.mark.parametrize("fork", ["inherit", "skip"])
+def test_a_forked_child(fork):
+    slab = arenapy.Slab(64, 4, arenapy.Host(fork=fork), max_count=64)
+    items = slab.alloc_many(3)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if fork == "inherit":
+                items += slab.alloc_many(20)
+                slab.check()
+                status = slab.count != 23
+            else:
+                try:
+                    slab.alloc()
+                except ValueError:
+                    items.clear()
+                    status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert slab.count == 3
+    slab.check()
+
+
+BAD = [
+    (lambda: arenapy.Slab(-1, 4), ValueError, "item_size=-1"),
+    (lambda: arenapy.Slab("8", 4), TypeError, "item_size='8'"),
+    (lambda: arenapy.Slab(8, 0), ValueError, "count=0"),
+    (lambda: arenapy.Slab(8, 2**31 + 1), ValueError, "count=2147483649"),
+    (lambda: arenapy.Slab(8, 1.5), TypeError, "count=1.5"),
+    (lambda: arenapy.Slab(8, 4, max_count=3), ValueError, "max_count=3"),
+    (lambda: arenapy.Slab(8, 4, max_count=2**40), ValueError, f"max_count={2**40}"),
+    (lambda: arenapy.Slab(8, 4, align=3), ValueError, "align=3"),
+    (lambda: arenapy.Slab(8, 4, align=4 << 20), ValueError, "align="),
+    (lambda: arenapy.Slab(1 << 62, 4), ValueError, str(1 << 62)),
+    (lambda: arenapy.Slab((1 << 63) - 1, 1), ValueError, str((1 << 63) - 1)),
+    (lambda: arenapy.Slab(1 << 34, 1, max_count=2**31), ValueError, str(1 << 34)),
+    (lambda: arenapy.Slab(8, 4, stream=1), ValueError, "stream=1"),
+    (lambda: arenapy.Slab(8, 4).alloc(9), ValueError, "nbytes=9"),
+    (lambda: arenapy.Slab(8, 4).alloc(8, 128), ValueError, "align=128.* aligned to 64"),
+    (lambda: arenapy.Slab(8, 4, align=8).empty(1), ValueError, "align=64.* aligned to 8"),
+    (lambda: arenapy.Slab(8, 4).alloc(stream=1), ValueError, "stream=1"),
+    (lambda: arenapy.Slab(8, 4).alloc_many(-1), ValueError, "-1"),
+    (lambda: arenapy.Slab(8, 4).alloc_many([8, 9]), ValueError, "nbytes=9"),
+    (lambda: arenapy.Slab(8, 4).alloc_many(2**62), arenapy.OutOfMemory, str(2**62)),
+    (lambda: arenapy.Slab(8, 4).alloc_many(None), TypeError, "None"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "named"), BAD)
+def test_bad_input_is_named(call, kind, named):
+    with pytest.raises(kind, match=named):
+        call()

@@ -1,0 +1,235 @@
+"""Steps as data: programs, the file that a crash leaves behind, and doing it again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from crashing import Crashing, Inner, TwoAtAPool, Wrong
+from hypothesis import given, settings
+from hypothesis.stateful import run_state_machine_as_test
+from toys import BumpToy, HeapToy, SlotsToy, planted
+
+from arenapy.testing import (
+    BufferMachine,
+    BumpMachine,
+    PoolMachine,
+    Program,
+    SlabMachine,
+    Step,
+    load,
+    operations,
+    programs,
+    steps_path,
+)
+from arenapy.testing.attack import attack
+from arenapy.testing.crashes import crashes, smaller
+
+HERE = Path(__file__).parent
+A_START = Step("start", {"config": {}})
+
+
+def reproduce(path, folder):
+    """Do the steps of a file again, as somebody would from another directory."""
+    return subprocess.run(
+        [sys.executable, "-m", "arenapy.testing", "reproduce", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "ARENAPY_STEPS": str(folder / "again.jsonl")},
+    )
+
+
+def as_file(path, machine, *steps):
+    first = {"arenapy.testing": 1, **machine.recipe()}
+    path.write_text("\n".join([json.dumps(first), *Program(steps).lines()]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("machine", [BumpMachine, SlabMachine, PoolMachine, BufferMachine, BumpToy])
+def test_programs_are_drawn_printed_parsed_and_run(machine):
+    seen = set()
+
+    @settings(max_examples=25)
+    @given(programs(machine))
+    def test(program):
+        assert Program.parse(program.lines()) == program
+        assert program.steps[0].name == "start"
+        assert str(program).count("\n") == len(program) - 1
+        assert 1 <= program.run(machine) <= len(program)
+        seen.update(step.name for step in program)
+
+    test()
+    assert len(seen) > 5
+    assert seen <= set(operations(machine))
+
+
+def test_a_fuzzer_may_bring_its_own_bytes():
+    machine, found = planted("overlap by one byte"), 0
+
+    @given(programs(machine))
+    def test(program):
+        program.run(machine)
+
+    for number in range(200):
+        try:
+            test.hypothesis.fuzz_one_input(bytes([number * 7 % 256, number]) * 400)
+        except AssertionError:
+            found += 1
+    assert found
+
+
+def test_rules_that_are_switched_off_are_in_no_program():
+    assert {"push_mark", "allocate_zeroed", "refill"} <= set(operations(BumpToy))
+    assert not {"free_block", "free_twice", "race"} & set(operations(BumpToy))
+    assert {"race", "other_thread", "free_every"} <= set(operations(SlotsToy))
+    assert "push_mark" not in operations(HeapToy)
+
+
+def test_a_step_that_cannot_be_done_is_left_out():
+    steps = [
+        Step("reset_to_mark", {"which": 3}),
+        Step("start", {"config": {"nbytes": 4096}}),
+        Step("start", {"config": {"nbytes": 64}}),
+        Step("overwrite", {"which": 2, "fill": 7}),
+        Step("allocate_block", {"nbytes": 10, "align": None}),
+        Step("overwrite", {"which": 2, "fill": 7}),
+    ]
+    assert Program(tuple(steps)).run(BumpToy) == 3
+
+
+def test_a_step_that_there_is_not_is_an_error():
+    for name in ("no_such_thing", "look"):
+        with pytest.raises(ValueError, match=name):
+            Program((Step(name, {}),)).run(BumpToy)
+
+
+def test_what_cannot_be_written_down_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"odd\(what=b'bytes'\)"):
+        run_state_machine_as_test(Wrong, settings=settings(max_examples=20, database=None))
+
+
+def test_the_file_has_every_step_before_it_runs():
+    program = Program((A_START, Step("allocate_block", {"nbytes": 3, "align": None})))
+    program.run(Crashing)
+    if "ARENAPY_STEPS" not in os.environ:
+        assert str(os.getpid()) in steps_path()
+    machine, again = load(steps_path())
+    assert again == program
+    assert machine is Crashing
+
+
+@pytest.mark.slow
+@pytest.mark.no_sanitizer  # which has its own way to end
+def test_a_segfault_leaves_a_file_that_crashes_again(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=_test_file(tmp_path),
+        env={**os.environ, "ARENAPY_STEPS": str(tmp_path / "steps.jsonl")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode < 0, done.stdout
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    again = reproduce(tmp_path / "steps.jsonl", elsewhere)
+    assert again.returncode == done.returncode
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert again.stdout.splitlines() == [str(Step.parse(line)) for line in lines[1:]]
+    assert "Segmentation fault" in again.stderr
+    fewer = smaller(lines)
+    assert len(fewer) <= 3 and crashes(fewer)
+
+
+def _test_file(folder):
+    tests = folder / "tests"
+    tests.mkdir()
+    text = (HERE / "crashing.py").read_text() + "\n\nTestCrashing = Crashing.TestCase\n"
+    (tests / "test_it.py").write_text(text)
+    return tests
+
+
+def test_a_file_of_a_failure_fails_again(tmp_path):
+    machine = BumpToy
+    path = as_file(
+        tmp_path / "steps",
+        machine,
+        Step("start", {"config": {"nbytes": 64}}),
+        Step("allocate_block", {"nbytes": 10, "align": 1}),
+    )
+    done = reproduce(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("nothing found in 2 of 2 steps\n")
+
+
+@pytest.mark.parametrize("machine", [Inner.Nested, TwoAtAPool])
+def test_machines_are_found_where_they_are(machine, tmp_path):
+    config = {"max_bytes": None, "rounding": "step", "fail_after": None}
+    steps = [Step("start", {"config": config}), Step("allocate_block", {"nbytes": 1, "align": 1})]
+    path = as_file(tmp_path / "steps", machine, *steps)
+    done = reproduce(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_made_in_a_function_says_so(tmp_path):
+    class Local(BumpToy):
+        pass
+
+    done = reproduce(as_file(tmp_path / "steps", Local, A_START), tmp_path)
+    assert done.returncode == 2
+    assert "made within a function" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "{}", '{"arenapy.testing": 9}', "[1]"])
+def test_other_files_are_refused(text, tmp_path):
+    path = tmp_path / "other"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="no file of steps"):
+        load(path)
+
+
+@pytest.mark.slow
+def test_a_leak_is_found_at_the_end_of_a_program():
+    machine = planted("loses the last extent")
+    program = attack(machine, start=1).failing
+    steps = tuple(step for step in program if step.name != "refill")
+    with pytest.raises(AssertionError, match="emptied"):
+        Program(steps).run(machine)
+    try:
+        raise KeyError
+    except KeyError:  # while something else is handled, too
+        with pytest.raises(AssertionError, match="emptied"):
+            Program(steps).run(machine)
+
+
+@pytest.mark.slow
+def test_the_smallest_program_is_small():
+    """Two blocks are all that most of these bugs take."""
+    for bug in ("overlap by one byte", "alignment ignored", "wraps at the end"):
+        found = attack(planted(bug), start=3)
+        assert len(found.failing) <= 4, str(found.failing)
+        assert found.steps > len(found.failing)
+
+
+@pytest.mark.parametrize("profile", ["ci", "quick", "long", "fuzz"])
+def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
+    text = "from toys import planted\n\nTestIt = planted('overlap by one byte').TestCase\n"
+    (tmp_path / "test_it.py").write_text(text)
+    (tmp_path / "conftest.py").write_text((HERE.parent / "conftest.py").read_text())
+    folders = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "HYPOTHESIS_PROFILE": profile, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "state.start(config=" in done.stdout
+    assert "@reproduce_failure(" in done.stdout
+    assert (tmp_path / ".hypothesis/fuzz").exists() == (profile == "fuzz")
