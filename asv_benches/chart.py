@@ -2,8 +2,8 @@
 
     python asv_benches/chart.py
 
-The figures that it shows stand in the file's description too, where tests/benches/test_figures.py compares
-them with the results. Needs matplotlib.
+The figures that it shows stand in the description of the file, too, where
+tests/benches/test_figures.py compares them with the results. Needs matplotlib.
 """
 
 import json
