@@ -1,9 +1,9 @@
-"""Hypothesis profiles, and a fixture that runs a program in a fresh interpreter.
+"""How much is run (``--tier``), and fixtures that run a program in a fresh interpreter.
 
-``HYPOTHESIS_PROFILE`` picks a profile: ``dev`` (the default), ``ci`` (the same examples on every
-run, and a blob that reproduces a failure), ``quick`` (the same with few examples), ``few`` (with
-hardly any, for valgrind), ``long`` (many more and longer programs) or ``fuzz`` (still more, with a
-database of its own in ``.hypothesis/fuzz``, from which the next run goes on).
+``pytest --tier quick`` (the default) touches every feature in minutes. ``full`` also runs what is
+marked so, all cases of ``sampled`` tests, and more examples; CI runs it. ``long`` runs everything.
+``HYPOTHESIS_PROFILE`` chooses the number of examples alone: it is a tier, or ``fuzz``, which keeps
+a database in ``.hypothesis/fuzz`` and goes on from it.
 """
 
 import collections
@@ -31,16 +31,23 @@ PHASES = [phase for phase in Phase if phase is not Phase.explain]  # it triples 
 # A shell's background job ignores it, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The same examples on every run: what a change broke fails, and nothing else.
 settings.register_profile(
-    "dev", max_examples=100, deadline=None, suppress_health_check=SLOW_IS_FINE, phases=PHASES
+    "quick",
+    max_examples=5,
+    derandomize=True,
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=SLOW_IS_FINE,
+    phases=PHASES,
 )
+settings.register_profile("full", settings.get_profile("quick"), max_examples=40)
 settings.register_profile(
-    "ci", settings.get_profile("dev"), max_examples=40, derandomize=True, print_blob=True
-)
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
-settings.register_profile("few", settings.get_profile("ci"), max_examples=3)
-settings.register_profile(
-    "long", settings.get_profile("dev"), max_examples=5000, stateful_step_count=100, print_blob=True
+    "long",
+    settings.get_profile("quick"),
+    max_examples=5000,
+    stateful_step_count=100,
+    derandomize=False,
 )
 settings.register_profile(
     "fuzz",
@@ -48,33 +55,47 @@ settings.register_profile(
     max_examples=10_000,
     database=DirectoryBasedExampleDatabase(".hypothesis/fuzz"),
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-
-SAMPLE = 3  # of each test that is marked `sampled`, one case of this many runs
+TIERS = ["quick", "full", "long"]
+SAMPLE = 8  # of a test that is marked ``sampled``, one case of this many runs in the tier quick
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--all", action="store_true", help="also slow tests, and every case of sampled ones"
-    )
+    parser.addoption("--tier", choices=TIERS, default="quick", help="how much is run")
+
+
+def pytest_configure(config):
+    tier = config.getoption("--tier")
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", tier))
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--all"):
-        return
+    tier = config.getoption("--tier")
+    later = TIERS[TIERS.index(tier) + 1 :]
     cases = collections.Counter()
     chosen, left_out = [], []
     for item in items:
         test = item.path, item.originalname
-        later = item.get_closest_marker("slow") is not None or (
-            item.get_closest_marker("sampled") is not None and cases[test] % SAMPLE > 0
-        )
-        (left_out if later else chosen).append(item)
+        sampled = item.get_closest_marker("sampled")
+        step = 1
+        if sampled and tier != "long":
+            step = SAMPLE if tier == "quick" else sampled.kwargs.get("full", 1)
+        left = cases[test] % step or any(map(item.get_closest_marker, later))
+        (left_out if left else chosen).append(item)
         cases[test] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A line for each reason to skip."""
+    reasons = collections.Counter(
+        report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 def pytest_report_header():

@@ -136,7 +136,7 @@ def quiet(command, place, seconds, log=None):
     """The exit status of a command; None if it took too long."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]),
-        "HYPOTHESIS_PROFILE": "ci",
+        "HYPOTHESIS_PROFILE": "full",
         "ARENAPY_STEPS": str(place / "steps"),
     }
     with open(log or os.devnull, "w") as out:

@@ -212,6 +212,7 @@ NOT_HELD = ["slice", "typed view", "buffer"]  # only alive
 ON_DEVICE = ["capsule", "interface", *NOT_HELD]
 
 
+@pytest.mark.sampled
 def test_what_somebody_can_see_is_not_handed_out_again(anywhere, name):
     kept, ways = [], HOLDS
     if anywhere.kind in ("device", "managed"):
@@ -302,6 +303,7 @@ def test_release(host_visible):
 
 
 @pytest.mark.parametrize("way", ["release", "drop", "drop an array", "with", "other thread"])
+@pytest.mark.sampled
 def test_what_was_given_back_serves_again(reusing, way):
     before = adds_up(reusing)
     addresses = set()

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.sampled
+
 TOUR = """
     import gc, os, pickle, sys
     import numpy as np

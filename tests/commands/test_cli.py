@@ -51,6 +51,7 @@ def test_info_says_something_without_control_codes():
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)
 
 
+@pytest.mark.full
 def test_help_names_every_command():
     done = run("--help")
     assert done.returncode == 0
@@ -60,6 +61,7 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("words", [[], ["--"]])
+@pytest.mark.sampled
 def test_no_command_prints_the_help_and_fails(words):
     done = run(*words)
     assert (done.returncode, done.stdout) == (2, "")
@@ -70,6 +72,7 @@ def test_no_command_prints_the_help_and_fails(words):
     ("arguments", "named"),
     [(["nope"], "'nope'"), (["--nope"], "--nope"), (["demo", "--nope"], "--nope")],
 )
+@pytest.mark.sampled
 def test_wrong_arguments_are_named(arguments, named):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -143,6 +146,7 @@ def test_ctrl_c_ends_a_running_demo():
 
 
 @pytest.mark.parametrize("arguments", [["info"], A_LONG_TIME])
+@pytest.mark.sampled
 def test_a_reader_that_goes_away(arguments):
     read, write = os.pipe()
     os.close(read)

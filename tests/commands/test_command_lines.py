@@ -131,6 +131,7 @@ def test_numbers_as_nobody_writes_them(parsers, name, capsys):
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9.]{1,45} ?[KMGTkb]?(i?B)?", fullmatch=True))
 @example("٣")
+@pytest.mark.full
 def test_a_size_is_what_it_says_or_refused(text):
     try:
         found = common.size(text)
@@ -212,6 +213,7 @@ def test_what_a_trace_says_is_printable_and_told_apart(nasty):
     assert len(set(found.sites)) == 4
 
 
+@pytest.mark.full
 def test_no_command_prints_what_a_terminal_obeys(nasty, capsys, monkeypatch):
     """In-process: every command that reads a trace, on a terminal or not."""
     for line in (

@@ -277,6 +277,7 @@ def test_environments(monkeypatch):
 # ---- the command
 
 
+@pytest.mark.full
 def test_a_comparison(script, tmp_path):
     script(
         """
@@ -328,6 +329,7 @@ def test_a_module(script, tmp_path):
         ("import sys; sys.exit('why')", ["status 1", "why"]),
     ],
 )
+@pytest.mark.sampled
 def test_a_program_that_fails(script, tmp_path, source, said):
     script(source)
     found = run(tmp_path, "-n", "2", "script.py")
@@ -336,6 +338,7 @@ def test_a_program_that_fails(script, tmp_path, source, said):
     assert all(text in found.stderr for text in said)
 
 
+@pytest.mark.full
 def test_a_program_that_fails_only_in_the_pool(script, tmp_path):
     script("import numpy, sys; sys.exit('arenapy' in sys.modules)")
     found = run(tmp_path, "-n", "2", "script.py")
@@ -343,6 +346,7 @@ def test_a_program_that_fails_only_in_the_pool(script, tmp_path):
     assert "the program failed (arenapy): status 1" in found.stderr
 
 
+@pytest.mark.full
 def test_options_of_the_pool_arrive(script, tmp_path):
     script("import numpy as np\nnp.ones(1 << 20)")
     found = run(tmp_path, "-n", "1", "--max-bytes", "4M", "--on-full", "error", "script.py")
@@ -359,6 +363,7 @@ def test_options_of_the_pool_arrive(script, tmp_path):
         ([], "SCRIPT"),
     ],
 )
+@pytest.mark.sampled
 def test_wrong_arguments(tmp_path, arguments, named):
     found = run(tmp_path, *arguments)
     assert (found.returncode, found.stdout) == (2, "")

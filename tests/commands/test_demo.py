@@ -60,7 +60,7 @@ def whole_run(tmp_path_factory):
     return done, json.loads((folder / "figures.json").read_text()), folder / "chart.png"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_output_is_plain_text_in_80_columns(whole_run):
     done, _, _ = whole_run
     assert not CONTROL.search(done.stdout + done.stderr)
@@ -68,6 +68,7 @@ def test_output_is_plain_text_in_80_columns(whole_run):
     assert "…" not in done.stdout, "a cell was cut off"
 
 
+@pytest.mark.full
 def test_the_tables_show_what_the_json_says(whole_run):
     done, figures, _ = whole_run
     times, rest = done.stdout.split("An iteration: ")
@@ -119,6 +120,7 @@ def test_the_json_is_complete_and_consistent(whole_run):
             assert workload["paid_after_iterations"] is None
 
 
+@pytest.mark.full
 def test_an_arena_does_not_fault_where_numpy_does(whole_run):
     _, figures, _ = whole_run
     # 61 MiB arrays: above what any malloc keeps, so each is new to the process.
@@ -129,6 +131,7 @@ def test_an_arena_does_not_fault_where_numpy_does(whole_run):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc learns otherwise")
+@pytest.mark.full
 def test_malloc_learns_and_plain_numpy_then_stops_faulting(whole_run):
     done, figures, _ = whole_run
     before, after = (
@@ -150,6 +153,7 @@ def test_the_accuracy_is_shown(whole_run):
     assert {workload["accuracy"] for workload in figures["workloads"][1:]} == {None}
 
 
+@pytest.mark.full
 def test_the_chart_is_a_picture_with_the_three_colours_in_it(whole_run):
     *_, path = whole_run
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -192,6 +196,7 @@ def test_progress_goes_to_the_terminal_and_not_into_the_output():
 
 @pytest.mark.parametrize("way", [ways.Plain, ways.Arena, ways.Preallocated])
 @pytest.mark.parametrize(("workload", "clean"), [("digits", 0), ("loop", 0), ("digits", 9)])
+@pytest.mark.full
 def test_one_wrong_bit_in_one_way_fails(way, workload, clean, monkeypatch, capsys, tmp_path):
     kinds = {"digits": workloads.Network, "loop": workloads.Temporaries}
     honest, steps = way.step, Counter()
@@ -242,6 +247,7 @@ def test_the_loop_is_spelled_alike(n):
     np.testing.assert_allclose(plain, a.astype("f8") * b + a - b / 2.0, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_network_is_spelled_alike(digits):
     plain, placed = digits.start(), digits.start()
     for _ in range(40):
@@ -273,6 +279,7 @@ def test_the_network_descends_the_gradient(digits):
         assert stepped == pytest.approx(-network.rate * slope, rel=1e-3)
 
 
+@pytest.mark.full
 def test_the_network_learns_to_read(digits):
     network = digits.start()
     assert network.accuracy() < 0.3

@@ -212,6 +212,7 @@ ONE_BIG = traced(
 
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("name", ["bump", "pool", "malloc"])
+@pytest.mark.sampled
 def test_resident_memory_is_what_the_allocator_holds(name):
     (found,) = replay.replay(ONE_BIG, [name])
     assert found.note == ""
@@ -244,6 +245,7 @@ def test_the_first_byte_costs_no_memory():
 
 
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.package])
+@pytest.mark.sampled
 def test_other_mallocs(name):
     """They run where the library is, and where it is not the package is named."""
     (found,) = replay.replay(trace.synthetic(1, 400, 32 * MIB, [trace.Phase(64, MIB)]), [name])
@@ -304,6 +306,7 @@ def test_the_command_as_json(small):
     assert 0 < by_name["loop"]["event_ns"] < by_name["malloc"]["event_ns"]
 
 
+@pytest.mark.full
 def test_the_command_for_people(small):
     done = command(small, "--with", "bump,pool")
     assert done.returncode == 0, done.stderr
@@ -321,6 +324,7 @@ def test_a_trace_that_fits_an_arena(tmp_path):
     assert "needs" in found["note"]  # 60 bytes take 64
 
 
+@pytest.mark.full
 def test_the_command_refuses(tmp_path, small):
     for arguments, status, message in [
         ([tmp_path / "none"], 1, "No such file"),

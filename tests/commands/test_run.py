@@ -132,6 +132,7 @@ SILENT = {"terminated", "killed", "aborted", "exit at once", "closed"}
 
 
 @pytest.mark.parametrize("how", ENDS)
+@pytest.mark.sampled
 def test_ends(script, tmp_path, how):
     script(f"import atexit, os, signal, sys, threading\nprint('begun', flush=True)\n{ENDS[how]}")
     report = assert_alike(tmp_path, "script.py")
@@ -210,6 +211,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.sampled
 def test_multiprocessing(script, tmp_path, method):
     script(CHILDREN)
     how = {"env": {**os.environ, "PYTHONWARNINGS": "ignore"}}
@@ -337,6 +339,7 @@ def test_the_report_comes_last(script, tmp_path):
         "import arenapy.commands.cli",
     ],
 )
+@pytest.mark.sampled
 def test_a_program_that_imports_arenapy(script, tmp_path, program):
     script(
         program + "\nimport arenapy, numpy; print(arenapy.handles(numpy.ones(1000)) is not None)"
@@ -368,6 +371,7 @@ def test_a_program_without_numpy(script, tmp_path):
 @pytest.mark.parametrize(
     "options", [["--initial-bytes", "900T"], ["--max-bytes", "1"], ["--trace", "/dev/full"]]
 )
+@pytest.mark.sampled
 def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):
     script("import numpy")
     done = run([*OURS, *options, "script.py"], tmp_path)

@@ -23,6 +23,8 @@ from alike import MAIN, TIMEOUT, ours, plain, split
 
 from arenapy.commands.run import command as run
 
+pytestmark = pytest.mark.sampled
+
 #: Prints what a program can know of how it was started. Plain modules only: any may be shadowed.
 SEES = r"""
 import os, sys
@@ -271,6 +273,7 @@ def test_a_program_has_its_own_modules_without_numpy(both):
 
 
 @pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.full
 def test_a_program_has_its_own_modules_with_numpy(both, when):
     """Those that NumPy does not need: each may come before NumPy, after it, or both."""
     needed = loaded_by("import numpy, numpy.random")
@@ -402,6 +405,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("stdin", [False, True], ids=["script", "stdin"])
+@pytest.mark.full
 def test_how_a_program_is_read(both, stdin):
     """All sources at once: a process starts each in its turn, by the line that is left to it."""
     for source in SOURCES.values():
@@ -518,6 +522,7 @@ def at_a_terminal(line, cwd, typed):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
 
 
+@pytest.mark.full
 def test_a_session_at_a_terminal(tmp_path):
     typed = ["1 + 1\n", "import numpy, sys\n", "1 / 0\n", "sys.exit(4)\n"]
     found = [

@@ -240,6 +240,7 @@ def attempt(gpu, scene, operate, n, which, how):
     [("bump", "device"), ("slab", "device"), ("pool", "device"), ("slab", "pinned")],
 )
 @pytest.mark.parametrize("operate", OPERATIONS.values(), ids=list(OPERATIONS))
+@pytest.mark.sampled
 def test_a_buffer_that_is_let_go_meanwhile(operate, allocator, source):
     if operate is prefetches:
         source = "managed"

@@ -125,6 +125,7 @@ class ComingMachine(StreamMachine):
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.sampled
 def test_streams_that_come_and_go(monkeypatch, allocator, source):
     fake_core(monkeypatch)
     host, make = SOURCES[source]

@@ -100,6 +100,7 @@ class LendingMachine(StreamMachine):
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.sampled
 def test_lending(allocator, source):
     host, make = SOURCES[source]
     run(machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make, LendingMachine))

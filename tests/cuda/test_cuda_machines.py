@@ -41,6 +41,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.sampled
 def test_streams(allocator, source):
     host, make = SOURCES[source]
     run(machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make))

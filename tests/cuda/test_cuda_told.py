@@ -210,6 +210,7 @@ OWNERS[Object.__module__, Object.__qualname__] = lambda stream: True
 
 @pytest.mark.parametrize("done", ["at once", "later", "at the end"])
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.sampled
 def test_a_block_that_many_streams_used(source, done):
     """It keeps few of them, and waits for all."""
     with a_gpu() as gpu:

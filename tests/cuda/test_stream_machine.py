@@ -52,6 +52,7 @@ def run(machine, **options):
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("machine", [PlainBump, PlainSlab, PlainPool])
+@pytest.mark.sampled
 def test_contents(machine, source):
     with a_gpu(leaks=True) as driver:  # Hypothesis keeps the class, and so the source
         body = {"gpu": SimulatedGpu(driver), "host": source in HOST_VISIBLE}
@@ -60,6 +61,7 @@ def test_contents(machine, source):
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", [OwnBump, OwnSlab, OwnPool])
+@pytest.mark.sampled
 def test_streams(kind, source):
     with a_gpu() as driver:
         made = own_kind(kind, SOURCES[source], host=source in HOST_VISIBLE)

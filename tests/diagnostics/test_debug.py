@@ -46,6 +46,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("kind", ALLOCATORS)
 @pytest.mark.parametrize("end", ["release", "drop", "reset", "check"])
+@pytest.mark.sampled
 def test_a_file_that_shrank_is_not_touched(kind, end, run_script, tmp_path):
     path = of_a_mebibyte(tmp_path / "memory")
     run_script(f"""

@@ -34,6 +34,7 @@ def faults(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.sampled
 def test_each_call_can_fail(faults, tmp_path, name):
     wrong = []
     for call, count in calls_of(faults, name, tmp_path).items():
@@ -105,6 +106,7 @@ def plain(name):
 SELDOM = {"posix_memalign", "pthread_key_create", "pthread_setspecific"}
 
 
+@pytest.mark.full
 def test_nothing_is_left_out(faults, request):
     """Each function was failed in some operation, and each row says what came of some failure."""
     run = [item.name for item in request.session.items if item.path == request.path]

@@ -51,6 +51,7 @@ def targets(strikes):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.sampled
 def test_a_signal_at_every_bytecode(faults, strikes, tmp_path, name):
     faults.install()
     attempt(faults, name, tmp_path, strikes.at())  # what is done the first time only

@@ -486,6 +486,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("how", HELD)
+@pytest.mark.sampled
 def test_another_process_may_not_record_meanwhile(tmp_path, how):
     act, held = HELD[how]
     with subprocess.Popen(
@@ -582,6 +583,7 @@ def ours(cwd, *line):
     )
 
 
+@pytest.mark.full
 def test_a_run_writes_its_own_former_outputs_and_no_others(tmp_path):
     (tmp_path / "work.py").write_text(
         "import sys, numpy as np\nx = np.ones(1000)\n"

@@ -5,6 +5,8 @@ Every program runs in an interpreter of its own, so that no thread of the test r
 
 import pytest
 
+pytestmark = pytest.mark.sampled
+
 PRELUDE = """
 import gc, os, sys, threading, traceback
 import numpy as np

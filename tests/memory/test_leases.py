@@ -8,6 +8,8 @@ import leases
 import pytest
 from hypothesis import settings
 
+pytestmark = pytest.mark.sampled
+
 PROGRAM = Path(__file__).with_name("leases.py")
 
 

@@ -18,6 +18,8 @@ import pytest
 from arenapy import Bump, Host, Shared
 from arenapy.linux import vm
 
+pytestmark = pytest.mark.sampled
+
 METHODS = ["spawn", "fork", "forkserver"]
 
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(full=3)  # each case is a process
 
 PRELUDE = """
 import atexit, builtins, contextvars, gc, os, queue, sys, threading, traceback, types, weakref
@@ -300,6 +300,7 @@ builtins.late = Late(*things)
 
 @every_kind
 @pytest.mark.parametrize("what", ["array", "context", "texts", "zeros", "large"])
+@pytest.mark.full
 def test_the_capsule_dies_last(run_script, make, what):
     """Long after the pool, in what the interpreter clears at its very end."""
     run_script(

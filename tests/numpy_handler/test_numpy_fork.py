@@ -7,6 +7,8 @@ import pytest
 from test_numpy_exit import HOLD, MAKE
 from test_numpy_exit import PRELUDE as START
 
+pytestmark = pytest.mark.sampled
+
 PRELUDE = (
     START
     + """

@@ -93,6 +93,7 @@ def test_there_is_one_capsule_for_each_pool_and_policy(pool):
     del memories
 
 
+@pytest.mark.full
 def test_pools_that_were_used_are_freed():
     """With their regions, and with what was made for them."""
 

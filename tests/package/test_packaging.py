@@ -96,7 +96,7 @@ def test_import_is_lean():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_module_imports_on_its_own():
     """No module relies on another of ours having been imported before it."""
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # so that it may fork

@@ -354,6 +354,7 @@ def timed(pool):
     return time.perf_counter() - start
 
 
+@pytest.mark.full
 def test_live_blocks_are_found_while_regions_come_and_go():
     pool = Pool(source=Shared())
     first = pool.alloc(64)

@@ -83,6 +83,7 @@ def test_more_threads_than_caches(heap, threads):
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize("threads", [1, 4, CACHES + 3])
 @pytest.mark.parametrize("last", ["allocator", "blocks here", "blocks elsewhere", "array"])
+@pytest.mark.sampled
 def test_the_memory_goes_with_the_last_that_needs_it(heap, threads, last):
     source = Known()
     allocator = HEAPS[heap](source)
@@ -226,6 +227,7 @@ def test_the_collector_sees_blocks_from_before_the_memory_was_a_users():
 
 
 @pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.sampled
 def test_a_child_goes_on_without_the_other_threads(heap, run_script):
     make = "Slab(4096, 1024)" if heap == "slab" else "Pool()"
     run_script(f"""

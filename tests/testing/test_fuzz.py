@@ -33,6 +33,7 @@ def fuzz(*arguments):
     "arguments",
     [["crashing:bump"], ["crashing:pool", "--threads", "2"], ["--library", "libc.so.6"]],
 )
+@pytest.mark.sampled
 def test_nothing_is_found_in_what_is_right(arguments):
     done = fuzz(*arguments, "--examples", "15", "--steps", "20", "--seed", "1")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -41,6 +42,7 @@ def test_nothing_is_found_in_what_is_right(arguments):
     assert "--seed 1" in done.stdout
 
 
+@pytest.mark.full
 def test_what_is_found_is_made_small_and_kept(tmp_path):
     kept = tmp_path / "kept.jsonl"
     done = fuzz("crashing:Overlapping", "--seed", "7", "--save", str(kept))
@@ -57,7 +59,7 @@ def test_what_is_found_is_made_small_and_kept(tmp_path):
     assert "overlaps block" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.no_sanitizer  # which has its own way to end
 def test_a_signal_is_found_and_its_program_made_small(tmp_path):
     done = fuzz("crashing:Killed", "--seed", "5")
@@ -79,12 +81,14 @@ def test_a_signal_is_found_and_its_program_made_small(tmp_path):
         (["crashing:bump", "--examples", "0"], "from 1 to"),
     ],
 )
+@pytest.mark.sampled
 def test_wrong_arguments(arguments, named):
     done = fuzz(*arguments)
     assert done.returncode == 2
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_seconds_are_kept():
     done = fuzz("crashing:bump", "--seconds", "1", "--steps", "5")
     assert done.returncode == 0
@@ -93,6 +97,7 @@ def test_seconds_are_kept():
 
 @pytest.mark.parametrize("threads", ["1", "2"])
 @pytest.mark.parametrize("name", ["libjemalloc.so.2", "libmimalloc.so.2"])
+@pytest.mark.sampled
 def test_other_mallocs(name, threads):
     """Nothing in jemalloc; in mimalloc, of some versions, that 256 bytes are not aligned to 256."""
     done = fuzz("--library", name, "--threads", threads, "--examples", "20", "--seed", "2")
@@ -190,6 +195,7 @@ def test_an_allocator_that_cannot_be_made_is_an_error():
 
 @pytest.mark.parametrize("made_by", [bytearray, lambda nbytes: np.empty(nbytes, "u1")])
 @pytest.mark.parametrize("start", [1, 2])
+@pytest.mark.sampled
 def test_buffers_of_no_bytes_are_nowhere(made_by, start, monkeypatch):
     monkeypatch.setattr(
         crashing, "made_here", lambda: SimpleNamespace(alloc=made_by), raising=False
@@ -199,7 +205,7 @@ def test_buffers_of_no_bytes_are_nowhere(made_by, start, monkeypatch):
     assert found.rules["allocate_block"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_class_that_was_mended_is_attacked_anew(monkeypatch):
     monkeypatch.setattr(crashing, "made_here", crashing.Overlapping, raising=False)
     machine = machine_for("crashing:made_here")
@@ -210,7 +216,7 @@ def test_a_class_that_was_mended_is_attacked_anew(monkeypatch):
     assert found.examples <= 40
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.no_sanitizer  # under which imports alone may take as long
 def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
     (tmp_path / "hanging.py").write_text(

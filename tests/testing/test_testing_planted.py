@@ -35,11 +35,12 @@ def finds(machine, number):
 
 
 @pytest.mark.parametrize("bug", MACHINES)
+@pytest.mark.sampled
 def test_a_planted_bug_is_found(bug):
     assert finds(planted(bug), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("machine", [BumpToy, HeapToy, SlotsToy])
 def test_nothing_is_found_where_nothing_is_planted(machine):
     assert finds(type("Right", (machine,), {}), 1) is None

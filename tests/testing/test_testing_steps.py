@@ -50,6 +50,7 @@ def as_file(path, machine, *steps):
 
 
 @pytest.mark.parametrize("machine", [BumpMachine, SlabMachine, PoolMachine, BufferMachine, BumpToy])
+@pytest.mark.sampled
 def test_programs_are_drawn_printed_parsed_and_run(machine):
     seen = set()
 
@@ -67,6 +68,7 @@ def test_programs_are_drawn_printed_parsed_and_run(machine):
     assert seen <= set(operations(machine))
 
 
+@pytest.mark.full
 def test_a_fuzzer_may_bring_its_own_bytes():
     machine, found = planted("overlap by one byte"), 0
 
@@ -107,6 +109,7 @@ def test_a_step_that_there_is_not_is_an_error():
             Program((Step(name, {}),)).run(BumpToy)
 
 
+@pytest.mark.full
 def test_what_cannot_be_written_down_is_refused_by_name():
     with pytest.raises(TypeError, match=r"odd\(what=b'bytes'\)"):
         run_state_machine_as_test(Wrong, settings=settings(max_examples=20, database=None))
@@ -122,7 +125,7 @@ def test_the_file_has_every_step_before_it_runs():
     assert machine is Crashing
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.no_sanitizer  # which has its own way to end
 def test_a_segfault_leaves_a_file_that_crashes_again(tmp_path):
     done = subprocess.run(
@@ -167,6 +170,7 @@ def test_a_file_of_a_failure_fails_again(tmp_path):
 
 
 @pytest.mark.parametrize("machine", [Inner.Nested, TwoAtAPool])
+@pytest.mark.sampled
 def test_machines_are_found_where_they_are(machine, tmp_path):
     config = {"max_bytes": None, "rounding": "step", "fail_after": None}
     steps = [Step("start", {"config": config}), Step("allocate_block", {"nbytes": 1, "align": 1})]
@@ -175,6 +179,7 @@ def test_machines_are_found_where_they_are(machine, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_machine_made_in_a_function_says_so(tmp_path):
     class Local(BumpToy):
         pass
@@ -192,7 +197,7 @@ def test_other_files_are_refused(text, tmp_path):
         load(path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_leak_is_found_at_the_end_of_a_program():
     machine = planted("loses the last extent")
     program = attack(machine, start=1).failing
@@ -206,7 +211,7 @@ def test_a_leak_is_found_at_the_end_of_a_program():
             Program(steps).run(machine)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_smallest_program_is_small():
     """Two blocks are all that most of these bugs take."""
     for bug in ("overlap by one byte", "alignment ignored", "wraps at the end"):
@@ -215,7 +220,8 @@ def test_the_smallest_program_is_small():
         assert found.steps > len(found.failing)
 
 
-@pytest.mark.parametrize("profile", ["ci", "quick", "long", "fuzz"])
+@pytest.mark.parametrize("profile", ["full", "quick", "long", "fuzz"])
+@pytest.mark.sampled
 def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
     text = "from toys import planted\n\nTestIt = planted('overlap by one byte').TestCase\n"
     (tmp_path / "test_it.py").write_text(text)

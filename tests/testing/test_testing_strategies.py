@@ -18,6 +18,7 @@ def test_sizes_stay_within(data, least, more):
 
 
 @pytest.mark.parametrize("edge", [0, 1, 63, 64, 65, PAGE - 1, PAGE + 1, 3 * PAGE, 12345, 8 * PAGE])
+@pytest.mark.sampled
 def test_sizes_reach_the_edges(edge):
     """Within few examples, as a uniform strategy would not."""
     drawn = set()

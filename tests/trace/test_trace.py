@@ -216,7 +216,7 @@ def test_a_forked_child_records_nothing(path, tmp_path):
     assert calls_in(trace.load(tmp_path / "child.trace").events) == [("alloc", 3, 3, 0)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fork_amid_recording_leaves_no_lock_behind(path):
     recorder = started(path)
     stop = threading.Event()
