@@ -30,10 +30,26 @@ step_readme() {
     copy_tree "$README_TREE"
     cd "$README_TREE"
     local command
-    command=$(readme_command '-m pytest')
+    command=$(readme_command '-m pytest -n auto')
     echo "$command"
-    # The same examples every time: what a change broke fails, and no other one.
-    HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-ci} bash -c "$command"
+    bash -c "$command"
+}
+
+# The tier full: every test that does not need a GPU, pages in a real browser too, whose pictures are
+# kept for people. What is skipped may only be what the machine cannot have.
+step_suite() {
+    need chromium chromium
+    need chromedriver chromium-driver
+    packages libjs-jquery libjs-jquery-flot libjs-jquery-stupidtable libjs-bootstrap node-blueimp-md5
+    install_extra "$PYTHON" pages
+    install_extra "$PYTHON" bench
+    rm -rf "$README_TREE/.git"
+    cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
+    cd "$README_TREE"
+    "$PYTHON" -m pytest -q -n 2 --tier full | tee "$WORK/suite.log"
+    mkdir -p "$ROOT/.artifacts"
+    cp .artifacts/*.png "$ROOT/.artifacts/"
+    ! grep -E '^[0-9]+ skipped: could not import .(asv|bokeh|selenium|pandas|pyarrow)' "$WORK/suite.log"
 }
 
 # NumPy's own tests with the handler, against the same without: those that allocate most. Its tests
@@ -110,29 +126,10 @@ step_docs() {
     tail -8 docs/_build/doctest/output.txt
 }
 
-# Pages in a real browser; what it showed is kept for people.
-step_pages() {
-    need chromium chromium
-    need chromedriver chromium-driver
-    packages libjs-jquery libjs-jquery-flot libjs-jquery-stupidtable libjs-bootstrap node-blueimp-md5
-    install_extra "$PYTHON" pages
-    install_extra "$PYTHON" bench
-    cd "$README_TREE"
-    "$PYTHON" -m pytest -q tests/trace/test_trace_page.py tests/benches/test_dashboard.py | tee "$WORK/pages.log"
-    mkdir -p "$ROOT/.artifacts"
-    cp .artifacts/*.png "$ROOT/.artifacts/"
-    ! grep -q skipped "$WORK/pages.log"
-}
-
 step_benchmarks() {
-    install_extra "$PYTHON" bench
-    rm -rf "$README_TREE/.git"
-    cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
     "$PYTHON" figures.py --check
-    cd ..
-    "$PYTHON" -m pytest -q tests/benches/test_benchmarks.py tests/benches/test_regressions.py
 }
 
 # Nothing may cost more than 5 % more instructions than in the commit before, unless a message accepts
@@ -140,9 +137,6 @@ step_benchmarks() {
 step_instructions() {
     need valgrind valgrind
     local code=0
-    install_extra "$PYTHON" bench
-    rm -rf "$README_TREE/.git"
-    cp -r "$ROOT/.git" "$README_TREE/.git"
     cd "$README_TREE"
     "$PYTHON" asv_benches/regressions.py ${ARENAPY_CI_SINCE:+--since "$ARENAPY_CI_SINCE"} |
         tee "$WORK/instructions.log" || code=$?
@@ -150,37 +144,29 @@ step_instructions() {
     return $code
 }
 
-# Other CPythons run the same suite; the property tests take the profile with fewer examples.
+# Of the package's folders, those with extension modules in them.
+COMPILED="base linux diagnostics buffer memory allocator bump slab pool numpy_handler cuda"
+
+# Other CPythons: the newest one, what is compiled; in the tier long all of them, everything.
 step_other_pythons() {
-    local python tree code=0 found=() less=()
+    local python tree code=0 found=() what
     mapfile -t found < <(other_pythons gil)
     [[ ${#found[@]} -gt 0 ]] || not_here "no other CPython >= 3.11 on this machine"
-    [[ $TIER == long ]] || found=("${found[@]: -1}")    # the newest
+    what="$(printf ' tests/%s' $COMPILED) tests/package"
+    [[ $TIER == long ]] && what=tests || found=("${found[@]: -1}")
     for python in "${found[@]}"; do
         tree=$WORK/$(python_version "$python")
         echo "--- $("$python" --version)"
         CFLAGS=-O1 test_environment "$tree" "$python"    # half of the time to compile
-        # What is slow, and the same in every Python, ran with the README's.
-        [[ $TIER == long ]] || less=(
-            --ignore=tests/test_{compare,corpus,demo,demo_gpu,docs,faults,figures,fuzz,readme,replay}.py
-            --ignore=tests/test_{every_allocator,packaging,simulated_driver,stream_machine}.py
-            --ignore=tests/test_{testing_others,testing_planted,testing_steps,testing_strategies}.py
-            --ignore=tests/test_{torch_history,trace_command,trace_map,trace_page,trace_view}.py
-            --ignore=tests/test_{command_lines,hostile_traces,outputs,reentry}.py
-            --ignore-glob='tests/test_cuda_*.py' --ignore-glob='tests/test_gpu_*.py'
-        )
-        (cd "$tree" && HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-quick} .venv/bin/python -m pytest -q \
-            "${less[@]}") || code=$?
+        (cd "$tree" && .venv/bin/python -m pytest -q -n 2 $what) || code=$?
     done
     return $code
 }
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules. Leaks are not looked
-# for: CPython and NumPy keep what they like until exit. Left out are the tests without extension
-# modules in them, and those that count page faults, limit the address space or wait for a SIGSEGV:
-# AddressSanitizer does each of these itself. Of NumPy's memory only its state machine and `handles`
-# run here: the others fork busy programs, ask for more than there is, or are Python's affair. Of the
-# ends of interpreters test_exit's: each costs seconds.
+# for: CPython and NumPy keep what they like until exit. Left out are the tests marked no_sanitizer:
+# they count page faults, limit the address space or wait for a SIGSEGV, which AddressSanitizer does
+# itself, or start an interpreter for each case.
 # libstdc++ is named for matplotlib's exceptions. By clang, with what libFuzzer counts, so that the
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 SANITIZERS_TREE=$WORK/sanitizers
@@ -196,19 +182,8 @@ step_sanitizers() {
         PYTHONMALLOC=malloc \
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
-        HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-quick}" \
-        .venv/bin/python -m pytest -q -m 'not no_sanitizer' \
-        --ignore=tests/test_{cli,compare,demo,docs,figures,info,memory_info,packaging,readme,run}.py \
-        --ignore=tests/test_numpy_{contexts,exit,fork,leaks,memory,tasks,threads}.py \
-        --ignore=tests/test_cuda_{resource,speed,staging}.py --ignore=tests/cuda/test_simulated_driver.py \
-        --ignore=tests/test_{demo_gpu,exit_pool,fuzz,replay,stream_machine,torch_history}.py \
-        --ignore=tests/test_testing_{asv,others,planted,steps,strategies}.py \
-        --ignore=tests/test_trace_{command,map,page,view}.py --ignore=tests/sanitizers \
-        --ignore=tests/test_{every_allocator,exit,interop,measure,plot,steady}.py \
-        --ignore=tests/test_{command_lines,hostile_traces,interpreters,outputs,run_alike,signals}.py \
-        --ignore=tests/test_cuda_{between_calls,capture_owners,coming_streams,storage,told}.py \
-        --ignore-glob='tests/test_gpu_*.py' \
-        -k 'not (prefaulted or guard_is_a_segfault or threads_option or varying_sizes or amid_recording)' || code=$?
+        .venv/bin/python -m pytest -q -n 2 -m 'not no_sanitizer' $(printf ' tests/%s' $COMPILED trace) \
+        || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
     CC=clang overruns address || code=1
@@ -228,7 +203,7 @@ step_guided() {
 
 step_long_properties() {
     cd "$README_TREE"
-    HYPOTHESIS_PROFILE=long "$PYTHON" -m pytest --all tests
+    "$PYTHON" -m pytest -n 2 --tier long
 }
 
 step_oldest_numpy() {
@@ -236,7 +211,7 @@ step_oldest_numpy() {
     test_environment "$tree" python3
     cd "$tree"
     .venv/bin/pip install --quiet 'numpy==2.0.*'
-    .venv/bin/python -m pytest -q
+    .venv/bin/python -m pytest -q -n 2 --tier full
 }
 
 # Invalid reads, writes and frees. Undefined values are not looked for: CPython uses some itself.
@@ -248,8 +223,8 @@ step_valgrind() {
     CFLAGS='-DARENAPY_VALGRIND -g -O1 -fno-omit-frame-pointer' test_environment "$tree" python3
     cd "$tree"
     CC=gcc overruns valgrind || code=1
-    HYPOTHESIS_PROFILE=few under_valgrind .venv/bin/python -m pytest -q \
-        tests/test_{bump,slab,pool}_machine.py || code=1
+    under_valgrind .venv/bin/python -m pytest -q \
+        tests/{bump,slab,pool}/test_*_machine.py || code=1
     cp -r "$ROOT/tests/downstream" "$WORK/valgrind-downstream"
     .venv/bin/pip install --quiet 'setuptools>=80'
     CFLAGS='-DARENAPY_VALGRIND -g -O1' .venv/bin/pip install --quiet --no-build-isolation \
@@ -288,7 +263,7 @@ for module in pkgutil.walk_packages(arenapy.__path__, "arenapy."):
         importlib.import_module(module.name)
         assert not sys._is_gil_enabled(), f"{module.name} turned the GIL on"
 PYTHON
-        .venv/bin/python -m pytest -q
+        .venv/bin/python -m pytest -q -n 2 --tier full
         # Somebody else's C code, whose threads have no GIL to let go.
         cp -r "$ROOT/tests/downstream" "$tree/downstream"
         .venv/bin/pip install --quiet 'setuptools>=80' 'cython>=3.1'
