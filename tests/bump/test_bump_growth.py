@@ -186,6 +186,7 @@ def test_a_source_that_raises_or_lies():
 
 
 @pytest.mark.parametrize("nbytes", [4096, 1 << 20, 32 << 20])
+@pytest.mark.no_sanitizer
 def test_no_page_fault_once_prefaulted(nbytes):
     arena = Bump(nbytes + (2 << 20), source=Host())
 

@@ -249,6 +249,7 @@ def test_address_of():
 @pytest.mark.parametrize("threads", [0, 1, 2, 5, 1000])
 @pytest.mark.parametrize("error", [0, errno.EINVAL])
 @pytest.mark.parametrize("nbytes", [1, 3 * MIB + 1])
+@pytest.mark.no_sanitizer
 def test_prefaulted_memory_does_not_fault(mapping, populate_error, nbytes, error, threads):
     fresh, ready = mapping(nbytes), mapping(nbytes)
     pages = -(-nbytes // PAGE)

@@ -293,6 +293,7 @@ def test_fork_option():
     assert rss(kept) == rss(skipped) == 2 * MIB
 
 
+@pytest.mark.no_sanitizer
 def test_threads_option(monkeypatch):
     seen = []
     real = vm.prefault

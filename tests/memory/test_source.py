@@ -81,6 +81,7 @@ def test_is_a_source(source):
 
 @pytest.mark.parametrize("source", PREFAULTING, ids=repr)
 @pytest.mark.parametrize("nbytes", [1, PAGE + 1, 3 * MIB + 5])
+@pytest.mark.no_sanitizer
 def test_region_is_prefaulted_and_as_large_as_asked(source, nbytes):
     region = source.region(nbytes)
     assert isinstance(region, Region)
@@ -182,6 +183,7 @@ def test_guard_pages_lie_around():
     assert not any(vm_flags(at) for at in (low, low + PAGE, high))
 
 
+@pytest.mark.no_sanitizer
 def test_guard_is_a_segfault(run_script):
     out = run_script("""
         import ctypes, faulthandler, os
@@ -272,6 +274,7 @@ def test_fork_option():
 
 
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.no_sanitizer
 def test_threads_option(threads, monkeypatch):
     seen = []
     real = vm.prefault
@@ -408,6 +411,7 @@ def test_hugetlb(make, choice, size, nothing_leaks):
 
 
 @pytest.mark.parametrize("make", [Host, Shared])
+@pytest.mark.no_sanitizer
 def test_hugetlb_is_prefaulted_whatever_the_option_says(make, monkeypatch):
     """A page missing later would be a SIGBUS. Ordinary pages stand for huge ones."""
     monkeypatch.setattr(request, "huge_pools", lambda: {2 * MIB: HugePool(2 * MIB, 9, 9, 0)})
