@@ -1,5 +1,6 @@
 """What operations of `cuda_fault_operations` are made of."""
 
+import injection
 from cuda_support import MIB, SOURCES, content
 
 from arenapy import Pool
@@ -10,13 +11,7 @@ N = 50_000  # bytes of a block
 
 def operation(name, version=13):
     """`version`: of CUDA."""
-
-    def add(function):
-        assert name not in OPERATIONS
-        OPERATIONS[name] = (function, version)
-        return function
-
-    return add
+    return injection.operation(name, OPERATIONS, version=version)
 
 
 def for_each(names, text):

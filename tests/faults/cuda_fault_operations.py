@@ -29,7 +29,7 @@ from cuda_support import (
     slowly_fill,
     take,
 )
-from fault_acts import Act
+from injection import Act
 from simulated_driver import INVALID_HANDLE, INVALID_VALUE
 
 from arenapy import Pool, cuda

@@ -1,11 +1,11 @@
 """Runs one operation of `cuda_fault_operations` with one call failed, and looks at the ruins."""
 
 import gc
-import sys
 from collections import Counter
+from contextlib import nullcontext
 from typing import NamedTuple
-from unittest import mock
 
+import injection
 from cuda_fault_operations import OPERATIONS
 from cuda_support import a_gpu
 from simulated_gpu import GLOBAL
@@ -61,55 +61,37 @@ def attempt(name, call=None, nth=1, result=0):
 
     Without a name nothing fails, and it is done twice all the same.
     """
-    problems, untold = [], []
-    make, version = OPERATIONS[name]
-    with (
-        mock.patch.object(sys, "unraisablehook", untold.append),
-        a_gpu(leaks=True, version=version) as gpu,
-    ):
+    make = OPERATIONS[name]
+    with a_gpu(leaks=True, version=make.version) as gpu:
         act = make(gpu)
-        view = act.view()
         before = gpu.calls.copy()
         if call:
             gpu.fail_at(call, nth, result)
-        value, error = None, None
-        try:
-            value = act.act()
-        except Exception as caught:
-            error = caught.with_traceback(None)
-            error.__context__ = None  # its frames keep what they had
-        calls, failed = (
-            gpu.calls - before,
-            bool(call) and (call, before[call] + nth) not in gpu.plan,
-        )
-        gpu.plan.clear()
-        contexts = len(gpu.current) - 1  # that could not be left; the first one is the test's own
-        gpu.current[1:] = []
-        try:
+        seen = {}
+
+        def end_failing():
+            seen["calls"] = gpu.calls - before
+            seen["failed"] = bool(call) and (call, before[call] + nth) not in gpu.plan
+            gpu.plan.clear()
+            # That could not be left; the first one is the test's own.
+            seen["contexts"] = len(gpu.current) - 1
+            gpu.current[1:] = []
             gpu.drain()
-            if error is None:
-                act.good(value)
-                value = None
-                gc.collect()
-            now = act.view()
-            if error is not None and now != view:
-                problems.append(f"changed: {view} -> {now}")
-            value = act.act()
-            act.good(value)
-            value = None
-            act.view()
-            act.end()
-        except Exception as caught:
-            problems.append(f"afterwards: {type(caught).__name__}: {caught}")
-        act = view = now = value = None
+
+        done = injection.attempt(act, nullcontext(), end_failing, twice=True)
+        act = None
         gc.collect()
         gpu.drain()
         gc.collect()
-        problems += [f"told nobody: {one.exc_value!r} {one.err_msg}" for one in untold]
-        untold.clear()
         misused, gpu.errors = gpu.errors, []
-        remains = {**left(gpu), "contexts": contexts}
-    kind, text = (type(error).__name__, str(error)) if error else ("", "")
+        remains = {**left(gpu), "contexts": seen["contexts"]}
     return Outcome(
-        kind, text, getattr(error, "result", 0), problems, misused, failed, calls, remains
+        done.error,
+        done.text,
+        done.number or 0,
+        done.problems,
+        misused,
+        seen["failed"],
+        seen["calls"],
+        remains,
     )

@@ -8,8 +8,8 @@ first row that fits counts.
 """
 
 import re
-from typing import NamedTuple
 
+from injection import ANY, FINE, Row
 from simulated_driver import ERRORS, INVALID_VALUE, OUT_OF_MEMORY
 
 #: With which results every call is made to fail, and how these are told.
@@ -26,8 +26,6 @@ NEVER_CALLED = {
     "cuMemPoolGetAttribute": "what a pool has is not asked",
 }
 
-ANY = ".*"
-FINE = ""  # no exception
 TOLD = "{kind}: failed: {text}"
 NO_WAIT = (
     "CudaError: cuStreamWaitEvent failed: ",
@@ -39,15 +37,6 @@ FULL = "OutOfMemory: fit into the "
 NO_ROOM = "OutOfMemory: are free; ask for less"
 EXCHANGE = "cuThreadExchangeStreamCaptureMode"
 GONE = "was unregistered while|which is not the driver's"
-
-
-class Row(NamedTuple):
-    operations: str
-    calls: str
-    results: str
-    outcomes: tuple[str, ...]  # "exception: a part of its text"
-    leaves: frozenset[str]  # fields of `left`
-    misuse: str  # a pattern of what the driver may complain of
 
 
 def row(operations, calls, *outcomes, results=ANY, leaves="", misuse=""):
@@ -136,15 +125,9 @@ TABLE = [
 ]
 
 
-def row_of(operation, call, nth, result):
-    """The number of the row that says what comes of it; None if none does."""
-    if call == EXCHANGE and nth % 2 == 0:  # of two, the second one undoes what the first one did
-        call += " back"
-    for i, row in enumerate(TABLE):
-        pairs = ((row.operations, operation), (row.calls, call), (row.results, result))
-        if all(re.fullmatch(pattern, name) for pattern, name in pairs):
-            return i
-    return None
+def name_of(call, nth):
+    """As the table has it: of two exchanges, the second one undoes what the first one did."""
+    return f"{call} back" if call == EXCHANGE and nth % 2 == 0 else call
 
 
 def outcomes_of(row, result):

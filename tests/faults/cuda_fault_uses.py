@@ -19,7 +19,7 @@ from cuda_fault_acts import (
     usable,
 )
 from cuda_support import ALLOCATORS, MIB, SOURCES, new_stream, slowly_fill
-from fault_acts import Act
+from injection import Act
 from simulated_driver import INVALID_VALUE
 
 from arenapy import Pool, cuda

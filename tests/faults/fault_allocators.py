@@ -1,7 +1,7 @@
 """What `fault_operations` has done with allocators, and with NumPy's arrays in them."""
 
 import numpy as np
-from fault_acts import MIB, Act, operation, seen
+from injection import MIB, Act, operation, seen
 
 from arenapy import Bump, Host, Pool, Shared, Slab, numpy_memory
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import fault_allocators  # adds its own
 import numpy as np
-from fault_acts import MIB, OPERATIONS, Act, operation
+from injection import MIB, OPERATIONS, Act, operation
 
 from arenapy import (
     Bump,

@@ -1,15 +1,14 @@
 """Runs one operation of `fault_operations` with one of its calls failed, and looks at the ruins."""
 
 import gc
-import sys
 from collections import Counter
 from typing import NamedTuple
-from unittest import mock
 
-from fault_acts import made
 from fault_operations import OPERATIONS
 from fault_table import ERRORS, LASTS, number
 from faults import FAILED, PYTHON_CALLS
+from injection import attempt as attempt_of
+from injection import made
 
 THOROUGH = ("region", "commit", "decommit", "reserve", "send")  # closest to the system
 
@@ -43,43 +42,25 @@ def errors_of(name, call, nth):
 
 def attempt(faults, name, directory, call=None, nth=0, error=None):
     """The outcome of the operation with that call failed."""
-    problems, untold = [], []
-    with faults.noting(), mock.patch.object(sys, "unraisablehook", untold.append):
+    with faults.noting():
         before = faults.left()
-        act = made(OPERATIONS[name], directory)
-        view = act.view()
-        result, raised, text, number_of = None, "", "", None
-        try:
-            with faults.armed(call, nth, number(error), error == LASTS):
-                result = act.act()
-        except BaseException as caught:
-            raised, text = type(caught).__name__, str(caught)
-            number_of = getattr(caught, "errno", None)
-        calls = faults.armed_calls()
+        act, calls = made(OPERATIONS[name], directory), []
+        python = act.python
+        done = attempt_of(
+            act,
+            faults.armed(call, nth, number(error), error == LASTS),
+            lambda: calls.extend(faults.armed_calls()),
+            quiet="debug" in name,  # whose check at a block's end has nobody to tell
+        )
+        act = None
+        gc.collect()
         failed = [one.name for one in calls if one.state == FAILED]
         assert set(failed) <= {call}, failed
-        try:
-            now = act.view()
-            if raised:
-                if now != view:
-                    problems.append(f"changed: {view} -> {now}")
-                result = act.act()
-            act.good(result)
-            act.view()
-            act.end()
-        except BaseException as caught:
-            problems.append(f"afterwards: {type(caught).__name__}: {caught}")
-        python = act.python
-        result = act = view = now = None
-        gc.collect()
-        if "debug" not in name:  # whose check at a block's end has nobody to tell
-            problems += [f"told nobody: {one.exc_value!r} {one.err_msg}" for one in untold]
-        untold.clear()
         after = faults.left(forgive=True)
-        problems += [
-            f"left {what}: {one} -> {other}"
-            for what, one, other in zip(before._fields, before, after, strict=True)
-            if one != other
-        ]
+    left = [
+        f"left {what}: {one} -> {other}"
+        for what, one, other in zip(before._fields, before, after, strict=True)
+        if one != other
+    ]
     names = [one.name for one in calls if python or one.name not in PYTHON_CALLS]
-    return Outcome(raised, text, number_of, tuple(problems), bool(failed), names)
+    return Outcome(done.error, done.text, done.number, (*done.problems, *left), bool(failed), names)

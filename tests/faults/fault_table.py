@@ -1,17 +1,13 @@
 """What a call may fail with: `ERRORS`; what is documented to come of it: `TABLE`; and which calls
 cannot fail: `CANNOT_FAIL`.
-
-A row says for which operations (a pattern of their names), calls and errors it holds, which
-exception follows, "" if none does, and a part of its text. The first row that fits counts.
 """
 
 import errno
-import re
-from typing import NamedTuple
+
+from injection import ANY, FINE, Row
 
 NO_MEMORY = "ENOMEM|ENOMEM, lasting"
 AGAIN = "EINTR|EAGAIN"
-ANY = ".*"
 
 EHWPOISON = 133
 #: In ERRORS: from that call on all of them fail, as they do once memory is used up.
@@ -87,13 +83,6 @@ CANNOT_FAIL = {
 }
 
 
-class Row(NamedTuple):
-    operations: str
-    calls: str
-    errors: str
-    outcomes: tuple[str, ...]  # "exception: a part of its text"
-
-
 def number(name):
     """Of an error; with no name, none."""
     if name is None:
@@ -106,7 +95,6 @@ def row(operations, calls, errors, *outcomes):
     return Row(operations, calls, errors, outcomes)
 
 
-FINE = ""  # no exception
 NO_MAP = "OutOfMemory: the kernel refused to map"
 NO_PAGES = "OutOfMemory: cannot fault in"
 NO_LOCK = "OutOfMemory: RLIMIT_MEMLOCK"
@@ -250,20 +238,3 @@ TABLE = [
     row(ANY, "posix_memalign", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),
     row(ANY, "realloc", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),
 ]
-
-
-def row_of(operation, call, error):
-    """The number of the row that says what comes of it; None if none does."""
-    for i, (operations, calls, errors, _outcomes) in enumerate(TABLE):
-        pairs = ((operations, operation), (calls, call), (errors, error))
-        if all(re.fullmatch(pattern, name) for pattern, name in pairs):
-            return i
-    return None
-
-
-def is_one_of(outcomes, exception, text):
-    for outcome in outcomes:
-        name, _, part = outcome.partition(": ")
-        if name == exception and part in text:
-            return True
-    return False

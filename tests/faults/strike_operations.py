@@ -5,10 +5,10 @@
 
 import every
 import numpy as np
-from fault_acts import MIB, Act
 from fault_allocators import figures
 from fault_operations import OPERATIONS as FAULT_OPERATIONS
 from helpers import in_threads
+from injection import MIB, Act
 
 from arenapy import Bump, PerThread, Pool, measure, numpy_memory, trace
 

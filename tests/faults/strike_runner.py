@@ -9,7 +9,7 @@ from unittest import mock
 from cuda_fault_operations import OPERATIONS as CUDA_OPERATIONS
 from cuda_fault_runner import left
 from cuda_support import a_gpu
-from fault_acts import made
+from injection import made
 from strike_operations import OPERATIONS
 from strikes import Struck
 
@@ -67,10 +67,10 @@ def under(strike, act, problems):
 def cuda_attempt(name, strike):
     """The same of an operation of `cuda_fault_operations`; and what the driver still has."""
     problems, untold = [], []
-    make, version = CUDA_OPERATIONS[name]
+    make = CUDA_OPERATIONS[name]
     with (
         mock.patch.object(sys, "unraisablehook", untold.append),
-        a_gpu(leaks=True, version=version) as gpu,
+        a_gpu(leaks=True, version=make.version) as gpu,
     ):
         act = make(gpu)
         act.view()

@@ -16,11 +16,11 @@ from cuda_fault_table import (
     NEVER_CALLED,
     RESULTS,
     TABLE,
+    name_of,
     outcomes_of,
     problems_of,
-    row_of,
 )
-from fault_table import is_one_of
+from injection import is_one_of, row_of
 
 from arenapy.cuda import driver
 
@@ -52,7 +52,7 @@ def test_each_call_can_fail(name):
     called.update(usual.calls)
     wrong = []
     for call, nth, result in failures_of(name, usual.calls):
-        i = row_of(name, call, nth, result)
+        i = row_of(TABLE, name, name_of(call, nth), result)
         assert i is not None, f"the table has no row for {call} {nth} {result}"
         rows_used.add(i)
         if not TABLE[i].outcomes:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from fault_operations import OPERATIONS
 from fault_runner import attempt, calls_of, errors_of
-from fault_table import CANNOT_FAIL, ERRORS, TABLE, is_one_of, row_of
+from fault_table import CANNOT_FAIL, ERRORS, TABLE
 from faults import PACKAGE, PYTHON_CALLS, SYSCALLS, Faults, compiled
+from injection import is_one_of, row_of
 
 pytestmark = [
     # It replaces mlock, and maps and allocates for itself by what is failed here.
@@ -41,7 +42,7 @@ def test_each_call_can_fail(faults, tmp_path, name):
         for nth in range(count):
             for error in errors_of(name, call, nth):
                 at = f"{call} {nth} {error}"
-                row = row_of(name, call, error)
+                row = row_of(TABLE, name, call, error)
                 outcome = attempt(faults, name, tmp_path, call, nth, error)
                 problems = list(outcome.problems)
                 if row is None:
@@ -72,7 +73,7 @@ def test_calls_of_the_first_use(tmp_path):
     wrong = []
     for line in done.stdout.splitlines():
         call, _nth, error, failed, exception, text = json.loads(line)
-        row = row_of("first use", call, error)
+        row = row_of(TABLE, "first use", call, error)
         if row is None or not failed or not is_one_of(TABLE[row].outcomes, exception, text):
             wrong.append(line)
         injected[call] += 1

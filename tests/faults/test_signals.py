@@ -81,6 +81,7 @@ def test_a_signal_while_a_driver_gives_memory(strikes, name):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.full
 def test_two_signals(faults, strikes, tmp_path):
     """The second one strikes while the first one's exception is on its way."""
     chosen = random.Random(5)
@@ -107,7 +108,8 @@ def test_real_signals(faults, tmp_path):
     lasts = dict.fromkeys(OPERATIONS, 0.0)
     end = time.monotonic() + min(EXAMPLES / 50, 300)
     faults.install()
-    names = sorted(OPERATIONS.keys() - WAITING)
+    # Python's `multiprocessing` loses a descriptor that is struck just after its `os.dup`.
+    names = sorted(name for name in OPERATIONS.keys() - WAITING if not name.startswith("send"))
     # Few examples may strike nothing; but if nothing ever strikes, this ends and fails.
     while time.monotonic() < end or (not arrived and time.monotonic() < end + 60):
         name = chosen.choice(names)
