@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.no_sanitizer]
 
 TOUR = """
     import gc, os, pickle, sys

@@ -21,6 +21,8 @@ import arenapy
 from arenapy import cuda
 from arenapy.cuda import backing, driver
 
+pytestmark = pytest.mark.no_sanitizer  # it waits for threads, for some seconds at most
+
 KIB = 1 << 10
 NON_BLOCKING = 1
 

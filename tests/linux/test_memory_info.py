@@ -24,6 +24,8 @@ from arenapy.linux.limits import (
     read_limits,
 )
 
+pytestmark = pytest.mark.no_sanitizer  # it limits the address space
+
 GIB = 1 << 30
 MIB = 1 << 20
 NO_LIMIT_V1 = 9223372036854771712

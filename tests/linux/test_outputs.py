@@ -27,6 +27,8 @@ from arenapy.diagnostics.recorder import Recorder
 from arenapy.linux import outputs
 from arenapy.testing import guided, steps
 
+pytestmark = pytest.mark.no_sanitizer  # each case is a process
+
 TIMEOUT = 120
 OURS = [sys.executable, "-m", "arenapy"]
 REPORTS = ("arenapy run", "arenapy compare", "arenapy demo")

@@ -7,7 +7,7 @@ import pytest
 from test_numpy_exit import HOLD, MAKE
 from test_numpy_exit import PRELUDE as START
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.no_sanitizer]
 
 PRELUDE = (
     START

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-pytestmark = pytest.mark.sampled(full=3)  # each case is a process
+pytestmark = [pytest.mark.sampled(full=3), pytest.mark.no_sanitizer]  # each case is a process
 
 PRELUDE = """
 import atexit, builtins, gc, os, queue, sys, threading, types
