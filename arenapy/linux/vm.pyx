@@ -148,6 +148,11 @@ cdef extern from * nogil:
         if (fstatfs(fd, &status)) return -1;
         return (unsigned long)status.f_type == 0x958458f6ul ? (long long)status.f_bsize : 0;
     }
+    static int arenapy_is_tmpfs(int fd) {
+        struct statfs status;
+        if (fstatfs(fd, &status)) return -1;
+        return status.f_type == 0x01021994;
+    }
     static int arenapy_fallocate(int fd, long long offset, long long nbytes) {
         return fallocate(fd, 0, (off_t)offset, (off_t)nbytes);
     }
@@ -172,6 +177,7 @@ cdef extern from * nogil:
         int fd, int command, int type, long long offset, long long nbytes, flock* out)
     int c_fstat "arenapy_fstat"(int fd, uint64_t* device, uint64_t* inode, long long* nbytes)
     long long c_huge_page "arenapy_huge_page"(int fd)
+    int c_is_tmpfs "arenapy_is_tmpfs"(int fd)
     int c_fallocate "arenapy_fallocate"(int fd, long long offset, long long nbytes)
     long long c_minor_faults "arenapy_minor_faults"()
     ctypedef struct Area "arenapy_area":
@@ -541,6 +547,14 @@ def huge_page(int fd):
     if nbytes < 0:
         fail()
     return nbytes
+
+
+def is_tmpfs(int fd):
+    """Whether a file is on tmpfs, where reading a hole takes a page of memory."""
+    cdef int answer = c_is_tmpfs(fd)
+    if answer < 0:
+        fail()
+    return answer != 0
 
 
 def reserve_blocks(int fd, long long nbytes):

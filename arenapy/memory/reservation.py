@@ -41,7 +41,7 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
             nbytes,
             kind="host",
             page_size=request.page_size,
-            fork=host.fork,
+            fork=host.fork or "inherit",  # not hugetlbfs: see above
             mapping=mapping,
         )
     return Reservation(host, region)

@@ -11,6 +11,7 @@ Thread-safety: sources may be used from any thread.
 import errno
 import functools
 import importlib
+import mmap
 import os
 import stat
 import sys
@@ -83,9 +84,11 @@ class Host:
     guard : bool
         A page on both ends whose access is a SIGSEGV. The upper one follows the last page: bytes
         between `nbytes` and the next page boundary are not guarded.
-    fork : {"inherit", "skip"}
+    fork : {"inherit", "skip"}, optional
         Whether a forked child has a copy. While it lives, a copy makes every page of the parent
         fault again on write; "skip" avoids that, and allocators over the region are closed there.
+        By default "inherit", but "skip" in hugetlbfs, where a copy whose pages run out would be a
+        SIGBUS.
     threads : int, optional
         How many fault pages in; by default as many as CPUs may be used, at most 8.
 
@@ -104,14 +107,19 @@ class Host:
     lock: bool = False
     numa_node: int | None = None
     guard: bool = False
-    fork: Literal["inherit", "skip"] = "inherit"
+    fork: Literal["inherit", "skip"] | None = None
     threads: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
         check_options(self)
         check_flag("guard", self.guard)
-        check_choice("fork", self.fork, ("inherit", "skip"))
+        check_choice("fork", self.fork, ("inherit", "skip", None))
+        if self.fork == "inherit" and self.huge_pages in ("2M", "1G"):
+            raise ValueError(
+                f"fork='inherit' with huge_pages={self.huge_pages!r}: a child would be killed "
+                "(SIGBUS) when huge pages run out; leave fork out, or use huge_pages='auto'"
+            )
         if self.threads is not None and not (
             1 <= checked_index("threads", self.threads) <= THREADS_LIMIT
         ):
@@ -135,7 +143,8 @@ class Host:
         request = Request(self, "a Host region", nbytes)
         request.check()
         with request.map(guard=self.guard) as mapping:
-            if self.fork == "skip":
+            fork = self.fork or ("skip" if request.hugetlb else "inherit")
+            if fork == "skip":
                 request.keep_from_children(mapping.address)
             request.fill(mapping.address, self.threads or 0)
             return Region.from_address(
@@ -143,7 +152,7 @@ class Host:
                 nbytes,
                 kind="host",
                 page_size=request.page_size,
-                fork=self.fork,
+                fork=fork,
                 mapping=mapping,
             )
 
@@ -265,11 +274,12 @@ class File:
     where the file system has no such locks, two processes can map one file for writing.
 
     "r+" reserves what the file lacks on disk, as "w+" does. Where the file system cannot reserve
-    (``fallocate(2)``), writing to a hole on a full disk is a SIGBUS.
+    (``fallocate(2)``), writing to a hole on a full disk is a SIGBUS. On tmpfs, where reading a hole
+    takes memory, "r" and "c" fault in a file with holes (Linux 5.14; a SIGBUS may come before).
 
     In a forked child a file that can be written to stays mapped, and allocators over it are closed.
     What the child inherited is not reused here until it ends. On hugetlbfs, pages are that file
-    system's huge pages.
+    system's huge pages, and in mode "c" a forked child does not have them (see `Host`).
     Thread-safety: may be used from any thread.
     """
 
@@ -344,6 +354,12 @@ class File:
             except OSError as error:
                 raise explain_map(error, f"a mapping of {self.path!r}", nbytes, huge) from error
             with mapping:
+                fork: Literal["inherit", "skip", "closed"] = "closed" if writes else "inherit"
+                if huge and self.mode == "c":
+                    fork = "skip"
+                    vm.advise(mapping.address, -(-nbytes // huge) * huge, mmap.MADV_DONTFORK)
+                if not writes and vm.is_tmpfs(fd) and vm.can_populate() and _has_hole(fd, nbytes):
+                    self._reserved(nbytes, huge, functools.partial(_fault_in, mapping.address))
                 region = Region.from_address(
                     mapping.address,
                     nbytes,
@@ -351,7 +367,7 @@ class File:
                     owner=claimed,
                     readonly=self.mode == "r",
                     page_size=huge or vm.PAGE_SIZE,
-                    fork="closed" if writes else "inherit",
+                    fork=fork,
                     mapping=mapping,
                     descriptor=file,
                 )
@@ -412,9 +428,23 @@ class File:
             ) from error
 
 
+def _has_hole(fd: int, nbytes: int) -> bool:
+    return os.lseek(fd, 0, os.SEEK_HOLE) < nbytes
+
+
 def _fill_holes(fd: int, nbytes: int) -> None:
-    if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
+    if _has_hole(fd, nbytes):
         vm.reserve_blocks(fd, nbytes)
+
+
+def _fault_in(address: int, nbytes: int) -> None:
+    """Take the memory of holes in a file on tmpfs, which says EFAULT when it is full."""
+    try:
+        vm.prefault(address, nbytes, writable=False)
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def _encoded(what: str, name: str | bytes) -> bytes:

@@ -253,6 +253,27 @@ def test_a_disk_that_is_full(run_script, tmp_path):
         except OSError as error:
             assert "cannot reserve" in str(error), error
         assert not os.path.exists(path + "2")
+        del arena
+        os.unlink(path)
+        with open(path, "wb") as file:
+            file.truncate(1 << 19)
+        with open(os.path.join(disk, "filler"), "ab", 0) as filler:
+            try:
+                while True:
+                    filler.write(bytes(4096))
+            except OSError:
+                pass
+        for mode in "rc":  # to read a hole takes memory there
+            try:
+                File(path, mode).region()
+            except OSError as error:
+                assert "cannot reserve 512 KiB" in str(error), error
+            else:
+                raise AssertionError("mapped without memory for it")
+        os.unlink(os.path.join(disk, "filler"))
+        for mode in "rc":
+            region = File(path, mode).region()
+            assert ctypes.string_at(region.address, 1 << 19) == bytes(1 << 19)
         print("ran")
     """)
     if out.startswith("skip"):
@@ -333,6 +354,16 @@ def test_a_file_of_huge_pages(run_script, tmp_path, huge_pages):
         arena.reset()
         assert arena.stats().pending_bytes == 0
         del arena
+        copies = Bump(page, File(path, "c"))
+        child = os.fork()
+        if not child:  # whose pages of a copy could run out
+            try:
+                copies.alloc(1)
+            except ValueError as error:
+                os._exit(0 if "fork" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        del copies
         many = 1 << 40
         os.truncate(path, many)
         for mode in ("r", "c", "r+"):

@@ -264,6 +264,17 @@ def test_numa_node_that_the_kernel_refuses(monkeypatch, nothing_leaks):
     assert caught.value.errno == errno.EINVAL
 
 
+def test_a_child_has_no_pages_of_hugetlbfs():
+    """A copy whose pages run out would be a SIGBUS."""
+    for size in ("2M", "1G"):
+        with pytest.raises(ValueError, match=f"fork='inherit' with huge_pages='{size}'"):
+            Host(huge_pages=size, fork="inherit")
+    pools = memory_info.huge_pools()
+    if 2 * MIB not in pools or not pools[2 * MIB].free:
+        pytest.skip("hugetlbfs has no pages")
+    assert closed_in_child(Host(huge_pages="2M"))
+
+
 def test_fork_option():
     kept, skipped = Host(), Host(fork="skip")
     regions = kept.region(PAGE), skipped.region(PAGE)
