@@ -22,6 +22,7 @@ from arenapy.buffer.stream_hooks cimport StreamHooks
 cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)
     Py_ssize_t PyLong_AsSsize_t(object o) except? -1
+    object PyNumber_Index(object o)
 
 cdef extern from *:
     """
@@ -72,8 +73,8 @@ cdef Py_ssize_t _length(object value, object shape) except -1:
         index = value
     else:
         try:
-            index = value.__index__()
-        except AttributeError:
+            index = PyNumber_Index(value)
+        except TypeError:
             raise TypeError(f"shape={shape!r}: {value!r} is not a whole number") from None
     try:
         n = PyLong_AsSsize_t(index)
@@ -86,8 +87,10 @@ cdef Py_ssize_t _length(object value, object shape) except -1:
 
 cdef tuple _as_tuple(object shape):
     """Any sequence of lengths, or one length."""
-    if hasattr(shape, "__index__"):
-        return (shape,)
+    try:
+        return (PyNumber_Index(shape),)
+    except TypeError:
+        pass
     try:
         return tuple(shape)
     except TypeError:
@@ -184,6 +187,13 @@ def describe(dtype):
     return (descr, *entry)               # not the key: equal dtypes may differ in their names
 
 
+cdef bint _is_unknown(object length) except -1:
+    try:
+        return PyNumber_Index(length) == -1
+    except TypeError:
+        return False                 # `_length` says what is wrong with it
+
+
 def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
     """The shape as a tuple without -1, checked to take in no more than `nbytes`."""
     cdef Py_ssize_t known = itemsize
@@ -195,7 +205,7 @@ def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
     if len(lengths) > MAX_DIMS:
         raise ValueError(f"a shape of {len(lengths)} dimensions; at most {MAX_DIMS}")
     for i in range(len(lengths)):
-        if lengths[i] == -1 and unknown < 0:
+        if unknown < 0 and _is_unknown(lengths[i]):
             unknown = i
             continue
         n = _length(lengths[i], shape)

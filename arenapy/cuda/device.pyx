@@ -2,6 +2,7 @@
 
 What lives here: questions to a device. What does not: memory of ours.
 """
+import operator
 from dataclasses import dataclass
 
 from arenapy.base.arguments cimport as_size
@@ -43,8 +44,8 @@ class DeviceMemory:
 
 cdef object ordinal_of(object device_id):
     try:
-        return device_id.__index__()
-    except AttributeError:
+        return operator.index(device_id)
+    except TypeError:
         raise TypeError(
             f"device_id={device_id!r} is no ordinal of a device; give 0, 1, ..."
         ) from None

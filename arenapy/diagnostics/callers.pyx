@@ -10,6 +10,8 @@ No Python code runs here, and the thread keeps the GIL: the caller may hold lock
 3.11 a new frame object may start the collector, which is therefore off meanwhile; later ones only
 ask for it.
 """
+import operator
+
 cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport intptr_t, uint32_t
@@ -73,8 +75,10 @@ cdef class Callers:
     Numbers for call stacks, up to a depth. Internal."""
 
     def __cinit__(self, depth):
-        if not hasattr(depth, "__index__"):
-            raise TypeError(f"sites={depth!r}: need an int, how many callers to note")
+        try:
+            depth = operator.index(depth)
+        except TypeError:
+            raise TypeError(f"sites={depth!r}: need an int, how many callers to note") from None
         if not 1 <= depth <= MOST_CALLERS:
             raise ValueError(f"sites={depth}: how many callers to note, 0 to {MOST_CALLERS}")
         self.depth = depth

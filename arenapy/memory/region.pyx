@@ -16,6 +16,8 @@ page, which no code knows: a child that closes all descriptors keeps its leases.
 them when the child exits or executes another program, however it ends. If any of this fails, the
 parent's allocator reuses nothing from then on.
 """
+import operator
+
 cimport cython
 from cpython.object cimport PyObject
 from libc.errno cimport EBADF
@@ -494,8 +496,8 @@ seal(Region, "a Region is made by a source's region(nbytes), or by Region.from_a
 
 cdef size_t _address(object value) except? 0:
     try:
-        n = value.__index__()
-    except AttributeError:
+        n = operator.index(value)
+    except TypeError:
         raise TypeError(f"{value!r} is not an address: give an integer") from None
     if n < 0 or n >= 1 << 64:
         raise ValueError(f"{value!r} is not an address")
@@ -504,8 +506,8 @@ cdef size_t _address(object value) except? 0:
 
 cdef long long _integer(object value, str what, long long most) except? -1:
     try:
-        n = value.__index__()
-    except AttributeError:
+        n = operator.index(value)
+    except TypeError:
         raise TypeError(f"{what}={value!r}: need an int, not {type(value).__name__}") from None
     if not -1 <= n <= most:
         raise ValueError(f"{what}={n}: need a number from -1 to {most}")

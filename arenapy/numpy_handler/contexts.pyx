@@ -254,7 +254,11 @@ cdef object wrapper(object original):
         memory = of_new_thread()
         ours = None
         if memory is not None and "run" not in vars(thread):
-            thread.run = ours = run_under(memory, thread)
+            ours = run_under(memory, thread)
+            try:
+                thread.run = ours
+            except (AttributeError, TypeError):
+                ours = None          # a class whose `run` cannot be set: the thread goes without
         try:
             original(thread)
         except BaseException:

@@ -95,6 +95,20 @@ def test_shapes_that_are_none(arena, make, shape):
     refuse(arena, (TypeError, ValueError), lambda: getattr(arena, make)(shape, "f8"))
 
 
+@pytest.mark.parametrize("shape", [np.int32, int, np.array([2, 3.5]), [[1, 2]]], ids=str)
+def test_a_shape_that_is_none_is_named(arena, shape):
+    with pytest.raises(TypeError, match="shape="):
+        arena.empty(shape)
+    with pytest.raises(TypeError, match="shape="):
+        arena.alloc(100).view(shape)
+
+
+def test_a_shape_may_be_an_array(arena):
+    assert arena.empty(np.array([2, 3])).shape == (2, 3)
+    assert arena.empty(np.array(4)).shape == (4,)
+    assert arena.alloc(24).view(np.array([2, -1])).shape == (2, 12)
+
+
 def test_a_shape_that_overflows_only_with_its_zero(arena):
     """NumPy refuses it too, so no consumer could represent it."""
     refuse(arena, ValueError, lambda: arena.empty((0, 2**40, 2**40), "f8"))

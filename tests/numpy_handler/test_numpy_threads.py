@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from numpy._core.multiarray import get_handler_name
 from numpy_arrays import empty, same, three_pools, where
 
 from arenapy import Pool, handles, numpy_memory
@@ -211,6 +212,21 @@ def test_a_threads_own_run_stays_when_it_cannot_start(pools, monkeypatch):
     thread.start()
     thread.join()
     assert ran == [1]
+
+
+def test_a_thread_whose_run_cannot_be_set_runs_without(pools):
+    ran = []
+
+    class Fixed(threading.Thread):
+        @property
+        def run(self):
+            return lambda: ran.append(get_handler_name())
+
+    with numpy_memory(pools[0], threads=True):
+        thread = Fixed()
+        thread.start()
+        thread.join()
+    assert ran == ["default_allocator"]
 
 
 def test_threads_and_what_they_ran_are_freed(pools):
