@@ -130,7 +130,7 @@ step_benchmarks() {
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
-    "$PYTHON" figures.py --check
+    "$PYTHON" figures/pages.py --check
     cd ..
     "$PYTHON" -m pytest -q tests/test_benchmarks.py tests/test_regressions.py
 }
@@ -144,7 +144,7 @@ step_instructions() {
     rm -rf "$README_TREE/.git"
     cp -r "$ROOT/.git" "$README_TREE/.git"
     cd "$README_TREE"
-    "$PYTHON" asv_benches/regressions.py ${ARENAPY_CI_SINCE:+--since "$ARENAPY_CI_SINCE"} |
+    "$PYTHON" asv_benches/instructions/regressions.py ${ARENAPY_CI_SINCE:+--since "$ARENAPY_CI_SINCE"} |
         tee "$WORK/instructions.log" || code=$?
     [[ $code -ne 77 ]] || not_here "$(tail -1 "$WORK/instructions.log")"
     return $code

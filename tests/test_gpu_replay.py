@@ -14,7 +14,9 @@ from arenapy.commands.replay.program import program
 
 sys.path.append(str(Path(__file__).parents[1]))  # behind what is installed
 
-from asv_benches import gpu_heaps, gpu_replay, gpu_traces
+from asv_benches.gpu import heaps as gpu_heaps
+from asv_benches.gpu import replay as gpu_replay
+from asv_benches.gpu import traces as gpu_traces
 
 MIB = 1 << 20
 SIDE = 0x5000
