@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a script; behind what is installed
@@ -27,10 +28,11 @@ from rich.table import Table
 
 import arenapy
 from arenapy import cuda
+from asv_benches.gpu import copies as gpu_copies
 from asv_benches.support import native
 from asv_benches.support.report import figure
 from asv_benches.support.results import Row, has_gpu, stamp, store
-from asv_benches.support.rounds import Way, enough, turns
+from asv_benches.support.rounds import Clocked, Way, enough, turns
 from asv_benches.support.sizes import MIB, text
 
 CLAIMED_FAULTS = 15_593
@@ -133,11 +135,8 @@ class Copies:
     """Seconds on the device of copies between host memory and a block of the device."""
 
     def __init__(self, nbytes):
-        from arenapy.cuda.stream import elapsed
-
         self.stream = cuda.Stream()
         self.device = cuda.Device().region(nbytes).buffer()
-        self.elapsed = elapsed
 
     def loop(self, host, piece=None, to_device=True):
         """What `turns` runs. piece: bytes of each copy of many."""
@@ -153,15 +152,7 @@ class Copies:
                 else:
                     device.copy_to(part, stream=self.stream)
 
-        class Timed:
-            """As timeit.Timer has it."""
-
-            @staticmethod
-            def timeit(runs):
-                """Seconds."""
-                return sum(self.elapsed(self.stream, work, 0) for _ in range(runs))
-
-        return Timed
+        return gpu_copies.on_the_device(self.stream, work)
 
 
 def pinned_copies(quick):
@@ -206,8 +197,6 @@ def aligned_copies(quick):
 
 def pipeline(quick):
     """The demo's: filled, copied, computed."""
-    from asv_benches.gpu import copies as gpu_copies
-
     for line in gpu_copies.pipeline(quick):
         kept = line.value >= line.limit if line.limit else None
         yield Row(line.what, line.value, line.unit, kept)
@@ -215,8 +204,6 @@ def pipeline(quick):
 
 def managed(quick):
     """Managed memory beside explicit copies, and on the device once it is there."""
-    from asv_benches.gpu import copies as gpu_copies
-
     for line in gpu_copies.managed(quick):
         judged = line.unit == "x"
         yield Row(line.what, line.value, line.unit, line.value <= 1.2 if judged else None)
@@ -225,7 +212,7 @@ def managed(quick):
     stream = cuda.Stream()
     region.fill(1, stream=stream)  # its pages are on the device from here on
     loops = {
-        name: gpu_copies.Timed(stream, lambda block=block: block.fill(2, stream=stream))
+        name: gpu_copies.on_the_device(stream, lambda block=block: block.fill(2, stream=stream))
         for name, block in (("managed", region), ("device", device))
     }
     found = turns(loops, dict.fromkeys(loops, 3), 5 if quick else 21)
@@ -259,11 +246,8 @@ def counting(distance, atomic):
 def false_sharing(quick):
     """Two threads that count, each in a word of its own."""
     for atomic in (False, True):
-        found = {name: [] for name in APART}
-        for _ in range(3 if quick else 9):
-            for name, distance in APART.items():
-                found[name].append(counting(distance, atomic))
-        medians = {name: float(np.median(seconds)) for name, seconds in found.items()}
+        loops = {name: Clocked(partial(counting, one, atomic)) for name, one in APART.items()}
+        medians = turns(loops, 1, 3 if quick else 9)
         kind = "atomic increments" if atomic else "increments"
         for name, seconds in medians.items():
             yield Row(f"{kind}, {name}", seconds * 1e9, "ns")

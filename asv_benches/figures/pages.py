@@ -120,10 +120,10 @@ def sections(text, results):
     with_gpu = text["of_a_gpu"]
     same = once(results, with_gpu)
     lines = [f"# {text['title']}", "", text["head"], *([same, ""] if same else [])]
-    for section, told in text["sections"].items():
+    for section, (title, about) in text["sections"].items():
         if section in results:
             found = results[section]
-            lines += [f"## {told['title']}", "", told["about"], *made_of(found), ""]
+            lines += [f"## {title}", "", about, "", *made_of(found), ""]
             lines += [] if same else [stamped(found["stamp"], with_gpu), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -142,7 +142,7 @@ def claims(text, results):
         if key not in results:
             continue
         found = results[key]
-        lines += [f"## {found['said']}", "", f"It {found['verdict']}.", why]
+        lines += [f"## {found['said']}", "", f"It {found['verdict']}.", why, ""]
         told = {None: "", True: "yes", False: "no"}
         rows = [(one.what, measured(one), told[one.kept]) for one in found["lines"]]
         lines += [*table(("", "measured", "as said"), rows), ""]
@@ -195,7 +195,7 @@ def every_row():
             shown = rows_of(found)
             of_file |= {f"{section}: {row}": value for row, value in shown.items()}
             if key in PAGES:
-                title = TEXT[key]["sections"][section]["title"]
+                title, _ = TEXT[key]["sections"][section]
                 rows[f"{key}_figures", anchor(title)] = shown
             else:
                 rows[key, anchor(found["said"])] = shown

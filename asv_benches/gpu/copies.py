@@ -1,7 +1,7 @@
 """How fast bytes get to a device and back: kinds of host memory, small copies, files, a pipeline.
 
 Times of copies are the device's, between two events on the stream that copies; of whole programs
-the wall's. Ways take turns.
+the wall's, which wait for their end. Ways take turns.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 from arenapy import Pool, cuda
 from arenapy.cuda.stream import elapsed
 from asv_benches.gpu.latency import imported
-from asv_benches.support.rounds import Line, turns
+from asv_benches.support.rounds import Clocked, Line, turns
 from asv_benches.support.sizes import KIB, MIB
 
 NBYTES = 1 << 30  # of a large copy
@@ -26,29 +26,9 @@ SMALL, COUNT = 4 * KIB, 1024
 GIGA = 1e9
 
 
-class Timed:
+def on_the_device(stream, work):
     """What `turns` runs: seconds on the device of what `work` gives the stream."""
-
-    def __init__(self, stream, work):
-        self.stream, self.work = stream, work
-
-    def timeit(self, runs):
-        """Seconds of so many."""
-        return sum(elapsed(self.stream, self.work, 0) for _ in range(runs))
-
-
-class Walled:
-    """The same by the wall's clock; `work` waits for the end of it."""
-
-    def __init__(self, work):
-        self.work = work
-
-    def timeit(self, runs):
-        """Seconds of so many."""
-        start = time.perf_counter()
-        for _ in range(runs):
-            self.work()
-        return time.perf_counter() - start
+    return Clocked(lambda: elapsed(stream, work, 0))
 
 
 class Foreign:
@@ -86,10 +66,10 @@ def large(quick):
         }
         loops = {}
         for name, host in memory.items():
-            loops[f"{name}, to the device"] = Timed(
+            loops[f"{name}, to the device"] = on_the_device(
                 stream, lambda host=host: device.copy_from(host, stream=stream)
             )
-            loops[f"{name}, from it"] = Timed(
+            loops[f"{name}, from it"] = on_the_device(
                 stream, lambda host=host: device.copy_to(host, stream=stream)
             )
         found = turns(loops, 1, 3 if quick else 9)
@@ -136,7 +116,7 @@ def small(quick):
             runtime.streamSynchronize(stream.handle)
 
         ways["CuPy memcpyAsync, then one wait"] = by_cupy
-    found = turns({name: Walled(way) for name, way in ways.items()}, 1, 5 if quick else 21)
+    found = turns({name: timeit.Timer(way) for name, way in ways.items()}, 1, 5 if quick else 21)
     for name, seconds in found.items():
         yield Line("small copies", f"{name}, {COUNT} of 4 KiB", seconds / COUNT * 1e6, "us")
 
@@ -161,7 +141,7 @@ def streaming(quick):
                 while data := source.read(chunk):
                     pool.alloc(len(data)).copy_from(data)
 
-        loops = {"cuda.chunks": Walled(by_chunks), "read and copy": Walled(by_hand)}
+        loops = {"cuda.chunks": timeit.Timer(by_chunks), "read and copy": timeit.Timer(by_hand)}
         found = turns(loops, 1, 2 if quick else 5)
     for name, seconds in found.items():
         yield Line("big files", f"{name}, {nbytes // MIB} MiB", nbytes / seconds / GIGA, "GB/s")
@@ -214,9 +194,9 @@ def managed(quick):
     for way in (demand, prefetched, explicit):
         assert way() == right, way
     loops = {
-        "managed, pages on demand": Walled(demand),
-        "managed, prefetched both ways": Walled(prefetched),
-        "explicit pinned copies": Walled(explicit),
+        "managed, pages on demand": timeit.Timer(demand),
+        "managed, prefetched both ways": timeit.Timer(prefetched),
+        "explicit pinned copies": timeit.Timer(explicit),
     }
     found = turns(loops, 1, 2 if quick else 5)
     for name, seconds in found.items():

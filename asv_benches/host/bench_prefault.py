@@ -11,13 +11,11 @@ What this does not show: other sizes, other memory (shared, hugetlbfs), fragment
 import ctypes
 import mmap
 import os
-import random
-import statistics
 import time
 from functools import partial
 
 from arenapy.linux import vm
-from asv_benches.support.rounds import Line, named
+from asv_benches.support.rounds import Clocked, Line, named, turns
 from asv_benches.support.sizes import MIB
 
 THP_SIZE = 2 * MIB
@@ -83,18 +81,6 @@ def measure(way, nbytes):
     return seconds
 
 
-def medians(nbytes, rounds):
-    """Seconds of each way, over shuffled rounds after one for warming up."""
-    ways = [*PEERS, *WAYS]
-    seconds = {way: [] for way in ways}
-    for way in ways:
-        measure(way, nbytes)
-    for _ in range(rounds):
-        for way in random.sample(ways, len(ways)):
-            seconds[way].append(measure(way, nbytes))
-    return {way: statistics.median(seconds[way]) for way in ways}
-
-
 class Prefault:
     """asv: one way each; asv's own rounds take the place of ours."""
 
@@ -132,7 +118,8 @@ class Prefault:
 
 def lines(quick):
     """The report's lines."""
-    found = medians(SIZE, 3 if quick else 15)
+    loops = {way: Clocked(partial(measure, way, SIZE)) for way in (*PEERS, *WAYS)}
+    found = turns(loops, 1, 3 if quick else 15)
     for way, seconds in found.items():
         yield Line("prefault", f"1 GiB, {way}", seconds * 1e3, "ms")
     best = min(PEERS, key=found.get)

@@ -135,6 +135,17 @@ def named(pretty_name, unit=None, **more):
     return decorate
 
 
+class Clocked:
+    """A loop of a function that says itself how many seconds it took; as timeit.Timer has it."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def timeit(self, runs):
+        """Seconds of so many runs."""
+        return sum(self.seconds() for _ in range(runs))
+
+
 def samples(loops, runs, rounds):
     """Seconds a run of each of `loops` (name to what has timeit()) in each round.
 
