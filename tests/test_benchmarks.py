@@ -181,3 +181,14 @@ def test_batches_are_read_from_titles(title, count):
         PLANTED.format(kind="time", body="pass", more=f"time_it.pretty_name = {title!r}")
     )
     assert operations(one) == count
+
+
+def test_recordings_follow_each_other_in_any_order(tmp_path):
+    """As rounds do; all of them write the same file, which one recorder at a time may have."""
+    from asv_benches.host import bench_replay
+
+    names = bench_replay.namespace(str(tmp_path / "a.trace"))
+    loops = {name: way.loop(names) for name, way in bench_replay.WAYS.items()}
+    for first in "pool, recorded", "Python, recorded, 0 callers":
+        for loop in (loops[first], loops["loop, recorded"], loops["pool, recorded"]):
+            assert loop.timeit(1) > 0

@@ -29,7 +29,8 @@ QUICK_ALLOCATIONS = 1_500
 RECORDED = "torch training"
 TRACES = (*(f"random {seed}" for seed in SEEDS), RECORDED)
 
-START = "recorder = Recorder(path); recorder.start()"
+# The pool lets go of the recorder of the round before, which has the file.
+START = "record(None); recorder = Recorder(path); recorder.start()"
 WAYS = {
     "loop": Way("run(heap, slots, sizes, 1)", operations=EVENTS),
     "loop, recorded": Way(
@@ -38,7 +39,7 @@ WAYS = {
     "pool": Way("run(pool_heap, slots, sizes, 1)", "record(None)", operations=EVENTS),
     "pool, recorded": Way(
         "run(pool_heap, slots, sizes, 1)",
-        f"record(None); {START}; record(recorder)",
+        f"{START}; record(recorder)",
         operations=EVENTS,
     ),
     "Python": Way("below(DEPTH, allocate)", "record(None)", operations=EVENTS),
