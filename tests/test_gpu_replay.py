@@ -156,6 +156,21 @@ def says_the(results, kept, words):
     assert words in found[1]
 
 
+def test_what_the_results_file_has_of_a_trace():
+    """The larger account, and in brackets what the allocator says, if that is less."""
+    results = {
+        "arenapy": {"ratio": 1.02863, "device_ratio": 1.02863},
+        "cupy": {"ratio": 1.135, "device_ratio": 1.168},
+        "torch": {"ratio": 1.2, "device_ratio": 1.1},
+        "rmm": {"note": "missing"},
+        "rmm-arena": {"ratio": 2.0, "device_ratio": 2.0},
+        "loop": {"ratio": 0.0, "device_ratio": 0.0},
+    }
+    found = gpu_replay.stored([{"trace": "made", "kept": False, "results": results}])
+    assert found["head"][:-1] == ["", "arenapy", "cupy", "torch", "rmm"]
+    assert found["rows"] == [["made", "1.029", "1.168 (1.135)", "1.200", "", "**no**"]]
+
+
 def test_the_command(tmp_path, capsys):
     MADE.save(tmp_path / "made.trace")
     out = tmp_path / "figures.json"
