@@ -129,7 +129,7 @@ step_docs() {
 step_benchmarks() {
     cd "$README_TREE/asv_benches"
     "$PYTHON" -m asv check --python=same
-    "$PYTHON" figures.py --check
+    "$PYTHON" figures/pages.py --check
 }
 
 # Nothing may cost more than 5 % more instructions than in the commit before, unless a message accepts
@@ -138,7 +138,7 @@ step_instructions() {
     need valgrind valgrind
     local code=0
     cd "$README_TREE"
-    "$PYTHON" asv_benches/regressions.py ${ARENAPY_CI_SINCE:+--since "$ARENAPY_CI_SINCE"} |
+    "$PYTHON" asv_benches/instructions/regressions.py ${ARENAPY_CI_SINCE:+--since "$ARENAPY_CI_SINCE"} |
         tee "$WORK/instructions.log" || code=$?
     [[ $code -ne 77 ]] || not_here "$(tail -1 "$WORK/instructions.log")"
     return $code

@@ -1,1 +1,1 @@
-"""Benchmarks for asv; asv.conf.json beside this file says how they are run."""
+"""Benchmarks, by what they measure; asv.conf.json beside this file says how asv runs them."""

@@ -1,11 +1,11 @@
 """Numbers that circulate about memory and transfers, measured: which hold here, which do not.
 
     python asv_benches/claims.py [--commit COMMIT] [--only KEY ...] [--quick]
-        [--into asv_benches/claims_results.json]
+        [--into asv_benches/figures/claims.json]
 
-What needs a GPU is left out where there is none. figures.py makes docs/claims.md of the results
-file, with a word about why each holds or not. A claim holds if every figure that
-it is judged by is what it says or better; in part if some are.
+What needs a GPU is left out where there is none. docs/claims.md is made of the results file, with a
+word about why each holds or not. A claim holds if every figure that it is judged by is what it says
+or better; in part if some are.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a script; behind what is installed
@@ -27,11 +28,12 @@ from rich.table import Table
 
 import arenapy
 from arenapy import cuda
-from asv_benches import native
-from asv_benches.bench_faults import MIB, text
-from asv_benches.report import figure
-from asv_benches.rounds import Way, enough, turns
-from asv_benches.stored import has_gpu, stamp, store
+from asv_benches.gpu import copies as gpu_copies
+from asv_benches.support import native
+from asv_benches.support.report import figure
+from asv_benches.support.results import Row, has_gpu, stamp, store
+from asv_benches.support.rounds import Clocked, Way, enough, turns
+from asv_benches.support.sizes import MIB, text
 
 CLAIMED_FAULTS = 15_593
 PAGE = 4096
@@ -44,21 +46,11 @@ APART = {"on one cache line": 8, "64 bytes apart": 64, "128 bytes apart": 128}
 WAIT = 0.004  # seconds that a timed loop takes
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One that was measured. `kept` is None for what nothing is claimed of."""
-
-    what: str
-    value: float
-    unit: str
-    kept: bool | None = None
-
-
 def one_fault_count(way, environment):
     """Page faults of one array of CLAIMED_FAULTS pages that is made and filled, once warm."""
     code = (
         "import numpy as np, arenapy\n"
-        "from asv_benches.bench_faults import arena_faults, numpy_faults\n"
+        "from asv_benches.host.bench_faults import arena_faults, numpy_faults\n"
         f"print({way}({CLAIMED_FAULTS * PAGE}, 20) / 20)"
     )
     root = Path(__file__).resolve().parents[1]
@@ -78,10 +70,10 @@ def faults(quick):
     """Of an array of 61 MiB, each time that it is made."""
     small = {"NUMPY_MADVISE_HUGEPAGE": "0"}
     plain = one_fault_count("numpy_faults", small)
-    yield Figure("np.empty, without huge pages", plain, "faults", plain >= CLAIMED_FAULTS)
-    yield Figure("np.empty", one_fault_count("numpy_faults", {}), "faults")
+    yield Row("np.empty, without huge pages", plain, "faults", plain >= CLAIMED_FAULTS)
+    yield Row("np.empty", one_fault_count("numpy_faults", {}), "faults")
     arena = one_fault_count("arena_faults", {})
-    yield Figure("arena.empty", arena, "faults", arena == 0)
+    yield Row("arena.empty", arena, "faults", arena == 0)
 
 
 def current_driver():
@@ -136,18 +128,15 @@ def allocations(quick):
         if how == "direct":
             ratio = seconds / found[medium, "pool", n]
             claimed = POOL_SIZES[n]
-            yield Figure(f"memory that is {medium}, {text(n)}", ratio, "x", ratio >= claimed)
+            yield Row(f"memory that is {medium}, {text(n)}", ratio, "x", ratio >= claimed)
 
 
 class Copies:
     """Seconds on the device of copies between host memory and a block of the device."""
 
     def __init__(self, nbytes):
-        from arenapy.cuda.stream import elapsed
-
         self.stream = cuda.Stream()
         self.device = cuda.Device().region(nbytes).buffer()
-        self.elapsed = elapsed
 
     def loop(self, host, piece=None, to_device=True):
         """What `turns` runs. piece: bytes of each copy of many."""
@@ -163,15 +152,7 @@ class Copies:
                 else:
                     device.copy_to(part, stream=self.stream)
 
-        class Timed:
-            """As timeit.Timer has it."""
-
-            @staticmethod
-            def timeit(runs):
-                """Seconds."""
-                return sum(self.elapsed(self.stream, work, 0) for _ in range(runs))
-
-        return Timed
+        return gpu_copies.on_the_device(self.stream, work)
 
 
 def pinned_copies(quick):
@@ -187,7 +168,7 @@ def pinned_copies(quick):
     for (name, way), seconds in found.items():
         if name == "pageable":
             ratio = seconds / found["pinned", way]
-            yield Figure(f"pageable / pinned, {way}", ratio, "x", ratio >= 2)
+            yield Row(f"pageable / pinned, {way}", ratio, "x", ratio >= 2)
 
 
 def small_copies(quick):
@@ -199,7 +180,7 @@ def small_copies(quick):
     for piece in PIECES:
         ratio = found[piece] / found[MOVED]
         what = f"{text(MOVED)} in pieces of {text(piece)} / at once"
-        yield Figure(what, ratio, "x", ratio >= 6)
+        yield Row(what, ratio, "x", ratio >= 6)
 
 
 def aligned_copies(quick):
@@ -211,36 +192,32 @@ def aligned_copies(quick):
         found = turns(loops, dict.fromkeys(loops, 3), 5 if quick else 21)
         for offset in OFFSETS[1:]:
             ratio = found[offset] / found[0]
-            yield Figure(f"{text(nbytes)} at offset {offset} / at 0", ratio, "x", ratio >= 3)
+            yield Row(f"{text(nbytes)} at offset {offset} / at 0", ratio, "x", ratio >= 3)
 
 
 def pipeline(quick):
     """The demo's: filled, copied, computed."""
-    from asv_benches import gpu_pipeline
-
-    for line in gpu_pipeline.lines(quick):
+    for line in gpu_copies.pipeline(quick):
         kept = line.value >= line.limit if line.limit else None
-        yield Figure(line.what, line.value, line.unit, kept)
+        yield Row(line.what, line.value, line.unit, kept)
 
 
 def managed(quick):
     """Managed memory beside explicit copies, and on the device once it is there."""
-    from asv_benches import gpu_copies
-
     for line in gpu_copies.managed(quick):
         judged = line.unit == "x"
-        yield Figure(line.what, line.value, line.unit, line.value <= 1.2 if judged else None)
+        yield Row(line.what, line.value, line.unit, line.value <= 1.2 if judged else None)
     device = cuda.Device().region(MOVED).buffer()
     region = cuda.Managed().region(MOVED).buffer()
     stream = cuda.Stream()
     region.fill(1, stream=stream)  # its pages are on the device from here on
     loops = {
-        name: gpu_copies.Timed(stream, lambda block=block: block.fill(2, stream=stream))
+        name: gpu_copies.on_the_device(stream, lambda block=block: block.fill(2, stream=stream))
         for name, block in (("managed", region), ("device", device))
     }
     found = turns(loops, dict.fromkeys(loops, 3), 5 if quick else 21)
     ratio = found["managed"] / found["device"]
-    yield Figure("a kernel on managed pages that stay / on device memory", ratio, "x", ratio <= 1.2)
+    yield Row("a kernel on managed pages that stay / on device memory", ratio, "x", ratio <= 1.2)
 
 
 def counting(distance, atomic):
@@ -269,16 +246,13 @@ def counting(distance, atomic):
 def false_sharing(quick):
     """Two threads that count, each in a word of its own."""
     for atomic in (False, True):
-        found = {name: [] for name in APART}
-        for _ in range(3 if quick else 9):
-            for name, distance in APART.items():
-                found[name].append(counting(distance, atomic))
-        medians = {name: float(np.median(seconds)) for name, seconds in found.items()}
+        loops = {name: Clocked(partial(counting, one, atomic)) for name, one in APART.items()}
+        medians = turns(loops, 1, 3 if quick else 9)
         kind = "atomic increments" if atomic else "increments"
         for name, seconds in medians.items():
-            yield Figure(f"{kind}, {name}", seconds * 1e9, "ns")
+            yield Row(f"{kind}, {name}", seconds * 1e9, "ns")
         ratio = medians["on one cache line"] / medians["128 bytes apart"]
-        yield Figure(f"{kind}, one line / 128 bytes apart", ratio, "x", ratio >= 10)
+        yield Row(f"{kind}, one line / 128 bytes apart", ratio, "x", ratio >= 10)
 
 
 def driver_allocations(quick):
@@ -298,7 +272,7 @@ def driver_allocations(quick):
                 free(pointer)
             ms = float(np.median(took)) * 1e3
             kept = 1 <= ms <= 10 if name == "cudaMalloc" else None
-            yield Figure(f"{name}, {text(nbytes)}", ms, "ms", kept)
+            yield Row(f"{name}, {text(nbytes)}", ms, "ms", kept)
 
 
 @dataclass(frozen=True)
@@ -360,9 +334,8 @@ def main():
             table.add_row(one.what, f"{figure(one.value)} {one.unit}", as_said)
         console.print(table)
         if options.into:
-            content = {"said": claim.said, "verdict": words}
-            content["figures"] = [asdict(one) for one in figures]
-            store(options.into, key, stamp(options.commit), content)
+            about = stamp(options.commit)
+            store(options.into, key, about, said=claim.said, verdict=words, lines=figures)
     return 0
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import arenapy
 
-sys.path.insert(0, str(Path(__file__).parent / "memory_map"))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "memory_map"))
+sys.path += [str(HERE), str(HERE.parent)]  # behind what is installed
 
 project = "arenapy"
 author = "The arenapy developers"
@@ -53,6 +55,16 @@ nitpick_ignore_regex = [
     ("py:class", "NDArray|DTypeLike|Axes|View|Scope|Events|HasBlocks|Site"),
     ("py:class", r"(arenapy\.(\w+\.)*)?(A|Descriptor|Limit|Operation|Recordable|Reservation)"),
 ]
+
+
+def make_pages(app):
+    """Pages that are not in the repository, since all of them stands elsewhere in it."""
+    import evidence_page
+
+    from asv_benches.figures import pages
+
+    made = pages.pages() | {"evidence.md": evidence_page.page()}
+    pages.write_pages(made, Path(app.srcdir))
 
 
 def make_example(app, error):
@@ -118,4 +130,5 @@ def signature_of_stub(app, what, name, obj, options, signature, returns):
 def setup(app):
     """Sphinx calls this."""
     app.connect("autodoc-process-signature", signature_of_stub, priority=400)  # before numpydoc
+    app.connect("builder-inited", make_pages)
     app.connect("build-finished", make_example)

@@ -106,7 +106,7 @@ cdef extern from *:
     #endif
     }
     static inline int arenapy_biased_enter(arenapy_biased *l, uint64_t me) {
-    #ifdef ARENAPY_UNLOCKED      /* asv_benches/instructions.py: what is all this worth? */
+    #ifdef ARENAPY_UNLOCKED      /* asv_benches/instructions/counts.py: what is all this worth? */
         return 1;
     #endif
         if (__builtin_expect(!arenapy_biased_to(l, me), 0)) return 0;

@@ -37,7 +37,7 @@ class Benchmark:
 
 def of(module):
     """The benchmarks of a module, as Benchmark."""
-    stem = module.__name__.rpartition(".")[2]
+    stem = module.__name__.partition(".")[2]
     for name, value in vars(module).items():
         if name.startswith("_"):
             continue
@@ -52,5 +52,5 @@ def of(module):
 
 def discover():
     """All of them."""
-    for path in sorted(FOLDER.glob("bench_*.py")):
-        yield from of(importlib.import_module(f"asv_benches.{path.stem}"))
+    for path in sorted(FOLDER.glob("*/bench_*.py")):
+        yield from of(importlib.import_module(f"asv_benches.{path.parent.name}.{path.stem}"))

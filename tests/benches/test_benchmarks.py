@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("Cython")  # which compiles what some of them import
 
-from asv_benches.rounds import Ways
+from asv_benches.support.rounds import Ways
 
 BENCHMARKS = list(asv_suite.discover())
 LEAST = 10_000  # operations of less than a microsecond
@@ -21,20 +21,20 @@ PEER = re.compile(
 )
 #: Compared are ways of our own, and what they are compared with is another of them.
 OWN_WAYS = {
-    "bench_c.Arena": "an arena's calls with each other; bench_c.Malloc has the mallocs",
-    "bench_curve.EachCall": "growth with the number of blocks",
-    "bench_gpu.Stream": "on others' streams; bench_gpu.Block has their allocators",
-    "bench_instructions.Arena": "an arena's calls with each other",
-    "bench_instructions.Frame": "mark and reset, which nothing else has",
-    "bench_latency.Frame": "mark and reset, which nothing else has",
-    "bench_layout.Layout": "layouts and pages",
-    "bench_layout.Huge": "layouts and pages",
-    "bench_lifetime.Lifetime": "a bound",
-    "bench_lifetime.Kept": "a bound",
-    "bench_replay.Recording": "with and without a recorder",
-    "bench_rounding.Rounding": "two ways of rounding",
-    "bench_rounding.Reserved": "two ways of rounding",
-    "bench_threads.Isolation": "with and without cache lines of their own",
+    "host.bench_c.Arena": "an arena's calls with each other; host.bench_c.Malloc has the mallocs",
+    "host.bench_curve.EachCall": "growth with the number of blocks",
+    "gpu.bench_gpu.Stream": "on others' streams; gpu.bench_gpu.Block has their allocators",
+    "instructions.bench_instructions.Arena": "an arena's calls with each other",
+    "instructions.bench_instructions.Frame": "mark and reset, which nothing else has",
+    "host.bench_latency.Frame": "mark and reset, which nothing else has",
+    "host.bench_layout.Layout": "layouts and pages",
+    "host.bench_layout.Huge": "layouts and pages",
+    "host.bench_lifetime.Lifetime": "a bound",
+    "host.bench_lifetime.Kept": "a bound",
+    "host.bench_replay.Recording": "with and without a recorder",
+    "host.bench_rounding.Rounding": "two ways of rounding",
+    "host.bench_rounding.Reserved": "two ways of rounding",
+    "host.bench_threads.Isolation": "with and without cache lines of their own",
 }
 
 
@@ -181,3 +181,14 @@ def test_batches_are_read_from_titles(title, count):
         PLANTED.format(kind="time", body="pass", more=f"time_it.pretty_name = {title!r}")
     )
     assert operations(one) == count
+
+
+def test_recordings_follow_each_other_in_any_order(tmp_path):
+    """As rounds do; all of them write the same file, which one recorder at a time may have."""
+    from asv_benches.host import bench_replay
+
+    names = bench_replay.namespace(str(tmp_path / "a.trace"))
+    loops = {name: way.loop(names) for name, way in bench_replay.WAYS.items()}
+    for first in "pool, recorded", "Python, recorded, 0 callers":
+        for loop in (loops[first], loops["loop, recorded"], loops["pool, recorded"]):
+            assert loop.timeit(1) > 0

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("Cython")  # what is counted is compiled
 
-from asv_benches import instructions, regressions
-from asv_benches.instructions import Counts
-from asv_benches.regressions import Change, NothingToCompare
+from asv_benches.instructions import counts as instructions
+from asv_benches.instructions import regressions
+from asv_benches.instructions.counts import Counts
+from asv_benches.instructions.regressions import Change, NothingToCompare
 
 NAME = "pool.alloc(64)"
 

@@ -14,7 +14,9 @@ from arenapy.commands.replay.program import program
 
 sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
 
-from asv_benches import gpu_heaps, gpu_replay, gpu_traces
+from asv_benches.gpu import heaps as gpu_heaps
+from asv_benches.gpu import replay as gpu_replay
+from asv_benches.gpu import traces as gpu_traces
 
 MIB = 1 << 20
 SIDE = 0x5000
@@ -152,6 +154,21 @@ def says_the(results, kept, words):
     found = gpu_replay.verdict(results)
     assert found[0] == kept
     assert words in found[1]
+
+
+def test_what_the_results_file_has_of_a_trace():
+    """The larger account, and in brackets what the allocator says, if that is less."""
+    results = {
+        "arenapy": {"ratio": 1.02863, "device_ratio": 1.02863},
+        "cupy": {"ratio": 1.135, "device_ratio": 1.168},
+        "torch": {"ratio": 1.2, "device_ratio": 1.1},
+        "rmm": {"note": "missing"},
+        "rmm-arena": {"ratio": 2.0, "device_ratio": 2.0},
+        "loop": {"ratio": 0.0, "device_ratio": 0.0},
+    }
+    found = gpu_replay.stored([{"trace": "made", "kept": False, "results": results}])
+    assert found["head"][:-1] == ["", "arenapy", "cupy", "torch", "rmm"]
+    assert found["rows"] == [["made", "1.029", "1.168 (1.135)", "1.200", "", "**no**"]]
 
 
 def test_the_command(tmp_path, capsys):

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+
+import evidence_page
+
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 ELSEWHERE = ("cuda", "streams", "overlap", "larger")  # test_gpu_docs.py
@@ -96,15 +100,36 @@ def test_every_page_is_in_the_contents():
 
 
 def test_every_test_that_a_table_leads_to_is_on_the_page_and_no_other():
-    linked = {name for page in DOCS for name in re.findall(r"evidence\.md#(\w+)", page.read_text())}
-    page = (ROOT / "docs/evidence.md").read_text()
+    linked = evidence_page.linked()
+    page = evidence_page.page()
     shown = re.findall(
         r"^### (\w+)\n\n```\{literalinclude\} \.\./(\S+)\n:pyobject: (\w+)$", page, re.M
     )
+    assert {heading for heading, _, _ in shown} == linked.keys()
     assert len(shown) == page.count("###") == len(linked) > 40
     for heading, path, name in shown:
-        assert heading == name and name in linked, heading
+        assert heading == name and path.endswith(f"{linked[name]}.py" if linked[name] else ".py")
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), name
+
+
+def test_a_table_that_leads_to_no_test_or_to_two_is_an_error(tmp_path):
+    """And the file in a link says which of two."""
+    docs, tests = tmp_path / "docs", tmp_path / "tests"
+    for path, text in {
+        docs / "a.md": "[test](evidence.md#test_it), [test](evidence.md#test_other)",
+        tests / "bump" / "test_a.py": "def test_it():\n    pass\n",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"not once: \['test_other'\]"):
+        evidence_page.page(docs, tests)
+    (tests / "test_b.py").write_text("def test_it(a):\n    pass\n\ndef test_other():\n    pass\n")
+    with pytest.raises(ValueError, match=r"not once: \['test_it'\]"):
+        evidence_page.page(docs, tests)
+    (docs / "b.md").write_text('[test](evidence.md#test_it "bump/test_a")')
+    page = evidence_page.page(docs, tests)
+    assert "../tests/bump/test_a.py\n:pyobject: test_it\n" in page
+    assert page.count(":pyobject:") == 2
 
 
 @pytest.mark.parametrize("module", ["arenapy", "arenapy.cuda", "arenapy.testing"])

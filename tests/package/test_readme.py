@@ -24,5 +24,5 @@ def test_every_file_it_names_is_there():
         assert (README.parent / name).exists(), name
     for name in re.findall(r"\]\(((?!http)[^)# ]+)", text):
         assert (README.parent / name).exists(), name
-    for name in re.findall(r"python (asv_benches/\w+\.py)", text):
+    for name in re.findall(r"python (asv_benches/[\w/]+\.py)", text):
         assert (README.parent / name).exists(), name

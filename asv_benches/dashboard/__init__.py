@@ -1,0 +1,1 @@
+"""Graphs over commits: asv's pages of the results of reference machines."""

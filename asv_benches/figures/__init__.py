@@ -1,0 +1,1 @@
+"""The results files, the pages that Sphinx makes of them, and README.md's table and chart."""

@@ -1,0 +1,1 @@
+"""Memory of a GPU: blocks, copies and replays, beside CuPy, RMM, torch and the driver."""

@@ -1,0 +1,119 @@
+"""The traces that GPU allocators are compared on: a torch training's, and random ones.
+
+The random ones follow the rule of RMM's random_allocations benchmark: as long as fewer than
+`allocations` were made, 73 of 100 steps allocate, if `most_bytes` allow it; the others, and those
+that would be too much, free any of the live blocks. RMM draws sizes uniformly; one trace here draws
+them log-normally, since programs ask for many small blocks and few large ones.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from arenapy.trace import EVENT, OPERATIONS, Trace
+
+MIB, GIB = 1 << 20, 1 << 30
+ALLOCATE = 0.73
+MOST_BYTES = 8 * GIB
+ALLOCATIONS = 10_000
+LARGEST_LOG_NORMAL = 512 * MIB
+
+#: Made by torch_training_trace.py.
+TRAINING = Path(__file__).resolve().parent / "torch_training.npz"
+
+
+def uniform(largest):
+    """Sizes from 1 to `largest` bytes, all alike."""
+    return lambda random, n: random.integers(1, largest, n, endpoint=True)
+
+
+def log_normal(median, deviation):
+    """Sizes of that median; the logarithms deviate so much."""
+
+    def draw(random, n):
+        sizes = median * np.exp(random.normal(0, deviation, n))
+        return np.clip(sizes, 1, LARGEST_LOG_NORMAL).astype("i8")
+
+    return draw
+
+
+SIZES = {
+    "uniform to 1 MiB": uniform(MIB),
+    "uniform to 16 MiB": uniform(16 * MIB),
+    "uniform to 64 MiB": uniform(64 * MIB),
+    "log-normal": log_normal(256 << 10, 2.5),
+}
+
+
+def random_trace(seed, sizes, allocations=ALLOCATIONS, most_bytes=MOST_BYTES):
+    """A trace by RMM's rule: the same for the same arguments.
+
+    sizes : a key of SIZES, or a function of a generator and how many that gives bytes
+    """
+    random = np.random.default_rng(seed)
+    draw = SIZES.get(sizes, sizes)
+    wanted = draw(random, 2 * allocations).tolist()
+    chances = random.random(2 * allocations).tolist()
+    picks = random.random(2 * allocations).tolist()
+    live, live_bytes, made = [], 0, 0
+    out = []
+    for nbytes, chance, pick in zip(wanted, chances, picks, strict=True):
+        if made < allocations and (
+            not live or (chance < ALLOCATE and live_bytes + nbytes < most_bytes)
+        ):
+            made += 1
+            live.append((made, nbytes))
+            live_bytes += nbytes
+            out.append((OPERATIONS["alloc"], made, nbytes))
+        elif live:
+            i = int(pick * len(live))
+            live[i], live[-1] = live[-1], live[i]
+            number, nbytes = live.pop()
+            live_bytes -= nbytes
+            out.append((OPERATIONS["free"], number, nbytes))
+    events = np.zeros(len(out), EVENT)
+    events["operation"], events["address"], events["nbytes"] = np.array(out, "u8").T
+    events["address"] <<= np.uint64(6)  # distinct: a name and no place
+    events["thread"] = 1
+    return Trace(events, f"random, seed {seed}")
+
+
+def pack(trace, path):
+    """Write a trace's blocks in little room: addresses become numbers, times microseconds."""
+    of_blocks = np.isin(trace.events["operation"], [OPERATIONS["alloc"], OPERATIONS["free"]])
+    events = trace.events[of_blocks]
+    named = events["address"], events["stream"]
+    (_, block), (streams, stream) = (np.unique(one, return_inverse=True) for one in named)
+    ticks = events["time"] // np.uint64(1000)
+    np.savez_compressed(
+        path,
+        kind=np.array(trace.kind),
+        operation=events["operation"],
+        block=block.astype("u4"),
+        nbytes=events["nbytes"],
+        step=np.diff(ticks, prepend=np.uint64(0)).astype("u4"),
+        stream=stream.astype("u2"),
+        first_stream_is_none=np.array(bool(len(streams) and streams[0] == 0)),
+    )
+
+
+def unpack(path):
+    """What `pack` wrote: streams are numbered from 1, and 0 is none, as in any trace."""
+    with np.load(path) as found:
+        events = np.zeros(len(found["operation"]), EVENT)
+        events["operation"] = found["operation"]
+        events["address"] = (found["block"].astype("u8") + np.uint64(1)) << np.uint64(6)
+        events["nbytes"] = found["nbytes"]
+        events["time"] = np.cumsum(found["step"], dtype="u8") * np.uint64(1000)
+        events["stream"] = found["stream"] + (not found["first_stream_is_none"])
+        events["thread"] = 1
+        return Trace(events, str(found["kind"]))
+
+
+def traces(quick=False):
+    """{name: Trace}: the training's if it has been made, then the random ones."""
+    found = {"torch training": unpack(TRAINING)} if TRAINING.exists() else {}
+    allocations = ALLOCATIONS // 10 if quick else ALLOCATIONS
+    for seed, name in enumerate(SIZES):
+        found[name] = random_trace(seed, name, allocations)
+    return found

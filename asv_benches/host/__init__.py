@@ -1,0 +1,1 @@
+"""Benchmarks of host memory: calls from Python and C, threads, faults, layouts, room, replays."""

@@ -1,0 +1,1 @@
+"""Instructions by callgrind, and the comparison with the commit before."""

@@ -1,0 +1,1 @@
+"""NumPy programs under arenapy's handler, NumPy's default and tuned mallocs."""

@@ -1,0 +1,168 @@
+"""NumPy programs under different memory: NumPy's default, arenapy's handler, and tuned mallocs.
+
+    with Program("jemalloc", "a = np.ones((500, 500), 'f4')") as program:
+        program.loop(Way("c = a * a")).timeit(10)
+        program.value("faults_of('c = a * a', 10)")
+
+The rivals are what a user can have by setting environment variables, each tuned for large arrays,
+where it has a setting for that. Only arenapy's process imports arenapy. BLAS and OpenMP have one
+thread: the allocators are compared, and not how the machine's other processor is doing.
+"""
+
+import os
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if not __package__:  # run as a script; behind what is installed
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from asv_benches.support.process import Process, library, serve
+
+DEFAULT, OURS = "default", "arenapy"
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+NEVER = 1 << 40  # bytes: a threshold that nothing reaches
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A malloc and its settings."""
+
+    malloc: str = "glibc"
+    tuning: dict[str, str] = field(default_factory=dict)
+
+
+RIVALS = {
+    DEFAULT: Rival(),
+    OURS: Rival(),
+    "jemalloc": Rival(
+        "jemalloc",
+        {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"},
+    ),
+    "mimalloc": Rival("mimalloc"),
+    "tcmalloc": Rival("tcmalloc"),
+    "glibc": Rival(
+        tuning={
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:"
+            f"glibc.malloc.mmap_threshold={NEVER}:glibc.malloc.trim_threshold={NEVER}:"
+            f"glibc.malloc.top_pad={64 << 20}"
+        }
+    ),
+}
+
+
+def here():
+    """The rivals that this machine has."""
+    return [name for name, rival in RIVALS.items() if library(rival.malloc)]
+
+
+class Program(Process):
+    """A process with NumPy, and with the memory of one of `RIVALS`."""
+
+    def __init__(self, rival, setup="pass"):
+        malloc = RIVALS[rival].malloc
+        super().__init__(
+            __file__,
+            rival,
+            library(malloc),
+            malloc=malloc,
+            tuning=ONE_THREAD | RIVALS[rival].tuning,
+        )
+        self.run(setup)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Our speed-up over the default and over the best of the rest, from seconds of each rival."""
+
+    default: float
+    best: float
+    who: str
+
+    @classmethod
+    def of(cls, seconds):
+        """Of {rival: a list of seconds}: medians are compared."""
+        medians = {rival: statistics.median(found) for rival, found in seconds.items()}
+        ours = medians.pop(OURS)
+        who = min(medians, key=medians.get)
+        return cls(medians[DEFAULT] / ours, medians[who] / ours, who)
+
+
+# ---- in the process -----------------------------------------------------------------------
+
+
+def faults():
+    """Minor page faults of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def peak():
+    """The most bytes that were ever resident here."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+class Steps:
+    """Runs the steps of a workload, and checks that they always find the same."""
+
+    TOLERANCE = 1e-6  # SIMD loops add up in an order that depends on the alignment
+
+    def __init__(self, step):
+        self.step = step
+        self.checksum = step()
+        self.warm = faults()
+
+    def __call__(self, count):
+        """Seconds of the processor, of all threads, for so many steps."""
+        start = time.process_time()
+        for _ in range(count):
+            checksum = self.step()
+        seconds = time.process_time() - start
+        if not abs(checksum - self.checksum) <= self.TOLERANCE * abs(self.checksum):
+            raise AssertionError(f"a step found {checksum}, the first one {self.checksum}")
+        return seconds
+
+
+def install_ours():
+    """arenapy's handler in force for this process, as `arenapy run` has it."""
+    import arenapy
+
+    return arenapy.numpy_memory(arenapy.Pool(), threads=True).install()
+
+
+def main(rival, file):
+    """Answer, if malloc is in that file."""
+    loaded = Path("/proc/self/maps").read_text()
+    if file not in loaded:
+        sys.exit(f"malloc should come from {file}, which is not loaded")
+    memory = install_ours() if rival == OURS else None
+    import numpy as np
+
+    def faults_of(statement, runs):
+        code = compile(statement, "<statement>", "exec")
+        for _ in range(2):  # the second one knows what is left over from one
+            exec(code, names)
+        before = faults()
+        for _ in range(runs):
+            exec(code, names)
+        return faults() - before
+
+    names = {
+        "np": np,
+        "os": os,
+        "memory": memory,
+        "faults": faults,
+        "faults_of": faults_of,
+        "peak": peak,
+        "Steps": Steps,
+    }
+    serve(names, time.thread_time)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
