@@ -7,6 +7,7 @@ Faulting in more than a cgroup allows ends in a SIGKILL, not in an error; so a r
 populated is compared with what is free before the first page is asked for.
 """
 
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -199,14 +200,19 @@ def check_request(
 
 def read_limits(proc: Path = PROC) -> Iterator[Limit]:
     """Every bound on this process's memory; the machine's comes first."""
-    machine = _meminfo(proc / "meminfo")
-    yield Limit(
-        "the machine (MemAvailable)",
-        machine["MemTotal"],
-        machine["MemTotal"] - machine["MemAvailable"],
-        "end other programs",
-    )
-    if _read(proc / "sys/vm/overcommit_memory") == "2":
+    try:
+        machine = _meminfo(proc / "meminfo")
+    except OSError:  # no /proc, or no free descriptor: what is in use is not known
+        yield Limit("the machine (all of its memory)", machine_nbytes(), 0, "end other programs")
+        machine = {}
+    else:
+        yield Limit(
+            "the machine (MemAvailable)",
+            machine["MemTotal"],
+            machine["MemTotal"] - machine["MemAvailable"],
+            "end other programs",
+        )
+    if machine and _read(proc / "sys/vm/overcommit_memory") == "2":
         yield Limit(
             "vm.overcommit_memory=2 (CommitLimit)",
             machine["CommitLimit"],
@@ -221,6 +227,11 @@ def read_limits(proc: Path = PROC) -> Iterator[Limit]:
         if bound is not None and len(pages) > field:
             used = int(pages[field]) * resource.getpagesize()
             yield Limit(kind, bound, used, f"raise it with `ulimit {option}`", counts_mappings=True)
+
+
+def machine_nbytes() -> int:
+    """The memory of the machine in bytes, which needs neither ``/proc`` nor a descriptor."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
 def huge_pools(sys: Path = SYS) -> dict[int, HugePool]:

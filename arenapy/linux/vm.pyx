@@ -448,6 +448,9 @@ def areas(size_t address, size_t nbytes):
     cdef Area area
     cdef char name[NAME_BYTES]
     cdef int rc = 0
+    while maps < 0 and errno == EINTR:
+        PyErr_CheckSignals()
+        maps = c_open("/proc/self/maps", O_RDONLY | O_CLOEXEC)
     if maps < 0:
         fail()
     found = []

@@ -534,6 +534,8 @@ class Existing:
             be written to.
         TypeError, BufferError, ValueError
             As at construction (the object may have changed), or `nbytes` is not a size.
+        OSError
+            Which file the memory is of cannot be seen: no ``/proc``, or no free descriptor.
         """
         view = viewed(self.obj, self.readonly)
         nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
@@ -581,12 +583,19 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
         claimed_file = number or in_file(start, end)
         try:
             areas = vm.areas(start, nbytes)
-        except OSError:  # no /proc: the child may see it
-            areas, fork = [], "closed"
+        except OSError as error:
+            if (alone or readonly) and not claimed_file:  # of a file, perhaps, which others map
+                raise OSError(
+                    error.errno,
+                    f"cannot see which file the memory of {label} is of, so that nobody else gets "
+                    "its bytes: /proc/self/maps and a free descriptor are needed. Close files, or "
+                    "give a bytearray",
+                ) from error
+            areas, fork = [], "closed"  # the child may see it
         for shared, device, inode, at, size, name in areas:
             if shared:
                 fork = "closed"
-            if not claimed_file and _is_file(name, inode):
+            if not claimed_file and _is_file(name, device, inode):
                 ranges.append((device, inode, at, at + size, alone and shared))
     with claim(ranges, label, view=view, shared=not (alone or readonly)) as claimed:
         return Region.from_address(
@@ -615,12 +624,16 @@ def _claim_behind(exporter: Any) -> int:
     return 0
 
 
-def _is_file(name: bytes, inode: int) -> bool:
+def _is_file(name: bytes, device: int, inode: int) -> bool:
     """Are a mapping's bytes those of the file it is of? Not if that is a device.
+
+    The kernel gives no name that is longer than a path may be.
 
     A SysV segment is a file whose inode is its number, which may be 0. Another file may have the
     name of one that is deleted.
     """
+    if not name:
+        return bool(device or inode)
     try:
         found = os.stat(name)
     except (OSError, ValueError):  # deleted, or a memfd; "anon_inode:" is no file

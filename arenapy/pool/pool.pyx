@@ -24,7 +24,7 @@ from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.base.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
 from arenapy.errors import OutOfMemory
-from arenapy.linux.limits import memory_info
+from arenapy.linux.limits import machine_nbytes
 from arenapy.pool.check import extents, listing, stats_of, verify
 from arenapy.pool.stream_caches import blocks_with, tally_with, with_lane_gone, with_lanes
 from arenapy.memory.sources import Existing, File, Host, Shared
@@ -132,7 +132,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.rounding, self.debug = rounding, core.watch(debug, verify)
         core.timed = -1 if trim_after is None else trim_after
         core.adopt(source, stream)
-        machine = memory_info().total if core.hooks is None else DEVICE_ROOM
+        machine = machine_nbytes() if core.hooks is None else DEVICE_ROOM
         most = machine if max_bytes is None else <size_t>max_bytes
         core.open(2 * (min(most, <size_t>4 * machine) >> PAGE_BITS),
                   ROUND_CLASS if rounding == "class" else

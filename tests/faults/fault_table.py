@@ -135,6 +135,8 @@ TABLE = [
     # Which file it is and what other processes see is asked in another way, or nothing is known.
     row("region of .*", "ioctl", ANY, FINE),
     row("region of .*", r"fcntl\(OFD_SETLK\)", "ENOLCK", FINE),  # a file system without locks
+    row("region of Existing, mapped", "open", "EMFILE", "OSError: cannot see which file"),
+    row("region of Existing, mapped", "open", "ENOENT", "FileNotFoundError: cannot see which file"),
     row("region of Existing, mapped", "open|os.stat", ANY, FINE),
     row("region of .*File.*", "open", "EMFILE", FINE, "OSError: Too many open files"),
     row("region of .*File.*", "open", "ENOENT", FINE, "FileNotFoundError: No such file"),
@@ -142,13 +144,13 @@ TABLE = [
     row("region of .*File.*", "mmap", "EACCES", FINE, NOT_MAPPED),
     row("region of .*File.*", "fallocate", "EOPNOTSUPP|EINTR", FINE),
     # A limit that cannot be read is none, but what the machine has must be known.
-    row("region of .*", r"open\(\)", "EMFILE", FINE, "OSError: /proc/meminfo", "OSError: /smaps"),
+    row("region of .*", r"open\(\)", "EMFILE", FINE, "OSError: /smaps"),
     row(
         "region of .*",
         r"open\(\)",
         "EACCES",
         FINE,
-        *(f"PermissionError: {name}" for name in ("/proc/meminfo", "/proc/self/smaps")),
+        "PermissionError: /proc/self/smaps",
     ),
     row("trace.*", r"open\(\)", ANY, FINE),  # which clock to read
     row("trace record.*", "open", "EMFILE", "OSError: Too many open files"),

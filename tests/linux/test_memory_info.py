@@ -294,6 +294,16 @@ def test_the_real_machine() -> None:
     assert "swap" in text
 
 
+def test_without_meminfo_the_machine_bounds_requests(tree, monkeypatch):
+    """No /proc, or no free descriptor: a request beyond the whole machine is refused all the same."""
+    (tree.proc / "meminfo").unlink()
+    monkeypatch.setattr(module, "PROC", tree.proc)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    module.check_request(total // 2, "a region", "pass prefault=False")
+    with pytest.raises(OutOfMemory, match=r"the machine \(all of its memory\)"):
+        module.check_request(2 * total, "a region", "pass prefault=False")
+
+
 def test_resource_limits_bind() -> None:
     code = (
         "import resource; from arenapy import memory_info\n"

@@ -372,6 +372,61 @@ def test_nobody_allocates_from_what_came_from_elsewhere(way, make):
     assert region.buffer(0, 100).array()[99] == 7, "it is viewed as before"
 
 
+# ---- what cannot be known ----------------------------------------------------------------------
+
+NO_DESCRIPTOR = """
+import mmap, os
+from arenapy import Bump, Existing, File, Pool
+
+path = "file"
+with open(path, "wb") as file:
+    file.truncate(1 << 20)
+with open(path, "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 1 << 20)
+full = []
+try:
+    while True:
+        full.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+"""
+
+
+def test_memory_of_a_file_that_cannot_be_seen_is_refused(run_script):
+    run_script(
+        NO_DESCRIPTOR
+        + """
+for readonly in (False, True):
+    try:
+        Existing(mapped, readonly=readonly).region()
+    except OSError as error:
+        assert "cannot see which file" in str(error), error
+    else:
+        raise AssertionError("File(path) would have the same bytes")
+arena = Bump(1 << 16, Existing(bytearray(1 << 16)))  # it is on the heap
+pool = Pool()
+pool.alloc(1 << 26).array()[:] = 1                   # memory needs no descriptor
+for one in full:
+    os.close(one)
+arena = Bump(1 << 16, Existing(mapped))
+"""
+    )
+
+
+def test_a_file_whose_name_is_longer_than_a_path_may_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(25):
+        os.mkdir("d" * 200)
+        os.chdir("d" * 200)
+    with open("file", "w+b") as file:
+        file.truncate(1 << 16)
+        one, other = mmap.mmap(file.fileno(), 1 << 16), mmap.mmap(file.fileno(), 1 << 16)
+    arena = Bump(1 << 16, Existing(one))
+    with pytest.raises(OutOfMemory, match="already has a region"):
+        Bump(1 << 16, Existing(other))
+    del arena
+
+
 # ---- one allocator in a Buffer of another ----------------------------------------------------
 
 

@@ -85,6 +85,20 @@ def test_a_full_disk_costs_the_trace_and_not_the_program(tmp_path):
     assert not trace.load(tmp_path / "a.trace").complete
 
 
+def test_a_program_without_a_free_descriptor_keeps_its_trace(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import numpy, os\n"
+        "for n in range(1000): numpy.ones(1000 + n % 50)\n"
+        "try:\n"
+        "    while True: os.open('/dev/null', os.O_RDONLY)\n"
+        "except OSError: pass\n"
+    )
+    done = run("run", "--trace", "a.trace", "script.py", cwd=tmp_path)
+    assert done.returncode == 0 and "hit rate" in done.stderr, done.stderr
+    found = trace.load(tmp_path / "a.trace")
+    assert found.complete and len(found.events) > 1000
+
+
 def test_a_snapshot_of_torch(tmp_path, capsys):
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(Torch().snapshot()))

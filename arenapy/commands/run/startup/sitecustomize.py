@@ -119,16 +119,19 @@ class Session:
                 pass
 
     def _report(self) -> None:
+        minor_faults = _minor_faults
+        if self.memory is not None:
+            self.memory.end_trace()  # first: what follows may want a descriptor, and there is none
+            from arenapy.linux.vm import minor_faults
         figures = {
             "report": "arenapy run",
             "program": sys.argv[:1],
             "seconds": self.clock() - self.began,
-            "minor_faults": _minor_faults() - self.faults,
+            "minor_faults": minor_faults() - self.faults,
             "numpy": self.memory is not None,
         }
         text = "arenapy run: the program did not import NumPy, so there was no pool\n"
         if self.memory is not None:
-            self.memory.end_trace()
             figures |= self.memory.figures()
             text = self.memory.text(figures)
         errors = None if self.refused else sys.__stderr__
