@@ -363,6 +363,7 @@ cdef class Recorder:
             biased_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             drop_buffers(self.tape)
+            biased_release(&self.tape.lock)
             if self.fd >= 0:
                 unlock(self.tape, self.fd)
             munmap(self.tape, sizeof(Tape))
