@@ -85,7 +85,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
         noted = Path(self.build_temp, "cflags")
         if not noted.exists() or noted.read_text() != flags:
             self.force = True
-        noted.unlink(missing_ok=True)        # until all are compiled
+        noted.unlink(missing_ok=True)  # until all are compiled
         super().build_extensions()
         noted.parent.mkdir(parents=True, exist_ok=True)
         noted.write_text(flags)

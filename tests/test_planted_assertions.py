@@ -1,7 +1,7 @@
 """Bugs that are planted in the cores, each of which an assertion names at its first wrong step.
 
-All are planted in one copy of the tree, which is built with assertions; an environment variable says
-which of them a program has. In none of these programs does a result look wrong before that step.
+All are planted in one copy of the tree, which is built with assertions. An environment variable
+says which of them a program has.
 """
 
 import os
@@ -43,7 +43,7 @@ cdef extern from *:
     """
     int planted "arenapy_planted" (int bug) noexcept nogil
 '''
-CIMPORT = "from arenapy.base.assertion cimport arenapy_assert\n"
+CIMPORT = " arenapy_assert\n"
 
 
 @dataclass
@@ -70,7 +70,8 @@ BUGS = {
     "a reset leaves Buffers of the frame open": Bug(
         "bump/hot_path.pxd",
         "            c.tag = frame.content = c.stamp\n",
-        "            frame.content = c.stamp\n            c.tag += 0 if planted(BUG) else c.stamp - c.tag\n",
+        "            frame.content = c.stamp\n"
+        "            c.tag += 0 if planted(BUG) else c.stamp - c.tag\n",
         "tag is the content of the last frame",
         "a = arenapy.Bump(4096); a.alloc(10); a.reset()",
     ),
@@ -176,7 +177,7 @@ def tree(tmp_path_factory):
         text = path.read_text()
         assert text.count(bug.before) == 1, f"{bug.before!r} is not one place of {bug.file}"
         text = text.replace(bug.before, bug.after.replace("BUG", str(number)))
-        path.write_text(text.replace(CIMPORT, CIMPORT.replace("\n", ", planted\n")))
+        path.write_text(text.replace(CIMPORT, " arenapy_assert, planted\n", 1))
     environment = os.environ | {"CFLAGS": "-DARENAPY_ASSERT -O0 -w"}
     built = subprocess.run(
         [sys.executable, "-c", BUILD], cwd=tree, env=environment, capture_output=True, text=True

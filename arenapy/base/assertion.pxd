@@ -15,7 +15,8 @@ cdef extern from *:
     #define ARENAPY_ASSERTS 1
     static void __attribute__((noinline, cold, noreturn, unused))
     arenapy_broken(const char *file, int line, const char *function, const char *promise) {
-        fprintf(stderr, "arenapy: broken promise: %s (in %s, %s:%d)\\n", promise, function, file, line);
+        fprintf(stderr, "arenapy: broken promise: %s (in %s, %s:%d)\\n",
+                promise, function, file, line);
         fflush(stderr);
         abort();
     }

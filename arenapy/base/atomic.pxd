@@ -159,8 +159,8 @@ cdef extern from *:
     bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t i) noexcept nogil
 
 
-# What has no rank is the last in the order. (The lock of an object is checked on builds with a GIL, too,
-# where it is empty.)
+# What has no rank is the last in the order. (The lock of an object is checked on builds with a GIL,
+# too, where it is empty.)
 
 cdef inline void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil:
     if ASSERTS:

@@ -15,8 +15,8 @@ cdef inline int cache_number() noexcept nogil:
     return <int>(thread_number() % MOST_CACHES)
 
 
-# All locks, in their order: who holds one takes only those below it. docs/internals.md says what each
-# guards and what may run under it. A lock that was given no rank is as the last one.
+# All locks, in their order: who holds one takes only those below it. docs/internals.md says what
+# each guards and what may run under it. A lock that was given no rank is as the last one.
 cdef enum:
     RANK_REGISTRY = 1
     RANK_CLAIMS = 2

@@ -15,7 +15,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from arenapy.base.assertion cimport arenapy_assert
+from arenapy.base.assertion cimport ASSERTS, arenapy_assert
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
     arenapy_lock_release, arenapy_store, arenapy_sub, rank_lock,
@@ -290,9 +290,11 @@ cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
             held = add_export(root, step, HELD)
         arenapy_lock_release(&root.owner.lock)
     if held:
-        arenapy_assert(arenapy_load(&root.word) & ~<uint64_t>CLOSED != 0, b"a block that is held says so")
-        arenapy_assert(
-            root.owner.recycles or root.hold != NULL, b"a held block has a hold")
+        if ASSERTS:                          # compilers keep atomic loads
+            arenapy_assert(
+                arenapy_load(&root.word) & ~<uint64_t>CLOSED != 0, b"a block that is held says so")
+            arenapy_assert(
+                root.owner.recycles or root.hold != NULL, b"a held block has a hold")
         return 0
     if root is not block:
         arenapy_sub(&block.word, step)
@@ -307,7 +309,8 @@ cdef void unpin(Block block) noexcept:
     if root is not block:
         arenapy_sub(&block.word, ONE_EXPORT)
     arenapy_lock_acquire(&owner.lock)       # against whoever marks it HELD
-    arenapy_assert(arenapy_load(&root.word) >= ONE_EXPORT, b"a pin that ends was counted")
+    if ASSERTS:
+        arenapy_assert(arenapy_load(&root.word) >= ONE_EXPORT, b"a pin that ends was counted")
     if arenapy_sub(&root.word, ONE_EXPORT) == ONE_EXPORT:
         if owner.recycles:
             arenapy_sub(&owner.n_held, 1)
@@ -363,9 +366,12 @@ cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
 
 
 cdef void unacquire(Block block) noexcept:
-    arenapy_assert(arenapy_load(&block.word) >= ONE_EXPORT, b"an export that ends was counted")
-    arenapy_assert(
-        arenapy_load(&root_of(block).word) >= ONE_EXPORT, b"an export that ends was counted by the root")
+    if ASSERTS:
+        arenapy_assert(
+            arenapy_load(&block.word) >= ONE_EXPORT, b"an export that ends was counted")
+        arenapy_assert(
+            arenapy_load(&root_of(block).word) >= ONE_EXPORT,
+            b"an export that ends was counted by its root")
     if block.root is not None:
         arenapy_sub(&block.word, ONE_EXPORT)
     arenapy_sub(&root_of(block).word, ONE_EXPORT)

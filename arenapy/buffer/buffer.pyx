@@ -251,8 +251,8 @@ cdef class Buffer(Block):
                 arenapy_store(&self.word, CLOSED)
                 done = True
             arenapy_lock_release(&self.owner.lock)
-            # What is closed is this call's alone. Not under the lock: this may write a recording, and
-            # ask whether another process sees the block.
+            # What is closed is this call's alone. Not under the lock: this may write a recording,
+            # and ask whether another process sees the block.
             if mine and self.owner.recycles:
                 self.owner.give_back(self)
             if done and self.hold != NULL:   # streams use it

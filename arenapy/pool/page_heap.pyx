@@ -64,7 +64,7 @@ cdef class Pages(AllocatorCore):
         return self.more_descriptors(STOCK)
 
     cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil:
-        """Make `wanted` descriptors spare. Under no lock of a cache or the heap. False: no memory for them."""
+        """Make `wanted` descriptors spare; no cache's lock held. False: no memory for them."""
         cdef size_t ready, before
         cdef bint grown = True
         arenapy_spin_acquire(&self.array_growth)

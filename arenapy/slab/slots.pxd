@@ -153,7 +153,8 @@ cdef inline bint stack_is_valid(Items c, Stack* s) noexcept nogil:
     arenapy_assert(s.least <= s.n, b"least <= n of a stack")
     arenapy_assert(s == c.depot or s.n <= DEPTH, b"a thread's stack has DEPTH names at most")
     arenapy_assert(
-        sizeof(Stack) + <size_t>s.n * sizeof(uint64_t) <= s.array.ready, b"a stack's names have memory")
+        sizeof(Stack) + <size_t>s.n * sizeof(uint64_t) <= s.array.ready,
+        b"a stack's names have memory")
     return True
 
 
