@@ -163,8 +163,8 @@ step_other_pythons() {
     return $code
 }
 
-# AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules. Leaks are not looked
-# for: CPython and NumPy keep what they like until exit. Left out are the tests marked no_sanitizer:
+# AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules, which check their
+# own assertions and the order of locks besides. Leaks are not looked for: CPython and NumPy keep what they like until exit. Left out are the tests marked no_sanitizer:
 # they count page faults, limit the address space or wait for a SIGSEGV, which AddressSanitizer does
 # itself, or start an interpreter for each case.
 # libstdc++ is named for matplotlib's exceptions. By clang, with what libFuzzer counts, so that the
@@ -175,7 +175,7 @@ step_sanitizers() {
     local tree=$SANITIZERS_TREE code=0
     local flags='-fsanitize=address,undefined,fuzzer-no-link -fno-sanitize=pointer-overflow,function'
     flags+=' -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
-    CC=clang LDSHARED='clang -shared' CFLAGS="$flags -g1 -O1 -w" LDFLAGS=$flags \
+    CC=clang LDSHARED='clang -shared' CFLAGS="$flags -DARENAPY_ASSERT -g1 -O1 -w" LDFLAGS=$flags \
         test_environment "$tree" python3
     cd "$tree"
     env LD_PRELOAD="$(asan_runtime) $(gcc -print-file-name=libstdc++.so)" \

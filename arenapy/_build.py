@@ -80,7 +80,15 @@ class build_ext(_build_ext):  # type: ignore[misc]
                 add_numpy(extension)
         self.parallel = self.parallel or CORES
         self.cythonize()
+        # Other flags make other objects, which their dates do not say.
+        flags = os.environ.get("CFLAGS", "")
+        noted = Path(self.build_temp, "cflags")
+        if not noted.exists() or noted.read_text() != flags:
+            self.force = True
+        noted.unlink(missing_ok=True)  # until all are compiled
         super().build_extensions()
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        noted.write_text(flags)
 
     def cythonize(self) -> None:
         """Replace each extension's sources by the generated ones, current with every .pxd."""

@@ -124,7 +124,8 @@ cdef inline void permit(AllocatorCore c, uintptr_t start, size_t nbytes) noexcep
         unpoison(start, nbytes)
 
 
-# Not under a lock: now and then this writes to a file.
+# Now and then this writes to a file: under no lock, but that of a Bump whose block is released,
+# where the event has to come before the next one of these bytes.
 cdef inline void record(AllocatorCore c, int op, void* block, size_t nbytes) noexcept nogil:
     if arenapy_load_ptr(<void**>&c.recorder) != NULL:
         c.record_now(op, block, nbytes)

@@ -12,6 +12,9 @@
 # `arenapy_spin` is the same byte on every build: for what C code without the GIL shares.
 from libc.stdint cimport uint32_t, uint64_t
 
+from arenapy.base.assertion cimport ASSERTS
+from arenapy.base.thread_slot cimport RANK_LAST, lock_released, lock_taken
+
 cdef extern from *:
     """
     #ifndef ARENAPY_ATOMIC_H
@@ -56,20 +59,34 @@ cdef extern from *:
                                            __ATOMIC_RELEASE, __ATOMIC_RELAXED);
     }
     #include <sched.h>
+    /* Bit 0: held. In assertion builds the other bits are the lock's rank. */
     typedef unsigned char arenapy_spin;
+    #if ARENAPY_ASSERT + 0
+    #define ARENAPY_RANK_OF(l) (__atomic_load_n(l, __ATOMIC_RELAXED) >> 1)
+    #define arenapy_spin_rank(l, rank) ((void)(*(l) = (unsigned char)((rank) << 1)))
+    #define arenapy_spin_try(l) (__atomic_fetch_or(l, 1, __ATOMIC_ACQUIRE) & 1)
+    #define arenapy_spin_held(l) (__atomic_load_n(l, __ATOMIC_RELAXED) & 1)
+    #define arenapy_spin_free(l) ((void)__atomic_fetch_and(l, 0xFE, __ATOMIC_RELEASE))
+    #else
+    #define ARENAPY_RANK_OF(l) 0
+    #define arenapy_spin_rank(l, rank) ((void)(l))
+    #define arenapy_spin_try(l) __atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE)
+    #define arenapy_spin_held(l) __atomic_load_n(l, __ATOMIC_RELAXED)
+    #define arenapy_spin_free(l) __atomic_store_n(l, 0, __ATOMIC_RELEASE)
+    #endif
     static void __attribute__((noinline, unused)) arenapy_spin_wait(arenapy_spin *l) {
         do {
-            for (int i = 0; i < 64 && __atomic_load_n(l, __ATOMIC_RELAXED); i++)
+            for (int i = 0; i < 64 && arenapy_spin_held(l); i++)
                 __asm__ volatile("" ::: "memory");
-            if (__atomic_load_n(l, __ATOMIC_RELAXED)) sched_yield();
-        } while (__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE));
+            if (arenapy_spin_held(l)) sched_yield();
+        } while (arenapy_spin_try(l));
     }
     static inline void arenapy_spin_acquire(arenapy_spin *l) {
-        if (__builtin_expect(__atomic_exchange_n(l, 1, __ATOMIC_ACQUIRE), 0))
+        if (__builtin_expect(arenapy_spin_try(l), 0))
             arenapy_spin_wait(l);
     }
     static inline void arenapy_spin_release(arenapy_spin *l) {
-        __atomic_store_n(l, 0, __ATOMIC_RELEASE);
+        arenapy_spin_free(l);
     }
     typedef arenapy_spin arenapy_lock;
     #ifdef Py_GIL_DISABLED
@@ -127,10 +144,43 @@ cdef extern from *:
     void arenapy_store_ptr(void** p, void* v) noexcept nogil
     void* arenapy_take_ptr(void** p) noexcept nogil
     bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
-    void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil
-    void arenapy_lock_release(arenapy_lock* lock) noexcept nogil
-    void arenapy_spin_acquire(arenapy_spin* lock) noexcept nogil
-    void arenapy_spin_release(arenapy_spin* lock) noexcept nogil
+    int rank_of_lock "ARENAPY_RANK_OF" (arenapy_lock* lock) noexcept nogil
+    int rank_of_spin "ARENAPY_RANK_OF" (arenapy_spin* lock) noexcept nogil
+    # Where a lock is made: its place in the order (thread_slot). For assertion builds; others have
+    # zeroed locks.
+    void rank_lock "arenapy_spin_rank" (arenapy_lock* lock, int rank) noexcept nogil
+    void rank_spin "arenapy_spin_rank" (arenapy_spin* lock, int rank) noexcept nogil
+    void lock_acquire "arenapy_lock_acquire" (arenapy_lock* lock) noexcept nogil
+    void lock_release "arenapy_lock_release" (arenapy_lock* lock) noexcept nogil
+    void spin_acquire "arenapy_spin_acquire" (arenapy_spin* lock) noexcept nogil
+    void spin_release "arenapy_spin_release" (arenapy_spin* lock) noexcept nogil
     bint arenapy_finalizing() noexcept nogil
     void set_bit "arenapy_set_bit" (uint64_t* p, uint64_t i) noexcept nogil
     bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t i) noexcept nogil
+
+
+# What has no rank is the last in the order. (The lock of an object is checked on builds with a GIL,
+# too, where it is empty.)
+
+cdef inline void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil:
+    if ASSERTS:
+        lock_taken(rank_of_lock(lock) or RANK_LAST)
+    lock_acquire(lock)
+
+
+cdef inline void arenapy_lock_release(arenapy_lock* lock) noexcept nogil:
+    if ASSERTS:
+        lock_released(rank_of_lock(lock) or RANK_LAST)
+    lock_release(lock)
+
+
+cdef inline void arenapy_spin_acquire(arenapy_spin* lock) noexcept nogil:
+    if ASSERTS:
+        lock_taken(rank_of_spin(lock) or RANK_LAST)
+    spin_acquire(lock)
+
+
+cdef inline void arenapy_spin_release(arenapy_spin* lock) noexcept nogil:
+    if ASSERTS:
+        lock_released(rank_of_spin(lock) or RANK_LAST)
+    spin_release(lock)

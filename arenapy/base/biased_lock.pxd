@@ -16,8 +16,9 @@
 # thread that gets the number next, along with what is kept under it, is then the owner.
 from libc.stdint cimport uint64_t
 
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
-from arenapy.base.thread_slot cimport thread_number
+from arenapy.base.assertion cimport ASSERTS
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, rank_of_spin, rank_spin
+from arenapy.base.thread_slot cimport RANK_LAST, lock_released, lock_taken, thread_number
 
 cdef extern from *:
     """
@@ -141,22 +142,40 @@ cdef extern from *:
     bint enter_as "arenapy_biased_enter" (BiasedLock* l, uint64_t me) noexcept nogil
     void acquire_as "arenapy_biased_acquire" (BiasedLock* l, uint64_t me) noexcept nogil
     void release_as "arenapy_biased_release" (BiasedLock* l, uint64_t me) noexcept nogil
-    void biased_leave "arenapy_biased_leave" (BiasedLock* l) noexcept nogil
+    void leave_as_owner "arenapy_biased_leave" (BiasedLock* l) noexcept nogil
 
 
 cdef inline uint64_t this_one() noexcept nogil:
     return thread_pointer() if ARENAPY_GIL else <uint64_t>(thread_number() + 1) << 1
 
 
+cdef inline void rank_biased(BiasedLock* l, int rank) noexcept nogil:
+    rank_spin(&l.lock, rank)
+
+
 # For the owner alone, which leaves it by biased_leave; False: this is another thread.
 cdef inline bint biased_enter(BiasedLock* l) noexcept nogil:
-    return enter_as(l, this_one())
+    if not enter_as(l, this_one()):
+        return False
+    if ASSERTS:
+        lock_taken(rank_of_spin(&l.lock) or RANK_LAST)
+    return True
+
+
+cdef inline void biased_leave(BiasedLock* l) noexcept nogil:
+    if ASSERTS:
+        lock_released(rank_of_spin(&l.lock) or RANK_LAST)
+    leave_as_owner(l)
 
 
 # For any thread.
 cdef inline void biased_acquire(BiasedLock* l) noexcept nogil:
+    if ASSERTS:
+        lock_taken(rank_of_spin(&l.lock) or RANK_LAST)
     acquire_as(l, this_one())
 
 
 cdef inline void biased_release(BiasedLock* l) noexcept nogil:
+    if ASSERTS:
+        lock_released(rank_of_spin(&l.lock) or RANK_LAST)
     release_as(l, this_one())

@@ -6,6 +6,8 @@ after it.
 """
 from libc.stdint cimport int64_t
 
+from arenapy.base.assertion cimport ASSERTS, arenapy_assert
+
 cdef extern from *:
     """
     #include <pthread.h>
@@ -45,10 +47,73 @@ cdef extern from *:
         if (arenapy_keyed) pthread_setspecific(arenapy_key, (void *)(uintptr_t)(1 + i));
         return arenapy_number = 1 + i;
     }
+
+    /* Of this thread: how many locks of a rank it holds, and how many of those are other
+       cores', which a fork took. */
+    typedef struct {
+        unsigned short held[16], others[16];
+    } arenapy_locks;
+    #if ARENAPY_ASSERT + 0
+    static __thread arenapy_locks arenapy_mine;
+    #define arenapy_my_locks() (&arenapy_mine)
+    #else
+    #define arenapy_my_locks() ((arenapy_locks *)0)
+    #endif
     """
+    ctypedef struct Locks "arenapy_locks":
+        unsigned short[16] held
+        unsigned short[16] others
+    Locks* my_locks "arenapy_my_locks" () noexcept nogil
     int64_t number "arenapy_number"
     int64_t new_number "arenapy_new_number" () noexcept nogil
 
 
 cdef int64_t thread_number() noexcept nogil:
     return (number if number else new_number()) - 1
+
+
+# ---- the order of locks: in assertion builds only ------------------------------------------
+
+cdef void lock_taken(int rank) noexcept nogil:
+    cdef Locks* mine = my_locks()
+    cdef int below
+    if not ASSERTS:
+        return
+    for below in range(rank + 1, 16):
+        arenapy_assert(
+            mine.held[below] == mine.others[below],
+            b"locks are taken in their order: none of a later rank is held")
+    arenapy_assert(
+        mine.held[rank] == mine.others[rank] or (rank == RANK_CACHE and mine.held[RANK_BIRTHS]),
+        b"locks are taken in their order: none of the same rank is held")
+    mine.held[rank] += 1
+
+
+cdef void lock_released(int rank) noexcept nogil:
+    cdef Locks* mine = my_locks()
+    if not ASSERTS:
+        return
+    arenapy_assert(mine.held[rank] > 0, b"a lock is released by the thread that took it")
+    mine.held[rank] -= 1
+    mine.others[rank] = min(mine.others[rank], mine.held[rank])
+
+
+cdef void next_core_locks() noexcept nogil:
+    cdef Locks* mine = my_locks()
+    cdef int rank
+    if not ASSERTS:
+        return
+    arenapy_assert(
+        mine.held[RANK_REGISTRY] and mine.held[RANK_CLAIMS],
+        b"only a fork takes the locks of several cores")
+    for rank in range(RANK_OWNER, 16):
+        mine.others[rank] = mine.held[rank]
+
+
+cdef void no_lock_is_held() noexcept nogil:
+    cdef Locks* mine = my_locks()
+    cdef int rank
+    if not ASSERTS:
+        return
+    for rank in range(16):
+        arenapy_assert(mine.held[rank] == 0, b"no lock is held where other code may run")

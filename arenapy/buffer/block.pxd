@@ -70,7 +70,8 @@ cdef class MemoryOwner:
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 
-    # Called with `lock` held, but for `ended`: on any thread, without lock or GIL.
+    # Called with `lock` held, but for `ended`: on any thread, without lock or GIL. `give_back` of
+    # an owner that recycles is called without it, too: the Buffer is CLOSED, and so nobody else's.
     cdef bint alive(self, Block root) noexcept nogil
     cdef void enlist(self, Hold* hold) noexcept nogil
     cdef void delist(self, Hold* hold) noexcept nogil   # of a hold that is not retired

@@ -15,13 +15,14 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from arenapy.base.assertion cimport ASSERTS, arenapy_assert
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
-    arenapy_lock_release, arenapy_store, arenapy_sub,
+    arenapy_lock_release, arenapy_store, arenapy_sub, rank_lock,
 )
 from arenapy.diagnostics.places cimport said
 from arenapy.base.sealed cimport seal
-from arenapy.base.thread_slot cimport MOST_CACHES, thread_number
+from arenapy.base.thread_slot cimport MOST_CACHES, RANK_OWNER, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
@@ -41,6 +42,7 @@ cdef class MemoryOwner:
         self.kind = "host"
         self.device_id = -1
         self.host_accessible = True
+        rank_lock(&self.lock, RANK_OWNER)
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -288,6 +290,11 @@ cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
             held = add_export(root, step, HELD)
         arenapy_lock_release(&root.owner.lock)
     if held:
+        if ASSERTS:                          # compilers keep atomic loads
+            arenapy_assert(
+                arenapy_load(&root.word) & ~<uint64_t>CLOSED != 0, b"a block that is held says so")
+            arenapy_assert(
+                root.owner.recycles or root.hold != NULL, b"a held block has a hold")
         return 0
     if root is not block:
         arenapy_sub(&block.word, step)
@@ -302,6 +309,8 @@ cdef void unpin(Block block) noexcept:
     if root is not block:
         arenapy_sub(&block.word, ONE_EXPORT)
     arenapy_lock_acquire(&owner.lock)       # against whoever marks it HELD
+    if ASSERTS:
+        arenapy_assert(arenapy_load(&root.word) >= ONE_EXPORT, b"a pin that ends was counted")
     if arenapy_sub(&root.word, ONE_EXPORT) == ONE_EXPORT:
         if owner.recycles:
             arenapy_sub(&owner.n_held, 1)
@@ -351,11 +360,18 @@ cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
     hold.tag = root.tag
     hold.pad = root.pad
     hold.flags = HOLD_EMPTY if root.size == 0 else 0
+    arenapy_assert(hold.start < hold.end, b"a hold has bytes: start < end")
     root.hold = hold
     root.owner.enlist(hold)
 
 
 cdef void unacquire(Block block) noexcept:
+    if ASSERTS:
+        arenapy_assert(
+            arenapy_load(&block.word) >= ONE_EXPORT, b"an export that ends was counted")
+        arenapy_assert(
+            arenapy_load(&root_of(block).word) >= ONE_EXPORT,
+            b"an export that ends was counted by its root")
     if block.root is not None:
         arenapy_sub(&block.word, ONE_EXPORT)
     arenapy_sub(&root_of(block).word, ONE_EXPORT)
@@ -458,7 +474,11 @@ cdef void end_hold(PyObject* o) noexcept:
     cdef Hold* hold = (<Block>o).hold
     cdef bint live = True
     (<Block>o).hold = NULL
+    arenapy_assert(hold.start < hold.end, b"a hold has bytes: start < end")
     if (<MemoryOwner>owner).recycles:
+        arenapy_assert(
+            arenapy_load(&(<MemoryOwner>owner).n_held) >= (2 if (<Block>o).word & HELD else 1),
+            b"a hold that ends was counted")
         arenapy_sub(&(<MemoryOwner>owner).n_held, 2 if (<Block>o).word & HELD else 1)
         live = hold.tag != 0 and (<MemoryOwner>owner).set_aside(hold)
     if live and hold.uses != NULL:

@@ -2,6 +2,7 @@
 from arenapy.base.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.buffer.block cimport Block, MemoryOwner, Freelist, freelist_of
 
@@ -52,6 +53,9 @@ cdef Buffer fresh_block(MemoryOwner owner)
 # before or after.
 cdef inline object freelist_pop(PyObject* owner, Freelist* freelist, char* ptr):
     cdef PyObject* o = freelist.kept
+    arenapy_assert(freelist.n_kept > 0, b"dead Buffers on a freelist are counted")
+    arenapy_assert((<Buffer>o).hold == NULL, b"a Buffer on a freelist has no hold")
+    arenapy_assert(<PyObject*>(<Buffer>o).owner == owner, b"a Buffer is on its owner's freelist")
     freelist.kept = <PyObject*>(<Buffer>o).ptr
     freelist.n_kept -= 1
     (<Buffer>o).ptr = ptr

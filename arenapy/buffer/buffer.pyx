@@ -16,6 +16,7 @@ from cpython.object cimport PyObject
 from cpython.slice cimport PySlice_AdjustIndices, PySlice_Unpack
 from libc.stdint cimport uint64_t, uintptr_t
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas, arenapy_load, arenapy_lock_acquire, arenapy_lock_release,
     arenapy_store,
@@ -72,6 +73,7 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     cdef Freelist* freelist
     # Tracked: over foreign memory, and a View for which there was no memory.
     cdef bint tracked = owner == <PyObject*>None or (<MemoryOwner>owner).foreign
+    arenapy_assert((<Buffer>o).word < ONE_EXPORT, b"a Buffer ends after its exports")
     if tracked:
         PyObject_GC_UnTrack(o)
     if (<Buffer>o).hold != NULL:
@@ -220,7 +222,7 @@ cdef class Buffer(Block):
             If exports of it (or of anything below the root) are alive. Nothing changes.
         """
         cdef uint64_t word
-        cdef bint done = False
+        cdef bint done = False, mine = False
         word = arenapy_load(&self.word)
         if stream is not None and is_open(self) and word < ONE_EXPORT:
             self.record_stream(stream)
@@ -243,11 +245,16 @@ cdef class Buffer(Block):
             arenapy_lock_acquire(&self.owner.lock)
             word = arenapy_load(&self.word)
             if word == 0:
-                if not self.owner.gone and self.owner.alive(self):
+                mine = not self.owner.gone and self.owner.alive(self)
+                if mine and not self.owner.recycles:
                     self.owner.give_back(self)
                 arenapy_store(&self.word, CLOSED)
                 done = True
             arenapy_lock_release(&self.owner.lock)
+            # What is closed is this call's alone. Not under the lock: this may write a recording,
+            # and ask whether another process sees the block.
+            if mine and self.owner.recycles:
+                self.owner.give_back(self)
             if done and self.hold != NULL:   # streams use it
                 end_hold(<PyObject*>self)
             if self.owner.debug:

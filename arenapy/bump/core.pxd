@@ -3,6 +3,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.buffer.block cimport Hold
 from arenapy.base.interval_set cimport Extent
 from arenapy.memory.region cimport Region
@@ -83,3 +84,26 @@ cdef class BumpCore(Arena):
     cdef bint is_empty(self, Frame* frame) noexcept nogil
     cdef void set_plain(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
+
+
+# What the fields above promise, as far as that takes a few instructions (`check` does all of it).
+# With the lock held, and between operations.
+cdef inline bint bump_is_valid(BumpCore c) noexcept nogil:
+    cdef uintptr_t start = c.runs[c.n_runs - 1].start
+    arenapy_assert(1 <= c.n_runs, b"1 <= n_runs")
+    arenapy_assert(c.n_runs <= c.cap_runs, b"n_runs <= cap_runs")
+    arenapy_assert(1 <= c.n_frames, b"1 <= n_frames")
+    arenapy_assert(c.n_frames <= c.cap_frames, b"n_frames <= cap_frames")
+    arenapy_assert(start <= c.cursor, b"the current run begins at or before the cursor")
+    arenapy_assert(c.cursor <= c.limit, b"cursor <= limit")
+    arenapy_assert(c.top == &c.frames[c.n_frames - 1], b"top is the last frame")
+    arenapy_assert(c.tag == c.top.content, b"tag is the content of the last frame")
+    arenapy_assert(c.tag <= c.stamp, b"stamp is the last content or id given out")
+    arenapy_assert(c.top.run < c.n_runs, b"the run of the last frame is there")
+    arenapy_assert(
+        c.top.run < c.n_runs - 1 or c.top.cursor <= c.cursor,
+        b"the cursor stands at or behind the last mark")
+    arenapy_assert(c.top.live <= c.live, b"what was live at the last mark is")
+    arenapy_assert(c.live <= c.before + (c.cursor - start), b"live bytes lie in the runs")
+    arenapy_assert(c.pristine or not c.plain, b"plain only if pristine")
+    return True

@@ -35,7 +35,9 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
+from arenapy.bump.core cimport bump_is_valid
 from arenapy.bump.hot_path cimport note_peak, used
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.buffer.block cimport (
@@ -285,6 +287,8 @@ cdef class BumpCore(Arena):
         self.total += 1
         pad[0] = <uint32_t>(start - e.start)
         permit(self, start, n)
+        arenapy_assert(start & (align - 1) == 0, b"a block is aligned as asked")
+        arenapy_assert(bump_is_valid(self), b"the arena is valid")
         return <void*>start
 
     # -- freeing by moving back
@@ -299,6 +303,7 @@ cdef class BumpCore(Arena):
         cdef Py_ssize_t last
         if self.shut or not extents_room(&self.free, 2):
             return False
+        arenapy_assert(bump_is_valid(self), b"the arena is valid")
         if tag != self.tag:
             self.prune()
         if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
@@ -319,6 +324,7 @@ cdef class BumpCore(Arena):
         if self.run_is_spare():
             self.pop_run()
             self.place()
+        arenapy_assert(bump_is_valid(self), b"the arena is valid")
         return True
 
     # -- held blocks
@@ -381,9 +387,13 @@ cdef class BumpCore(Arena):
         while queue != NULL:
             hold = queue
             queue = hold.ended_next
+            arenapy_assert(self.n_held > 0, b"a hold that ends was counted")
+            arenapy_assert(hold.start < hold.end, b"a hold has bytes: start < end")
             self.n_held -= 1
             if hold.flags & HOLD_RETIRED:
                 unlink_hold(&self.retired, hold)
+                arenapy_assert(
+                    self.retired_bytes >= hold.end - hold.start, b"retired bytes were counted")
                 self.retired_bytes -= hold.end - hold.start
                 self.free_or_lease(hold)
                 back = True
@@ -431,6 +441,7 @@ cdef class BumpCore(Arena):
         frame.live = self.live
         frame.holds = NULL
         frame.c_marks = 0
+        arenapy_assert(bump_is_valid(self), b"the arena is valid")
         return frame
 
     cdef void prune(self) noexcept nogil:
@@ -517,6 +528,8 @@ cdef class BumpCore(Arena):
         self.live = frame.live
         self.stamp += 1
         self.tag = frame.content = self.stamp
+        arenapy_assert(bump_is_valid(self), b"the arena is valid")
+        arenapy_assert(self.live == frame.live, b"a reset leaves what was live at the mark")
         return 0
 
     cdef void disable(self, int why) noexcept nogil:

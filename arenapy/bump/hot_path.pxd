@@ -5,7 +5,8 @@
 from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
-from arenapy.bump.core cimport BumpCore, Frame
+from arenapy.base.assertion cimport arenapy_assert
+from arenapy.bump.core cimport BumpCore, Frame, bump_is_valid
 
 
 # Bytes of the runs: live blocks and padding.
@@ -22,12 +23,15 @@ cdef inline void note_peak(BumpCore c) noexcept nogil:
 cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexcept nogil:
     cdef uintptr_t start = (c.cursor + (align - 1)) & ~<uintptr_t>(align - 1)
     cdef size_t size = n + (n == 0)      # a 0-byte block has an address of its own
+    arenapy_assert(bump_is_valid(c), b"the arena is valid")
     if start <= c.limit and size <= c.limit - start:
         pad[0] = <uint32_t>(start - c.cursor)
         c.live += n
         c.total += 1
         c.cursor = start + size
         permit(c, start, n)
+        arenapy_assert(start & (align - 1) == 0, b"a block is aligned as asked")
+        arenapy_assert(bump_is_valid(c), b"the arena is valid")
         return <void*>start
     return c.take_slow(n, align, pad)
 
@@ -36,6 +40,8 @@ cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexce
 # for the bookkeeping; nothing changed).
 cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
     cdef Frame* frame = &c.frames[f]
+    arenapy_assert(bump_is_valid(c), b"the arena is valid")
+    arenapy_assert(f < c.n_frames, b"a reset is to a frame that is there")
     if (c.plain and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
             and c.ended_list == NULL):
         if c.cursor != frame.cursor:         # else nothing is there to free, or to close
@@ -46,5 +52,8 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
             c.live = frame.live
             c.stamp += 1
             c.tag = frame.content = c.stamp
+        arenapy_assert(bump_is_valid(c), b"the arena is valid")
+        arenapy_assert(c.cursor == frame.cursor, b"a reset moves the cursor to the mark")
+        arenapy_assert(c.live == frame.live, b"a reset leaves what was live at the mark")
         return 0
     return c.rewind_slow(f)

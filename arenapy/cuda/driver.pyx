@@ -19,7 +19,9 @@ from libc.string cimport memset
 
 import threading
 
+from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_finalizing
+from arenapy.base.thread_slot cimport no_lock_is_held
 
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.errors import OutOfMemory
@@ -317,6 +319,8 @@ cdef list devices_in_use():
 
 cdef int enter(void* context) noexcept nogil:
     """Make it current, until `leave`."""
+    if ASSERTS:
+        no_lock_is_held()
     return driver.cuCtxPushCurrent(context)
 
 

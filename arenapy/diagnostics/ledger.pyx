@@ -20,8 +20,9 @@ from libc.string cimport memcmp, memcpy, memmove, memset
 
 import os
 
-from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
+from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.interval_set cimport make_room
+from arenapy.base.thread_slot cimport RANK_LEDGER
 from arenapy.diagnostics.places cimport IN_C, NOWHERE, here, text_of
 
 cdef enum:
@@ -69,6 +70,7 @@ cdef class Ledger:
         self.spelled = what.encode()
         self.name = self.spelled
         self.process = os.getpid()
+        rank_spin(&self.lock, RANK_LEDGER)
 
     def __dealloc__(self):
         free(self.items)

@@ -33,7 +33,9 @@ from time import time_ns
 
 from arenapy.linux import outputs
 from arenapy.diagnostics.callers cimport Callers, attached
+from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
+from arenapy.base.thread_slot cimport no_lock_is_held
 from arenapy.linux.vm cimport Descriptor, OpenFile
 
 cdef extern from *:
@@ -269,6 +271,8 @@ cdef uint32_t site_of_call(PyObject* recorder) noexcept:
     cdef Recorder r = <Recorder>recorder
     cdef uint32_t number = 0
     cdef bytes text
+    if ASSERTS:
+        no_lock_is_held()
     with cython.critical_section(r.callers):
         text = r.callers.look(&number)
         if text is not None:
@@ -359,6 +363,7 @@ cdef class Recorder:
             biased_acquire(&self.tape.lock)
             write_all_out(self.tape, self.clock)
             drop_buffers(self.tape)
+            biased_release(&self.tape.lock)
             if self.fd >= 0:
                 unlock(self.tape, self.fd)
             munmap(self.tape, sizeof(Tape))

@@ -8,7 +8,8 @@ cdef struct ReservedArray:
 
 # Reserve room for nbytes; False: there is no such address space.
 cdef bint array_open(ReservedArray* t, size_t nbytes) noexcept nogil
-# Make the first nbytes ready (a system call: not under a lock, and by one thread at a time).
+# Make the first nbytes ready, by one thread at a time. (A system call: under no lock that an
+# allocation or a free may wait for.)
 # False: no memory, or more than reserved.
 cdef bint array_grow(ReservedArray* t, size_t nbytes) noexcept nogil
 cdef void array_close(ReservedArray* t) noexcept nogil

@@ -23,8 +23,10 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
+from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.sealed cimport seal
+from arenapy.base.thread_slot cimport RANK_CLAIMS, lock_released, lock_taken
 from arenapy.linux.vm cimport OpenFile, vm_close, vm_first_lease, vm_is_open
 
 from arenapy.errors import OutOfMemory
@@ -37,9 +39,22 @@ cdef extern from *:
     #define arenapy_claims_lock() pthread_mutex_lock(&arenapy_claims)
     #define arenapy_claims_unlock() pthread_mutex_unlock(&arenapy_claims)
     """
-    void arenapy_claims_lock() noexcept nogil
-    void arenapy_claims_unlock() noexcept nogil
+    void lock_claims "arenapy_claims_lock" () noexcept nogil
+    void unlock_claims "arenapy_claims_unlock" () noexcept nogil
     char* strdup(const char* text) noexcept nogil
+
+
+cdef inline void arenapy_claims_lock() noexcept nogil:
+    if ASSERTS:
+        lock_taken(RANK_CLAIMS)
+    lock_claims()
+
+
+cdef inline void arenapy_claims_unlock() noexcept nogil:
+    if ASSERTS:
+        lock_released(RANK_CLAIMS)
+    unlock_claims()
+
 
 cdef enum:
     OWNED = 0                # ranges that nobody else may have

@@ -25,6 +25,7 @@ from libc.limits cimport INT_MAX, LLONG_MAX
 from libc.stdint cimport uintptr_t
 from posix.unistd cimport close as close_fd
 
+from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.base.arguments cimport as_size
@@ -35,6 +36,9 @@ from arenapy.buffer.buffer cimport new_range
 from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
+from arenapy.base.thread_slot cimport (
+    RANK_REGISTRY, lock_released, lock_taken, next_core_locks,
+)
 from arenapy.linux.vm cimport (
     Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_first_lease, vm_identify, vm_is_mapped,
     vm_is_open, vm_keep_leases, vm_lease, vm_lease_file, vm_reopen, vm_unmap,
@@ -56,8 +60,21 @@ cdef extern from *:
     #define arenapy_registry_lock() pthread_mutex_lock(&arenapy_registry)
     #define arenapy_registry_unlock() pthread_mutex_unlock(&arenapy_registry)
     """
-    void arenapy_registry_lock() noexcept nogil
-    void arenapy_registry_unlock() noexcept nogil
+    void lock_registry "arenapy_registry_lock" () noexcept nogil
+    void unlock_registry "arenapy_registry_unlock" () noexcept nogil
+
+
+cdef inline void arenapy_registry_lock() noexcept nogil:
+    if ASSERTS:
+        lock_taken(RANK_REGISTRY)
+    lock_registry()
+
+
+cdef inline void arenapy_registry_unlock() noexcept nogil:
+    if ASSERTS:
+        lock_released(RANK_REGISTRY)
+    unlock_registry()
+
 
 cdef dict FORKS = {"inherit": FORK_INHERIT, "skip": FORK_SKIP, "closed": FORK_CLOSED}
 cdef PyObject* regions = NULL       # heads of the registries
@@ -568,6 +585,8 @@ cdef void _before_fork() noexcept nogil:
     claims_lock()
     p = cores
     while p != NULL:
+        if ASSERTS:
+            next_core_locks()
         (<MemoryOwner>p).fork_lock()
         p = (<MemoryOwner>p).next_core
     p = regions

@@ -9,6 +9,7 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memmove, memset
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub, clear_bit,
     set_bit,
@@ -141,6 +142,8 @@ cdef class PoolCore(ThreadCaches):
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(tag))
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
+        arenapy_assert(
+            self.pending_bytes[d.size_class] >= d.size, b"a block was pending before it is free")
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
@@ -199,6 +202,7 @@ cdef class PoolCore(ThreadCaches):
     cdef void dropped(self, PyObject* root) noexcept:
         cdef uint64_t tag = (<Block>root).tag
         if (<Block>root).word & HELD:
+            arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
             arenapy_sub(&self.n_held, 1)
         if tag == 0:
             return                           # released before

@@ -9,6 +9,7 @@
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISONS
@@ -17,7 +18,7 @@ from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
 from arenapy.pool.thread_cache cimport (
-    Count, Entry, LARGE_KEPT, Magazine, SKEW, ThreadCache, ThreadCaches,
+    Count, DEPTH, Entry, LARGE_KEPT, Magazine, SKEW, ThreadCache, ThreadCaches,
 )
 
 
@@ -43,6 +44,38 @@ cdef inline void count_given(ThreadCache* f, int k, size_t size) noexcept nogil:
 # What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
 cdef inline Descriptor* named(ThreadCaches c, uint64_t tag) noexcept nogil:
     return <Descriptor*>(<char*>c.descriptors + (tag & ~<uint64_t>63))
+
+
+# What the fields of a cache promise, as far as that takes a few instructions; its lock held.
+cdef inline bint cache_is_valid(ThreadCache* f) noexcept nogil:
+    arenapy_assert(f.n_large <= LARGE_KEPT, b"a cache has LARGE_KEPT large blocks at most")
+    arenapy_assert(f.live <= f.peak, b"peak is the most that was live")
+    return True
+
+
+cdef inline bint magazine_is_valid(Magazine* m) noexcept nogil:
+    arenapy_assert(m.depth <= DEPTH, b"depth <= DEPTH of a magazine")
+    arenapy_assert(m.n <= m.depth, b"n <= depth of a magazine")
+    return True
+
+
+# The same of a block in a cache, or on its way out or in.
+cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t tag) noexcept nogil:
+    cdef Descriptor* d = named(c, tag)
+    arenapy_assert(
+        d.state == SPAN or d.state == BLOCK or d.state == ODD, b"a block is in an extent of blocks")
+    arenapy_assert(<uintptr_t>ptr >= d.address, b"a block begins in its extent")
+    arenapy_assert(
+        d.state != SPAN or <uintptr_t>ptr == d.address + (tag & 63) * d.size,
+        b"a slot begins at a multiple of its size")
+    arenapy_assert(
+        <uintptr_t>ptr - d.address + d.size - (d.skew if d.state != SPAN else 0)
+        <= <uint64_t>d.pages << PAGE_BITS, b"a block ends in its extent")
+    return True
+
+
+cdef inline bint block_is_live(ThreadCaches c, uint64_t tag) noexcept nogil:
+    return named(c, tag).live >> (tag & 63) & 1
 
 
 # The name of the block that begins at an address, live or not; 0: none does. Under a cache's lock,
@@ -114,16 +147,25 @@ cdef inline char* pop(
     cdef Descriptor* d
     cdef uint32_t id
     cdef char* ptr
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
     if likely(s < N_SMALL):
         m = &f.small[s]
         if not likely(m.n):
             return NULL
+        arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
         m.n -= 1
         ptr = m.items[m.n].ptr
         tag[0] = m.items[m.n].tag
         d = named(c, tag[0])
+        arenapy_assert(not block_is_live(c, tag[0]), b"a block in a cache is not live")
+        arenapy_assert(
+            not d.detail.slots >> (tag[0] & 63) & 1, b"a slot is in a cache or in its span")
         set_bit(&d.live, tag[0])
         count_taken(f, d.size_class, d.size)
+        arenapy_assert(d.step == s, b"a block is of the step that was asked for")
+        arenapy_assert(block_is_live(c, tag[0]), b"a block that is handed out is live")
+        arenapy_assert(block_is_valid(c, ptr, tag[0]), b"the block is valid")
+        arenapy_assert(cache_is_valid(f), b"the cache is valid")
         return ptr
     if s >= N_EXACT:
         return NULL
@@ -135,6 +177,11 @@ cdef inline char* pop(
         return NULL
     id = f.large[s - N_SMALL]
     d = &c.descriptors[id]
+    arenapy_assert(d.state == BLOCK, b"a large block in a cache is a BLOCK")
+    arenapy_assert(d.step == s, b"a block is of the step that was asked for")
+    arenapy_assert(d.live == 0, b"a block in a cache is not live")
+    arenapy_assert(f.n_large > 0, b"large blocks in a cache were counted")
+    arenapy_assert(n <= d.size, b"a block has the bytes that were asked for")
     f.large[s - N_SMALL] = d.next
     f.n_large -= 1
     f.tick += 1
@@ -142,6 +189,7 @@ cdef inline char* pop(
     tag[0] = <uint64_t>id << 6
     set_bit(&d.live, 0)
     count_taken(f, d.size_class, d.size)
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
     # A device's blocks have no processor's cache lines to be skewed over.
     return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, tag[0], d.size - n)
 
@@ -152,6 +200,7 @@ cdef inline bint push(
 ) noexcept nogil:
     cdef uint32_t* head
     cdef Magazine* m
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
     if likely(d.state == SPAN):
         m = &f.small[d.step]
         if not likely(m.n < m.depth):
@@ -160,6 +209,7 @@ cdef inline bint push(
             return False
         m.items[m.n] = Entry(ptr, tag)
         m.n += 1
+        arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
     elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
         if not likely(clear_bit(&d.live, 0)):
             return False
@@ -174,6 +224,9 @@ cdef inline bint push(
         return c.full_free(f, ptr, tag)
     forbid_block(c, d, ptr)
     count_given(f, d.size_class, d.size)
+    arenapy_assert(block_is_valid(c, ptr, tag), b"the block is valid")
+    arenapy_assert(not block_is_live(c, tag), b"a block in a cache is not live")
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
     return True
 
 

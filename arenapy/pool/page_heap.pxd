@@ -1,10 +1,11 @@
 # The C surface of the page heap: whole pages of an allocator's memory, split and merged.
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
-from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, step_bytes, step_of
+from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, floor_step, step_bytes, step_of
 from arenapy.linux.reserved_array cimport ReservedArray
 
 cdef extern from *:
@@ -104,7 +105,7 @@ cdef class Pages(AllocatorCore):
     # Before a larger block is cut, what is free is merged, and what fits best is cut: where memory
     # is scarcer than time.
     cdef bint merges_first
-    cdef arenapy_spin array_growth       # held while an array grows; taken before any other
+    cdef arenapy_spin array_growth       # held while an array grows; taken before the caches'
 
     cdef bint open_arrays(self, size_t pages) noexcept nogil
     cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil
@@ -221,3 +222,42 @@ cdef inline int segment_of(Pages p, uintptr_t at) noexcept nogil:
         return -1
     s = &p.segments[p.order[low]]
     return p.order[low] if (at - s.base) >> PAGE_BITS < s.pages else -1
+
+
+# What the fields above promise, as far as that takes a few instructions. The heap's lock held.
+cdef inline bint heap_is_valid(Pages p) noexcept nogil:
+    arenapy_assert(
+        p.n_descriptors <= p.descriptor_array.ready // sizeof(Descriptor),
+        b"descriptors that are used have memory")
+    arenapy_assert(p.n_segments <= p.n_slots, b"n_segments <= n_slots")
+    arenapy_assert(p.n_slots <= MOST_SEGMENTS, b"n_slots <= MOST_SEGMENTS")
+    arenapy_assert((p.newest == 0) == (p.oldest == 0), b"the age list has two ends, or none")
+    arenapy_assert((p.newest == 0) == (p.aged_pages == 0), b"the age list has the aged pages")
+    return True
+
+
+cdef inline bint extent_is_valid(Pages p, uint32_t id) noexcept nogil:
+    cdef Descriptor* d = &p.descriptors[id]
+    cdef Segment* s = &p.segments[d.segment]
+    arenapy_assert(0 < id < p.n_descriptors, b"an extent has a descriptor")
+    arenapy_assert(d.state != UNUSED, b"the descriptor of an extent is in use")
+    arenapy_assert(s.base != 0, b"the segment of an extent is in use")
+    arenapy_assert(d.pages >= 1, b"an extent has pages")
+    arenapy_assert(
+        <uint64_t>d.page + d.pages <= s.pages, b"an extent ends within its segment")
+    arenapy_assert(
+        d.address == s.base + (<uintptr_t>d.page << PAGE_BITS),
+        b"the address of an extent is that of its first page")
+    return True
+
+
+# In a bin, as FREE and VOID extents are.
+cdef inline bint is_listed(Pages p, uint32_t id) noexcept nogil:
+    cdef Descriptor* d = &p.descriptors[id]
+    cdef int s = floor_step(<size_t>d.pages << PAGE_BITS)
+    cdef Bins* bins = &p.free_bins if d.state == FREE else &p.void_bins
+    arenapy_assert(d.state == FREE or d.state == VOID, b"what is in a bin is FREE or VOID")
+    arenapy_assert(d.prev or bins.heads[s] == id, b"an extent is in the bin of its size")
+    arenapy_assert(bins.words[s >> 6] >> (s & 63) & 1, b"a bin that is not empty has its bit")
+    arenapy_assert(bins.summary >> (s >> 6) & 1, b"a word of bins that is not 0 has its bit")
+    return True

@@ -14,12 +14,15 @@ found through a map from pages to descriptors. Nothing is written into the memor
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release, rank_spin,
 )
+from arenapy.base.thread_slot cimport RANK_GROWTH, RANK_HEAP
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
+from arenapy.pool.page_heap cimport extent_is_valid, heap_is_valid, is_listed
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
 
 cdef enum:
@@ -46,6 +49,8 @@ cdef class Pages(AllocatorCore):
         cdef ReservedArray array
         cdef size_t most = min(<size_t>MOST_DESCRIPTORS, pages + 64)
         cdef size_t order = MOST_SEGMENTS * sizeof(Segment)
+        rank_spin(&self.heap_lock, RANK_HEAP)
+        rank_spin(&self.array_growth, RANK_GROWTH)
         if not array_open(&array, order + MOST_SEGMENTS * sizeof(uint16_t)):
             return False
         if not (array_grow(&array, array.reserved)
@@ -59,7 +64,7 @@ cdef class Pages(AllocatorCore):
         return self.more_descriptors(STOCK)
 
     cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil:
-        """Make `wanted` descriptors spare. Not under a lock. False: no memory for them."""
+        """Make `wanted` descriptors spare; no cache's lock held. False: no memory for them."""
         cdef size_t ready, before
         cdef bint grown = True
         arenapy_spin_acquire(&self.array_growth)
@@ -84,6 +89,7 @@ cdef class Pages(AllocatorCore):
         """A descriptor; there is a spare one."""
         cdef uint32_t id = self.unused
         cdef Descriptor* d
+        arenapy_assert(self.spare > 0, b"a descriptor is spare")
         if id:
             self.unused = self.descriptors[id].next
         else:
@@ -91,6 +97,7 @@ cdef class Pages(AllocatorCore):
             self.n_descriptors += 1
         arenapy_set_glanced(&self.spare, self.spare - 1)
         d = &self.descriptors[id]
+        arenapy_assert(d.state == UNUSED, b"a spare descriptor is not in use")
         d.live = d.detail.slots = 0
         d.page, d.pages = page, pages
         d.next = d.prev = 0
@@ -100,6 +107,8 @@ cdef class Pages(AllocatorCore):
         return id
 
     cdef void drop(self, uint32_t id) noexcept nogil:
+        arenapy_assert(
+            self.descriptors[id].state != UNUSED, b"a descriptor is given back once")
         self.descriptors[id].state = UNUSED
         self.descriptors[id].live = 0
         self.descriptors[id].next = self.unused
@@ -119,10 +128,19 @@ cdef class Pages(AllocatorCore):
     cdef uint32_t cut(self, uint32_t id, uint32_t pages) noexcept nogil:
         """Leave an extent so many pages; the rest, of the same state, is a new one. Untagged."""
         cdef Descriptor* d = &self.descriptors[id]
+        cdef uint32_t end = d.page + d.pages
+        arenapy_assert(0 < pages < d.pages, b"a cut leaves pages on both sides")
         cdef uint32_t rest = self.new_extent(
             d.segment, d.page + pages, d.pages - pages, d.state)
         self.descriptors[rest].tick = d.tick
         d.pages = pages
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+        arenapy_assert(extent_is_valid(self, rest), b"the extent is valid")
+        arenapy_assert(
+            d.page + d.pages == self.descriptors[rest].page, b"the parts of a cut touch")
+        arenapy_assert(
+            self.descriptors[rest].page + self.descriptors[rest].pages == end,
+            b"the parts of a cut have the pages of the whole")
         return rest
 
     cdef uint32_t join(self, uint32_t id, int state) noexcept nogil:
@@ -135,6 +153,9 @@ cdef class Pages(AllocatorCore):
             other = s.map[scatter(d.page - 1)]
             if self.descriptors[other].state == state:
                 self.remove(other)
+                arenapy_assert(
+                    self.descriptors[other].page + self.descriptors[other].pages == d.page,
+                    b"extents that are merged touch")
                 d.page -= self.descriptors[other].pages
                 d.address = self.descriptors[other].address
                 d.pages += self.descriptors[other].pages
@@ -144,9 +165,13 @@ cdef class Pages(AllocatorCore):
             other = s.map[scatter(end)]
             if self.descriptors[other].state == state:
                 self.remove(other)
+                arenapy_assert(
+                    self.descriptors[other].page == end, b"extents that are merged touch")
                 d.pages += self.descriptors[other].pages
                 d.tick = later(d.tick, self.descriptors[other].tick)
                 self.drop(other)
+        arenapy_assert(d.page + d.pages >= end, b"a merged extent has the pages of its parts")
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
         return id
 
     # -- lists: a FREE extent is in a bin and, in a growing segment, in the age list
@@ -167,6 +192,8 @@ cdef class Pages(AllocatorCore):
         if d.state == FREE:
             self.free_pages[class_of(nbytes)] += d.pages
         self.tag(id)
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+        arenapy_assert(is_listed(self, id), b"the extent is listed")
 
     cdef void remove(self, uint32_t id) noexcept nogil:
         """Unlist it, from the age list too."""
@@ -174,6 +201,8 @@ cdef class Pages(AllocatorCore):
         cdef size_t nbytes = <size_t>d.pages << PAGE_BITS
         cdef Bins* bins = &self.free_bins if d.state == FREE else &self.void_bins
         cdef int s
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+        arenapy_assert(is_listed(self, id), b"the extent is listed")
         if d.next:
             self.descriptors[d.next].prev = d.prev
         if d.prev:
@@ -186,6 +215,8 @@ cdef class Pages(AllocatorCore):
                 if bins.words[s >> 6] == 0:
                     bins.summary &= ~(<uint64_t>1 << (s >> 6))
         if d.state == FREE:
+            arenapy_assert(
+                self.free_pages[class_of(nbytes)] >= d.pages, b"free pages were counted")
             self.free_pages[class_of(nbytes)] -= d.pages
             if self.segments[d.segment].growing:
                 self.age_remove(id)
@@ -211,6 +242,8 @@ cdef class Pages(AllocatorCore):
 
     cdef void age_remove(self, uint32_t id) noexcept nogil:
         cdef Links age = self.descriptors[id].detail.age
+        arenapy_assert(
+            self.aged_pages >= self.descriptors[id].pages, b"aged pages were counted")
         self.aged_pages -= self.descriptors[id].pages
         if age.older:
             self.descriptors[age.older].detail.age.newer = age.newer
@@ -232,6 +265,7 @@ cdef class Pages(AllocatorCore):
         cdef Segment* s
         if self.spare < SPARE or pages >= <size_t>1 << 36:
             return 0
+        arenapy_assert(heap_is_valid(self), b"the heap is valid")
         id = roomy(self, &self.free_bins, pages + align_pages - 1)
         if id == 0:
             return 0
@@ -259,16 +293,24 @@ cdef class Pages(AllocatorCore):
         d.size_class = <uint8_t>class_of(d.size)
         d.state = BLOCK if N_SMALL <= d.step < N_EXACT else ODD
         self.tag(id)
+        arenapy_assert(heap_is_valid(self), b"the heap is valid")
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+        arenapy_assert(d.pages == pages, b"an extent has exactly the pages that were asked for")
+        arenapy_assert(
+            d.address & ((align_pages << PAGE_BITS) - 1) == 0, b"an extent is aligned as asked")
         return id
 
     cdef void give(self, uint32_t id, uint32_t tick) noexcept nogil:
         """A BLOCK or SPAN without blocks in use, freed last at `tick`, becomes free."""
+        arenapy_assert(
+            self.descriptors[id].live == 0, b"an extent that becomes free has no live block")
         self.descriptors[id].tick = tick
         self.descriptors[id].live = 0
         self.join(id, FREE)
         self.descriptors[id].state = FREE
         self.enter(id)
         self.age_insert(id, self.newest)
+        arenapy_assert(heap_is_valid(self), b"the heap is valid")
 
     cdef void lock_all(self) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)

@@ -8,10 +8,11 @@ cimport cython
 from libc.stdint cimport uint16_t, uint32_t, uintptr_t
 from libc.string cimport memmove
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.pool.page_heap cimport (
     BUSY, FREE, HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, SPARE, STOCK, VOID,
-    Descriptor, Pages, Segment, earlier, is_idle, roomy, scatter,
+    Descriptor, Pages, Segment, earlier, extent_is_valid, is_idle, roomy, scatter,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
@@ -77,6 +78,8 @@ cdef class Segments(Pages):
         d.state = BUSY
         self.tag(id)
         self.busy_pages += n
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+        arenapy_assert(d.pages == n, b"an extent has exactly the pages that were asked for")
         return id
 
     cdef bint grow_map(self, size_t pages) noexcept nogil:
@@ -108,6 +111,8 @@ cdef class Segments(Pages):
 
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil:
         cdef Descriptor* d = &self.descriptors[id]
+        arenapy_assert(d.state == BUSY, b"an extent that gets memory is BUSY")
+        arenapy_assert(self.busy_pages >= d.pages, b"busy pages were counted")
         self.busy_pages -= d.pages
         if grown:
             forbid_new(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
@@ -132,6 +137,8 @@ cdef class Segments(Pages):
             self.age_insert(older, 0)
         self.descriptors[id].state = BUSY
         self.tag(id)
+        arenapy_assert(
+            self.reserved_pages >= self.descriptors[id].pages, b"reserved pages were counted")
         self.reserved_pages -= self.descriptors[id].pages
         permit(self, self.descriptors[id].address,
                <size_t>self.descriptors[id].pages << PAGE_BITS)
@@ -139,6 +146,7 @@ cdef class Segments(Pages):
 
     cdef void end_trim(self, uint32_t id, bint trimmed) noexcept nogil:
         cdef Descriptor* d = &self.descriptors[id]
+        arenapy_assert(d.state == BUSY, b"an extent that loses its memory is BUSY")
         if trimmed:
             self.join(id, VOID)
             d.state = VOID

@@ -20,11 +20,13 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr
 from libc.string cimport memmove
 
 from arenapy.pool.hot_path cimport (
-    cache_of, count_given, count_taken, forbid_block, named, pop, push, skewed, tag_at,
+    block_is_valid, cache_of, count_given, count_taken, forbid_block, magazine_is_valid, named, pop,
+    push, skewed, tag_at,
 )
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr, clear_bit
-from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
-from arenapy.base.biased_lock cimport biased_acquire, biased_release
+from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
+from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
 from arenapy.pool.page_heap cimport BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor
 from arenapy.pool.page_heap cimport earlier, have_spare, low_bit, scatter
 from arenapy.base.sanitizer cimport POISONS
@@ -34,7 +36,7 @@ from arenapy.pool.segments cimport Segments
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
 from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
-from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
+from arenapy.base.thread_slot cimport MOST_CACHES, RANK_BIRTHS, RANK_CACHE, cache_number
 
 cdef enum:
     MAGAZINE_BYTES = 256 << 10   # slots of one step in a thread cache, beyond 8 of them
@@ -52,6 +54,7 @@ cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
         return NULL
     f = <ThreadCache*>(array.at + STAGGER)   # fresh pages are zero
     f.array = array
+    rank_biased(&f.lock, RANK_CACHE)
     for s in range(N_SMALL):
         f.small[s].depth = c.steps[s].depth
     return f
@@ -90,6 +93,7 @@ cdef class ThreadCaches(Segments):
         if self.cache == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
         self.rounding = rounding
+        rank_spin(&self.births, RANK_BIRTHS)
         return 0
 
     cdef ThreadCache* own_cache(self) noexcept nogil:
@@ -326,6 +330,9 @@ cdef class ThreadCaches(Segments):
                 self.descriptors[d.next].prev = 0
         for i in range(m.n // 2):            # the lowest address is handed out first
             m.items[i], m.items[m.n - 1 - i] = m.items[m.n - 1 - i], m.items[i]
+        arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
+        arenapy_assert(
+            m.n == 0 or block_is_valid(self, m.items[0].ptr, m.items[0].tag), b"the block is valid")
         return True
 
     # -- and back
@@ -356,6 +363,8 @@ cdef class ThreadCaches(Segments):
 
     cdef void give_block(self, uint32_t id) noexcept nogil:
         cdef Descriptor* d = &self.descriptors[id]
+        arenapy_assert(
+            self.taken[d.size_class] >= d.pages, b"pages of blocks and spans were counted")
         self.taken[d.size_class] -= d.pages
         self.give(id, d.tick)
 
@@ -378,6 +387,9 @@ cdef class ThreadCaches(Segments):
                 if d.next:
                     self.descriptors[d.next].prev = id
                 self.partial[s] = id
+            arenapy_assert(
+                not (d.detail.slots | d.live) >> (m.items[i].tag & 63) & 1,
+                b"a slot that goes back to its span is neither there nor live")
             d.detail.slots |= <uint64_t>1 << (m.items[i].tag & 63)
             d.tick = f.tick
             if d.detail.slots == every:

@@ -12,6 +12,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub, clear_bit
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
@@ -151,6 +152,7 @@ cdef class SlabCore(Items):
         if not POISONS or self.debug or self.align >= POISON_UNIT:
             self.poison(start, start + self.stride)
         biased_acquire(&s.lock)
+        arenapy_assert(arenapy_load(&self.claimed) > 0, b"an item was claimed before it is free")
         arenapy_sub(&self.claimed, 1)
         stow(self, s, word_of(self, name), name)
         biased_release(&s.lock)
@@ -189,6 +191,7 @@ cdef class SlabCore(Items):
     cdef void dropped(self, PyObject* root) noexcept:
         cdef uint64_t name = (<Block>root).tag
         if (<Block>root).word & HELD:
+            arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
             arenapy_sub(&self.n_held, 1)
         if name == 0:
             return                           # released before

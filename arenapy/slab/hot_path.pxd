@@ -6,11 +6,13 @@
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.slab.slots cimport (
-    DEPTH, Items, Part, Stack, Word, address_of, item_index, names_of, note, nth_word, word_of,
+    DEPTH, Items, Part, Stack, Word, address_of, item_index, item_is_live, name_is_valid, names_of,
+    note, nth_word, stack_is_valid, word_of,
 )
 
 
@@ -38,6 +40,10 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     cdef uint64_t top = names_of(s)[n]
     cdef Word* word = word_of(c, top)
     cdef char* ptr = address_of(c, top)
+    arenapy_assert(0 <= n, b"a stack that is popped is not empty")
+    arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
+    arenapy_assert(name_is_valid(c, top), b"the name is valid")
+    arenapy_assert(not item_is_live(c, top), b"an item in a stack is not live")
     s.n = n
     if n < s.least:
         s.least = n
@@ -45,6 +51,8 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     set_bit(&word.live, top)
     note(&word.tick, tick)
     name[0] = top
+    arenapy_assert(item_is_live(c, top), b"an item that is handed out is live")
+    arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
     permit(c, <uintptr_t>ptr, c.item_size)
     return ptr
 
@@ -57,11 +65,17 @@ cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nog
         c.make_place(s)
     if POISONS:
         forbid_from(c, address_of(c, name), 0, c.stride)
+    arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
+    arenapy_assert(name_is_valid(c, name), b"the name is valid")
+    arenapy_assert(not item_is_live(c, name), b"an item that comes back is not live any more")
     n = s.n
     names_of(s)[n] = name
     s.n = n + 1
     s.tick = tick
     note(&word.tick, tick)
+    arenapy_assert(
+        names_of(s)[s.n - 1] == name, b"the item that came back last is the top of the stack")
+    arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
 
 
 # The same for one that is live. False: it is not.

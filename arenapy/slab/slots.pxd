@@ -3,6 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from arenapy.base.abi cimport ARENAPY_ABI
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.memory.region cimport Region
@@ -144,3 +145,27 @@ cdef inline Word* word_of(Items c, uint64_t name) noexcept nogil:
 
 cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
     return c.parts[name >> 32].base + <uint32_t>name * c.stride
+
+
+# What the fields above promise, as far as that takes a few instructions. The stack's lock held.
+cdef inline bint stack_is_valid(Items c, Stack* s) noexcept nogil:
+    arenapy_assert(0 <= s.n, b"0 <= n of a stack")
+    arenapy_assert(s.least <= s.n, b"least <= n of a stack")
+    arenapy_assert(s == c.depot or s.n <= DEPTH, b"a thread's stack has DEPTH names at most")
+    arenapy_assert(
+        sizeof(Stack) + <size_t>s.n * sizeof(uint64_t) <= s.array.ready,
+        b"a stack's names have memory")
+    return True
+
+
+# The same of a name that is in a stack, or was handed out.
+cdef inline bint name_is_valid(Items c, uint64_t name) noexcept nogil:
+    arenapy_assert(1 <= name >> 32, b"a name has a part")
+    arenapy_assert(name >> 32 <= c.numbered, b"a name's part was in use")
+    arenapy_assert(
+        <uint32_t>name < c.parts[name >> 32].used, b"a name lies below its part's fresh items")
+    return True
+
+
+cdef inline bint item_is_live(Items c, uint64_t name) noexcept nogil:
+    return word_of(c, name).live >> (name & 63) & 1

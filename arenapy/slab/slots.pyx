@@ -16,19 +16,24 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memmove
 
+from arenapy.slab.slots cimport name_is_valid, stack_is_valid
 from arenapy.slab.hot_path cimport pop, push, push_at, stack_of
+from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
+    rank_spin,
 )
 from arenapy.buffer.block cimport Block
-from arenapy.base.biased_lock cimport biased_acquire, biased_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid_new, record
 from arenapy.base.sealed cimport seal
 from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
-from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
+from arenapy.base.thread_slot cimport (
+    MOST_CACHES, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number,
+)
 
 cdef extern from "<pthread.h>" nogil:
     uint64_t this_thread "(uint64_t)pthread_self" ()
@@ -39,7 +44,7 @@ cdef enum:
 cdef Stack no_stack       # empty, and never locked
 
 
-cdef Stack* new_stack(uint64_t most, uint64_t now) noexcept nogil:
+cdef Stack* new_stack(uint64_t most, uint64_t now, int rank) noexcept nogil:
     """A stack of at most so many names, with room for some of them now; NULL without memory."""
     cdef ReservedArray array
     cdef Stack* s
@@ -50,6 +55,7 @@ cdef Stack* new_stack(uint64_t most, uint64_t now) noexcept nogil:
         return NULL
     s = <Stack*>array.at                     # fresh pages are zero
     s.array = array
+    rank_biased(&s.lock, rank)
     return s
 
 
@@ -91,12 +97,13 @@ cdef class Items(AllocatorCore):
         self.inverse = odd                   # right in the last 3 bits, then in twice as many
         for _ in range(5):
             self.inverse *= 2 - odd * self.inverse
-        self.depot = new_stack(most, 0)
+        self.depot = new_stack(most, 0, RANK_DEPOT)
         if (self.depot == NULL
                 or not array_open(&self.part_array, PARTS_AT + (MOST_PARTS + 1) * sizeof(Part))
                 or not array_grow(&self.part_array, PARTS_AT + sizeof(Part))):
             raise MemoryError(f"no memory for the bookkeeping of a slab of {most} items")
         self.parts = <Part*>(self.part_array.at + PARTS_AT)
+        rank_spin(&self.births, RANK_BIRTHS)
         return 0
 
     # -- stacks
@@ -112,7 +119,7 @@ cdef class Items(AllocatorCore):
         i = cache_number()
         s = <Stack*>arenapy_load_ptr(<void**>&self.caches[i])
         if s == NULL:
-            s = new_stack(DEPTH, DEPTH)
+            s = new_stack(DEPTH, DEPTH, RANK_CACHE)
             if s == NULL:
                 return self.depot
             arenapy_spin_acquire(&self.births)
@@ -138,12 +145,17 @@ cdef class Items(AllocatorCore):
             for i in range(n):               # the lowest address is handed out first
                 names_of(s)[i] = last - i
             p.used += n
+            arenapy_assert(p.used <= p.items, b"used <= items of a part")
+            arenapy_assert(n <= self.n_fresh, b"fresh items were counted")
             self.n_fresh -= n
             if p.used == p.items:
                 self.fresh = p.next
         else:
             return False
         shift(s, n)
+        arenapy_assert(stack_is_valid(self, s), b"the stack is valid")
+        arenapy_assert(stack_is_valid(self, depot), b"the stack is valid")
+        arenapy_assert(name_is_valid(self, names_of(s)[0]), b"the name is valid")
         return True
 
     cdef void spill(self, Stack* s, int64_t keep) noexcept nogil:
@@ -155,6 +167,8 @@ cdef class Items(AllocatorCore):
         memmove(names_of(s), names_of(s) + n, keep * sizeof(uint64_t))
         shift(s, -n)
         shift(self.depot, n)
+        arenapy_assert(stack_is_valid(self, s), b"the stack is valid")
+        arenapy_assert(stack_is_valid(self, self.depot), b"the stack is valid")
 
     cdef void make_place(self, Stack* s) noexcept nogil:
         """In a full stack, whose lock is held."""

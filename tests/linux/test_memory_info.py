@@ -295,7 +295,7 @@ def test_the_real_machine() -> None:
 
 
 def test_without_meminfo_the_machine_bounds_requests(tree, monkeypatch):
-    """No /proc, or no free descriptor: a request beyond the whole machine is refused all the same."""
+    """No /proc, or no free descriptor."""
     (tree.proc / "meminfo").unlink()
     monkeypatch.setattr(module, "PROC", tree.proc)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,205 @@
+"""Bugs that are planted in the cores, each of which an assertion names at its first wrong step.
+
+All are planted in one copy of the tree, which is built with assertions. An environment variable
+says which of them a program has.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("cuda", "commands")  # whose extension modules the programs do without
+BUILD = f"""
+from setuptools import Distribution
+distribution = Distribution()
+distribution.parse_config_files()
+distribution.ext_modules = [
+    module for module in distribution.ext_modules if module.name.split(".")[1] not in {FOLDERS!r}
+]
+command = distribution.get_command_obj("build_ext")
+command.inplace = True
+distribution.run_command("build_ext")
+"""
+PLANTED = '''
+cdef extern from *:
+    """
+    #ifndef ARENAPY_PLANTED_H
+    #define ARENAPY_PLANTED_H
+    #include <stdlib.h>
+    static inline int arenapy_planted(int bug) {
+        const char *which = getenv("ARENAPY_PLANTED");
+        return which && atoi(which) == bug;
+    }
+    #endif
+    """
+    int planted "arenapy_planted" (int bug) noexcept nogil
+'''
+CIMPORT = " arenapy_assert\n"
+
+
+@dataclass
+class Bug:
+    """One line that is wrong (`after` has `planted(BUG)`), a program, and what is said of it."""
+
+    file: str
+    before: str
+    after: str
+    promise: str
+    program: str
+
+
+BUGS = {
+    "a block of a Bump ends behind the extent": Bug(
+        "bump/hot_path.pxd",
+        "size <= c.limit - start:",
+        "size <= c.limit - start + 64 * planted(BUG):",
+        "cursor <= limit",
+        "a = arenapy.Bump(4096); a.alloc(4000)\n"
+        "try: a.alloc(100)\n"
+        "except arenapy.OutOfMemory: pass",
+    ),
+    "a reset leaves Buffers of the frame open": Bug(
+        "bump/hot_path.pxd",
+        "            c.tag = frame.content = c.stamp\n",
+        "            frame.content = c.stamp\n"
+        "            c.tag += 0 if planted(BUG) else c.stamp - c.tag\n",
+        "tag is the content of the last frame",
+        "a = arenapy.Bump(4096); a.alloc(10); a.reset()",
+    ),
+    "a mark counts a byte more than is live": Bug(
+        "bump/core.pyx",
+        "        frame.live = self.live\n",
+        "        frame.live = self.live + planted(BUG)\n",
+        "what was live at the last mark is",
+        "a = arenapy.Bump(4096); a.alloc(10); a.mark()",
+    ),
+    "an item of a Slab is handed out twice": Bug(
+        "slab/hot_path.pxd",
+        "    set_bit(&word.live, top)\n",
+        "    if not planted(BUG):\n        set_bit(&word.live, top)\n",
+        "an item that is handed out is live",
+        "arenapy.Slab(64, 100).alloc()",
+    ),
+    "a name that nobody stored is in the stack": Bug(
+        "slab/hot_path.pxd",
+        "    s.n = n + 1\n",
+        "    s.n = n + 1 + planted(BUG)\n",
+        "the item that came back last is the top of the stack",
+        "arenapy.Slab(64, 100).alloc()",
+    ),
+    "a stack is filled with an item too far": Bug(
+        "slab/slots.pyx",
+        "+ p.used + n - 1\n",
+        "+ p.used + n - 1 + planted(BUG)\n",
+        "a name lies below its part's fresh items",
+        "arenapy.Slab(64, 100).alloc()",
+    ),
+    "a magazine takes one slot more": Bug(
+        "pool/hot_path.pxd",
+        "likely(m.n < m.depth)",
+        "likely(m.n < m.depth + planted(BUG))",
+        "n <= depth of a magazine",
+        "p = arenapy.Pool(); blocks = [p.alloc(64) for _ in range(100)]; blocks.clear()",
+    ),
+    "a split loses a page": Bug(
+        "pool/page_heap.pyx",
+        "d.page + pages, d.pages - pages, d.state)",
+        "d.page + pages, d.pages - pages - planted(BUG), d.state)",
+        "the parts of a cut have the pages of the whole",
+        "arenapy.Pool().alloc(100_000)",
+    ),
+    "a merge keeps the wrong address": Bug(
+        "pool/page_heap.pyx",
+        "                d.address = self.descriptors[other].address\n",
+        "                if not planted(BUG):\n"
+        "                    d.address = self.descriptors[other].address\n",
+        "the address of an extent is that of its first page",
+        "p = arenapy.Pool(); a = p.alloc(100_000); b = p.alloc(100_000); c = p.alloc(100_000)\n"
+        "del a; p.trim(); del b; p.trim()",
+    ),
+    "pages on their way are not counted": Bug(
+        "pool/segments.pyx",
+        "        self.busy_pages += n\n",
+        "        self.busy_pages += 0 if planted(BUG) else n\n",
+        "busy pages were counted",
+        "arenapy.Pool().alloc(100_000)",
+    ),
+    "the hold of a block without bytes is empty": Bug(
+        "buffer/block.pyx",
+        "(root.size == 0)   # a 0-byte",
+        "(root.size == 0 and not planted(BUG))   # a 0-byte",
+        "a hold has bytes: start < end",
+        "memoryview(arenapy.Bump(4096).alloc(0))",
+    ),
+    "an export ends twice": Bug(
+        "buffer/block.pyx",
+        "    arenapy_sub(&root_of(block).word, ONE_EXPORT)\n",
+        "    arenapy_sub(&root_of(block).word, (1 + planted(BUG)) * ONE_EXPORT)\n",
+        "an export that ends was counted",
+        "b = arenapy.Pool().alloc(100); one, other = memoryview(b), memoryview(b)\n"
+        "one.release(); other.release()",
+    ),
+    "the heap's lock is taken before the cache's": Bug(
+        "pool/core.pyx",
+        "        biased_acquire(&f.lock)\n        arenapy_spin_acquire(&self.heap_lock)\n"
+        "        was_live =",
+        "        if planted(BUG):\n            arenapy_spin_acquire(&self.heap_lock)\n"
+        "        biased_acquire(&f.lock)\n"
+        "        if not planted(BUG):\n            arenapy_spin_acquire(&self.heap_lock)\n"
+        "        was_live =",
+        "locks are taken in their order: none of a later rank is held",
+        "arenapy.Pool(debug=True).alloc(100).release()",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the tree with all bugs, built with assertions."""
+    tree = tmp_path_factory.mktemp("planted")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "arenapy", tree / "arenapy", ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    assertion = tree / "arenapy/base/assertion.pxd"
+    assertion.write_text(assertion.read_text() + PLANTED)
+    for number, bug in enumerate(BUGS.values(), 1):
+        path = tree / "arenapy" / bug.file
+        text = path.read_text()
+        assert text.count(bug.before) == 1, f"{bug.before!r} is not one place of {bug.file}"
+        text = text.replace(bug.before, bug.after.replace("BUG", str(number)))
+        path.write_text(text.replace(CIMPORT, " arenapy_assert, planted\n", 1))
+    environment = os.environ | {"CFLAGS": "-DARENAPY_ASSERT -O0 -w"}
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=tree, env=environment, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+    return tree
+
+
+def run(tree, program, number):
+    """A program with one bug (0: with none)."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "ARENAPY_PLANTED": str(number)}
+    program = f"import arenapy; assert arenapy.__file__.startswith({str(tree)!r})\n{program}\n"
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=tree, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_first_wrong_step_is_named(tree, name):
+    bug = BUGS[name]
+    without = run(tree, bug.program, 0)
+    assert (without.returncode, without.stderr) == (0, "")
+    done = run(tree, bug.program, list(BUGS).index(name) + 1)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert done.stderr.startswith(f"arenapy: broken promise: {bug.promise} (in "), done.stderr
