@@ -163,10 +163,11 @@ step_other_pythons() {
     return $code
 }
 
-# AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules, which check their
-# own assertions and the order of locks besides. Leaks are not looked for: CPython and NumPy keep what they like until exit. Left out are the tests marked no_sanitizer:
-# they count page faults, limit the address space or wait for a SIGSEGV, which AddressSanitizer does
-# itself, or start an interpreter for each case.
+# AddressSanitizer and UndefinedBehaviorSanitizer over the extension modules, which check their own
+# assertions and the order of locks besides. Leaks are not looked for: CPython and NumPy keep what
+# they like until exit. Left out are the tests marked no_sanitizer: they count page faults, limit the
+# address space or wait for a SIGSEGV, which AddressSanitizer does itself, or start an interpreter
+# for each case.
 # libstdc++ is named for matplotlib's exceptions. By clang, with what libFuzzer counts, so that the
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 SANITIZERS_TREE=$WORK/sanitizers
