@@ -32,7 +32,6 @@ from arenapy.memory.region cimport Region
 
 from arenapy.bump.check import verify
 from arenapy.memory.sources import Host
-from arenapy.stats import BumpStats
 
 cdef extern from "Python.h":
     void PyObject_GC_Track(PyObject* o)
@@ -497,6 +496,8 @@ cdef class Bump(Allocator):
 
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
+        from arenapy.stats import BumpStats
+
         cdef Figures f = self.core.figures()
         return BumpStats(
             f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,

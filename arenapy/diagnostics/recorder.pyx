@@ -28,10 +28,8 @@ from libc.errno cimport EINTR, ENOMEM, ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
 import os
-from pathlib import Path
 from time import time_ns
 
-from arenapy.linux import outputs
 from arenapy.diagnostics.callers cimport Callers, attached
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.linux.vm cimport Descriptor, OpenFile
@@ -150,6 +148,8 @@ OPERATIONS = {"alloc": EVENT_ALLOC, "free": EVENT_FREE, "mark": EVENT_MARK,
 
 cdef int best_clock() except -1:
     """The cheapest clock that runs evenly and alike on all processors."""
+    from pathlib import Path
+
     if os.uname().machine == "aarch64":
         return CLOCK_CNTVCT
     try:
@@ -382,6 +382,8 @@ cdef class Recorder:
         cdef Header header
         cdef bytes kind = self.kind.encode()
         cdef Event* buffers
+        from arenapy.linux import outputs
+
         cdef Descriptor file = None
         cdef OpenFile taken
         biased_acquire(&tape.lock)

@@ -28,7 +28,6 @@ from arenapy.linux.limits import memory_info
 from arenapy.pool.check import extents, listing, stats_of, verify
 from arenapy.pool.stream_caches import blocks_with, tally_with, with_lane_gone, with_lanes
 from arenapy.memory.sources import Existing, File, Host, Shared
-from arenapy.stats import Defragmented
 from arenapy.pool.trimming import start_trimming
 
 cdef extern from "Python.h":
@@ -439,6 +438,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Defragmented
             Bytes given back, and the milliseconds that it took.
         """
+        from arenapy.stats import Defragmented
+
         start = time.perf_counter()
         return Defragmented(self.trim(), 1e3 * (time.perf_counter() - start))
 

@@ -16,8 +16,6 @@ from arenapy.slab.core cimport SlabCore
 from arenapy.slab.slots cimport DEPTH, Part, Stack, Word, names_of, nth_word
 from arenapy.base.thread_slot cimport MOST_CACHES
 
-from arenapy.stats import BlockInfo
-
 cdef extern from *:
     """
     #define arenapy_ones(w) ((uint64_t)__builtin_popcountll(w))
@@ -42,6 +40,7 @@ cdef class Listing:
     cdef uint64_t item, now
     cdef size_t stride
     cdef set pending
+    cdef object info         # the class BlockInfo
     cdef int size_class
 
     def __iter__(self):
@@ -63,7 +62,7 @@ cdef class Listing:
         else:
             state = "pending" if address in self.pending else "idle"
         self.item += 1
-        return BlockInfo(
+        return self.info(
             address, self.stride, self.size_class, state, max(self.now, word.tick) - word.tick)
 
     def __dealloc__(self):
@@ -102,6 +101,8 @@ cdef bint copy_parts(SlabCore c, Listing found) noexcept nogil:
 
 def listing(SlabCore c not None):
     """The items as they are now."""
+    from arenapy.stats import BlockInfo
+
     cdef Listing found = Listing.__new__(Listing)
     cdef uintptr_t* pending
     cdef Hold* hold
@@ -109,6 +110,7 @@ def listing(SlabCore c not None):
     cdef bint done = False
     cdef int k
     found.pending = set()
+    found.info = BlockInfo
     found.stride = c.stride
     found.size_class = class_of(c.stride)
     with nogil:

@@ -23,7 +23,6 @@ from arenapy.slab.slots cimport OTHER_GROWS, SELF_GROWS
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
 from arenapy.memory.sources import Host
-from arenapy.stats import SlabStats
 
 cdef extern from "Python.h":
     PyObject** list_items "PySequence_Fast_ITEMS" (object o)
@@ -410,6 +409,8 @@ cdef class Slab(Allocator):
 
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.SlabStats`."""
+        from arenapy.stats import SlabStats
+
         cdef SlabCore c = self.core
         cdef SlabFigures f
         if c.may_lease:
