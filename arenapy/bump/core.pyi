@@ -1,6 +1,9 @@
 from typing import final
 
-from arenapy.bump.arena import Arena
+from arenapy.allocator.allocator_core import AllocatorCore
+
+@final
+class Arena(AllocatorCore): ...  # type: ignore[misc]
 
 @final
 class BumpCore(Arena): ...  # type: ignore[misc]
