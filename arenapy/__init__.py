@@ -25,7 +25,7 @@ from arenapy.allocator.allocator import Allocator  # noqa: E402
 from arenapy.base.size_classes import SIZE_CLASSES, size_class  # noqa: E402
 from arenapy.buffer.buffer import Buffer  # noqa: E402
 from arenapy.bump.bump import Bump  # noqa: E402
-from arenapy.bump.mark import Mark  # noqa: E402
+from arenapy.bump.core import Mark  # noqa: E402
 from arenapy.errors import MemoryCorruption, OutOfMemory  # noqa: E402
 from arenapy.memory.region import Region  # noqa: E402
 from arenapy.memory.sources import Existing, File, Host, Shared, Source  # noqa: E402

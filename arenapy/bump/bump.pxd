@@ -4,8 +4,7 @@ from libc.stdint cimport uint64_t
 
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.bump.core cimport BumpCore
-from arenapy.bump.mark cimport Mark
+from arenapy.bump.core cimport BumpCore, Mark
 
 
 cdef class Bump(Allocator):

@@ -20,11 +20,10 @@ from arenapy.buffer.block cimport CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_hel
 from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport rewind, take
-from arenapy.bump.core cimport BumpCore, Figures, Frame
+from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
 from arenapy.bump.growth cimport grow_arena, grow_for
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
 from arenapy.allocator.allocator_core cimport permit, record
-from arenapy.bump.mark cimport Mark, begin_mark, end_mark
 from arenapy.diagnostics.places cimport NOWHERE, here
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal

@@ -106,3 +106,19 @@ cdef class BumpCore(Arena):
     cdef bint is_empty(self, Frame* frame) noexcept nogil
     cdef void set_plain(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
+
+
+# -- marks, as Python sees them
+# Marks as Python objects. (In C a mark is a struct: see c_api.pxd.)
+
+cdef class Mark:
+    cdef BumpCore core
+    cdef uint64_t id          # of its frame
+    cdef bint valid           # not ended; then it is in the list that starts at core.last_mark
+    cdef PyObject* older      # borrowed, as a mark leaves the list before it dies
+    cdef PyObject* newer
+
+
+# With the core's lock held.
+cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept
+cdef void end_mark(Mark mark) noexcept

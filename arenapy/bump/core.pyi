@@ -1,4 +1,4 @@
-from typing import final
+from typing import Never, Self, final
 
 from arenapy.allocator.allocator_core import AllocatorCore
 
@@ -7,3 +7,8 @@ class Arena(AllocatorCore): ...  # type: ignore[misc]
 
 @final
 class BumpCore(Arena): ...  # type: ignore[misc]
+
+@final
+class Mark:
+    # Nothing can be passed: Bump.mark() makes Marks, Bump.scope() Scopes.
+    def __new__(cls, not_called: Never, /) -> Self: ...
