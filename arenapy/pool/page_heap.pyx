@@ -20,7 +20,7 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
-from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 
 cdef enum:
     ARRAY_STEP = 64 << 10    # bytes that the descriptor array grows by, or an eighth of it

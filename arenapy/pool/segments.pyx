@@ -17,7 +17,7 @@ from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport forbid, forbid_new, permit
 from arenapy.base.sealed cimport seal
-from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 
 
 @cython.no_gc_clear

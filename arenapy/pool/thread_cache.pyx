@@ -33,7 +33,7 @@ from arenapy.base.sealed cimport seal
 from arenapy.pool.segments cimport Segments
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
 from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
-from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
 
 cdef enum:

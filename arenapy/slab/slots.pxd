@@ -7,7 +7,7 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
-from arenapy.linux.reserved_array cimport ReservedArray
+from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport MOST_CACHES
 
 cdef enum:

@@ -27,7 +27,7 @@ from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid_new, record
 from arenapy.base.sealed cimport seal
-from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MOST_CACHES, cache_number
 
 cdef extern from "<pthread.h>" nogil:
