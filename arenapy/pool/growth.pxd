@@ -2,8 +2,7 @@
 from libc.stdint cimport uint64_t
 
 from arenapy.allocator.allocator cimport Allocator
-from arenapy.pool.batch cimport BlockBatch
-from arenapy.pool.core cimport PoolCore
+from arenapy.pool.core cimport BlockBatch, PoolCore
 from arenapy.pool.memory cimport PoolMemory
 
 

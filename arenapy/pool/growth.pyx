@@ -7,11 +7,10 @@ from libc.stdint cimport uint64_t
 
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.base.atomic cimport arenapy_glance
-from arenapy.pool.batch cimport BlockBatch
+from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE_BITS, STOCK, have_spare,
 )
-from arenapy.pool.core cimport PoolCore, PoolFigures
 from arenapy.base.sealed cimport seal
 
 from arenapy.errors import OutOfMemory

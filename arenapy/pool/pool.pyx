@@ -17,8 +17,7 @@ from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, f
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport PAGE, PAGE_BITS
 from arenapy.pool.hot_path cimport cache_alloc
-from arenapy.pool.batch cimport BlockBatch
-from arenapy.pool.core cimport PoolCore, PoolFigures
+from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.growth cimport PoolGrowth
 from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.base.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
