@@ -12,8 +12,7 @@ from arenapy.buffer.block cimport Hold
 from arenapy.memory.region cimport Region
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport class_of
-from arenapy.slab.core cimport SlabCore
-from arenapy.slab.slots cimport DEPTH, Part, Stack, Word, names_of, nth_word
+from arenapy.slab.core cimport DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
 from arenapy.base.thread_slot cimport MOST_CACHES
 
 cdef extern from *:

@@ -9,7 +9,7 @@ from arenapy.allocator.allocator_core cimport forbid, permit
 from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
-from arenapy.slab.slots cimport (
+from arenapy.slab.core cimport (
     DEPTH, Items, Part, Stack, Word, address_of, item_index, names_of, note, nth_word, word_of,
 )
 
