@@ -1,4 +1,5 @@
 from typing import Any, final
+
 from numpy.typing import NDArray
 
 from arenapy.buffer.buffer import Buffer

@@ -320,8 +320,8 @@ NEVER_SEEN = {
     "arenapy.numpy_handler.contexts.Presence", "arenapy.numpy_handler.contexts.Starts",
     "arenapy.pool.page_heap.Pages", "arenapy.pool.growth.PoolGrowth",
     "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.AllocatorCore",
-    "arenapy.commands.replay.loop.Heap", "arenapy.pool.segments.Segments",
-    "arenapy.slab.slots.Items", "arenapy.bump.arena.Arena",
+    "arenapy.commands.replay.loop.Heap", "arenapy.pool.page_heap.Segments",
+    "arenapy.slab.core.Items", "arenapy.bump.core.Arena",
 }  # fmt: skip
 
 
