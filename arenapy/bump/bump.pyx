@@ -29,7 +29,7 @@ from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_GROW, EVENT_MARK, EVENT_RESET, EVENT_TRIM,
 )
 from arenapy.allocator.allocator_core cimport permit, record
-from arenapy.diagnostics.places cimport NOWHERE, here
+from arenapy.diagnostics.call_sites cimport NO_SITE, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
 from arenapy.memory.region cimport Region
@@ -389,7 +389,7 @@ cdef class Bump(Allocator):
         cdef (uintptr_t, size_t)[4] names
         if not c.plain:
             c.open_check()
-            if c.debug and c.ledger.place == NOWHERE:
+            if c.debug and c.ledger.place == NO_SITE:
                 return self.rewind_watched(mark, strict)
         c.settle_sends()
         if mark is not None and <PyObject*>mark.core != <PyObject*>c:
@@ -429,11 +429,11 @@ cdef class Bump(Allocator):
     cdef int rewind_watched(self, Mark mark, bint strict) except -1:
         """Debug mode: let the ledger know where this reset is."""
         cdef BumpCore c = self.core
-        c.ledger.place = here()
+        c.ledger.place = call_site()
         try:
             self.rewind_to(mark, strict)
         finally:
-            c.ledger.place = NOWHERE
+            c.ledger.place = NO_SITE
         return c.operated()
 
     cdef int leave(self, Mark mark, bint failed) except -1:

@@ -16,7 +16,7 @@ ticks are.
 
 Allocation sites, if they are wanted: an allocation by a thread that may look at Python's stack is
 preceded by the number of that stack, and a new number by its text, in records of its own. Who is
-on the stack is for callers.pyx to say.
+on the stack is for call_sites.pyx to say.
 
 All state that changes lies in pages that fork() gives the child zeroed (MADV_WIPEONFORK): there
 the lock is free and nothing is running, so a child neither hangs nor writes into its parent's file.
@@ -30,7 +30,7 @@ from libc.string cimport memcpy, memset, strncpy
 import os
 from time import time_ns
 
-from arenapy.diagnostics.callers cimport Callers, attached
+from arenapy.diagnostics.call_sites cimport CallStacks, attached
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.linux.vm cimport Descriptor, OpenFile
 
@@ -269,8 +269,8 @@ cdef uint32_t site_of_call(PyObject* recorder) noexcept:
     cdef Recorder r = <Recorder>recorder
     cdef uint32_t number = 0
     cdef bytes text
-    with cython.critical_section(r.callers):
-        text = r.callers.look(&number)
+    with cython.critical_section(r.stacks):
+        text = r.stacks.number_of_this(&number)
         if text is not None:
             record_text(r.tape, r.clock, text, len(text))
     return number
@@ -347,7 +347,7 @@ cdef class Recorder:
         if len(kind.encode()) >= KIND or "\0" in kind:
             raise ValueError(f"kind={kind!r}: a name of at most {KIND - 1} bytes")
         if sites != 0:
-            self.callers = Callers(sites)
+            self.stacks = CallStacks(sites)
             self.wants_sites = True
         self.clock = best_clock()
         self.tape = <Tape*>pages_of(sizeof(Tape), MADV_WIPEONFORK)

@@ -222,7 +222,7 @@ HOST = [
     lambda: module("commands.replay.loop").MallocHeap(64, 64),
     lambda: module("numpy_handler.blocks").Counts(),
     lambda: module("pool.batch").BlockBatch(3),
-    lambda: module("diagnostics.callers").Callers(5),
+    lambda: module("diagnostics.call_sites").CallStacks(5),
     lambda: module("diagnostics.ledger").Ledger("heap"),
     lambda: inside(pool(debug=True), module("diagnostics.ledger").Ledger),
     lambda: inside(pool(), module("pool.core").PoolCore),
