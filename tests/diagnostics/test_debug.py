@@ -320,7 +320,7 @@ def test_frames_of_arenapy_are_no_places(allocator):
     block = names["alloc"](allocator)  # the line that asked
     (live,) = live_blocks(allocator)
     assert "some.py" not in live.place
-    assert live.place.startswith(line_of("# the line that asked"))
+    assert line_of("# the line that asked") in live.place.split(", ")[0]
     block.release()
 
 
