@@ -6,7 +6,9 @@ the user holds is a :class:`Buffer` or an ndarray over one. A byte that somebody
 is never handed out again and never unmapped.
 """
 
+import importlib
 import sys
+from typing import TYPE_CHECKING
 
 if getattr(sys, "argv", [""])[:1] == ["-m"] and not sys.flags.safe_path:
     # ``python -m arenapy`` and the like: the modules of the current folder, which Python puts
@@ -18,30 +20,32 @@ from arenapy._platform import require_supported
 require_supported()
 
 from arenapy import pickling as _pickling  # noqa: E402, F401  # it teaches Buffers to be pickled
-from arenapy import plot, trace  # noqa: E402
 from arenapy._version import __version__  # noqa: E402
 from arenapy.allocator.allocator import Allocator  # noqa: E402
 from arenapy.base.size_classes import SIZE_CLASSES, size_class  # noqa: E402
 from arenapy.buffer.buffer import Buffer  # noqa: E402
 from arenapy.bump.bump import Bump  # noqa: E402
-from arenapy.bump.mark import Mark  # noqa: E402
+from arenapy.bump.core import Mark  # noqa: E402
 from arenapy.errors import MemoryCorruption, OutOfMemory  # noqa: E402
-from arenapy.linux.limits import MemoryInfo, memory_info  # noqa: E402
-from arenapy.measure import Measurement, measure  # noqa: E402
 from arenapy.memory.region import Region  # noqa: E402
 from arenapy.memory.sources import Existing, File, Host, Shared, Source  # noqa: E402
-from arenapy.numpy_handler.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory  # noqa: E402
-from arenapy.per_thread import PerThread  # noqa: E402
 from arenapy.pool.pool import Pool  # noqa: E402
 from arenapy.slab.slab import Slab  # noqa: E402
-from arenapy.stats import (  # noqa: E402
-    BlockInfo,
-    BumpStats,
-    ClassStats,
-    Defragmented,
-    PoolStats,
-    SlabStats,
-)
+
+if TYPE_CHECKING:
+    from arenapy import plot, trace
+    from arenapy.linux.limits import MemoryInfo, memory_info
+    from arenapy.measurement import Measurement, measure
+    from arenapy.numpy_handler.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory
+    from arenapy.per_thread import PerThread
+    from arenapy.stats import (
+        BlockInfo,
+        BumpStats,
+        ClassStats,
+        Defragmented,
+        PoolStats,
+        SlabStats,
+    )
 
 __all__ = [
     "SIZE_CLASSES",
@@ -79,3 +83,40 @@ __all__ = [
     "size_class",
     "trace",
 ]
+
+# Half the time of the import would go to what most programs never use. It is imported at its first
+# use instead (PEP 562): a module of the package, or a name and the module that has it.
+_LATER = {
+    "plot": None,
+    "trace": None,
+    "MemoryInfo": "linux.limits",
+    "memory_info": "linux.limits",
+    "Measurement": "measurement",
+    "measure": "measurement",
+    "Handle": "numpy_handler.numpy_memory",
+    "NumpyMemoryStats": "numpy_handler.numpy_memory",
+    "handles": "numpy_handler.numpy_memory",
+    "numpy_memory": "numpy_handler.numpy_memory",
+    "PerThread": "per_thread",
+    "BlockInfo": "stats",
+    "BumpStats": "stats",
+    "ClassStats": "stats",
+    "Defragmented": "stats",
+    "PoolStats": "stats",
+    "SlabStats": "stats",
+}
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name):
+        """Import what a name stands for, once."""
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_LATER[name] or name}")
+        value = module if _LATER[name] is None else getattr(module, name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        """All names, whether they were used or not."""
+        return sorted({*globals(), *_LATER})

@@ -6,7 +6,6 @@ not: counting, which every allocator does itself.
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -391,5 +390,7 @@ def _grid(rows: list[list[str]], left: int = 0) -> str:
 
 
 def _html_row(tag: str, texts: Iterable[str]) -> str:
+    import html
+
     cells = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
     return f"<tr>{cells}</tr>"

@@ -37,11 +37,11 @@ POOL = [
 BUFFER = ["test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles"]
 #: Module: the tests of its part, quickest first.
 CORE = {
-    "base/interval_set": BUMP, "linux/reserved_array": POOL,
-    "bump/arena": BUMP, "bump/core": BUMP, "bump/growth": BUMP, "bump/mark": BUMP,
-    "slab/core": SLAB, "slab/slots": SLAB,
-    "pool/batch": [*POOL, *SLAB, *BUMP], "pool/core": POOL, "pool/growth": POOL,
-    "pool/memory": POOL, "pool/page_heap": POOL, "pool/segments": POOL, "pool/thread_cache": POOL,
+    "base/interval_set": BUMP, "linux/reserved_space": POOL,
+    "bump/bump": BUMP, "bump/core": BUMP,
+    "slab/core": SLAB,
+    "pool/core": POOL, "pool/memory": POOL, "pool/page_heap": POOL, "pool/pool": POOL,
+    "pool/thread_cache": POOL,
     "buffer/buffer": BUFFER, "buffer/block": [*BUFFER, *BUMP],
 }  # fmt: skip
 SECONDS = 150  # for the tests of one mutant: longer is killed, too

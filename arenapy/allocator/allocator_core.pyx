@@ -20,7 +20,7 @@ from arenapy.buffer.block cimport (
 from arenapy.base.interval_set cimport make_room
 from arenapy.diagnostics.ledger cimport Ledger
 from arenapy.buffer.stream_hooks cimport StreamHooks
-from arenapy.diagnostics.places cimport NOWHERE, here, said
+from arenapy.diagnostics.call_sites cimport NO_SITE, allocated_at, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.diagnostics.recorder cimport Recorder, record_event
 from arenapy.memory.region cimport Region, register_core, unregister_core
@@ -267,11 +267,11 @@ cdef class AllocatorCore(MemoryOwner):
             permit(self, <uintptr_t>region.ptr, region.size)
 
     cdef void began(self, void* ptr, size_t size, size_t nbytes) noexcept nogil:
-        self.ledger.begin(<uintptr_t>ptr, <uintptr_t>ptr + size, nbytes, here())
+        self.ledger.begin(<uintptr_t>ptr, <uintptr_t>ptr + size, nbytes, call_site())
 
     cdef void leaving(self, void* ptr) noexcept nogil:
         if self.ledger.born_at(<uintptr_t>ptr):      # else it is known already
-            self.ledger.leave(<uintptr_t>ptr, here())
+            self.ledger.leave(<uintptr_t>ptr, call_site())
 
     cdef void poison(self, uintptr_t start, uintptr_t end) noexcept nogil:
         if self.debug and not self.shut:
@@ -332,8 +332,8 @@ cdef class AllocatorCore(MemoryOwner):
 
     cdef str born_at(self, uintptr_t block):
         """Where the live block that begins there was allocated, to follow its name."""
-        cdef uint32_t place = self.ledger.born_at(block) if self.debug else <uint32_t>NOWHERE
-        return said(place)
+        cdef uint32_t place = self.ledger.born_at(block) if self.debug else <uint32_t>NO_SITE
+        return allocated_at(place)
 
     cdef int check_free(self) except -1:
         if self.debug:

@@ -112,7 +112,7 @@ cdef class Block:
     cdef uint32_t pad                    # the owner's: bytes skipped before ptr
     cdef uint32_t align                  # asked for
     cdef bint sealed                     # read-only although the memory is not
-    cdef uint32_t place                  # debug mode: where it was allocated; else NOWHERE
+    cdef uint32_t place                  # debug mode: where it was allocated; else NO_SITE
     cdef Hold* hold          # not NULL once HELD or pinned; if the owner recycles, with uses
     cdef PyObject* shard                 # of a root that does not count its owner; else NULL
     cdef MemoryOwner owner                   # keeps the bytes mapped

@@ -20,7 +20,7 @@ from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
     arenapy_lock_release, arenapy_store, arenapy_sub, rank_lock,
 )
-from arenapy.diagnostics.places cimport said
+from arenapy.diagnostics.call_sites cimport allocated_at
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport MOST_CACHES, RANK_OWNER, thread_number
 
@@ -390,7 +390,7 @@ cdef str name_of(Block block):
 
 cdef str place_of(Block block):
     """In debug mode where it was allocated, to follow its name; else nothing."""
-    return said(root_of(block).place)
+    return allocated_at(root_of(block).place)
 
 
 # ---- streams -----------------------------------------------------------------------------

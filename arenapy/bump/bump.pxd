@@ -1,11 +1,11 @@
 # The C surface of Bump. (Calls without the GIL: c_api.pxd.)
-from arenapy.base.abi cimport ARENAPY_ABI
 from libc.stdint cimport uint64_t
 
+from arenapy.base.abi cimport ARENAPY_ABI
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.bump.core cimport BumpCore
-from arenapy.bump.mark cimport Mark
+from arenapy.bump.core cimport BumpCore, Mark
+from arenapy.buffer.block cimport Hold
 
 
 cdef class Bump(Allocator):
@@ -26,3 +26,14 @@ cdef class Bump(Allocator):
 cdef class Scope:
     cdef readonly Bump arena
     cdef Mark mark                # None: not entered
+
+
+# -- growth
+# How an arena grows.
+
+# Add a region with room for the request, or raise OutOfMemory. `max_bytes` None: it may not grow.
+cdef int grow_arena(BumpCore c, object source, object max_bytes, size_t n, size_t align) except -1
+# The same until there is room, then complete the block's Buffer, held if there is a hold, which is
+# taken over in any case.
+cdef int grow_for(BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n,
+                  Py_ssize_t align, Hold* hold) except -1

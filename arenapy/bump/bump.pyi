@@ -4,7 +4,7 @@ from typing import Never, NoReturn, Self, SupportsIndex, final
 
 from arenapy.allocator.allocator import Allocator
 from arenapy.buffer.buffer import Buffer
-from arenapy.bump.mark import Mark
+from arenapy.bump.core import Mark
 from arenapy.memory.region import Region
 from arenapy.memory.sources import Source
 from arenapy.stats import BumpStats

@@ -10,29 +10,34 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
+
 from collections.abc import Iterable
 
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr
-from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
+from arenapy.base.atomic cimport (
+    ARENAPY_GIL, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
+)
 from arenapy.allocator.allocator cimport Allocator, complete, make_region
 from arenapy.base.arguments cimport as_align, as_size, quick_size
-from arenapy.buffer.block cimport CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open
-from arenapy.buffer.block cimport is_open_locked, named_stream, new_hold, track
+from arenapy.buffer.block cimport (
+    CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open, drop_hold, is_open_locked,
+    named_stream, new_hold, track,
+)
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport rewind, take
-from arenapy.bump.core cimport BumpCore, Figures, Frame
-from arenapy.bump.growth cimport grow_arena, grow_for
-from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_MARK, EVENT_RESET, EVENT_TRIM
+from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
+from arenapy.diagnostics.recorder cimport (
+    EVENT_ALLOC, EVENT_GROW, EVENT_MARK, EVENT_RESET, EVENT_TRIM,
+)
 from arenapy.allocator.allocator_core cimport permit, record
-from arenapy.bump.mark cimport Mark, begin_mark, end_mark
-from arenapy.diagnostics.places cimport NOWHERE, here
+from arenapy.diagnostics.call_sites cimport NO_SITE, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
 from arenapy.memory.region cimport Region
 
 from arenapy.bump.check import verify
 from arenapy.memory.sources import Host
-from arenapy.stats import BumpStats
+from arenapy.errors import OutOfMemory
+
 
 cdef extern from "Python.h":
     void PyObject_GC_Track(PyObject* o)
@@ -384,7 +389,7 @@ cdef class Bump(Allocator):
         cdef (uintptr_t, size_t)[4] names
         if not c.plain:
             c.open_check()
-            if c.debug and c.ledger.place == NOWHERE:
+            if c.debug and c.ledger.place == NO_SITE:
                 return self.rewind_watched(mark, strict)
         c.settle_sends()
         if mark is not None and <PyObject*>mark.core != <PyObject*>c:
@@ -424,11 +429,11 @@ cdef class Bump(Allocator):
     cdef int rewind_watched(self, Mark mark, bint strict) except -1:
         """Debug mode: let the ledger know where this reset is."""
         cdef BumpCore c = self.core
-        c.ledger.place = here()
+        c.ledger.place = call_site()
         try:
             self.rewind_to(mark, strict)
         finally:
-            c.ledger.place = NOWHERE
+            c.ledger.place = NO_SITE
         return c.operated()
 
     cdef int leave(self, Mark mark, bint failed) except -1:
@@ -497,6 +502,8 @@ cdef class Bump(Allocator):
 
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
+        from arenapy.stats import BumpStats
+
         cdef Figures f = self.core.figures()
         return BumpStats(
             f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,
@@ -555,3 +562,97 @@ cdef class Scope:
 
 
 seal(Scope, "a scope is made by Bump.scope(), not by calling the class")
+
+
+# ---- growth ------------------------------------------------------------------------------
+# How an arena grows: by a further region, twice as large as the one before.
+#
+# What lives here: how large it is, and that it has room for the request. What does not: where
+# blocks go in it (core).
+
+cdef enum:
+    GROWTH = 2               # each further region is this many times the one before
+
+
+cdef int grow_arena(
+    BumpCore c, object source, object max_bytes, size_t n, size_t align
+) except -1:
+    cdef size_t page = 4096
+    cdef size_t least = (n + align - 1 + page) & ~(page - 1)
+    cdef size_t left = 0
+    cdef size_t known = c.capacity
+    cdef size_t size
+    cdef uintptr_t start
+    cdef Region region
+    cdef tuple before, after
+    cdef bint grown
+    c.open_check()
+    if max_bytes is not None and <size_t>max_bytes > known:
+        left = <size_t>max_bytes - known
+    least = min(least, max(left, n + (n == 0)))
+    if least > left:
+        raise OutOfMemory(c.full(n, align, max_bytes))
+    size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
+    try:
+        region = make_region(c, source, size)
+    except OutOfMemory:
+        if least == size:
+            raise
+        region = make_region(c, source, least)  # not twice the last one, then
+    start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
+    if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
+        # max_bytes left no room to align in, and this one does not lie well.
+        raise OutOfMemory(c.full(n, align, max_bytes))
+    before = c.listed()
+    after = before + (region,)
+    arenapy_lock_acquire(&c.lock)
+    try:
+        # Else other code grew it, in the source or in a collection of garbage: try again.
+        grown = c.regions is before and c.capacity == known
+        if grown:
+            c.add_region(region, after)
+    finally:
+        arenapy_lock_release(&c.lock)
+    if grown:
+        record(c, EVENT_GROW, region.ptr, region.size)
+    return 0
+
+
+cdef int grow_for(
+    BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n, Py_ssize_t align,
+    Hold* hold,
+) except -1:
+    """Memory for a new Buffer, which `hold` (or NULL) makes a held one, if need be from the source.
+
+    The hold is taken over, also in vain.
+    """
+    cdef void* start = NULL
+    cdef bint tried = False
+    cdef object error = None
+    try:
+        while start == NULL:
+            if error is not None:
+                raise error
+            if tried or not (c.may_lease or c.hooks is not None):
+                try:
+                    grow_arena(c, source, max_bytes, n, align)
+                except MemoryError as e:
+                    error = None if c.settle_streams(True) else e
+            c.settle()                       # others may have let go meanwhile
+            tried = True
+            arenapy_lock_acquire(&c.lock)
+            start = take(c, n, align, &b.pad)
+            b.ptr = <char*>start
+            b.tag = c.tag
+            if start != NULL:
+                b.word = 0
+                if hold != NULL:
+                    born_held(b, hold)
+                    hold = NULL
+            arenapy_lock_release(&c.lock)
+    finally:
+        if hold != NULL:
+            arenapy_lock_acquire(&c.lock)
+            drop_hold(c, hold)
+            arenapy_lock_release(&c.lock)
+    return 0

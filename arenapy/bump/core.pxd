@@ -5,9 +5,32 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.buffer.block cimport Hold
-from arenapy.base.interval_set cimport Extent
+from arenapy.base.interval_set cimport Extent, Extents
 from arenapy.memory.region cimport Region
-from arenapy.bump.arena cimport Arena
+from arenapy.allocator.allocator_core cimport AllocatorCore
+
+
+# -- the arena
+# What of an arena's regions it may not hand out.
+
+cdef class Arena(AllocatorCore):
+    cdef Extents free        # what is free, but for what the allocator has taken to hand out next
+    cdef Hold* retired       # held blocks that outlived a reset
+    cdef Hold* ask_next      # in the leased list; NULL: begin with the first
+    cdef size_t retired_bytes
+
+    cdef int add_region(self, Region region, tuple regions) except -1
+    cdef int record_into(self, object recorder) except -1
+    cdef Py_ssize_t in_use(self, Py_ssize_t keep) noexcept nogil
+    cdef list drop_regions(self, Py_ssize_t keep)
+    cdef void free_or_lease(self, Hold* hold) noexcept nogil
+    cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
+    cdef void settle_leases(self, Py_ssize_t most) noexcept nogil
+    cdef int lease_all(self, PyObject* region, int fd) noexcept nogil
+    cdef void poison_free(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
+
+
+# -- core
 
 # What was allocated since a mark (the base frame: since the last full reset).
 cdef struct Frame:
@@ -107,3 +130,19 @@ cdef inline bint bump_is_valid(BumpCore c) noexcept nogil:
     arenapy_assert(c.live <= c.before + (c.cursor - start), b"live bytes lie in the runs")
     arenapy_assert(c.pristine or not c.plain, b"plain only if pristine")
     return True
+
+
+# -- marks, as Python sees them
+# Marks as Python objects. (In C a mark is a struct: see c_api.pxd.)
+
+cdef class Mark:
+    cdef BumpCore core
+    cdef uint64_t id          # of its frame
+    cdef bint valid           # not ended; then it is in the list that starts at core.last_mark
+    cdef PyObject* older      # borrowed, as a mark leaves the list before it dies
+    cdef PyObject* newer
+
+
+# With the core's lock held.
+cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept
+cdef void end_mark(Mark mark) noexcept

@@ -49,7 +49,7 @@ class Fact:
     meaning: str
 
 
-def facts(sys: Path = SYS) -> list[Fact]:
+def facts(sys: Path = Path(SYS)) -> list[Fact]:
     """All that ``arenapy info`` shows.
 
     Notes

@@ -14,7 +14,7 @@ cdef struct Stretch:
     uintptr_t block          # where the block began, and the bytes that were asked for
     size_t nbytes
     uint32_t born            # places
-    uint32_t gone            # NOWHERE: it is live
+    uint32_t gone            # NO_SITE: it is live
     bint filled              # nobody has it, and all of it reads as FREED_BYTE
 
 # A write after free.
@@ -53,7 +53,7 @@ cdef class Ledger:
     cdef void forget(self, uintptr_t start, uintptr_t end) noexcept nogil
     # Look at all that is free of [start, end), and fill again what was damaged.
     cdef void scan(self, uintptr_t start, uintptr_t end) noexcept nogil
-    # Where the live block that begins there was allocated; NOWHERE: there is none.
+    # Where the live block that begins there was allocated; NO_SITE: there is none.
     cdef uint32_t born_at(self, uintptr_t block) noexcept nogil
     # Say on stderr what was found; why `call` of an address was refused.
     cdef void tell(self) noexcept nogil

@@ -1,7 +1,7 @@
 """The ledger of debug mode: whose bytes are whose, where they were allocated and given back.
 
 What lives here: stretches of addresses, each of one block, and looking whether what is free still
-reads as it was filled. What does not: which bytes are free (allocators), places as such (places),
+reads as it was filled. What does not: which bytes are free (allocators), sites as such (call_sites),
 when an allocator writes into its ledger (allocator/allocator_core).
 
 A stretch that is filled was free ever since: if a byte of it reads otherwise, somebody wrote to
@@ -23,7 +23,7 @@ import os
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.interval_set cimport make_room
 from arenapy.base.thread_slot cimport RANK_LEDGER
-from arenapy.diagnostics.places cimport IN_C, NOWHERE, here, text_of
+from arenapy.diagnostics.call_sites cimport NO_SITE, SITE_IN_C, call_site, site_text
 
 cdef enum:
     TEXT = 4096              # bytes of a message, at most
@@ -58,7 +58,7 @@ cdef void describe(char* text, Ledger ledger, const Damage* d) noexcept nogil:
         b"at %s, "
         b"and given back last at %s; look for an address that was used after that",
         <Py_ssize_t>(d.first - d.of.block), d.of.nbytes, <void*>d.of.block, ledger.name,
-        <int>d.reads, <int>FREED_BYTE, d.count, text_of(d.of.born), text_of(d.of.gone))
+        <int>d.reads, <int>FREED_BYTE, d.count, site_text(d.of.born), site_text(d.of.gone))
 
 
 @cython.final
@@ -129,7 +129,7 @@ cdef class Ledger:
         while at < end:
             arenapy_spin_acquire(&self.lock)
             i = self.first(at)
-            s = Stretch(end, end, 0, 0, NOWHERE, NOWHERE, False)
+            s = Stretch(end, end, 0, 0, NO_SITE, NO_SITE, False)
             if i < self.n:
                 s = self.items[i]
             arenapy_spin_release(&self.lock)
@@ -143,7 +143,7 @@ cdef class Ledger:
         i = self.split(start)
         j = self.split(end)
         self.remove(i, j)
-        self.insert(i, Stretch(start, end, start, nbytes, born, NOWHERE, False))
+        self.insert(i, Stretch(start, end, start, nbytes, born, NO_SITE, False))
         arenapy_spin_release(&self.lock)
 
     cdef bint leave(self, uintptr_t block, uint32_t gone) noexcept nogil:
@@ -151,7 +151,7 @@ cdef class Ledger:
         cdef bint live
         arenapy_spin_acquire(&self.lock)
         i = self.first(block)
-        live = i < self.n and self.items[i].start == block and self.items[i].gone == NOWHERE
+        live = i < self.n and self.items[i].start == block and self.items[i].gone == NO_SITE
         while live and i < self.n and self.items[i].block == block:
             self.items[i].gone = gone
             i += 1
@@ -159,7 +159,7 @@ cdef class Ledger:
         return live
 
     cdef void end(self, uintptr_t start, uintptr_t end, bint fill) noexcept nogil:
-        cdef uint32_t gone = self.place if self.place else <uint32_t>IN_C
+        cdef uint32_t gone = self.place if self.place else <uint32_t>SITE_IN_C
         cdef Py_ssize_t i, j
         if fill:                             # nobody else has these bytes
             memset(<void*>start, FREED_BYTE, end - start)
@@ -167,9 +167,9 @@ cdef class Ledger:
         i = self.split(start)
         j = self.split(end)
         if i == j:                           # of C code alone, by calls that write nothing in here
-            self.insert(i, Stretch(start, end, start, end - start, IN_C, gone, fill))
+            self.insert(i, Stretch(start, end, start, end - start, SITE_IN_C, gone, fill))
         for i in range(i, j):
-            if self.items[i].gone == NOWHERE:
+            if self.items[i].gone == NO_SITE:
                 self.items[i].gone = gone
             self.items[i].filled = fill
         arenapy_spin_release(&self.lock)
@@ -200,10 +200,10 @@ cdef class Ledger:
 
     cdef uint32_t born_at(self, uintptr_t block) noexcept nogil:
         cdef Py_ssize_t i
-        cdef uint32_t place = NOWHERE
+        cdef uint32_t place = NO_SITE
         arenapy_spin_acquire(&self.lock)
         i = self.first(block)
-        if i < self.n and self.items[i].start == block and self.items[i].gone == NOWHERE:
+        if i < self.n and self.items[i].start == block and self.items[i].gone == NO_SITE:
             place = self.items[i].born
         arenapy_spin_release(&self.lock)
         return place
@@ -243,9 +243,9 @@ cdef class Ledger:
         return (<bytes>text).decode("utf-8", "replace")
 
     cdef void refuse(self, const char* call, uintptr_t at) noexcept nogil:
-        cdef Stretch s = Stretch(0, 0, 0, 0, NOWHERE, NOWHERE, False)
+        cdef Stretch s = Stretch(0, 0, 0, 0, NO_SITE, NO_SITE, False)
         cdef Py_ssize_t i
-        cdef uint32_t place = here()
+        cdef uint32_t place = call_site()
         arenapy_spin_acquire(&self.lock)
         i = self.first(at)
         if i < self.n and self.items[i].start <= at:
@@ -253,18 +253,18 @@ cdef class Ledger:
         arenapy_spin_release(&self.lock)
         if s.block == 0:
             fprintf(stderr, b"arenapy: %s(%p) at %s: no block begins there, and none did\n",
-                    call, <void*>at, text_of(place))
-        elif s.gone == NOWHERE:
+                    call, <void*>at, site_text(place))
+        elif s.gone == NO_SITE:
             fprintf(stderr, b"arenapy: %s(%p) at %s: that is byte %zu of the live block of %zu "
                     b"bytes "
-                    b"at %p, allocated at %s\n", call, <void*>at, text_of(place),
-                    <size_t>(at - s.block), s.nbytes, <void*>s.block, text_of(s.born))
+                    b"at %p, allocated at %s\n", call, <void*>at, site_text(place),
+                    <size_t>(at - s.block), s.nbytes, <void*>s.block, site_text(s.born))
         else:
             fprintf(stderr, b"arenapy: %s(%p) at %s: a double free, or of no block: that is byte "
                     b"%zu "
                     b"of the block of %zu bytes at %p, allocated at %s and given back last at %s\n",
-                    call, <void*>at, text_of(place), <size_t>(at - s.block), s.nbytes,
-                    <void*>s.block, text_of(s.born), text_of(s.gone))
+                    call, <void*>at, site_text(place), <size_t>(at - s.block), s.nbytes,
+                    <void*>s.block, site_text(s.born), site_text(s.gone))
 
     # -- for Python
 
@@ -287,8 +287,8 @@ cdef class Ledger:
                 free(copy)
         try:
             return [
-                (copy[i].block, copy[i].nbytes, text_of(copy[i].born).decode("utf-8", "replace"))
-                for i in range(n) if copy[i].gone == NOWHERE and copy[i].start == copy[i].block
+                (copy[i].block, copy[i].nbytes, site_text(copy[i].born).decode("utf-8", "replace"))
+                for i in range(n) if copy[i].gone == NO_SITE and copy[i].start == copy[i].block
             ]
         finally:
             free(copy)

@@ -7,7 +7,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
-from arenapy.diagnostics.callers cimport Callers
+from arenapy.diagnostics.call_sites cimport CallStacks
 from arenapy.base.biased_lock cimport BiasedLock
 
 cdef enum:
@@ -54,7 +54,7 @@ cdef class Recorder:
     cdef readonly str path
     cdef readonly str kind
     cdef bint used
-    cdef Callers callers     # None: allocation sites are not wanted, and `wants_sites` is 0
+    cdef CallStacks stacks    # None: allocation sites are not wanted, and `wants_sites` is 0
     cdef bint wants_sites
 
     cdef int check_started(self) except -1

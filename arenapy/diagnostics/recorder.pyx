@@ -16,7 +16,7 @@ ticks are.
 
 Allocation sites, if they are wanted: an allocation by a thread that may look at Python's stack is
 preceded by the number of that stack, and a new number by its text, in records of its own. Who is
-on the stack is for callers.pyx to say.
+on the stack is for call_sites.pyx to say.
 
 All state that changes lies in pages that fork() gives the child zeroed (MADV_WIPEONFORK): there
 the lock is free and nothing is running, so a child neither hangs nor writes into its parent's file.
@@ -28,11 +28,9 @@ from libc.errno cimport EINTR, ENOMEM, ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
 import os
-from pathlib import Path
 from time import time_ns
 
-from arenapy.linux import outputs
-from arenapy.diagnostics.callers cimport Callers, attached
+from arenapy.diagnostics.call_sites cimport CallStacks, attached
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.thread_slot cimport no_lock_is_held
@@ -152,6 +150,8 @@ OPERATIONS = {"alloc": EVENT_ALLOC, "free": EVENT_FREE, "mark": EVENT_MARK,
 
 cdef int best_clock() except -1:
     """The cheapest clock that runs evenly and alike on all processors."""
+    from pathlib import Path
+
     if os.uname().machine == "aarch64":
         return CLOCK_CNTVCT
     try:
@@ -273,8 +273,8 @@ cdef uint32_t site_of_call(PyObject* recorder) noexcept:
     cdef bytes text
     if ASSERTS:
         no_lock_is_held()
-    with cython.critical_section(r.callers):
-        text = r.callers.look(&number)
+    with cython.critical_section(r.stacks):
+        text = r.stacks.number_of_this(&number)
         if text is not None:
             record_text(r.tape, r.clock, text, len(text))
     return number
@@ -351,7 +351,7 @@ cdef class Recorder:
         if len(kind.encode()) >= KIND or "\0" in kind:
             raise ValueError(f"kind={kind!r}: a name of at most {KIND - 1} bytes")
         if sites != 0:
-            self.callers = Callers(sites)
+            self.stacks = CallStacks(sites)
             self.wants_sites = True
         self.clock = best_clock()
         self.tape = <Tape*>pages_of(sizeof(Tape), MADV_WIPEONFORK)
@@ -387,6 +387,8 @@ cdef class Recorder:
         cdef Header header
         cdef bytes kind = self.kind.encode()
         cdef Event* buffers
+        from arenapy.linux import outputs
+
         cdef Descriptor file = None
         cdef OpenFile taken
         biased_acquire(&tape.lock)

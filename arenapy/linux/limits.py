@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
@@ -21,14 +21,15 @@ __all__ = [
     "numa_nodes", "read_limits",
 ]  # fmt: skip
 
-PROC = Path("/proc")
-SYS = Path("/sys")
+Folder: TypeAlias = str | os.PathLike[str]
+
+PROC = "/proc"
+SYS = "/sys"
 PAGE_TABLE_SHARE = 512  # one 8-byte entry for each 4 KiB page
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """One bound on the memory of this process. All figures are bytes.
 
     Attributes
@@ -103,8 +104,7 @@ class MemoryInfo:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class HugePool:
+class HugePool(NamedTuple):
     """The hugetlbfs pages of one size.
 
     Attributes
@@ -145,8 +145,8 @@ def memory_info() -> MemoryInfo:
     return _memory_info(PROC)
 
 
-def _memory_info(proc: Path) -> MemoryInfo:
-    machine = _meminfo(proc / "meminfo")
+def _memory_info(proc: Folder) -> MemoryInfo:
+    machine = _meminfo(f"{proc}/meminfo")
     limits = tuple(read_limits(proc))
     binding = min(limits, key=lambda limit: limit.available)
     return MemoryInfo(
@@ -198,10 +198,10 @@ def check_request(
         )
 
 
-def read_limits(proc: Path = PROC) -> Iterator[Limit]:
+def read_limits(proc: Folder = PROC) -> Iterator[Limit]:
     """Every bound on this process's memory; the machine's comes first."""
     try:
-        machine = _meminfo(proc / "meminfo")
+        machine = _meminfo(f"{proc}/meminfo")
     except OSError:  # no /proc, or no free descriptor: what is in use is not known
         yield Limit("the machine (all of its memory)", machine_nbytes(), 0, "end other programs")
         machine = {}
@@ -212,7 +212,7 @@ def read_limits(proc: Path = PROC) -> Iterator[Limit]:
             machine["MemTotal"] - machine["MemAvailable"],
             "end other programs",
         )
-    if machine and _read(proc / "sys/vm/overcommit_memory") == "2":
+    if machine and _read(f"{proc}/sys/vm/overcommit_memory") == "2":
         yield Limit(
             "vm.overcommit_memory=2 (CommitLimit)",
             machine["CommitLimit"],
@@ -221,7 +221,7 @@ def read_limits(proc: Path = PROC) -> Iterator[Limit]:
             counts_mappings=True,
         )
     yield from _cgroup_limits(proc)
-    pages = (_read(proc / "self/statm") or "").split()
+    pages = (_read(f"{proc}/self/statm") or "").split()
     for kind, field, option in (("RLIMIT_AS", 0, "-v"), ("RLIMIT_DATA", 5, "-d")):
         bound = _rlimit(getattr(resource, kind))
         if bound is not None and len(pages) > field:
@@ -234,23 +234,26 @@ def machine_nbytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
-def huge_pools(sys: Path = SYS) -> dict[int, HugePool]:
+def huge_pools(sys: Folder = SYS) -> dict[int, HugePool]:
     """The hugetlbfs pages by size; empty where the kernel has no support for them."""
     pools = {}
-    for folder in sorted(sys.glob("kernel/mm/hugepages/hugepages-*kB")):
-        size = int(folder.name.removeprefix("hugepages-").removesuffix("kB")) << 10
+    folder = f"{sys}/kernel/mm/hugepages"
+    for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+        if not (entry.startswith("hugepages-") and entry.endswith("kB")):
+            continue
+        size = int(entry.removeprefix("hugepages-").removesuffix("kB")) << 10
         count, free, promised, extra, surplus = (
-            _number(folder / f"{name}_hugepages") or 0
+            _number(f"{folder}/{entry}/{name}_hugepages") or 0
             for name in ("nr", "free", "resv", "nr_overcommit", "surplus")
         )
         pools[size] = HugePool(size, count, max(free - promised, 0), max(extra - surplus, 0))
     return dict(sorted(pools.items()))
 
 
-def numa_nodes(sys: Path = SYS) -> tuple[int, ...]:
+def numa_nodes(sys: Folder = SYS) -> tuple[int, ...]:
     """The NUMA nodes that have memory; empty where the kernel does not say."""
-    text = _read(sys / "devices/system/node/has_memory")
-    text = text or _read(sys / "devices/system/node/online")
+    text = _read(f"{sys}/devices/system/node/has_memory")
+    text = text or _read(f"{sys}/devices/system/node/online")
     nodes: list[int] = []
     for part in (text or "").split(","):
         if part:
@@ -259,10 +262,10 @@ def numa_nodes(sys: Path = SYS) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def _node_limits(sys: Path, node: int) -> Iterator[Limit]:
+def _node_limits(sys: Folder, node: int) -> Iterator[Limit]:
     """What is free on one NUMA node: pages bound to it cannot come from elsewhere."""
     figures = {}
-    for line in (_read(sys / f"devices/system/node/node{node}/meminfo") or "").splitlines():
+    for line in (_read(f"{sys}/devices/system/node/node{node}/meminfo") or "").splitlines():
         words = line.split()  # Node 0 MemFree:  1234 kB
         figures[words[2].rstrip(":")] = int(words[3]) << 10
     if "MemTotal" in figures and "MemFree" in figures:
@@ -278,8 +281,7 @@ def _node_limits(sys: Path, node: int) -> Iterator[Limit]:
 # container the group's name may lie outside what is mounted, and then the mount point is the group.
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
+class _Version(NamedTuple):
     """The file names of one version of cgroups, and how the group and its mount are listed."""
 
     number: int
@@ -296,7 +298,7 @@ _V1 = _Version(
 _V2 = _Version(2, "cgroup2", "memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
-def _cgroup_limits(proc: Path) -> Iterator[Limit]:
+def _cgroup_limits(proc: Folder) -> Iterator[Limit]:
     for version in (_V1, _V2):
         for group in _cgroup_folders(proc, version):
             limit = _cgroup_limit(group, version)
@@ -304,48 +306,48 @@ def _cgroup_limits(proc: Path) -> Iterator[Limit]:
                 yield limit
 
 
-def _cgroup_folders(proc: Path, version: _Version) -> Iterator[Path]:
+def _cgroup_folders(proc: Folder, version: _Version) -> Iterator[str]:
     """The directories of this process's memory cgroup and of its visible ancestors."""
     name = _cgroup_name(proc, version)
     if name is None:
         return
-    for line in (_read(proc / "self/mountinfo") or "").splitlines():
+    for line in (_read(f"{proc}/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         if kind != version.filesystem or (version is _V1 and "memory" not in options.split(",")):
             continue
         root, point = (_unescape(word) for word in before.split(" ")[3:5])
-        mount = Path(point)
-        group = mount
+        group = mount = os.path.normpath(point)
         if name == root or name.startswith(root.rstrip("/") + "/"):
             inside = name.removeprefix(root.rstrip("/")).lstrip("/")
-            if ".." not in inside.split("/") and _is_directory(mount / inside):
-                group = mount / inside
+            within = os.path.normpath(os.path.join(mount, inside))
+            if ".." not in inside.split("/") and os.path.isdir(within):
+                group = within
         yield group
         while group != mount:
-            group = group.parent
+            group = os.path.dirname(group)
             yield group
         return  # further mounts show the same hierarchy
 
 
-def _cgroup_name(proc: Path, version: _Version) -> str | None:
-    for line in (_read(proc / "self/cgroup") or "").splitlines():
+def _cgroup_name(proc: Folder, version: _Version) -> str | None:
+    for line in (_read(f"{proc}/self/cgroup") or "").splitlines():
         _, controllers, name = line.split(":", 2)
         if "memory" in controllers.split(",") if version is _V1 else not controllers:
             return name
     return None
 
 
-def _cgroup_limit(group: Path, version: _Version) -> Limit | None:
+def _cgroup_limit(group: str, version: _Version) -> Limit | None:
     """The limit of one group; None if it has none or it cannot be read."""
-    nbytes = _number(group / version.limit)  # "max" is no number
-    stat = _pairs(group / "memory.stat")
+    nbytes = _number(f"{group}/{version.limit}")  # "max" is no number
+    stat = _pairs(f"{group}/memory.stat")
     if version is _V1 and nbytes is not None:
         # In a container the ancestors may be invisible; their tightest limit is told here.
         nbytes = min(nbytes, stat.get("hierarchical_memory_limit", nbytes))
     if nbytes is None or nbytes >= UNLIMITED:
         return None
-    used = _number(group / version.usage) or 0
+    used = _number(f"{group}/{version.usage}") or 0
     reclaimable = sum(stat.get(name, 0) for name in version.files)
     return Limit(
         f"cgroup {group} ({version.limit})",
@@ -358,34 +360,29 @@ def _cgroup_limit(group: Path, version: _Version) -> Limit | None:
 # ---- reading -------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> str | None:
+def _read(path: str) -> str | None:
     try:
-        return path.read_text(errors="surrogateescape").strip()
+        with open(path, errors="surrogateescape") as file:
+            return file.read().strip()
     except OSError:
         return None
 
 
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # it may not be looked at
-        return False
-
-
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
     text = _read(path)
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _pairs(path: Path) -> dict[str, int]:
+def _pairs(path: str) -> dict[str, int]:
     """Lines of a name and a number."""
     words = (line.split() for line in (_read(path) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
 
 
-def _meminfo(path: Path) -> dict[str, int]:
+def _meminfo(path: str) -> dict[str, int]:
     """The figures of ``/proc/meminfo`` that have a unit, in bytes."""
-    words = (line.split() for line in path.read_text().splitlines())
+    with open(path) as file:
+        words = [line.split() for line in file]
     return {word[0].rstrip(":"): int(word[1]) << 10 for word in words if word[2:] == ["kB"]}
 
 

@@ -1,4 +1,7 @@
 # cython: language_level=3, freethreading_compatible=True
+from arenapy.linux.vm cimport vm_unmap
+
+
 """Address space first, memory later: reserve, commit, decommit.
 
 What lives here: `Mapping`, which owns a mapped range; ranges that are mapped without access
@@ -225,3 +228,35 @@ def decommit(size_t address, size_t nbytes):
     with nogil:
         rc = vm_decommit(<void*>address, nbytes)
     checked(rc)
+
+
+# ---- arrays that grow in place -----------------------------------------------------------
+# Tables: arrays of metadata that grow in place. array.pxd says what for.
+
+cdef enum:
+    PAGE = 4096
+
+
+cdef bint array_open(ReservedArray* t, size_t nbytes) noexcept nogil:
+    nbytes = (nbytes + PAGE - 1) & ~<size_t>(PAGE - 1)
+    t.ready = 0
+    t.at = <char*>vm_reserve(nbytes, PAGE)
+    t.reserved = nbytes if t.at != NULL else 0
+    return t.at != NULL
+
+
+cdef bint array_grow(ReservedArray* t, size_t nbytes) noexcept nogil:
+    nbytes = (nbytes + PAGE - 1) & ~<size_t>(PAGE - 1)
+    if nbytes <= t.ready:
+        return True
+    if nbytes > t.reserved or vm_commit(t.at + t.ready, nbytes - t.ready) < 0:
+        return False
+    t.ready = nbytes
+    return True
+
+
+cdef void array_close(ReservedArray* t) noexcept nogil:
+    if t.at != NULL:
+        vm_unmap(<size_t>t.at, t.reserved)
+        t.at = NULL
+        t.ready = t.reserved = 0

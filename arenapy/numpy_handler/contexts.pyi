@@ -3,7 +3,7 @@ from typing import Never, Self, final
 
 from typing_extensions import disjoint_base
 
-from arenapy.numpy_handler.blocks import Counts
+from arenapy.numpy_handler.handler import Counts
 
 def get_handler() -> object: ...
 

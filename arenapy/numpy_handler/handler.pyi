@@ -1,11 +1,14 @@
-from typing import Any
+from typing import Any, final
 
 from numpy.typing import NDArray
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.memory.region import Region
-from arenapy.numpy_handler.blocks import Counts
 from arenapy.pool.pool import Pool
+
+@final
+class Counts:
+    def as_tuple(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]: ...
 
 def make_handler(pool: Pool, fallback: bool) -> tuple[object, Counts]: ...
 def handler_block(array: NDArray[Any]) -> tuple[Pool | None, Region, int, int] | None: ...

@@ -21,7 +21,6 @@ from arenapy.base.size_classes cimport (
 from arenapy.base.thread_slot cimport MOST_CACHES
 
 from arenapy.base.size_classes import SIZE_CLASSES
-from arenapy.stats import BlockInfo, ClassStats, PoolStats
 
 cdef enum:
     LIVE = 0
@@ -92,6 +91,8 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
 
 def listing(PoolCore c not None):
     """The blocks as they are now."""
+    from arenapy.stats import BlockInfo
+
     cdef List blocks = List(NULL, 0, 0, False)
     cdef List held = List(NULL, 0, 0, False)
     cdef Hold* hold
@@ -111,6 +112,7 @@ def listing(PoolCore c not None):
         free(blocks.items)
         raise MemoryError("no memory for a list of all blocks")
     cdef Listing found = Listing.__new__(Listing)
+    found.info = BlockInfo
     found.blocks = blocks
     found.pending = pending
     return iter(found)
@@ -153,6 +155,7 @@ cdef class Listing:
     cdef List blocks
     cdef Py_ssize_t at
     cdef object pending
+    cdef object info         # the class BlockInfo
 
     def __iter__(self):
         return self
@@ -164,7 +167,7 @@ cdef class Listing:
         f = &self.blocks.items[self.at]
         self.at += 1
         state = PENDING if f.address in self.pending else f.state
-        return BlockInfo(f.address, f.nbytes, class_of(f.nbytes), STATES[state], f.age)
+        return self.info(f.address, f.nbytes, class_of(f.nbytes), STATES[state], f.age)
 
     def __dealloc__(self):
         free(self.blocks.items)
@@ -177,6 +180,8 @@ seal(Listing)
 
 def stats_of(PoolCore core not None):
     """The figures of this moment, as PoolStats."""
+    from arenapy.stats import ClassStats, PoolStats
+
     cdef PoolFigures f = core.figures()
     cdef ClassFigures* c
     cdef int k

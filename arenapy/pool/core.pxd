@@ -6,8 +6,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from arenapy.base.atomic cimport likely
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
-from arenapy.pool.thread_cache cimport ThreadCaches
+from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES
+
 
 cdef struct ClassFigures:
     uint64_t allocations, hits, misses, splits, active
@@ -80,3 +81,24 @@ cdef inline void* take_hit(PoolCore c, size_t n, bint hot) noexcept nogil:
 
 cdef inline bint give_hit(PoolCore c, void* block) noexcept nogil:
     return likely(not c.special) and cache_free_at(c, <char*>block)
+
+
+# -- batches of blocks
+# A list of blocks that are taken from a pool, and put back if not all of them can be.
+
+cdef class BlockBatch:
+    cdef Py_ssize_t n
+    cdef Py_ssize_t done                 # so many of the entries are blocks
+    cdef size_t* sizes                   # the caller's to fill in
+    cdef Py_ssize_t filled               # by `repeat`
+    cdef Entry* entries
+    cdef Asked asked                     # what taking them was counted as, and peaks from before
+    cdef int64_t peak
+    cdef int64_t peaks[N_CLASSES]
+
+    cdef void repeat(self, size_t size, Py_ssize_t count) noexcept nogil
+    cdef void begin(self, PoolCore core) noexcept nogil
+    # Take more of them, as many as there is memory for; how many those were.
+    cdef Py_ssize_t take(self, PoolCore core, bint miss) noexcept nogil
+    # As if none had been taken.
+    cdef void undo(self, PoolCore core) noexcept nogil

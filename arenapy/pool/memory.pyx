@@ -23,8 +23,7 @@ from arenapy.pool.core cimport PoolCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport record
-from arenapy.linux.reserved_array cimport ReservedArray, array_close
-from arenapy.linux.reserved_space cimport vm_decommit
+from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommit
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory.sources import Host

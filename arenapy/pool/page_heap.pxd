@@ -6,7 +6,9 @@ from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, floor_step, step_bytes, step_of
-from arenapy.linux.reserved_array cimport ReservedArray
+from arenapy.linux.reserved_space cimport ReservedArray
+
+
 
 cdef extern from *:
     """
@@ -261,3 +263,24 @@ cdef inline bint is_listed(Pages p, uint32_t id) noexcept nogil:
     arenapy_assert(bins.words[s >> 6] >> (s & 63) & 1, b"a bin that is not empty has its bit")
     arenapy_assert(bins.summary >> (s >> 6) & 1, b"a word of bins that is not 0 has its bit")
     return True
+
+
+# -- segments: memory for the pages, and back
+# The segments of a page heap: where its address space and its memory begin and end.
+
+cdef class Segments(Pages):
+    # Growth and shrinking: begin_* and end_* with heap_lock held, the work between them without.
+    cdef uint32_t begin_growth(
+        self, size_t pages, size_t wished, size_t most, size_t* missing) noexcept nogil
+    cdef bint grow_map(self, size_t pages) noexcept nogil
+    cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil
+    cdef uint32_t begin_trim(self, size_t most) noexcept nogil
+    cdef void end_trim(self, uint32_t id, bint trimmed) noexcept nogil
+    # In a forked child, all locks held: what was between begin and end is nobody's here.
+    cdef void forget_growth(self) noexcept nogil
+    cdef int add_segment(
+        self, Region region, bint growing, size_t most, uint32_t tick) except -1
+    cdef int idle_segment(self, size_t most) noexcept nogil
+    cdef size_t idle_pages(self) noexcept nogil
+    cdef void remove_segment(self, int segment) noexcept nogil
+    cdef void note_hot(self) noexcept nogil

@@ -2,9 +2,17 @@
 from libc.stdint cimport uint64_t
 
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.pool.growth cimport PoolGrowth
+from arenapy.allocator.allocator cimport Allocator
+from arenapy.pool.core cimport BlockBatch, PoolCore
+from arenapy.pool.memory cimport PoolMemory
 
-cdef class Pool(PoolGrowth):
+cdef class Pool(Allocator):
+    cdef PoolCore core
+    cdef PoolMemory memory
+    cdef readonly object max_bytes
+    cdef readonly object on_oom
+    # Pools of the streams of a device that are not the pool's own, by stream; None: it has none.
+    cdef dict lanes
     cdef readonly object trim_after
     cdef readonly str rounding
     cdef readonly bint debug
@@ -25,3 +33,10 @@ cdef class Pool(PoolGrowth):
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     # pool_alloc but for its short way.
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil
+    # A block for which the source is asked. `hooks`: on_oom may be called.
+    cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL
+    # Get memory for a request. False: none, but something was freed.
+    cdef bint more(self, size_t n, size_t align, bint hooks) except -1
+    cdef size_t growth(self) noexcept
+    cdef str full(self, size_t n, str why)
+    cdef int take_batch(self, BlockBatch batch) except -1

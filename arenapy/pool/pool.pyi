@@ -1,14 +1,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NoReturn, Self, SupportsFloat, SupportsIndex, final
 
+from arenapy.allocator.allocator import Allocator
 from arenapy.buffer.buffer import Buffer
 from arenapy.memory.region import Region
 from arenapy.memory.sources import Source
-from arenapy.pool.growth import PoolGrowth
 from arenapy.stats import BlockInfo, Defragmented, PoolStats
 
 @final
-class Pool(PoolGrowth):  # type: ignore[misc]
+class Pool(Allocator):  # type: ignore[misc]
     def __new__(
         cls,
         max_bytes: SupportsIndex | None = None,
@@ -22,6 +22,10 @@ class Pool(PoolGrowth):  # type: ignore[misc]
         trim_thread: bool = False,
         stream: object = None,
     ) -> Self: ...
+    @property
+    def max_bytes(self) -> int | None: ...
+    @property
+    def on_oom(self) -> Callable[[int], object] | None: ...
     @property
     def trim_after(self) -> float | None: ...
     @property

@@ -10,16 +10,16 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 import time
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator.allocator cimport check_source, complete, grown_in_c, hide
+from arenapy.allocator.allocator cimport Allocator, check_source, complete, grown_in_c, hide
 from arenapy.base.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
-from arenapy.base.atomic cimport ARENAPY_GIL
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_glance
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
-from arenapy.pool.page_heap cimport PAGE, PAGE_BITS
+from arenapy.pool.page_heap cimport (
+    HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
+)
 from arenapy.pool.hot_path cimport cache_alloc
-from arenapy.pool.batch cimport BlockBatch
-from arenapy.pool.core cimport PoolCore, PoolFigures
-from arenapy.pool.growth cimport PoolGrowth
+from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.base.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
@@ -28,7 +28,6 @@ from arenapy.linux.limits import machine_nbytes
 from arenapy.pool.check import extents, listing, stats_of, verify
 from arenapy.pool.stream_caches import blocks_with, tally_with, with_lane_gone, with_lanes
 from arenapy.memory.sources import Existing, File, Host, Shared
-from arenapy.stats import Defragmented
 from arenapy.pool.trimming import start_trimming
 
 cdef extern from "Python.h":
@@ -41,6 +40,12 @@ cdef size_t DEVICE_ROOM = <size_t>1 << 38
 cdef int MOST_NAMED = 4      # streams that are found without a question
 cdef int MANY_LANES = 32     # with fewer, none is looked at
 cdef int LOOKS = 8           # at what streams have done, in the seconds of `trim_after`
+
+
+cdef enum:
+    GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
+    MOST_GROWTH = 8          # on a device, where memory is scarcer, by so many of those at most,
+    DEVICE_SHARE = 256       # or by this part
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -61,7 +66,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
 
 
 @cython.final
-cdef class Pool(PoolGrowth):
+cdef class Pool(Allocator):
     """Pool(max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None, \
 rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     A pool: blocks of 21 size classes, kept for reuse when they are given back.
@@ -439,12 +444,116 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Defragmented
             Bytes given back, and the milliseconds that it took.
         """
+        from arenapy.stats import Defragmented
+
         start = time.perf_counter()
         return Defragmented(self.trim(), 1e3 * (time.perf_counter() - start))
 
     def _trim_stale(self):
         """What `trim_after` means, now."""
         return self.trim_old() << PAGE_BITS
+
+    # -- growth: what is done for a request that the memory of the pool cannot serve
+
+    cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL:
+        cdef char* ptr = NULL
+        cdef bint miss
+        while ptr == NULL:
+            try:
+                miss = self.more(n, align, hooks)
+            except OutOfMemory:
+                ptr = self.core.get(n, align, False, tag)    # others may have let go meanwhile
+                if ptr == NULL:
+                    raise
+                return ptr
+            ptr = self.core.get(n, align, miss, tag)
+        return ptr
+
+    cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
+        cdef PoolCore c = self.core
+        cdef size_t missing = 0, wished, before
+        cdef size_t pages = c.pages_for(n, align)
+        cdef object error = None
+        c.open_check()
+        if n > <size_t>MOST_PAGES << PAGE_BITS:
+            raise OutOfMemory(self.full(n, "no address space holds it"))
+        if c.may_lease:
+            c.settle_sends()
+        if c.settle_streams(False):
+            return False
+        wished = max(pages, <size_t>HUGE_PAGES, self.growth())
+        if c.merges_first:                   # the driver takes so much, and nobody had the rest
+            wished = (wished + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
+        self.memory.recycle(pages, n)
+        before = c.reserved_pages
+        while True:
+            if not have_spare(c):
+                raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
+            try:
+                if self.memory.grow(pages, wished, &missing):
+                    return True
+            except MemoryError as e:
+                error = e
+                missing = pages
+            # The blocks that were unused longest make room, in the limit or in the machine.
+            if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
+                break
+            wished = pages
+        # Another thread that grows has the room meanwhile, and may have had more than it needs.
+        if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
+            return False
+        # What other streams keep, or are still at work on; in the order of the pool's own.
+        if trim_lanes(self.lanes, False) or c.settle_streams(True) or trim_lanes(
+                self.lanes, True) or (hooks and self.on_oom is not None and self.on_oom(n)):
+            c.settle_streams(True)
+            return False
+        if error is not None:
+            raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
+        raise OutOfMemory(self.full(n, "it may not reserve more"))
+
+    cdef size_t growth(self) noexcept:
+        """Pages that a pool takes at once, though a request wants fewer."""
+        cdef PoolCore c = self.core
+        cdef size_t part = c.reserved_pages // GROWTH_SHARE
+        cdef int share
+        if not c.merges_first:
+            return part
+        # There are not many regions in the end: the last ones double what there is.
+        share = max(1, min(<int>DEVICE_SHARE, MOST_SEGMENTS - c.n_segments))
+        return max(min(part, <size_t>MOST_GROWTH * HUGE_PAGES), c.reserved_pages // share)
+
+    cdef str full(self, size_t n, str why):
+        """Why a request failed, and what to do."""
+        cdef PoolFigures f = self.core.figures()
+        limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
+        return (
+            f"{n} bytes do not fit into the pool, and {why}: it has reserved {f.reserved} bytes "
+            f"({limit}), {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle, of which "
+            f"{f.all.largest} in the largest free block. Release blocks, "
+            "give a larger max_bytes, or free memory in on_oom"
+        )
+
+    cdef int take_batch(self, BlockBatch batch) except -1:
+        """All blocks, or an exception and nothing was taken."""
+        cdef PoolCore c = self.core
+        cdef bint miss = False
+        cdef Py_ssize_t got
+        c.open_check()
+        batch.begin(c)
+        try:
+            while batch.done < batch.n:
+                got = batch.take(c, miss)
+                miss = False
+                if got == 0:                 # what is free may do once it is merged
+                    c.flush_all()
+                    got = batch.take(c, False)
+                if got == 0 and (
+                        arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
+                    miss = self.more(batch.sizes[batch.done], c.block_align, True)
+        except BaseException:
+            batch.undo(c)
+            raise
+        return 0
 
     # -- figures
 
@@ -545,3 +654,13 @@ cdef object as_seconds(object value):
     if not seconds >= 0:
         raise ValueError(f"trim_after={value} is not a number of seconds, 0 or more")
     return seconds
+
+
+cdef bint trim_lanes(dict lanes, bint wait) except -1:
+    """Let the pools of other streams give back what is idle, or will be. False: nothing."""
+    cdef Pool lane
+    cdef size_t pages = 0
+    for lane in list(lanes.values()) if lanes else []:
+        lane.core.settle_streams(wait)
+        pages += lane.memory.shrink(lane.memory.trimmable(), False)
+    return pages > 0

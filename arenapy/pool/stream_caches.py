@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from arenapy.base.size_classes import size_class
-from arenapy.stats import BlockInfo, ClassStats, PoolStats
 
 if TYPE_CHECKING:
     from arenapy.pool.pool import Pool
+    from arenapy.stats import BlockInfo, ClassStats, PoolStats
 
 Lanes = Sequence[tuple["Pool", dict[int, int]]]
 #: The counts of lanes that are gone, and the bytes that they had ever allocated.
-Past = tuple[PoolStats, int]
+Past = tuple["PoolStats", int]
 
 COUNTS = ("total_allocations", "pool_hits", "pool_misses", "splits", "active_allocations")
 BYTES = ("allocated_bytes", "pending_bytes", "idle_bytes")

@@ -1,6 +1,6 @@
 from typing import final
 
-from arenapy.pool.segments import Segments
+from arenapy.pool.page_heap import Segments
 
 @final
 class ThreadCaches(Segments): ...  # type: ignore[misc]

@@ -27,15 +27,16 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr, clear_bit
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
-from arenapy.pool.page_heap cimport BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor
-from arenapy.pool.page_heap cimport earlier, have_spare, low_bit, scatter
+from arenapy.pool.page_heap cimport (
+    BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, have_spare, low_bit,
+    scatter,
+)
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sealed cimport seal
-from arenapy.pool.segments cimport Segments
 from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
 from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
-from arenapy.linux.reserved_array cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MOST_CACHES, RANK_BIRTHS, RANK_CACHE, cache_number
 
 cdef enum:

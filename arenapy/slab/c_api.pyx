@@ -4,9 +4,8 @@ from libc.stdint cimport uint64_t
 from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.slab.slab cimport Slab
-from arenapy.slab.core cimport SlabCore
+from arenapy.slab.core cimport SlabCore, Stack
 from arenapy.slab.hot_path cimport stack_of
-from arenapy.slab.slots cimport Stack
 
 
 cdef void* slab_alloc_slow(Slab slab) noexcept nogil:

@@ -12,11 +12,8 @@ from arenapy.buffer.block cimport Hold
 from arenapy.memory.region cimport Region
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport class_of
-from arenapy.slab.core cimport SlabCore
-from arenapy.slab.slots cimport DEPTH, Part, Stack, Word, names_of, nth_word
+from arenapy.slab.core cimport DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
 from arenapy.base.thread_slot cimport MOST_CACHES
-
-from arenapy.stats import BlockInfo
 
 cdef extern from *:
     """
@@ -42,6 +39,7 @@ cdef class Listing:
     cdef uint64_t item, now
     cdef size_t stride
     cdef set pending
+    cdef object info         # the class BlockInfo
     cdef int size_class
 
     def __iter__(self):
@@ -63,7 +61,7 @@ cdef class Listing:
         else:
             state = "pending" if address in self.pending else "idle"
         self.item += 1
-        return BlockInfo(
+        return self.info(
             address, self.stride, self.size_class, state, max(self.now, word.tick) - word.tick)
 
     def __dealloc__(self):
@@ -102,6 +100,8 @@ cdef bint copy_parts(SlabCore c, Listing found) noexcept nogil:
 
 def listing(SlabCore c not None):
     """The items as they are now."""
+    from arenapy.stats import BlockInfo
+
     cdef Listing found = Listing.__new__(Listing)
     cdef uintptr_t* pending
     cdef Hold* hold
@@ -109,6 +109,7 @@ def listing(SlabCore c not None):
     cdef bint done = False
     cdef int k
     found.pending = set()
+    found.info = BlockInfo
     found.stride = c.stride
     found.size_class = class_of(c.stride)
     with nogil:

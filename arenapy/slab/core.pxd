@@ -1,10 +1,183 @@
 # The C surface of the slab algorithm. SlabCore is what Buffers keep alive; Slab (slab.pyx) is what
 # the user holds.
 from cpython.object cimport PyObject
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from arenapy.buffer.block cimport Hold
-from arenapy.slab.slots cimport Items
+from arenapy.base.abi cimport ARENAPY_ABI
+from arenapy.base.assertion cimport arenapy_assert
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
+from arenapy.base.biased_lock cimport BiasedLock
+from arenapy.memory.region cimport Region
+from arenapy.allocator.allocator_core cimport AllocatorCore
+from arenapy.linux.reserved_space cimport ReservedArray
+from arenapy.base.thread_slot cimport MOST_CACHES
+
+
+# -- items: stacks, caches and parts
+# The C surface of items of one size.
+
+cdef enum:
+    BATCH = 64               # items that move from one stack to another at once
+    DEPTH = 2 * BATCH        # items in a cache's stack, at most
+    # Where in their arrays these begin: not all on the first line of a page, which would be in the
+    # same set of the cache.
+    WORDS_AT = 32 * 64
+    PARTS_AT = 48 * 64
+    MAY_GROW = 0             # begin_growth()
+    OTHER_GROWS = 1
+    SELF_GROWS = 2
+
+# Which of 64 items are live, and the tick at which one of them was last taken or given back.
+cdef struct Word:
+    uint64_t live
+    uint64_t tick
+
+# The items of one region. Parts are numbered from 1. An item's name is its part's number << 32 |
+# its index there; 0 names none.
+cdef struct Part:
+    char* base               # of item 0
+    uint64_t items           # at most 2 ** 31; 0: this part is not in use
+    uint64_t used            # <= items; those from here on are fresh: never handed out
+    ReservedArray array      # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
+    PyObject* region         # borrowed of AllocatorCore.regions
+    uint32_t next            # in the list of those with fresh items, or of those not in use
+    uint32_t by_address      # of parts[i]: the number of the i-th part in use, counted from 0
+
+# Names of free items follow this struct, in the order in which they were given back.
+cdef struct Stack:
+    BiasedLock lock
+    uint32_t guess           # the part that an address was in last
+    int64_t n                # of names
+    int64_t least            # <= n; the most items were live when so many were here
+    int64_t out              # moved here from elsewhere less moved away; out - n are live
+    uint64_t tick            # items taken from here and given back to here
+    ReservedArray array      # where this lies
+
+
+cdef class Items(AllocatorCore):
+    cdef Part* parts         # in `part_array`, never moved; parts[0] is none
+    cdef size_t stride       # bytes from item to item
+    cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64
+    cdef int shift           # the other factor is 1 << shift
+    cdef bint special        # not the short ways: each call is to do more
+    cdef size_t item_size
+    cdef size_t align        # of items
+    # Free items: newest first from the stack of the thread. With a GIL there is only the depot. On
+    # free-threaded builds threads are spread over `caches`, small stacks that the depot feeds.
+    cdef Stack* depot
+    cdef Stack* quick        # where the short ways look first: the depot, or one that nobody owns
+    cdef Stack* caches[MOST_CACHES]
+    cdef arenapy_spin births  # held to add a cache, and by who holds all locks
+    # Under the depot's lock, but for changes of parts: those are made under all locks.
+    cdef ReservedArray part_array
+    cdef uint32_t n_parts    # in use
+    cdef uint32_t numbered   # parts that ever were in use
+    cdef uint32_t fresh      # the first with fresh items, or 0
+    cdef uint32_t unused     # the first that is not in use any more, or 0
+    cdef uint64_t items      # of all parts
+    cdef uint64_t n_fresh
+    cdef size_t reserved     # bytes of the parts' regions
+    cdef uint64_t grower     # the thread that asks the source, or 0
+
+    cdef int open(self, size_t item_size, size_t align, uint64_t most) except -1
+    # NULL: nothing is free.
+    cdef char* take(self, uint64_t* name) noexcept nogil
+    # Items for n Buffers, or for none of them.
+    cdef bint take_batch(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
+    # The name of the item at an address, live or not; 0: there is none. Any stack's lock held.
+    cdef uint64_t find(self, Stack* s, char* at) noexcept nogil
+    cdef uint64_t idle(self) noexcept nogil
+    # Growth, by one thread at a time.
+    cdef int begin_growth(self) noexcept nogil
+    cdef void end_growth(self) noexcept nogil
+    cdef void forget_growth(self) noexcept nogil
+    cdef int add_part(self, Region region, uint64_t items) except -1
+    # Take a region that has no live item out. False: it has.
+    cdef bint remove_part(self, Region region) except -1
+    cdef void lock_all(self) noexcept nogil
+    cdef void unlock_all(self) noexcept nogil
+    # Not the short ways any more, or again.
+    cdef void bar(self, bint special) noexcept nogil
+    # The short ways, for a thread that does not own the lock of its stack.
+    cdef char* shared_alloc(self, uint64_t* name) noexcept nogil
+    cdef bint shared_free(self, uint64_t name) noexcept nogil
+    cdef bint shared_free_at(self, char* at) noexcept nogil
+    # internal
+    cdef Stack* own_stack(self) noexcept nogil
+    cdef bint refill(self, Stack* s) noexcept nogil
+    cdef bint gather(self, Stack* s) noexcept nogil
+    cdef void spill(self, Stack* s, int64_t keep) noexcept nogil
+    cdef void make_place(self, Stack* s) noexcept nogil
+    cdef void link_part(self, uint32_t number) noexcept nogil
+    cdef bint unlink_part(self, PyObject* region, Part* old) noexcept nogil
+
+
+# Where the first item of a region lies.
+cdef char* first_item(Region region, size_t align) noexcept nogil
+
+
+cdef extern from *:
+    """
+    /* offset / stride, exact for multiples of it; for other offsets more than any index. For
+       stride = odd << shift and inverse * odd = 1 (mod 2**64) this maps offsets one to one. */
+    static inline uint64_t arenapy_item_index(uint64_t offset, uint64_t inverse, int shift) {
+        uint64_t q = offset * inverse;
+        return q >> shift | q << (-shift & 63);
+    }
+    /* Two threads with stacks of their own may say at once when an item of a word changed. */
+    #define arenapy_note(p, tick) __atomic_store_n(p, tick, __ATOMIC_RELAXED)
+    /* Where threads run at once, the 64 items that one of them fetches have a cache line. */
+    #define ARENAPY_WORD_BYTES ((size_t)(ARENAPY_GIL ? 16 : 64))
+    """
+    const size_t WORD_BYTES "ARENAPY_WORD_BYTES"
+    uint64_t item_index "arenapy_item_index" (
+        uint64_t offset, uint64_t inverse, int shift) noexcept nogil
+    void note "arenapy_note" (uint64_t* p, uint64_t tick) noexcept nogil
+
+
+cdef inline uint64_t* names_of(Stack* s) noexcept nogil:
+    return <uint64_t*>(s + 1)
+
+
+# The Word of the items from 64 * i on.
+cdef inline Word* nth_word(Part* p, uint64_t i) noexcept nogil:
+    return <Word*>(p.array.at + WORDS_AT + i * WORD_BYTES)
+
+
+cdef inline Word* word_of(Items c, uint64_t name) noexcept nogil:
+    return nth_word(&c.parts[name >> 32], <uint32_t>name >> 6)
+
+
+cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
+    return c.parts[name >> 32].base + <uint32_t>name * c.stride
+
+
+# What the fields above promise, as far as that takes a few instructions. The stack's lock held.
+cdef inline bint stack_is_valid(Items c, Stack* s) noexcept nogil:
+    arenapy_assert(0 <= s.n, b"0 <= n of a stack")
+    arenapy_assert(s.least <= s.n, b"least <= n of a stack")
+    arenapy_assert(s == c.depot or s.n <= DEPTH, b"a thread's stack has DEPTH names at most")
+    arenapy_assert(
+        sizeof(Stack) + <size_t>s.n * sizeof(uint64_t) <= s.array.ready,
+        b"a stack's names have memory")
+    return True
+
+
+# The same of a name that is in a stack, or was handed out.
+cdef inline bint name_is_valid(Items c, uint64_t name) noexcept nogil:
+    arenapy_assert(1 <= name >> 32, b"a name has a part")
+    arenapy_assert(name >> 32 <= c.numbered, b"a name's part was in use")
+    arenapy_assert(
+        <uint32_t>name < c.parts[name >> 32].used, b"a name lies below its part's fresh items")
+    return True
+
+
+cdef inline bint item_is_live(Items c, uint64_t name) noexcept nogil:
+    return word_of(c, name).live >> (name & 63) & 1
+
+
+# -- core
 
 cdef struct SlabFigures:
     uint64_t items, active, pending, allocations, peak

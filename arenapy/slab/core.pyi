@@ -1,6 +1,9 @@
 from typing import final
 
-from arenapy.slab.slots import Items
+from arenapy.allocator.allocator_core import AllocatorCore
+
+@final
+class Items(AllocatorCore): ...  # type: ignore[misc]
 
 @final
 class SlabCore(Items): ...  # type: ignore[misc]

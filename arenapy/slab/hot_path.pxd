@@ -10,7 +10,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
-from arenapy.slab.slots cimport (
+from arenapy.slab.core cimport (
     DEPTH, Items, Part, Stack, Word, address_of, item_index, item_is_live, name_is_valid, names_of,
     note, nth_word, stack_is_valid, word_of,
 )

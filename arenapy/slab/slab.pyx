@@ -16,14 +16,12 @@ from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, f
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
-from arenapy.slab.core cimport SlabCore, SlabFigures
+from arenapy.slab.core cimport OTHER_GROWS, SELF_GROWS, SlabCore, SlabFigures
 from arenapy.slab.hot_path cimport forbid_from, cache_alloc
-from arenapy.slab.slots cimport OTHER_GROWS, SELF_GROWS
 
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
 from arenapy.memory.sources import Host
-from arenapy.stats import SlabStats
 
 cdef extern from "Python.h":
     PyObject** list_items "PySequence_Fast_ITEMS" (object o)
@@ -410,6 +408,8 @@ cdef class Slab(Allocator):
 
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.SlabStats`."""
+        from arenapy.stats import SlabStats
+
         cdef SlabCore c = self.core
         cdef SlabFigures f
         if c.may_lease:

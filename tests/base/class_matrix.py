@@ -220,9 +220,9 @@ HOST = [
     lambda: module("commands.replay.loop").BumpHeap(bump()),
     lambda: module("commands.replay.loop").PoolHeap(pool()),
     lambda: module("commands.replay.loop").MallocHeap(64, 64),
-    lambda: module("numpy_handler.blocks").Counts(),
-    lambda: module("pool.batch").BlockBatch(3),
-    lambda: module("diagnostics.callers").Callers(5),
+    lambda: module("numpy_handler.handler").Counts(),
+    lambda: module("pool.core").BlockBatch(3),
+    lambda: module("diagnostics.call_sites").CallStacks(5),
     lambda: module("diagnostics.ledger").Ledger("heap"),
     lambda: inside(pool(debug=True), module("diagnostics.ledger").Ledger),
     lambda: inside(pool(), module("pool.core").PoolCore),
@@ -318,10 +318,10 @@ NEVER_SEEN = {
     "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.stream_hooks.StreamHooks",
     "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",
     "arenapy.numpy_handler.contexts.Presence", "arenapy.numpy_handler.contexts.Starts",
-    "arenapy.pool.page_heap.Pages", "arenapy.pool.growth.PoolGrowth",
+    "arenapy.pool.page_heap.Pages",
     "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.AllocatorCore",
-    "arenapy.commands.replay.loop.Heap", "arenapy.pool.segments.Segments",
-    "arenapy.slab.slots.Items", "arenapy.bump.arena.Arena",
+    "arenapy.commands.replay.loop.Heap", "arenapy.pool.page_heap.Segments",
+    "arenapy.slab.core.Items", "arenapy.bump.core.Arena",
 }  # fmt: skip
 
 

@@ -22,9 +22,9 @@ ALL = classes()
 CALLED = {
     "arenapy.bump.bump.Bump", "arenapy.slab.slab.Slab", "arenapy.pool.pool.Pool",
     "arenapy.cuda.stream.Stream", "arenapy.cuda.backing.DriverPoolHandle",
-    "arenapy.cuda.stream_caches.LaneSource", "arenapy.diagnostics.callers.Callers",
-    "arenapy.diagnostics.ledger.Ledger", "arenapy.pool.batch.BlockBatch",
-    "arenapy.numpy_handler.blocks.Counts", "arenapy.numpy_handler.contexts.PoolHandler",
+    "arenapy.cuda.stream_caches.LaneSource", "arenapy.diagnostics.call_sites.CallStacks",
+    "arenapy.diagnostics.ledger.Ledger", "arenapy.pool.core.BlockBatch",
+    "arenapy.numpy_handler.handler.Counts", "arenapy.numpy_handler.contexts.PoolHandler",
     "arenapy.pool.memory.PoolMemory", "arenapy.diagnostics.recorder.Recorder",
     "arenapy.diagnostics.recorder.Recording", "arenapy.commands.replay.loop.BumpHeap",
     "arenapy.commands.replay.loop.MallocHeap", "arenapy.commands.replay.loop.NoHeap",

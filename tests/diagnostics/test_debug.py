@@ -312,6 +312,18 @@ def test_live_blocks_and_their_places(allocator):
     assert live_blocks(allocator) == []
 
 
+def test_frames_of_arenapy_are_no_places(allocator):
+    """Those of any of its folders: what the user reads begins with the user's own line."""
+    inside = os.path.join(os.path.dirname(arenapy.__file__), "pool", "some.py")
+    names = {}
+    exec(compile("def alloc(one): return one.alloc(70)", inside, "exec"), names)
+    block = names["alloc"](allocator)  # the line that asked
+    (live,) = live_blocks(allocator)
+    assert "some.py" not in live.place
+    assert line_of("# the line that asked") in live.place.split(", ")[0]
+    block.release()
+
+
 def test_live_blocks_of_arrays_and_many(allocator):
     array = allocator.empty(30, "u1")
     many = allocator.alloc_many([10, 20])

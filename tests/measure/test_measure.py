@@ -5,7 +5,6 @@
 
 import gc
 import mmap
-import sys
 import threading
 import time
 import types
@@ -18,11 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import arenapy
+from arenapy import measurement
 from arenapy.allocator.allocator import live_allocators
-from arenapy.measure import measure
+from arenapy.measurement import measure
 
 MIB = 1 << 20
-measuring = sys.modules["arenapy.measure"]  # arenapy.measure is the function in it
 
 
 there = weakref.WeakSet()  # all of these
@@ -64,20 +63,20 @@ class Counting:
         return before
 
     def __del__(self):
-        measuring._note_end(self)
+        measurement._note_end(self)
 
 
 @pytest.fixture(autouse=True)
 def counting_is_an_allocator(monkeypatch):
     """Nobody can derive a class from Allocator."""
-    monkeypatch.setattr(measuring, "Allocator", (arenapy.Allocator, Counting))
-    monkeypatch.setattr(measuring, "live_allocators", lambda: [*live_allocators(), *there])
+    monkeypatch.setattr(measurement, "Allocator", (arenapy.Allocator, Counting))
+    monkeypatch.setattr(measurement, "live_allocators", lambda: [*live_allocators(), *there])
 
 
 def live_bytes_of_others(mine):
     """What allocators that earlier tests left behind add to a peak."""
     known = {id(one) for one in mine}
-    return sum(one._tally()[2] for one in measuring.live_allocators() if id(one) not in known)
+    return sum(one._tally()[2] for one in measurement.live_allocators() if id(one) not in known)
 
 
 # ---- a model that knows the history ------------------------------------------------------------
@@ -433,7 +432,7 @@ def test_fork_while_another_thread_measures(run_script):
     run_script("""
         import os, signal, threading
         import arenapy
-        from arenapy.measure import measure
+        from arenapy.measurement import measure
         arena = arenapy.Bump(1 << 16)
         stop = threading.Event()
         def busy():

@@ -221,12 +221,12 @@ def test_lock(make, prefault):
 def test_lock_beyond_the_limit(run_script, limit, error, number):
     out = run_script(f"""
         import ctypes, os, resource
+        from pathlib import Path
         from arenapy.memory.sources import Host, Shared
         Shared().region(1).close()    # imports what may not be readable to others
         resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))
         if os.getuid() == 0:          # root may lock regardless
             os.setresuid(65534, 65534, 65534)
-        from pathlib import Path
         pages = lambda: int(Path("/proc/self/statm").read_text().split()[0])
         before = pages(), os.listdir("/proc/self/fd")
         for source in (Host(lock=True), Shared(lock=True)):

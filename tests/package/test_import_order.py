@@ -32,7 +32,7 @@ ORDER = (
     "pool",
     "numpy_handler",
     "cuda",
-    "measure",
+    "measurement",
     "plot",
     "per_thread",
     "debug",

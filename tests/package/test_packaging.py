@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(arenapy.__file__).parent
 
 #: What a user may not have installed, or should not wait for at `import arenapy`.
-NOT_AT_IMPORT = ["matplotlib", "hypothesis", "multiprocessing", "rich"]
+NOT_AT_IMPORT = [
+    "matplotlib", "hypothesis", "multiprocessing", "rich", "html", "pathlib",
+    "arenapy.plot", "arenapy.trace", "arenapy.stats", "arenapy.measurement", "arenapy.cuda",
+    "arenapy.numpy_handler", "arenapy.linux.outputs",
+]  # fmt: skip
 
 TOP_LEVEL = {
     "CHANGELOG.md", "LICENSE", "README.md", "arenapy", "asv_benches", "docs", "pyproject.toml",
@@ -89,11 +93,35 @@ def test_no_public_pxd_mentions_numpy():
 
 
 def test_import_is_lean():
-    program = f"import arenapy, sys; print([m for m in {NOT_AT_IMPORT!r} if m in sys.modules])"
+    program = (
+        f"import numpy, sys; there = [*sys.modules]; import arenapy; "
+        f"print([m for m in {NOT_AT_IMPORT!r} if m in sys.modules and m not in there])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_what_is_imported_later_is_there_from_the_start():
+    """All names in `dir`, each at its first use, and no name that is none."""
+    program = """
+import arenapy
+assert {*arenapy.__all__} <= {*dir(arenapy)}
+assert "plot" not in vars(arenapy)
+for name in arenapy.__all__:
+    assert getattr(arenapy, name) is getattr(arenapy, name) is vars(arenapy)[name], name
+import arenapy.measurement  # a module must not take a function's name
+with arenapy.measure() as m:
+    pass
+try:
+    arenapy.nothing
+except AttributeError as error:
+    assert "'arenapy' has no attribute 'nothing'" in str(error)
+else:
+    raise AssertionError("a name of nothing")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.long

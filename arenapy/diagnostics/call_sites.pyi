@@ -6,7 +6,7 @@ RUNNER: str
 TABLE: bytes
 
 @final
-class Callers:
-    def __new__(cls, depth: int) -> Callers: ...
+class CallStacks:
+    def __new__(cls, depth: int) -> CallStacks: ...
     @property
     def depth(self) -> int: ...

@@ -1,5 +1,0 @@
-from typing import final
-
-@final
-class BlockBatch:
-    def __new__(cls, n: int) -> BlockBatch: ...

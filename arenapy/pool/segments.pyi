@@ -1,6 +1,0 @@
-from typing import final
-
-from arenapy.pool.page_heap import Pages
-
-@final
-class Segments(Pages): ...  # type: ignore[misc]

@@ -1,6 +1,0 @@
-from typing import final
-
-from arenapy.allocator.allocator_core import AllocatorCore
-
-@final
-class Items(AllocatorCore): ...  # type: ignore[misc]
