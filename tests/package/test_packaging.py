@@ -6,6 +6,7 @@ import os
 import pkgutil
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -144,3 +145,23 @@ else:
     raise AssertionError("imported")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_source_tree_says_that_it_is_not_built(tmp_path):
+    """A clone hides the installed package from a Python that starts in it."""
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "arenapy", tmp_path / "arenapy", ignore=unbuilt)
+
+    def last_line(*flags):
+        command = [sys.executable, *flags, "-c", "import arenapy"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.stderr.splitlines()[-1] if done.returncode else ""
+
+    (tmp_path / "pyproject.toml").touch()
+    message = last_line()
+    assert message.startswith("ImportError: You are importing arenapy from its source tree, ")
+    assert message.endswith(f"{sys.executable} -m pip install -e {tmp_path}")
+    assert not last_line("-P")
+    # An installed package that is incomplete names the missing file.
+    (tmp_path / "pyproject.toml").unlink()
+    assert last_line().startswith("ModuleNotFoundError: No module named 'arenapy.")
