@@ -1,5 +1,6 @@
 """What the tree and the installed package promise as a whole."""
 
+import ast
 import importlib
 import importlib.metadata
 import os
@@ -72,6 +73,17 @@ def test_every_pyx_is_built_and_has_a_stub():
     sources = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.pyx")}
     assert {source for extension in listed for source in extension["sources"]} == sources
     assert not [source for source in sources if not (ROOT / source).with_suffix(".pyi").exists()]
+
+
+def test_the_modules_compiled_for_speed_exist():
+    """A renamed one would silently be compiled as the others are."""
+    hook = ast.parse((ROOT / "arenapy" / "_build.py").read_text())
+    hot = next(node for node in hook.body if ast.unparse(node).startswith("HOT = "))
+    namespace = {}
+    exec(ast.unparse(hot), namespace)
+    assert namespace["HOT"]
+    for name in namespace["HOT"]:
+        assert (ROOT / name.replace(".", "/")).with_suffix(".pyx").exists(), name
 
 
 def test_public_names_exist_and_are_documented():
