@@ -15,11 +15,16 @@ if getattr(sys, "argv", [""])[:1] == ["-m"] and not sys.flags.safe_path:
     # first, are the program's that a command runs, and not for us.
     del sys.path[0]
 
-from arenapy._platform import require_supported
+from arenapy._platform import explain_source_tree, require_supported
 
 require_supported()
 
-from arenapy import pickling as _pickling  # noqa: E402, F401  # it teaches Buffers to be pickled
+try:
+    from arenapy import pickling as _pickling  # noqa: F401  # it teaches Buffers to be pickled
+except ModuleNotFoundError as error:
+    explain_source_tree(error)
+    raise
+
 from arenapy._version import __version__  # noqa: E402
 from arenapy.allocator.allocator import Allocator  # noqa: E402
 from arenapy.base.size_classes import SIZE_CLASSES, size_class  # noqa: E402

@@ -39,3 +39,24 @@ def in_main_interpreter() -> bool:
         import _xxsubinterpreters as interpreters  # type: ignore[import-not-found]
 
         return bool(interpreters.get_current() == interpreters.get_main())
+
+
+def explain_source_tree(error: ModuleNotFoundError) -> None:
+    """Say what to do if a compiled module is missing because this is the source tree.
+
+    Python searches the current folder first, so that a clone hides the package that is installed.
+
+    Raises
+    ------
+    ImportError
+        In place of `error`; not raised outside of a source tree, or if another package is missing.
+    """
+    from pathlib import Path  # not at every import
+
+    tree = Path(__file__).parents[1]
+    if (error.name or "").startswith("arenapy.") and (tree / "pyproject.toml").exists():
+        raise ImportError(
+            f"You are importing arenapy from its source tree, {tree}, and it is not built there "
+            f"for this Python. If arenapy is installed, start Python in another folder, or with "
+            f"the option -P. To use the tree itself: {sys.executable} -m pip install -e {tree}"
+        ) from error

@@ -1,11 +1,13 @@
 """What the tree and the installed package promise as a whole."""
 
+import ast
 import importlib
 import importlib.metadata
 import os
 import pkgutil
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -75,6 +77,17 @@ def test_every_pyx_is_built_and_has_a_stub():
     sources = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.pyx")}
     assert {source for extension in listed for source in extension["sources"]} == sources
     assert not [source for source in sources if not (ROOT / source).with_suffix(".pyi").exists()]
+
+
+def test_the_modules_compiled_for_speed_exist():
+    """A renamed one would silently be compiled as the others are."""
+    hook = ast.parse((ROOT / "arenapy" / "_build.py").read_text())
+    hot = next(node for node in hook.body if ast.unparse(node).startswith("HOT = "))
+    namespace = {}
+    exec(ast.unparse(hot), namespace)
+    assert namespace["HOT"]
+    for name in namespace["HOT"]:
+        assert (ROOT / name.replace(".", "/")).with_suffix(".pyx").exists(), name
 
 
 def test_public_names_exist_and_are_documented():
@@ -172,3 +185,23 @@ else:
     raise AssertionError("imported")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_source_tree_says_that_it_is_not_built(tmp_path):
+    """A clone hides the installed package from a Python that starts in it."""
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "arenapy", tmp_path / "arenapy", ignore=unbuilt)
+
+    def last_line(*flags):
+        command = [sys.executable, *flags, "-c", "import arenapy"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.stderr.splitlines()[-1] if done.returncode else ""
+
+    (tmp_path / "pyproject.toml").touch()
+    message = last_line()
+    assert message.startswith("ImportError: You are importing arenapy from its source tree, ")
+    assert message.endswith(f"{sys.executable} -m pip install -e {tmp_path}")
+    assert not last_line("-P")
+    # An installed package that is incomplete names the missing file.
+    (tmp_path / "pyproject.toml").unlink()
+    assert last_line().startswith("ModuleNotFoundError: No module named 'arenapy.")
