@@ -58,15 +58,20 @@ class StreamMachine(RuleBasedStateMachine):
         self.driver.memory.others[0] = 0
         self.context = self.driver.on(0)
         self.context.__enter__()
-        flags = (0, NON_BLOCKING, NON_BLOCKING)
-        self.handles = [1, *(self.driver.got("cuStreamCreate", ctypes.c_void_p, f) for f in flags)]
-        self.objects = {1: 1, **{handle: Wrapped(handle) for handle in self.handles[1:3]}}
+        self.handles = [1, *map(self.new_handle, (0, NON_BLOCKING, NON_BLOCKING))]
+        self.objects = {1: 1, **{handle: self.wrapped(handle) for handle in self.handles[1:3]}}
         self.objects[self.handles[3]] = self.handles[3]  # a plain integer
         self.allocator = self.make()
         self.blocks = []
         self.patterns = 0
         self.wrong = []
-        self.event = self.driver.got("cuEventCreate", ctypes.c_void_p, 2)
+
+    def new_handle(self, flags):
+        return self.driver.got("cuStreamCreate", ctypes.c_void_p, flags)
+
+    def wrapped(self, handle):
+        """The object that names a stream."""
+        return Wrapped(handle)
 
     def note(self, *what):
         os.write(self.trace, f"{what}\n".encode())
@@ -85,12 +90,19 @@ class StreamMachine(RuleBasedStateMachine):
         )
         block.writer = stream
 
+    def order(self, before, stream):
+        """What a stream is given from now on comes after what another one was given."""
+        if before in (None, stream):
+            return
+        mark = self.driver.got("cuEventCreate", ctypes.c_void_p, 2)
+        assert self.driver.call("cuEventRecord", mark, before) == 0
+        assert self.driver.call("cuStreamWaitEvent", stream, mark, 0) == 0
+        assert self.driver.call("cuEventDestroy", mark) == 0
+
     def check(self, block, stream):
         """In the order of what wrote it, which is its user's affair."""
         address, pattern = block.address, block.pattern
-        if block.writer not in (None, stream):
-            assert self.driver.call("cuEventRecord", self.event, block.writer) == 0
-            assert self.driver.call("cuStreamWaitEvent", stream, self.event, 0) == 0
+        self.order(block.writer, stream)
 
         def run():
             if peek(address, len(pattern)) != pattern:
@@ -166,9 +178,7 @@ class StreamMachine(RuleBasedStateMachine):
                 assert bytes(got) == block.pattern
             return
         handle = self.handles[stream]
-        if block.writer not in (None, handle):
-            self.driver.call("cuEventRecord", self.event, block.writer)
-            self.driver.call("cuStreamWaitEvent", handle, self.event, 0)
+        self.order(block.writer, handle)
         try:
             other = self.allocator.alloc(block.nbytes, stream=self.objects[handle])
         except OutOfMemory:

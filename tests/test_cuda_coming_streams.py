@@ -1,6 +1,6 @@
 """Streams that come and go, by any library's object, and Buffers of cuda.core, in any order.
 
-A stream that its object does not keep is destroyed once the blocks that it was named for are
+Streams also come by the hundred, for one block. A stream that its object does not keep is destroyed once the blocks that it was named for are
 released, as its user has to see to; its handle is the next stream's. Others end with their object.
 """
 
@@ -8,6 +8,7 @@ import gc
 
 import hypothesis.strategies as st
 import pytest
+from cuda_acts import Acting
 from cuda_machine import Block, StreamMachine
 from hypothesis.stateful import precondition, rule
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, destroy, new_handle
@@ -16,7 +17,11 @@ from test_cuda_resource import fake_core
 
 from arenapy import OutOfMemory, cuda
 
+HUNDRED = 100
+MOST_KEPT = 50  # streams of those that ended, by one block
 KINDS = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
+
+ENDING = sorted(KNOWN_OWNERS.keys() - {"torch"})  # torch never destroys a stream
 
 
 class Guest:
@@ -28,7 +33,7 @@ class Guest:
         self.blocks = []
 
 
-class ComingMachine(StreamMachine):
+class ComingMachine(Acting):
     def __init__(self):
         self.guests, self.lent = [], []
         super().__init__()
@@ -80,6 +85,28 @@ class ComingMachine(StreamMachine):
         guest.object = None
         if guest.kind in NOT_OWNERS:
             destroy(self.driver, guest.handle)
+
+    @precondition(lambda self: self.blocks)
+    @rule(block=StreamMachine.a_block, kind=st.sampled_from([*ENDING, None]),
+          steps=st.integers(0, 3))  # fmt: skip
+    def a_hundred(self, block, kind, steps):
+        """Streams that end with their object, each of which reads the same block."""
+        self.note("a hundred", block.address, kind, steps)
+        before = len(self.driver.stream_handles.things)
+        for i in range(HUNDRED):
+            if kind is None:
+                stream = cuda.Stream()
+                handle = stream.handle
+            else:
+                handle = new_handle(self.driver)
+                stream = KINDS[kind](self.driver, handle)
+            if i % 10 == 0:
+                self.check(block, handle)
+            block.buffer.record_stream(stream)
+            del stream
+            for _ in range(steps):
+                self.driver.step(-1)
+        assert len(self.driver.stream_handles.things) - before <= MOST_KEPT
 
     @precondition(lambda self: hasattr(self.allocator, "reset"))
     @rule(stream=st.none() | StreamMachine.streams)

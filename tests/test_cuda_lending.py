@@ -71,8 +71,7 @@ class LendingMachine(StreamMachine):
         self.note("interface", block.address, handle)
         number = block.buffer.__cuda_array_interface__["stream"]
         if number is not None:
-            assert self.driver.call("cuEventRecord", self.event, number) == 0
-            assert self.driver.call("cuStreamWaitEvent", handle, self.event, 0) == 0
+            self.order(number, handle)
         if stream == 2:  # which is not blocking
             block.buffer.record_stream(self.objects[handle])
         self.look(block.address, block.pattern, handle)
