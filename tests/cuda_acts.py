@@ -529,9 +529,7 @@ class Owner:
     def __init__(self, machine, library):
         self.machine, self.pattern = machine, machine.new_pattern()
         storage = Storage(machine, self.pattern)
-        self.array = library(
-            machine.driver, storage, lambda *_: machine.point("an array is asked")
-        )
+        self.array = library(machine.driver, storage, lambda *_: machine.point("an array is asked"))
 
     def swap(self):
         pattern = self.machine.new_pattern()
