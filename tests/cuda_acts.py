@@ -18,9 +18,9 @@ import ctypes
 import threading
 
 import hypothesis.strategies as st
-from cuda_machine import NON_BLOCKING, Block, StreamMachine, Wrapped
+from cuda_machine import NON_BLOCKING, Block, StreamMachine, Wrapped, one_of, when_there
 from hypothesis import event
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 from simulated_gpu import GLOBAL, RELAXED
 from support import peek, poke
 from test_cuda_storage import FREED, Both, Dlpack, N, Refusing, Torch
@@ -207,11 +207,12 @@ class Acting(StreamMachine):
     a_stream = st.none() | StreamMachine.streams
     housekeepers = st.lists(st.sampled_from(["trim", "stats"]), max_size=2)
 
-    @precondition(lambda self: self.blocks and self.act is None)
-    @rule(block=StreamMachine.a_block, stream=StreamMachine.streams, n=st.integers(1, 30),
+    @when_there(block=StreamMachine.a_block, stream=StreamMachine.streams, n=st.integers(1, 30),
           then=housekeepers, more=st.booleans())  # fmt: skip
     def meanwhile(self, block, stream, n, then, more):
         """What comes next is interrupted: another thread drops this, and may take some."""
+        if self.act is not None:
+            return  # something else is to be done in between
         handle, named = self.object_of(stream)
         self.note("meanwhile", block.address, handle, n, then, more)
         self.check(block, handle)
@@ -231,10 +232,13 @@ class Acting(StreamMachine):
 
         self.interrupt(n, act)
 
-    @precondition(lambda self: self.blocks and self.act is None)
-    @rule(block=StreamMachine.a_block, stream=a_stream, n=st.integers(1, 20), then=housekeepers)
+    @when_there(
+        block=StreamMachine.a_block, stream=a_stream, n=st.integers(1, 20), then=housekeepers
+    )
     def copy_under_attack(self, block, stream, n, then):
         """Another thread releases what is copied."""
+        if self.act is not None:
+            return  # something else is to be done in between
         handle, named = self.object_of(stream)
         self.note("copy under attack", block.address, handle, n, then)
         if self.HOST and stream is None:
@@ -253,13 +257,11 @@ class Acting(StreamMachine):
         self.act = None
         self.join()
 
-    @precondition(lambda self: self.blocks and self.act is None)
-    @rule(blocks=st.runner().flatmap(
-        lambda self: st.lists(st.sampled_from(self.blocks), min_size=1, max_size=3,
-                              unique_by=id)),
-        stream=a_stream, then=housekeepers)  # fmt: skip
-    def copy_batch(self, blocks, stream, then):
+    @when_there(first=StreamMachine.a_block, second=StreamMachine.a_block,
+                stream=a_stream, then=housekeepers)  # fmt: skip
+    def copy_batch(self, first, second, stream, then):
         """The iterable releases each as soon as it was yielded."""
+        blocks = [first] if first is second else [first, second]
         handle, named = self.object_of(stream)
         self.note("copy batch", [block.address for block in blocks], handle, then)
         targets = [self.fresh(block.nbytes, named) for block in blocks]
@@ -285,11 +287,10 @@ class Acting(StreamMachine):
 
     # ---- rules: captures ----
 
-    a_graph = st.runner().flatmap(lambda self: st.sampled_from(self.graphs))
+    a_graph = one_of(lambda self: self.graphs)
     inside = st.lists(st.sampled_from(["drop", "look", "step", "let go"]), max_size=3)
 
-    @precondition(lambda self: self.blocks or self.arrays)
-    @rule(source=st.runner().flatmap(lambda self: st.sampled_from(self.blocks + self.arrays)),
+    @when_there(source=one_of(lambda self: self.blocks + self.arrays),
           blocking=st.booleans(), named=st.booleans(), keep=st.booleans(), inside=inside,
           mode=st.sampled_from([GLOBAL, RELAXED]))  # fmt: skip
     def capture(self, source, blocking, named, keep, inside, mode):
@@ -301,6 +302,8 @@ class Acting(StreamMachine):
         buffer = self.fresh(len(pattern))
         if buffer is None:
             return
+        if "let go" in inside and self.borrowed:
+            self.use_loan(self.borrowed[-1], 0, False)  # on the legacy stream
         self.driver.begin_capture(stream.handle_, mode)
         copied = True
         try:
@@ -339,8 +342,7 @@ class Acting(StreamMachine):
         elif act == "let go" and self.borrowed:
             self.borrowed.pop().buffer = None
 
-    @precondition(lambda self: self.graphs)
-    @rule(graph=a_graph, stream=StreamMachine.streams)
+    @when_there(graph=a_graph, stream=StreamMachine.streams)
     def replay(self, graph, stream):
         handle = self.handles[stream]
         self.note("replay", graph.handle, handle)
@@ -352,8 +354,7 @@ class Acting(StreamMachine):
             self.blocks.append(target)
         graph.replayed = True
 
-    @precondition(lambda self: self.graphs)
-    @rule(graph=a_graph)
+    @when_there(graph=a_graph)
     def destroy_graph(self, graph):
         self.note("destroy graph", graph.handle)
         self.graphs.remove(graph)
@@ -361,26 +362,26 @@ class Acting(StreamMachine):
 
     # ---- rules: other libraries' arrays ----
 
-    an_array = st.runner().flatmap(lambda self: st.sampled_from(self.arrays))
-    a_loan = st.runner().flatmap(lambda self: st.sampled_from(self.borrowed))
+    an_array = one_of(lambda self: self.arrays)
+    a_loan = one_of(lambda self: self.borrowed)
 
     @rule(library=st.sampled_from(LIBRARIES))
     def meet(self, library):
         self.note("meet", library.__name__)
         self.arrays.append(Owner(self, library))
 
-    @precondition(lambda self: self.arrays)
-    @rule(owner=an_array)
+    @when_there(owner=an_array)
     def swap(self, owner):
         """`t.data = other`: nobody but who keeps the storage has the old one."""
         self.note("swap")
         owner.swap()
 
-    @precondition(lambda self: self.arrays and self.act is None)
-    @rule(owner=an_array, stream=a_stream, n=st.integers(0, 20),
+    @when_there(owner=an_array, stream=a_stream, n=st.integers(0, 20),
           call=st.none() | st.sampled_from(LATER))  # fmt: skip
     def copy_from_array(self, owner, stream, n, call):
         """Its owner may exchange the storage meanwhile; or it is queued, and then a call fails."""
+        if self.act is not None:
+            return  # something else is to be done in between
         handle, named = self.object_of(stream)
         self.note("copy from an array", handle, n, call)
         buffer = self.fresh(N, named)
@@ -410,16 +411,14 @@ class Acting(StreamMachine):
             if self.HOST or handle is None:
                 buffer.record_stream(named or LEGACY)
 
-    @precondition(lambda self: self.arrays)
-    @rule(owner=an_array, stream=a_stream)
+    @when_there(owner=an_array, stream=a_stream)
     def borrow(self, owner, stream):
         handle, named = self.object_of(stream)
         self.note("borrow", handle)
         buffer = cuda.asbuffer(owner.array, stream=named)
         self.borrowed.append(Block(buffer, owner.pattern, None))
 
-    @precondition(lambda self: self.borrowed)
-    @rule(loan=a_loan, stream=StreamMachine.streams, go=st.booleans())
+    @when_there(loan=a_loan, stream=StreamMachine.streams, go=st.booleans())
     def use_loan(self, loan, stream, go):
         handle, named = self.object_of(stream)
         self.note("use a loan", loan.address, handle)
@@ -444,8 +443,7 @@ class Acting(StreamMachine):
             self.failing = None
             self.driver.fails.clear()
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=StreamMachine.a_block, stream=a_stream, call=st.sampled_from(LATER),
+    @when_there(block=StreamMachine.a_block, stream=a_stream, call=st.sampled_from(LATER),
           out=st.booleans(), keep=st.booleans())  # fmt: skip
     def copy_that_fails(self, block, stream, call, out, keep):
         """To or from memory elsewhere; it is done all the same."""
@@ -473,8 +471,9 @@ class Acting(StreamMachine):
         if stream is not None:
             self.check(self.copied(buffer, block, handle), handle)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=StreamMachine.a_block, stream=StreamMachine.streams, call=st.sampled_from(LATER))
+    @when_there(
+        block=StreamMachine.a_block, stream=StreamMachine.streams, call=st.sampled_from(LATER)
+    )
     def drop_that_fails(self, block, stream, call):
         handle, named = self.object_of(stream)
         self.note("drop that fails", block.address, handle, call)

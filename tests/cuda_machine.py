@@ -7,6 +7,7 @@ out again before, their next owner writes another pattern, and the check sees th
 """
 
 import ctypes
+import functools
 import os
 import tempfile
 
@@ -20,7 +21,35 @@ from arenapy import OutOfMemory
 from arenapy.cuda.stream_ref import OWNERS
 
 NON_BLOCKING = 1
+NOTHING = object()
 TRACE = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
+
+
+def one_of(things):
+    """A strategy for one of `things(machine)`, or NOTHING.
+
+    What is drawn for it does not depend on how many there are: that may be another thread's to say.
+    """
+    return st.tuples(st.runner(), st.integers(0, 99)).map(lambda drawn: pick(things, *drawn))
+
+
+def pick(things, machine, n):
+    there = things(machine)
+    return there[n % len(there)] if there else NOTHING
+
+
+def when_there(**arguments):
+    """A rule that does nothing if one of its arguments is NOTHING."""
+
+    def add(function):
+        @functools.wraps(function)
+        def act(self, *given, **drawn):
+            if not any(one is NOTHING for one in drawn.values()):
+                function(self, *given, **drawn)
+
+        return rule(**arguments)(act)
+
+    return add
 
 
 class Wrapped:
@@ -113,7 +142,7 @@ class StreamMachine(RuleBasedStateMachine):
     # ---- rules ----
 
     streams = st.integers(0, 3)
-    a_block = st.runner().flatmap(lambda self: st.sampled_from(self.blocks))
+    a_block = one_of(lambda self: self.blocks)
 
     @rule(nbytes=st.sampled_from(SIZES), stream=st.none() | streams, mine=st.booleans())
     def allocate(self, nbytes, stream, mine):
@@ -136,8 +165,7 @@ class StreamMachine(RuleBasedStateMachine):
                 buffer.record_stream(1)
         self.blocks.append(block)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=streams, record=st.booleans())
+    @when_there(block=a_block, stream=streams, record=st.booleans())
     def read(self, block, stream, record):
         """By a kernel, of which the Buffer is told, now or when it is released."""
         handle = self.handles[stream]
@@ -155,8 +183,7 @@ class StreamMachine(RuleBasedStateMachine):
             block.buffer.release(stream)
         block.buffer = None
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=streams)
+    @when_there(block=a_block, stream=streams)
     def record(self, block, stream):
         """And go on using it."""
         handle = self.handles[stream]
@@ -164,8 +191,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.check(block, handle)
         block.buffer.record_stream(self.objects[handle])
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=st.none() | streams, keep=st.booleans())
+    @when_there(block=a_block, stream=st.none() | streams, keep=st.booleans())
     def copy(self, block, stream, keep):
         """By arenapy, which knows the stream that way."""
         self.note("copy", block.address, stream, keep)
@@ -190,8 +216,7 @@ class StreamMachine(RuleBasedStateMachine):
         if keep:
             self.blocks.append(copied)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block)
+    @when_there(block=a_block)
     def drop(self, block):
         self.note("drop", block.address)
         self.forget(block)

@@ -1,7 +1,8 @@
 """Streams that come and go, by any library's object, and Buffers of cuda.core, in any order.
 
-Streams also come by the hundred, for one block. A stream that its object does not keep is destroyed once the blocks that it was named for are
-released, as its user has to see to; its handle is the next stream's. Others end with their object.
+They come by the hundred, too, for one block. A stream that its object does not keep is destroyed
+once the blocks that it was named for are released, as its user has to see to; its handle is the
+next stream's. Others end with their object.
 """
 
 import gc
@@ -9,7 +10,7 @@ import gc
 import hypothesis.strategies as st
 import pytest
 from cuda_acts import Acting
-from cuda_machine import Block, StreamMachine
+from cuda_machine import Block, StreamMachine, one_of, when_there
 from hypothesis.stateful import precondition, rule
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, destroy, new_handle
 from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
@@ -39,15 +40,14 @@ class ComingMachine(Acting):
         super().__init__()
         self.resource = cuda.memory_resource(self.allocator)
 
-    a_guest = st.runner().flatmap(lambda self: st.sampled_from(self.guests))
+    a_guest = one_of(lambda self: self.guests)
 
     @rule(kind=st.sampled_from(sorted(KINDS)))
     def come(self, kind):
         self.note("come", kind)
         self.guests.append(Guest(self.driver, kind))
 
-    @precondition(lambda self: self.guests)
-    @rule(guest=a_guest, nbytes=st.sampled_from(StreamMachine.SIZES))
+    @when_there(guest=a_guest, nbytes=st.sampled_from(StreamMachine.SIZES))
     def allocate_for(self, guest, nbytes):
         self.note("allocate for", guest.kind, nbytes)
         try:
@@ -62,8 +62,7 @@ class ComingMachine(Acting):
         self.write(block, handle)
         return block
 
-    @precondition(lambda self: self.blocks and self.guests)
-    @rule(guest=a_guest, block=StreamMachine.a_block)
+    @when_there(guest=a_guest, block=StreamMachine.a_block)
     def read_by(self, guest, block):
         """Of which the block is told; its user drops it before the stream is destroyed."""
         self.note("read by", guest.kind, block.address)
@@ -72,8 +71,7 @@ class ComingMachine(Acting):
         self.blocks.remove(block)
         guest.blocks.append(block)
 
-    @precondition(lambda self: self.guests)
-    @rule(guest=a_guest)
+    @when_there(guest=a_guest)
     def go(self, guest):
         self.note("go", guest.kind)
         self.guests.remove(guest)
@@ -86,8 +84,7 @@ class ComingMachine(Acting):
         if guest.kind in NOT_OWNERS:
             destroy(self.driver, guest.handle)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=StreamMachine.a_block, kind=st.sampled_from([*ENDING, None]),
+    @when_there(block=StreamMachine.a_block, kind=st.sampled_from([*ENDING, None]),
           steps=st.integers(0, 3))  # fmt: skip
     def a_hundred(self, block, kind, steps):
         """Streams that end with their object, each of which reads the same block."""
@@ -127,9 +124,10 @@ class ComingMachine(Acting):
         buffer.address, buffer.nbytes = buffer.handle, buffer.size
         self.lent.append(self.write_new(Block(buffer, 1, None), handle))
 
-    @precondition(lambda self: self.lent)
-    @rule(which=st.integers(0, 9), stream=StreamMachine.streams)
+    @when_there(which=st.integers(0, 9), stream=StreamMachine.streams)
     def take_back(self, which, stream):
+        if not self.lent:
+            return
         block = self.lent.pop(which % len(self.lent))
         self.note("take back", block.address)
         self.check(block, self.handles[stream])

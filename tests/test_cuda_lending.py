@@ -8,9 +8,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from capsules import Consumer
-from cuda_machine import StreamMachine
+from cuda_machine import StreamMachine, one_of, when_there
 from hypothesis import event
-from hypothesis.stateful import precondition, rule
 from support import peek
 from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
 
@@ -37,8 +36,9 @@ class LendingMachine(StreamMachine):
 
         self.driver.launch(handle, run, [(address, len(pattern))])
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=streams, new=st.booleans(), copy=st.booleans(), go=st.booleans())
+    @when_there(
+        block=a_block, stream=streams, new=st.booleans(), copy=st.booleans(), go=st.booleans()
+    )
     def lend(self, block, stream, new, copy, go):
         handle = self.handles[stream]
         self.note("lend", block.address, handle, copy)
@@ -55,8 +55,7 @@ class LendingMachine(StreamMachine):
         if go:
             self.forget(block)
 
-    @precondition(lambda self: self.lent)
-    @rule(lent=st.runner().flatmap(lambda self: st.sampled_from(self.lent)))
+    @when_there(lent=one_of(lambda self: self.lent))
     def let_go(self, lent):
         """With something queued."""
         self.note("let go", lent.address)
@@ -64,8 +63,7 @@ class LendingMachine(StreamMachine):
         lent.consumer.delete()
         self.lent.remove(lent)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=st.integers(0, 2), go=st.booleans())
+    @when_there(block=a_block, stream=st.integers(0, 2), go=st.booleans())
     def read_the_interface(self, block, stream, go):
         handle = self.handles[stream]
         self.note("interface", block.address, handle)
@@ -78,8 +76,7 @@ class LendingMachine(StreamMachine):
         if go:
             self.forget(block)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block)
+    @when_there(block=a_block)
     def to_the_host(self, block):
         self.note("to the host", block.address)
         assert np.from_dlpack(block.buffer, device="cpu", copy=True).tobytes() == block.pattern
