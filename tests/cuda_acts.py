@@ -88,6 +88,7 @@ class Acting(StreamMachine):
         self.storages = self.driver.got("cuMemAlloc", ctypes.c_uint64, STORAGES * N)
         self.n_storages = 0
         self.driver.before_call = self.point
+        self.arrays.append(Owner(self, Torch))
 
     # ---- what happens in between ----
 
@@ -202,6 +203,13 @@ class Acting(StreamMachine):
         copy.pattern = block.pattern
         return copy
 
+    @rule(n=st.integers(1, 30))
+    def newest_first(self, n):
+        """What was given last runs first, as far as it may."""
+        self.note("newest first", n)
+        for _ in range(n):
+            self.driver.step(-1)
+
     # ---- rules: threads, iterables, callbacks ----
 
     a_stream = st.none() | StreamMachine.streams
@@ -292,17 +300,22 @@ class Acting(StreamMachine):
 
     @when_there(source=one_of(lambda self: self.blocks + self.arrays),
           blocking=st.booleans(), named=st.booleans(), keep=st.booleans(), inside=inside,
-          mode=st.sampled_from([GLOBAL, RELAXED]))  # fmt: skip
-    def capture(self, source, blocking, named, keep, inside, mode):
+          mode=st.sampled_from([GLOBAL, RELAXED]), former=st.booleans())  # fmt: skip
+    def capture(self, source, blocking, named, keep, inside, mode, former):
         """A copy to memory that was somebody's until now, whose kernels may be under way."""
         of_array = source in self.arrays
         stream = self.capturing[blocking]
         pattern = bytes([source.pattern]) * N if of_array else source.pattern
         self.note("capture", len(pattern), blocking, named, keep, inside, mode)
+        if former and not self.HOST and (before := self.fresh(len(pattern))) is not None:
+            self.written(before, LEGACY)
+            del before
         buffer = self.fresh(len(pattern))
         if buffer is None:
             return
-        if "let go" in inside and self.borrowed:
+        if "let go" in inside:
+            if not self.borrowed:
+                self.borrow(self.arrays[0], 2)
             self.use_loan(self.borrowed[-1], 0, False)  # on the legacy stream
         self.driver.begin_capture(stream.handle_, mode)
         copied = True
@@ -461,6 +474,7 @@ class Acting(StreamMachine):
             self.check(far_block, handle or LEGACY)
             if not keep:
                 self.forget(block)
+                self.victim(block.nbytes)
             return
         poke(far.address, far.nbytes, block.pattern[0])
         buffer = self.fresh(block.nbytes, named)
@@ -470,6 +484,8 @@ class Acting(StreamMachine):
             buffer.copy_from(far, stream=named)
         if stream is not None:
             self.check(self.copied(buffer, block, handle), handle)
+        del buffer
+        self.victim(block.nbytes)
 
     @when_there(
         block=StreamMachine.a_block, stream=StreamMachine.streams, call=st.sampled_from(LATER)
@@ -481,6 +497,7 @@ class Acting(StreamMachine):
         block.buffer.record_stream(named)
         with self.failure(call, later=False):
             self.forget(block)
+        self.victim(block.nbytes)
 
     # ---- the end ----
 
