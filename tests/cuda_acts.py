@@ -300,8 +300,9 @@ class Acting(StreamMachine):
 
     @when_there(source=one_of(lambda self: self.blocks + self.arrays),
           blocking=st.booleans(), named=st.booleans(), keep=st.booleans(), inside=inside,
-          mode=st.sampled_from([GLOBAL, RELAXED]), former=st.booleans())  # fmt: skip
-    def capture(self, source, blocking, named, keep, inside, mode, former):
+          mode=st.sampled_from([GLOBAL, RELAXED]), former=st.booleans(),
+        then=st.none() | StreamMachine.streams)  # fmt: skip
+    def capture(self, source, blocking, named, keep, inside, mode, former, then):
         """A copy to memory that was somebody's until now, whose kernels may be under way."""
         of_array = source in self.arrays
         stream = self.capturing[blocking]
@@ -341,6 +342,8 @@ class Acting(StreamMachine):
         if copied:
             writer = None if of_array else source.writer
             self.graphs.append(Graph(graph, target, writer))
+            if then is not None:
+                self.replay(self.graphs[-1], then, True)
         else:
             self.driver.destroy_graph(graph)
 
@@ -355,8 +358,9 @@ class Acting(StreamMachine):
         elif act == "let go" and self.borrowed:
             self.borrowed.pop().buffer = None
 
-    @when_there(graph=a_graph, stream=StreamMachine.streams)
-    def replay(self, graph, stream):
+    @when_there(graph=a_graph, stream=StreamMachine.streams, at_once=st.booleans())
+    def replay(self, graph, stream, at_once):
+        """`at_once`: the graph runs as soon as it may, before what was given earlier."""
         handle = self.handles[stream]
         self.note("replay", graph.handle, handle)
         self.order(graph.source, handle)
@@ -366,6 +370,10 @@ class Acting(StreamMachine):
         if target.buffer is not None and not graph.replayed and not target.buffer.closed:
             self.blocks.append(target)
         graph.replayed = True
+        if at_once:
+            self.newest_first(30)
+            if target in self.blocks:
+                self.check(target, handle)
 
     @when_there(graph=a_graph)
     def destroy_graph(self, graph):
