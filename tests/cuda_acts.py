@@ -175,6 +175,7 @@ class Acting(StreamMachine):
 
     def victim(self, nbytes):
         """Somebody gets memory without a stream, and writes it as soon as can be."""
+        self.allocator.stats()  # what is over is free
         with contextlib.suppress(OutOfMemory):
             buffer = self.allocator.alloc(nbytes)
             self.blocks.append(self.written(buffer, None if self.HOST else LEGACY))
