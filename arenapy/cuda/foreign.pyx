@@ -124,6 +124,19 @@ cdef Foreign as_described(object thing, object described):
     return array
 
 
+@cython.final
+cdef class Exported:
+    """A capsule that is only kept. Internal."""
+
+    cdef object capsule
+
+    def __dealloc__(self):
+        self.capsule = None                  # here, and not with an exception on its way
+
+
+seal(Exported)
+
+
 cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
     """Its capsule keeps what the object may let go of, and tells its library who waits for it.
 
@@ -131,6 +144,7 @@ cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
     refuses has said all it will. False: its memory is another one.
     """
     cdef DLTensor* tensor
+    cdef Exported kept
     try:
         capsule = exported(thing, arguments_for(thing, stream, array.producer is None))
         if PyCapsule_IsValid(capsule, "dltensor_versioned"):
@@ -142,7 +156,9 @@ cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
         return True
     if <uint64_t><uintptr_t>tensor.data + tensor.byte_offset != array.address:
         return False                         # exchanged since it was described, or it is a copy
-    array.owner = (thing, capsule)
+    kept = Exported.__new__(Exported)
+    kept.capsule = capsule
+    array.owner = (thing, kept)
     return True
 
 

@@ -350,10 +350,11 @@ cdef int keep(StreamRef found, object stream) except -1:
 cdef list known_in(void* context):
     cdef list found = []
     cdef StreamRef one
-    with knowing:
-        items = list(known.items())
-    for key, one in items:
-        if (key[0] == generation and one.context == context
+    # A copy of the dict below: to look one up, in another thread or by the collector, may drop what
+    # is gone, which is an error in a loop over the items.
+    for key, ref in known.data.copy().items():
+        one = ref()
+        if (one is not None and key[0] == generation and one.context == context
                 and (one.lasting or one.of_allocator) and not one.fence):
             found.append(one)
     return found

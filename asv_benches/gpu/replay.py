@@ -272,7 +272,7 @@ def machine():
     found = {"python": platform.python_version(), "device": "none"}
     try:
         found["device"] = ", ".join(one.name for one in cuda.devices()) or "none"
-    except cuda.Unavailable as error:
+    except (cuda.Unavailable, cuda.CudaError, MemoryError) as error:  # others may have it all
         found["device"] = f"none: {error}"
     for name in (OURS, *PEERS):
         found[name] = HEAPS[name].version()

@@ -311,6 +311,7 @@ NEVER_SEEN = {
     "arenapy.allocator.allocator.Allocator", "arenapy.buffer.block.CountShard",
     "arenapy.buffer.block.Block",
     "arenapy.buffer.block.MemoryOwner", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
+    "arenapy.cuda.foreign.Exported",
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
     "arenapy.cuda.ordering.Ordering", "arenapy.cuda.retained.Retained",
     "arenapy.cuda.stream_ref.OwnStream", "arenapy.cuda.fence.GraphFence",

@@ -11,7 +11,7 @@ import threading
 import pytest
 from cuda_machine import Wrapped
 from cuda_support import LEGACY, MIB, content, new_stream, only_one, slowly_fill, take
-from helpers import peek
+from helpers import in_threads, peek
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda.stream_ref import OWNERS
@@ -302,3 +302,32 @@ def test_its_code_runs_while_nobody_waits_for_this_thread(gpu, name, which):
     take(one).release()
     stream.asked = None
     assert asked and not any(stuck)
+
+
+def test_streams_that_end_while_others_are_looked_up(gpu, frequent_switches):
+    """All that are known are looked at when a stream is named first in its capture."""
+    streams = [cuda.Stream() for _ in range(1000)]
+    block = Pool(4 * MIB, cuda.Device(), stream=streams[0]).alloc(4096)
+    captured, ends = new_stream(gpu), threading.Event()
+    gpu.begin_capture(captured.handle_)
+
+    def name():
+        try:
+            with gpu.on(0):
+                for _ in range(1500):
+                    block.record_stream(captured.handle_)
+        finally:
+            ends.set()
+
+    def come_and_go():
+        with gpu.on(0):
+            while not ends.is_set():
+                others = [cuda.Stream() for _ in range(50)]
+                while others and not ends.is_set():
+                    others.pop()  # it ends
+                    block.record_stream(LEGACY)
+
+    try:
+        in_threads(name, come_and_go)
+    finally:
+        gpu.destroy_graph(gpu.end_capture(captured.handle_))

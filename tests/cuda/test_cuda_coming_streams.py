@@ -1,14 +1,16 @@
 """Streams that come and go, by any library's object, and Buffers of cuda.core, in any order.
 
-A stream that its object does not keep is destroyed once the blocks that it was named for are
-released, as its user has to see to; its handle is the next stream's. Others end with their object.
+They come by the hundred, too, for one block. A stream that its object does not keep is destroyed
+once the blocks that it was named for are released, as its user has to see to; its handle is the
+next stream's. Others end with their object.
 """
 
 import gc
 
 import hypothesis.strategies as st
 import pytest
-from cuda_machine import Block, StreamMachine
+from cuda_acts import Acting
+from cuda_machine import Block, StreamMachine, one_of, when_there
 from hypothesis.stateful import precondition, rule
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, destroy, new_handle
 from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
@@ -16,7 +18,11 @@ from test_cuda_resource import fake_core
 
 from arenapy import OutOfMemory, cuda
 
+HUNDRED = 100
+MOST_KEPT = 50  # streams of those that ended, by one block
 KINDS = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
+
+ENDING = sorted(KNOWN_OWNERS.keys() - {"torch"})  # torch never destroys a stream
 
 
 class Guest:
@@ -28,21 +34,20 @@ class Guest:
         self.blocks = []
 
 
-class ComingMachine(StreamMachine):
+class ComingMachine(Acting):
     def __init__(self):
         self.guests, self.lent = [], []
         super().__init__()
         self.resource = cuda.memory_resource(self.allocator)
 
-    a_guest = st.runner().flatmap(lambda self: st.sampled_from(self.guests))
+    a_guest = one_of(lambda self: self.guests)
 
     @rule(kind=st.sampled_from(sorted(KINDS)))
     def come(self, kind):
         self.note("come", kind)
         self.guests.append(Guest(self.driver, kind))
 
-    @precondition(lambda self: self.guests)
-    @rule(guest=a_guest, nbytes=st.sampled_from(StreamMachine.SIZES))
+    @when_there(guest=a_guest, nbytes=st.sampled_from(StreamMachine.SIZES))
     def allocate_for(self, guest, nbytes):
         self.note("allocate for", guest.kind, nbytes)
         try:
@@ -57,8 +62,7 @@ class ComingMachine(StreamMachine):
         self.write(block, handle)
         return block
 
-    @precondition(lambda self: self.blocks and self.guests)
-    @rule(guest=a_guest, block=StreamMachine.a_block)
+    @when_there(guest=a_guest, block=StreamMachine.a_block)
     def read_by(self, guest, block):
         """Of which the block is told; its user drops it before the stream is destroyed."""
         self.note("read by", guest.kind, block.address)
@@ -67,8 +71,7 @@ class ComingMachine(StreamMachine):
         self.blocks.remove(block)
         guest.blocks.append(block)
 
-    @precondition(lambda self: self.guests)
-    @rule(guest=a_guest)
+    @when_there(guest=a_guest)
     def go(self, guest):
         self.note("go", guest.kind)
         self.guests.remove(guest)
@@ -80,6 +83,27 @@ class ComingMachine(StreamMachine):
         guest.object = None
         if guest.kind in NOT_OWNERS:
             destroy(self.driver, guest.handle)
+
+    @when_there(block=StreamMachine.a_block, kind=st.sampled_from([*ENDING, None]),
+          steps=st.integers(0, 3))  # fmt: skip
+    def a_hundred(self, block, kind, steps):
+        """Streams that end with their object, each of which reads the same block."""
+        self.note("a hundred", block.address, kind, steps)
+        before = len(self.driver.stream_handles.things)
+        for i in range(HUNDRED):
+            if kind is None:
+                stream = cuda.Stream()
+                handle = stream.handle
+            else:
+                handle = new_handle(self.driver)
+                stream = KINDS[kind](self.driver, handle)
+            if i % 10 == 0:
+                self.check(block, handle)
+            block.buffer.record_stream(stream)
+            del stream
+            for _ in range(steps):
+                self.driver.step(-1)
+        assert len(self.driver.stream_handles.things) - before <= MOST_KEPT
 
     @precondition(lambda self: hasattr(self.allocator, "reset"))
     @rule(stream=st.none() | StreamMachine.streams)
@@ -100,9 +124,10 @@ class ComingMachine(StreamMachine):
         buffer.address, buffer.nbytes = buffer.handle, buffer.size
         self.lent.append(self.write_new(Block(buffer, 1, None), handle))
 
-    @precondition(lambda self: self.lent)
-    @rule(which=st.integers(0, 9), stream=StreamMachine.streams)
+    @when_there(which=st.integers(0, 9), stream=StreamMachine.streams)
     def take_back(self, which, stream):
+        if not self.lent:
+            return
         block = self.lent.pop(which % len(self.lent))
         self.note("take back", block.address)
         self.check(block, self.handles[stream])

@@ -8,10 +8,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from capsules import Consumer
-from cuda_machine import StreamMachine
+from cuda_machine import StreamMachine, one_of, when_there
 from helpers import peek
 from hypothesis import event
-from hypothesis.stateful import precondition, rule
 from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
 
 from arenapy import OutOfMemory
@@ -37,8 +36,9 @@ class LendingMachine(StreamMachine):
 
         self.driver.launch(handle, run, [(address, len(pattern))])
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=streams, new=st.booleans(), copy=st.booleans(), go=st.booleans())
+    @when_there(
+        block=a_block, stream=streams, new=st.booleans(), copy=st.booleans(), go=st.booleans()
+    )
     def lend(self, block, stream, new, copy, go):
         handle = self.handles[stream]
         self.note("lend", block.address, handle, copy)
@@ -55,8 +55,7 @@ class LendingMachine(StreamMachine):
         if go:
             self.forget(block)
 
-    @precondition(lambda self: self.lent)
-    @rule(lent=st.runner().flatmap(lambda self: st.sampled_from(self.lent)))
+    @when_there(lent=one_of(lambda self: self.lent))
     def let_go(self, lent):
         """With something queued."""
         self.note("let go", lent.address)
@@ -64,23 +63,20 @@ class LendingMachine(StreamMachine):
         lent.consumer.delete()
         self.lent.remove(lent)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=st.integers(0, 2), go=st.booleans())
+    @when_there(block=a_block, stream=st.integers(0, 2), go=st.booleans())
     def read_the_interface(self, block, stream, go):
         handle = self.handles[stream]
         self.note("interface", block.address, handle)
         number = block.buffer.__cuda_array_interface__["stream"]
         if number is not None:
-            assert self.driver.call("cuEventRecord", self.event, number) == 0
-            assert self.driver.call("cuStreamWaitEvent", handle, self.event, 0) == 0
+            self.order(number, handle)
         if stream == 2:  # which is not blocking
             block.buffer.record_stream(self.objects[handle])
         self.look(block.address, block.pattern, handle)
         if go:
             self.forget(block)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block)
+    @when_there(block=a_block)
     def to_the_host(self, block):
         self.note("to the host", block.address)
         assert np.from_dlpack(block.buffer, device="cpu", copy=True).tobytes() == block.pattern

@@ -1,7 +1,7 @@
 """Bytes that a stream is at work on are nobody else's: every allocator, every kind of memory."""
 
 import pytest
-from cuda_machine import StreamMachine
+from cuda_acts import Acting
 from hypothesis import settings
 
 from arenapy import Bump, Pool, Slab, cuda
@@ -9,7 +9,7 @@ from arenapy import Bump, Pool, Slab, cuda
 MIB = 1 << 20
 
 
-def machine(name, host, allocator, source, base=StreamMachine):
+def machine(name, host, allocator, source, base=Acting):
     def make(self):
         self.driver.attributes[91] = 1  # the device sees registered memory at its address
         return allocator(source())

@@ -218,3 +218,17 @@ def test_in_a_capture_nobody_is_asked_to_wait(gpu, library):
         gpu.drain()
         assert set(peek(block.address, N)) == {OURS}, "the graph's, as long as that is there"
     gpu.destroy_graph(graph)
+
+
+@pytest.mark.parametrize("operate", [copies_from, copies_a_batch])
+def test_a_call_that_is_refused_says_why(gpu, operate):
+    """The end of a library's capsule may clear an exception that is on its way."""
+    captured = new_stream(gpu, 0)
+    block = Pool(4 * MIB, cuda.Device()).alloc(N)
+    array = Both(gpu, Storage(gpu, OURS), Points())
+    gpu.begin_capture(captured.handle_)
+    with pytest.raises(cuda.CudaError, match="legacy default stream"):
+        operate(block, array, captured)
+    graph = gpu.end_capture(captured.handle_)
+    assert graph
+    gpu.destroy_graph(graph)

@@ -86,8 +86,10 @@ def test_a_thread_that_synchronizes(gpu):
     def synchronize():
         done(gpu.driver.cuCtxPushCurrent(gpu.context))  # a Gpu() would load kernels meanwhile
         napping.began.set()
-        gpu.synchronize()
-        napping.ended.set()
+        try:
+            gpu.synchronize()
+        finally:
+            napping.ended.set()  # or the other thread would go on for ever
         done(gpu.driver.cuCtxPopCurrent())
 
     gpu.write_slowly(stream, 0, 0, 0, 300_000, 1)

@@ -11,6 +11,11 @@ from arenapy import Bump, Pool, cuda
 
 KIB, MIB = 1 << 10, 1 << 20
 
+# Raised in the code of other libraries, with a NumPy that is newer than they are.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The 'generic' unit for NumPy timedelta:DeprecationWarning"
+)
+
 
 @pytest.fixture
 def gpu():

@@ -130,19 +130,28 @@ def test_exhaustion_is_an_error_that_changes_nothing(allocator):
     assert len(again) == n
 
 
+def allocation_at(gpu, address):
+    """How large the driver says the allocation is in which that address lies; 0: in none.
+
+    What is free on the device depends on all that use it.
+    """
+    error, _, nbytes = gpu.driver.cuMemGetAddressRange(address)
+    assert error.name in ("CUDA_SUCCESS", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_FOUND")
+    return nbytes if error.name == "CUDA_SUCCESS" else 0
+
+
 def test_given_back_memory_is_the_devices_again(gpu):
     """Regions go when their allocator and its blocks have gone."""
-    gc.collect()
-    before = cuda.memory_info().free_bytes
     pool = Pool(2 * GIB, cuda.Device(), GIB)
     block = pool.alloc(100 * MIB)
-    assert cuda.memory_info().free_bytes <= before - GIB
+    address = block.address
+    assert allocation_at(gpu, address) == GIB
     del pool
     gc.collect()
-    assert cuda.memory_info().free_bytes <= before - GIB
+    assert allocation_at(gpu, address) == GIB
     del block
     gc.collect()
-    assert cuda.memory_info().free_bytes >= before - 16 * MIB
+    assert allocation_at(gpu, address) == 0
 
 
 def test_out_of_device_memory_and_recovery(gpu):
@@ -174,14 +183,19 @@ def test_pinning_is_bounded(gpu):
 
 
 def test_the_drivers_pool_keeps_and_gives_back(gpu):
+    """Seen by what is free, which others change: one try in which they do not is enough."""
     source = cuda.DriverPool()
-    region = source.region(512 * MIB)
-    before = cuda.memory_info().free_bytes
-    region.close()
-    del region
-    assert abs(cuda.memory_info().free_bytes - before) < 64 * MIB
-    source.trim()
-    assert cuda.memory_info().free_bytes >= before + 400 * MIB
+    for last in [False] * 9 + [True]:
+        region = source.region(512 * MIB)
+        before = cuda.memory_info().free_bytes
+        region.close()
+        del region
+        kept = abs(cuda.memory_info().free_bytes - before) < 64 * MIB
+        source.trim()
+        given_back = cuda.memory_info().free_bytes >= before + 400 * MIB
+        if kept and given_back:
+            return
+        assert not last, (kept, given_back)
 
 
 def test_managed_memory_moves(gpu):

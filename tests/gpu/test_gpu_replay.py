@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_support import a_gpu
+from simulated_memory import OUT_OF_MEMORY
 
 import arenapy
 from arenapy import trace
@@ -187,6 +188,14 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu_replay.main(["--with", "malloc"])
     assert "'malloc' is none of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["cuDevicePrimaryCtxRetain", "cuMemGetInfo"])
+def test_a_device_whose_memory_others_have(call):
+    """Not even its name can be had, and the figures of "loop" need none."""
+    with a_gpu() as gpu:
+        gpu.fails[call] = OUT_OF_MEMORY
+        assert "OUT_OF_MEMORY" in gpu_replay.machine()["device"]
 
 
 @pytest.mark.parametrize("name", ["arenapy", "arenapy-class", "arenapy-driver-pool"])

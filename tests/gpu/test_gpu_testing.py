@@ -40,6 +40,7 @@ from real_streams import RealStreams
 from arenapy import cuda
 
 STREAMS = 3
+SECONDS = 300  # for what may not come back from an illegal address
 VERY_SLOW = 2_000  # microseconds that a kernel takes
 #: Of a GPU's time; a failing machine takes longer, since it is made smaller.
 FEW = settings(
@@ -197,7 +198,8 @@ with WorkingGpu() as gpu:
 @pytest.mark.xfail(reason="driver 580: kernels meet an illegal address in pools of pinned memory")
 def test_cuda_core_streamed_pinned(gpu, capsys, core):
     source = STREAMED_PINNED.format(tests=os.path.dirname(__file__))
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     with capsys.disabled():
         print("\n" + done.stdout)
     assert done.returncode == 0, done.stderr[-2000:]

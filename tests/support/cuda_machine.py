@@ -7,6 +7,7 @@ out again before, their next owner writes another pattern, and the check sees th
 """
 
 import ctypes
+import functools
 import os
 import tempfile
 
@@ -20,7 +21,35 @@ from arenapy import OutOfMemory
 from arenapy.cuda.stream_ref import OWNERS
 
 NON_BLOCKING = 1
+NOTHING = object()
 TRACE = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
+
+
+def one_of(things):
+    """A strategy for one of `things(machine)`, or NOTHING.
+
+    What is drawn for it does not depend on how many there are: that may be another thread's to say.
+    """
+    return st.tuples(st.runner(), st.integers(0, 99)).map(lambda drawn: pick(things, *drawn))
+
+
+def pick(things, machine, n):
+    there = things(machine)
+    return there[n % len(there)] if there else NOTHING
+
+
+def when_there(**arguments):
+    """A rule that does nothing if one of its arguments is NOTHING."""
+
+    def add(function):
+        @functools.wraps(function)
+        def act(self, *given, **drawn):
+            if not any(one is NOTHING for one in drawn.values()):
+                function(self, *given, **drawn)
+
+        return rule(**arguments)(act)
+
+    return add
 
 
 class Wrapped:
@@ -58,15 +87,20 @@ class StreamMachine(RuleBasedStateMachine):
         self.driver.memory.others[0] = 0
         self.context = self.driver.on(0)
         self.context.__enter__()
-        flags = (0, NON_BLOCKING, NON_BLOCKING)
-        self.handles = [1, *(self.driver.got("cuStreamCreate", ctypes.c_void_p, f) for f in flags)]
-        self.objects = {1: 1, **{handle: Wrapped(handle) for handle in self.handles[1:3]}}
+        self.handles = [1, *map(self.new_handle, (0, NON_BLOCKING, NON_BLOCKING))]
+        self.objects = {1: 1, **{handle: self.wrapped(handle) for handle in self.handles[1:3]}}
         self.objects[self.handles[3]] = self.handles[3]  # a plain integer
         self.allocator = self.make()
         self.blocks = []
         self.patterns = 0
         self.wrong = []
-        self.event = self.driver.got("cuEventCreate", ctypes.c_void_p, 2)
+
+    def new_handle(self, flags):
+        return self.driver.got("cuStreamCreate", ctypes.c_void_p, flags)
+
+    def wrapped(self, handle):
+        """The object that names a stream."""
+        return Wrapped(handle)
 
     def note(self, *what):
         os.write(self.trace, f"{what}\n".encode())
@@ -85,12 +119,19 @@ class StreamMachine(RuleBasedStateMachine):
         )
         block.writer = stream
 
+    def order(self, before, stream):
+        """What a stream is given from now on comes after what another one was given."""
+        if before in (None, stream):
+            return
+        mark = self.driver.got("cuEventCreate", ctypes.c_void_p, 2)
+        assert self.driver.call("cuEventRecord", mark, before) == 0
+        assert self.driver.call("cuStreamWaitEvent", stream, mark, 0) == 0
+        assert self.driver.call("cuEventDestroy", mark) == 0
+
     def check(self, block, stream):
         """In the order of what wrote it, which is its user's affair."""
         address, pattern = block.address, block.pattern
-        if block.writer not in (None, stream):
-            assert self.driver.call("cuEventRecord", self.event, block.writer) == 0
-            assert self.driver.call("cuStreamWaitEvent", stream, self.event, 0) == 0
+        self.order(block.writer, stream)
 
         def run():
             if peek(address, len(pattern)) != pattern:
@@ -101,7 +142,7 @@ class StreamMachine(RuleBasedStateMachine):
     # ---- rules ----
 
     streams = st.integers(0, 3)
-    a_block = st.runner().flatmap(lambda self: st.sampled_from(self.blocks))
+    a_block = one_of(lambda self: self.blocks)
 
     @rule(nbytes=st.sampled_from(SIZES), stream=st.none() | streams, mine=st.booleans())
     def allocate(self, nbytes, stream, mine):
@@ -124,8 +165,7 @@ class StreamMachine(RuleBasedStateMachine):
                 buffer.record_stream(1)
         self.blocks.append(block)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=streams, record=st.booleans())
+    @when_there(block=a_block, stream=streams, record=st.booleans())
     def read(self, block, stream, record):
         """By a kernel, of which the Buffer is told, now or when it is released."""
         handle = self.handles[stream]
@@ -143,8 +183,7 @@ class StreamMachine(RuleBasedStateMachine):
             block.buffer.release(stream)
         block.buffer = None
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=streams)
+    @when_there(block=a_block, stream=streams)
     def record(self, block, stream):
         """And go on using it."""
         handle = self.handles[stream]
@@ -152,8 +191,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.check(block, handle)
         block.buffer.record_stream(self.objects[handle])
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block, stream=st.none() | streams, keep=st.booleans())
+    @when_there(block=a_block, stream=st.none() | streams, keep=st.booleans())
     def copy(self, block, stream, keep):
         """By arenapy, which knows the stream that way."""
         self.note("copy", block.address, stream, keep)
@@ -166,9 +204,7 @@ class StreamMachine(RuleBasedStateMachine):
                 assert bytes(got) == block.pattern
             return
         handle = self.handles[stream]
-        if block.writer not in (None, handle):
-            self.driver.call("cuEventRecord", self.event, block.writer)
-            self.driver.call("cuStreamWaitEvent", handle, self.event, 0)
+        self.order(block.writer, handle)
         try:
             other = self.allocator.alloc(block.nbytes, stream=self.objects[handle])
         except OutOfMemory:
@@ -180,8 +216,7 @@ class StreamMachine(RuleBasedStateMachine):
         if keep:
             self.blocks.append(copied)
 
-    @precondition(lambda self: self.blocks)
-    @rule(block=a_block)
+    @when_there(block=a_block)
     def drop(self, block):
         self.note("drop", block.address)
         self.forget(block)

@@ -6,12 +6,19 @@ time to be overwritten. `count_wrong` counts the words that are not what they sh
 
 import ctypes
 import functools
+import os
+import threading
 
 import numpy as np
 import pytest
 
 from arenapy import cuda
 
+# As many queues of the device as there can be, before it is used: streams that share one wait for
+# one another, also for one that is held.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+PATIENCE = 60  # seconds that a stream is held at most
 CYCLES = 1_800  # of a GPU's clock, about a microsecond
 
 HEAD = ".version 7.0\n.target sm_70\n.address_size 64\n"
@@ -125,18 +132,23 @@ class Gpu:
             setattr(self, f"_{name}", done(cu.cuModuleGetFunction(module, name.encode())))
         self.wrong = done(cu.cuMemAlloc(4))
         self.forget_wrong()
-        self.gate = done(cu.cuMemAlloc(4))
-        done(cu.cuMemsetD32(self.gate, 0, 1))
-        self.gatekeeper = self.stream()
-        self.held = 0
+        # Of the host, which opens it without a stream: another stream may share a queue of the
+        # device with the one that is held, and never come to it.
+        self.gate = int(done(cu.cuMemHostAlloc(4, cu.CU_MEMHOSTALLOC_DEVICEMAP)))
+        self.gate_on_device = done(cu.cuMemHostGetDevicePointer(self.gate, 0))
+        self.held, self.impatient = 0, None
+        self.open_until(0)
         return self
 
     def __exit__(self, *error):
+        self.let_go()
         done(self.driver.cuCtxSynchronize())
-        done(self.driver.cuStreamDestroy(self.gatekeeper))
         done(self.driver.cuMemFree(self.wrong))
-        done(self.driver.cuMemFree(self.gate))
+        done(self.driver.cuMemFreeHost(self.gate))
         done(self.driver.cuCtxPopCurrent())
+
+    def open_until(self, number):
+        ctypes.c_uint32.from_address(self.gate).value = number
 
     def launch(self, function, stream, address, nbytes, value, last, blocks):
         values = (address, nbytes // 4, value % 2**32, last)
@@ -165,13 +177,26 @@ class Gpu:
         """Keep a stream from what is queued on it from now on, until `let_go`.
 
         Which needs no luck, and no host of a certain speed; but nothing may wait for the stream.
+        Should something do so all the same, it goes on after PATIENCE, and the test finds out.
         """
         self.held += 1
         until = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        done(self.driver.cuStreamWaitValue32(handle_of(stream), self.gate, self.held, until))
+        gate = self.gate_on_device
+        done(self.driver.cuStreamWaitValue32(handle_of(stream), gate, self.held, until))
+        self.stop_waiting()
+        self.impatient = threading.Timer(PATIENCE, self.open_until, [self.held])
+        self.impatient.daemon = True
+        self.impatient.start()
 
     def let_go(self):
-        done(self.driver.cuStreamWriteValue32(self.gatekeeper, self.gate, self.held, 0))
+        self.stop_waiting()
+        self.open_until(self.held)
+
+    def stop_waiting(self):
+        if self.impatient is not None:
+            self.impatient.cancel()
+            self.impatient.join()
+            self.impatient = None
 
     def how_many_wrong(self):
         """Words that were found wrong by now, everywhere."""
