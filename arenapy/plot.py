@@ -33,14 +33,14 @@ UNUSED = "#ffffff"  # bytes of a region that are in no block
 OUTLINE = "#404040"
 
 ROWS = 32  # about so many, unless told
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 SMALLEST_ROW = 64  # bytes
 MANY = 5_000  # pieces; more are drawn as an image
 PIXELS = 512  # of a row of the image: no more than a screen shows, which skips none then
 LABELS = 40  # blocks that have their size written in, the largest ones
 LABEL_SHARE = 1 / 12  # of a row, that a size needs
 TICKS = 40
-WIDTH, ROW_HEIGHT, LEAST_HEIGHT, MOST_HEIGHT = 11.0, 0.24, 2.2, 14.0  # inches
+WIDTH, ROW_HEIGHT, LEAST_HEIGHT, MAX_HEIGHT = 11.0, 0.24, 2.2, 14.0  # inches
 MARGIN = 0.06  # of a row, left free above and below
 
 NO_MATPLOTLIB = """\
@@ -115,7 +115,7 @@ def memory_map(
     addresses, states = _collect(allocator)
     layout = _Layout(allocator.regions, addresses, row_bytes)
     if ax is None:
-        height = min(max(ROW_HEIGHT * layout.rows + 1.2, LEAST_HEIGHT), MOST_HEIGHT)
+        height = min(max(ROW_HEIGHT * layout.rows + 1.2, LEAST_HEIGHT), MAX_HEIGHT)
         _, ax = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
     known, at = layout.place(addresses)
     states = states[known]
@@ -161,10 +161,10 @@ class _Layout:
         rows = np.maximum(-(-self.shown // self.row_bytes), 1)
         self.first_rows = np.concatenate([[0], np.cumsum(rows)])[:-1]
         self.rows = max(int(rows.sum()), 1)
-        if self.rows > MOST_ROWS:
-            least = -(-int(self.shown.sum()) // max(MOST_ROWS - len(spans), 1))
+        if self.rows > MAX_ROWS:
+            least = -(-int(self.shown.sum()) // max(MAX_ROWS - len(spans), 1))
             raise ValueError(
-                f"row_bytes={self.row_bytes} makes {self.rows:,} rows, and {MOST_ROWS:,} are the "
+                f"row_bytes={self.row_bytes} makes {self.rows:,} rows, and {MAX_ROWS:,} are the "
                 f"most; give at least {least}"
             )
 

@@ -10,7 +10,7 @@ cdef class Allocator:
     cdef list shards         # of its core, to live as long as this
 
     # What alloc() does with a stream, or without.
-    cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
+    cdef Buffer buffer_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
     # A block for a C call that found none free: the source is asked. NULL, or an exception: none.

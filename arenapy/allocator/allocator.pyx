@@ -89,7 +89,7 @@ cdef class Allocator:
             note(self)
         alive.pop(id(self), None)
 
-    cdef Buffer block_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
+    cdef Buffer buffer_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
         cdef AllocatorCore c = self.base
         cdef Buffer b
         used_by = named_stream(c, stream)

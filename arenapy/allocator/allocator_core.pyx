@@ -96,7 +96,7 @@ cdef class AllocatorCore(MemoryOwner):
         self.device_accessible = hooks.device_accessible
 
     cdef bint settle_streams(self, bint wait) except -1:
-        return self.hooks is not None and self.hooks.settle(<PyObject*>self, wait) > 0
+        return self.hooks is not None and self.hooks.collect(<PyObject*>self, wait) > 0
 
     cdef void finish_streams(self) noexcept:
         if self.hooks is not None:
@@ -246,7 +246,7 @@ cdef class AllocatorCore(MemoryOwner):
         if self.may_lease:
             shared = sys.modules.get("arenapy.memory.shared")
             if shared is not None:
-                shared.settle()
+                shared.forget_arrived()
         return 0
 
     # -- debug mode

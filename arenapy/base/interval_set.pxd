@@ -21,12 +21,12 @@ cdef struct Extents:
     uint32_t unused          # nodes that were used before, linked by left
     uint32_t fresh           # nodes that were never used begin behind this one
     Py_ssize_t n             # extents, < room
-    Py_ssize_t room
+    Py_ssize_t capacity
 
 # Make an array of `item`-byte items hold `wanted` of them; False without memory, and nothing
 # has changed then.
 cdef bint make_room(
-    void** items, Py_ssize_t* room, Py_ssize_t wanted, size_t item) noexcept nogil
+    void** items, Py_ssize_t* capacity, Py_ssize_t wanted, size_t item) noexcept nogil
 # Room for `more` extents beside those there. What follows needs it: insert one, carve one.
 cdef bint extents_room(Extents* set, Py_ssize_t more) noexcept nogil
 # NULL if there is none: the last extent that starts at or below (region, at); the first above it;

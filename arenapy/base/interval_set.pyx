@@ -15,29 +15,29 @@ from libc.stdlib cimport realloc
 from libc.string cimport memset
 
 cdef enum:
-    LOOKS = 32               # extents that are large enough and lie badly, before that is avoided
-    MOST_NODES = 0xFFFFFFFF
+    MAX_LOOKS = 32           # extents that are large enough and lie badly, before that is avoided
+    MAX_NODES = 0xFFFFFFFF
 
 
 cdef bint make_room(
-    void** items, Py_ssize_t* room, Py_ssize_t wanted, size_t item
+    void** items, Py_ssize_t* capacity, Py_ssize_t wanted, size_t item
 ) noexcept nogil:
     cdef Py_ssize_t more
     cdef void* new
-    if wanted <= room[0]:
+    if wanted <= capacity[0]:
         return True
-    more = max(wanted, 2 * room[0], 16)
+    more = max(wanted, 2 * capacity[0], 16)
     new = realloc(items[0], more * item)
     if new == NULL:
         return False
-    items[0], room[0] = new, more
+    items[0], capacity[0] = new, more
     return True
 
 
 cdef bint extents_room(Extents* set, Py_ssize_t more) noexcept nogil:
-    cdef bint first = set.room == 0
-    if set.n + more >= MOST_NODES or not make_room(
-            <void**>&set.nodes, &set.room, set.n + more + 1, sizeof(Node)):
+    cdef bint first = set.capacity == 0
+    if set.n + more >= MAX_NODES or not make_room(
+            <void**>&set.nodes, &set.capacity, set.n + more + 1, sizeof(Node)):
         return False
     if first:
         memset(set.nodes, 0, sizeof(Node))
@@ -201,7 +201,7 @@ cdef Extent* extents_fit(Extents* set, size_t size, size_t align) noexcept nogil
         if start < e.end and size <= e.end - start:
             return e
         looks += 1
-        if looks == LOOKS:                   # of those that fit wherever they lie, if there are
+        if looks == MAX_LOOKS:               # of those that fit wherever they lie, if there are
             sure = next_of(set.nodes, set.root, size + align - 1, e.region, e.start)
             if sure:
                 return &set.nodes[sure].extent

@@ -18,10 +18,10 @@ cdef extern from *:
     """
     #define arenapy_top_bit(n) (63 - __builtin_clzll(n))
     #define EXACT_MOST ((size_t)4 << 30)
-    #define MOST_BYTES ((size_t)1 << 46)    /* no address space has more */
+    #define MAX_BYTES ((size_t)1 << 46)    /* no address space has more */
     """
     int top_bit "arenapy_top_bit" (size_t n) noexcept nogil
-    size_t EXACT_MOST, MOST_BYTES
+    size_t EXACT_MOST, MAX_BYTES
 
 # The class that n bytes belong to.
 cdef int class_of(size_t n) noexcept nogil

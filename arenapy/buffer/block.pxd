@@ -22,8 +22,8 @@ cdef enum:
     HOLD_EMPTY = 2       # a 0-byte block
 
 # One held block: a root Buffer that was ever exported, or that a stream uses. Owned by the Buffer
-# until `ended` (`StreamHooks.ended`, if it has uses) passes it to the owner. start < end always: a
-# 0-byte block occupies one byte.
+# until `hold_ended` (`StreamHooks.defer_hold`, if it has uses) passes it to the owner. start < end
+# always: a 0-byte block occupies one byte.
 cdef struct Hold:
     Hold* next           # in its frame's, the retired or the leased list
     Hold* prev
@@ -57,7 +57,7 @@ cdef class MemoryOwner:
     cdef bint foreign                    # reaches a user's object: Buffers are then GC-tracked
     cdef bint checked                    # check() has something to check
     cdef bint may_lease                  # other processes may see bytes: ask before reuse
-    cdef bint recycles                   # Buffers go back when dropped: `dropped`, and no Holds
+    cdef bint recycles                   # Buffers go back when dropped: `drop_block`, and no Holds
     cdef bint debug                      # debug mode: `leaving` and `verify` want to be called
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
@@ -65,24 +65,25 @@ cdef class MemoryOwner:
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
     cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
     cdef Freelist freelist               # GIL builds only
-    cdef char* freelists                 # others: MOST_CACHES of them, FREELIST_BYTES each; or NULL
+    cdef char* freelists                 # others: MAX_CACHES of them, FREELIST_BYTES each; or NULL
     cdef PyObject* shards                # a list, its allocator's, which alone may use it
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 
-    # Called with `lock` held, but for `ended`: on any thread, without lock or GIL. `give_back` of
-    # an owner that recycles is called without it, too: the Buffer is CLOSED, and so nobody else's.
+    # Called with `lock` held, but for `hold_ended`: on any thread, without lock or GIL.
+    # `release_block` of an owner that recycles is called without it, too: the Buffer is CLOSED, and
+    # so nobody else's.
     cdef bint alive(self, Block root) noexcept nogil
     cdef void enlist(self, Hold* hold) noexcept nogil
     cdef void delist(self, Hold* hold) noexcept nogil   # of a hold that is not retired
-    cdef void give_back(self, Block root) noexcept nogil
-    cdef void ended(self, Hold* hold) noexcept nogil
+    cdef void release_block(self, Block root) noexcept nogil
+    cdef void hold_ended(self, Hold* hold) noexcept nogil
     # The end of a root Buffer of one that recycles, which has no references left.
-    cdef void dropped(self, PyObject* root) noexcept
-    # The same with a hold, which has uses; also after `give_back` of a Buffer that has one. The
-    # block becomes pending, until `over`, which takes the hold. False: it is not live.
-    cdef bint set_aside(self, Hold* hold) noexcept nogil
-    cdef void over(self, Hold* hold) noexcept nogil
+    cdef void drop_block(self, PyObject* root) noexcept
+    # The same with a hold, which has uses; also after `release_block` of a Buffer that has one. The
+    # block becomes pending, until `finish_free`, which takes the hold. False: it is not live.
+    cdef bint defer_free(self, Hold* hold) noexcept nogil
+    cdef void finish_free(self, Hold* hold) noexcept nogil
     # For allocators' cores: the end of a region, and fork (see region.pyx).
     cdef bint has_holds(self) noexcept nogil
     cdef void disable(self, int why) noexcept nogil

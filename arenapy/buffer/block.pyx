@@ -22,7 +22,7 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.diagnostics.call_sites cimport allocated_at
 from arenapy.base.sealed cimport seal
-from arenapy.base.thread_slot cimport MOST_CACHES, RANK_OWNER, thread_number
+from arenapy.base.thread_slot cimport MAX_CACHES, RANK_OWNER, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
@@ -49,7 +49,7 @@ cdef class MemoryOwner:
         cdef int k
         drop_kept(self)
         if self.freelists != NULL:           # who ends the last root is done with its freelist
-            for k in range(MOST_CACHES):
+            for k in range(MAX_CACHES):
                 empty_freelist(nth_freelist(self, k))
             free(self.freelists)
         while self.spare != NULL:
@@ -66,20 +66,20 @@ cdef class MemoryOwner:
     cdef void delist(self, Hold* hold) noexcept nogil:
         pass
 
-    cdef void give_back(self, Block root) noexcept nogil:
+    cdef void release_block(self, Block root) noexcept nogil:
         pass
 
-    cdef void ended(self, Hold* hold) noexcept nogil:
+    cdef void hold_ended(self, Hold* hold) noexcept nogil:
         free(hold)
 
-    cdef void dropped(self, PyObject* root) noexcept:
+    cdef void drop_block(self, PyObject* root) noexcept:
         pass
 
-    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+    cdef bint defer_free(self, Hold* hold) noexcept nogil:
         return True
 
-    cdef void over(self, Hold* hold) noexcept nogil:
-        self.ended(hold)
+    cdef void finish_free(self, Hold* hold) noexcept nogil:
+        self.hold_ended(hold)
 
     cdef bint has_holds(self) noexcept nogil:
         return False
@@ -90,7 +90,7 @@ cdef class MemoryOwner:
     cdef void fork_unlock(self, bint child) noexcept nogil:
         cdef int k
         if child and self.freelists != NULL:
-            for k in range(MOST_CACHES):
+            for k in range(MAX_CACHES):
                 if k != thread_number():     # that of a thread that was stopped anywhere
                     nth_freelist(self, k).kept = NULL
                     nth_freelist(self, k).n_kept = 0
@@ -155,9 +155,9 @@ cdef list init_freelists(MemoryOwner owner):
     cdef list shards = []
     cdef void* freelists = NULL
     if not ARENAPY_GIL:
-        if posix_memalign(&freelists, FREELIST_BYTES, MOST_CACHES * FREELIST_BYTES):
+        if posix_memalign(&freelists, FREELIST_BYTES, MAX_CACHES * FREELIST_BYTES):
             raise MemoryError("no memory for the bookkeeping of an allocator")
-        memset(freelists, 0, MOST_CACHES * FREELIST_BYTES)
+        memset(freelists, 0, MAX_CACHES * FREELIST_BYTES)
         owner.freelists = <char*>freelists
         owner.shards = <PyObject*>shards
     return shards
@@ -165,7 +165,7 @@ cdef list init_freelists(MemoryOwner owner):
 
 cdef Freelist* own_freelist(PyObject* owner) noexcept:
     cdef int64_t k = thread_number()
-    if k >= MOST_CACHES or (<MemoryOwner>owner).freelists == NULL or (<MemoryOwner>owner).foreign:
+    if k >= MAX_CACHES or (<MemoryOwner>owner).freelists == NULL or (<MemoryOwner>owner).foreign:
         return &no_freelist
     return nth_freelist(<MemoryOwner>owner, k)
 
@@ -480,13 +480,13 @@ cdef void end_hold(PyObject* o) noexcept:
             arenapy_load(&(<MemoryOwner>owner).n_held) >= (2 if (<Block>o).word & HELD else 1),
             b"a hold that ends was counted")
         arenapy_sub(&(<MemoryOwner>owner).n_held, 2 if (<Block>o).word & HELD else 1)
-        live = hold.tag != 0 and (<MemoryOwner>owner).set_aside(hold)
+        live = hold.tag != 0 and (<MemoryOwner>owner).defer_free(hold)
     if live and hold.uses != NULL:
-        (<MemoryOwner>owner).hooks.ended(owner, hold)
+        (<MemoryOwner>owner).hooks.defer_hold(owner, hold)
     elif (<MemoryOwner>owner).recycles:
         free_hold(hold)
     else:
-        (<MemoryOwner>owner).ended(hold)
+        (<MemoryOwner>owner).hold_ended(hold)
 
 
 cdef void free_hold(Hold* hold) noexcept:

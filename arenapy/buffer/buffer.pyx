@@ -79,7 +79,7 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     if (<Buffer>o).hold != NULL:
         end_hold(o)
     elif owner != <PyObject*>None and (<MemoryOwner>owner).recycles:
-        (<MemoryOwner>owner).dropped(o)
+        (<MemoryOwner>owner).drop_block(o)
     freelist = NULL if tracked else freelist_of(owner)
     if (freelist != NULL and freelist.n_kept < KEPT_OBJECTS
             and (ARENAPY_GIL or freelist.shard != NULL)):
@@ -247,14 +247,14 @@ cdef class Buffer(Block):
             if word == 0:
                 mine = not self.owner.gone and self.owner.alive(self)
                 if mine and not self.owner.recycles:
-                    self.owner.give_back(self)
+                    self.owner.release_block(self)
                 arenapy_store(&self.word, CLOSED)
                 done = True
             arenapy_lock_release(&self.owner.lock)
             # What is closed is this call's alone. Not under the lock: this may write a recording,
             # and ask whether another process sees the block.
             if mine and self.owner.recycles:
-                self.owner.give_back(self)
+                self.owner.release_block(self)
             if done and self.hold != NULL:   # streams use it
                 end_hold(<PyObject*>self)
             if self.owner.debug:

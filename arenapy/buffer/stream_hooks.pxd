@@ -22,21 +22,21 @@ cdef class StreamHooks:
     # What a user's argument names; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
     # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
-    # are to come from a pool of their own, whose source `lane_source` is; else None.
-    cdef object lane(self, object stream)
+    # are to come from a pool of their own, whose source `stream_cache_source` is; else None.
+    cdef object stream_cache(self, object stream)
     # Does that object name the same stream for as long as it is kept?
     cdef bint always(self, object stream, object named)
-    cdef object lane_source(self, object pool, object stream)
+    cdef object stream_cache_source(self, object pool, object stream)
     # May a block be allocated for `stream` now? One is.
     cdef int may_begin(self, object stream) except -1
     cdef int begin(self, object block, object stream) except -1
     # Once it is released, a block waits until `stream` has done what it was given before.
     cdef int use(self, object block, object stream) except -1
-    # A hold with uses has ended: `owner.over` will be called with it.
-    cdef void ended(self, PyObject* owner, void* hold) noexcept
-    # Call `owner.over` for what no stream uses any more; `wait`: for all, once that is so. How
-    # many those were.
-    cdef Py_ssize_t settle(self, PyObject* owner, bint wait) noexcept
+    # A hold with uses has ended: `owner.finish_free` will be called with it.
+    cdef void defer_hold(self, PyObject* owner, void* hold) noexcept
+    # Call `owner.finish_free` for what no stream uses any more; `wait`: for all, once that is so.
+    # How many those were.
+    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1
     # What DLPack's number for a stream names; None: the consumer sees to the order itself.

@@ -20,13 +20,13 @@ cdef class StreamHooks:
     cdef object named(self, object stream):
         raise NotImplementedError
 
-    cdef object lane(self, object stream):
+    cdef object stream_cache(self, object stream):
         return None
 
     cdef bint always(self, object stream, object named):
         raise NotImplementedError
 
-    cdef object lane_source(self, object pool, object stream):
+    cdef object stream_cache_source(self, object pool, object stream):
         raise NotImplementedError
 
     cdef int may_begin(self, object stream) except -1:
@@ -38,10 +38,10 @@ cdef class StreamHooks:
     cdef int use(self, object block, object stream) except -1:
         raise NotImplementedError
 
-    cdef void ended(self, PyObject* owner, void* hold) noexcept:
+    cdef void defer_hold(self, PyObject* owner, void* hold) noexcept:
         pass
 
-    cdef Py_ssize_t settle(self, PyObject* owner, bint wait) noexcept:
+    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept:
         return 0
 
     cdef int fence(self, object stream) except -1:

@@ -23,7 +23,7 @@ from arenapy.buffer.block cimport (
     named_stream, new_hold, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
-from arenapy.bump.hot_path cimport rewind, take
+from arenapy.bump.hot_path cimport arena_alloc, rewind
 from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
 from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_GROW, EVENT_MARK, EVENT_RESET, EVENT_TRIM,
@@ -101,7 +101,7 @@ cdef class Bump(Allocator):
             source = Host()
         core.adopt(source, stream)
         self.debug = core.watch(debug, verify)
-        core.shorten(not self.debug)
+        core.keep_dead_buffers(not self.debug)
         core.open(make_region(core, source, n))    # last: a file is emptied by it
         self.source = source
         self.max_bytes = max_bytes
@@ -134,8 +134,8 @@ cdef class Bump(Allocator):
         OutOfMemory
             If it does not fit; nothing has changed then.
         """
-        # The usual call, with a GIL: no lock, no call but take_slow's, and borrowed references,
-        # since counting them takes as long as moving the cursor.
+        # The usual call, with a GIL: no lock, no call but arena_alloc_slow's, and borrowed
+        # references, since counting them takes as long as moving the cursor.
         cdef PyObject* core = <PyObject*>self.core
         cdef PyObject* o = (<BumpCore>core).freelist.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
@@ -144,19 +144,19 @@ cdef class Bump(Allocator):
             return self.general_alloc(nbytes, align, stream)
         if (<BumpCore>core).ended_list != NULL:
             (<BumpCore>core).drain()
-        start = take(<BumpCore>core, n, (<BumpCore>core).block_align, &(<Buffer>o).pad)
+        start = arena_alloc(<BumpCore>core, n, (<BumpCore>core).block_align, &(<Buffer>o).pad)
         if start == NULL:
             return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
         (<Buffer>o).align = <uint32_t>(<BumpCore>core).block_align
         (<Buffer>o).word = 0
-        (<Buffer>o).tag = (<BumpCore>core).tag
+        (<Buffer>o).tag = (<BumpCore>core).content
         return freelist_pop(core, &(<BumpCore>core).freelist, <char*>start)
 
     cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = self.core.block_align if align is None else as_align(align)
-        return self.block_for(n, a, stream)
+        return self.buffer_for(n, a, stream)
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef BumpCore c = self.core
@@ -173,9 +173,9 @@ cdef class Bump(Allocator):
             c.drain()
         if held:
             hold = new_hold(c)               # before the cursor moves
-        start = take(c, n, align, &b.pad) if hold != NULL or not held else NULL
+        start = arena_alloc(c, n, align, &b.pad) if hold != NULL or not held else NULL
         b.ptr = <char*>start
-        b.tag = c.tag
+        b.tag = c.content
         if start != NULL:
             b.word = 0
             if held:
@@ -202,7 +202,7 @@ cdef class Bump(Allocator):
         if self.max_bytes is None:
             return NULL
         grow_arena(self.core, self.source, self.max_bytes, nbytes, align)
-        return take(self.core, nbytes, align, &pad)
+        return arena_alloc(self.core, nbytes, align, &pad)
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
@@ -274,7 +274,7 @@ cdef class Bump(Allocator):
         self.core.open_check()
         arenapy_lock_acquire(&c.lock)
         c.drain()
-        if buffer.tag != c.tag:
+        if buffer.tag != c.content:
             c.prune()
         start = <uintptr_t>buffer.ptr
         end = start + buffer.size + (buffer.size == 0)
@@ -387,7 +387,7 @@ cdef class Bump(Allocator):
         cdef Hold* hold
         cdef Py_ssize_t i
         cdef (uintptr_t, size_t)[4] names
-        if not c.plain:
+        if not c.fast_rewind:
             c.open_check()
             if c.debug and c.ledger.place == NO_SITE:
                 return self.rewind_watched(mark, strict)
@@ -521,7 +521,7 @@ cdef class Bump(Allocator):
 
     def _record(self, recorder):
         self.core.record_into(recorder)
-        self.core.shorten(recorder is None and not self.debug)
+        self.core.keep_dead_buffers(recorder is None and not self.debug)
 
     def check(self):
         """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong.
@@ -638,12 +638,12 @@ cdef int grow_for(
                     grow_arena(c, source, max_bytes, n, align)
                 except MemoryError as e:
                     error = None if c.settle_streams(True) else e
-            c.settle()                       # others may have let go meanwhile
+            c.reclaim()                      # others may have let go meanwhile
             tried = True
             arenapy_lock_acquire(&c.lock)
-            start = take(c, n, align, &b.pad)
+            start = arena_alloc(c, n, align, &b.pad)
             b.ptr = <char*>start
-            b.tag = c.tag
+            b.tag = c.content
             if start != NULL:
                 b.word = 0
                 if hold != NULL:

@@ -8,7 +8,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from arenapy.bump.bump cimport Bump
-from arenapy.bump.hot_path cimport rewind, take
+from arenapy.bump.hot_path cimport arena_alloc, rewind
 from arenapy.bump.core cimport BumpCore, Frame
 
 # A position, valid until a reset to an older one.
@@ -28,7 +28,7 @@ cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil
 cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept nogil:
     """nbytes at a multiple of align (a power of two up to 2 MiB); NULL: exhausted, unchanged."""
     cdef uint32_t pad
-    cdef void* block = take(arena.core, nbytes, align, &pad)
+    cdef void* block = arena_alloc(arena.core, nbytes, align, &pad)
     return block if block != NULL else bump_alloc_slow(arena, nbytes, align)
 
 
@@ -37,7 +37,7 @@ cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept n
 cdef inline bint mark_again(BumpCore c, BumpMark* mark) noexcept nogil:
     """One more mark of the last frame, if nothing was allocated since its newest."""
     cdef Frame* frame = c.top
-    if not (c.plain and frame.cursor == c.cursor and frame.holds == NULL
+    if not (c.fast_rewind and frame.cursor == c.cursor and frame.holds == NULL
             and frame.run == c.n_runs - 1 and frame.id):
         return False
     c.stamp += 1

@@ -5,11 +5,11 @@ from arenapy.allocator.allocator cimport grown_in_c
 from arenapy.bump.bump cimport Bump
 from arenapy.bump.hot_path cimport rewind
 from arenapy.bump.core cimport Frame
-from arenapy.base.size_classes cimport MOST_BYTES
+from arenapy.base.size_classes cimport MAX_BYTES
 
 
 cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
-    if arena.core.shut or nbytes > MOST_BYTES or align > MOST_BYTES:
+    if arena.core.shut or nbytes > MAX_BYTES or align > MAX_BYTES:
         return NULL
     return grown_in_c(arena, nbytes, align)
 
@@ -19,7 +19,7 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
     cdef uintptr_t end = start + nbytes + (nbytes == 0)
     cdef uintptr_t run_end
     cdef Py_ssize_t i
-    if arena.core.move_back(start, end, arena.core.tag, 0, nbytes == 0):
+    if arena.core.move_back(start, end, arena.core.content, 0, nbytes == 0):
         return 0
     for i in range(arena.core.n_runs):
         run_end = arena.core.runs[i].end if i < arena.core.n_runs - 1 else arena.core.cursor

@@ -49,10 +49,10 @@ def verify(BumpCore c not None):
     cdef Py_ssize_t i, n = 0, most
     cdef Frame* frames
     cdef Py_ssize_t n_frames, n_runs
-    cdef uint64_t tag
+    cdef uint64_t content
     cdef size_t[6] sums
     cdef const char* fault
-    c.settle()
+    c.reclaim()
     arenapy_lock_acquire(&c.lock)
     fault = extents_fault(&c.free)           # else nothing below can be relied on
     if fault != NULL:
@@ -96,7 +96,7 @@ def verify(BumpCore c not None):
             n += 1
             hold = hold.next
     memcpy(frames, c.frames, c.n_frames * sizeof(Frame))
-    n_frames, n_runs, tag = c.n_frames, c.n_runs, c.tag
+    n_frames, n_runs, content = c.n_frames, c.n_runs, c.content
     sums[0], sums[1], sums[2] = c.capacity, used(c), c.free_bytes()
     sums[3], sums[4], sums[5] = c.retired_bytes, c.leased_bytes, c.live
     arenapy_lock_release(&c.lock)
@@ -110,7 +110,7 @@ def verify(BumpCore c not None):
     _verify_tiling(c, copies)
     _verify_figures(copies, [sums[i] for i in range(6)])
     _verify_held(copies)
-    _verify_frames(stamps, tag)
+    _verify_frames(stamps, content)
     _verify_runs(copies[:n_runs], [frame[2] for frame in stamps])
 
 
@@ -186,13 +186,13 @@ def _verify_held(copies):
             raise AssertionError(f"block [{start:#x}, {end:#x}) is in no run")
 
 
-def _verify_frames(frames, tag):
+def _verify_frames(frames, content):
     for older, newer in zip(frames, frames[1:]):
         if older[0] >= newer[0] or older[1] >= newer[1] or older[2] > newer[2]:
             raise AssertionError(f"frames {older} and {newer} are out of order")
     last = frames[len(frames) - 1]
-    if last[0] != tag:
-        raise AssertionError(f"the tag is {tag}, and the last frame's is {last[0]}")
+    if last[0] != content:
+        raise AssertionError(f"the content is {content}, and the last frame's is {last[0]}")
 
 
 def _verify_runs(runs, stood_at):

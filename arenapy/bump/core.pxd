@@ -57,7 +57,7 @@ cdef class BumpCore(Arena):
     # live and total are kept apart: side by side, compilers make one vector of them, whose store
     # the next call's load waits for (2.8 ns a call instead of 1.4).
     cdef size_t live         # bytes of the blocks in the runs; what else is there is padding
-    cdef uint64_t tag        # frames[n_frames - 1].content
+    cdef uint64_t content    # frames[n_frames - 1].content
     cdef uint64_t total      # allocations ever
     cdef uint64_t freed      # bytes that were live and are no more
     cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
@@ -73,22 +73,22 @@ cdef class BumpCore(Arena):
     cdef size_t peak_bytes
     cdef Py_ssize_t n_held   # holds that have not been drained
     # Nothing was retired since all that is free was last in one piece: one run, and no gaps.
-    cdef bint pristine
-    cdef bint plain          # pristine, not shut, not debug, no leases: rewind() may be short
+    cdef bint one_piece
+    cdef bint fast_rewind    # one_piece, not shut, not debug, no leases: rewind() may be short
     cdef PyObject* last_mark   # the newest live Mark, borrowed: a list through Mark.older
     cdef uint64_t live_mark  # its id; 0: none
 
     cdef int open(self, Region region) except -1
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
-    cdef int settle(self) except -1
+    cdef int reclaim(self) except -1
     cdef Figures figures(self)
     cdef str full(self, size_t n, size_t align, object max_bytes)
     cdef size_t free_bytes(self) noexcept nogil
     cdef size_t largest_free(self) noexcept nogil
-    cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
+    cdef void* arena_alloc_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
     cdef void drain(self) noexcept nogil
-    cdef bint is_last(self, uintptr_t end, uint64_t tag) noexcept nogil
-    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
+    cdef bint is_last(self, uintptr_t end, uint64_t content) noexcept nogil
+    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,
                         bint empty) noexcept nogil
     cdef Frame* push_frame(self) noexcept nogil
     cdef void prune(self) noexcept nogil
@@ -96,7 +96,7 @@ cdef class BumpCore(Arena):
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
     cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
     # Shall alloc() take its short way? It does while there are dead Buffers to take.
-    cdef void shorten(self, bint short) noexcept
+    cdef void keep_dead_buffers(self, bint short) noexcept
     # internal
     cdef void push_run(self, uintptr_t start, Py_ssize_t region) noexcept nogil
     cdef void drop_run(self) noexcept nogil
@@ -105,7 +105,7 @@ cdef class BumpCore(Arena):
     cdef bint run_is_spare(self) noexcept nogil
     cdef void pop_run(self) noexcept nogil
     cdef bint is_empty(self, Frame* frame) noexcept nogil
-    cdef void set_plain(self) noexcept nogil
+    cdef void update_fast_path(self) noexcept nogil
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
 
 
@@ -120,15 +120,15 @@ cdef inline bint bump_is_valid(BumpCore c) noexcept nogil:
     arenapy_assert(start <= c.cursor, b"the current run begins at or before the cursor")
     arenapy_assert(c.cursor <= c.limit, b"cursor <= limit")
     arenapy_assert(c.top == &c.frames[c.n_frames - 1], b"top is the last frame")
-    arenapy_assert(c.tag == c.top.content, b"tag is the content of the last frame")
-    arenapy_assert(c.tag <= c.stamp, b"stamp is the last content or id given out")
+    arenapy_assert(c.content == c.top.content, b"content is the content of the last frame")
+    arenapy_assert(c.content <= c.stamp, b"stamp is the last content or id given out")
     arenapy_assert(c.top.run < c.n_runs, b"the run of the last frame is there")
     arenapy_assert(
         c.top.run < c.n_runs - 1 or c.top.cursor <= c.cursor,
         b"the cursor stands at or behind the last mark")
     arenapy_assert(c.top.live <= c.live, b"what was live at the last mark is")
     arenapy_assert(c.live <= c.before + (c.cursor - start), b"live bytes lie in the runs")
-    arenapy_assert(c.pristine or not c.plain, b"plain only if pristine")
+    arenapy_assert(c.one_piece or not c.fast_rewind, b"fast_rewind only if one_piece")
     return True
 
 

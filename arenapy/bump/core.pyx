@@ -22,7 +22,7 @@ A frame is what was allocated since a mark. Its `content` stamp is the tag of it
 a reset gives it a new one: so a Buffer is valid if its tag is still some frame's content, or
 if it is held. Stamps only grow, hence along the frames too, and are found by bisection.
 
-Holds end on any thread: `ended` pushes onto a lock-free list, which the owner drains.
+Holds end on any thread: `hold_ended` pushes onto a lock-free list, which the owner drains.
 
 What bounds the bookkeeping: frames are at most the live marks, and those that something was
 allocated in since; free extents at most the other ranges, and the regions; holds the Buffers
@@ -255,8 +255,8 @@ cdef class BumpCore(Arena):
         memset(self.frames, 0, sizeof(Frame))
         self.n_runs = self.n_frames = 1
         self.top = self.frames
-        self.stamp = self.tag = self.frames[0].content = 1
-        self.pristine = self.shut = True
+        self.stamp = self.content = self.frames[0].content = 1
+        self.one_piece = self.shut = True
 
     def __dealloc__(self):
         self.finish_streams()
@@ -272,12 +272,12 @@ cdef class BumpCore(Arena):
         self.add_region(region, (region,))
         self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
         self.continue_at(<uintptr_t>region.ptr, 0)
-        self.pristine = self.leased == NULL
+        self.one_piece = self.leased == NULL
         self.shut = False
-        self.set_plain()
+        self.update_fast_path()
         return 0
 
-    cdef void shorten(self, bint short) noexcept:
+    cdef void keep_dead_buffers(self, bint short) noexcept:
         drop_kept(self)
         self.freelist.n_kept = 0 if short else KEPT_OBJECTS
 
@@ -299,13 +299,13 @@ cdef class BumpCore(Arena):
 
     # -- figures
 
-    cdef void set_plain(self) noexcept nogil:
+    cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.plain = self.pristine and not (self.shut or self.debug or self.may_lease)
+        self.fast_rewind = self.one_piece and not (self.shut or self.debug or self.may_lease)
 
     cdef void expect_leases(self) noexcept nogil:
         self.may_lease = True
-        self.set_plain()
+        self.update_fast_path()
 
     cdef size_t free_bytes(self) noexcept nogil:
         return self.capacity - used(self) - self.retired_bytes - self.leased_bytes
@@ -354,11 +354,11 @@ cdef class BumpCore(Arena):
         cdef Extent* last = &self.runs[self.n_runs - 1]
         cdef Extent* low = extents_first(&self.free)
         if self.retired != NULL or self.leased != NULL:
-            self.pristine = False
+            self.one_piece = False
         elif self.n_runs == 1:
-            self.pristine = True
-        self.set_plain()
-        if (self.pristine or low == NULL
+            self.one_piece = True
+        self.update_fast_path()
+        if (self.one_piece or low == NULL
                 or (low.region == last.region and low.start == last.end)):
             self.continue_at(last.end, last.region)
         else:
@@ -382,7 +382,7 @@ cdef class BumpCore(Arena):
     cdef Figures figures(self):
         """All figures of one moment."""
         cdef Figures f
-        self.settle()
+        self.reclaim()
         arenapy_lock_acquire(&self.lock)
         self.prune()                     # a Mark that dies leaves its frame to the next call
         f.capacity = self.capacity
@@ -395,7 +395,7 @@ cdef class BumpCore(Arena):
         f.peak = max(self.peak_bytes, f.used)
         f.metadata = (
             self.cap_runs * sizeof(Extent) + self.cap_frames * sizeof(Frame)
-            + self.free.room * sizeof(Node) + self.n_made * sizeof(Hold)
+            + self.free.capacity * sizeof(Node) + self.n_made * sizeof(Hold)
             + self.cap_regions * sizeof(PyObject*))
         f.held = self.n_held
         f.marks = self.n_frames - 1
@@ -405,7 +405,7 @@ cdef class BumpCore(Arena):
         arenapy_lock_release(&self.lock)
         return f
 
-    cdef int settle(self) except -1:
+    cdef int reclaim(self) except -1:
         """Take note of Buffers that died, and of bytes that other processes let go of."""
         self.settle_sends()
         self.settle_streams(False)
@@ -432,7 +432,7 @@ cdef class BumpCore(Arena):
 
     # -- allocation
 
-    cdef void* take_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+    cdef void* arena_alloc_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil:
         """The current extent is too small: the first other that fits, else NULL."""
         cdef size_t size = n + (n == 0)
         cdef uintptr_t start
@@ -474,10 +474,10 @@ cdef class BumpCore(Arena):
 
     # -- freeing by moving back
 
-    cdef bint is_last(self, uintptr_t end, uint64_t tag) noexcept nogil:
-        return end == self.cursor and tag == self.tag
+    cdef bint is_last(self, uintptr_t end, uint64_t content) noexcept nogil:
+        return end == self.cursor and content == self.content
 
-    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t tag, uint32_t pad,
+    cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,
                         bint empty) noexcept nogil:
         """Free the newest block by moving the cursor over it, unless a mark is newer."""
         cdef uintptr_t at, stop, lowest
@@ -485,7 +485,7 @@ cdef class BumpCore(Arena):
         if self.shut or not extents_room(&self.free, 2):
             return False
         arenapy_assert(bump_is_valid(self), b"the arena is valid")
-        if tag != self.tag:
+        if content != self.content:
             self.prune()
         if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
             self.pop_run()
@@ -493,7 +493,7 @@ cdef class BumpCore(Arena):
         last = self.n_runs - 1
         lowest = self.top.cursor if last == self.top.run else self.runs[last].start
         # A block of C code comes without its tag: what lies before a mark is not moved over.
-        if start - pad < lowest or not self.is_last(end, tag):
+        if start - pad < lowest or not self.is_last(end, content):
             return False
         if self.may_lease and self.leased_part(start, end, self.runs[last].region, &at, &stop):
             return False
@@ -534,14 +534,14 @@ cdef class BumpCore(Arena):
         self.n_held -= 1
         unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)
 
-    cdef void give_back(self, Block root) noexcept nogil:
+    cdef void release_block(self, Block root) noexcept nogil:
         cdef uintptr_t start = <uintptr_t>root.ptr
         cdef bint empty = root.size == 0
         record(self, EVENT_FREE, root.ptr, root.size)
         if not self.move_back(start, start + root.size + empty, root.tag, root.pad, empty):
             forbid(self, start, start + root.size)
 
-    cdef void ended(self, Hold* hold) noexcept nogil:
+    cdef void hold_ended(self, Hold* hold) noexcept nogil:
         cdef void* head
         if self.debug:
             self.leaving(<void*>hold.start)
@@ -616,7 +616,7 @@ cdef class BumpCore(Arena):
         self.top = frame = &self.frames[self.n_frames]
         self.n_frames += 1
         self.stamp += 1
-        frame.content = frame.id = self.tag = self.stamp
+        frame.content = frame.id = self.content = self.stamp
         frame.run = self.n_runs - 1
         frame.cursor = self.cursor
         frame.live = self.live
@@ -633,7 +633,7 @@ cdef class BumpCore(Arena):
                 and self.is_empty(frame)):
             self.n_frames -= 1
             self.top = frame = frame - 1
-            self.tag = frame.content
+            self.content = frame.content
             # An empty run that this frame alone stood at goes with it.
             if self.n_runs - 2 > frame.run:
                 run = &self.runs[self.n_runs - 2]
@@ -708,7 +708,7 @@ cdef class BumpCore(Arena):
         self.freed += self.live - frame.live
         self.live = frame.live
         self.stamp += 1
-        self.tag = frame.content = self.stamp
+        self.content = frame.content = self.stamp
         arenapy_assert(bump_is_valid(self), b"the arena is valid")
         arenapy_assert(self.live == frame.live, b"a reset leaves what was live at the mark")
         return 0
@@ -719,7 +719,7 @@ cdef class BumpCore(Arena):
             extents_insert(
                 &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
         self.limit = self.cursor             # no hit
-        self.set_plain()
+        self.update_fast_path()
 
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
         cdef Py_ssize_t here = self.runs[self.n_runs - 1].region

@@ -1,7 +1,7 @@
 # The quick way of a Bump: `take` moves the cursor forward, `rewind` moves it back.
 #
-# What does not fit is for `take_slow`, which looks for another free extent; what is held, or was
-# moved since the mark, for `rewind_slow`, which retires the survivors.
+# What does not fit is for `arena_alloc_slow`, which looks for another free extent; what is held, or
+# was moved since the mark, for `rewind_slow`, which retires the survivors.
 from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
@@ -20,7 +20,7 @@ cdef inline void note_peak(BumpCore c) noexcept nogil:
 
 
 # The hot path: everything a hit needs, and nothing else.
-cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexcept nogil:
+cdef inline void* arena_alloc(BumpCore c, size_t n, size_t align, uint32_t* pad) noexcept nogil:
     cdef uintptr_t start = (c.cursor + (align - 1)) & ~<uintptr_t>(align - 1)
     cdef size_t size = n + (n == 0)      # a 0-byte block has an address of its own
     arenapy_assert(bump_is_valid(c), b"the arena is valid")
@@ -33,7 +33,7 @@ cdef inline void* take(BumpCore c, size_t n, size_t align, uint32_t* pad) noexce
         arenapy_assert(start & (align - 1) == 0, b"a block is aligned as asked")
         arenapy_assert(bump_is_valid(c), b"the arena is valid")
         return <void*>start
-    return c.take_slow(n, align, pad)
+    return c.arena_alloc_slow(n, align, pad)
 
 
 # Rewind to frame `f`: by moving the cursor, if nothing held or moved since. 0, or -1 (no memory
@@ -42,7 +42,7 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
     cdef Frame* frame = &c.frames[f]
     arenapy_assert(bump_is_valid(c), b"the arena is valid")
     arenapy_assert(f < c.n_frames, b"a reset is to a frame that is there")
-    if (c.plain and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
+    if (c.fast_rewind and frame == c.top and frame.holds == NULL and frame.run == c.n_runs - 1
             and c.ended_list == NULL):
         if c.cursor != frame.cursor:         # else nothing is there to free, or to close
             note_peak(c)
@@ -51,7 +51,7 @@ cdef inline int rewind(BumpCore c, Py_ssize_t f) noexcept nogil:
             c.freed += c.live - frame.live
             c.live = frame.live
             c.stamp += 1
-            c.tag = frame.content = c.stamp
+            c.content = frame.content = c.stamp
         arenapy_assert(bump_is_valid(c), b"the arena is valid")
         arenapy_assert(c.cursor == frame.cursor, b"a reset moves the cursor to the mark")
         arenapy_assert(c.live == frame.live, b"a reset leaves what was live at the mark")

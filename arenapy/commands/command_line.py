@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST", "Parser", "check_outputs", "console", "seconds", "size", "whole"]
 
 MOST = 2**63 - 1  # of a number
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 SIZE = re.compile(r"([0-9]+)(?:\.([0-9]+))?\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 SHOWN = 40  # characters of a wrong argument that a message repeats
 
@@ -66,9 +66,9 @@ def seconds(text: str) -> float:
         value = float(text) if text.isascii() else 0.0
     except ValueError:
         value = 0.0
-    if not 0 < value <= MOST_SECONDS:
+    if not 0 < value <= MAX_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)} is not a number of seconds above 0, {MOST_SECONDS:.0f} at most"
+            f"{_shown(text)} is not a number of seconds above 0, {MAX_SECONDS:.0f} at most"
         )
     return value
 

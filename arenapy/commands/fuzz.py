@@ -37,7 +37,7 @@ EXIT_FOUND = 1
 EXIT_USAGE = 2
 HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
 TRIES_SECONDS = 60.0  # to make a crash smaller
-MOST_STEPS = 1_000_000_000
+MAX_STEPS = 1_000_000_000
 
 
 def _parser() -> Parser:
@@ -55,7 +55,7 @@ def _parser() -> Parser:
         "target", nargs="?", metavar="PACKAGE:MAKE_ALLOCATOR", help="a callable without arguments"
     )
     parser.add_argument("--library", metavar="SO", help="malloc, aligned_alloc and free of this")
-    count = whole(1, MOST_STEPS)
+    count = whole(1, MAX_STEPS)
     parser.add_argument("--examples", type=count, default=100, help="programs (100)")
     parser.add_argument("--steps", type=count, default=50, help="of a program, at most (50)")
     parser.add_argument("--seconds", type=seconds, help="go on for so long instead of --examples")

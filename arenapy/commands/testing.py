@@ -51,10 +51,10 @@ def _add_guided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", required=True, metavar="DIR", help="inputs, kept and added")
     parser.add_argument("--seconds", type=seconds, default=60, help="to go on for (60)")
     parser.add_argument(
-        "--executions", type=whole(1, guided.MOST_NUMBER), help="and at most so many"
+        "--executions", type=whole(1, guided.MAX_NUMBER), help="and at most so many"
     )
     parser.add_argument(
-        "--seed", type=whole(0, guided.MOST_NUMBER), default=0,
+        "--seed", type=whole(0, guided.MAX_NUMBER), default=0,
         help="of libFuzzer; 0: another every time",
     )  # fmt: skip
     parser.add_argument("--by-chance", action="store_true", help="programs that nothing leads")

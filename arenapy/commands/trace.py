@@ -16,7 +16,7 @@ from arenapy.trace import from_torch, load
 from arenapy.trace.holders import WAYS
 from arenapy.trace.page import page
 from arenapy.trace.torch_snapshot import is_pickle
-from arenapy.trace.view import MOST_BLOCKS, View
+from arenapy.trace.view import MAX_BLOCKS, View
 
 __all__ = ["main"]
 
@@ -37,8 +37,8 @@ def _parser() -> Parser:
         "--events", action="store_true", help="count events on the axis of time, not seconds"
     )
     parser.add_argument(
-        "--blocks", type=whole(), default=MOST_BLOCKS, metavar="N",
-        help=f"draw so many blocks one by one, and merge the others (default: {MOST_BLOCKS})",
+        "--blocks", type=whole(), default=MAX_BLOCKS, metavar="N",
+        help=f"draw so many blocks one by one, and merge the others (default: {MAX_BLOCKS})",
     )  # fmt: skip
     parser.add_argument("--device", type=whole(), metavar="N", help="whose history, of a snapshot")
     return parser

@@ -22,7 +22,8 @@ from arenapy.cuda.driver cimport (
     need, primary,
 )
 from arenapy.cuda.stream_ref cimport (
-    FREE_TO_USE, StreamRef, current_device, known_in, made_stream, relax, restore, stream_of,
+    FREE_TO_USE, StreamRef, current_device, known_in, made_stream, relax, restore_capture_mode,
+    stream_of,
 )
 from arenapy.cuda.fence cimport Fence, synchronize, work_of, work_of_context
 from arenapy.base.sealed cimport seal
@@ -114,7 +115,7 @@ cdef class DeviceBacking(Backing):
             with nogil:
                 if relax(self.context, &mode) == SUCCESS:
                     forget(driver.cuMemFree(self.address))
-                    restore(&mode)
+                    restore_capture_mode(&mode)
 
 
 seal(DeviceBacking)
@@ -132,7 +133,7 @@ cdef DeviceBacking device_backing(int ordinal, size_t nbytes, bint managed):
                 result = driver.cuMemAllocManaged(&address, nbytes, ATTACH_GLOBAL)
             else:
                 result = driver.cuMemAlloc(&address, nbytes)
-            restore(&mode)
+            restore_capture_mode(&mode)
     if result == OUT_OF_MEMORY:
         raise out_of_memory(nbytes, ordinal, "cuMemAllocManaged" if managed else "cuMemAlloc")
     checked(result, "cuMemAllocManaged" if managed else "cuMemAlloc")
@@ -187,7 +188,7 @@ cdef class PinnedBacking(Backing):
             with nogil:
                 if relax(self.context, &mode) == SUCCESS:
                     forget(driver.cuMemHostUnregister(start))
-                    restore(&mode)
+                    restore_capture_mode(&mode)
 
 
 seal(PinnedBacking)
@@ -227,7 +228,7 @@ def pinned_region(StreamHooks memory, Region host not None, bint portable, bint 
         result = relax(context, &mode)
         if result == SUCCESS:
             result = driver.cuMemHostRegister(start, nbytes, flags)
-            restore(&mode)
+            restore_capture_mode(&mode)
     checked(result, "cuMemHostRegister")
     arenapy_add(&registered, nbytes)
     backing.host, backing.context, backing.generation = host, context, generation

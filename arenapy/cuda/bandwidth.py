@@ -31,7 +31,7 @@ GIGA = 1e9
 MICRO = 1e-6
 OFFSETS = (123, 4096)  # bytes into a page
 SMALL = 4096  # bytes of a small copy
-MOST_SMALL = 1024  # of those, in one run
+MAX_SMALL = 1024  # of those, in one run
 SLOW = 0.8  # less than this part of what pinned memory has is called slow
 COLUMNS = ("memory of the host", "a copy", "copies", "to the device", "from it", "us a copy")
 
@@ -213,7 +213,7 @@ def bandwidth(device_id: int = 0, nbytes: int = 64 * MIB, repeat: int = 5) -> Ba
     block = Device(device_id).region(nbytes).buffer()
     pinned = Pinned(mapped=False).region(nbytes + max(OFFSETS)).buffer()
     pageable = np.ones(nbytes, np.uint8)
-    pieces = [slice(at, at + SMALL) for at in range(0, nbytes - SMALL + 1, SMALL)][:MOST_SMALL]
+    pieces = [slice(at, at + SMALL) for at in range(0, nbytes - SMALL + 1, SMALL)][:MAX_SMALL]
 
     def timed(memory: str, pairs: list[tuple[Buffer, object]]) -> CopySpeed:
         """Of copies between a Buffer of the device and memory of the host."""

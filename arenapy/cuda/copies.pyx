@@ -36,7 +36,7 @@ from arenapy.base.sealed cimport seal
 cdef enum:
     INVALID_VALUE = 1
     PEER_ALREADY_ENABLED = 704
-    MOST_VIEWS = 16          # of one another that are looked through
+    MAX_VIEWS = 16           # of one another that are looked through
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
 cdef set peers = set()       # pairs of devices that were asked for access
@@ -261,7 +261,7 @@ cdef int of_buffer(Side side, bint to) except -1:
 cdef Block block_under(object thing):
     """The block of CUDA memory that an array or memoryview is a view of; None: there is none."""
     cdef int depth = 0
-    while thing is not None and depth < MOST_VIEWS:
+    while thing is not None and depth < MAX_VIEWS:
         if isinstance(thing, Block):
             return <Block>thing if (<Block>thing).owner.hooks is not None else None
         thing = getattr(thing, "obj" if isinstance(thing, memoryview) else "base", None)

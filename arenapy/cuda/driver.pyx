@@ -123,14 +123,14 @@ ENTRIES = (
 CHANGED = ("cuStreamGetCaptureInfo", "cuMemPrefetchAsync", "cuMemAdvise")
 
 cdef enum:
-    MOST_DEVICES = 256
+    MAX_DEVICES = 256
     NO_DEVICE = 100          # CUDA_ERROR_NO_DEVICE
 
 cdef Driver driver
 cdef bint ready = False
 cdef bint forked = False
 cdef int generation = 0
-cdef void* contexts[MOST_DEVICES]    # primary ones, retained for good
+cdef void* contexts[MAX_DEVICES]     # primary ones, retained for good
 cdef int n_devices = 0
 cdef object loading = threading.Lock()
 
@@ -202,7 +202,7 @@ cdef int start() except -1:
     with nogil:
         result = driver.cuDeviceGetCount(&n)
     checked(result, "cuDeviceGetCount")
-    n_devices = min(n, <int>MOST_DEVICES)
+    n_devices = min(n, <int>MAX_DEVICES)
     ready = True
     return 0
 

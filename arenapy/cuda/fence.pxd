@@ -6,7 +6,7 @@ from arenapy.cuda.stream_ref cimport StreamRef
 cdef class Fence:
     cdef void* context
     # Is it? Then it stays so. Asks the driver, without the GIL.
-    cdef bint over(self) noexcept
+    cdef bint passed(self) noexcept
     # Wait until it is; or let `stream`, if it is not None, and not closed, wait. False: that cannot
     # be.
     cdef bint wait(self, StreamRef stream) noexcept

@@ -14,8 +14,8 @@ from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, StreamRef, captured_graph, free_to_use, handle_here, is_over, not_closed,
-    relax, restore,
+    CAPTURING, StreamRef, captured_graph, free_to_use, handle_here, is_done, not_closed,
+    relax, restore_capture_mode,
 )
 from arenapy.base.sealed cimport seal
 
@@ -40,7 +40,7 @@ cdef dict spare_events = {}          # by context: lists of those that nobody us
 cdef class Fence:
     """Something that has to be over before memory is used again. Internal."""
 
-    cdef bint over(self) noexcept:
+    cdef bint passed(self) noexcept:
         return True
 
     cdef bint wait(self, StreamRef stream) noexcept:
@@ -59,7 +59,7 @@ cdef class EventFence(Fence):
         if self.event != NULL and callable_(self.generation):
             give_event(self.context, self.event)
 
-    cdef bint over(self) noexcept:
+    cdef bint passed(self) noexcept:
         cdef int result, mode = RELAXED
         if self.event == NULL:
             return True
@@ -67,9 +67,9 @@ cdef class EventFence(Fence):
             result = relax(self.context, &mode)
             if result == SUCCESS:
                 result = driver.cuEventQuery(self.event)
-                restore(&mode)
+                restore_capture_mode(&mode)
             forget(result)
-        return is_over(result)
+        return is_done(result)
 
     cdef bint wait(self, StreamRef stream) noexcept:
         cdef int result, mode = RELAXED
@@ -85,9 +85,9 @@ cdef class EventFence(Fence):
                     result = driver.cuEventSynchronize(self.event)
                 else:
                     result = driver.cuStreamWaitEvent(handle, self.event, 0)
-                restore(&mode)
+                restore_capture_mode(&mode)
             forget(result)
-        return is_over(result)
+        return is_done(result)
 
 
 seal(EventFence)
@@ -180,11 +180,11 @@ cdef class GraphFence(Fence):
         if self.shared != NULL:
             drop_flag(<SharedFlag*>self.shared)
 
-    cdef bint over(self) noexcept:
+    cdef bint passed(self) noexcept:
         return arenapy_load(&(<SharedFlag*>self.shared).gone) != 0
 
     cdef bint wait(self, StreamRef stream) noexcept:
-        return self.over()                   # nobody knows whether it will be launched again
+        return self.passed()                 # nobody knows whether it will be launched again
 
 
 seal(GraphFence)
@@ -203,7 +203,7 @@ cdef Fence new_graph_fence(StreamRef stream):
             result = captured_graph(stream.handle, &id, &graph)
             leave()
     checked(result, "cuStreamGetCaptureInfo")
-    if stream.graph is not None and stream.capture == id and not (<Fence>stream.graph).over():
+    if stream.graph is not None and stream.capture == id and not (<Fence>stream.graph).passed():
         return stream.graph                  # one is enough for all that a capture uses
     flag = <SharedFlag*>malloc(sizeof(SharedFlag))
     if flag == NULL:
@@ -253,9 +253,9 @@ cdef Fence work_of_context(StreamRef stream):
             result = driver.cuMemAlloc(&address, DEVICE_PAGE)
             if result == SUCCESS:
                 result = driver.cuMemFree(address)
-            restore(&mode)
+            restore_capture_mode(&mode)
         forget(result)
-    if not is_over(result):
+    if not is_done(result):
         checked(result, "cuMemFree")
     return Fence.__new__(Fence)
 

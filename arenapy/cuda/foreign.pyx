@@ -28,7 +28,7 @@ cdef enum:
     LEGACY = 1               # the legacy default stream
     TRIES = 2                # to describe an array that other threads change
     NO_WAIT = -1             # to __dlpack__: the consumer sees to the order
-    MOST_DIMS = 64           # NumPy's
+    MAX_DIMS = 64            # NumPy's
 
 # DLPack's numbers to the words of arenapy.
 cdef dict KINDS = {
@@ -280,8 +280,8 @@ cdef Foreign of_tensor(DLTensor* tensor, object thing):
     cdef int i
     cdef int ndim = tensor.ndim
     import numpy as np
-    if not 0 <= ndim <= MOST_DIMS:
-        raise BufferError(f"{named(thing)} has {ndim} dimensions; a Buffer has at most {MOST_DIMS}")
+    if not 0 <= ndim <= MAX_DIMS:
+        raise BufferError(f"{named(thing)} has {ndim} dimensions; a Buffer has at most {MAX_DIMS}")
     array.kind = KINDS.get(tensor.device.device_type)
     if array.kind is None:
         raise BufferError(

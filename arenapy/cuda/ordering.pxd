@@ -21,7 +21,7 @@ cdef class Ordering(StreamHooks):
     cdef int generation              # of the driver: see there
     cdef void* arrived               # atomic: Holds that ended, newest first, linked by ended_next
     cdef uint64_t busy               # atomic: the thread that is at work on all below, or 0
-    cdef size_t room                 # bytes that the allocator has
+    cdef size_t capacity             # bytes that the allocator has
     cdef list open                   # Batches without a fence, one a stream
     cdef list batches                # others, oldest first
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over

@@ -64,7 +64,7 @@ cdef enum:
     OPEN_BYTES = 4 << 20
     OPEN_SHARE = 16
     MOMENT = 50              # microseconds
-    MOST_NAMED = 4           # streams that are found without a question
+    MAX_NAMED = 4            # streams that are found without a question
     LEGACY = 1               # the legacy default stream
     PER_THREAD = 2           # the calling thread's
     MANY_USES = 16           # of a block: with so many more, it drops those that are over
@@ -89,7 +89,7 @@ cdef class Ordering(StreamHooks):
         self.open = []
         self.batches = []
         self.recent = []
-        self.room = <size_t>-1
+        self.capacity = <size_t>-1
         self.most = FEW
         self.generation = generation
 
@@ -149,7 +149,7 @@ cdef class Ordering(StreamHooks):
         # may name another one later, as an integer may; it is found by its handle.
         if found.id and found.lasting:
             itself = stream if found.owner is stream else found
-            self.recent = [(itself, found), *self.recent[:MOST_NAMED - 1]]
+            self.recent = [(itself, found), *self.recent[:MAX_NAMED - 1]]
         return found
 
     cdef bint always(self, object stream, object named):
@@ -160,7 +160,7 @@ cdef class Ordering(StreamHooks):
 
     # -- uses
 
-    cdef object lane(self, object stream):
+    cdef object stream_cache(self, object stream):
         cdef StreamRef s = <StreamRef>self.named(stream)
         self.may_begin(s)
         # A stream that may be gone before its memory comes back gets none. Nor does one of another
@@ -169,9 +169,9 @@ cdef class Ordering(StreamHooks):
             return None
         return s
 
-    cdef object lane_source(self, object pool, object stream):
-        from arenapy.cuda.stream_caches import LaneSource
-        return LaneSource(pool, self, stream)
+    cdef object stream_cache_source(self, object pool, object stream):
+        from arenapy.cuda.stream_caches import StreamCacheSource
+        return StreamCacheSource(pool, self, stream)
 
     cdef int may_begin(self, object stream) except -1:
         return free_to_use(
@@ -222,7 +222,7 @@ cdef class Ordering(StreamHooks):
                 if not s.idle():
                     note_use(<Block>block, work_of(s))
             # as_now() takes what comes after the first graph for named in a capture.
-            elif one is first or not (<Fence>one).over():
+            elif one is first or not (<Fence>one).passed():
                 continue
             drop_use(<Block>block, one)
         return 0
@@ -322,7 +322,7 @@ cdef class Ordering(StreamHooks):
 
     # -- released blocks
 
-    cdef void ended(self, PyObject* owner, void* hold) noexcept:
+    cdef void defer_hold(self, PyObject* owner, void* hold) noexcept:
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
@@ -332,7 +332,7 @@ cdef class Ordering(StreamHooks):
             return                           # it is never free again
         PyErr_Fetch(&kind, &value, &trace)   # an exception may be on its way
         if isinstance(<object>owner, AllocatorCore):
-            self.room = (<AllocatorCore>owner).capacity
+            self.capacity = (<AllocatorCore>owner).capacity
         fix_uses(<list>h.uses)
         head = arenapy_load_ptr(&self.arrived)
         h.ended_next = <Hold*>head
@@ -340,7 +340,7 @@ cdef class Ordering(StreamHooks):
             h.ended_next = <Hold*>head
         self.sort_arrived()
         if len(self.batches) > self.most:    # now and then, let go of what is over
-            self.settle(owner, False)
+            self.collect(owner, False)
             self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
         PyErr_Restore(kind, value, trace)
 
@@ -351,7 +351,7 @@ cdef class Ordering(StreamHooks):
                 &self.busy, &nobody, PyThread_get_thread_ident()):
             self.take_arrived()
             for batch in list(self.open):
-                if batch.nbytes > OPEN_BYTES or batch.nbytes > self.room // OPEN_SHARE:
+                if batch.nbytes > OPEN_BYTES or batch.nbytes > self.capacity // OPEN_SHARE:
                     self.close(batch)
             arenapy_store(&self.busy, 0)
             nobody = 0
@@ -415,7 +415,7 @@ cdef class Ordering(StreamHooks):
         self.batches.append(batch)
         return True
 
-    cdef Py_ssize_t settle(self, PyObject* owner, bint wait) noexcept:
+    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
         look(True)
@@ -477,7 +477,7 @@ cdef class Ordering(StreamHooks):
                 next = hold.ended_next
                 waits.extend([one for one in <list>hold.uses if one not in waits])
                 drop_uses(hold)
-                (<MemoryOwner>owner).over(hold)
+                (<MemoryOwner>owner).finish_free(hold)
                 hold = next
         self.open, self.batches = [], []
         return waits
@@ -510,7 +510,7 @@ cdef class Ordering(StreamHooks):
                 else:
                     self.close(batch)
             for batch in list(self.batches):
-                if is_over(batch, wait and n == 0, waiter):
+                if batch_done(batch, wait and n == 0, waiter):
                     self.batches.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True
@@ -543,7 +543,7 @@ cdef class Ordering(StreamHooks):
                 self.wait_for(hold)
             else:
                 drop_uses(hold)
-                (<MemoryOwner>owner).over(hold)
+                (<MemoryOwner>owner).finish_free(hold)
                 n += 1
             hold = next
         return n
@@ -552,9 +552,9 @@ cdef class Ordering(StreamHooks):
 seal(Ordering)
 
 
-cdef bint is_over(Batch batch, bint wait, StreamRef waiter) noexcept:
+cdef bint batch_done(Batch batch, bint wait, StreamRef waiter) noexcept:
     for fence in batch.fences:
-        if not ((<Fence>fence).over() or wait and (<Fence>fence).wait(waiter)):
+        if not ((<Fence>fence).passed() or wait and (<Fence>fence).wait(waiter)):
             return False
     return True
 

@@ -53,7 +53,7 @@ cdef void retain_until(Retained one, StreamRef stream) noexcept:
     try:
         one.waits.append(fence_of(stream))
     except Exception:
-        one.waits.append(stream)             # `is_over` tries again
+        one.waits.append(stream)             # `uses_done` tries again
     one.queueing = False
 
 
@@ -77,7 +77,7 @@ cdef void park(object memory, list waits) noexcept:
     retained.append(one)
 
 
-cdef bint is_over(Retained one) noexcept:
+cdef bint uses_done(Retained one) noexcept:
     cdef list left = []
     cdef StreamRef s
     if one.queueing or not callable_(one.generation):
@@ -90,7 +90,7 @@ cdef bint is_over(Retained one) noexcept:
                     use = work_of(s)
                 except Exception:
                     pass
-        if isinstance(use, StreamRef) or not (<Fence>use).over():
+        if isinstance(use, StreamRef) or not (<Fence>use).passed():
             left.append(use)
     one.waits = left
     return not left
@@ -108,7 +108,7 @@ cdef void look(bint all) noexcept:
             one = <Retained>retained.popleft()
         except IndexError:
             break
-        if is_over(one):
+        if uses_done(one):
             over.append(one)
         else:
             retained.append(one)

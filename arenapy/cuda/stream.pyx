@@ -18,7 +18,7 @@ from arenapy.cuda.driver cimport (
 )
 from arenapy.cuda.retained cimport look
 from arenapy.cuda.stream_ref cimport (
-    OwnStream, StreamRef, made_stream, not_closed, relax, restore, stream_of,
+    OwnStream, StreamRef, made_stream, not_closed, relax, restore_capture_mode, stream_of,
 )
 from arenapy.cuda.fence cimport Fence, create_event, join_streams, new_event, synchronize
 from arenapy.base.sealed cimport seal
@@ -49,7 +49,7 @@ cdef class Event:
         """Has the stream done it? Asks the driver."""
         cdef bint over
         need()
-        over = self.fence.over()
+        over = self.fence.passed()
         if over:
             look(True)
         return over
@@ -243,4 +243,4 @@ cdef void destroy(void* context, void* event) noexcept:
         with nogil:
             if relax(context, &mode) == SUCCESS:
                 forget(driver.cuEventDestroy(event))
-                restore(&mode)
+                restore_capture_mode(&mode)

@@ -6,10 +6,10 @@ from arenapy.memory.region import Backing, Region
 from arenapy.pool.pool import Pool
 
 @final
-class LaneBacking(Backing): ...  # type: ignore[misc]
+class ChunkBacking(Backing): ...  # type: ignore[misc]
 
 @final
-class LaneSource:
+class StreamCacheSource:
     def __new__(cls, pool: Pool, hooks: StreamHooks, stream: StreamRef) -> Self: ...
     @property
     def stream(self) -> StreamRef: ...

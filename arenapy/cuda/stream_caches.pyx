@@ -1,12 +1,12 @@
-"""Lanes: where a pool's streams other than its own get their blocks.
+"""Stream caches: where a pool's streams other than its own get their blocks.
 
-What lives here: the source of a lane's memory. What does not: the lanes (pool), which are pools
-themselves, so that a block which its stream gives back is its stream's again at once, without an
-event and as quickly as on the host.
+What lives here: the source of a stream cache's memory. What does not: the stream caches (pool),
+which are pools themselves, so that a block which its stream gives back is its stream's again at
+once, without an event and as quickly as on the host.
 
-A lane takes chunks from the pool that it belongs to, as a user of the pool would: a chunk comes
-once the pool's own stream has done with it, and goes back when the lane's has. A lane keeps what is
-idle until the pool runs out of memory, or is trimmed.
+A stream cache takes chunks from the pool that it belongs to, as a user of the pool would: a chunk
+comes once the pool's own stream has done with it, and goes back when the stream cache's has. A
+stream cache keeps what is idle until the pool runs out of memory, or is trimmed.
 """
 cimport cython
 from libc.stdint cimport uint64_t
@@ -29,20 +29,20 @@ cdef enum:
 
 
 @cython.final
-cdef class LaneBacking(Backing):
-    """A block of the pool that a lane belongs to. Internal."""
+cdef class ChunkBacking(Backing):
+    """A block of the pool that a stream cache belongs to. Internal."""
 
     cdef Buffer chunk
 
 
-seal(LaneBacking)
+seal(ChunkBacking)
 
 
 @cython.final
-cdef class LaneSource:
+cdef class StreamCacheSource:
     """Chunks of a pool's memory for one of its streams. Internal."""
 
-    cdef object pool                 # weakref: the pool has its lanes
+    cdef object pool                 # weakref: the pool has its stream caches
     cdef readonly StreamRef stream
     cdef readonly StreamHooks hooks
     cdef object __weakref__
@@ -52,7 +52,7 @@ cdef class LaneSource:
 
     def region(self, size_t nbytes):
         """A chunk of so many bytes."""
-        cdef LaneBacking backing = LaneBacking.__new__(LaneBacking)
+        cdef ChunkBacking backing = ChunkBacking.__new__(ChunkBacking)
         pool = self.pool()
         if pool is None:
             raise OutOfMemory("the pool that this stream's memory comes from is gone")

@@ -74,9 +74,9 @@ cdef int not_closed(StreamRef stream) except -1
 cdef int free_to_use(StreamRef stream, str what, object other) except -1
 # Enter a context for what is not to disturb anybody's capture, and leave it.
 cdef int relax(void* context, int* mode) noexcept nogil
-cdef void restore(int* mode) noexcept nogil
+cdef void restore_capture_mode(int* mode) noexcept nogil
 # Did a query say that it is? In a context that is lost, nothing runs any more.
-cdef bint is_over(int result) noexcept nogil
+cdef bint is_done(int result) noexcept nogil
 # What a capturing stream is captured into, and the number of the capture.
 cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil
 # Its handle; of another thread's default stream the legacy one's, which waits for that.

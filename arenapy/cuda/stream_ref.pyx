@@ -10,7 +10,7 @@ one is one a device, the per-thread one is one a thread and device.
 While a stream is being captured into a graph, a question for its id, or for what it has done, makes
 the capture invalid, whatever its mode. (Seen with driver 580; ``cuStreamIsCapturing`` does not, and
 neither do calls about other streams, if this thread says that it knows of the capture: `relax` and
-`restore`, by ``cuThreadExchangeStreamCaptureMode``.)
+`restore_capture_mode`, by ``cuThreadExchangeStreamCaptureMode``.)
 
 The driver crashes on the handle of a stream that was destroyed, and gives it to a later one. So a
 handle is used whenever needed only while an object is kept that is known to keep its stream
@@ -64,18 +64,18 @@ cdef int relax(void* context, int* mode) noexcept nogil:
     if result == SUCCESS:
         refused = driver.cuThreadExchangeStreamCaptureMode(mode)
         if refused != SUCCESS:
-            mode[0] = UNCHANGED              # or `restore` would relax it for good
+            mode[0] = UNCHANGED              # or `restore_capture_mode` would relax it for good
             forget(refused)
     return result
 
 
-cdef void restore(int* mode) noexcept nogil:
+cdef void restore_capture_mode(int* mode) noexcept nogil:
     if mode[0] != UNCHANGED:
         forget(driver.cuThreadExchangeStreamCaptureMode(mode))
     leave()
 
 
-cdef bint is_over(int result) noexcept nogil:
+cdef bint is_done(int result) noexcept nogil:
     """What a query said. In a context that is lost, nothing runs any more."""
     return (result == SUCCESS or result == DEINITIALIZED
             or LOST_FIRST <= result <= LOST_LAST)
@@ -139,9 +139,9 @@ cdef class StreamRef:
             result = relax(self.context, &mode)
             if result == SUCCESS:
                 result = driver.cuStreamQuery(self.handle)
-                restore(&mode)
+                restore_capture_mode(&mode)
             forget(result)
-        return is_over(result)
+        return is_done(result)
 
 
 seal(StreamRef)

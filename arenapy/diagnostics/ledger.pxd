@@ -6,7 +6,7 @@ from arenapy.base.atomic cimport arenapy_spin
 
 cdef enum:
     FREED_BYTE = 0xDB        # what given-back memory is filled with
-    MOST_DAMAGES = 16        # that wait to be raised; later ones are dropped
+    MAX_DAMAGES = 16         # that wait to be raised; later ones are dropped
 
 # Bytes of one block: live, given back, or (filled) free.
 cdef struct Stretch:
@@ -29,8 +29,8 @@ cdef struct Damage:
 cdef class Ledger:
     cdef arenapy_spin lock           # guards all below; nothing is called under it
     cdef Stretch* items              # by address
-    cdef Py_ssize_t n, room
-    cdef Damage[MOST_DAMAGES] found
+    cdef Py_ssize_t n, capacity
+    cdef Damage[MAX_DAMAGES] found
     cdef Py_ssize_t n_found
     cdef uint32_t place              # of a reset that is under way
     cdef bint over                   # the allocator is gone: nothing is handed out any more

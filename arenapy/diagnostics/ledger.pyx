@@ -1,8 +1,8 @@
 """The ledger of debug mode: whose bytes are whose, where they were allocated and given back.
 
 What lives here: stretches of addresses, each of one block, and looking whether what is free still
-reads as it was filled. What does not: which bytes are free (allocators), sites as such (call_sites),
-when an allocator writes into its ledger (allocator/allocator_core).
+reads as it was filled. What does not: which bytes are free (allocators), sites as such
+(call_sites), when an allocator writes into its ledger (allocator/allocator_core).
 
 A stretch that is filled was free ever since: if a byte of it reads otherwise, somebody wrote to
 it who had no right to, and the stretch says of which block that was. Memory that was never handed
@@ -101,7 +101,7 @@ cdef class Ledger:
         return i + 1
 
     cdef void insert(self, Py_ssize_t i, Stretch stretch) noexcept nogil:
-        if make_room(<void**>&self.items, &self.room, self.n + 1, sizeof(Stretch)):
+        if make_room(<void**>&self.items, &self.capacity, self.n + 1, sizeof(Stretch)):
             memmove(&self.items[i + 1], &self.items[i], (self.n - i) * sizeof(Stretch))
             self.items[i] = stretch
             self.n += 1
@@ -112,7 +112,7 @@ cdef class Ledger:
             self.n -= j - i
 
     cdef void note(self, Damage* damage) noexcept nogil:
-        if self.n_found < MOST_DAMAGES:
+        if self.n_found < MAX_DAMAGES:
             self.found[self.n_found] = damage[0]
             self.n_found += 1
 
@@ -271,14 +271,14 @@ cdef class Ledger:
     def live(self):
         """Address, bytes asked for and place of each live block, by address."""
         cdef Stretch* copy
-        cdef Py_ssize_t i, n = -1, room
+        cdef Py_ssize_t i, n = -1, capacity
         while n < 0:
-            room = self.n + 64
-            copy = <Stretch*>malloc(room * sizeof(Stretch))
+            capacity = self.n + 64
+            copy = <Stretch*>malloc(capacity * sizeof(Stretch))
             if copy == NULL:
                 raise MemoryError("no memory for a list of live blocks")
             arenapy_spin_acquire(&self.lock)
-            if self.n <= room:
+            if self.n <= capacity:
                 n = self.n
                 if n:                        # else `items` may be NULL
                     memcpy(copy, self.items, n * sizeof(Stretch))

@@ -122,7 +122,7 @@ cdef enum:
     TIME_BITS = 56
     SIZE_BITS = 48
     KIND = 32                            # bytes of a name
-    MOST_THREADS = (1 << 16) - 1         # further threads share this number
+    MAX_THREADS = (1 << 16) - 1          # further threads share this number
     TEXT = 16                            # bytes of it in a record: two words
 
 cdef uint64_t TIME_MASK = (<uint64_t>1 << TIME_BITS) - 1
@@ -177,7 +177,7 @@ cdef inline void put(Tape* tape, Event* place, int op, uint64_t time, uint64_t b
     place.time = (time - tape.begun) & TIME_MASK | <uint64_t>op << TIME_BITS
     place.block = block
     place.size = (min(<uint64_t>nbytes, SIZE_MASK)
-                  | <uint64_t>min(thread, <uint32_t>MOST_THREADS) << SIZE_BITS)
+                  | <uint64_t>min(thread, <uint32_t>MAX_THREADS) << SIZE_BITS)
 
 
 cdef uint64_t tick(Tape* tape, int clock) noexcept nogil:

@@ -369,7 +369,7 @@ cdef class Region(MemoryOwner):
         if self.gone:
             return
         if guard.hooks is not None:
-            guard.hooks.settle(<PyObject*>guard, False)
+            guard.hooks.collect(<PyObject*>guard, False)
         arenapy_lock_acquire(&guard.lock)
         held = arenapy_load(&self.holds) != 0 or (user is not None and user.has_holds())
         if not held:
@@ -407,7 +407,7 @@ cdef class Region(MemoryOwner):
         if self.parent is not None:
             arenapy_sub(&self.parent.holds, 1)
 
-    cdef void ended(self, Hold* hold) noexcept nogil:
+    cdef void hold_ended(self, Hold* hold) noexcept nogil:
         self.delist(hold)
         free(hold)
 

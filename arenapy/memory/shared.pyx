@@ -91,7 +91,7 @@ cdef tuple _identity(Region region):
 cdef object _send(Descriptor file):
     """multiprocessing's handle of a descriptor, which it duplicates but for spawned children."""
     cdef Descriptor inherited = Descriptor.__new__(Descriptor)
-    settle()
+    forget_arrived()
     popen = context.get_spawning_popen()
     if popen is None:
         return reduction.DupFd(file.file.fd)
@@ -100,7 +100,7 @@ cdef object _send(Descriptor file):
     return reduction.DupFd(inherited.file.fd)
 
 
-def settle():
+def forget_arrived():
     """Close our copies of descriptors whose receivers run by now (or never will)."""
     for entry in list(_under_way):
         popen = entry[0]()

@@ -21,7 +21,7 @@ cdef class Counts:
 
 
 # A block, or NULL, whatever that takes; the end of one, whoever's it is.
-cdef void* take_slow(Handler* h, size_t n) noexcept nogil
-cdef void give_slow(Handler* h, void* block) noexcept nogil
+cdef void* general_alloc(Handler* h, size_t n) noexcept nogil
+cdef void general_free(Handler* h, void* block) noexcept nogil
 cdef void* zeros(Handler* h, size_t count, size_t size) noexcept nogil
 cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil

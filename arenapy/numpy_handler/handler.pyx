@@ -27,7 +27,7 @@ from arenapy.buffer.block cimport GONE_FORKED, Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.page_heap cimport Descriptor, segment_of
 from arenapy.pool.pool cimport Pool
-from arenapy.pool.core cimport PoolCore, give_hit, take_hit
+from arenapy.pool.core cimport PoolCore, try_cache_free, try_cache_alloc
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, permit
 from arenapy.allocator.allocator cimport grown_in_c
@@ -143,7 +143,7 @@ cdef void system_free(Handler* h, void* block) noexcept nogil:
 
 # ---- blocks of the pool ------------------------------------------------------------------
 
-cdef void* take_slow(Handler* h, size_t n) noexcept nogil:
+cdef void* general_alloc(Handler* h, size_t n) noexcept nogil:
     """A block when the thread cache has none; if the pool is full, from libc, if that is wanted."""
     cdef void* block = take_from(<PoolCore>h.core, n)
     if block == NULL and h.fallback:
@@ -152,8 +152,8 @@ cdef void* take_slow(Handler* h, size_t n) noexcept nogil:
 
 
 cdef void* take_from(PoolCore c, size_t n) noexcept nogil:
-    cdef uint64_t tag
-    cdef void* block = c.get(n, ALIGN, False, &tag)
+    cdef uint64_t block_id
+    cdef void* block = c.alloc_block(n, ALIGN, False, &block_id)
     # Growth is Python's: not where a source makes arrays itself, nor at the interpreter's end.
     if block == NULL and not c.shut and not growing and not arenapy_finalizing():
         with gil:
@@ -187,14 +187,14 @@ cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
     return found
 
 
-cdef void give_slow(Handler* h, void* block) noexcept nogil:
+cdef void general_free(Handler* h, void* block) noexcept nogil:
     if not given_back(<PoolCore>h.core, block):
         system_free(h, block)
 
 
 cdef bint given_back(PoolCore c, void* block) noexcept nogil:
     """Whether it was the pool's, to be freed or (a forked child, or freed twice) not any more."""
-    if c.put_at(<char*>block):
+    if c.free_block_at(<char*>block):
         c.tell()
         return True
     if not in_pool(c, block):
@@ -215,9 +215,9 @@ cdef void* zeros(Handler* h, size_t count, size_t size) noexcept nogil:
         block = system_block(h, n, True)
         if block != NULL:
             return block
-    block = take_hit(<PoolCore>h.core, n, True)
+    block = try_cache_alloc(<PoolCore>h.core, n, True)
     if block == NULL:
-        block = take_slow(h, n)
+        block = general_alloc(h, n)
     if block != NULL:
         memset(block, 0, n)                  # it may be recycled
     return block
@@ -227,7 +227,7 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     cdef size_t size
     cdef void* moved = NULL
     if block == NULL:
-        return take_slow(h, n)
+        return general_alloc(h, n)
     size = (<PoolCore>h.core).size_at(<char*>block)
     if size and (<PoolCore>h.core).gone == GONE_FORKED:
         return NULL                          # its bytes are not here
@@ -240,12 +240,12 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     if size >= n > size // 2:
         return block
     if n > size > LARGE:                     # else one that grows byte by byte is always copied
-        moved = take_slow(h, n + n // 8)
+        moved = general_alloc(h, n + n // 8)
     if moved == NULL:
-        moved = take_slow(h, n)
+        moved = general_alloc(h, n)
     if moved != NULL:
         memcpy(moved, block, min(size, n))
-        give_slow(h, block)
+        general_free(h, block)
     return moved
 
 
@@ -275,13 +275,13 @@ cdef struct Capsule:
 # ---- the callbacks -----------------------------------------------------------------------
 
 cdef void* on_malloc(void* ctx, size_t n) noexcept nogil:
-    cdef void* block = take_hit(<PoolCore>(<Handler*>ctx).core, n, True)
-    return block if likely(block != NULL) else take_slow(<Handler*>ctx, n)
+    cdef void* block = try_cache_alloc(<PoolCore>(<Handler*>ctx).core, n, True)
+    return block if likely(block != NULL) else general_alloc(<Handler*>ctx, n)
 
 
 cdef void on_free(void* ctx, void* block, size_t size) noexcept nogil:
-    if not likely(give_hit(<PoolCore>(<Handler*>ctx).core, block)) and block != NULL:
-        give_slow(<Handler*>ctx, block)
+    if not likely(try_cache_free(<PoolCore>(<Handler*>ctx).core, block)) and block != NULL:
+        general_free(<Handler*>ctx, block)
 
 
 cdef void* on_calloc(void* ctx, size_t count, size_t size) noexcept nogil:
@@ -354,19 +354,19 @@ def handler_block(cnp.ndarray array not None):
     """
     cdef PyObject* capsule = PyArray_HANDLER(array)
     cdef PoolCore c
-    cdef uint64_t tag
+    cdef uint64_t block_id
     cdef Descriptor* d
     if (not array.flags.owndata or capsule == NULL
             or not PyCapsule_IsValid(<object>capsule, b"mem_handler")
             or PyCapsule_GetContext(<object>capsule) != &marker):
         return None
     c = <PoolCore>(<Capsule*>PyCapsule_GetPointer(<object>capsule, b"mem_handler")).handler.core
-    tag = c.find(<char*>cnp.PyArray_DATA(array))
-    if tag == 0:
+    block_id = c.find(<char*>cnp.PyArray_DATA(array))
+    if block_id == 0:
         return None
-    d = &c.descriptors[tag >> 6]
+    d = &c.descriptors[block_id >> 6]
     region = <object><PyObject*>c.segments[d.segment].region
-    return c.allocator(), region, <uintptr_t>cnp.PyArray_DATA(array), c.size_of(tag)
+    return c.allocator(), region, <uintptr_t>cnp.PyArray_DATA(array), c.size_of(block_id)
 
 
 def buffer_block(Buffer buffer not None):

@@ -2,7 +2,7 @@
 from libc.stdint cimport uintptr_t
 
 from arenapy.pool.pool cimport Pool
-from arenapy.pool.core cimport PoolCore, give_hit, take_hit
+from arenapy.pool.core cimport PoolCore, try_cache_free, try_cache_alloc
 from arenapy.allocator.allocator_core cimport permit
 
 cdef enum:
@@ -10,19 +10,19 @@ cdef enum:
 
 
 cdef void* pool_alloc(Pool pool, size_t nbytes, size_t align) noexcept nogil:
-    cdef void* block = take_hit(pool.core, nbytes, False) if align <= USUAL_ALIGN else NULL
+    cdef void* block = try_cache_alloc(pool.core, nbytes, False) if align <= USUAL_ALIGN else NULL
     return block if block != NULL else pool.alloc_c(nbytes, align)
 
 
 cdef int pool_free(Pool pool, void* block) noexcept nogil:
-    return 0 if give_hit(pool.core, block) else _given(pool.core, <char*>block)
+    return 0 if try_cache_free(pool.core, block) else _given(pool.core, <char*>block)
 
 
 cdef int _given(PoolCore c, char* block) noexcept nogil:
     """Not the short way, or that found no live block."""
-    if not c.special:
+    if not c.fast_path_off:
         return -1
-    if c.put_at(block):
+    if c.free_block_at(block):
         return 0
     c.refuse(b"pool_free", block)
     return -1

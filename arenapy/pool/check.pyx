@@ -18,7 +18,7 @@ from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
-from arenapy.base.thread_slot cimport MOST_CACHES
+from arenapy.base.thread_slot cimport MAX_CACHES
 
 from arenapy.base.size_classes import SIZE_CLASSES
 
@@ -37,7 +37,7 @@ cdef struct Found:
 
 cdef struct List:
     Found* items
-    Py_ssize_t n, room
+    Py_ssize_t n, capacity
     bint full                # no memory for more
 
 # What is wrong, and where; `why` NULL: nothing.
@@ -53,13 +53,13 @@ cdef void add(
     List* found, uintptr_t address, size_t nbytes, uint32_t age, int state
 ) noexcept nogil:
     cdef Found* items
-    if found.n == found.room:
-        items = <Found*>realloc(found.items, max(2 * found.room, 1024) * sizeof(Found))
+    if found.n == found.capacity:
+        items = <Found*>realloc(found.items, max(2 * found.capacity, 1024) * sizeof(Found))
         if items == NULL:
             found.full = True
             return
         found.items = items
-        found.room = max(2 * found.room, 1024)
+        found.capacity = max(2 * found.capacity, 1024)
     found.items[found.n] = Found(address, nbytes, age, state)
     found.n += 1
 
@@ -70,7 +70,7 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
     cdef int i, k
     cdef Segment* s
     cdef Descriptor* d
-    for i in range(MOST_CACHES):
+    for i in range(MAX_CACHES):
         if c.caches[i] != NULL:
             now = max(now, c.caches[i].tick)
     for i in range(c.n_segments):
@@ -359,7 +359,7 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             before, id = id, d.next
     fault(f, n_partial != t.partial, b"spans with free slots are not all listed", 0, n_partial,
           t.partial)
-    for k in range(MOST_CACHES):
+    for k in range(MAX_CACHES):
         cache = c.caches[k]
         if cache == NULL:
             continue
@@ -380,8 +380,8 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
         fault(f, i != cache.n_large, b"cached blocks were miscounted", 0, i, cache.n_large)
         for s in range(N_SMALL):
             for i in range(cache.small[s].n):
-                d = &c.descriptors[cache.small[s].items[i].tag >> 6]
-                w = <int>(cache.small[s].items[i].tag & 63)
+                d = &c.descriptors[cache.small[s].items[i].block_id >> 6]
+                w = <int>(cache.small[s].items[i].block_id & 63)
                 fault(f, d.state != SPAN or d.step != s or (d.live | d.detail.slots) >> w & 1
                       or <uintptr_t>cache.small[s].items[i].ptr
                       != d.address + w * c.steps[s].size,
@@ -410,7 +410,7 @@ cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
           t.reserved)
     for k in range(N_CLASSES):
         active, live, allocations = 0, 0, 0
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if c.caches[i] != NULL:
                 allocations += c.caches[i].counts[k].allocations
                 active += c.caches[i].counts[k].allocations - c.caches[i].counts[k].frees
@@ -428,7 +428,7 @@ cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
               c.free_pages[k], t.free_pages[k])
         fault(f, c.asked.misses[k] > allocations, b"a class has more misses than allocations", k,
               c.asked.misses[k], allocations)
-    for i in range(MOST_CACHES):
+    for i in range(MAX_CACHES):
         if c.caches[i] != NULL:
             cache_live += c.caches[i].live
             peak += c.caches[i].peak

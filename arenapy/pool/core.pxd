@@ -7,7 +7,7 @@ from arenapy.base.atomic cimport likely
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
-from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES
+from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES
 
 
 cdef struct ClassFigures:
@@ -32,7 +32,7 @@ cdef struct Sample:
 
 
 cdef class PoolCore(ThreadCaches):
-    cdef bint special        # any of debug, recorder, may_lease, timed, shut: not the short way
+    cdef bint fast_path_off  # any of debug, recorder, may_lease, timed, shut: not the short way
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
     cdef double timed        # trim_after, or -1
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
@@ -46,20 +46,21 @@ cdef class PoolCore(ThreadCaches):
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
 
     cdef void ready(self) noexcept nogil
-    cdef void set_special(self) noexcept nogil
-    # All that is to be done on either way, also when `special`.
-    cdef char* get(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
-    cdef void handed_out(self, char* ptr, size_t n, uint64_t tag) noexcept nogil
-    cdef bint put(self, char* ptr, uint64_t tag) noexcept nogil
+    cdef void update_fast_path(self) noexcept nogil
+    # All that is to be done on either way, also when `fast_path_off`.
+    cdef char* alloc_block(self, size_t n, size_t align, bint miss,
+                           uint64_t* block_id) noexcept nogil
+    cdef void handed_out(self, char* ptr, size_t n, uint64_t block_id) noexcept nogil
+    cdef bint free_block(self, char* ptr, uint64_t block_id) noexcept nogil
     # The same by address, and the bytes of a live block from there on; 0: there is none.
-    cdef bint put_at(self, char* ptr) noexcept nogil
+    cdef bint free_block_at(self, char* ptr) noexcept nogil
     cdef size_t size_at(self, char* ptr) noexcept nogil
     cdef uint64_t find(self, char* ptr) noexcept nogil
-    cdef size_t size_of(self, uint64_t tag) noexcept nogil
-    cdef bint claim(self, uint64_t tag) noexcept nogil
-    cdef void restore(self, char* ptr, uint64_t tag) noexcept nogil
-    cdef void postpone(self, Hold* hold) noexcept nogil
-    cdef void settle(self) noexcept nogil
+    cdef size_t size_of(self, uint64_t block_id) noexcept nogil
+    cdef bint claim(self, uint64_t block_id) noexcept nogil
+    cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil
+    cdef void add_pending(self, Hold* hold) noexcept nogil
+    cdef void reclaim_leases(self) noexcept nogil
     cdef PoolFigures figures(self) noexcept nogil
     cdef size_t largest_of(self, int k) noexcept nogil
     # `timed`: take note of the time. The last tick that is `timed` seconds ago; False: none is.
@@ -74,13 +75,15 @@ cdef class PoolCore(ThreadCaches):
 # every store. NULL, False: the thread cache has none, or the other way is to be taken.
 # `hot`: not always the block freed last, but what is rather in the processor's caches.
 
-cdef inline void* take_hit(PoolCore c, size_t n, bint hot) noexcept nogil:
-    cdef uint64_t tag
-    return cache_alloc(c, n, hot, &tag) if likely(not c.special and n <= MOST_BYTES) else NULL
+cdef inline void* try_cache_alloc(PoolCore c, size_t n, bint hot) noexcept nogil:
+    cdef uint64_t block_id
+    if likely(not c.fast_path_off and n <= MAX_BYTES):
+        return cache_alloc(c, n, hot, &block_id)
+    return NULL
 
 
-cdef inline bint give_hit(PoolCore c, void* block) noexcept nogil:
-    return likely(not c.special) and cache_free_at(c, <char*>block)
+cdef inline bint try_cache_free(PoolCore c, void* block) noexcept nogil:
+    return likely(not c.fast_path_off) and cache_free_at(c, <char*>block)
 
 
 # -- batches of blocks

@@ -19,14 +19,14 @@ from arenapy.pool.hot_path cimport cache_of, named, push, cache_free, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport (
-    MOST_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
+    MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
-from arenapy.base.thread_slot cimport MOST_CACHES
+from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
+from arenapy.base.thread_slot cimport MAX_CACHES
 from arenapy.linux.vm cimport vm_lease
 
 
@@ -43,7 +43,7 @@ cdef extern from *:
     double coarse_seconds "arenapy_coarse_seconds" () noexcept nogil
 
 cdef enum:
-    LOOKS = 256              # free extents of one bin that are looked at for the largest
+    MAX_LOOKS = 256          # free extents of one bin that are looked at for the largest
 
 
 @cython.final
@@ -55,7 +55,7 @@ cdef class PoolCore(ThreadCaches):
         self.what = "pool"
         self.recycles = True
         self.timed = -1
-        self.shut = self.special = True      # until `ready`
+        self.shut = self.fast_path_off = True  # until `ready`
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -68,32 +68,34 @@ cdef class PoolCore(ThreadCaches):
     cdef void ready(self) noexcept nogil:
         """Allocate from now on."""
         self.shut = False
-        self.set_special()
+        self.update_fast_path()
 
-    cdef void set_special(self) noexcept nogil:
+    cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.special = (self.shut or self.debug or self.may_lease or self.timed >= 0
-                        or self.recorder != NULL)
+        self.fast_path_off = (self.shut or self.debug or self.may_lease or self.timed >= 0
+                              or self.recorder != NULL)
 
-    cdef char* get(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
+    cdef char* alloc_block(
+        self, size_t n, size_t align, bint miss, uint64_t* block_id
+    ) noexcept nogil:
         cdef char* ptr
-        if self.shut or n > MOST_BYTES:
+        if self.shut or n > MAX_BYTES:
             return NULL
-        ptr = self.heap_alloc(n, align, miss, tag)
+        ptr = self.heap_alloc(n, align, miss, block_id)
         if ptr == NULL and self.pending != NULL:     # other processes may have let go meanwhile
-            self.settle()
-            ptr = self.heap_alloc(n, align, miss, tag)
+            self.reclaim_leases()
+            ptr = self.heap_alloc(n, align, miss, block_id)
         if ptr != NULL:
-            self.handed_out(ptr, n, tag[0])
+            self.handed_out(ptr, n, block_id[0])
         return ptr
 
-    cdef void handed_out(self, char* ptr, size_t n, uint64_t tag) noexcept nogil:
+    cdef void handed_out(self, char* ptr, size_t n, uint64_t block_id) noexcept nogil:
         """Take note of a block of n bytes."""
         record(self, EVENT_ALLOC, ptr, n)
         if self.debug:
-            self.began(ptr, self.size_of(tag), n)
+            self.began(ptr, self.size_of(block_id), n)
 
-    cdef bint put(self, char* ptr, uint64_t tag) noexcept nogil:
+    cdef bint free_block(self, char* ptr, uint64_t block_id) noexcept nogil:
         """Free a block, whatever that takes. False: it is not live."""
         cdef Hold* hold
         if self.shut:
@@ -101,34 +103,34 @@ cdef class PoolCore(ThreadCaches):
         if not (self.debug or self.may_lease or self.timed >= 0):
             # The event comes before the next one of these bytes. (A block that two threads free at
             # once may be recorded twice; one of them is told.)
-            if not arenapy_load(&named(self, tag).live) >> (tag & 63) & 1:
+            if not arenapy_load(&named(self, block_id).live) >> (block_id & 63) & 1:
                 return False
             record(self, EVENT_FREE, ptr, 0)
-            return cache_free(self, ptr, tag)
-        if not self.claim(tag):
+            return cache_free(self, ptr, block_id)
+        if not self.claim(block_id):
             return False
         record(self, EVENT_FREE, ptr, 0)
         if self.debug:
             self.leaving(ptr)
-        if self.may_lease and leased(self, ptr, tag):
+        if self.may_lease and leased(self, ptr, block_id):
             hold = <Hold*>malloc(sizeof(Hold))
             if hold != NULL:                 # without this record it is never free again
-                hold.start, hold.tag = <uintptr_t>ptr, tag
-                self.postpone(hold)
+                hold.start, hold.tag = <uintptr_t>ptr, block_id
+                self.add_pending(hold)
         else:
-            self.restore(ptr, tag)
+            self.free_claimed(ptr, block_id)
         if self.timed >= 0:
             self.note_time()
         return True
 
-    cdef bint claim(self, uint64_t tag) noexcept nogil:
+    cdef bint claim(self, uint64_t block_id) noexcept nogil:
         """Make a live block pending: from now on it is this call's alone. False: it is not live."""
         cdef ThreadCache* f = cache_of(self)
-        cdef Descriptor* d = named(self, tag)
+        cdef Descriptor* d = named(self, block_id)
         cdef bint was_live
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        was_live = clear_bit(&d.live, tag)
+        was_live = clear_bit(&d.live, block_id)
         if was_live:
             self.pending_bytes[d.size_class] += d.size
             self.pending_blocks[d.size_class] += 1
@@ -136,11 +138,11 @@ cdef class PoolCore(ThreadCaches):
         biased_release(&f.lock)
         return was_live
 
-    cdef void restore(self, char* ptr, uint64_t tag) noexcept nogil:
+    cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil:
         """A pending block is free."""
         cdef ThreadCache* f = cache_of(self)
-        cdef Descriptor* d = named(self, tag)
-        self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(tag))
+        cdef Descriptor* d = named(self, block_id)
+        self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(block_id))
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
         arenapy_assert(
@@ -148,17 +150,17 @@ cdef class PoolCore(ThreadCaches):
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
-        set_bit(&d.live, tag)            # as `push` expects it
-        push(self, f, d, ptr, tag)
+        set_bit(&d.live, block_id)       # as `push` expects it
+        push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 
-    cdef void postpone(self, Hold* hold) noexcept nogil:
+    cdef void add_pending(self, Hold* hold) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
         hold.next = self.pending
         self.pending = hold
         arenapy_spin_release(&self.heap_lock)
 
-    cdef void settle(self) noexcept nogil:
+    cdef void reclaim_leases(self) noexcept nogil:
         """Free what other processes have let go of."""
         cdef Hold* hold
         cdef Hold* next
@@ -169,13 +171,13 @@ cdef class PoolCore(ThreadCaches):
         while hold != NULL:
             next = hold.next
             if not self.shut and leased(self, <char*>hold.start, hold.tag):
-                self.postpone(hold)
+                self.add_pending(hold)
             else:
-                self.restore(<char*>hold.start, hold.tag)
+                self.free_claimed(<char*>hold.start, hold.tag)
                 free(hold)
             hold = next
 
-    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+    cdef bint defer_free(self, Hold* hold) noexcept nogil:
         if self.shut or not self.claim(hold.tag):
             return False
         record(self, EVENT_FREE, <void*>hold.start, 0)
@@ -187,38 +189,38 @@ cdef class PoolCore(ThreadCaches):
         arenapy_spin_release(&self.heap_lock)
         return True
 
-    cdef void over(self, Hold* hold) noexcept nogil:
+    cdef void finish_free(self, Hold* hold) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
         unlink_hold(&self.aside, hold)
         arenapy_spin_release(&self.heap_lock)
         arenapy_sub(&self.n_held, 1)
         if not self.shut:
-            self.restore(<char*>hold.start, hold.tag)
+            self.free_claimed(<char*>hold.start, hold.tag)
             if self.timed >= 0:
                 self.note_time()
         free(hold)
 
     # -- as the owner of Buffers
 
-    cdef void dropped(self, PyObject* root) noexcept:
-        cdef uint64_t tag = (<Block>root).tag
+    cdef void drop_block(self, PyObject* root) noexcept:
+        cdef uint64_t block_id = (<Block>root).tag
         if (<Block>root).word & HELD:
             arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
             arenapy_sub(&self.n_held, 1)
-        if tag == 0:
+        if block_id == 0:
             return                           # released before
-        if self.special:
-            self.put((<Block>root).ptr, tag)
+        if self.fast_path_off:
+            self.free_block((<Block>root).ptr, block_id)
             if self.debug:
                 self.verify_dropped()
         else:
-            cache_free(self, (<Block>root).ptr, tag)
+            cache_free(self, (<Block>root).ptr, block_id)
 
-    cdef void give_back(self, Block root) noexcept nogil:
-        cdef uint64_t tag = root.tag
+    cdef void release_block(self, Block root) noexcept nogil:
+        cdef uint64_t block_id = root.tag
         root.tag = 0
-        if tag and root.hold == NULL:        # else `set_aside` comes next
-            self.put(root.ptr, tag)
+        if block_id and root.hold == NULL:   # else `defer_free` comes next
+            self.free_block(root.ptr, block_id)
 
     cdef bint has_holds(self) noexcept nogil:
         return (arenapy_load(&self.n_held) != 0 or arenapy_load(&self.in_transit) != 0
@@ -226,28 +228,28 @@ cdef class PoolCore(ThreadCaches):
 
     # -- facts about a block
 
-    cdef bint put_at(self, char* ptr) noexcept nogil:
-        cdef uint64_t tag = self.find(ptr)
-        return tag != 0 and self.put(ptr, tag)
+    cdef bint free_block_at(self, char* ptr) noexcept nogil:
+        cdef uint64_t block_id = self.find(ptr)
+        return block_id != 0 and self.free_block(ptr, block_id)
 
     cdef size_t size_at(self, char* ptr) noexcept nogil:
-        cdef uint64_t tag = self.find(ptr)
-        if tag and self.descriptors[tag >> 6].live >> (tag & 63) & 1:
-            return self.size_of(tag)
+        cdef uint64_t block_id = self.find(ptr)
+        if block_id and self.descriptors[block_id >> 6].live >> (block_id & 63) & 1:
+            return self.size_of(block_id)
         return 0
 
     cdef uint64_t find(self, char* ptr) noexcept nogil:
         """tag_at under the lock that it needs. A live block of the caller's stays where it is."""
         cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d
-        cdef uint64_t tag
+        cdef uint64_t block_id
         biased_acquire(&f.lock)
-        tag = tag_at(self, ptr, &d)
+        block_id = tag_at(self, ptr, &d)
         biased_release(&f.lock)
-        return tag
+        return block_id
 
-    cdef size_t size_of(self, uint64_t tag) noexcept nogil:
-        cdef Descriptor* d = named(self, tag)
+    cdef size_t size_of(self, uint64_t block_id) noexcept nogil:
+        cdef Descriptor* d = named(self, block_id)
         return d.size - d.skew
 
     # -- figures
@@ -260,7 +262,7 @@ cdef class PoolCore(ThreadCaches):
         cdef int i, k, caches = 0
         memset(&r, 0, sizeof(r))
         self.lock_all()
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             f = self.caches[i]
             if f == NULL:
                 continue
@@ -295,7 +297,7 @@ cdef class PoolCore(ThreadCaches):
         r.reserved = self.reserved_pages << PAGE_BITS
         r.regions = self.n_segments
         r.metadata = (self.descriptor_array.ready + caches * whole_pages(sizeof(ThreadCache))
-                      + MOST_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t)))
+                      + MAX_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t)))
         for i in range(self.n_segments):
             r.metadata += self.segments[self.order[i]].array.ready
         self.unlock_all()
@@ -312,14 +314,14 @@ cdef class PoolCore(ThreadCaches):
             if self.class_at[s] != k and (s == N_STEPS - 1 or self.class_at[s + 1] != k):
                 continue
             id = self.free_bins.heads[s]
-            while id and looks < LOOKS:
+            while id and looks < MAX_LOOKS:
                 if class_of(pages_bytes(self, id)) == k:
                     most = max(most, pages_bytes(self, id))
                 id = self.descriptors[id].next
                 looks += 1
             if self.class_at[s] != k:
                 break
-            for i in range(MOST_CACHES):
+            for i in range(MAX_CACHES):
                 f = self.caches[i]
                 if f != NULL and s < N_SMALL and f.small[s].n:
                     most = max(most, <size_t>self.steps[s].size)
@@ -393,7 +395,7 @@ cdef class PoolCore(ThreadCaches):
         if self.cache == NULL:
             return 0                         # never made
         self.lock_all()
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 before += max(self.caches[i].peak, 0)
                 live += self.caches[i].live
@@ -406,7 +408,7 @@ cdef class PoolCore(ThreadCaches):
         cdef int i, k
         self.exchange_peak(0)
         self.lock_all()
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 for k in range(N_CLASSES):
                     self.caches[i].counts[k].peak = self.caches[i].counts[k].live
@@ -429,11 +431,11 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void disable(self, int why) noexcept nogil:
         AllocatorCore.disable(self, why)
-        self.set_special()
+        self.update_fast_path()
 
     cdef void expect_leases(self) noexcept nogil:
         self.may_lease = True
-        self.set_special()
+        self.update_fast_path()
 
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
         """A fork: lease every block of `region` that is not free to whoever keeps `fd`."""
@@ -460,11 +462,11 @@ cdef class PoolCore(ThreadCaches):
 seal(PoolCore)
 
 
-cdef bint leased(PoolCore c, char* ptr, uint64_t tag) noexcept nogil:
+cdef bint leased(PoolCore c, char* ptr, uint64_t block_id) noexcept nogil:
     cdef uintptr_t start = <uintptr_t>ptr
     cdef uintptr_t at, stop
-    return (<Region>c.segments[named(c, tag).segment].region).leases(
-        start, start + c.size_of(tag), &at, &stop) != 0
+    return (<Region>c.segments[named(c, block_id).segment].region).leases(
+        start, start + c.size_of(block_id), &at, &stop) != 0
 
 
 cdef inline size_t pages_bytes(PoolCore c, uint32_t id) noexcept nogil:
@@ -521,5 +523,5 @@ cdef class BlockBatch:
         return got
 
     cdef void undo(self, PoolCore core) noexcept nogil:
-        core.untake(self.done, self.entries, &self.asked, self.peak, self.peaks)
+        core.heap_alloc_undo(self.done, self.entries, &self.asked, self.peak, self.peaks)
         self.done = 0

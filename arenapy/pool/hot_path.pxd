@@ -42,8 +42,8 @@ cdef inline void count_given(ThreadCache* f, int k, size_t size) noexcept nogil:
 
 
 # What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
-cdef inline Descriptor* named(ThreadCaches c, uint64_t tag) noexcept nogil:
-    return <Descriptor*>(<char*>c.descriptors + (tag & ~<uint64_t>63))
+cdef inline Descriptor* named(ThreadCaches c, uint64_t block_id) noexcept nogil:
+    return <Descriptor*>(<char*>c.descriptors + (block_id & ~<uint64_t>63))
 
 
 # What the fields of a cache promise, as far as that takes a few instructions; its lock held.
@@ -60,13 +60,13 @@ cdef inline bint magazine_is_valid(Magazine* m) noexcept nogil:
 
 
 # The same of a block in a cache, or on its way out or in.
-cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t tag) noexcept nogil:
-    cdef Descriptor* d = named(c, tag)
+cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t block_id) noexcept nogil:
+    cdef Descriptor* d = named(c, block_id)
     arenapy_assert(
         d.state == SPAN or d.state == BLOCK or d.state == ODD, b"a block is in an extent of blocks")
     arenapy_assert(<uintptr_t>ptr >= d.address, b"a block begins in its extent")
     arenapy_assert(
-        d.state != SPAN or <uintptr_t>ptr == d.address + (tag & 63) * d.size,
+        d.state != SPAN or <uintptr_t>ptr == d.address + (block_id & 63) * d.size,
         b"a slot begins at a multiple of its size")
     arenapy_assert(
         <uintptr_t>ptr - d.address + d.size - (d.skew if d.state != SPAN else 0)
@@ -74,8 +74,8 @@ cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t tag) noexcep
     return True
 
 
-cdef inline bint block_is_live(ThreadCaches c, uint64_t tag) noexcept nogil:
-    return named(c, tag).live >> (tag & 63) & 1
+cdef inline bint block_is_live(ThreadCaches c, uint64_t block_id) noexcept nogil:
+    return named(c, block_id).live >> (block_id & 63) & 1
 
 
 # The name of the block that begins at an address, live or not; 0: none does. Under a cache's lock,
@@ -113,8 +113,8 @@ cdef inline uint64_t tag_at(ThreadCaches c, void* ptr, Descriptor** of) noexcept
 # Where in its pages a block above 32 KiB begins, if so many of its bytes are not asked for. Blocks
 # that all begin on a page push each other out of the caches where many are read side by side. Half
 # a page, since a load waits for a store just before it whose address ends in the same 12 bits.
-cdef inline char* skewed(Descriptor* d, uint64_t tag, size_t slack) noexcept nogil:
-    d.skew = <uint16_t>(tag << 5 & SKEW) if slack >= SKEW else 0
+cdef inline char* skewed(Descriptor* d, uint64_t block_id, size_t slack) noexcept nogil:
+    d.skew = <uint16_t>(block_id << 5 & SKEW) if slack >= SKEW else 0
     return <char*>d.address + d.skew
 
 
@@ -141,7 +141,7 @@ cdef inline void hotter_first(ThreadCaches c, uint32_t* head) noexcept nogil:
 # From the thread cache, its lock held: the block of the step that was freed last, for n bytes, or
 # NULL. `hot`: or the one before. (Who hands it out permits n bytes of it.)
 cdef inline char* pop(
-    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, uint64_t* tag
+    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, uint64_t* block_id
 ) noexcept nogil:
     cdef Magazine* m
     cdef Descriptor* d
@@ -155,16 +155,16 @@ cdef inline char* pop(
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
         m.n -= 1
         ptr = m.items[m.n].ptr
-        tag[0] = m.items[m.n].tag
-        d = named(c, tag[0])
-        arenapy_assert(not block_is_live(c, tag[0]), b"a block in a cache is not live")
+        block_id[0] = m.items[m.n].block_id
+        d = named(c, block_id[0])
+        arenapy_assert(not block_is_live(c, block_id[0]), b"a block in a cache is not live")
         arenapy_assert(
-            not d.detail.slots >> (tag[0] & 63) & 1, b"a slot is in a cache or in its span")
-        set_bit(&d.live, tag[0])
+            not d.detail.slots >> (block_id[0] & 63) & 1, b"a slot is in a cache or in its span")
+        set_bit(&d.live, block_id[0])
         count_taken(f, d.size_class, d.size)
         arenapy_assert(d.step == s, b"a block is of the step that was asked for")
-        arenapy_assert(block_is_live(c, tag[0]), b"a block that is handed out is live")
-        arenapy_assert(block_is_valid(c, ptr, tag[0]), b"the block is valid")
+        arenapy_assert(block_is_live(c, block_id[0]), b"a block that is handed out is live")
+        arenapy_assert(block_is_valid(c, ptr, block_id[0]), b"the block is valid")
         arenapy_assert(cache_is_valid(f), b"the cache is valid")
         return ptr
     if s >= N_EXACT:
@@ -186,17 +186,17 @@ cdef inline char* pop(
     f.n_large -= 1
     f.tick += 1
     d.tick = f.tick
-    tag[0] = <uint64_t>id << 6
+    block_id[0] = <uint64_t>id << 6
     set_bit(&d.live, 0)
     count_taken(f, d.size_class, d.size)
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     # A device's blocks have no processor's cache lines to be skewed over.
-    return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, tag[0], d.size - n)
+    return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, block_id[0], d.size - n)
 
 
 # To the thread cache, its lock held. False: the block is not live.
 cdef inline bint push(
-    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t tag
+    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
 ) noexcept nogil:
     cdef uint32_t* head
     cdef Magazine* m
@@ -204,10 +204,10 @@ cdef inline bint push(
     if likely(d.state == SPAN):
         m = &f.small[d.step]
         if not likely(m.n < m.depth):
-            return c.full_free(f, ptr, tag)
-        if not likely(clear_bit(&d.live, tag)):
+            return c.full_free(f, ptr, block_id)
+        if not likely(clear_bit(&d.live, block_id)):
             return False
-        m.items[m.n] = Entry(ptr, tag)
+        m.items[m.n] = Entry(ptr, block_id)
         m.n += 1
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
     elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
@@ -218,14 +218,14 @@ cdef inline bint push(
         d.tick = f.tick
         head = &f.large[d.step - N_SMALL]
         d.next = head[0]
-        head[0] = <uint32_t>(tag >> 6)
+        head[0] = <uint32_t>(block_id >> 6)
         f.n_large += 1
     else:
-        return c.full_free(f, ptr, tag)
+        return c.full_free(f, ptr, block_id)
     forbid_block(c, d, ptr)
     count_given(f, d.size_class, d.size)
-    arenapy_assert(block_is_valid(c, ptr, tag), b"the block is valid")
-    arenapy_assert(not block_is_live(c, tag), b"a block in a cache is not live")
+    arenapy_assert(block_is_valid(c, ptr, block_id), b"the block is valid")
+    arenapy_assert(not block_is_live(c, block_id), b"a block in a cache is not live")
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     return True
 
@@ -234,8 +234,10 @@ cdef inline ThreadCache* cache_of(ThreadCaches c) noexcept nogil:
     return c.cache if ARENAPY_GIL else c.own_cache()
 
 
-# The short way: what the thread cache has, NULL if that is nothing. Not if `special`.
-cdef inline char* cache_alloc(ThreadCaches c, size_t n, bint hot, uint64_t* tag) noexcept nogil:
+# The short way: what the thread cache has, NULL if that is nothing. Not if `fast_path_off`.
+cdef inline char* cache_alloc(
+    ThreadCaches c, size_t n, bint hot, uint64_t* block_id
+) noexcept nogil:
     cdef ThreadCache* f = cache_of(c)
     cdef int s
     cdef char* ptr
@@ -246,21 +248,21 @@ cdef inline char* cache_alloc(ThreadCaches c, size_t n, bint hot, uint64_t* tag)
         s = step_of(rounded(n, c.rounding))
     if not likely(biased_enter(&f.lock)):
         ptr = c.shared_alloc(n, s, hot, &other)
-        tag[0] = other
+        block_id[0] = other
         return ptr
-    ptr = pop(c, f, s, n, hot, tag)
+    ptr = pop(c, f, s, n, hot, block_id)
     biased_leave(&f.lock)
     if POISONS and ptr != NULL:
         permit(c, <uintptr_t>ptr, n)
     return ptr
 
 
-cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t tag) noexcept nogil:
+cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexcept nogil:
     cdef ThreadCache* f = cache_of(c)
     cdef bint was_live
     if not likely(biased_enter(&f.lock)):
-        return c.shared_free(ptr, tag)
-    was_live = push(c, f, named(c, tag), ptr, tag)
+        return c.shared_free(ptr, block_id)
+    was_live = push(c, f, named(c, block_id), ptr, block_id)
     biased_leave(&f.lock)
     return was_live
 
@@ -269,11 +271,11 @@ cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t tag) noexcept no
 cdef inline bint cache_free_at(ThreadCaches c, char* ptr) noexcept nogil:
     cdef ThreadCache* f = cache_of(c)
     cdef Descriptor* d
-    cdef uint64_t tag
+    cdef uint64_t block_id
     cdef bint was_live
     if not likely(biased_enter(&f.lock)):
         return c.shared_free_at(ptr)
-    tag = tag_at(c, ptr, &d)
-    was_live = tag != 0 and push(c, f, d, ptr, tag)
+    block_id = tag_at(c, ptr, &d)
+    was_live = block_id != 0 and push(c, f, d, ptr, block_id)
     biased_leave(&f.lock)
     return was_live

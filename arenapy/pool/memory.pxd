@@ -18,10 +18,10 @@ cdef class PoolMemory:
     cdef object source
     cdef bint unaligned              # the source's regions may not begin on a page
     cdef bint may_reserve            # the source reserves address space: Host
-    cdef dict rooms                  # its Reservations, by address
-    cdef size_t room                 # bytes of address space that one takes at least
-    cdef size_t slack                # idle pages that growth leaves alone
-    cdef size_t rent                 # pages recycled since slack grew
+    cdef dict reservations           # its Reservations, by address
+    cdef size_t min_reservation      # bytes of address space that one takes at least
+    cdef size_t idle_allowed         # idle pages that growth leaves alone
+    cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
     cdef list growing                # threads that the source is at work for
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit

@@ -38,9 +38,9 @@ cdef enum:
     MOMENT = 200             # microseconds
     PATIENCE = 50_000        # moments
     NO_LIMIT = 1 << 30
-    RENT = 8                 # in units of what is reserved, as is
-    RENT_AGAIN = 1
-    SLACK = 16               # a share: of what is reserved, so much may lie idle at first
+    RECYCLED_FIRST = 8       # in units of what is reserved, as is
+    RECYCLED_AGAIN = 1
+    IDLE_SHARE = 16          # a share: of what is reserved, so much may lie idle at first
     REPEATS = 5
     GOLDEN = 0x9E3779B97F4A7C15      # 2 ** 64 by the golden ratio: Knuth's multiplicative hashing
 
@@ -66,15 +66,17 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
 cdef class PoolMemory:
     """What a Pool reserves. Internal."""
 
-    def __cinit__(self, PoolCore core not None, object source, size_t max_pages, size_t room):
+    def __cinit__(
+        self, PoolCore core not None, object source, size_t max_pages, size_t min_reservation
+    ):
         self.core = core
         self.source = source
         self.max_pages = max_pages
-        self.room = room
+        self.min_reservation = min_reservation
         # A Host whose region() is another one is to be asked like any other source.
         self.may_reserve = hasattr(source, "reserve") and (
             not isinstance(source, Host) or type(source).region is Host.region)
-        self.rooms = {}
+        self.reservations = {}
         self.growing = []
 
     cdef int begin(self, size_t nbytes) except -1:
@@ -140,15 +142,15 @@ cdef class PoolMemory:
                 missing[0] = pages - self.left()
                 return False
             # No address space as large as that: get more of it.
-            room = self.source.reserve(max(pages << PAGE_BITS, self.room))
-            if room is None:
+            reservation = self.source.reserve(max(pages << PAGE_BITS, self.min_reservation))
+            if reservation is None:
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)
-            self.rooms[room.region.address] = room
+            self.reservations[reservation.region.address] = reservation
             try:
-                c.add_segment(room.region, True, NO_LIMIT, cache_of(c).tick)
+                c.add_segment(reservation.region, True, NO_LIMIT, cache_of(c).tick)
             except BaseException:
-                del self.rooms[room.region.address]
+                del self.reservations[reservation.region.address]
                 raise
             fresh = True
 
@@ -164,7 +166,7 @@ cdef class PoolMemory:
         try:
             if c.gone:
                 c.open_check()
-            self.rooms[c.segments[d.segment].base].commit(
+            self.reservations[c.segments[d.segment].base].commit(
                 <size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
             record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
             done = True
@@ -191,7 +193,7 @@ cdef class PoolMemory:
         c.unlock_all()
         if region is not None:
             array_close(&array)
-            self.rooms.pop(region.address, None)
+            self.reservations.pop(region.address, None)
             c.drop_region(region)
         return 0
 
@@ -263,8 +265,8 @@ cdef class PoolMemory:
         Free memory in pieces that are too small moves into one piece that way, at the price of
         faulting it in again. A program that repeats itself would pay for ever. It is known by
         requests of the same size to the byte: after REPEATS times, as much more may lie idle.
-        Others, when as much as RENT times what is reserved has been paid, may have something idle,
-        and from then on twice as much after every RENT_AGAIN times.
+        Others, when as much as RECYCLED_FIRST times what is reserved has been paid, may have
+        something idle, and from then on twice as much after every RECYCLED_AGAIN times.
         """
         cdef PoolCore c = self.core
         cdef size_t idle
@@ -274,20 +276,21 @@ cdef class PoolMemory:
         arenapy_spin_release(&c.heap_lock)
         if c.merges_first:                   # regions of a device, which are given back whole
             idle = self.trimmable()
-        if idle <= max(self.slack, <size_t>HUGE_PAGES):
+        if idle <= max(self.idle_allowed, <size_t>HUGE_PAGES):
             return 0
         if seen.n != n:
             seen.n, seen.times = n, 0
         if seen.times == REPEATS:
-            self.slack = min(idle, self.slack + pages)
+            self.idle_allowed = min(idle, self.idle_allowed + pages)
         else:
             seen.times += 1
-        if idle == self.slack:
+        if idle == self.idle_allowed:
             return 0
-        self.rent += self.shrink(min(idle - self.slack, pages), False)
-        if self.rent > (RENT_AGAIN if self.slack else RENT) * c.reserved_pages:
-            self.rent = 0
-            self.slack = max(2 * self.slack, c.reserved_pages // SLACK)
+        self.recycled += self.shrink(min(idle - self.idle_allowed, pages), False)
+        times = RECYCLED_AGAIN if self.idle_allowed else RECYCLED_FIRST
+        if self.recycled > times * c.reserved_pages:
+            self.recycled = 0
+            self.idle_allowed = max(2 * self.idle_allowed, c.reserved_pages // IDLE_SHARE)
         return 0
 
     cdef size_t shrink(self, size_t pages, bint enough) except? 0:

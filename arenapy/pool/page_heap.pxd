@@ -19,13 +19,13 @@ cdef extern from *:
 cdef enum:
     SPARE = 4                # descriptors that one operation on extents uses at most
     STOCK = 16               # that there are before one begins
-    LOOKS = 32               # extents of an inexact bin that are looked at
+    MAX_LOOKS = 32           # extents of an inexact bin that are looked at
     PAGE_BITS = 12
     PAGE = 4096
     HUGE_PAGES = 512         # of a huge page
-    MOST_SEGMENTS = 1024
-    MOST_PAGES = 1 << 30     # of a segment: 4 TiB
-    MOST_DESCRIPTORS = 1 << 26
+    MAX_SEGMENTS = 1024
+    MAX_PAGES = 1 << 30      # of a segment: 4 TiB
+    MAX_DESCRIPTORS = 1 << 26
     BIN_WORDS = (N_STEPS + 63) >> 6
 
     # What an extent is
@@ -90,7 +90,7 @@ cdef class Pages(AllocatorCore):
     cdef uint32_t n_descriptors      # indices used so far; [0] is nothing
     cdef uint32_t unused             # descriptors given back, linked by next
     cdef uint32_t spare              # how many more there are, given back or new
-    cdef Segment* segments           # MOST_SEGMENTS; those in use are listed by base in `order`
+    cdef Segment* segments           # MAX_SEGMENTS; those in use are listed by base in `order`
     cdef uint16_t* order
     cdef int n_segments
     cdef int n_slots                 # of `segments` that were ever used
@@ -112,15 +112,15 @@ cdef class Pages(AllocatorCore):
     cdef bint open_arrays(self, size_t pages) noexcept nogil
     cdef bint more_descriptors(self, uint32_t wanted) noexcept nogil
     # With heap_lock held:
-    cdef uint32_t take(self, size_t pages, size_t align, bint* split) noexcept nogil
-    cdef void give(self, uint32_t id, uint32_t tick) noexcept nogil
+    cdef uint32_t alloc_extent(self, size_t pages, size_t align, bint* split) noexcept nogil
+    cdef void free_extent(self, uint32_t id, uint32_t tick) noexcept nogil
     # All locks: for what readers without the heap's lock look at.
     cdef void lock_all(self) noexcept nogil
     cdef void unlock_all(self) noexcept nogil
     # internal
     cdef uint32_t new_extent(
         self, int segment, uint32_t page, uint32_t pages, int state) noexcept nogil
-    cdef void tag(self, uint32_t id) noexcept nogil
+    cdef void set_boundary_tags(self, uint32_t id) noexcept nogil
     cdef void drop(self, uint32_t id) noexcept nogil
     cdef uint32_t join(self, uint32_t id, int state) noexcept nogil
     cdef void enter(self, uint32_t id) noexcept nogil
@@ -182,7 +182,7 @@ cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
     if step_bytes(s) != nbytes:
         # The bin below may have one too, but not every one in it is large enough.
         id = bins.heads[s - 1]
-        while id and looks < LOOKS:
+        while id and looks < MAX_LOOKS:
             if p.descriptors[id].pages >= pages:
                 if not p.merges_first:
                     return id
@@ -196,7 +196,7 @@ cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
     if s < 0:
         return 0
     id = best = bins.heads[s]
-    while p.merges_first and id and looks < LOOKS:   # of a device, the one that fits best
+    while p.merges_first and id and looks < MAX_LOOKS:  # of a device, the one that fits best
         if p.descriptors[id].pages < p.descriptors[best].pages:
             best = id
         id = p.descriptors[id].next
@@ -232,7 +232,7 @@ cdef inline bint heap_is_valid(Pages p) noexcept nogil:
         p.n_descriptors <= p.descriptor_array.ready // sizeof(Descriptor),
         b"descriptors that are used have memory")
     arenapy_assert(p.n_segments <= p.n_slots, b"n_segments <= n_slots")
-    arenapy_assert(p.n_slots <= MOST_SEGMENTS, b"n_slots <= MOST_SEGMENTS")
+    arenapy_assert(p.n_slots <= MAX_SEGMENTS, b"n_slots <= MAX_SEGMENTS")
     arenapy_assert((p.newest == 0) == (p.oldest == 0), b"the age list has two ends, or none")
     arenapy_assert((p.newest == 0) == (p.aged_pages == 0), b"the age list has the aged pages")
     return True

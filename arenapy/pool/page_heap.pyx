@@ -44,18 +44,18 @@ cdef class Pages(AllocatorCore):
             for i in range(self.n_segments):
                 array_close(&self.segments[self.order[i]].array)
             array.at = <char*>self.segments
-            array.reserved = MOST_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t))
+            array.reserved = MAX_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t))
             array_close(&array)
         array_close(&self.descriptor_array)
 
     cdef bint open_arrays(self, size_t pages) noexcept nogil:
         """Reserve room for the metadata of so many pages."""
         cdef ReservedArray array
-        cdef size_t most = min(<size_t>MOST_DESCRIPTORS, pages + 64)
-        cdef size_t order = MOST_SEGMENTS * sizeof(Segment)
+        cdef size_t most = min(<size_t>MAX_DESCRIPTORS, pages + 64)
+        cdef size_t order = MAX_SEGMENTS * sizeof(Segment)
         rank_spin(&self.heap_lock, RANK_HEAP)
         rank_spin(&self.array_growth, RANK_GROWTH)
-        if not array_open(&array, order + MOST_SEGMENTS * sizeof(uint16_t)):
+        if not array_open(&array, order + MAX_SEGMENTS * sizeof(uint16_t)):
             return False
         if not (array_grow(&array, array.reserved)
                 and array_open(&self.descriptor_array, most * sizeof(Descriptor))):
@@ -119,7 +119,7 @@ cdef class Pages(AllocatorCore):
         self.unused = id
         arenapy_set_glanced(&self.spare, self.spare + 1)
 
-    cdef void tag(self, uint32_t id) noexcept nogil:
+    cdef void set_boundary_tags(self, uint32_t id) noexcept nogil:
         """Let the map say so at both ends, where neighbours and pointers look it up."""
         cdef Descriptor* d = &self.descriptors[id]
         cdef Segment* s = &self.segments[d.segment]
@@ -195,7 +195,7 @@ cdef class Pages(AllocatorCore):
         bins.summary |= <uint64_t>1 << (s >> 6)
         if d.state == FREE:
             self.free_pages[class_of(nbytes)] += d.pages
-        self.tag(id)
+        self.set_boundary_tags(id)
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
         arenapy_assert(is_listed(self, id), b"the extent is listed")
 
@@ -260,7 +260,7 @@ cdef class Pages(AllocatorCore):
 
     # -- blocks
 
-    cdef uint32_t take(self, size_t pages, size_t align, bint* split) noexcept nogil:
+    cdef uint32_t alloc_extent(self, size_t pages, size_t align, bint* split) noexcept nogil:
         """An extent of exactly so many pages, as a BLOCK; 0: no free extent has them."""
         cdef size_t align_pages = max(align >> PAGE_BITS, <size_t>1)
         cdef uint32_t id, rest, older = 0
@@ -296,7 +296,7 @@ cdef class Pages(AllocatorCore):
         d.step = <uint16_t>step_of(d.size)
         d.size_class = <uint8_t>class_of(d.size)
         d.state = BLOCK if N_SMALL <= d.step < N_EXACT else ODD
-        self.tag(id)
+        self.set_boundary_tags(id)
         arenapy_assert(heap_is_valid(self), b"the heap is valid")
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
         arenapy_assert(d.pages == pages, b"an extent has exactly the pages that were asked for")
@@ -304,7 +304,7 @@ cdef class Pages(AllocatorCore):
             d.address & ((align_pages << PAGE_BITS) - 1) == 0, b"an extent is aligned as asked")
         return id
 
-    cdef void give(self, uint32_t id, uint32_t tick) noexcept nogil:
+    cdef void free_extent(self, uint32_t id, uint32_t tick) noexcept nogil:
         """A BLOCK or SPAN without blocks in use, freed last at `tick`, becomes free."""
         arenapy_assert(
             self.descriptors[id].live == 0, b"an extent that becomes free has no live block")
@@ -388,7 +388,7 @@ cdef class Segments(Pages):
             rest = self.cut(id, <uint32_t>n)
             self.enter(rest)
         d.state = BUSY
-        self.tag(id)
+        self.set_boundary_tags(id)
         self.busy_pages += n
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
         arenapy_assert(d.pages == n, b"an extent has exactly the pages that were asked for")
@@ -404,7 +404,7 @@ cdef class Segments(Pages):
         cdef Segment* s
         cdef int i
         arenapy_spin_acquire(&self.array_growth)
-        for i in range(MOST_SEGMENTS):
+        for i in range(MAX_SEGMENTS):
             s = &self.segments[i]
             arenapy_spin_acquire(&self.heap_lock)
             upto = 0
@@ -429,7 +429,7 @@ cdef class Segments(Pages):
         if grown:
             forbid_new(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
             self.reserved_pages += d.pages
-            self.give(id, tick)
+            self.free_extent(id, tick)
         else:
             self.join(id, VOID)
             d.state = VOID
@@ -448,7 +448,7 @@ cdef class Segments(Pages):
             self.enter(older)
             self.age_insert(older, 0)
         self.descriptors[id].state = BUSY
-        self.tag(id)
+        self.set_boundary_tags(id)
         arenapy_assert(
             self.reserved_pages >= self.descriptors[id].pages, b"reserved pages were counted")
         self.reserved_pages -= self.descriptors[id].pages
@@ -467,7 +467,7 @@ cdef class Segments(Pages):
             self.reserved_pages += d.pages
             if POISONS:
                 forbid(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
-            self.give(id, d.tick)
+            self.free_extent(id, d.tick)
 
     cdef void forget_growth(self) noexcept nogil:
         cdef Segment* s
@@ -498,10 +498,10 @@ cdef class Segments(Pages):
         cdef int i, at
         cdef uint32_t id
         pages = min(pages, most)
-        if pages == 0 or pages > MOST_PAGES:
+        if pages == 0 or pages > MAX_PAGES:
             raise ValueError(
                 f"{region!r} has {pages} whole pages of {PAGE} bytes, and a pool needs from 1 to "
-                f"{MOST_PAGES} in a region: give a larger one, or several smaller"
+                f"{MAX_PAGES} in a region: give a larger one, or several smaller"
             )
         segment = Segment(
             base, <uint32_t>pages, growing, NULL, 0, ReservedArray(NULL, 0, 0), 0, NULL)
@@ -514,8 +514,8 @@ cdef class Segments(Pages):
         segment.mapped = mapped(&segment)
         segment.region = <void*>region
         try:
-            if self.n_segments == MOST_SEGMENTS:
-                raise MemoryError(f"a pool has at most {MOST_SEGMENTS} regions")
+            if self.n_segments == MAX_SEGMENTS:
+                raise MemoryError(f"a pool has at most {MAX_SEGMENTS} regions")
             self.share_region(region)
         except BaseException:
             array_close(&segment.array)

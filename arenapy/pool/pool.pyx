@@ -16,17 +16,17 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_glance
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
-    HUGE_PAGES, MOST_PAGES, MOST_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
+    HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
 )
 from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
-from arenapy.base.size_classes cimport MOST_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
+from arenapy.base.size_classes cimport MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
 from arenapy.pool.check import extents, listing, stats_of, verify
-from arenapy.pool.stream_caches import blocks_with, tally_with, with_lane_gone, with_lanes
+from arenapy.pool.stream_caches import blocks_with, tally_with, with_cache_gone, with_stream_caches
 from arenapy.memory.sources import Existing, File, Host, Shared
 from arenapy.pool.trimming import start_trimming
 
@@ -37,14 +37,14 @@ cdef extern from "Python.h":
 
 # Bytes: bookkeeping has addresses for as much memory, four times over.
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
-cdef int MOST_NAMED = 4      # streams that are found without a question
-cdef int MANY_LANES = 32     # with fewer, none is looked at
-cdef int LOOKS = 8           # at what streams have done, in the seconds of `trim_after`
+cdef int MAX_NAMED = 4       # streams that are found without a question
+cdef int KEPT_STREAM_CACHES = 32  # with fewer, none is looked at
+cdef int MAX_LOOKS = 8       # at what streams have done, in the seconds of `trim_after`
 
 
 cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
-    MOST_GROWTH = 8          # on a device, where memory is scarcer, by so many of those at most,
+    MAX_GROWTH = 8           # on a device, where memory is scarcer, by so many of those at most,
     DEVICE_SHARE = 256       # or by this part
 
 
@@ -54,7 +54,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     cdef PyObject* o = freelist.kept
     cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
     cdef char* ptr
-    if o == NULL or n < 0 or (<PoolCore>core).special:
+    if o == NULL or n < 0 or (<PoolCore>core).fast_path_off:
         return None
     ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
     if ptr == NULL:
@@ -155,7 +155,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.merges_first = core.hooks is not None
         if core.hooks is not None and not core.host_accessible:
-            self.lanes, self.lanes_named, self.most_lanes = {}, [], MANY_LANES
+            self.stream_caches, self.recent_streams = {}, []
+            self.max_stream_caches = KEPT_STREAM_CACHES
         core.ready()
         complete(self)
         if trim_thread:
@@ -195,7 +196,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef char* ptr
         if (o == NULL or n < 0 or align is not None or stream is not None
-                or (<PoolCore>core).special):
+                or (<PoolCore>core).fast_path_off):
             return self.general_alloc(nbytes, align, stream)
         ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
         if ptr == NULL:
@@ -207,87 +208,89 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
-        cdef Pool lane = None
-        if stream is not None and self.lanes is not None:
-            if self.core.timed >= 0:         # an allocation of a lane looks at that lane alone
+        cdef Pool cache = None
+        if stream is not None and self.stream_caches is not None:
+            if self.core.timed >= 0:         # an allocation of a stream's looks at its cache alone
                 self.core.open_check()
                 self.trim_old()
-            lane = self.lane_of(stream)
-        if lane is not None:
-            block = None if align is not None else quick_alloc(<PyObject*>lane.core, nbytes)
-            return lane.general_alloc(nbytes, align, None) if block is None else <Buffer>block
+            cache = self.stream_cache_of(stream)
+        if cache is not None:
+            block = None if align is not None else quick_alloc(<PyObject*>cache.core, nbytes)
+            return cache.general_alloc(nbytes, align, None) if block is None else <Buffer>block
         n = as_size(nbytes, "nbytes")
-        return self.block_for(
+        return self.buffer_for(
             n, self.core.block_align if align is None else as_align(align), stream)
 
-    cdef Pool lane_of(self, object stream):
+    cdef Pool stream_cache_of(self, object stream):
         """The pool of a stream's blocks, which may be this one; None: they are any stream's."""
         cdef tuple known
-        cdef Pool lane
-        for known in self.lanes_named if ARENAPY_GIL else []:
+        cdef Pool cache
+        for known in self.recent_streams if ARENAPY_GIL else []:
             if known[0] is stream:
                 self.core.hooks.may_begin(self.core.hooks.named(stream))   # it may be closed
                 return <Pool>known[2]
-        named = self.core.hooks.lane(stream)
+        named = self.core.hooks.stream_cache(stream)
         if named is None or named is self.core.hooks.own:
             return None if named is None else self
-        lane = self.lanes.get(named)
-        if lane is None:
-            lane = Pool(None, self.core.hooks.lane_source(self, named), 0, self.trim_after,
-                        rounding=self.rounding, debug=self.debug, stream=named)
-            hide(lane)
-            lane.core.allocator, lane.lanes = self.core.allocator, None
-            lane = self.lanes.setdefault(named, lane)
-            if len(self.lanes) > self.most_lanes:
-                self.forget_lanes(True)
+        cache = self.stream_caches.get(named)
+        if cache is None:
+            cache = Pool(None, self.core.hooks.stream_cache_source(self, named), 0, self.trim_after,
+                         rounding=self.rounding, debug=self.debug, stream=named)
+            hide(cache)
+            cache.core.allocator, cache.stream_caches = self.core.allocator, None
+            cache = self.stream_caches.setdefault(named, cache)
+            if len(self.stream_caches) > self.max_stream_caches:
+                self.forget_stream_caches(True)
         if self.core.hooks.always(stream, named):
-            self.lanes_named = [(stream, named, lane), *self.lanes_named[:MOST_NAMED - 1]]
-        return lane
+            self.recent_streams = [(stream, named, cache), *self.recent_streams[:MAX_NAMED - 1]]
+        return cache
 
-    cdef int forget_lanes(self, bint unused) except -1:
-        cdef Pool lane
+    cdef int forget_stream_caches(self, bint unused) except -1:
+        cdef Pool cache
         cdef uint64_t asked
         cdef Py_ssize_t asked_again = 0
-        for named, lane in list(self.lanes.items()):
-            asked = lane.core.figures().all.allocations
-            if unused and asked == lane.asked:
-                lane.core.settle_streams(False)
-                lane.memory.shrink(lane.memory.trimmable(), False)
-            asked_again += 0 < lane.asked < asked
-            lane.asked = asked
+        for named, cache in list(self.stream_caches.items()):
+            asked = cache.core.figures().all.allocations
+            if unused and asked == cache.asked:
+                cache.core.settle_streams(False)
+                cache.memory.shrink(cache.memory.trimmable(), False)
+            asked_again += 0 < cache.asked < asked
+            cache.asked = asked
             # Somebody may be about to allocate from it. Its memory then comes back with the block.
-            if lane.core.n_regions == 0 and asked and self.lanes.pop(named, None) is not None:
-                self.past = with_lane_gone(self.past, lane)
-                self.lanes_named = [known for known in self.lanes_named if known[2] is not lane]
+            if (cache.core.n_regions == 0 and asked
+                    and self.stream_caches.pop(named, None) is not None):
+                self.past = with_cache_gone(self.past, cache)
+                self.recent_streams = [
+                    known for known in self.recent_streams if known[2] is not cache]
         # Room for as many more, or for twice those that come back; streams that were used only once
         # do not make room for others.
-        self.most_lanes = len(self.lanes) + max(MANY_LANES, asked_again)
+        self.max_stream_caches = len(self.stream_caches) + max(KEPT_STREAM_CACHES, asked_again)
         return 0
 
     cdef size_t trim_old(self) except? 0:
-        cdef Pool lane
+        cdef Pool cache
         cdef double now
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = time.monotonic()
             if now >= self.streams_due:
-                self.streams_due = now + self.core.timed / LOOKS
-                for lane in list(self.lanes.values()) if self.lanes else []:
-                    lane.core.settle_streams(False)
-                    lane.memory.trim_stale(lane.core.timed)
-                if self.lanes:
-                    self.forget_lanes(False)
+                self.streams_due = now + self.core.timed / MAX_LOOKS
+                for cache in list(self.stream_caches.values()) if self.stream_caches else []:
+                    cache.core.settle_streams(False)
+                    cache.memory.trim_stale(cache.core.timed)
+                if self.stream_caches:
+                    self.forget_stream_caches(False)
                 self.core.settle_streams(False)
         return self.memory.trim_stale(self.core.timed)
 
     def _chunk(self, nbytes, stream):
-        """Memory for the lane of a stream."""
-        chunk = self.block_for(nbytes, PAGE, stream)
+        """Memory for the stream cache of a stream."""
+        chunk = self.buffer_for(nbytes, PAGE, stream)
         return chunk
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef PoolCore c = self.core
         cdef Buffer b = new_block(c, n)
-        cdef uint64_t tag
+        cdef uint64_t block_id
         cdef char* ptr
         b.tag = 0                            # until there is a block, nothing is to be given back
         b.word = CLOSED
@@ -297,11 +300,11 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if c.timed >= 0:
             c.open_check()
             self.trim_old()
-        ptr = c.get(n, align, False, &tag)
+        ptr = c.alloc_block(n, align, False, &block_id)
         if ptr == NULL:
-            ptr = self.slow_get(n, align, True, &tag)
+            ptr = self.source_alloc(n, align, True, &block_id)
         b.ptr = ptr
-        b.tag = tag
+        b.tag = block_id
         b.word = 0
         if c.foreign:
             track(b)
@@ -312,20 +315,20 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return b
 
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil:
-        cdef uint64_t tag
+        cdef uint64_t block_id
         cdef void* block
-        if nbytes > MOST_BYTES or align > MAX_ALIGN or align & (align - 1):
+        if nbytes > MAX_BYTES or align > MAX_ALIGN or align & (align - 1):
             return NULL
         align = max(align, self.core.block_align)
-        block = self.core.get(nbytes, align, False, &tag)
+        block = self.core.alloc_block(nbytes, align, False, &block_id)
         if block == NULL and not self.core.shut:
             block = grown_in_c(self, nbytes, align)
         self.core.tell()
         return block
 
     cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
-        cdef uint64_t tag
-        return self.slow_get(nbytes, align, False, &tag)
+        cdef uint64_t block_id
+        return self.source_alloc(nbytes, align, False, &block_id)
 
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
@@ -359,10 +362,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.take_batch(batch)
         for i in range(batch.n):
             b = <Buffer>blocks[i]
-            b.ptr, b.tag, b.word = batch.entries[i].ptr, batch.entries[i].tag, 0
+            b.ptr, b.tag, b.word = batch.entries[i].ptr, batch.entries[i].block_id, 0
             if c.foreign:
                 track(b)
-            if c.special:
+            if c.fast_path_off:
                 c.handed_out(b.ptr, b.size, b.tag)
         PyObject_GC_Track(<PyObject*>blocks)
         if c.debug:
@@ -389,7 +392,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise TypeError(f"counts={counts!r} is not a mapping; give one like {{1 << 20: 8}}")
         wanted = [(as_size(n, "nbytes"), as_size(count, "count")) for n, count in counts.items()]
         total = sum([max(n, 64) * count for n, count in wanted])
-        room = min(self.memory.max_pages, self.memory.room >> PAGE_BITS) * PAGE
+        room = min(self.memory.max_pages, self.memory.min_reservation >> PAGE_BITS) * PAGE
         if total > room:
             raise OutOfMemory(
                 f"counts={counts!r} need {total} bytes, and at most {room} can be reserved; "
@@ -425,11 +428,11 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t idle, freed
         c.open_check()
         c.settle_sends()                     # if there are leases
-        c.settle()
-        for lane, _ in self._lanes():        # whose own memory is this pool's
-            lane.trim()
-        if self.lanes:
-            self.forget_lanes(False)
+        c.reclaim_leases()
+        for cache, _ in self._stream_caches():  # whose own memory is this pool's
+            cache.trim()
+        if self.stream_caches:
+            self.forget_stream_caches(False)
         c.settle_streams(False)
         c.flush_all()
         idle = c.figures().all.idle
@@ -455,18 +458,21 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     # -- growth: what is done for a request that the memory of the pool cannot serve
 
-    cdef char* slow_get(self, size_t n, size_t align, bint hooks, uint64_t* tag) except NULL:
+    cdef char* source_alloc(
+        self, size_t n, size_t align, bint hooks, uint64_t* block_id
+    ) except NULL:
         cdef char* ptr = NULL
         cdef bint miss
         while ptr == NULL:
             try:
                 miss = self.more(n, align, hooks)
             except OutOfMemory:
-                ptr = self.core.get(n, align, False, tag)    # others may have let go meanwhile
+                # Others may have let go meanwhile.
+                ptr = self.core.alloc_block(n, align, False, block_id)
                 if ptr == NULL:
                     raise
                 return ptr
-            ptr = self.core.get(n, align, miss, tag)
+            ptr = self.core.alloc_block(n, align, miss, block_id)
         return ptr
 
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
@@ -475,7 +481,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t pages = c.pages_for(n, align)
         cdef object error = None
         c.open_check()
-        if n > <size_t>MOST_PAGES << PAGE_BITS:
+        if n > <size_t>MAX_PAGES << PAGE_BITS:
             raise OutOfMemory(self.full(n, "no address space holds it"))
         if c.may_lease:
             c.settle_sends()
@@ -503,8 +509,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
         # What other streams keep, or are still at work on; in the order of the pool's own.
-        if trim_lanes(self.lanes, False) or c.settle_streams(True) or trim_lanes(
-                self.lanes, True) or (hooks and self.on_oom is not None and self.on_oom(n)):
+        if (trim_stream_caches(self.stream_caches, False) or c.settle_streams(True)
+                or trim_stream_caches(self.stream_caches, True)
+                or (hooks and self.on_oom is not None and self.on_oom(n))):
             c.settle_streams(True)
             return False
         if error is not None:
@@ -519,8 +526,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if not c.merges_first:
             return part
         # There are not many regions in the end: the last ones double what there is.
-        share = max(1, min(<int>DEVICE_SHARE, MOST_SEGMENTS - c.n_segments))
-        return max(min(part, <size_t>MOST_GROWTH * HUGE_PAGES), c.reserved_pages // share)
+        share = max(1, min(<int>DEVICE_SHARE, MAX_SEGMENTS - c.n_segments))
+        return max(min(part, <size_t>MAX_GROWTH * HUGE_PAGES), c.reserved_pages // share)
 
     cdef str full(self, size_t n, str why):
         """Why a request failed, and what to do."""
@@ -575,15 +582,17 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """
         if self.core.may_lease:
             self.core.settle_sends()
-        self.core.settle()
+        self.core.reclaim_leases()
         self.core.settle_streams(False)
         own = stats_of(self.core)
-        return with_lanes(own, self._lanes(), self.past) if self.lanes is not None else own
+        if self.stream_caches is None:
+            return own
+        return with_stream_caches(own, self._stream_caches(), self.past)
 
     def reset_peak(self):
         """Begin `peak_bytes` anew, here and in the classes."""
-        for lane, _ in self._lanes():
-            lane.reset_peak()
+        for cache, _ in self._stream_caches():
+            cache.reset_peak()
         self.core.reset_peaks()
 
     def blocks(self):
@@ -596,36 +605,38 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             32 KiB tell the age of the span of pages that they share.
         """
         found = listing(self.core)
-        return blocks_with(found, self._lanes()) if self.lanes else found
+        return blocks_with(found, self._stream_caches()) if self.stream_caches else found
 
-    def _lanes(self):
+    def _stream_caches(self):
         """The pools of other streams, and the addresses and bytes of what each has of this one."""
-        cdef Pool lane
+        cdef Pool cache
         return [
-            (lane, {r.address: self.core.size_at(<char*><uintptr_t>r.address)
-                    for r in lane.core.listed()})
-            for lane in (list(self.lanes.values()) if self.lanes else [])
+            (cache, {r.address: self.core.size_at(<char*><uintptr_t>r.address)
+                     for r in cache.core.listed()})
+            for cache in (list(self.stream_caches.values()) if self.stream_caches else [])
         ]
 
     def _tally(self):
         cdef PoolFigures f = self.core.figures()
         tally = f.all.allocations, f.bytes, f.all.live
-        return tally_with(tally, self._lanes(), self.past) if self.lanes is not None else tally
+        if self.stream_caches is None:
+            return tally
+        return tally_with(tally, self._stream_caches(), self.past)
 
     def _exchange_peak(self, peak):
         return self.core.exchange_peak(0 if peak is None else peak)
 
     def _record(self, recorder):
         self.core.record_into(recorder)
-        self.core.set_special()
+        self.core.update_fast_path()
 
     def _reserved(self):
         return extents(self.core)
 
     def check(self):
         """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""
-        for lane, _ in self._lanes():
-            lane.check()
+        for cache, _ in self._stream_caches():
+            cache.check()
         verify(self.core)
         self.core.check_free()
 
@@ -656,11 +667,11 @@ cdef object as_seconds(object value):
     return seconds
 
 
-cdef bint trim_lanes(dict lanes, bint wait) except -1:
+cdef bint trim_stream_caches(dict stream_caches, bint wait) except -1:
     """Let the pools of other streams give back what is idle, or will be. False: nothing."""
-    cdef Pool lane
+    cdef Pool cache
     cdef size_t pages = 0
-    for lane in list(lanes.values()) if lanes else []:
-        lane.core.settle_streams(wait)
-        pages += lane.memory.shrink(lane.memory.trimmable(), False)
+    for cache in list(stream_caches.values()) if stream_caches else []:
+        cache.core.settle_streams(wait)
+        pages += cache.memory.shrink(cache.memory.trimmable(), False)
     return pages > 0

@@ -1,7 +1,7 @@
-"""Figures of a pool together with its lanes, the pools of its other streams.
+"""Figures of a pool together with its stream caches, the pools of its other streams.
 
-A lane's memory is live blocks of the pool that it belongs to, and figures say what the user has of
-it. `lanes` are pairs of a lane and {address: bytes} of what it has taken.
+A stream cache's memory is live blocks of the pool that it belongs to, and figures say what the user
+has of it. `stream_caches` are pairs of a cache and {address: bytes} of what it has taken.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from arenapy.pool.pool import Pool
     from arenapy.stats import BlockInfo, ClassStats, PoolStats
 
-Lanes = Sequence[tuple["Pool", dict[int, int]]]
-#: The counts of lanes that are gone, and the bytes that they had ever allocated.
+StreamCaches = Sequence[tuple["Pool", dict[int, int]]]
+#: The counts of stream caches that are gone, and the bytes that they had ever allocated.
 Past = tuple["PoolStats", int]
 
 COUNTS = ("total_allocations", "pool_hits", "pool_misses", "splits", "active_allocations")
 BYTES = ("allocated_bytes", "pending_bytes", "idle_bytes")
 
 
-def with_lane_gone(past: Past | None, lane: Pool) -> Past:
-    """What lanes without memory had done that are gone, and what one more had."""
-    stats, (_, nbytes, _) = replace(lane.stats(), metadata_bytes=0), lane._tally()
+def with_cache_gone(past: Past | None, cache: Pool) -> Past:
+    """What stream caches without memory had done that are gone, and what one more had."""
+    stats, (_, nbytes, _) = replace(cache.stats(), metadata_bytes=0), cache._tally()
     if past is None:
         return stats, nbytes
     before = past[0]
@@ -38,10 +38,10 @@ def with_lane_gone(past: Past | None, lane: Pool) -> Past:
     return replace(before, **counts, classes=classes), past[1] + nbytes
 
 
-def with_lanes(own: PoolStats, lanes: Lanes, past: Past | None) -> PoolStats:
-    """The figures of a pool and of its lanes as those of one."""
-    lent = [nbytes for _, chunks in lanes for nbytes in chunks.values()]
-    stats = [lane.stats() for lane, _ in lanes]
+def with_stream_caches(own: PoolStats, stream_caches: StreamCaches, past: Past | None) -> PoolStats:
+    """The figures of a pool and of its stream caches as those of one."""
+    lent = [nbytes for _, chunks in stream_caches for nbytes in chunks.values()]
+    stats = [cache.stats() for cache, _ in stream_caches]
     if past is not None:
         stats.append(past[0])
     return replace(
@@ -77,26 +77,28 @@ def _added(
     return added
 
 
-def blocks_with(own: Iterable[BlockInfo], lanes: Lanes) -> Iterator[BlockInfo]:
-    """All blocks by address, those of lanes in the place of what they have taken."""
+def blocks_with(own: Iterable[BlockInfo], stream_caches: StreamCaches) -> Iterator[BlockInfo]:
+    """All blocks by address, those of stream caches in the place of what they have taken."""
     inside: dict[int, list[BlockInfo]] = {}
-    for lane, chunks in lanes:
+    for cache, chunks in stream_caches:
         starts = sorted(chunks)
-        for block in lane.blocks():
+        for block in cache.blocks():
             start = max(at for at in starts if at <= block.address)
             inside.setdefault(start, []).append(block)
     for block in own:
         yield from inside.get(block.address, [block])
 
 
-def tally_with(own: tuple[int, int, int], lanes: Lanes, past: Past | None) -> tuple[int, int, int]:
-    """Allocations ever, their bytes, and live bytes, what lanes have taken not counted twice."""
+def tally_with(
+    own: tuple[int, int, int], stream_caches: StreamCaches, past: Past | None
+) -> tuple[int, int, int]:
+    """Allocations ever, their bytes, and live bytes, no byte of a stream cache twice."""
     allocations, nbytes, live = own
     if past is not None:
         allocations += past[0].total_allocations
         nbytes += past[1]
-    for lane, chunks in lanes:
-        theirs = lane._tally()
+    for cache, chunks in stream_caches:
+        theirs = cache._tally()
         allocations += theirs[0]
         nbytes += theirs[1]
         live += theirs[2] - sum(chunks.values())

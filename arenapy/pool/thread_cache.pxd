@@ -6,7 +6,7 @@ from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.pool.page_heap cimport Segments
 from arenapy.base.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.linux.reserved_space cimport ReservedArray
-from arenapy.base.thread_slot cimport MOST_CACHES
+from arenapy.base.thread_slot cimport MAX_CACHES
 
 cdef enum:
     DEPTH = 64               # slots of one step in a thread cache, at most
@@ -17,7 +17,7 @@ cdef enum:
 # A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
 cdef struct Entry:
     char* ptr
-    uint64_t tag
+    uint64_t block_id
 
 cdef struct Magazine:
     uint32_t n               # <= depth
@@ -62,7 +62,7 @@ cdef struct Asked:
 
 cdef class ThreadCaches(Segments):
     cdef ThreadCache* cache  # the first
-    cdef ThreadCache* caches[MOST_CACHES]
+    cdef ThreadCache* caches[MAX_CACHES]
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
@@ -76,26 +76,27 @@ cdef class ThreadCaches(Segments):
     cdef bint fitting_first(self, uint32_t* head, size_t n) noexcept nogil
     cdef ThreadCache* own_cache(self) noexcept nogil
     # A block, or NULL if the heap has none; `miss`: the heap has just got memory for it.
-    cdef char* heap_alloc(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil
+    cdef char* heap_alloc(self, size_t n, size_t align, bint miss,
+                          uint64_t* block_id) noexcept nogil
     # Blocks of these sizes, as many as the heap has memory for; how many those are. `miss`: it has
     # just got memory for the first of them. What is counted as asked is added to `asked`, too.
     cdef Py_ssize_t take_batch(self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out,
                                Asked* asked) noexcept nogil
     # Free them as if they had never been taken.
-    cdef void untake(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
-                     int64_t peak, const int64_t* peaks) noexcept nogil
-    cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil
+    cdef void heap_alloc_undo(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
+                              int64_t peak, const int64_t* peaks) noexcept nogil
+    cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef void flush_all(self) noexcept nogil
     # The short ways, for a thread that does not own the lock of its cache.
-    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil
-    cdef bint shared_free(self, char* ptr, uint64_t tag) noexcept nogil
+    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil
+    cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil
     cdef bint shared_free_at(self, char* ptr) noexcept nogil
     # internal
     cdef char* from_heap(self, ThreadCache* f, int s, size_t n, size_t pages, size_t align,
-                         bint miss, Asked* asked, uint64_t* tag) noexcept nogil
+                         bint miss, Asked* asked, uint64_t* block_id) noexcept nogil
     cdef bint refill(self, ThreadCache* f, int s, bint miss, Asked* asked) noexcept nogil
     cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil
     cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
     cdef void flush_large(self, ThreadCache* f) noexcept nogil
-    cdef void give_block(self, uint32_t id) noexcept nogil
+    cdef void heap_free(self, uint32_t id) noexcept nogil

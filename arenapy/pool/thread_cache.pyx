@@ -28,16 +28,16 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_pt
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
 from arenapy.pool.page_heap cimport (
-    BLOCK, LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, have_spare, low_bit,
-    scatter,
+    BLOCK, MAX_LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, have_spare,
+    low_bit, scatter,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport MOST_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
+from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
 from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
-from arenapy.base.thread_slot cimport MOST_CACHES, RANK_BIRTHS, RANK_CACHE, cache_number
+from arenapy.base.thread_slot cimport MAX_CACHES, RANK_BIRTHS, RANK_CACHE, cache_number
 
 cdef enum:
     MAGAZINE_BYTES = 256 << 10   # slots of one step in a thread cache, beyond 8 of them
@@ -72,7 +72,7 @@ cdef class ThreadCaches(Segments):
 
     def __dealloc__(self):
         cdef int i
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 drop_cache(self.caches[i])
 
@@ -121,38 +121,40 @@ cdef class ThreadCaches(Segments):
 
     # -- blocks of the thread caches
 
-    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* tag) noexcept nogil:
+    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef char* ptr
         biased_acquire(&f.lock)
-        ptr = pop(self, f, s, n, hot, tag)
+        ptr = pop(self, f, s, n, hot, block_id)
         biased_release(&f.lock)
         if POISONS and ptr != NULL:
             permit(self, <uintptr_t>ptr, n)
         return ptr
 
-    cdef bint shared_free(self, char* ptr, uint64_t tag) noexcept nogil:
+    cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef bint was_live
         biased_acquire(&f.lock)
-        was_live = push(self, f, named(self, tag), ptr, tag)
+        was_live = push(self, f, named(self, block_id), ptr, block_id)
         biased_release(&f.lock)
         return was_live
 
     cdef bint shared_free_at(self, char* ptr) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef Descriptor* d
-        cdef uint64_t tag
+        cdef uint64_t block_id
         cdef bint was_live
         biased_acquire(&f.lock)
-        tag = tag_at(self, ptr, &d)
-        was_live = tag != 0 and push(self, f, d, ptr, tag)
+        block_id = tag_at(self, ptr, &d)
+        was_live = block_id != 0 and push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
         return was_live
 
     # -- blocks from the heap
 
-    cdef char* heap_alloc(self, size_t n, size_t align, bint miss, uint64_t* tag) noexcept nogil:
+    cdef char* heap_alloc(
+        self, size_t n, size_t align, bint miss, uint64_t* block_id
+    ) noexcept nogil:
         cdef ThreadCache* f = cache_of(self)
         cdef size_t size = rounded(n, self.rounding) if self.rounding else n
         cdef size_t pages = max((size + PAGE - 1) >> PAGE_BITS, <size_t>1)
@@ -174,14 +176,14 @@ cdef class ThreadCaches(Segments):
             biased_acquire(&f.lock)
             if cached:
                 ptr = pop(self, f, s, n if align <= 64 or self.rounding == ROUND_LINES
-                          else step_bytes(s), False, tag)
+                          else step_bytes(s), False, block_id)
             if ptr == NULL and attempt == 0 and self.merges_first and s >= N_SMALL:
                 pass                         # what is free may do without a cut, once it is merged
             elif ptr == NULL:
                 arenapy_spin_acquire(&self.heap_lock)
-                ptr = self.from_heap(f, s, n, pages, align, miss, NULL, tag)
+                ptr = self.from_heap(f, s, n, pages, align, miss, NULL, block_id)
                 if ptr != NULL and miss:
-                    self.count_asked(named(self, tag[0]).size_class, True, NULL)
+                    self.count_asked(named(self, block_id[0]).size_class, True, NULL)
                 arenapy_spin_release(&self.heap_lock)
             elif miss:
                 arenapy_spin_acquire(&self.heap_lock)
@@ -204,13 +206,14 @@ cdef class ThreadCaches(Segments):
         cdef int s
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        while i < n and sizes[i] <= MOST_BYTES and self.spare >= STOCK:
+        while i < n and sizes[i] <= MAX_BYTES and self.spare >= STOCK:
             size = rounded(sizes[i], self.rounding) if self.rounding else sizes[i]
             s = step_of(size)
-            out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].tag)
+            out[i].ptr = pop(self, f, s, sizes[i], False, &out[i].block_id)
             if out[i].ptr == NULL:
                 out[i].ptr = self.from_heap(
-                    f, s, sizes[i], self.block_pages(size), 1, miss and i == 0, asked, &out[i].tag)
+                    f, s, sizes[i], self.block_pages(size), 1, miss and i == 0, asked,
+                    &out[i].block_id)
             if out[i].ptr == NULL:
                 break
             if miss and i == 0:
@@ -221,7 +224,7 @@ cdef class ThreadCaches(Segments):
         biased_release(&f.lock)
         return i
 
-    cdef void untake(
+    cdef void heap_alloc_undo(
         self, Py_ssize_t n, const Entry* blocks, const Asked* asked, int64_t peak,
         const int64_t* peaks
     ) noexcept nogil:
@@ -233,10 +236,10 @@ cdef class ThreadCaches(Segments):
         cdef int k
         biased_acquire(&f.lock)
         for i in range(n - 1, -1, -1):
-            d = &self.descriptors[blocks[i].tag >> 6]
+            d = &self.descriptors[blocks[i].block_id >> 6]
             size = d.size
             count = &f.counts[d.size_class]
-            push(self, f, d, blocks[i].ptr, blocks[i].tag)
+            push(self, f, d, blocks[i].ptr, blocks[i].block_id)
             count.allocations -= 1
             count.frees -= 1
             f.freed -= size
@@ -253,15 +256,15 @@ cdef class ThreadCaches(Segments):
 
     cdef char* from_heap(
         self, ThreadCache* f, int s, size_t n, size_t pages, size_t align, bint miss, Asked* asked,
-        uint64_t* tag
+        uint64_t* block_id
     ) noexcept nogil:
         """A slot or an extent for n bytes from the heap; both locks held."""
         cdef bint split = False
         cdef uint32_t id
         cdef Descriptor* d
         if s < N_SMALL:
-            return pop(self, f, s, 0, False, tag) if self.refill(f, s, miss, asked) else NULL
-        id = self.take(pages, align, &split)
+            return pop(self, f, s, 0, False, block_id) if self.refill(f, s, miss, asked) else NULL
+        id = self.alloc_extent(pages, align, &split)
         if id == 0:
             return NULL
         d = &self.descriptors[id]
@@ -271,11 +274,11 @@ cdef class ThreadCaches(Segments):
         f.tick += 1
         d.tick = f.tick
         d.live = 1
-        tag[0] = <uint64_t>id << 6
+        block_id[0] = <uint64_t>id << 6
         count_taken(f, d.size_class, d.size)
         if d.state != BLOCK or align > 64 or self.rounding == ROUND_LINES:
             return <char*>d.address
-        return skewed(d, tag[0], d.size - n)
+        return skewed(d, block_id[0], d.size - n)
 
     cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil:
         """A miss or a split in a class; heap_lock held."""
@@ -298,7 +301,7 @@ cdef class ThreadCaches(Segments):
         cdef char* base
         cdef int slot
         if id == 0:
-            id = self.take(step.pages, 1, &split)
+            id = self.alloc_extent(step.pages, 1, &split)
             if id == 0:
                 return False
             d = &self.descriptors[id]
@@ -333,22 +336,22 @@ cdef class ThreadCaches(Segments):
             m.items[i], m.items[m.n - 1 - i] = m.items[m.n - 1 - i], m.items[i]
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
         arenapy_assert(
-            m.n == 0 or block_is_valid(self, m.items[0].ptr, m.items[0].tag), b"the block is valid")
+            m.n == 0 or block_is_valid(self, m.items[0].ptr, m.items[0].block_id), b"the block is valid")
         return True
 
     # -- and back
 
-    cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t tag) noexcept nogil:
+    cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil:
         """Free a block when its place in the thread cache is full, or it has none."""
-        cdef Descriptor* d = named(self, tag)
+        cdef Descriptor* d = named(self, block_id)
         cdef int s = d.step
         if d.state == SPAN:
-            if not d.live >> (tag & 63) & 1:
+            if not d.live >> (block_id & 63) & 1:
                 return False
             arenapy_spin_acquire(&self.heap_lock)
             self.flush_small(f, s, self.steps[s].depth // 2)
             arenapy_spin_release(&self.heap_lock)
-            return push(self, f, d, ptr, tag)
+            return push(self, f, d, ptr, block_id)
         if not clear_bit(&d.live, 0):
             return False
         count_given(f, d.size_class, d.size)
@@ -358,16 +361,16 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_acquire(&self.heap_lock)
         if f.n_large == LARGE_KEPT:
             self.flush_large(f)
-        self.give_block(<uint32_t>(tag >> 6))
+        self.heap_free(<uint32_t>(block_id >> 6))
         arenapy_spin_release(&self.heap_lock)
         return True
 
-    cdef void give_block(self, uint32_t id) noexcept nogil:
+    cdef void heap_free(self, uint32_t id) noexcept nogil:
         cdef Descriptor* d = &self.descriptors[id]
         arenapy_assert(
             self.taken[d.size_class] >= d.pages, b"pages of blocks and spans were counted")
         self.taken[d.size_class] -= d.pages
-        self.give(id, d.tick)
+        self.free_extent(id, d.tick)
 
     cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
         """Return the slots of a magazine to their spans, but for those freed last."""
@@ -380,7 +383,7 @@ cdef class ThreadCaches(Segments):
         if m.n <= keep:
             return
         for i in range(n):
-            id = <uint32_t>(m.items[i].tag >> 6)
+            id = <uint32_t>(m.items[i].block_id >> 6)
             d = &self.descriptors[id]
             if d.detail.slots == 0:          # it has slots again
                 d.prev = 0
@@ -389,9 +392,9 @@ cdef class ThreadCaches(Segments):
                     self.descriptors[d.next].prev = id
                 self.partial[s] = id
             arenapy_assert(
-                not (d.detail.slots | d.live) >> (m.items[i].tag & 63) & 1,
+                not (d.detail.slots | d.live) >> (m.items[i].block_id & 63) & 1,
                 b"a slot that goes back to its span is neither there nor live")
-            d.detail.slots |= <uint64_t>1 << (m.items[i].tag & 63)
+            d.detail.slots |= <uint64_t>1 << (m.items[i].block_id & 63)
             d.tick = f.tick
             if d.detail.slots == every:
                 if d.next:
@@ -400,7 +403,7 @@ cdef class ThreadCaches(Segments):
                     self.descriptors[d.prev].next = d.next
                 else:
                     self.partial[s] = d.next
-                self.give_block(id)
+                self.heap_free(id)
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
 
@@ -431,13 +434,13 @@ cdef class ThreadCaches(Segments):
                 ids[j] = id
             gap //= 2
         for i in range(n):
-            self.give_block(ids[i])
+            self.heap_free(ids[i])
 
     cdef void flush_all(self) noexcept nogil:
         """Everything that is free goes to the heap and is merged there."""
         cdef ThreadCache* f
         cdef int i, s
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
             if f == NULL:
                 continue
@@ -472,7 +475,7 @@ cdef class ThreadCaches(Segments):
         cdef Descriptor* d
         cdef int looks = 0
         n = (n + PAGE - 1) & ~<size_t>(PAGE - 1)
-        while id and looks < LOOKS:
+        while id and looks < MAX_LOOKS:
             d = &self.descriptors[id]
             if n <= d.size and d.size - n <= d.size >> FIT:
                 link[0] = d.next
@@ -489,7 +492,7 @@ cdef class ThreadCaches(Segments):
     cdef void lock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_acquire(&self.births)   # there is none more until unlock_all
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 biased_acquire(&self.caches[i].lock)
         arenapy_spin_acquire(&self.heap_lock)
@@ -497,7 +500,7 @@ cdef class ThreadCaches(Segments):
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_release(&self.heap_lock)
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 biased_release(&self.caches[i].lock)
         arenapy_spin_release(&self.births)

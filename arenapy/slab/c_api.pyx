@@ -10,7 +10,7 @@ from arenapy.slab.hot_path cimport stack_of
 
 cdef void* slab_alloc_slow(Slab slab) noexcept nogil:
     cdef uint64_t name
-    cdef char* item = slab.core.get(slab.core.item_size, &name)
+    cdef char* item = slab.core.alloc_block(slab.core.item_size, &name)
     if item == NULL and not slab.core.shut:
         item = <char*>grown_in_c(slab, slab.core.item_size, 1)
     slab.core.tell()
@@ -30,7 +30,7 @@ cdef int _given(SlabCore c, void* item) noexcept nogil:
     biased_acquire(&s.lock)
     name = c.find(s, <char*>item)
     biased_release(&s.lock)
-    if name and c.put(name):
+    if name and c.free_block(name):
         return 0
     c.refuse(b"slab_free", item)
     return -1

@@ -13,7 +13,7 @@ from arenapy.memory.region cimport Region
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport class_of
 from arenapy.slab.core cimport DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
-from arenapy.base.thread_slot cimport MOST_CACHES
+from arenapy.base.thread_slot cimport MAX_CACHES
 
 cdef extern from *:
     """
@@ -91,8 +91,8 @@ cdef bint copy_parts(SlabCore c, Listing found) noexcept nogil:
             found.words[n] = nth_word(p, w)[0]
             n += 1
     found.n_parts = c.n_parts
-    for i in range(MOST_CACHES + 1):
-        s = c.caches[i] if i < MOST_CACHES else c.depot
+    for i in range(MAX_CACHES + 1):
+        s = c.caches[i] if i < MAX_CACHES else c.depot
         if s != NULL:
             found.now = max(found.now, s.tick)
     return True
@@ -230,8 +230,8 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
     live = check_parts(c, f)
     if f.why != NULL:
         return
-    for k in range(MOST_CACHES + 1):
-        s = c.caches[k] if k < MOST_CACHES else c.depot
+    for k in range(MAX_CACHES + 1):
+        s = c.caches[k] if k < MAX_CACHES else c.depot
         if s != NULL and f.why == NULL:
             free_items += check_stack(c, s, seen, f)
             out += s.out - s.n

@@ -11,7 +11,7 @@ from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.linux.reserved_space cimport ReservedArray
-from arenapy.base.thread_slot cimport MOST_CACHES
+from arenapy.base.thread_slot cimport MAX_CACHES
 
 
 # -- items: stacks, caches and parts
@@ -60,14 +60,14 @@ cdef class Items(AllocatorCore):
     cdef size_t stride       # bytes from item to item
     cdef uint64_t inverse    # of stride's odd factor, modulo 2 ** 64
     cdef int shift           # the other factor is 1 << shift
-    cdef bint special        # not the short ways: each call is to do more
+    cdef bint fast_path_off  # not the short ways: each call is to do more
     cdef size_t item_size
     cdef size_t align        # of items
     # Free items: newest first from the stack of the thread. With a GIL there is only the depot. On
     # free-threaded builds threads are spread over `caches`, small stacks that the depot feeds.
     cdef Stack* depot
     cdef Stack* quick        # where the short ways look first: the depot, or one that nobody owns
-    cdef Stack* caches[MOST_CACHES]
+    cdef Stack* caches[MAX_CACHES]
     cdef arenapy_spin births  # held to add a cache, and by who holds all locks
     # Under the depot's lock, but for changes of parts: those are made under all locks.
     cdef ReservedArray part_array
@@ -82,7 +82,7 @@ cdef class Items(AllocatorCore):
 
     cdef int open(self, size_t item_size, size_t align, uint64_t most) except -1
     # NULL: nothing is free.
-    cdef char* take(self, uint64_t* name) noexcept nogil
+    cdef char* heap_alloc(self, uint64_t* name) noexcept nogil
     # Items for n Buffers, or for none of them.
     cdef bint take_batch(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
     # The name of the item at an address, live or not; 0: there is none. Any stack's lock held.
@@ -98,7 +98,7 @@ cdef class Items(AllocatorCore):
     cdef void lock_all(self) noexcept nogil
     cdef void unlock_all(self) noexcept nogil
     # Not the short ways any more, or again.
-    cdef void bar(self, bint special) noexcept nogil
+    cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil
     # The short ways, for a thread that does not own the lock of its stack.
     cdef char* shared_alloc(self, uint64_t* name) noexcept nogil
     cdef bint shared_free(self, uint64_t name) noexcept nogil
@@ -192,16 +192,16 @@ cdef class SlabCore(Items):
     cdef Hold* aside         # items that streams are at work on
 
     cdef void ready(self) noexcept nogil
-    cdef void set_special(self) noexcept nogil
-    # All that is to be done on either way, also when `special`. NULL: nothing is free.
-    cdef char* get(self, size_t nbytes, uint64_t* name) noexcept nogil
-    cdef bint put(self, uint64_t name) noexcept nogil
+    cdef void update_fast_path(self) noexcept nogil
+    # All that is to be done on either way, also when `fast_path_off`. NULL: nothing is free.
+    cdef char* alloc_block(self, size_t nbytes, uint64_t* name) noexcept nogil
+    cdef bint free_block(self, uint64_t name) noexcept nogil
     # Items for n Buffers, or for none of them.
-    cdef bint get_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
-    cdef void settle(self) noexcept nogil
+    cdef bint alloc_blocks(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
+    cdef void reclaim_leases(self) noexcept nogil
     cdef SlabFigures figures(self) noexcept nogil
     cdef uint64_t exchange_peak(self, uint64_t peak) noexcept nogil
     # internal
     cdef bint claim(self, uint64_t name) noexcept nogil
-    cdef void restore(self, uint64_t name) noexcept nogil
+    cdef void free_claimed(self, uint64_t name) noexcept nogil
     cdef bint still_leased(self, uint64_t name) noexcept nogil

@@ -28,7 +28,7 @@ from arenapy.allocator.allocator_core cimport (
 from arenapy.base.sealed cimport seal
 from arenapy.slab.hot_path cimport cache_free, forbid_from, pop, push, push_at, stack_of, stow
 from arenapy.base.thread_slot cimport (
-    MOST_CACHES, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number,
+    MAX_CACHES, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number,
 )
 from arenapy.slab.core cimport item_is_live, name_is_valid, stack_is_valid
 from arenapy.linux.vm cimport vm_lease
@@ -53,7 +53,7 @@ cdef extern from "<pthread.h>" nogil:
     uint64_t this_thread "(uint64_t)pthread_self" ()
 
 cdef enum:
-    MOST_PARTS = 1 << 16
+    MAX_PARTS = 1 << 16
 
 cdef Stack no_stack       # empty, and never locked
 
@@ -96,7 +96,7 @@ cdef class Items(AllocatorCore):
         for k in range(1, self.numbered + 1):
             array_close(&self.parts[k].array)
         array_close(&self.part_array)
-        for k in range(MOST_CACHES):
+        for k in range(MAX_CACHES):
             drop_stack(self.caches[k])
         drop_stack(self.depot)
 
@@ -113,7 +113,7 @@ cdef class Items(AllocatorCore):
             self.inverse *= 2 - odd * self.inverse
         self.depot = new_stack(most, 0, RANK_DEPOT)
         if (self.depot == NULL
-                or not array_open(&self.part_array, PARTS_AT + (MOST_PARTS + 1) * sizeof(Part))
+                or not array_open(&self.part_array, PARTS_AT + (MAX_PARTS + 1) * sizeof(Part))
                 or not array_grow(&self.part_array, PARTS_AT + sizeof(Part))):
             raise MemoryError(f"no memory for the bookkeeping of a slab of {most} items")
         self.parts = <Part*>(self.part_array.at + PARTS_AT)
@@ -197,12 +197,12 @@ cdef class Items(AllocatorCore):
             return True
         if ARENAPY_GIL:
             return False
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 self.spill(self.caches[i], 0)
         return s.n > 0 or self.refill(s)
 
-    cdef char* take(self, uint64_t* name) noexcept nogil:
+    cdef char* heap_alloc(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
         biased_acquire(&s.lock)
@@ -222,14 +222,14 @@ cdef class Items(AllocatorCore):
             self.unlock_all()
         return ptr
 
-    cdef void bar(self, bint special) noexcept nogil:
-        self.special = special
-        self.quick = &no_stack if special else self.depot
+    cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil:
+        self.fast_path_off = fast_path_off
+        self.quick = &no_stack if fast_path_off else self.depot
 
     cdef char* shared_alloc(self, uint64_t* name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef char* ptr = NULL
-        if self.special:
+        if self.fast_path_off:
             return NULL
         biased_acquire(&s.lock)
         if s.n > 0:
@@ -240,7 +240,7 @@ cdef class Items(AllocatorCore):
     cdef bint shared_free(self, uint64_t name) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
-        if self.special:
+        if self.fast_path_off:
             return False
         biased_acquire(&s.lock)
         was_live = push(self, s, word_of(self, name), name)
@@ -250,7 +250,7 @@ cdef class Items(AllocatorCore):
     cdef bint shared_free_at(self, char* at) noexcept nogil:
         cdef Stack* s = stack_of(self)
         cdef bint was_live
-        if self.special:
+        if self.fast_path_off:
             return False
         biased_acquire(&s.lock)
         was_live = push_at(self, s, at)
@@ -326,7 +326,7 @@ cdef class Items(AllocatorCore):
         cdef ReservedArray array
         if not array_open(&array, WORDS_AT + ((items + 63) >> 6) * WORD_BYTES):
             raise MemoryError("no address space for the bookkeeping of a slab")
-        if (number > MOST_PARTS or not array_grow(&array, array.reserved)
+        if (number > MAX_PARTS or not array_grow(&array, array.reserved)
                 or not array_grow(&self.part_array, PARTS_AT + (number + 1) * sizeof(Part))
                 or not array_grow(
                     &self.depot.array, sizeof(Stack) + (self.items + items) * sizeof(uint64_t))):
@@ -390,7 +390,7 @@ cdef class Items(AllocatorCore):
         for i in range((old.items + 63) >> 6):
             if nth_word(old, i).live:
                 return False
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 self.spill(self.caches[i], 0)
         for n in range(depot.n):
@@ -437,7 +437,7 @@ cdef class Items(AllocatorCore):
     cdef void lock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_acquire(&self.births)
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 biased_acquire(&self.caches[i].lock)
         biased_acquire(&self.depot.lock)
@@ -445,7 +445,7 @@ cdef class Items(AllocatorCore):
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
         biased_release(&self.depot.lock)
-        for i in range(MOST_CACHES):
+        for i in range(MAX_CACHES):
             if self.caches[i] != NULL:
                 biased_release(&self.caches[i].lock)
         arenapy_spin_release(&self.births)
@@ -462,7 +462,7 @@ cdef uint64_t free_items(Items c) noexcept nogil:
     """In all stacks and in none yet; all locks held."""
     cdef uint64_t n = c.n_fresh + <uint64_t>c.depot.n
     cdef int i
-    for i in range(MOST_CACHES):
+    for i in range(MAX_CACHES):
         if c.caches[i] != NULL:
             n += <uint64_t>c.caches[i].n
     return n
@@ -479,7 +479,7 @@ cdef class SlabCore(Items):
         self.what = "slab"
         self.recycles = True
         self.shut = True                     # until `ready`
-        self.bar(True)
+        self.set_fast_path_off(True)
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -492,23 +492,23 @@ cdef class SlabCore(Items):
     cdef void ready(self) noexcept nogil:
         """There is a first region."""
         self.shut = False
-        self.set_special()
+        self.update_fast_path()
 
-    cdef void set_special(self) noexcept nogil:
+    cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.bar(self.shut or self.debug or self.may_lease or self.checked
-                 or self.recorder != NULL)
+        self.set_fast_path_off(self.shut or self.debug or self.may_lease or self.checked
+                               or self.recorder != NULL)
 
     # -- items
 
-    cdef char* get(self, size_t nbytes, uint64_t* name) noexcept nogil:
+    cdef char* alloc_block(self, size_t nbytes, uint64_t* name) noexcept nogil:
         cdef char* ptr
         if self.shut:
             return NULL
-        ptr = self.take(name)
+        ptr = self.heap_alloc(name)
         if ptr == NULL and self.pending != NULL:
-            self.settle()
-            ptr = self.take(name)
+            self.reclaim_leases()
+            ptr = self.heap_alloc(name)
         if ptr != NULL:
             if POISONS:
                 forbid_from(self, ptr, nbytes, self.item_size)
@@ -517,7 +517,7 @@ cdef class SlabCore(Items):
                 self.began(ptr, self.stride, nbytes)
         return ptr
 
-    cdef bint get_many(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
+    cdef bint alloc_blocks(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         if self.shut or not self.take_batch(buffers, n):
             return False
@@ -530,7 +530,7 @@ cdef class SlabCore(Items):
                 self.began((<Block>buffers[i]).ptr, self.stride, (<Block>buffers[i]).size)
         return True
 
-    cdef bint put(self, uint64_t name) noexcept nogil:
+    cdef bint free_block(self, uint64_t name) noexcept nogil:
         """Free an item, whatever that takes. False: it is not live."""
         cdef char* at = address_of(self, name)
         cdef Hold* hold
@@ -551,7 +551,7 @@ cdef class SlabCore(Items):
                 self.n_pending += 1
                 biased_release(&self.depot.lock)
             return True
-        self.restore(name)
+        self.free_claimed(name)
         return True
 
     cdef bint claim(self, uint64_t name) noexcept nogil:
@@ -565,7 +565,7 @@ cdef class SlabCore(Items):
         biased_release(&s.lock)
         return was_live
 
-    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+    cdef bint defer_free(self, Hold* hold) noexcept nogil:
         if self.shut or not self.claim(hold.tag):
             return False
         record(self, EVENT_FREE, <void*>hold.start, 0)
@@ -578,17 +578,17 @@ cdef class SlabCore(Items):
         biased_release(&self.depot.lock)
         return True
 
-    cdef void over(self, Hold* hold) noexcept nogil:
+    cdef void finish_free(self, Hold* hold) noexcept nogil:
         biased_acquire(&self.depot.lock)
         unlink_hold(&self.aside, hold)
         self.n_pending -= 1
         biased_release(&self.depot.lock)
         arenapy_sub(&self.n_held, 1)
         if not self.shut:
-            self.restore(hold.tag)
+            self.free_claimed(hold.tag)
         free(hold)
 
-    cdef void restore(self, uint64_t name) noexcept nogil:
+    cdef void free_claimed(self, uint64_t name) noexcept nogil:
         """A claimed item is free again."""
         cdef Stack* s = stack_of(self)
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
@@ -606,7 +606,7 @@ cdef class SlabCore(Items):
         return (<Region>self.parts[name >> 32].region).leases(
             start, start + self.stride, &at, &stop) != 0
 
-    cdef void settle(self) noexcept nogil:
+    cdef void reclaim_leases(self) noexcept nogil:
         """Free what other processes have let go of."""
         cdef Hold* hold
         cdef Hold* next
@@ -625,13 +625,13 @@ cdef class SlabCore(Items):
                 biased_acquire(&self.depot.lock)
                 self.n_pending -= 1
                 biased_release(&self.depot.lock)
-                self.restore(hold.tag)
+                self.free_claimed(hold.tag)
                 free(hold)
             hold = next
 
     # -- as the owner of Buffers
 
-    cdef void dropped(self, PyObject* root) noexcept:
+    cdef void drop_block(self, PyObject* root) noexcept:
         cdef uint64_t name = (<Block>root).tag
         if (<Block>root).word & HELD:
             arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
@@ -639,15 +639,15 @@ cdef class SlabCore(Items):
         if name == 0:
             return                           # released before
         if not cache_free(self, name):
-            self.put(name)
+            self.free_block(name)
             if self.debug:
                 self.verify_dropped()
 
-    cdef void give_back(self, Block root) noexcept nogil:
+    cdef void release_block(self, Block root) noexcept nogil:
         cdef uint64_t name = root.tag
         root.tag = 0
-        if name and root.hold == NULL:       # else `set_aside` comes next
-            self.put(name)
+        if name and root.hold == NULL:       # else `defer_free` comes next
+            self.free_block(name)
 
     cdef bint has_holds(self) noexcept nogil:
         return arenapy_load(&self.n_held) != 0
@@ -663,8 +663,8 @@ cdef class SlabCore(Items):
         cdef Stack* s
         memset(&r, 0, sizeof(r))
         self.lock_all()
-        for k in range(MOST_CACHES + 1):
-            s = self.caches[k] if k < MOST_CACHES else self.depot
+        for k in range(MAX_CACHES + 1):
+            s = self.caches[k] if k < MAX_CACHES else self.depot
             if s != NULL:
                 out += s.out - s.n
                 peak += s.out - s.least
@@ -690,8 +690,8 @@ cdef class SlabCore(Items):
         cdef Stack* mine = stack_of(self)
         cdef Stack* s
         self.lock_all()
-        for k in range(MOST_CACHES + 1):
-            s = self.caches[k] if k < MOST_CACHES else self.depot
+        for k in range(MAX_CACHES + 1):
+            s = self.caches[k] if k < MAX_CACHES else self.depot
             if s != NULL:
                 before += s.out - s.least
                 live += s.out - s.n
@@ -716,11 +716,11 @@ cdef class SlabCore(Items):
 
     cdef void disable(self, int why) noexcept nogil:
         AllocatorCore.disable(self, why)
-        self.set_special()
+        self.update_fast_path()
 
     cdef void expect_leases(self) noexcept nogil:
         self.may_lease = True
-        self.set_special()
+        self.update_fast_path()
 
     cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
         """A fork: lease every live item of `region` to whoever keeps `fd`."""

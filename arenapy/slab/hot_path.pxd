@@ -28,9 +28,9 @@ cdef inline Stack* stack_of(Items c) noexcept nogil:
 
 
 # For the short ways. Who finds that it owns the lock of this one need not ask whether the slab is
-# special: then that is a stack that nobody owns.
+# off the fast path: then that is a stack that nobody owns.
 cdef inline Stack* quick_stack(Items c) noexcept nogil:
-    return c.quick if ARENAPY_GIL or c.special else c.own_stack()
+    return c.quick if ARENAPY_GIL or c.fast_path_off else c.own_stack()
 
 
 # From a stack that is not empty, its lock held: the item that was given back last.
@@ -86,7 +86,7 @@ cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nog
     return True
 
 
-# The short way. NULL: the stack is empty, or the slab is special.
+# The short way. NULL: the stack is empty, or the slab is off the fast path.
 cdef inline char* cache_alloc(Items c, uint64_t* name) noexcept nogil:
     cdef Stack* s = quick_stack(c)
     cdef char* ptr = NULL
@@ -101,7 +101,7 @@ cdef inline char* cache_alloc(Items c, uint64_t* name) noexcept nogil:
     return ptr
 
 
-# False: the item is not live, or the slab is special.
+# False: the item is not live, or the slab is off the fast path.
 cdef inline bint cache_free(Items c, uint64_t name) noexcept nogil:
     cdef Stack* s = quick_stack(c)
     cdef bint was_live

@@ -17,7 +17,7 @@ cdef class Slab(Allocator):
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     cdef int fits(self, Py_ssize_t n, Py_ssize_t align) except -1
     # An item for which the source is asked.
-    cdef char* slow_get(self, size_t nbytes, uint64_t* name) except NULL
+    cdef char* source_alloc(self, size_t nbytes, uint64_t* name) except NULL
     # Get memory such that so many items are free, or some of them; or see another thread get it.
     cdef int more(self, uint64_t wanted) except -1
     cdef Region region_for(self, uint64_t items)

@@ -32,7 +32,7 @@ cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)
 
 cdef enum:
-    MOST_ITEMS = 0x80000000  # 2 ** 31
+    MAX_ITEMS = 0x80000000   # 2 ** 31
     MOMENT = 50              # microseconds between two looks at what another thread does
 
 
@@ -177,7 +177,7 @@ cdef class Slab(Allocator):
     cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n = self.core.item_size if nbytes is None else as_size(nbytes, "nbytes")
         cdef Py_ssize_t a = 1 if align is None else as_align(align)
-        return self.block_for(n, a, stream)
+        return self.buffer_for(n, a, stream)
 
     cdef int fits(self, Py_ssize_t n, Py_ssize_t align) except -1:
         """Raise ValueError if no item can be that."""
@@ -206,7 +206,7 @@ cdef class Slab(Allocator):
         b.align = align
         if c.checked:
             c.check()
-        ptr = self.slow_get(n, &name)
+        ptr = self.source_alloc(n, &name)
         b.ptr, b.tag, b.word = ptr, name, 0
         if c.foreign:
             track(b)
@@ -216,16 +216,16 @@ cdef class Slab(Allocator):
             c.allocated([b])
         return b
 
-    cdef char* slow_get(self, size_t nbytes, uint64_t* name) except NULL:
-        cdef char* ptr = self.core.get(nbytes, name)
+    cdef char* source_alloc(self, size_t nbytes, uint64_t* name) except NULL:
+        cdef char* ptr = self.core.alloc_block(nbytes, name)
         while ptr == NULL:
             self.more(1)
-            ptr = self.core.get(nbytes, name)
+            ptr = self.core.alloc_block(nbytes, name)
         return ptr
 
     cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
         cdef uint64_t name
-        return self.slow_get(nbytes, &name)
+        return self.source_alloc(nbytes, &name)
 
     def alloc_many(self, n_or_sizes):
         """Allocate many items: all of them, or none.
@@ -274,7 +274,7 @@ cdef class Slab(Allocator):
             c.check()
         before = c.regions
         try:
-            while not c.get_many(list_items(blocks), count):
+            while not c.alloc_blocks(list_items(blocks), count):
                 self.more(count)
         except BaseException:
             for region in c.regions:
@@ -300,7 +300,7 @@ cdef class Slab(Allocator):
         c.open_check()
         if c.may_lease:
             c.settle_sends()
-            c.settle()
+            c.reclaim_leases()
         # Before others have to wait for this thread: a stream may be asked by code of the user.
         if c.settle_streams(False) or (
                 wanted > c.idle() + self.most - c.items and c.settle_streams(True)):
@@ -334,7 +334,7 @@ cdef class Slab(Allocator):
                 if region is None:
                     items //= 2              # perhaps it has fewer
             c.add_part(region, items)
-            c.set_special()                  # it may have to be checked
+            c.update_fast_path()             # it may have to be checked
         finally:
             c.end_growth()
         return 0
@@ -365,7 +365,7 @@ cdef class Slab(Allocator):
         c.open_check()
         if c.may_lease:
             c.settle_sends()
-        c.settle()
+        c.reclaim_leases()
         c.settle_streams(False)
         for region in c.regions[:0:-1]:
             if c.remove_part(<Region>region):
@@ -415,7 +415,7 @@ cdef class Slab(Allocator):
         if c.may_lease:
             c.settle_sends()
         if c.pending != NULL:
-            c.settle()
+            c.reclaim_leases()
         c.settle_streams(False)
         f = c.figures()
         return SlabStats(
@@ -438,7 +438,7 @@ cdef class Slab(Allocator):
 
     def _record(self, recorder):
         self.core.record_into(recorder)
-        self.core.set_special()
+        self.core.update_fast_path()
 
     def blocks(self):
         """Iterate over all items, live and free, by address.
@@ -474,6 +474,6 @@ cdef uint64_t as_count(object value, str what) except 0:
         raise TypeError(
             f"{what}={value!r} is of type {type(value).__name__}; give a whole number of items"
         ) from None
-    if not 1 <= n <= MOST_ITEMS:
+    if not 1 <= n <= MAX_ITEMS:
         raise ValueError(f"{what}={n} is not a number of items from 1 to 2**31")
     return n

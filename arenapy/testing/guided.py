@@ -29,14 +29,14 @@ from arenapy.testing.crashes import smaller
 from arenapy.testing.guided_process import EXECUTIONS
 from arenapy.testing.steps import Program
 
-__all__ = ["MOST_NUMBER", "Found", "add_inputs", "by_chance", "guided", "minimize"]
+__all__ = ["MAX_NUMBER", "Found", "add_inputs", "by_chance", "guided", "minimize"]
 
 PROCESS = "arenapy.testing.guided_process"
 RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFuzzer in one
 LONGEST = 2048  # bytes of an input: some 50 steps
 HANGS_AFTER = 60  # seconds
 SMALLER_SECONDS = 60.0
-MOST_NUMBER = 2**31 - 1  # that libFuzzer reads
+MAX_NUMBER = 2**31 - 1  # that libFuzzer reads
 INPUT = re.compile(r"[0-9a-f]{8}|[0-9a-f]{40}")  # names, after the contents
 ASAN = "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32"
 UBSAN = "halt_on_error=1:print_stacktrace=1"

@@ -62,9 +62,9 @@ RECORD = np.dtype([("time", "<u8"), ("block", "<u8"), ("size", "<u8")])
 TIME_BITS = 56
 SIZE_BITS = 48
 TEXT_NBYTES = 16  # in a record: its last two words
-MOST_FRAMES = 64  # of a site
-MOST_DIGITS = 9  # of a line's number
-MOST_BYTES = 2**62  # of all events together: sums are numbers of 64 bits
+MAX_FRAMES = 64  # of a site
+MAX_DIGITS = 9  # of a line's number
+MAX_BYTES = 2**62  # of all events together: sums are numbers of 64 bits
 
 Events: TypeAlias = npt.NDArray[Any]
 
@@ -130,7 +130,7 @@ class Contents:
                 f"at event {at:,} {events['nbytes'][at]} bytes at {events['address'][at]:#x} lie "
                 "beyond the last address"
             )
-        if events["nbytes"].sum(dtype="f8") > MOST_BYTES:
+        if events["nbytes"].sum(dtype="f8") > MAX_BYTES:
             raise ValueError("the sizes add up to more bytes than 64-bit numbers can count")
 
 
@@ -276,7 +276,7 @@ def _sites(records: Events) -> tuple[npt.NDArray[np.uint32], tuple[Site, ...]]:
 
 
 def _frames(line: str) -> Iterator[Frame]:
-    fields = line.split("\t", 3 * MOST_FRAMES)[: 3 * MOST_FRAMES]
+    fields = line.split("\t", 3 * MAX_FRAMES)[: 3 * MAX_FRAMES]
     for file, number, function in zip(fields[::3], fields[1::3], fields[2::3], strict=False):
-        known = number.isdecimal() and len(number) <= MOST_DIGITS
+        known = number.isdecimal() and len(number) <= MAX_DIGITS
         yield Frame(printable(file), int(number) if known else 0, printable(function))

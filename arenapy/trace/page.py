@@ -39,7 +39,7 @@ MERGED = "#808080"
 KEPT = "#d55e00"
 FREED = "#56b4e9"
 LINE = "#444444"
-MOST_SPANS = 24  # whose addresses are written beside the map
+MAX_SPANS = 24  # whose addresses are written beside the map
 BYTES = "0.[0] ib"
 
 NO_BOKEH = """\
@@ -312,9 +312,9 @@ def _name_spans(view: View, fig: _Figure) -> None:
 
     axis = view.axis
     size = (axis.end - axis.start).astype("f8")
-    some = np.sort(np.argsort(-size, kind="stable")[:MOST_SPANS])
+    some = np.sort(np.argsort(-size, kind="stable")[:MAX_SPANS])
     for end, start in zip((axis.at + size)[:-1], axis.at[1:], strict=True):
-        if len(size) <= MOST_SPANS:
+        if len(size) <= MAX_SPANS:
             cut = Span(location=(end + start) / 2, dimension="width", line_color=LINE)
             cut.line_dash, cut.line_width = [2, 4], 1
             fig.add_layout(cut)

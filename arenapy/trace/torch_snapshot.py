@@ -39,12 +39,12 @@ ACTIONS = {
     "segment_unmap": "trim",
 }
 OF_BLOCKS = ("alloc", "free_completed")
-MOST_FRAMES = 64  # of a site
-MOST_LINE = 10**9 - 1
-MOST_BITS_SHOWN = 128
+MAX_FRAMES = 64  # of a site
+MAX_LINE = 10**9 - 1
+MAX_BITS_SHOWN = 128
 #: The most of each number that a trace has room for.
 MOST = {"addr": 2**64 - 1, "size": 2**48 - 1, "stream": 2**64 - 1, "time_us": 2**63 - 1}
-MOST_NS = 2**56 - 1  # since the first
+MAX_NS = 2**56 - 1  # since the first
 REMEDY = "call torch.cuda.memory._record_memory_history() before the work, _snapshot() after it"
 
 
@@ -134,7 +134,7 @@ def history(snapshot: Snapshot, device: int | None) -> History:
         times = np.array([_number(entry, "time_us", device) for entry in entries], "u8")
         started = int(times[0]) * 1000
         columns["time_us"] = np.maximum.accumulate(times) - times[0]
-        if columns["time_us"][-1] > MOST_NS // 1000 or started >= 2**63:
+        if columns["time_us"][-1] > MAX_NS // 1000 or started >= 2**63:
             raise ValueError(f"device {device}: times from {times.min()} to {times.max()} us")
     operations = [ACTIONS[entry["action"]] for entry in entries]
     known: dict[Site, int] = {(): 0}
@@ -150,7 +150,7 @@ def _site(entry: Mapping[str, Any]) -> Site:
     try:
         return tuple(
             Frame(_text(frame["filename"]), _line(frame["line"]), _text(frame["name"]))
-            for frame in frames[:MOST_FRAMES]
+            for frame in frames[:MAX_FRAMES]
         )
     except (KeyError, TypeError):
         return ()
@@ -165,7 +165,7 @@ def _text(value: object) -> str:
 def _line(value: object) -> int:
     if not isinstance(value, int):
         raise TypeError(f"{type(value).__name__} in place of a line")
-    return value if 0 < value <= MOST_LINE else 0
+    return value if 0 < value <= MAX_LINE else 0
 
 
 def _relevant(trace: Any, device: int) -> list[Mapping[str, Any]]:
@@ -194,7 +194,7 @@ def _chosen(there: list[int], device: int | None) -> int:
 def _number(entry: Mapping[str, Any], name: str, device: int) -> int:
     value = entry.get(name)
     if not isinstance(value, int) or not 0 <= value <= MOST[name]:
-        is_long = isinstance(value, int) and value.bit_length() > MOST_BITS_SHOWN
+        is_long = isinstance(value, int) and value.bit_length() > MAX_BITS_SHOWN
         shown = "..." if is_long else reprlib.repr(value)
         raise ValueError(
             f"device {device}, {entry['action']!r}: {name}={shown} is no number from 0 to "

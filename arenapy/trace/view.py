@@ -34,12 +34,12 @@ __all__ = ["Curves", "View"]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-MOST_GROUPS = 7  # that have a colour of their own
+MAX_GROUPS = 7  # that have a colour of their own
 LEAST_SHARE = 0.002  # of the area of all blocks; less is hardly seen
-MOST_ROWS = 12  # of a table
+MAX_ROWS = 12  # of a table
 BINS = 1500  # of the curves: pixels of a wide screen
-MOST_RANGES = 20_000  # of reserved memory, on the map
-MOST_BLOCKS = 20_000  # that are drawn one by one, unless told
+MAX_RANGES = 20_000  # of reserved memory, on the map
+MAX_BLOCKS = 20_000  # that are drawn one by one, unless told
 UNITS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
 OVERLAP = 1.001  # a share of a cell that disjoint blocks cannot cover
 
@@ -90,7 +90,7 @@ class View:
         trace: Trace,
         way: str | None = None,
         by_events: bool | None = None,
-        most_blocks: int = MOST_BLOCKS,
+        most_blocks: int = MAX_BLOCKS,
     ) -> None:
         self.trace = trace
         self.blocks: Blocks = blocks(trace)
@@ -164,7 +164,7 @@ class View:
     def mapped(self) -> Reserved | None:
         """What of it is drawn on the map: all, if that is not too much."""
         had = self.reserved
-        return None if had is None or len(had.address) > MOST_RANGES else had
+        return None if had is None or len(had.address) > MAX_RANGES else had
 
     @cached_property
     def moments(self) -> Ints:
@@ -188,7 +188,7 @@ class View:
             return self.groups
         areas = (self.right - self.left + 1e-9) * self.blocks.nbytes
         score = np.bincount(self.groups.of, areas, len(self.groups.names))
-        return self.groups.largest(score, MOST_GROUPS, LEAST_SHARE)
+        return self.groups.largest(score, MAX_GROUPS, LEAST_SHARE)
 
     @cached_property
     def curves(self) -> Curves:
@@ -255,7 +255,7 @@ class View:
 
     def holders(self, moment: int) -> list[Holder]:
         """Who holds most at a moment."""
-        return holders(self.blocks, self.groups, self.trace.sites, moment, MOST_ROWS)
+        return holders(self.blocks, self.groups, self.trace.sites, moment, MAX_ROWS)
 
     @cached_property
     def place_names(self) -> list[str]:

@@ -14,7 +14,7 @@ from arenapy.trace import EVENT, OPERATIONS, Trace
 
 MIB, GIB = 1 << 20, 1 << 30
 ALLOCATE = 0.73
-MOST_BYTES = 8 * GIB
+MAX_BYTES = 8 * GIB
 ALLOCATIONS = 10_000
 LARGEST_LOG_NORMAL = 512 * MIB
 
@@ -45,7 +45,7 @@ SIZES = {
 }
 
 
-def random_trace(seed, sizes, allocations=ALLOCATIONS, most_bytes=MOST_BYTES):
+def random_trace(seed, sizes, allocations=ALLOCATIONS, most_bytes=MAX_BYTES):
     """A trace by RMM's rule: the same for the same arguments.
 
     sizes : a key of SIZES, or a function of a generator and how many that gives bytes

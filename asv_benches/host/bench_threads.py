@@ -50,7 +50,7 @@ STATEMENTS = {
 LOOP = "a loop of Python's own"
 SCALING_ROUNDS = 101
 SCALING_SECONDS = 0.002  # of a round: less than the turns that programs get
-MOST_TRIES = 10  # for each round that counts
+MAX_TRIES = 10  # for each round that counts
 NEAR_LINEAR = 0.8  # of what the loop gains; on a busy machine figures differ by a tenth
 #: What makes `alloc` in each thread, of what they share; and what is run there.
 SCALING = {
@@ -208,7 +208,7 @@ def scaling(rounds):
 
     runs = {way: enough(loop(way), SCALING_SECONDS) for way in SCALING}
     found = {(way, n): [] for way in SCALING for n in (1, 2)}
-    for _ in range(rounds * MOST_TRIES):
+    for _ in range(rounds * MAX_TRIES):
         missing = [key for key, rates in found.items() if len(rates) < rounds]
         for way, n in random.sample(missing, len(missing)):
             spans = at_once([lambda way=way: task(way)] * n)

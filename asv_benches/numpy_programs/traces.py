@@ -22,8 +22,8 @@ from asv_benches.support.rounds import Line
 PEERS = ("jemalloc", "mimalloc")
 SHOWN = ("tcmalloc", "malloc")
 LEAST_PEAK = 256 << 20
-MOST_RATIO = 1.15
-MOST_OF_BEST = 1.05
+MAX_RATIO = 1.15
+MAX_OF_BEST = 1.05
 
 
 def images(scale):
@@ -157,7 +157,7 @@ def trace_lines(found):
         peak = results[0].peak_live / 2**20
         yield Line("traces", f"{program}: peak live", peak, "MiB")
         for name, ratio in ratios.items():
-            limit = MOST_RATIO if name == "pool" else None
+            limit = MAX_RATIO if name == "pool" else None
             what = f"{program}: peak reserved / peak live, {name}"
             yield Line("traces", what, ratio, "x", limit, timed=False)
         for one in results:
@@ -167,7 +167,7 @@ def trace_lines(found):
         best = min((ratios[name] for name in PEERS if name in ratios), default=None)
         if best is not None and "pool" in ratios:
             what = f"{program}: pool / the best of {' and '.join(PEERS)}"
-            yield Line("traces", what, ratios["pool"] / best, "x", MOST_OF_BEST, timed=False)
+            yield Line("traces", what, ratios["pool"] / best, "x", MAX_OF_BEST, timed=False)
 
 
 def lines(quick):

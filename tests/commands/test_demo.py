@@ -209,7 +209,7 @@ def test_one_wrong_bit_in_one_way_fails(way, workload, clean, monkeypatch, capsy
         return arrays
 
     monkeypatch.setattr(way, "step", sabotaged)
-    monkeypatch.setattr(measuring, "MOST_BLOCK_MS", 1e9)  # as many iterations on a busy machine
+    monkeypatch.setattr(measuring, "MAX_BLOCK_MS", 1e9)  # as many iterations on a busy machine
     assert cli.main([*TINY, "--json", str(tmp_path / "figures.json")]) == 1
     out, err = capsys.readouterr()
     assert "computed other bits" in err

@@ -313,7 +313,7 @@ def test_what_overlaps_by_counting(some, others):
         (10.0, (10, 2.0), (110, 12.0), 90),  # 0.1 a round, 1 beside them
         (0.5, (10, 2.0), (110, 12.0), 1),  # a kernel without rounds takes longer
         (22.0, (10, 2.0), (110, 12.0), 210),
-        (1e9, (10, 2.0), (110, 12.0), gpu_measuring.MOST_ROUNDS),
+        (1e9, (10, 2.0), (110, 12.0), gpu_measuring.MAX_ROUNDS),
         (10.0, (10, 2.0), (110, 2.0), 110),  # nothing can be told
         (10.0, (10, 2.0), (110, 1.0), 110),
     ],

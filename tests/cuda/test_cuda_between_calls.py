@@ -22,7 +22,7 @@ from arenapy.cuda.stream_ref import OWNERS
 
 N = 4096
 OURS, THEIRS = 3, 9
-MOST_POINTS = 100
+MAX_POINTS = 100
 
 #: Of one block each.
 ALLOCATORS = {
@@ -248,10 +248,10 @@ def test_a_buffer_that_is_let_go_meanwhile(operate, allocator, source):
     ways = ["release", *["reset"] * (allocator == "bump")]
     with a_gpu() as gpu:
         for stream, which, how in itertools.product(("own", "other", None), sides, ways):
-            for n in range(1, MOST_POINTS):
+            for n in range(1, MAX_POINTS):
                 if not attempt(gpu, Scene(gpu, allocator, source, stream), operate, n, which, how):
                     break
-            assert n < MOST_POINTS - 1
+            assert n < MAX_POINTS - 1
 
 
 # ---- code of the user that waits for a lock of the user ----

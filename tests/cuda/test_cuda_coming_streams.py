@@ -19,7 +19,7 @@ from test_cuda_resource import fake_core
 from arenapy import OutOfMemory, cuda
 
 HUNDRED = 100
-MOST_KEPT = 50  # streams of those that ended, by one block
+MAX_KEPT = 50  # streams of those that ended, by one block
 KINDS = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
 
 ENDING = sorted(KNOWN_OWNERS.keys() - {"torch"})  # torch never destroys a stream
@@ -103,7 +103,7 @@ class ComingMachine(Acting):
             del stream
             for _ in range(steps):
                 self.driver.step(-1)
-        assert len(self.driver.stream_handles.things) - before <= MOST_KEPT
+        assert len(self.driver.stream_handles.things) - before <= MAX_KEPT
 
     @precondition(lambda self: hasattr(self.allocator, "reset"))
     @rule(stream=st.none() | StreamMachine.streams)

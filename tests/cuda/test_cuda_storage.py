@@ -12,7 +12,7 @@ from cuda_machine import Wrapped
 from cuda_order import backwards
 from cuda_support import MIB, new_stream
 from helpers import peek, poke
-from test_cuda_between_calls import MOST_POINTS, Points
+from test_cuda_between_calls import MAX_POINTS, Points
 from test_cuda_foreign import memory
 
 from arenapy import Pool, cuda
@@ -142,7 +142,7 @@ def borrows(block, array, stream):
 def test_the_storage_is_kept_until_it_is_read(gpu, library, operate, named):
     """At each point of the call, and when it has returned, it has another one."""
     pool = Pool(4 * MIB, cuda.Device())
-    for n in range(1, MOST_POINTS):
+    for n in range(1, MAX_POINTS):
         block, s = pool.alloc(N), new_stream(gpu)
         point, reached = Points(), []
         array = library(gpu, Storage(gpu, OURS), point)

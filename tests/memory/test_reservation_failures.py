@@ -113,10 +113,10 @@ def test_other_refusals_of_the_kernel(step, monkeypatch):
     assert len(made) == 1 and not is_mapped(made[0].address)
 
 
-MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
+MAX_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
-@pytest.mark.skipif(MOST_MAPPINGS > 200_000, reason="to have that many mappings takes long")
+@pytest.mark.skipif(MAX_MAPPINGS > 200_000, reason="to have that many mappings takes long")
 @pytest.mark.no_sanitizer
 def test_too_many_mappings(run_script):
     out = run_script("""
@@ -147,6 +147,6 @@ def test_too_many_mappings(run_script):
     lines = out.splitlines()
     assert len(lines) == 4
     for line in lines:
-        assert f"mappings of at most {MOST_MAPPINGS}" in line
+        assert f"mappings of at most {MAX_MAPPINGS}" in line
         assert "2 MiB" in line
         assert "vm.max_map_count" in line

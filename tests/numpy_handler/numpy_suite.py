@@ -40,7 +40,7 @@ QUICK = {
     "numpy.random": ["generator_mt19937"],
 }  # fmt: skip
 NAMES = {"default": "default_allocator", "pool": "arenapy", "debug": "arenapy"}
-MOST_MEMORY = "4 GB"  # of one test, in NumPy's words
+MAX_MEMORY = "4 GB"  # of one test, in NumPy's words
 KEPT = 1 << 30  # bytes that the pool may keep idle from one test to the next
 SHOWN = 5  # failures that are printed whole
 
@@ -121,7 +121,7 @@ class Run:
             f"--outcomes={outcomes}", f"--basetemp={directory / 'files'}", *selection,
         ]  # fmt: skip
         # Tests that need more are left out of both runs, whatever else the machine is doing.
-        environment = {"NPY_AVAILABLE_MEM": MOST_MEMORY, **os.environ}
+        environment = {"NPY_AVAILABLE_MEM": MAX_MEMORY, **os.environ}
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         begun = time.monotonic()
         with log.open("w") as file:

@@ -15,11 +15,11 @@ from helpers import peek
 from arenapy.commands.demo import gpu_kernel
 
 MULTIPROCESSORS = 16
-MOST_ROUNDS = 3  # of those asked for: time means nothing here
+MAX_ROUNDS = 3  # of those asked for: time means nothing here
 
 
 def simulated_checksum(words, rounds):
-    return gpu_kernel.checksum(words, min(rounds, MOST_ROUNDS))
+    return gpu_kernel.checksum(words, min(rounds, MAX_ROUNDS))
 
 
 class Bindings:

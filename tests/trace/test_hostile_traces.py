@@ -26,8 +26,8 @@ from arenapy.trace.holders import WAYS
 from arenapy.trace.view import View
 
 MIB = 1 << 20
-MOST_MEMORY = 64 * MIB  # for a file of some KiB
-MOST_LIVE = 64 * MIB  # that is really allocated here
+MAX_MEMORY = 64 * MIB  # for a file of some KiB
+MAX_LIVE = 64 * MIB  # that is really allocated here
 WORDS = st.integers(0, 2**64 - 1) | st.sampled_from(
     [0, 1, 2, 2**31, 2**32 - 1, 2**47, 2**48 - 1, 2**56 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 )
@@ -115,7 +115,7 @@ def use(path):
 
 def replayed(found, steps, peak):
     assert run(NoHeap(), steps.slots, steps.sizes, steps.count)[1] == len(steps)
-    if peak <= MOST_LIVE and int(steps.sizes.max()) <= MOST_LIVE:
+    if peak <= MAX_LIVE and int(steps.sizes.max()) <= MAX_LIVE:
         for heap in PoolHeap(arenapy.Pool()), BumpHeap(arenapy.Bump(steps.bump_bytes())):
             assert run(heap, steps.slots, steps.sizes, steps.count, "first")[1] == len(steps)
     elif peak > 1 << 46:
@@ -229,7 +229,7 @@ def test_a_damaged_file_is_told_or_makes_sense(tmp_path_factory, valid, data):
     tracemalloc.start()
     try:
         survives(path, hostile)
-        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+        assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY
     finally:
         tracemalloc.stop()
 
@@ -445,4 +445,4 @@ def test_a_damaged_snapshot_is_told_or_makes_sense(tmp_path_factory, data):
     finally:
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert most < MOST_MEMORY
+    assert most < MAX_MEMORY

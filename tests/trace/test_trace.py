@@ -21,10 +21,10 @@ from arenapy.trace.format import HEADER
 
 PLACES = 10922  # events in one of the recorder's buffers, the clock event at the end included
 NAMES = list(trace.OPERATIONS)
-MOST_NBYTES = (1 << 48) - 1
+MAX_NBYTES = (1 << 48) - 1
 
 WORD = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
-SIZE = st.integers(0, MOST_NBYTES) | st.sampled_from([0, 1, MOST_NBYTES])
+SIZE = st.integers(0, MAX_NBYTES) | st.sampled_from([0, 1, MAX_NBYTES])
 CALL = st.tuples(st.sampled_from(NAMES), WORD, SIZE, st.just(0) | WORD).filter(
     lambda call: call[1] + call[2] < 1 << 64
 )
@@ -90,9 +90,9 @@ def test_buffers_are_exchanged_without_loss(path, n, stream_at_the_end):
 
 def test_more_bytes_than_a_file_can_say_are_the_most_that_it_can(path):
     recorder = started(path)
-    recorder.add("alloc", 1, MOST_NBYTES + 1)
+    recorder.add("alloc", 1, MAX_NBYTES + 1)
     recorder.stop()
-    assert trace.load(path).events["nbytes"].tolist() == [MOST_NBYTES]
+    assert trace.load(path).events["nbytes"].tolist() == [MAX_NBYTES]
 
 
 def test_a_block_beyond_the_last_address_is_refused(path):

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from arenapy import trace
 
-MOST_NBYTES = (1 << 48) - 1
+MAX_NBYTES = (1 << 48) - 1
 WORD = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
-SIZE = st.integers(0, MOST_NBYTES) | st.sampled_from([0, 1, MOST_NBYTES])
+SIZE = st.integers(0, MAX_NBYTES) | st.sampled_from([0, 1, MAX_NBYTES])
 EVENT = st.tuples(
     st.sampled_from(list(trace.OPERATIONS.values())),
     WORD,

@@ -13,7 +13,7 @@ from arenapy import trace
 from arenapy.trace import Frame
 from arenapy.trace.holders import format_ns, grouped, holders, label, lifetimes, place
 from arenapy.trace.timeline import blocks
-from arenapy.trace.view import BINS, MOST_GROUPS, MOST_ROWS, View
+from arenapy.trace.view import BINS, MAX_GROUPS, MAX_ROWS, View
 
 SITES = ((), *(((Frame(f"/src/part{n}.py", n, f"f{n}"), Frame("/src/main.py", 1, "m")))
                for n in range(1, 30)))  # fmt: skip
@@ -187,7 +187,7 @@ def test_a_view_shows_all_of_a_small_trace(rows, by_events, most):
     found = view.blocks
     curves = view.curves
     assert curves.live.sum(axis=0)[:-1].tolist() == found.live.tolist()
-    assert curves.live.shape[0] == len(view.colours.names) <= MOST_GROUPS + 1
+    assert curves.live.shape[0] == len(view.colours.names) <= MAX_GROUPS + 1
     assert curves.x[-1] == view.x[-1] and (np.diff(curves.x) >= 0).all()
     assert (view.left <= view.right).all()
     assert len(view.drawn) == min(most, len(found))
@@ -300,6 +300,6 @@ def test_tables_are_short_and_whole():
     rows = [("alloc", n, n, n, 1, 0, 1) for n in range(1, 30)]
     view = View(made(rows))
     listed = view.holders(view.blocks.peak)
-    assert len(listed) == MOST_ROWS + 1
-    assert listed[-1].name == f"{29 - MOST_ROWS} others"
+    assert len(listed) == MAX_ROWS + 1
+    assert listed[-1].name == f"{29 - MAX_ROWS} others"
     assert sum(row.nbytes for row in listed) == view.blocks.live.max() == sum(range(1, 30))

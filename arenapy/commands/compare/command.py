@@ -46,7 +46,7 @@ __all__ = ["Comparison", "Failed", "main"]
 
 CHILD = Path(__file__).with_name("worker.py")
 MAIN = Path(arenapy.__file__).with_name("__main__.py")
-ROUNDS, MOST_ROUNDS = 10, 1_000_000
+ROUNDS, MAX_ROUNDS = 10, 1_000_000
 LOOK_EVERY = 0.005  # seconds
 LAST_LINES = 20  # of the errors of a program that fails
 REPORT = outputs.report("arenapy compare")
@@ -193,7 +193,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-n", dest="rounds", type=whole(1, MOST_ROUNDS), default=ROUNDS, metavar="ROUNDS",
+        "-n", dest="rounds", type=whole(1, MAX_ROUNDS), default=ROUNDS, metavar="ROUNDS",
         help=f"how often each way is run (default: {ROUNDS}; a verdict needs {LEAST_ROUNDS})",
     )  # fmt: skip
     parser.add_argument(

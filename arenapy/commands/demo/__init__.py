@@ -33,7 +33,7 @@ QUICK_SHARE = 10  # --quick does a tenth of the iterations
 BATCHES, QUICK_BATCHES = 1000, 100
 BATCH_BYTES = 8 << 20
 GPU_RUNS, QUICK_GPU_RUNS = 3, 1
-MOST_SIZE, MOST_ROUNDS, MOST_BATCH_BYTES = 1 << 31, 1_000_000, 1 << 48
+MAX_SIZE, MAX_ROUNDS, MAX_BATCH_BYTES = 1 << 31, 1_000_000, 1 << 48
 
 #: When a block that came straight from the kernel is freed, glibc's malloc keeps blocks up to its
 #: size from then on (M_MMAP_THRESHOLD in mallopt(3), 32 MiB at most). What was freed before is
@@ -58,11 +58,11 @@ def _parser() -> Parser:
         epilog="Exit status: 0, or 1 if the results differ, memory runs out or there is no GPU.",
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=whole(1, MOST_SIZE), metavar="N",
+        "--sizes", nargs="+", type=whole(1, MAX_SIZE), metavar="N",
         help=f"sizes of the N x N loop (default: {' '.join(map(str, SIZES))})",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=whole(1, MOST_ROUNDS), metavar="R",
+        "--rounds", type=whole(1, MAX_ROUNDS), metavar="R",
         help=f"rounds to take the median of (default: {ROUNDS}, with --quick {QUICK_ROUNDS}; with "
         f"--gpu {GPU_RUNS} and {QUICK_GPU_RUNS})",
     )  # fmt: skip
@@ -72,11 +72,11 @@ def _parser() -> Parser:
     gpu = parser.add_argument_group("the pipeline on a GPU")
     gpu.add_argument("--gpu", action="store_true", help="show it instead; needs cuda-python")
     gpu.add_argument(
-        "--batches", type=whole(1, MOST_ROUNDS), metavar="N",
+        "--batches", type=whole(1, MAX_ROUNDS), metavar="N",
         help=f"batches (default: {BATCHES}, with --quick {QUICK_BATCHES})",
     )  # fmt: skip
     gpu.add_argument(
-        "--batch-bytes", type=whole(1, MOST_BATCH_BYTES), metavar="BYTES",
+        "--batch-bytes", type=whole(1, MAX_BATCH_BYTES), metavar="BYTES",
         help=f"bytes of a batch (default: {BATCH_BYTES}, 8 MiB)",
     )  # fmt: skip
     return parser

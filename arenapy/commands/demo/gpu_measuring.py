@@ -39,7 +39,7 @@ TRACED = 100  # batches, at most, whose copies and kernels are timed one by one
 PINNED_SHARE = 10  # pinning for each batch is slow: a tenth of the batches do
 FEW_ROUNDS, MANY_ROUNDS = 256, 1024  # of the kernel, whose time is a straight line in them
 RISE_SECONDS = 0.2  # of kernels, in which a device that was idle raises its clock
-MOST_ROUNDS = 1 << 14
+MAX_ROUNDS = 1 << 14
 
 
 @dataclass
@@ -153,7 +153,7 @@ def rounds_for(wanted: float, few: tuple[int, float], many: tuple[int, float]) -
     slope = (many[1] - few[1]) / (many[0] - few[0])
     if slope <= 0:  # noise: nothing can be told from it
         return many[0]
-    return min(max(1, round(few[0] + (wanted - few[1]) / slope)), MOST_ROUNDS)
+    return min(max(1, round(few[0] + (wanted - few[1]) / slope)), MAX_ROUNDS)
 
 
 class _Measurement:

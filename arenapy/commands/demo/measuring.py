@@ -28,7 +28,7 @@ MILLISECONDS = 1e3
 CACHE_LINE = 64
 PREFAULT_REPEATS = 3
 CALIBRATIONS = 3
-MOST_BLOCK_MS = 250.0
+MAX_BLOCK_MS = 250.0
 #: An iteration must get this much faster to be called a gain, and in this share of the rounds.
 GAIN_AT_LEAST = 1.05
 GAIN_IN_SHARE_OF_ROUNDS = 0.75
@@ -178,7 +178,7 @@ def _affordable(job: Job, iterations: int) -> int:
     """
     plain = Plain()
     fastest = min(_time_block(plain, job, 1)[0] for _ in range(CALIBRATIONS))
-    return max(1, min(iterations, round(MOST_BLOCK_MS / fastest)))
+    return max(1, min(iterations, round(MAX_BLOCK_MS / fastest)))
 
 
 def measure(

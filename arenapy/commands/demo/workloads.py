@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 __all__ = ["Digits", "Job", "Network", "Temporaries", "Workload", "load_digits"]
 
 ELEMENTS_A_BLOCK = 32_000_000
-MOST_ITERATIONS = 1000
+MAX_ITERATIONS = 1000
 
 Array = NDArray[Any]
 Empty = Callable[[tuple[int, ...], str], Array]
@@ -56,7 +56,7 @@ class Temporaries:
 
     def __init__(self, n: int) -> None:
         self.name = f"N = {n}"
-        self.iterations = min(max(1, ELEMENTS_A_BLOCK // n**2), MOST_ITERATIONS)
+        self.iterations = min(max(1, ELEMENTS_A_BLOCK // n**2), MAX_ITERATIONS)
         random = np.random.default_rng(n)
         self._a = random.random((n, n), "f4")
         self._b = random.random((n, n), "f4")
