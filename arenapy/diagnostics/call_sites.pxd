@@ -1,5 +1,5 @@
-# Call sites: where the program is, as numbers that C code can keep. One walker of frames serves both
-# kinds: the site of a debug message, and the stack of a recorded allocation.
+# Call sites: where the program is, as numbers that C code can keep. One walker of frames serves
+# both kinds: the site of a debug message, and the stack of a recorded allocation.
 from libc.stdint cimport uint32_t
 
 cdef extern from *:

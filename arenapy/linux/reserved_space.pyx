@@ -1,7 +1,4 @@
 # cython: language_level=3, freethreading_compatible=True
-from arenapy.linux.vm cimport vm_unmap
-
-
 """Address space first, memory later: reserve, commit, decommit.
 
 What lives here: `Mapping`, which owns a mapped range; ranges that are mapped without access
@@ -16,7 +13,6 @@ Committing from one end upwards keeps a reservation at two.
 Thread-safety: every function may be called from any thread, on parts that do not overlap; the GIL
 is released in system calls.
 """
-
 import os
 
 cimport cython
@@ -31,6 +27,7 @@ from posix.unistd cimport getpid
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.sealed cimport seal
 from arenapy.linux.populate cimport vm_populate
+from arenapy.linux.vm cimport vm_unmap
 
 cdef extern from * nogil:
     """
