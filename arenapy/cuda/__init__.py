@@ -3,7 +3,7 @@ without them, and says what to install.
 """
 
 from arenapy.cuda.bandwidth import Bandwidth, CopySpeed, bandwidth
-from arenapy.cuda.batch import copy_batch
+from arenapy.cuda.copies import copy_batch
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.cuda.exchange import asbuffer, from_dlpack

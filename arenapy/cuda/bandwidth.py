@@ -17,7 +17,7 @@ import numpy as np
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
-from arenapy.cuda.batch import copy_batch
+from arenapy.cuda.copies import copy_batch
 from arenapy.cuda.device import memory_info
 from arenapy.cuda.sources import Device, Pinned
 from arenapy.cuda.stream import Stream, elapsed

@@ -1,4 +1,5 @@
-from typing import Never, Self, final
+from collections.abc import Iterable
+from typing import Any, Never, Self, final
 
 from arenapy.cuda.ordering import Ordering
 
@@ -8,3 +9,5 @@ class Side:
 
 @final
 class CudaMemory(Ordering): ...  # type: ignore[misc]
+
+def copy_batch(pairs: Iterable[tuple[Any, Any]], stream: object = None) -> None: ...
