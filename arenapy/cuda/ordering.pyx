@@ -170,7 +170,7 @@ cdef class Ordering(StreamHooks):
         return s
 
     cdef object stream_cache_source(self, object pool, object stream):
-        from arenapy.cuda.stream_caches import StreamCacheSource
+        from arenapy.cuda.backing import StreamCacheSource
         return StreamCacheSource(pool, self, stream)
 
     cdef int may_begin(self, object stream) except -1:
