@@ -35,7 +35,7 @@ def pinned_bytes() -> int: ...
 def pooled_region(memory: StreamHooks, pool: DriverPoolHandle, nbytes: int) -> Region: ...
 
 @final
-class LaneBacking(Backing): ...  # type: ignore[misc]
+class ChunkBacking(Backing): ...  # type: ignore[misc]
 
 @final
 class StreamCacheSource:

@@ -436,7 +436,7 @@ def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nby
 
 
 # ---- chunks of a pool, for one of its streams --------------------------------------------
-# Lanes: where a pool's streams other than its own get their blocks.
+# Stream caches: where a pool's streams other than its own get their blocks.
 #
 # What lives here: the source of a stream cache's memory. What does not: the stream caches (pool),
 # which are pools themselves, so that a block which its stream gives back is its stream's again at
@@ -446,18 +446,14 @@ def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nby
 # comes once the pool's own stream has done with it, and goes back when the stream cache's has. A
 # stream cache keeps what is idle until the pool runs out of memory, or is trimmed.
 
-cdef enum:
-    DEVICE_PAGE = 2 << 20    # bytes
-
-
 @cython.final
-cdef class LaneBacking(Backing):
+cdef class ChunkBacking(Backing):
     """A block of the pool that a stream cache belongs to. Internal."""
 
     cdef Buffer chunk
 
 
-seal(LaneBacking)
+seal(ChunkBacking)
 
 
 @cython.final
@@ -474,7 +470,7 @@ cdef class StreamCacheSource:
 
     def region(self, size_t nbytes):
         """A chunk of so many bytes."""
-        cdef LaneBacking backing = LaneBacking.__new__(LaneBacking)
+        cdef ChunkBacking backing = ChunkBacking.__new__(ChunkBacking)
         pool = self.pool()
         if pool is None:
             raise OutOfMemory("the pool that this stream's memory comes from is gone")
