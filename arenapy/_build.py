@@ -35,7 +35,7 @@ HOT = {
         "buffer": "block buffer dlpack ndarray stream_hooks transfer",
         "bump": "bump c_api core",
         "commands.replay": "loop",
-        "cuda": "fence ordering stream_caches stream_ref",
+        "cuda": "fence ordering stream_ref",
         "diagnostics": "call_sites recorder",
         "numpy_handler": "handler",
         "pool": "c_api core page_heap pool thread_cache",

@@ -9,7 +9,6 @@ from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, floor_step, step_byte
 from arenapy.linux.reserved_space cimport ReservedArray
 
 
-
 cdef extern from *:
     """
     #define arenapy_low_bit(w) __builtin_ctzll(w)

@@ -336,7 +336,8 @@ cdef class ThreadCaches(Segments):
             m.items[i], m.items[m.n - 1 - i] = m.items[m.n - 1 - i], m.items[i]
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
         arenapy_assert(
-            m.n == 0 or block_is_valid(self, m.items[0].ptr, m.items[0].block_id), b"the block is valid")
+            m.n == 0 or block_is_valid(self, m.items[0].ptr, m.items[0].block_id),
+            b"the block is valid")
         return True
 
     # -- and back

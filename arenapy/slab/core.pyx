@@ -30,7 +30,7 @@ from arenapy.slab.hot_path cimport cache_free, forbid_from, pop, push, push_at, 
 from arenapy.base.thread_slot cimport (
     MAX_CACHES, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number,
 )
-from arenapy.slab.core cimport item_is_live, name_is_valid, stack_is_valid
+from arenapy.slab.core cimport name_is_valid, stack_is_valid
 from arenapy.linux.vm cimport vm_lease
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 

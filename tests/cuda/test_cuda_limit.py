@@ -96,7 +96,7 @@ def test_a_callback_that_frees_and_says_that_it_did_not(gpu):
     assert pool.alloc(2 * MIB).nbytes == 2 * MIB
 
 
-# Lanes ---------------------------------------------------------------------------------------
+# Stream caches ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["own", "another"])

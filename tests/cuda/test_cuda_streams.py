@@ -271,7 +271,7 @@ def test_a_reset_that_names_a_stream(gpu, name):
         arena.reset(stream="x")
 
 
-# Lanes ---------------------------------------------------------------------------------------
+# Stream caches ------------------------------------------------------------------------------
 
 
 def test_a_streams_blocks_are_its_own_again_at_once(gpu):
