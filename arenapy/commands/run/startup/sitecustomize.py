@@ -110,6 +110,8 @@ class Session:
         """Say what there is to say. Never changes how the process ends."""
         if os.getpid() != self.options["pid"]:
             return
+        # The program has ended: what the report imports is no reason to begin.
+        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, AfterImport)]
         try:
             self.apart(self._report)
         except (ImportError, OSError, ValueError) as error:  # a closed or full file
