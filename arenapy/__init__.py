@@ -21,8 +21,8 @@ require_supported()
 
 try:
     from arenapy import pickling as _pickling  # noqa: F401  # it teaches Buffers to be pickled
-except ModuleNotFoundError as error:
-    explain_source_tree(error)
+except ModuleNotFoundError as _error:
+    explain_source_tree(_error)
     raise
 
 from arenapy._version import __version__  # noqa: E402
