@@ -1,7 +1,7 @@
 # What a struct's comments promise, said in code: each core checks it on entry and exit.
 #
-# Only assertion builds look (CFLAGS=-DARENAPY_ASSERT; docs/internals.md has the command). In all
-# others the macro drops its arguments before the compiler sees them.
+# Only assertion builds look (CFLAGS=-DARENAPY_ASSERT; docs/internals.md has the command). All others
+# evaluate nothing.
 #
 # A promise is the text of the message. It is not made of the condition, whose C text is Cython's.
 
@@ -24,7 +24,8 @@ cdef extern from *:
         ((condition) ? (void)0 : arenapy_broken(__FILE__, __LINE__, __func__, promise))
     #else
     #define ARENAPY_ASSERTS 0
-    #define arenapy_assert(condition, promise) ((void)0)
+    /* Named, so that no compiler warns of what only assertions use; not evaluated. */
+    #define arenapy_assert(condition, promise) ((void)sizeof(condition), (void)sizeof(promise))
     #endif
     #endif
     """
