@@ -23,6 +23,7 @@ cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)
     Py_ssize_t PyLong_AsSsize_t(object o) except? -1
     object PyNumber_Index(object o)
+    bint PyIndex_Check(object o)
 
 cdef extern from *:
     """
@@ -87,10 +88,11 @@ cdef Py_ssize_t _length(object value, object shape) except -1:
 
 cdef tuple _as_tuple(object shape):
     """Any sequence of lengths, or one length."""
-    try:
-        return (PyNumber_Index(shape),)
-    except TypeError:
-        pass
+    if PyIndex_Check(shape):
+        try:
+            return (PyNumber_Index(shape),)
+        except TypeError:
+            pass                     # an array of several lengths
     try:
         return tuple(shape)
     except TypeError:
