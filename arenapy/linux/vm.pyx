@@ -40,11 +40,10 @@ from arenapy.linux.reserved_space cimport Mapping, vm_reserve_within
 
 __all__ = [
     "PAGE_SIZE", "Descriptor", "address_of", "advise", "areas", "bind", "can_populate",
-    "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease", "huge_bytes", "huge_page",
-    "identity", "inject_populate_error", "lease", "lock", "lock_file", "map_memory", "memfd",
-    "minor_faults", "open_file", "prefault", "protect", "read_areas", "renewal", "reopen",
-    "reserve",
-    "reserve_blocks", "smaps_huge_bytes", "unlock",
+    "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease",
+    "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
+    "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
+    "read_areas", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes", "unlock",
 ]
 
 cdef extern from * nogil:
@@ -165,6 +164,7 @@ cdef extern from * nogil:
         short l_type
         int64_t l_start
         int64_t l_len
+        int l_pid
     int fcntl(int fd, int command, int flags)
     int c_posix_fallocate "posix_fallocate"(int fd, long long offset, long long nbytes)
     int snprintf(char* out, size_t nbytes, const char* form, int value)
@@ -651,24 +651,39 @@ def lock_file(int fd, bint exclusive):
     """Lock an open file against other processes that do so, as long as it is open or mapped.
 
     One byte is locked, far beyond any of the file's, through the open file description: a forked
-    child shares the lock together with the mapping. Locks that other programs have on the file do
-    not matter.
+    child shares the lock together with the mapping. A program's lock on bytes of the file does not
+    conflict with it. A program's lock on everything up to the end of any file does (``lockf``
+    without a length), and then there is no lock of ours: whoever maps the file without one is not
+    seen by the next process.
 
     Returns
     -------
     bool
-        False if it is locked already in a way that does not go together with this one. True also
+        False if there is a lock, anybody's, that does not go together with this one. True also
         where the file system has no such locks.
     """
     cdef int kind = F_WRLCK if exclusive else F_RDLCK
+    while lock_range(fd, F_OFD_SETLK, kind, LOCK_AT, 1, NULL):
+        if errno != EINTR:
+            return errno != EAGAIN and errno != EACCES
+        PyErr_CheckSignals()
+    return True
+
+
+def foreign_lock(int fd, bint exclusive):
+    """Whose lock `lock_file` meets, if not one of its own kind.
+
+    Returns
+    -------
+    int or None
+        The process; -1 if the lock is one of an open file description, which has no process. None:
+        it is a lock of `lock_file`, or there is none any more.
+    """
     cdef flock found
-    if lock_range(fd, F_OFD_SETLK, kind, LOCK_AT, 1, NULL) == 0:
-        return True
-    if errno != EAGAIN and errno != EACCES:
-        return True
+    cdef int kind = F_WRLCK if exclusive else F_RDLCK
     if lock_range(fd, F_OFD_GETLK, kind, LOCK_AT, 1, &found) or found.l_type == F_UNLCK:
-        return False
-    return not (found.l_start == LOCK_AT and found.l_len == 1)
+        return None
+    return None if found.l_start == LOCK_AT and found.l_len == 1 else found.l_pid
 
 
 def file_nbytes(int fd):

@@ -273,6 +273,12 @@ class File:
     the open file (``fcntl(2)``, open file description locks), which all that use arenapy ask for;
     where the file system has no such locks, two processes can map one file for writing.
 
+    That lock lies on one byte far beyond the file's. ``lockf`` without a length locks it too. The
+    region is refused while any process holds such a lock, and such a lock fails or waits while the
+    region lives, in this process too: give ``lockf`` the file's length. (A shared lock and the
+    modes "r" and "c" go together.) ``flock`` does not conflict, except on NFS, where it locks the
+    whole file. While a forked child sees bytes that can be written to, these have a shared lock.
+
     "r+" reserves what the file lacks on disk, as "w+" does. Where the file system cannot reserve
     (``fallocate(2)``), writing to a hole on a full disk is a SIGBUS. On tmpfs, where reading a hole
     takes memory, "r" and "c" fault in a file with holes (Linux 5.14; a SIGBUS may come before).
@@ -301,7 +307,8 @@ class File:
         ------
         OSError
             The file cannot be opened or mapped, or the disk is full. A ``BlockingIOError``: another
-            process has it mapped in a way that does not go together with this one.
+            process has it mapped in a way that does not go together with this one, or a program
+            has locked all of it.
         ValueError, TypeError
             The file is empty, shorter than `nbytes` or no regular file; "w+" without `nbytes`.
         OutOfMemory
@@ -404,9 +411,7 @@ class File:
             if tries == LOCK_TRIES:
                 raise BlockingIOError(
                     errno.EAGAIN,
-                    "another process has mapped it, and only processes that do not write may share "
-                    f"it (mode={self.mode!r} here). A forked child keeps what it inherited until "
-                    "it ends. Wait for the other one, or map a copy of the file",
+                    _why_locked(vm.foreign_lock(fd, writes), self.mode),
                     os.fspath(self.path),
                 )
             time.sleep(LOCK_PAUSE)
@@ -426,6 +431,24 @@ class File:
                 f"or {advice}",
                 os.fspath(self.path),
             ) from error
+
+
+def _why_locked(holder: int | None, mode: str) -> str:
+    if holder is None:
+        return (
+            "another process has mapped it, and only processes that do not write may share "
+            f"it (mode={mode!r} here). A forked child keeps what it inherited until "
+            "it ends. Wait for the other one, or map a copy of the file"
+        )
+    who = f"process {holder}" if holder > 0 else "a program"
+    if holder == os.getpid():
+        who = "this process itself"
+    return (
+        f"{who} has locked all of it, to the end of any file (fcntl.lockf without a length), and "
+        f"with that the byte that keeps other processes from mapping it (mode={mode!r} here). "
+        "Unlock it before it is mapped, or lock only bytes that it has: "
+        "fcntl.lockf(file, fcntl.LOCK_EX, nbytes)"
+    )
 
 
 def _has_hole(fd: int, nbytes: int) -> bool:

@@ -49,16 +49,26 @@ cdef class Pages(AllocatorCore):
         array_close(&self.descriptor_array)
 
     cdef bint open_arrays(self, size_t pages) noexcept nogil:
-        """Reserve room for the metadata of so many pages."""
+        """Reserve room for the metadata of so many pages, or of fewer under a limit on addresses."""
         cdef ReservedArray array
-        cdef size_t most = min(<size_t>MAX_DESCRIPTORS, pages + 64)
+        cdef size_t most = min(<size_t>MAX_DESCRIPTORS, pages + 64) * sizeof(Descriptor)
+        cdef size_t wanted = most
+        cdef bint done
         cdef size_t order = MAX_SEGMENTS * sizeof(Segment)
         rank_spin(&self.heap_lock, RANK_HEAP)
         rank_spin(&self.array_growth, RANK_GROWTH)
         if not array_open(&array, order + MAX_SEGMENTS * sizeof(uint16_t)):
             return False
-        if not (array_grow(&array, array.reserved)
-                and array_open(&self.descriptor_array, most * sizeof(Descriptor))):
+        done = array_grow(&array, array.reserved)
+        while done and not array_open(&self.descriptor_array, most):
+            most //= 2
+            done = most >= ARRAY_STEP
+        if done and most < wanted:
+            # RLIMIT_AS, as a rule. Less than 2 * most bytes are left for everything. Even if no
+            # two pages of them belong together, an eighth of `most` has descriptors for them.
+            array_close(&self.descriptor_array)
+            done = array_open(&self.descriptor_array, max(most // 8, <size_t>ARRAY_STEP))
+        if not done:
             array_close(&array)
             return False
         self.segments = <Segment*>array.at

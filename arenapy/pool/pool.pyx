@@ -78,7 +78,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     source : source, optional
         Where memory comes from; by default ``Host()``, prefaulted.
     initial_bytes : int
-        Reserve this much at once.
+        Reserve this much at once, and at least a page of 4 KiB.
     trim_after : float, optional
         Give back what nobody has used for this many seconds, whenever the pool is used; infinity
         is never.
@@ -147,8 +147,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             min(most, 2 * <size_t>machine))
         if isinstance(source, (Existing, File)):
             # Such a source has one region. It decides what kind of memory this is, or refuses.
-            self.memory.add_region(source.region(initial or (
-                max_bytes if getattr(source, "mode", "") == "w+" else None)))
+            size = initial or None
+            if getattr(source, "mode", "") == "w+":
+                # The file is emptied by it. So it gets the page that a pool needs at least, and
+                # is not refused afterwards.
+                size = max(initial, <size_t>PAGE) if initial else max_bytes
+            self.memory.add_region(source.region(size))
         elif initial:
             self.memory.begin(initial)
         elif core.hooks is None:

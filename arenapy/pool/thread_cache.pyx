@@ -81,7 +81,11 @@ cdef class ThreadCaches(Segments):
         cdef int s
         cdef size_t size
         if not self.open_arrays(pages):
-            raise MemoryError("no address space for the bookkeeping of a pool")
+            raise MemoryError(
+                "no address space for the bookkeeping of a pool, which takes some 200 KiB at "
+                "least: raise RLIMIT_AS (`ulimit -v`) or RLIMIT_DATA (`ulimit -d`), or, if this "
+                "process has very many mappings, vm.max_map_count"
+            )
         for s in range(N_STEPS):
             self.class_at[s] = <uint8_t>class_of(step_bytes(s))
         for s in range(N_SMALL):

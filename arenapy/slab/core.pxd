@@ -24,9 +24,6 @@ cdef enum:
     # same set of the cache.
     WORDS_AT = 32 * 64
     PARTS_AT = 48 * 64
-    MAY_GROW = 0             # begin_growth()
-    OTHER_GROWS = 1
-    SELF_GROWS = 2
 
 # Which of 64 items are live, and the tick at which one of them was last taken or given back.
 cdef struct Word:
@@ -79,6 +76,7 @@ cdef class Items(AllocatorCore):
     cdef uint64_t n_fresh
     cdef size_t reserved     # bytes of the parts' regions
     cdef uint64_t grower     # the thread that asks the source, or 0
+    cdef uint32_t growths    # of that thread, one within the other
 
     cdef int open(self, size_t item_size, size_t align, uint64_t most) except -1
     # NULL: nothing is free.
@@ -88,11 +86,14 @@ cdef class Items(AllocatorCore):
     # The name of the item at an address, live or not; 0: there is none. Any stack's lock held.
     cdef uint64_t find(self, Stack* s, char* at) noexcept nogil
     cdef uint64_t idle(self) noexcept nogil
-    # Growth, by one thread at a time.
-    cdef int begin_growth(self) noexcept nogil
+    # Growth, by one thread at a time. It asks the source, and there runs code of anybody: a
+    # finalizer or a signal handler may allocate, and so grow within the growth. False: another
+    # thread grows.
+    cdef bint begin_growth(self) noexcept nogil
     cdef void end_growth(self) noexcept nogil
     cdef void forget_growth(self) noexcept nogil
-    cdef int add_part(self, Region region, uint64_t items) except -1
+    # False: there would be more than `most` items, because something else has grown meanwhile.
+    cdef bint add_part(self, Region region, uint64_t items, uint64_t most) except -1
     # Take a region that has no live item out. False: it has.
     cdef bint remove_part(self, Region region) except -1
     cdef void lock_all(self) noexcept nogil

@@ -299,52 +299,66 @@ cdef class Items(AllocatorCore):
 
     # -- parts
 
-    cdef int begin_growth(self) noexcept nogil:
-        cdef int verdict = MAY_GROW
+    cdef bint begin_growth(self) noexcept nogil:
+        cdef bint mine
         biased_acquire(&self.depot.lock)
-        if self.grower:
-            verdict = SELF_GROWS if self.grower == this_thread() else OTHER_GROWS
-        else:
+        mine = self.grower == 0 or self.grower == this_thread()
+        if mine:
             self.grower = this_thread()
+            self.growths += 1
         biased_release(&self.depot.lock)
-        return verdict
+        return mine
 
     cdef void end_growth(self) noexcept nogil:
         biased_acquire(&self.depot.lock)
-        self.grower = 0
+        self.growths -= 1                    # greenlets may end them in any order
+        if self.growths == 0:
+            self.grower = 0
         biased_release(&self.depot.lock)
 
     cdef void forget_growth(self) noexcept nogil:
         """In a forked child: of threads that it does not have. All locks held."""
         if self.grower != this_thread():
-            self.grower = 0
+            self.grower = self.growths = 0
 
-    cdef int add_part(self, Region region, uint64_t items) except -1:
+    cdef bint add_part(self, Region region, uint64_t items, uint64_t most) except -1:
         """Take over the first `items` items of a region."""
-        cdef uint32_t number = self.unused if self.unused else self.numbered + 1
-        cdef Part* p = &self.parts[number]
+        cdef uint32_t number
+        cdef Part* p
         cdef ReservedArray array
+        cdef bint fits
         if not array_open(&array, WORDS_AT + ((items + 63) >> 6) * WORD_BYTES):
             raise MemoryError("no address space for the bookkeeping of a slab")
-        if (number > MAX_PARTS or not array_grow(&array, array.reserved)
-                or not array_grow(&self.part_array, PARTS_AT + (number + 1) * sizeof(Part))
-                or not array_grow(
-                    &self.depot.array, sizeof(Stack) + (self.items + items) * sizeof(uint64_t))):
-            array_close(&array)
-            raise MemoryError("no memory for the bookkeeping of a slab")
         try:
+            if not array_grow(&array, array.reserved):
+                raise MemoryError("no memory for the bookkeeping of a slab")
             self.share_region(region)
         except BaseException:
             array_close(&array)
             raise
+        # From here on no code of Python's runs, which might grow the slab too.
+        fits = items + self.items <= most
+        if (not fits or (self.unused == 0 and self.numbered == MAX_PARTS)
+                or not array_grow(
+                    &self.part_array,
+                    PARTS_AT + (min(self.numbered + 1, <uint32_t>MAX_PARTS) + 1) * sizeof(Part))
+                or not array_grow(
+                    &self.depot.array, sizeof(Stack) + (self.items + items) * sizeof(uint64_t))):
+            array_close(&array)
+            self.drop_region(region)
+            if fits:
+                raise MemoryError("no memory for the bookkeeping of a slab")
+            return False
         if POISONS:
             if self.align >= POISON_UNIT:
                 forbid_new(self, <uintptr_t>region.ptr, <uintptr_t>region.ptr + region.size)
         self.lock_all()
-        if number == self.unused:
-            self.unused = p.next
+        if self.unused:                      # another thread may have removed a part meanwhile
+            number = self.unused
+            self.unused = self.parts[number].next
         else:
-            self.numbered = number
+            number = self.numbered = self.numbered + 1
+        p = &self.parts[number]
         p.base = first_item(region, self.align)
         p.items, p.used = items, 0
         p.array = array
@@ -354,7 +368,7 @@ cdef class Items(AllocatorCore):
         self.reserved += region.size
         self.unlock_all()
         record(self, EVENT_GROW, region.ptr, region.size)
-        return 0
+        return True
 
     cdef void link_part(self, uint32_t number) noexcept nogil:
         """Into the list of those with fresh items, and the order of addresses."""

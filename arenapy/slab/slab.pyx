@@ -16,7 +16,7 @@ from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, f
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
-from arenapy.slab.core cimport OTHER_GROWS, SELF_GROWS, SlabCore, SlabFigures
+from arenapy.slab.core cimport SlabCore, SlabFigures
 from arenapy.slab.hot_path cimport forbid_from, cache_alloc
 
 from arenapy.errors import OutOfMemory
@@ -122,7 +122,7 @@ cdef class Slab(Allocator):
                 f"memory of {source!r}, which begins between two multiples of {a}; give a lower "
                 "count, a smaller align, or aligned memory"
             )
-        core.add_part(region, items)
+        core.add_part(region, items, items)
         core.ready()
         complete(self)
 
@@ -293,8 +293,7 @@ cdef class Slab(Allocator):
 
     cdef int more(self, uint64_t wanted) except -1:
         cdef SlabCore c = self.core
-        cdef uint64_t items
-        cdef int verdict
+        cdef uint64_t items, known
         cdef Region region = None
         cdef object error = None
         c.open_check()
@@ -305,22 +304,20 @@ cdef class Slab(Allocator):
         if c.settle_streams(False) or (
                 wanted > c.idle() + self.most - c.items and c.settle_streams(True)):
             return 0
-        verdict = c.begin_growth()
-        if verdict == OTHER_GROWS:
+        if not c.begin_growth():
             if arenapy_finalizing():         # that thread has ended, in its source
                 raise OutOfMemory(self.full(wanted, "the interpreter is ending"))
             with nogil:
                 usleep(MOMENT)
             return 0
-        if verdict == SELF_GROWS:
-            raise OutOfMemory(self.full(wanted, "its source, which was asked for more, asks it"))
         try:
             items = c.idle()
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
                 raise OutOfMemory(self.full(wanted, "it may not have more"))
-            items = min(c.items, self.most - c.items)
+            known = c.items
+            items = min(known, self.most - known)
             while region is None:
                 try:
                     region = self.region_for(items)
@@ -333,8 +330,8 @@ cdef class Slab(Allocator):
                         self.full(wanted, f"its source has no more ({error})")) from error
                 if region is None:
                     items //= 2              # perhaps it has fewer
-            c.add_part(region, items)
-            c.update_fast_path()             # it may have to be checked
+            if (c.items == known or c.idle() < wanted) and c.add_part(region, items, self.most):
+                c.update_fast_path()         # it may have to be checked
         finally:
             c.end_growth()
         return 0

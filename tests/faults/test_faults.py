@@ -5,6 +5,7 @@ comes of it. After each failure the allocator passes its check, a call that rais
 the same done again succeeds, and no mapping, block, descriptor or lock is left behind.
 """
 
+import errno
 import json
 import re
 import subprocess
@@ -18,6 +19,9 @@ from fault_runner import attempt, calls_of, errors_of
 from fault_table import CANNOT_FAIL, ERRORS, TABLE
 from faults import PACKAGE, PYTHON_CALLS, SYSCALLS, Faults, compiled
 from injection import is_one_of, row_of
+
+from arenapy import File
+from arenapy.linux import vm
 
 pytestmark = [
     # It replaces mlock, and maps and allocates for itself by what is failed here.
@@ -120,3 +124,13 @@ def test_nothing_is_left_out(faults, request):
     unused = [TABLE[i] for i in range(len(TABLE)) if i not in rows_used]
     assert [row for row in unused if not set(row.calls.split("|")) <= SELDOM] == []
     print(sum(injected.values()), "faults:", dict(injected))
+
+
+def test_a_file_is_locked_although_a_signal_interrupts_that(faults, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    with faults.noting(), faults.armed("fcntl(OFD_SETLK)", 0, errno.EINTR):
+        region = File(path, "r+").region()
+    with open(path, "rb") as file:
+        assert vm.first_lease(file.fileno(), 0, (1 << 63) - 1) == (1 << 62, 1)
+    del region

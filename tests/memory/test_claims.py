@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import ctypes
+import fcntl
 import gc
 import itertools
 import mmap
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 
 from arenapy import Bump, Existing, File, Host, OutOfMemory, Pool, Shared, Slab, handles
 from arenapy.linux import vm
+from arenapy.memory import sources
 from arenapy.memory.claims import claim, in_file
 
 NBYTES = 1 << 16
@@ -634,6 +637,18 @@ def test_one_file_in_two_processes(path, other):
         other("drop")
 
 
+def test_a_shared_lock_on_all_of_a_file_hides_nobody(path, other):
+    """Of two locks that conflict, F_OFD_GETLK names one: here the program's."""
+    assert other("r", path) == "mapped"
+    with open(path, "r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        for mode in ("r+", "w+"):
+            with pytest.raises(BlockingIOError):
+                File(path, mode).region(4096)
+    assert path.read_bytes() == CONTENT
+    other("drop")
+
+
 def test_the_lock_of_a_process_that_closes_descriptors_or_is_killed(path, other):
     assert other("r+", path) == "mapped"
     assert other("close") == "closed"
@@ -655,11 +670,66 @@ def test_files_are_locked_beyond_their_bytes(path, mode):
         assert vm.first_lease(file.fileno(), 0, (1 << 63) - 1) is None
 
 
-def test_locks_of_other_programs_do_not_matter(path):
-    import fcntl
-
+@pytest.mark.parametrize("mode", MODES)
+def test_locks_on_a_files_bytes_do_not_matter(path, mode):
     with open(path, "r+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)  # all of it, to whatever end
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.lockf(file, fcntl.LOCK_EX, NBYTES)
+        region = File(path, mode).region(4096)
+        fcntl.lockf(file, fcntl.LOCK_UN)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, NBYTES)
+        del region
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lock_on_all_of_a_file_refuses_it(path, mode, kind):
+    """Not mapped without a lock of ours, which the next process would not see."""
+    with open(path, "r+b") as file:
+        fcntl.lockf(file, kind)  # all of it, to the end of any file
+        if kind == fcntl.LOCK_SH and mode in ("r", "c"):
+            region = File(path, mode).region(4096)
+            fcntl.lockf(file, fcntl.LOCK_UN)
+            assert vm.first_lease(file.fileno(), 0, (1 << 63) - 1) == (1 << 62, 1)  # ours
+            del region
+        else:
+            with pytest.raises(BlockingIOError, match="this process itself has locked all") as e:
+                File(path, mode).region(4096)
+            assert e.value.filename == str(path)
+            assert "fcntl.lockf(file, fcntl.LOCK_EX, nbytes)" in str(e.value)
+        assert path.read_bytes() == CONTENT
+        fcntl.lockf(file, fcntl.LOCK_UN)
+        assert File(path, mode).region(4096).nbytes == 4096
+
+
+def test_whose_lock_on_all_of_a_file_refuses_it(path):
+    script = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        with pytest.raises(BlockingIOError, match=f"process {process.pid} has locked all of it"):
+            File(path).region()
+        process.stdin.close()
+    with open(path, "r+b") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hh4xqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        with pytest.raises(BlockingIOError, match="a program has locked all of it"):
+            File(path).region()
+    assert File(path, "r+").region().nbytes == NBYTES
+
+
+def test_a_lock_on_all_of_a_file_that_ends_soon_is_waited_for(path, monkeypatch):
+    with open(path, "r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        monkeypatch.setattr(sources.time, "sleep", lambda seconds: file.close())
         assert File(path, "r+").region().nbytes == NBYTES
 
 

@@ -146,6 +146,17 @@ def test_a_refused_call_does_not_empty_a_file(path, refused):
     assert path.read_bytes() == before
 
 
+def test_a_pool_that_begins_with_less_than_a_page_of_a_file(path):
+    """It is served, as from other sources: once the file is empty, it is too late to refuse it."""
+    pool = Pool(1 << 20, File(path, "w+"), initial_bytes=10)
+    assert path.stat().st_size == pool.stats().reserved_bytes == PAGE
+    x = pool.empty(8, "u1")
+    x[:] = 7
+    assert path.read_bytes().count(7) == 8
+    with pytest.raises(OutOfMemory):  # x has the page
+        pool.alloc(PAGE + 1)
+
+
 @pytest.mark.no_sanitizer
 def test_a_mapping_that_fails_does_not_empty_a_file(run_script, path):
     run_script(f"""

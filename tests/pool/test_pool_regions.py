@@ -97,3 +97,51 @@ def test_a_source_that_allocates_from_the_pool_itself_does_not_wait_for_itself()
     start = time.monotonic()
     pool.alloc(1000)
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("room", [24, 64, 300])
+def test_a_pool_under_a_limit_on_addresses(run_script, room):
+    """Its bookkeeping, reserved for the machine's memory, leaves most of the room for blocks."""
+    out = run_script(f"""
+        import resource
+        from pathlib import Path
+        import arenapy
+        arenapy.Pool(1 << 20).alloc(100)  # import all there is to import
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + ({room} << 20), before[1]))
+        pool, blocks = arenapy.Pool(), []
+        try:
+            while True:
+                blocks.append(pool.alloc(4096))
+                blocks.append(pool.alloc(10_000))
+        except arenapy.OutOfMemory as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        pool.check()
+        print(pool.stats().allocated_bytes >> 20)
+    """)
+    *error, mib = out.splitlines()
+    assert int(mib) >= room * 3 // 4
+    assert "ulimit -v" in "".join(error)
+
+
+@pytest.mark.no_sanitizer
+def test_no_address_space_for_a_pool(run_script):
+    out = run_script("""
+        import resource
+        from pathlib import Path
+        import arenapy
+        arenapy.Pool(1 << 20).alloc(100)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used, used))
+        try:
+            held = []
+            while True:
+                held.append(arenapy.Pool())  # what was freed before is used up first
+        except MemoryError as error:
+            print(type(error).__name__, error)
+    """)
+    assert out.startswith("MemoryError no address space for the bookkeeping of a pool")
+    assert "`ulimit -v`" in out

@@ -1,5 +1,6 @@
 """What is the implementation's own in a Slab: batches, the bitmap, parts by address, packing."""
 
+import gc
 import itertools
 import os
 import random
@@ -173,18 +174,130 @@ def test_alloc_many_that_fails_half_way_gives_new_regions_back():
     slab.check()
 
 
-def test_a_source_that_uses_the_slab_it_grows():
-    class Strange(Regions):
+class Within(Regions):
+    """Whenever it is asked for a region, up to `depth` calls deep, it runs `act` first."""
+
+    act = None
+    deep = depth = 0
+
+    def region(self, nbytes):
+        if self.act and self.deep < self.depth:
+            self.deep += 1
+            try:
+                self.act()
+            finally:
+                self.deep -= 1
+        return super().region(nbytes)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_source_that_uses_the_slab_it_grows(depth, many):
+    """As finalizers and signal handlers do: what grows within a growth counts to max_count."""
+    source, items, refused = Within(), [], []
+
+    def take():
+        try:
+            items.extend(slab.alloc_many(3) if many else [slab.alloc()])
+        except arenapy.OutOfMemory as error:
+            refused.append(str(error))
+
+    slab = arenapy.Slab(64, 1, source, max_count=60)
+    source.act, source.depth = take, depth
+    while not refused:
+        take()
+        slab.check()
+    assert len({item.address for item in items}) == len(items) == 60
+    assert slab.capacity == 60 == slab.count
+    assert all("it may not have more" in why for why in refused)
+    source.act = None
+    items.clear()
+    slab.trim()
+    slab.check()
+    assert slab.capacity == 1 == len(slab.regions)
+    assert len(slab.alloc_many(60)) == 60
+
+
+def test_a_source_that_asks_the_slab_without_end():
+    source = Within()
+    slab = arenapy.Slab(64, 1, source, max_count=1 << 20)
+    item = slab.alloc()
+    source.act, source.depth = slab.alloc, 1 << 20
+    with pytest.raises(RecursionError):
+        slab.alloc()
+    source.act = None
+    assert slab.count == 1
+    assert slab.alloc().address != item.address
+    slab.check()
+
+
+def test_finalizers_that_use_the_slab_that_grows():
+    """Host's code makes garbage that the collector looks for: a __del__ runs in it."""
+    slab = arenapy.Slab(64, 4, max_count=10_000)
+    items, before, refused = [], gc.get_threshold(), []
+
+    class Node:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            try:
+                items.append(slab.alloc())
+            except arenapy.OutOfMemory as error:
+                refused.append(error)
+
+    gc.set_threshold(20, 1, 1)
+    try:
+        for _ in range(200):
+            Node()
+            items.append(slab.alloc())
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert not refused
+    assert len({item.address for item in items}) == slab.count == 400
+    slab.check()
+
+
+def test_collections_within_a_growth_that_use_the_slab():
+    """Wherever growth makes an object: as before 3.12, where the collector runs at once.
+
+    A region has one item: the tuple of regions is soon too long for the interpreter's free lists.
+    """
+
+    class Small(Regions):
         def region(self, nbytes):
-            if self.calls == 1:
-                with pytest.raises(arenapy.OutOfMemory, match="asks it"):
-                    slab.alloc()
+            if nbytes > 64:
+                raise arenapy.OutOfMemory("too much")
             return super().region(nbytes)
 
-    slab = arenapy.Slab(64, 1, Strange(), max_count=4)
-    items = [slab.alloc() for _ in range(4)]
-    slab.check()
-    assert len({item.address for item in items}) == 4
+    before = gc.get_threshold()
+    refused = []
+
+    def act(phase, info):
+        try:
+            if phase == "start" and slab is not None and len(items) < 500:
+                items.append(slab.alloc())
+        except arenapy.OutOfMemory as error:
+            refused.append(error)
+
+    slab = None
+    gc.callbacks.append(act)
+    try:
+        for threshold in range(1, 30):
+            items, source = [], Small()
+            slab = arenapy.Slab(64, 1, source, max_count=2000)
+            gc.set_threshold(threshold)
+            for _ in range(60):
+                items.append(slab.alloc())
+            gc.set_threshold(0)
+            slab.check()
+            assert len({item.address for item in items}) == len(items) == slab.count
+            assert len(source.sizes) == len(slab.regions)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(act)
+    assert not refused
 
 
 def test_threads_that_find_it_full_wait_for_the_one_that_grows():
