@@ -1,7 +1,7 @@
 # What a struct's comments promise, said in code: each core checks it on entry and exit.
 #
-# Only assertion builds look (CFLAGS=-DARENAPY_ASSERT; docs/internals.md has the command). All others
-# evaluate nothing.
+# Only assertion builds look (CFLAGS=-DARENAPY_ASSERT; docs/internals.md has the command). All
+# others evaluate nothing.
 #
 # A promise is the text of the message. It is not made of the condition, whose C text is Cython's.
 

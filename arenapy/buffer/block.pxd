@@ -91,7 +91,7 @@ cdef class MemoryOwner:
     cdef void fork_unlock(self, bint child) noexcept nogil
     cdef void expect_leases(self) noexcept nogil      # sets may_lease, for good
     cdef void forked(self, bint unmapped) noexcept nogil
-    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil
+    cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil
     cdef int check(self) except -1
     cdef object allocator_of(self)
     # The Region that the byte at `ptr` lies in; None: there is none.

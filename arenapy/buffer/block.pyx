@@ -106,7 +106,7 @@ cdef class MemoryOwner:
         if unmapped:
             self.gone = GONE_FORKED
 
-    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+    cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
         return 0
 
     cdef int check(self) except -1:

@@ -6,6 +6,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.buffer.block cimport Hold
 from arenapy.base.interval_set cimport Extent, Extents
+from arenapy.memory.children cimport Seen
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
 
@@ -26,7 +27,7 @@ cdef class Arena(AllocatorCore):
     cdef void free_or_lease(self, Hold* hold) noexcept nogil
     cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
     cdef void settle_leases(self, Py_ssize_t most) noexcept nogil
-    cdef int lease_all(self, PyObject* region, int fd) noexcept nogil
+    cdef void note_all(self, PyObject* region, Seen* seen) noexcept nogil
     cdef void poison_free(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
 
 

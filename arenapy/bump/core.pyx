@@ -55,7 +55,7 @@ from arenapy.allocator.allocator_core cimport (
     AllocatorCore, forbid, forbid_new, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
-from arenapy.linux.vm cimport vm_lease
+from arenapy.memory.children cimport Seen, seen_add
 
 
 # ---- the arena ---------------------------------------------------------------------------
@@ -208,16 +208,13 @@ cdef class Arena(AllocatorCore):
             self.poison(max(start, e.start), min(end, e.end))
             e = extents_above(&self.free, region, e.start)
 
-    cdef int lease_all(self, PyObject* region, int fd) noexcept nogil:
-        """Lease every byte of `region` that is not in `free` to whoever keeps `fd`."""
-        cdef uintptr_t first = <uintptr_t>(<Region>region).ptr
-        cdef long long base = (<Region>region).file_offset - <long long>first
-        cdef uintptr_t at = first
+    cdef void note_all(self, PyObject* region, Seen* seen) noexcept nogil:
+        """A child sees every byte of `region` that is not in `free`."""
+        cdef uintptr_t at = <uintptr_t>(<Region>region).ptr
         cdef uintptr_t end = at + (<Region>region).size
         cdef uintptr_t upto
         cdef Py_ssize_t index = 0
         cdef Extent* e
-        cdef int status = 0
         self.expect_leases()
         while index < self.n_regions and self.region[index] != region:
             index += 1
@@ -226,10 +223,9 @@ cdef class Arena(AllocatorCore):
             if e != NULL and e.region != index:
                 e = NULL
             upto = e.start if e != NULL else end
-            if upto > at and vm_lease(fd, base + <long long>at, <long long>(upto - at)) < 0:
-                status = -1
+            if upto > at:
+                seen_add(seen, at, upto)
             at = e.end if e != NULL else end
-        return status
 
 
 seal(Arena)
@@ -721,17 +717,16 @@ cdef class BumpCore(Arena):
         self.limit = self.cursor             # no hit
         self.update_fast_path()
 
-    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
+    cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
         cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
-        cdef int status
         if self.shut:
             return 0
         if not extents_room(&self.free, 3):
             return -1
         extents_insert(&self.free, self.cursor, self.limit, here)
-        status = self.lease_all(region, fd)
+        self.note_all(region, <Seen*>seen)
         self.continue_at(self.cursor, here)
-        return status
+        return 0
 
 
 seal(BumpCore)

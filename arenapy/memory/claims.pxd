@@ -2,7 +2,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-from arenapy.linux.vm cimport OpenFile
+from arenapy.memory.children cimport Seen
 
 cdef struct Holding
 
@@ -24,7 +24,7 @@ cdef struct Holding:
     int n                    # of those that were put into trees
     char* label              # owned: what to call the region in messages
     bint outlived            # the region is gone, and others still see its bytes:
-    OpenFile leases          # owned: who has these; none: it cannot be known
+    Seen* seens              # owned: these children do; NULL: it cannot be known
     PyObject* view           # owned: so that the addresses stay that memory's; or NULL
     Holding* next            # in the list of those that outlived their region
 
@@ -40,9 +40,8 @@ cdef class Claim:
     cdef void end(self) noexcept
     # The region's own mapping.
     cdef void place(self, uint64_t address, uint64_t nbytes) noexcept
-    # The region goes, and others still see its bytes, who have these leases, which are taken over.
-    # NULL: it cannot be known until when they do.
-    cdef void outlive(self, OpenFile* leases) noexcept
+    # The region goes, and these children still see its bytes. NULL: it cannot be known until when.
+    cdef void outlive(self, Seen** seens) noexcept
 
 # Held around a fork.
 cdef void claims_lock() noexcept nogil

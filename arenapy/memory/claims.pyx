@@ -14,8 +14,8 @@ Ranges are in trees, ordered by space and start, each node of which knows the gr
 (an interval tree; as a treap it is balanced by random priorities). All ranges that are claimed
 exclusively are disjoint. Nothing under the lock calls Python or allocates.
 
-A claim may outlive its region. Where memory is seen by a forked child too, the region's leases are
-then kept with the claim, and asked when others claim something.
+A claim may outlive its region. Where memory is seen by forked children too, the claim then keeps
+the region's record of them, and whether they have ended is asked when others claim something.
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -27,7 +27,7 @@ from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport RANK_CLAIMS, lock_released, lock_taken
-from arenapy.linux.vm cimport OpenFile, vm_close, vm_first_lease, vm_is_open
+from arenapy.memory.children cimport Seen, children_ended, children_forget
 
 from arenapy.errors import OutOfMemory
 
@@ -62,7 +62,6 @@ cdef enum:
     MAPPED = 2               # addresses where regions have mapped files of theirs
     N_TREES = 3
 
-cdef long long ALL_BYTES = 0x4000000000000000    # of a file of leases; too large for an enum
 cdef Range* trees[N_TREES]
 trees[OWNED] = trees[VIEWED] = trees[MAPPED] = NULL
 cdef Holding* outliving = NULL
@@ -181,16 +180,14 @@ cdef void remove(Range* r) noexcept nogil:
 # ---- holdings; with the lock held ------------------------------------------------------------
 
 cdef Holding* sweep() noexcept nogil:
-    """Take those whose leases have ended out of the list of those that outlived their region."""
+    """Take those that no child sees any more out of those that outlived their region."""
     global outliving
     cdef Holding** at = &outliving
     cdef Holding* holding
     cdef Holding* over = NULL
-    cdef long long start, nbytes
     while at[0] != NULL:
         holding = at[0]
-        if vm_is_open(&holding.leases) and vm_first_lease(
-                holding.leases.fd, 0, ALL_BYTES, &start, &nbytes) == 0:
+        if holding.seens != NULL and children_ended(&holding.seens):
             at[0] = holding.next
             leave(holding)
             holding.next = over
@@ -214,7 +211,7 @@ cdef void forget(Holding* holding) noexcept:
     cdef Holding* next
     while holding != NULL:
         next = holding.next
-        vm_close(&holding.leases)
+        children_forget(&holding.seens)
         if holding.view != NULL:
             Py_DECREF(<object>holding.view)
         free(holding.label)
@@ -261,7 +258,7 @@ cdef class Claim:
         self.holding.n += 1
         arenapy_claims_unlock()
 
-    cdef void outlive(self, OpenFile* leases) noexcept:
+    cdef void outlive(self, Seen** seens) noexcept:
         global outliving
         cdef Holding* holding = self.holding
         cdef Holding* over
@@ -271,8 +268,8 @@ cdef class Claim:
             in_files = in_files or holding.ranges[i].device != 0
         self.holding = NULL
         holding.outlived = True
-        if leases != NULL:
-            holding.leases = leases[0]
+        if seens != NULL:
+            holding.seens, seens[0] = seens[0], NULL
         if not in_files and self.view is not None:
             holding.view = <PyObject*>self.view
             Py_INCREF(self.view)
@@ -327,7 +324,6 @@ def claim(ranges not None, str label not None, *, view=None, bint anyway=False, 
     cdef Py_ssize_t i
     self.view, self.shared = view, shared
     if holding != NULL:
-        holding.leases.fd = -1
         holding.ranges = <Range*>calloc(n + 1, sizeof(Range))
         holding.label = strdup(name)
         self.holding = holding               # which frees it
@@ -355,7 +351,7 @@ def claim(ranges not None, str label not None, *, view=None, bint anyway=False, 
             holding.n -= 1
             remove(&holding.ranges[holding.n])
         holder = strdup(other.holding.label)
-        outlived, leased = other.holding.outlived, other.holding.leases.fd >= 0
+        outlived, leased = other.holding.outlived, other.holding.seens != NULL
     arenapy_claims_unlock()
     forget(over)
     if other == NULL:

@@ -5,6 +5,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.buffer.block cimport Block, MemoryOwner
 from arenapy.linux.vm cimport Descriptor, OpenFile
+from arenapy.memory.children cimport Seen
 
 cdef enum:
     FORK_INHERIT = 0     # a forked child has its own copy
@@ -23,7 +24,8 @@ cdef class Region(MemoryOwner):
     cdef size_t size
     cdef readonly Py_ssize_t page_size
     cdef int fork
-    cdef OpenFile file                    # owned
+    cdef OpenFile file                    # owned, unless there is a `file_owner`
+    cdef object file_owner                # keeps it open for several regions, or None
     cdef readonly long long file_offset   # of the first byte, in that file
     cdef size_t map_ptr                   # [map_ptr, map_ptr + map_size) is unmapped at the end
     cdef size_t map_size
@@ -35,12 +37,10 @@ cdef class Region(MemoryOwner):
     cdef Region parent                    # the region that this is a window of, or None
     cdef uint64_t holds                   # atomic: held Buffers whose owner this region is
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
-    # Where those who see bytes have their leases, from `file_offset` on: the file of Shared memory,
-    # for messages carry it; else, from the first fork on, an owned file without bytes.
-    cdef OpenFile lease_file
+    cdef bint messages                    # carry `file`, where receivers have their leases
+    cdef Seen* seens                      # what forked children see
     cdef bint lease_lost                  # a fork could not be recorded: every byte is leased
     cdef bint inherited                   # by fork: only the parent's allocator hands bytes out
-    cdef void* fork_page                  # keeps the child's leases, between prepare and parent
     cdef PyObject* next                   # the registry of live regions, in no order
     cdef PyObject* prev
 

@@ -10,11 +10,8 @@ allocator core holds a reference to it. `close()` does it earlier, if nobody is 
 Fork. Registries of live regions and of allocators' cores are walked by pthread_atfork
 handlers, which hold the cores' locks meanwhile. In the child, regions that are not its own copy
 are marked gone, and so are the allocators over them. For memory that parent and child both see,
-the handlers take a lease in the child's name on every byte that is not free: a read lock on those
-bytes, through an open file description that only the child keeps. It keeps it by a mapping of one
-page, which no code knows: a child that closes all descriptors keeps its leases. The kernel drops
-them when the child exits or executes another program, however it ends. If any of this fails, the
-parent's allocator reuses nothing from then on.
+the handlers write down every byte that is not free, and give the child a lease by which its end is
+known (children). If any of this fails, the parent's allocator reuses nothing from then on.
 """
 import operator
 
@@ -23,7 +20,6 @@ from cpython.object cimport PyObject
 from libc.errno cimport EBADF
 from libc.limits cimport INT_MAX, LLONG_MAX
 from libc.stdint cimport uintptr_t
-from posix.unistd cimport close as close_fd
 
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
@@ -33,6 +29,10 @@ from arenapy.buffer.block cimport (
     GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, root_of,
 )
 from arenapy.buffer.buffer cimport new_range
+from arenapy.memory.children cimport (
+    Seen, child_expected, children_ended, children_forget, children_lock, children_see,
+    children_unlock, seen_add, seen_keep, seen_new,
+)
 from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
@@ -41,7 +41,7 @@ from arenapy.base.thread_slot cimport (
 )
 from arenapy.linux.vm cimport (
     Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_first_lease, vm_identify, vm_is_mapped,
-    vm_is_open, vm_keep_leases, vm_lease, vm_lease_file, vm_reopen, vm_unmap,
+    vm_is_open, vm_reopen, vm_unmap,
 )
 from arenapy.linux.reserved_space cimport Mapping, vm_occupy
 from libc.stdlib cimport free
@@ -115,7 +115,7 @@ cdef class Region(MemoryOwner):
     """
 
     def __cinit__(self):
-        self.file.fd = self.lease_file.fd = -1
+        self.file.fd = -1
         self.gone = GONE_CLOSED          # until from_address opens it
 
     @classmethod
@@ -219,8 +219,7 @@ cdef class Region(MemoryOwner):
         self.map_ptr, self.map_size = map_start, map_size
         self.file = file
         self.checked = kind == "file" and file.fd >= 0
-        if kind == "shared":
-            self.lease_file = file
+        self.messages = kind == "shared" and file.fd >= 0
         self.gone = GONE_NOT
         _register(self)
         return self
@@ -236,37 +235,33 @@ cdef class Region(MemoryOwner):
         cdef size_t start = self.map_ptr
         cdef size_t n = self.map_size
         cdef OpenFile file = self.file
-        cdef OpenFile lease_file
         if arenapy_finalizing():
             return 0
         self._end_claim()
-        lease_file = self.lease_file
+        children_forget(&self.seens)
         self.map_size = 0
-        self.file.fd = self.lease_file.fd = -1
+        self.file.fd = -1
         if n and not (self.gone == GONE_FORKED and self.fork == FORK_SKIP):
             with nogil:                        # a gigabyte takes milliseconds
                 vm_unmap(start, n)
-        if lease_file.fd != file.fd:
-            vm_close(&lease_file)
-        vm_close(&file)
+        if self.file_owner is None:
+            vm_close(&file)
+        self.file_owner = None
         return 0
 
     cdef int _end_claim(self) noexcept:
         """If others see the bytes on, whoever claims them next has to wait for that."""
         cdef Claim claim = <Claim>self.owner if isinstance(self.owner, Claim) else None
-        cdef uintptr_t start = <uintptr_t>self.ptr
-        cdef uintptr_t at, stop
         if claim is None or claim.holding == NULL or self.fork != FORK_CLOSED:
             return 0
         if self.readonly and not self.borrowed:
             return 0                         # a file, which the child's own lock protects
-        if self.file.fd >= 0 and self.file.fd == self.lease_file.fd:
+        if self.messages:
             return 0                         # its file goes when nobody sees it
         if self.inherited or self.lease_lost:
             claim.outlive(NULL)
-        elif self.leases(start, start + self.size, &at, &stop):
-            claim.outlive(&self.lease_file)
-            self.lease_file.fd = -1
+        elif not children_ended(&self.seens):
+            claim.outlive(&self.seens)
         return 0
 
     # -- facts
@@ -492,12 +487,13 @@ cdef class Region(MemoryOwner):
         at[0], stop[0] = start, end
         if self.lease_lost:
             return 1
-        if self.lease_file.fd < 0:
-            return 0                          # none was given yet
-        if not vm_is_open(&self.lease_file):
+        if children_see(&self.seens, start, end, at, stop):
+            return 1
+        if not self.messages:
+            return 0
+        if not vm_is_open(&self.file):
             return 1                          # nobody can be asked any more
-        found = vm_first_lease(
-            self.lease_file.fd, base, <long long>(end - start), &first, &n)
+        found = vm_first_lease(self.file.fd, base, <long long>(end - start), &first, &n)
         if found == 0:
             return 0
         if found == 1:
@@ -596,6 +592,7 @@ cdef void _before_fork() noexcept nogil:
             if (<Region>p).user != NULL:
                 (<MemoryOwner>(<Region>p).user).expect_leases()
         p = (<Region>p).next
+    children_lock()
 
 
 cdef bint _child_writes_here(PyObject* p) noexcept nogil:
@@ -603,33 +600,28 @@ cdef bint _child_writes_here(PyObject* p) noexcept nogil:
     return (
         (<Region>p).fork == FORK_CLOSED
         and not ((<Region>p).inherited or (<Region>p).gone or (<Region>p).lease_lost)
-        # What nobody allocates from now is viewed, and may be allocated from later.
-        and ((<Region>p).user != NULL or not (
-            (<Region>p).received or ((<Region>p).readonly and not (<Region>p).borrowed)))
+        # What nobody allocates from now is viewed, and may be allocated from later: by an allocator
+        # over this region, or over another one of the same bytes of a user's object.
+        and ((<Region>p).user != NULL or (<Region>p).borrowed or not (
+            (<Region>p).received or (<Region>p).shared or (<Region>p).readonly))
     )
 
 
 cdef bint _lease_to_child(PyObject* p) noexcept nogil:
-    """Lease what is not free here to whoever has `fork_page` mapped. False: it is not leased."""
-    cdef int fd, rc
+    """Note what is not free here, which the next child sees. False: that cannot be."""
+    cdef Seen* seen
+    cdef uintptr_t start = <uintptr_t>(<Region>p).ptr
+    cdef bint noted = True
     (<Region>p).sent = True
-    if (<Region>p).lease_file.fd < 0 and vm_lease_file(&(<Region>p).lease_file) < 0:
+    seen = seen_new() if child_expected() else NULL
+    if seen == NULL:
         return False
-    fd = vm_reopen(&(<Region>p).lease_file)
-    if fd < 0:
-        return False
-    (<Region>p).fork_page = vm_keep_leases(fd, _lease_page(p))
     if (<Region>p).user != NULL:
-        rc = (<MemoryOwner>(<Region>p).user).lease_live(p, fd)
+        noted = (<MemoryOwner>(<Region>p).user).lease_live(p, seen) == 0
     else:
-        rc = vm_lease(fd, (<Region>p).file_offset, <long long>(<Region>p).size)
-    close_fd(fd)
-    return rc == 0 and (<Region>p).fork_page != NULL
-
-
-cdef size_t _lease_page(PyObject* p) noexcept nogil:
-    """Bytes of the smallest mapping of the file of leases."""
-    return (<Region>p).page_size if (<Region>p).lease_file.fd == (<Region>p).file.fd else 1
+        seen_add(seen, start, start + (<Region>p).size)
+    seen_keep(seen, &(<Region>p).seens)
+    return noted
 
 
 cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
@@ -648,6 +640,7 @@ cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
 
 cdef void _after_fork(bint child) noexcept nogil:
     cdef PyObject* p = regions
+    children_unlock(child)
     # What a user's object has may lie in a region that is not for children, and be occupied below.
     while child and p != NULL:
         if (<Region>p).borrowed:
@@ -655,9 +648,6 @@ cdef void _after_fork(bint child) noexcept nogil:
         p = (<Region>p).next
     p = regions
     while p != NULL:
-        if not child and (<Region>p).fork_page != NULL:
-            vm_unmap(<size_t>(<Region>p).fork_page, _lease_page(p))
-        (<Region>p).fork_page = NULL         # the child's stays until it ends
         if child and not (<Region>p).borrowed:
             _inherit(p, True)
         p = (<Region>p).next

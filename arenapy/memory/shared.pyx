@@ -26,11 +26,41 @@ from arenapy.buffer.block cimport MemoryOwner, acquire, check_open, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.pickling import layout_of
 from arenapy.memory.region cimport Region, region_behind
-from arenapy.linux.vm cimport Descriptor, vm_keep_leases
+from arenapy.base.sealed cimport seal
+from arenapy.linux.vm cimport Descriptor, vm_is_open, vm_keep_leases
+
+# The files that this process has received parts of: (device, inode) to ReceivedFile.
+_received = weakref.WeakValueDictionary()
 
 # A child that is being spawned inherits the very descriptor, after the pickling: until it runs,
 # the descriptor has to stay open here. (weakref to its Popen, Descriptor)
 _under_way = []
+
+
+cdef class ReceivedFile:
+    """A descriptor of a file for all its regions here, which need one only to send bytes on."""
+
+    cdef Descriptor file
+    cdef object __weakref__
+
+
+seal(ReceivedFile)
+
+
+cdef ReceivedFile _file_of(Descriptor received):
+    """The one descriptor of what was received; None: there can be none.
+
+    Its open file description is none of those that were received, which have leases.
+    """
+    cdef ReceivedFile kept = _received.get(vm.identity(received))
+    if kept is None or not vm_is_open(&kept.file.file):
+        kept = ReceivedFile.__new__(ReceivedFile)
+        try:
+            kept.file = vm.reopen(received.fileno())
+        except OSError:                        # there is no /proc, or no descriptor left
+            return None
+        _received[vm.identity(received)] = kept
+    return kept
 
 
 def install():
@@ -110,8 +140,10 @@ def forget_arrived():
 
 
 def _map(handle, identity, offset, nbytes, page_size, readonly=False):
-    """Map a part of the file behind a handle, populated; the region owns the descriptor."""
+    """Map a part of the file behind a handle, populated; the mapping keeps the lease."""
     cdef Descriptor file = Descriptor.__new__(Descriptor)
+    cdef ReceivedFile kept
+    cdef Region region
     install()                                  # so that it can be sent on
     file.own(handle.detach())
     start = offset // page_size * page_size
@@ -139,11 +171,15 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
             # this very process. Others are to keep off.
             first = file.file.device, file.file.inode, offset, offset + nbytes, False
             with claim([first], what, anyway=True, shared=True) as viewed:
-                return Region.from_address(
+                kept = _file_of(file)
+                region = Region.from_address(
                     mapping.address + offset - start, nbytes, kind="shared", fork="closed",
                     owner=viewed, file_offset=offset, page_size=page_size, readonly=readonly,
-                    mapping=mapping, descriptor=file,
+                    mapping=mapping, descriptor=file if kept is None else None,
                 )
+                if kept is not None:
+                    region.file_owner, region.file, region.messages = kept, kept.file.file, True
+                return region
 
 
 def receive_buffer(handle, identity, offset, nbytes, page_size, readonly, layout):

@@ -27,7 +27,7 @@ from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, 
 from arenapy.base.sealed cimport seal
 from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.base.thread_slot cimport MAX_CACHES
-from arenapy.linux.vm cimport vm_lease
+from arenapy.memory.children cimport Seen, seen_add
 
 
 cdef extern from *:
@@ -437,9 +437,9 @@ cdef class PoolCore(ThreadCaches):
         self.may_lease = True
         self.update_fast_path()
 
-    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
-        """A fork: lease every block of `region` that is not free to whoever keeps `fd`."""
-        cdef int i, status = 0
+    cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
+        """A fork: the child sees every block of `region` that is not free."""
+        cdef int i
         cdef Segment* s
         cdef Descriptor* d
         cdef uint32_t page = 0
@@ -450,13 +450,11 @@ cdef class PoolCore(ThreadCaches):
                 continue
             while page < s.pages:
                 d = &self.descriptors[s.map[scatter(page)]]
-                if d.live and vm_lease(
-                        fd, (<Region>region).file_offset
-                        + <long long>(d.address - <uintptr_t>(<Region>region).ptr),
-                        <long long>d.pages << PAGE_BITS) < 0:
-                    status = -1
+                if d.live:
+                    seen_add(<Seen*>seen, d.address,
+                             d.address + (<uintptr_t>d.pages << PAGE_BITS))
                 page += d.pages
-        return status
+        return 0
 
 
 seal(PoolCore)

@@ -49,7 +49,7 @@ cdef class Pages(AllocatorCore):
         array_close(&self.descriptor_array)
 
     cdef bint open_arrays(self, size_t pages) noexcept nogil:
-        """Reserve room for the metadata of so many pages, or of fewer under a limit on addresses."""
+        """Reserve room for the metadata of so many pages; of fewer under a limit."""
         cdef ReservedArray array
         cdef size_t most = min(<size_t>MAX_DESCRIPTORS, pages + 64) * sizeof(Descriptor)
         cdef size_t wanted = most

@@ -31,7 +31,7 @@ from arenapy.base.thread_slot cimport (
     MAX_CACHES, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number,
 )
 from arenapy.slab.core cimport name_is_valid, stack_is_valid
-from arenapy.linux.vm cimport vm_lease
+from arenapy.memory.children cimport Seen, seen_add
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 
 
@@ -736,15 +736,12 @@ cdef class SlabCore(Items):
         self.may_lease = True
         self.update_fast_path()
 
-    cdef int lease_live(self, PyObject* region, int fd) noexcept nogil:
-        """A fork: lease every live item of `region` to whoever keeps `fd`."""
+    cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
+        """A fork: the child sees every live item of `region`."""
         cdef uint32_t k
         cdef uint64_t i, first = 0
         cdef Part* p
         cdef bint live, run = False
-        cdef long long base = (
-            (<Region>region).file_offset - <long long><uintptr_t>(<Region>region).ptr)
-        cdef int status = 0
         self.expect_leases()
         for k in range(1, self.numbered + 1):
             p = &self.parts[k]
@@ -754,12 +751,11 @@ cdef class SlabCore(Items):
                 live = i < p.used and nth_word(p, i >> 6).live >> (i & 63) & 1
                 if live and not run:
                     first = i
-                elif run and not live and vm_lease(
-                        fd, base + <long long>(<uintptr_t>p.base + first * self.stride),
-                        <long long>((i - first) * self.stride)) < 0:
-                    status = -1
+                elif run and not live:
+                    seen_add(<Seen*>seen, <uintptr_t>p.base + first * self.stride,
+                             <uintptr_t>p.base + i * self.stride)
                 run = live
-        return status
+        return 0
 
 
 seal(SlabCore)

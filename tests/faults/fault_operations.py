@@ -418,8 +418,8 @@ def fork():
     """Also the child's calls fail; it says by its status how it went."""
     blocks = Pool(max_bytes=4 * MIB, source=Shared())
     arena = Bump(MIB, source=Host(fork="skip"))
-    items = Slab(4096, 10, source=SeenByChildren())
-    kept = [blocks.alloc(100), arena.alloc(100), items.alloc()]
+    items = Slab(4096, 100, source=SeenByChildren())
+    kept = [blocks.alloc(100), arena.alloc(100), *items.alloc_many(100)[::2]]  # scattered
 
     def act():
         child = os.fork()

@@ -56,3 +56,123 @@ def test_a_region_that_a_child_views_without_an_allocator(source, run_script, tm
         assert len(leases.take_all(arena)) == leases.NBYTES // leases.ITEM
         os._exit(0)  # SharedMemory complains of who views it at exit
     """)
+
+
+@pytest.mark.parametrize("kind", leases.ALLOCATORS)
+def test_many_scattered_blocks_at_a_fork(kind, run_script):
+    """It takes no time to speak of, and what was free between them is used again and again."""
+    run_script(f"""
+        import os, time
+        from arenapy import Bump, Pool, Shared, Slab
+
+        MANY, NBYTES = (4000, 8192) if {kind!r} == "pool" else (16000, 64)
+        arena = dict(
+            bump=lambda: Bump(4 * MANY * NBYTES, Shared()),
+            slab=lambda: Slab(NBYTES, 2 * MANY, Shared()),
+            pool=lambda: Pool(4 * MANY * NBYTES, Shared()),
+        )[{kind!r}]()
+        blocks = [arena.alloc(NBYTES) for _ in range(2 * MANY)]
+        for block in blocks:
+            block.fill(7)
+        del block
+        if {kind!r} == "bump":
+            views = [memoryview(block) for block in blocks[::2]]
+            arena.reset()  # what is held lies scattered from here on
+        blocks = blocks[::2]
+        childs = {{block.address for block in blocks}}
+
+        def used_again():
+            taken = []
+            while len(taken) < MANY // 2:
+                taken.append(arena.alloc(NBYTES))
+            addresses = {{block.address for block in taken}}
+            taken.clear()
+            if {kind!r} == "bump":
+                arena.reset()
+            return addresses
+
+        told, tell = os.pipe()
+        start = time.perf_counter()
+        child = os.fork()
+        if not child:
+            os.close(tell)
+            os.read(told, 1)
+            os._exit(0 if all(bytes(block) == bytes([7]) * NBYTES for block in blocks) else 1)
+        forked = time.perf_counter() - start
+        start = time.perf_counter()
+        if {kind!r} == "bump":
+            views.clear()
+        blocks.clear()
+        dropped = time.perf_counter() - start
+        assert forked < 0.5 and dropped < 2, (forked, dropped)
+        assert arena.stats().pending_bytes >= MANY * NBYTES, arena.stats()
+        for _ in range(6):
+            assert not used_again() & childs
+        arena.check()
+        os.close(tell)
+        assert os.waitpid(child, 0)[1] == 0, "the child's bytes changed"
+        taken = [arena.alloc(NBYTES) for _ in range(2 * MANY)]
+        assert not arena.stats().pending_bytes
+        arena.check()
+    """)
+
+
+def test_forks_take_no_descriptor_for_each_region(run_script):
+    run_script("""
+        import mmap, os, signal, time
+        from arenapy import Bump, Existing
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        memory = memoryview(mmap.mmap(-1, 1 << 20))
+        parts = [memory[at : at + 512] for at in range(0, 1 << 20, 512)]
+        arenas = [Bump(512, Existing(part)) for part in parts[:200]]
+        blocks = [arena.alloc(100) for arena in arenas]
+        viewed = [Existing(part, readonly=True).region() for part in parts[200:400]]
+        before = descriptors()
+        children = [os.fork() or time.sleep(600) for _ in range(3)]
+        assert descriptors() <= before + 1, (before, descriptors())
+        blocks.clear()
+        for child in children:
+            for arena in arenas:
+                arena.reset()
+                assert arena.stats().pending_bytes == 100, arena.stats()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert all(arena.remaining == 512 for arena in arenas)
+        del arenas, viewed
+        Existing(parts[300]).region().close()  # nobody sees it any more
+        assert descriptors() == before, "the leases' file is there still"
+    """)
+
+
+def test_a_child_that_forks_in_turn(run_script):
+    """Its children are not taken for those of the process that forked it."""
+    run_script("""
+        import os
+        from arenapy import Bump, Shared
+
+        arena = Bump(1 << 16, Shared())
+        first = arena.alloc(100)
+        told, tell = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(tell)
+            own = Bump(1 << 16, Shared())
+            block = own.alloc(100)
+            if os.fork():
+                os._exit(0)
+            os.read(told, 1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        second = arena.alloc(100)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        del first, second
+        arena.reset()
+        assert arena.stats().pending_bytes == 100, arena.stats()  # what the grandchild sees
+        os.close(tell)
+    """)

@@ -9,6 +9,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import resource
 import signal
 import time
 
@@ -448,3 +449,46 @@ def test_debug_filling_spares_what_another_process_sees(other):
         del buffer
     assert other("read", "a") == bytes([5]) * 500
     account(arena)
+
+
+def receive_many(pipe):
+    """Keep more Buffers than there may be descriptors, and send the last one back."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    kept = [pipe.recv() for _ in range(pipe.recv())]
+    pipe.send(sum(bytes(block)[0] for block in kept))
+    pipe.send(kept[-1])
+    while (dropped := pipe.recv()) is not None:
+        del kept[:dropped]
+        gc.collect()
+        pipe.send(len(os.listdir("/proc/self/fd")))
+
+
+def test_a_receiver_of_more_buffers_than_descriptors(arena):
+    context = mp.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=receive_many, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    blocks = [arena.alloc(64) for _ in range(100)]
+    pipe.send(len(blocks))
+    for block in blocks:
+        block.fill(1)
+        pipe.send(block)
+    assert pipe.recv() == 100
+    back = pipe.recv()
+    assert bytes(back) == bytes([1]) * 64
+    del back, block
+    blocks.clear()
+    arena.reset()
+    assert account(arena).pending_bytes == 6400
+    pipe.send(99)
+    few = pipe.recv()
+    deadline = time.monotonic() + 30
+    while arena.stats().pending_bytes > 64 and time.monotonic() < deadline:
+        arena.reset()
+    assert account(arena).pending_bytes == 64  # no descriptor keeps the first one's lease
+    pipe.send(1)
+    assert pipe.recv() == few - 1  # of the file
+    assert freed(arena)
+    pipe.send(None)
+    process.join(60)

@@ -1,0 +1,35 @@
+# The C surface of children: what forked children see of this process's memory. No call needs the
+# GIL, raises, or calls Python; each may be made under any lock.
+from libc.stdint cimport uintptr_t
+
+cdef struct Child
+
+cdef struct Span:
+    uintptr_t start, end     # start < end
+
+# What a child sees of a region: what was in use there at the fork.
+cdef struct Seen:
+    Child* child
+    Span* spans              # owned; ascending and disjoint
+    Py_ssize_t n, room
+    Seen* next               # of the same region
+
+
+# Before a fork: is the next child's end going to be known? To be asked once or more.
+cdef bint child_expected() noexcept nogil
+# An empty record of what that child sees; NULL: no memory.
+cdef Seen* seen_new() noexcept nogil
+# From low to high.
+cdef void seen_add(Seen* seen, uintptr_t start, uintptr_t end) noexcept nogil
+# Into the list of a region, which owns it from here on.
+cdef void seen_keep(Seen* seen, Seen** seens) noexcept nogil
+# The last thing before a fork, and the first one after it: nobody else is in here meanwhile.
+cdef void children_lock() noexcept nogil
+cdef void children_unlock(bint child) noexcept nogil
+
+# Does a child that has not ended see bytes of [start, end)? Then a part of them is in at, stop.
+cdef bint children_see(
+    Seen** seens, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+# Forget the children that have ended. Was that all of them?
+cdef bint children_ended(Seen** seens) noexcept nogil
+cdef void children_forget(Seen** seens) noexcept nogil
