@@ -256,7 +256,8 @@ class PoolStats(Reuse):
     allocated_bytes : int
         Of live blocks, padding included.
     pending_bytes : int
-        Of blocks that nobody here sees but another process does.
+        Of blocks that were given back but are not free yet: a stream still uses them, or
+        another process still sees them.
     idle_bytes : int
         Of free memory.
     reserved_bytes : int
