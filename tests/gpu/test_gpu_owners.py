@@ -275,7 +275,7 @@ def test_time_takes_what_streams_keep(gpu):
     pool = Pool(None, cuda.Device(), trim_after=1, trim_thread=True)
     for _ in range(8):
         pool.alloc(4 * MIB, stream=cuda.Stream()).release()
-    assert pool.stats().reserved_bytes >= 32 * MIB
+    assert pool.stats().reserved_bytes >= 4 * MIB  # a stream's handle may come again
     end = time.monotonic() + 20
     while pool.stats().reserved_bytes:
         assert time.monotonic() < end, "it is never given back"
