@@ -17,6 +17,7 @@ import pkgutil
 import sys
 import tempfile
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 from cuda_support import a_gpu
@@ -132,6 +133,12 @@ def inside(thing, cls):
     raise LookupError(f"{thing!r} keeps no {cls}")
 
 
+def received_file():
+    """What a Buffer that was sent keeps of its file."""
+    buffer = pickle.loads(ForkingPickler.dumps(Bump(ROOM, Shared()).alloc(100)))
+    return *module("memory.shared")._received.values(), buffer
+
+
 def bump(**options):
     return Bump(ROOM, NO_PAGES, **options)
 
@@ -229,6 +236,7 @@ HOST = [
     lambda: inside(pool(), module("pool.memory").PoolMemory),
     lambda: inside(slab(), module("slab.core").SlabCore),
     lambda: inside(bump(), module("bump.core").BumpCore),
+    received_file,
 ]
 CUDA = [
     stream,
