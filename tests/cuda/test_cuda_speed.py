@@ -24,6 +24,7 @@ def one():
 
 def test_what_is_measured(one):
     """Every kind of copy, both ways, from and to where it should be."""
+    pinned = backing.pinned_bytes()  # of what other tests have left to the collector
     copies = []
     submit = one.submit
 
@@ -46,7 +47,7 @@ def test_what_is_measured(one):
     ends = [tuple(start for start, _ in touches) for touches in touched[24:]]
     assert len({start for start, _ in ends}) == 2 * MIB // (4 * KIB), "each once, both ways"
     assert one.memory.used[1] == 0
-    assert backing.pinned_bytes() == 0
+    assert backing.pinned_bytes() <= pinned
     assert [row.copies for row in made.rows] == [1, 1, 1, 1, 256]
 
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import injection
@@ -64,12 +64,17 @@ def attempt(name, call=None, nth=1, result=0):
     make = OPERATIONS[name]
     with a_gpu(leaks=True, version=make.version) as gpu:
         act = make(gpu)
-        before = gpu.calls.copy()
-        if call:
-            gpu.fail_at(call, nth, result)
         seen = {}
 
+        @contextmanager
+        def failing():
+            seen["before"] = gpu.calls.copy()
+            if call:
+                gpu.fail_at(call, nth, result)
+            yield
+
         def end_failing():
+            before = seen["before"]
             seen["calls"] = gpu.calls - before
             seen["failed"] = bool(call) and (call, before[call] + nth) not in gpu.plan
             gpu.plan.clear()
@@ -78,7 +83,7 @@ def attempt(name, call=None, nth=1, result=0):
             gpu.current[1:] = []
             gpu.drain()
 
-        done = injection.attempt(act, nullcontext(), end_failing, twice=True)
+        done = injection.attempt(act, failing(), end_failing, twice=True)
         act = None
         gc.collect()
         gpu.drain()
