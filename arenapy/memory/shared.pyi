@@ -1,4 +1,4 @@
-from typing import Any, Protocol
+from typing import Any, Never, Protocol, Self, final
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.memory.region import Region
@@ -7,7 +7,9 @@ from arenapy.memory.region import Region
 class _Handle(Protocol):
     def detach(self) -> int: ...
 
-class ReceivedFile: ...
+@final
+class ReceivedFile:
+    def __new__(cls, not_called: Never, /) -> Self: ...
 
 def install() -> None: ...
 def forget_arrived() -> None: ...

@@ -12,6 +12,7 @@ kernel ends it with the last descriptor and mapping, also when a process is kill
 asks for foreign locks before it hands bytes out again (F_OFD_GETLK; see fcntl(2), "Open file
 description locks").
 """
+cimport cython
 import os
 import weakref
 from contextlib import suppress
@@ -37,6 +38,7 @@ _received = weakref.WeakValueDictionary()
 _under_way = []
 
 
+@cython.final
 cdef class ReceivedFile:
     """A descriptor of a file for all its regions here, which need one only to send bytes on."""
 

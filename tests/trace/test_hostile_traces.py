@@ -434,7 +434,7 @@ def snapshots(draw):
 
 
 def greatest_memo(data):
-    """The greatest number that a pickle gives an object. CPython's memo is an array of that size."""
+    """The greatest number that a pickle gives an object: the size of the memo in CPython."""
     greatest = 0
     with contextlib.suppress(Exception):  # what cannot be read ends there
         for operation, number, _ in pickletools.genops(data):
