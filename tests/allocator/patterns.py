@@ -54,6 +54,15 @@ def pattern(weight=1):
     return decorate
 
 
+def in_a_thread(work):
+    """Call it in a thread, and wait until the system has ended that: `join` returns before."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        time.sleep(0.0001)
+
+
 def bump(nbytes=256 * KIB, **options):
     return Bump(nbytes, PLAIN, **options)
 
@@ -572,9 +581,7 @@ def threads_that_end():
             kept[:] = (*kept[-3:], arena.empty(100), pool.empty(100))
 
     def call():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_a_thread(work)
 
     return call, pool
 
@@ -659,9 +666,7 @@ def numpy_memory_of_threads():
 
     def call():
         with memory:
-            thread = threading.Thread(target=lambda: np.ones(100))
-            thread.start()
-            thread.join()
+            in_a_thread(lambda: np.ones(100))
 
     return call, pool
 
@@ -675,9 +680,7 @@ def numpy_memory_installed_in_threads_that_end():
         np.ones(100)
 
     def call():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_a_thread(work)
 
     return call, pool
 
