@@ -4,11 +4,13 @@ import ctypes
 
 import numpy as np
 import pytest
+from capsules import Array
 from cuda_machine import Wrapped
+from cuda_support import a_gpu
 from helpers import peek, readonly_buffer
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_driver import INVALID_VALUE, simulated
+from simulated_driver import INVALID_VALUE
 from simulated_gpu import NON_BLOCKING
 
 import arenapy
@@ -18,46 +20,29 @@ KIB = 1 << 10
 
 
 @pytest.fixture
-def one():
-    with simulated() as one, one.on(0):
-        yield one
-
-
-@pytest.fixture
-def pool(one):
+def pool(gpu):
     return arenapy.Pool(8 << 20, cuda.Device())
 
 
-class Theirs:
-    """Another library's array on a device."""
-
-    def __init__(self, buffer, readonly=False):
-        self.buffer = buffer
-        self.__cuda_array_interface__ = {
-            "shape": (buffer.nbytes,), "typestr": "|u1", "version": 3, "strides": None,
-            "data": (buffer.address, readonly),
-        }  # fmt: skip
-
-
-def test_nothing_to_do(one):
+def test_nothing_to_do(gpu):
     cuda.copy_batch([])
     cuda.copy_batch(iter(()), stream=1)
-    assert not one.calls["cuStreamSynchronize"]
+    assert not gpu.calls["cuStreamSynchronize"]
 
 
-def test_many_with_one_wait(one, pool):
+def test_many_with_one_wait(gpu, pool):
     sources = [np.full(100 + i, i, np.uint8) for i in range(50)]
     blocks = [pool.alloc(source.nbytes) for source in sources]
     back = [bytearray(source.nbytes) for source in sources]
-    before = one.calls["cuStreamSynchronize"]
+    before = gpu.calls["cuStreamSynchronize"]
     cuda.copy_batch(zip(blocks, sources, strict=True))
-    assert one.calls["cuStreamSynchronize"] - before == 1
+    assert gpu.calls["cuStreamSynchronize"] - before == 1
     cuda.copy_batch(list(zip(back, blocks, strict=True)))
     assert back == [source.tobytes() for source in sources]
-    assert one.calls["cuMemcpyAsync"] == 100
+    assert gpu.calls["cuMemcpyAsync"] == 100
 
 
-def test_it_is_done_when_it_returns_and_not_before_with_a_stream(one, pool):
+def test_it_is_done_when_it_returns_and_not_before_with_a_stream(gpu, pool):
     pinned = arenapy.Pool(1 << 20, cuda.Pinned(mapped=False)).alloc(KIB)
     blocks = [pool.alloc(KIB) for _ in range(3)]
     pinned.copy_from(b"\1" * KIB)
@@ -71,7 +56,7 @@ def test_it_is_done_when_it_returns_and_not_before_with_a_stream(one, pool):
     assert all(peek(block.address, KIB) == b"\2" * KIB for block in blocks)
 
 
-def test_both_sides_are_held_until_the_stream_has_done_it(one):
+def test_both_sides_are_held_until_the_stream_has_done_it(gpu):
     pinned = arenapy.Pool(1 << 20, cuda.Pinned(mapped=False))
     device = arenapy.Pool(1 << 20, cuda.Device())
     stream = cuda.Stream()
@@ -85,28 +70,29 @@ def test_both_sides_are_held_until_the_stream_has_done_it(one):
     for pool, nbytes in ((pinned, 4 * KIB), (other_pinned, KIB), (device, 5 * KIB)):
         assert pool.stats().pending_bytes == nbytes
     peek(kept[0], KIB)  # still mapped
-    one.drain()
+    gpu.drain()
     for pool in (pinned, device):
         assert pool.stats().pending_bytes == 0
 
 
-def test_in_order(one, pool):
+def test_in_order(gpu, pool):
     a, b, c = (pool.alloc(KIB) for _ in range(3))
     cuda.copy_batch([(a, b"\7" * KIB), (b, a), (c, b)])
     assert peek(c.address, KIB) == b"\7" * KIB
 
 
-def test_every_kind_of_side(one, pool):
-    data = np.arange(KIB, dtype="u1") if KIB <= 256 else np.arange(KIB).astype("u1")
+def test_every_kind_of_side(gpu, pool):
+    data = np.arange(KIB).astype("u1")
     host = arenapy.Pool(1 << 20).copy(data)
-    theirs = Theirs(pool.alloc(KIB))
+    kept = pool.alloc(KIB)
+    theirs = Array(kept.address, (KIB,))
     managed = arenapy.Pool(1 << 20, cuda.Managed()).alloc(KIB)
     other = arenapy.Pool(1 << 20, cuda.Device(1)).alloc(KIB)
     got = bytearray(KIB)
     view = pool.alloc(2 * KIB)[KIB:]
     cuda.copy_batch(
         [(view, host), (theirs, view), (managed, theirs), (other, managed), (got, other)],
-        stream=Wrapped(one.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)),
+        stream=Wrapped(gpu.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)),
     )
     assert got == data.tobytes()
 
@@ -118,8 +104,8 @@ WRONG = {
         lambda pool: (readonly_buffer(bytes(KIB)), pool.alloc(KIB)), BufferError, "is read-only",
     ),
     "read-only array": (
-        lambda pool: (Theirs(pool.alloc(KIB), readonly=True), pool.alloc(KIB)),
-        BufferError, "Theirs is read-only",
+        lambda pool: (Array(pool.alloc(KIB).address, (KIB,), readonly=True), pool.alloc(KIB)),
+        BufferError, "Array is read-only",
     ),
     "not contiguous": (
         lambda pool: (pool.alloc(KIB), np.zeros(2 * KIB, "u1")[::2]), BufferError, "contiguous",
@@ -148,24 +134,24 @@ def closed(pool):
 def test_one_that_cannot_be(what, before, after, stream):
     """It is named, and nothing was copied."""
     make, error, text = WRONG[what]
-    with simulated() as one, one.on(0):
+    with a_gpu(leaks=True) as gpu:
         pool = arenapy.Pool(8 << 20, cuda.Device())
         right = [(pool.alloc(KIB), bytes(KIB)) for _ in range(before + after)]
         pairs = [*right[:before], make(pool), *right[before:]]
         with pytest.raises(error, match=rf"pairs\[{before}\]: .*{text}"):
             cuda.copy_batch(pairs, stream)
-        assert not one.calls["cuMemcpyAsync"]
+        assert not gpu.calls["cuMemcpyAsync"]
         cuda.copy_batch(right, stream)
 
 
 @pytest.mark.parametrize("stream", [None, 1])
-def test_a_copy_that_fails(one, pool, stream):
+def test_a_copy_that_fails(gpu, pool, stream):
     """Nothing of it goes on afterwards, unless it was given to a stream."""
     pinned = arenapy.Pool(1 << 20, cuda.Pinned(mapped=False)).alloc(KIB)
     pairs = [(pool.alloc(KIB), pinned) for _ in range(4)]
-    one.fail_at("cuMemcpyAsync", 3, INVALID_VALUE)
+    gpu.fail_at("cuMemcpyAsync", 3, INVALID_VALUE)
     with pytest.raises(cuda.CudaError, match="cuMemcpyAsync failed"):
         cuda.copy_batch(pairs, stream)
-    queued = [each for each in one.queue if "a copy" in each.what]
+    queued = [each for each in gpu.queue if "a copy" in each.what]
     assert len(queued) == (0 if stream is None else 2)
     cuda.copy_batch(pairs, stream)

@@ -13,8 +13,7 @@ import threading
 import pytest
 from capsules import Array, Consumer, Tensor
 from cuda_machine import Wrapped
-from cuda_order import backwards
-from cuda_support import HOST_VISIBLE, MIB, SOURCES, a_gpu, new_stream
+from cuda_support import HOST_VISIBLE, MIB, SOURCES, a_gpu, backwards, new_stream
 from helpers import peek, poke
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda

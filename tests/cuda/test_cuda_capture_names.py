@@ -4,23 +4,26 @@ A question for the id of such a stream makes its capture invalid, and so does cu
 driver has no capture mode that allows them.
 """
 
-import ctypes
 import threading
 
 import pytest
 from capsules import Array
 from cuda_machine import Wrapped
-from cuda_order import backwards
-from cuda_support import MIB, content, new_stream, only_one, slowly_fill, take
+from cuda_support import (
+    MIB,
+    backwards,
+    content,
+    graph_of,
+    let_wait,
+    new_stream,
+    slowly_fill,
+    take,
+)
 from simulated_gpu import GLOBAL, RELAXED
 from simulated_memory import OUT_OF_MEMORY
-from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, new_handle
+from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, Protocol, new_handle
 
-from arenapy import Pool, Slab, cuda
-
-
-class ExternalStream(Wrapped):
-    """As CuPy and torch call what somebody else may destroy."""
+from arenapy import OutOfMemory, Pool, Slab, cuda
 
 
 def known(stream):
@@ -31,36 +34,38 @@ def known(stream):
 NAMES = {
     "a known object": known,
     "another object": lambda stream: Wrapped(stream.handle_),
-    "an external one": lambda stream: ExternalStream(stream.handle_),
+    "an external one": lambda stream: Protocol(stream.handle_),
     "an integer": lambda stream: stream.handle_,
 }
 USES = {
     "fill": lambda block, stream: block.fill(3, stream=stream),
-    "copy_from": lambda block, stream: block.copy_from(other_block(), stream=stream),
-    "copy_to": lambda block, stream: block.copy_to(other_block(), stream=stream),
+    "copy_from": lambda block, stream: block.copy_from(other_block(block.nbytes), stream=stream),
+    "copy_to": lambda block, stream: block.copy_to(other_block(block.nbytes), stream=stream),
     "record_stream": lambda block, stream: block.record_stream(stream),
     "release": lambda block, stream: block.release(stream),
     "dlpack": lambda block, stream: block.__dlpack__(
         stream=stream if isinstance(stream, int) else stream.handle_
     ),
-    "batch": lambda block, stream: cuda.copy_batch([(block, other_block())], stream=stream),
+    "batch": lambda block, stream: cuda.copy_batch(
+        [(block, other_block(block.nbytes))], stream=stream
+    ),
 }
 
 
-def other_block():
-    """Of another allocator, as large."""
-    return cuda.Device().region(2 * MIB).buffer()
+def other_block(nbytes=2 * MIB):
+    """Of another allocator."""
+    return cuda.Device().region(nbytes).buffer()
 
 
 @pytest.mark.parametrize(
     ("name", "before"), [(name, True) for name in NAMES] + [(name, False) for name in [*NAMES][1:]]
 )
 @pytest.mark.parametrize("use", USES)
-def test_it_stays_valid_and_the_graph_has_the_block(gpu, use, name, before):
+def test_it_stays_valid_and_the_graph_has_the_block(gpu, reusing, use, name, before):
     """`before`: arenapy has known the stream by then, and since named another one."""
-    pool = only_one("pool", cuda.Device())
     s, last = new_stream(gpu), new_stream(gpu)
-    b = take(pool)
+    b = take(reusing)
+    address = b.address
     if before:
         b.record_stream(s)
         b.record_stream(last)
@@ -68,18 +73,19 @@ def test_it_stays_valid_and_the_graph_has_the_block(gpu, use, name, before):
     gpu.begin_capture(s.handle_)
     USES[use](b, named)
     del b
-    pool.stats()
-    graph = gpu.end_capture(s.handle_)
-    assert graph, "the capture was invalidated"
+    reusing.stats()
+    graph = graph_of(gpu, s)
     gpu.drain()
-    assert pool.stats().pending_bytes, "whenever the graph is launched it uses the block"
-    pool.check()
+    assert reusing.stats().pending_bytes, "whenever the graph is launched it uses the block"
+    with pytest.raises(OutOfMemory):
+        take(reusing)
+    reusing.check()
     gpu.replay(graph, last.handle_)
     gpu.destroy_graph(graph)
-    assert pool.stats().pending_bytes, "it still runs"
+    assert reusing.stats().pending_bytes, "it still runs"
     gpu.drain()
-    assert pool.stats().pending_bytes == 0
-    take(pool)
+    assert reusing.stats().pending_bytes == 0
+    assert take(reusing).address == address
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,14 +97,11 @@ def test_an_order_within_one_capture(gpu, name):
     b.record_stream(NAMES[name](joined))
     gpu.drain()
     gpu.begin_capture(origin.handle_)
-    event = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
-    assert gpu.call("cuEventRecord", event, origin.handle_) == 0
-    assert gpu.call("cuStreamWaitEvent", joined.handle_, event, 0) == 0
+    let_wait(gpu, joined, origin)
     slowly_fill(gpu, joined, b, 1)
     b.record_stream(NAMES[name](joined))
     capsule = b.__dlpack__(stream=origin.handle_)  # comes after what `joined` does
-    graph = gpu.end_capture(origin.handle_)
-    assert graph, "the capture was invalidated"
+    graph = graph_of(gpu, origin)
     del capsule, b
     gpu.destroy_graph(graph)
     gpu.drain()
@@ -137,8 +140,7 @@ def test_what_it_is_given_after_the_capture_counts(gpu, use, name, again):
     named = EVERYBODY[name](gpu, handle)
     gpu.begin_capture(handle)
     USES[use](b, named)
-    graph = gpu.end_capture(handle)
-    assert graph, "the capture was invalidated"
+    graph = graph_of(gpu, handle)
     if name in OTHER_OWNERS:
         del named  # it is kept, as it may own the stream
     gpu.destroy_graph(graph)
@@ -170,13 +172,6 @@ def test_a_copy_without_a_stream_comes_after_a_capture(gpu, name):
     got = bytearray(4096)
     b.copy_to(got)
     assert set(got) == {7}
-
-
-def let_wait(gpu, stream, other):
-    """By an event, as a user's program does."""
-    event = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
-    assert gpu.call("cuEventRecord", event, other.handle_) == 0
-    assert gpu.call("cuStreamWaitEvent", stream.handle_, event, 0) == 0
 
 
 @pytest.fixture
@@ -250,9 +245,7 @@ def test_what_is_refused_disturbs_no_capture(gpu):
         for use in (stream.wait, lambda name: pool.alloc(1, stream=name)):
             with pytest.raises(cuda.CudaError, match="captured into a graph"):
                 use(name)
-    graph = gpu.end_capture(s.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    gpu.destroy_graph(graph_of(gpu, s))
 
 
 # The last resort -----------------------------------------------------------------------------
@@ -285,9 +278,7 @@ def test_the_wait_for_a_stream_that_is_gone_spoils_no_capture(gpu, reusing, know
     del b
     take(reusing)
     assert done, "it was handed out while a stream uses it"
-    graph = gpu.end_capture(captured.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    gpu.destroy_graph(graph_of(gpu, captured))
 
 
 def test_a_device_without_room_for_that_wait(gpu, reusing):

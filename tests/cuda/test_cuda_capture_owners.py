@@ -5,13 +5,20 @@ stream that is captured cannot wait for that, so the host does. Where that canno
 refused, and the capture stays valid.
 """
 
-import ctypes
-
 import pytest
 from capsules import Array, Consumer
 from cuda_machine import Wrapped
-from cuda_order import backwards
-from cuda_support import ALLOCATORS, LEGACY, MIB, a_gpu, content, new_stream
+from cuda_support import (
+    ALLOCATORS,
+    LEGACY,
+    MIB,
+    a_gpu,
+    backwards,
+    content,
+    graph_of,
+    let_wait,
+    new_stream,
+)
 from helpers import poke
 
 from arenapy import Pool, cuda
@@ -93,8 +100,7 @@ def after_an_earlier_owner(gpu, use, own, make, blocking):
     except cuda.CudaError as error:
         refused = True
         assert blocking and own == "legacy" and "legacy default stream" in str(error)
-    graph = gpu.end_capture(s.handle_)
-    assert graph, "the capture was invalidated"
+    graph = graph_of(gpu, s)
     gpu.replay(graph, s.handle_)
     backwards(gpu)
     assert set(content(block)) == {FORMER if refused else OURS}
@@ -127,9 +133,7 @@ def test_what_a_captured_stream_did_before(gpu, use, how):
     for act in (lambda: block.copy_to(bytearray(N)), lambda: block.fill(1)):
         with pytest.raises(cuda.CudaError, match="is being captured"):
             act()
-    graph = gpu.end_capture(captured.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    gpu.destroy_graph(graph_of(gpu, captured))
     use(gpu, block, origin, s)
     gpu.drain()
 
@@ -142,14 +146,10 @@ def test_streams_of_one_capture(gpu):
     gpu.begin_capture(own.handle_)
     address = block.address
     gpu.launch(own.handle_, lambda: poke(address, N, FORMER), [(address, N)])
-    fork = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
-    assert not gpu.call("cuEventRecord", fork, own.handle_)
-    assert not gpu.call("cuStreamWaitEvent", s.handle_, fork, 0)
+    let_wait(gpu, s, own)
     block.fill(OURS, stream=s)
-    assert not gpu.call("cuEventRecord", fork, s.handle_)
-    assert not gpu.call("cuStreamWaitEvent", own.handle_, fork, 0)
-    graph = gpu.end_capture(own.handle_)
-    assert graph
+    let_wait(gpu, own, s)
+    graph = graph_of(gpu, own)
     gpu.replay(graph, own.handle_)
     backwards(gpu)
     assert set(content(block)) == {OURS}

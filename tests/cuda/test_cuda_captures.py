@@ -5,7 +5,6 @@ import gc
 import threading
 
 import pytest
-from cuda_machine import Wrapped
 from cuda_support import (
     ALLOCATORS,
     HOST_VISIBLE,
@@ -13,13 +12,16 @@ from cuda_support import (
     MIB,
     PER_THREAD,
     SOURCES,
+    backwards,
     content,
+    graph_of,
     new_stream,
+    sample,
     slowly_fill,
     take,
 )
 
-from arenapy import OutOfMemory, Pool, Slab, cuda
+from arenapy import Pool, Slab, cuda
 from arenapy.cuda.fence import GraphFence
 
 # Captures ------------------------------------------------------------------------------------
@@ -27,32 +29,33 @@ from arenapy.cuda.fence import GraphFence
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_allocating_for_a_capturing_stream_is_refused(gpu, allocator):
-    one, s = ALLOCATORS[allocator](cuda.Device()), new_stream(gpu)
-    gpu.begin_capture(s.handle_)
-    with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
-        one.alloc(100, stream=s)
-    gpu.destroy_graph(gpu.end_capture(s.handle_))
-    assert one.alloc(100, stream=s).nbytes == 100
-    one.check()
-
-
-def test_what_a_capture_uses_is_kept_until_its_graph_is_gone(gpu, reusing):
+    """Zeros of the own stream, too: the graph would zero the block whenever it is launched, and
+    nobody would before. Other blocks of that stream are served, and nothing is asked."""
     s = new_stream(gpu)
-    b = take(reusing)
-    address = b.address
+    own, other = (
+        ALLOCATORS[allocator](cuda.Device(), stream=s),
+        ALLOCATORS[allocator](cuda.Device()),
+    )
     gpu.begin_capture(s.handle_)
-    b.fill(3, stream=s)
-    del b
-    graph = gpu.end_capture(s.handle_)
+    before = own.stats()
+    for use in (
+        lambda: other.alloc(100, stream=s),
+        lambda: own.alloc(100, stream=s),
+        lambda: own.zeros(4096, "u1"),
+    ):
+        with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
+            use()
+    assert own.stats() == before
+    calls = gpu.calls.copy()
+    own.alloc(100).release()
+    if allocator != "pool":  # which asks the driver for its first memory
+        assert gpu.calls == calls
+    gpu.destroy_graph(graph_of(gpu, s))
+    assert other.alloc(100, stream=s).nbytes == 100
+    block = own.zeros(4096, "u1")
     gpu.drain()
-    assert reusing.stats().pending_bytes
-    with pytest.raises(OutOfMemory):
-        take(reusing)
-    gpu.replay(graph, s.handle_)
-    gpu.destroy_graph(graph)
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
-    assert take(reusing).address == address
+    assert set(content(block)) == {0}
+    own.check(), other.check()
 
 
 def most_uses():
@@ -98,7 +101,7 @@ def test_nothing_disturbs_another_streams_capture(gpu):
     pool.alloc(6 * MIB, stream=s)  # takes memory from the driver
     blocks.clear()
     pool.trim()
-    assert gpu.end_capture(captured.handle_), "the capture was invalidated"
+    graph_of(gpu, captured)
 
 
 def test_the_legacy_stream_while_a_blocking_one_captures(gpu, reusing):
@@ -112,40 +115,57 @@ def test_the_legacy_stream_while_a_blocking_one_captures(gpu, reusing):
     del b
     reusing.stats()
     reusing.check()
-    assert gpu.end_capture(captured.handle_), "the capture was invalidated"
+    graph_of(gpu, captured)
 
 
-@pytest.mark.parametrize("release", [False, True])
-def test_a_block_dropped_while_its_stream_captures(gpu, release):
-    s = new_stream(gpu)
-    slab = Slab(MIB, 1, cuda.Device())
-    b = slab.alloc(stream=s)
-    gpu.begin_capture(s.handle_)
-    slowly_fill(gpu, s, b, 1)
-    if release:
-        b.release()
-    del b
-    graph = gpu.end_capture(s.handle_)
-    gpu.drain()
-    assert slab.stats().pending_bytes, "whenever the graph is launched it uses the block"
-    gpu.destroy_graph(graph)
-    assert slab.stats().pending_bytes == 0
-
-
-def test_an_open_batch_is_not_closed_by_a_capture(gpu, reusing):
+@pytest.mark.parametrize("when", ["before", "in it", "used in it"])
+def test_work_from_before_the_capture_around_which_a_block_is_dropped(gpu, reusing, when):
+    """Of an integer this is not known: docs/cuda.md."""
     s = new_stream(gpu)
     b = take(reusing)
     b.record_stream(s)
     slowly_fill(gpu, s, b, 1)
-    del b
+    if when == "before":
+        b = None
     gpu.begin_capture(s.handle_)
+    if when == "used in it":
+        b.fill(3, stream=s)
+    b = None
     assert reusing.stats().pending_bytes
-    graph = gpu.end_capture(s.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    gpu.destroy_graph(graph_of(gpu, s))
     assert reusing.stats().pending_bytes, "the kernel from before is still to run"
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
+
+
+def test_a_lane_whose_stream_captures(gpu):
+    s, pool = new_stream(gpu), Pool(8 * MIB, cuda.Device())
+    b = pool.alloc(7 * MIB, stream=s)
+    slowly_fill(gpu, s, b, 1)
+    gpu.begin_capture(s.handle_)
+    del b
+    with pytest.raises(MemoryError):
+        pool.alloc(7 * MIB)
+    gpu.destroy_graph(gpu.end_capture(s.handle_))
+    b = pool.alloc(7 * MIB)
+    slowly_fill(gpu, LEGACY, b, 2)
+    backwards(gpu)
+    assert sample(content(b)) == {2}
+
+
+@pytest.mark.parametrize("how", ["object", "integer"])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_an_allocator_made_for_a_stream_that_captures(gpu, allocator, how):
+    """Refused, or as good as any other: now its stream is one that there never is again."""
+    s, other = new_stream(gpu), new_stream(gpu)
+    gpu.begin_capture(s.handle_, 2)
+    try:
+        one = ALLOCATORS[allocator](cuda.Device(), stream=s if how == "object" else s.handle_)
+    except cuda.CudaError:
+        one = None
+    gpu.destroy_graph(graph_of(gpu, s))
+    if one is not None:
+        assert one.alloc(100, stream=other).nbytes == 100
 
 
 LOOKS = {
@@ -156,9 +176,9 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("captured", [0, PER_THREAD])
+@pytest.mark.parametrize("on", [0, PER_THREAD])
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_capture_beside_the_default_stream_of_another_thread(gpu, reusing, look, captured):
+def test_a_capture_beside_the_default_stream_of_another_thread(gpu, reusing, look, on):
     """The legacy stream stands for that one here, and may not be used, as the capture blocks it."""
     blocks = []
 
@@ -171,15 +191,14 @@ def test_a_capture_beside_the_default_stream_of_another_thread(gpu, reusing, loo
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    s = captured or new_stream(gpu, captured).handle_
+    s = on or new_stream(gpu, 0).handle_
     gpu.begin_capture(s, 2)
     if look != "drop":
         with contextlib.suppress(cuda.CudaError):
             LOOKS[look](blocks[0])
     blocks.clear()
     assert reusing.stats().pending_bytes
-    graph = gpu.end_capture(s)
-    assert graph, "the capture was invalidated"
+    graph = graph_of(gpu, s)
     assert reusing.stats().pending_bytes, "the kernel is still to run"
     gpu.destroy_graph(graph)
     gpu.drain()
@@ -207,61 +226,6 @@ def test_own_streams_that_cannot_be(gpu):
 
 
 # Handles and who owns them -------------------------------------------------------------------
-
-
-class ExternalStream(Wrapped):
-    """As CuPy and torch call what somebody else may destroy."""
-
-
-def test_a_stream_that_its_object_does_not_own(gpu, reusing):
-    s = new_stream(gpu)
-    b = take(reusing)
-    b.record_stream(ExternalStream(s.handle_))
-    slowly_fill(gpu, s, b, 1)
-    del b
-    gpu.call("cuStreamDestroy", s.handle_)
-    assert new_stream(gpu).handle_ == s.handle_
-    assert reusing.stats().pending_bytes
-    while gpu.step():
-        pass
-    assert reusing.stats().pending_bytes == 0
-
-
-def test_a_stream_that_is_gone_before_the_block_is_released(gpu, reusing):
-    s, done = new_stream(gpu), []
-    b = take(reusing)
-    b.record_stream(s.handle_)
-    gpu.launch(s.handle_, lambda: done.append(1), [(b.address, b.nbytes)])
-    gpu.call("cuStreamDestroy", s.handle_)
-    assert new_stream(gpu).handle_ == s.handle_
-    del b
-    reusing.stats()
-    assert reusing.stats().pending_bytes == 0 and done, "its context was waited for"
-
-
-def test_threads_of_the_same_ident(gpu, reusing):
-    b = take(reusing)
-
-    def use():
-        with gpu.on(0):
-            b.record_stream(PER_THREAD)
-            slowly_fill(gpu, PER_THREAD, b, 1)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-
-    def drop():
-        nonlocal b
-        with gpu.on(0):
-            del b
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    thread.join()
-    assert reusing.stats().pending_bytes
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
 
 
 def test_a_default_stream_says_its_device(gpu):
@@ -310,49 +274,3 @@ def test_a_buffer_of_a_region(gpu):
     slowly_fill(gpu, s, b, 1)
     del b, region  # waits
     assert not gpu.queue and not gpu.memory.registered
-
-
-def test_a_release_that_fails_records_nothing(gpu):
-    pool, s = Pool(source=SOURCES["managed"]()), new_stream(gpu)
-    b = pool.alloc(100)
-    view = memoryview(b)
-    gpu.launch(s.handle_, lambda: None)
-    with pytest.raises(BufferError, match="1 live exports"):
-        b.release(s)
-    view.release()
-    b.release()
-    del b
-    assert pool.stats().pending_bytes == 0
-
-
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_zeros_of_an_allocator_whose_own_stream_is_captured(gpu, allocator):
-    """The graph would zero the block whenever it is launched, and nobody would before."""
-    stream = new_stream(gpu)
-    one = ALLOCATORS[allocator](cuda.Device(), stream=stream)
-    gpu.begin_capture(stream.handle_)
-    before = one.stats()
-    with pytest.raises(cuda.CudaError, match="allocate before the capture"):
-        one.zeros(4096, "u1")
-    assert one.stats() == before
-    gpu.destroy_graph(gpu.end_capture(stream.handle_))
-    block = one.zeros(4096, "u1")
-    gpu.drain()
-    assert set(content(block)) == {0}
-
-
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_which_allocations_notice_that_the_own_stream_is_captured(gpu, allocator):
-    s = new_stream(gpu)
-    one = ALLOCATORS[allocator](cuda.Device(), stream=s)
-    gpu.begin_capture(s.handle_)
-    for use in (lambda: one.alloc(100, stream=s), lambda: one.zeros(100, "u1")):
-        with pytest.raises(cuda.CudaError, match=r"captured into a graph.*allocate before"):
-            use()
-    calls = gpu.calls.copy()
-    one.alloc(100).release()
-    if allocator != "pool":  # which asks the driver for its first memory
-        assert gpu.calls == calls
-    graph = gpu.end_capture(s.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)

@@ -3,17 +3,15 @@
 import ctypes
 import gc
 import itertools
-import mmap
-import weakref
 
 import numpy as np
 import pytest
+from capsules import Array
 from cuda_support import LEGACY, MIB, SOURCES, a_gpu, content, new_stream, slowly_fill
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arenapy import Bump, Pool, Slab, cuda
-from arenapy.linux import vm
 
 
 def pool_of(name):
@@ -37,17 +35,6 @@ def test_between_any_two_kinds(gpu, to, source, stream):
     if stream:
         gpu.drain()
     assert content(a) == bytes(range(100)) * 100
-
-
-def test_with_a_stream_it_is_done_in_its_order(gpu):
-    pool, s = Pool(16 * MIB, cuda.Device()), new_stream(gpu)
-    a, b = pool.alloc(1000, stream=s), pool.alloc(1000, stream=s)
-    slowly_fill(gpu, s, b, 5)
-    a.copy_from(b, stream=s)
-    a[500:].fill(6, stream=s)
-    assert set(content(a)) != {5, 6}, "nothing has run yet"
-    gpu.drain()
-    assert content(a) == b"\5" * 500 + b"\6" * 500
 
 
 def test_without_one_it_is_done_when_it_returns(gpu):
@@ -143,16 +130,6 @@ def test_across_devices(gpu, peers):
     assert gpu.calls["cuMemcpyPeerAsync"] == 1
     b.copy_from(a)
     assert bool(gpu.enabled) == bool(peers)
-
-
-class Array:
-    """Of another library, with the CUDA array interface."""
-
-    def __init__(self, address, shape, typestr="|u1", strides=None, readonly=False, stream=None):
-        self.__cuda_array_interface__ = {
-            "version": 3, "data": (address, readonly), "shape": shape, "typestr": typestr,
-            "strides": strides, "stream": stream,
-        }  # fmt: skip
 
 
 def test_arrays_of_other_libraries(gpu):
@@ -265,28 +242,3 @@ def test_what_overlaps(gpu):
         b[:600].copy_from(b[400:])
     b.fill(1)
     b[:500].copy_from(b[500:])
-
-
-@pytest.mark.parametrize("fails", ["cuEventCreate", "cuEventRecord"])
-def test_a_copy_of_which_the_end_cannot_be_told_now(gpu, fails):
-    """Its source is kept as long as it may be read, and no longer."""
-    s = new_stream(gpu)
-    pool = Pool(4 * MIB, cuda.Device(), stream=s)
-    b = pool.alloc(100)
-    theirs = mmap.mmap(-1, 4096)  # which another library has registered
-    start = vm.address_of(memoryview(theirs))
-    assert not gpu.call("cuMemHostRegister", start, 4096, 0)
-    x = np.frombuffer(theirs, "u1", 100)
-    gone = weakref.ref(x)
-    gpu.fails[fails] = 2
-    b.copy_from(x, stream=s)
-    del x
-    pool.stats()
-    gpu.fails.clear()
-    pool.stats()
-    assert gone() is not None
-    gpu.drain()
-    assert content(b) == bytes(100)
-    pool.stats()
-    assert gone() is None
-    gpu.call("cuMemHostUnregister", start)

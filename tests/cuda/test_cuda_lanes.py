@@ -1,11 +1,9 @@
 """What a pool keeps for streams other than its own: time takes it, and so do newer streams."""
 
 import gc
-import time
 
 import pytest
-from cuda_order import backwards
-from cuda_support import MIB, content, new_stream, slowly_fill
+from cuda_support import MIB, backwards, content, new_stream, slowly_fill, until
 
 from arenapy import Pool, cuda
 
@@ -24,13 +22,6 @@ USES = {
 def large(gpu):
     gpu.memory.sizes = (8 << 30, 8 << 30)
     return gpu
-
-
-def until(done, seconds=5):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it never happens"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("source", SOURCES)

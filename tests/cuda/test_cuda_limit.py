@@ -4,12 +4,21 @@ A call of the driver is the moment at which something else happens (`before_call
 gets done, or another thread lets go.
 """
 
-import ctypes
 import itertools
 
 import pytest
-from cuda_support import LEGACY, MIB, content, new_stream, slowly_fill
-from helpers import in_threads, peek
+from cuda_support import (
+    LEGACY,
+    MIB,
+    backwards,
+    content,
+    let_wait,
+    new_stream,
+    sample,
+    samples,
+    slowly_fill,
+)
+from helpers import in_threads
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
 
@@ -105,22 +114,17 @@ def test_what_is_pending_in_a_lane_is_waited_for(gpu, who):
     s, t, other = new_stream(gpu), new_stream(gpu), new_stream(gpu)
     pool = Pool(8 * MIB, cuda.Device())
     b = pool.alloc(7 * MIB, stream=s)
-    address, nbytes = b.address, b.nbytes
     b.fill(1, stream=s)
     let_wait(gpu, t, s)
-    seen = []
-    gpu.launch(
-        t.handle_, lambda: seen.append(set(peek(address, nbytes)[::512])), [(address, nbytes)]
-    )
+    seen = samples(gpu, t, b)
     b.record_stream(t)
     del b
     stream = other if who == "another" else LEGACY
     again = pool.alloc(7 * MIB, stream=None if who == "own" else other)
     assert gpu.queue, "streams wait, and not the caller"
     slowly_fill(gpu, stream, again, 2)
-    while gpu.step(-1):  # what was given last first
-        pass
-    assert seen == [{1}] and set(content(again)[::512]) == {2}
+    backwards(gpu)
+    assert seen == [{1}] and sample(content(again)) == {2}
     pool.check()
 
 
@@ -141,9 +145,3 @@ def test_what_is_pending_in_a_lane_is_no_error_at_any_moment(gpu):
     pool.check()
     pool.trim()
     assert pool.stats().pending_bytes == 0
-
-
-def let_wait(driver, stream, other):
-    event = driver.got("cuEventCreate", ctypes.c_void_p, 2)
-    assert driver.call("cuEventRecord", event, other.handle_) == 0
-    assert driver.call("cuStreamWaitEvent", stream.handle_, event, 0) == 0

@@ -3,11 +3,11 @@
 import ctypes
 import gc
 import inspect
-import os
 import pickle
 
 import pytest
 from cuda_machine import Wrapped
+from cuda_support import refused_in_a_child
 from simulated_driver import INVALID_VALUE, simulated
 from simulated_gpu import NON_BLOCKING
 
@@ -18,37 +18,31 @@ from arenapy.cuda.stream import elapsed
 KIB = 1 << 10
 
 
-@pytest.fixture
-def one():
-    with simulated() as one, one.on(0):
-        yield one
-
-
 class Log(list):
     def of(self, name):
         return lambda: self.append(name)
 
 
-def test_it_is_one_of_its_device_that_waits_for_nobody(one):
+def test_it_is_one_of_its_device_that_waits_for_nobody(gpu):
     log, stream = Log(), cuda.Stream(1)
     assert stream.device_id == 1
     assert stream.__cuda_stream__() == (0, stream.handle)
-    with one.on(1):
-        one.launch(1, log.of("legacy"))
-        one.launch(stream.handle, log.of("ours"))
+    with gpu.on(1):
+        gpu.launch(1, log.of("legacy"))
+        gpu.launch(stream.handle, log.of("ours"))
         stream.synchronize()
     assert log == ["ours"]
     assert f"{stream.handle:#x} of device 1" in repr(stream)
 
 
-def test_it_waits_for_streams_of_anybody_and_for_events(one):
+def test_it_waits_for_streams_of_anybody_and_for_events(gpu):
     log, stream, other = Log(), cuda.Stream(), cuda.Stream()
-    theirs = one.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)
-    one.launch(other.handle, log.of("before the event"))
+    theirs = gpu.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)
+    gpu.launch(other.handle, log.of("before the event"))
     event = other.record()
-    one.launch(other.handle, log.of("after the event"))
-    one.launch(theirs, log.of("theirs"))
-    one.launch(1, log.of("legacy"))
+    gpu.launch(other.handle, log.of("after the event"))
+    gpu.launch(theirs, log.of("theirs"))
+    gpu.launch(1, log.of("legacy"))
     assert not event.done
     stream.wait(event)
     stream.wait(Wrapped(theirs))
@@ -58,19 +52,19 @@ def test_it_waits_for_streams_of_anybody_and_for_events(one):
     stream.synchronize()
     assert sorted(log) == ["before the event", "legacy", "theirs"]
     assert event.done
-    one.drain()
+    gpu.drain()
 
 
-def test_an_event_is_waited_for_alone(one):
+def test_an_event_is_waited_for_alone(gpu):
     log, stream = Log(), cuda.Stream()
-    one.launch(stream.handle, log.of("before"))
+    gpu.launch(stream.handle, log.of("before"))
     event = stream.record()
-    one.launch(stream.handle, log.of("after"))
+    gpu.launch(stream.handle, log.of("after"))
     event.synchronize()
     assert log == ["before"]
 
 
-def test_copies_and_blocks_take_it(one):
+def test_copies_and_blocks_take_it(gpu):
     stream = cuda.Stream()
     pool = arenapy.Pool(1 << 20, cuda.Device())
     block = pool.alloc(KIB, stream=stream)
@@ -83,31 +77,31 @@ def test_copies_and_blocks_take_it(one):
     assert pool.stats().pending_bytes == 0
 
 
-def test_closing_it_takes_nothing_from_who_waits_for_it(one):
+def test_closing_it_takes_nothing_from_who_waits_for_it(gpu):
     """Its handle is not destroyed, and so not given to another stream, while a block needs it."""
     log = Log()
     pool = arenapy.Pool(1 << 20, cuda.Device())
     with cuda.Stream() as stream:
         handle = stream.handle
         block = pool.alloc(KIB)
-        one.launch(handle, log.of("ran"), [(block.address, KIB)])
+        gpu.launch(handle, log.of("ran"), [(block.address, KIB)])
         block.release(stream)
     assert stream.closed
     stream.close()
     del stream, block
     gc.collect()
-    assert one.calls["cuStreamDestroy"] == 0
+    assert gpu.calls["cuStreamDestroy"] == 0
     assert pool.stats().pending_bytes == KIB
     assert log == []
-    one.drain()
+    gpu.drain()
     assert pool.stats().pending_bytes == 0
     del pool
     gc.collect()
-    assert one.calls["cuStreamDestroy"] == 1
+    assert gpu.calls["cuStreamDestroy"] == 1
     assert cuda.Stream().handle == handle
 
 
-def test_a_closed_one_takes_no_work(one):
+def test_a_closed_one_takes_no_work(gpu):
     stream = cuda.Stream()
     other = cuda.Stream()
     block = arenapy.Pool(1 << 20, cuda.Device()).alloc(KIB)
@@ -130,7 +124,7 @@ def test_its_signature_can_be_read():
     assert str(inspect.signature(cuda.Stream)) == "(device_id=0)"
 
 
-def test_what_is_no_stream(one):
+def test_what_is_no_stream(gpu):
     with pytest.raises(TypeError, match="is no stream"):
         cuda.Stream().wait("legacy")
     for device_id in (2, -1, 2**40):
@@ -147,27 +141,6 @@ def test_what_is_no_stream(one):
             pickle.dumps(thing)
 
 
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        ("cuStreamCreate", lambda stream: cuda.Stream()),
-        ("cuStreamSynchronize", lambda stream: stream.synchronize()),
-        ("cuEventCreate", lambda stream: stream.record()),
-        ("cuEventRecord", lambda stream: stream.record()),
-        ("cuStreamWaitEvent", lambda stream: stream.wait(1)),
-        ("cuStreamWaitEvent", lambda stream: stream.wait(cuda.Stream().record())),
-        ("cuEventSynchronize", lambda stream: stream.record().synchronize()),
-    ],
-)
-def test_calls_that_fail(one, name, use):
-    stream = cuda.Stream()
-    one.fails[name] = INVALID_VALUE
-    with pytest.raises(cuda.CudaError):
-        use(stream)
-    one.fails.clear()
-    use(stream)
-
-
 def test_one_of_a_driver_that_is_gone():
     with simulated() as first:
         stream = cuda.Stream()
@@ -177,21 +150,19 @@ def test_one_of_a_driver_that_is_gone():
     assert first.calls["cuStreamDestroy"] == 0
 
 
-def test_time(one):
+def test_time(gpu):
     stream = cuda.Stream()
     block = arenapy.Pool(1 << 20, cuda.Device()).alloc(KIB)
 
     def work():
         block.fill(1, stream=stream)
 
-    five = elapsed(stream, lambda: [one.launch(stream.handle) for _ in range(5)], 0)
+    five = elapsed(stream, lambda: [gpu.launch(stream.handle) for _ in range(5)], 0)
     assert five == pytest.approx(6e-6, rel=1e-3), "ticks of the simulation, one a record"
-    for name in ("cuEventElapsedTime", "cuEventRecord", "cuStreamSynchronize", "cuMemsetD8Async"):
-        one.fails[name] = INVALID_VALUE
-        with pytest.raises(cuda.CudaError):
-            elapsed(stream, work, 0)
-        one.fails.clear()
-        assert not [each for each in one.event_handles.things.values() if each.timing], name
+    gpu.fails["cuMemsetD8Async"] = INVALID_VALUE
+    with pytest.raises(cuda.CudaError):
+        elapsed(stream, work, 0)
+    assert not [each for each in gpu.event_handles.things.values() if each.timing]
 
 
 IN_A_CHILD = {
@@ -208,21 +179,11 @@ IN_A_CHILD = {
 
 
 @pytest.mark.parametrize("use", IN_A_CHILD)
-def test_a_forked_child_does_not_call_the_driver(one, use):
+def test_a_forked_child_does_not_call_the_driver(gpu, use):
     stream = cuda.Stream()
     event, pool = stream.record(), arenapy.Pool(1 << 21, cuda.Device())
     if "another library" in use:
-        stream = Wrapped(one.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING))
+        stream = Wrapped(gpu.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING))
     block = pool.alloc(KIB, stream=stream)
     block.release()
-    child = os.fork()
-    if child == 0:
-        before = sum(one.calls.values())
-        try:
-            IN_A_CHILD[use](pool, stream, event)
-        except cuda.Unavailable as error:
-            called = sum(one.calls.values()) > before or "forked" not in str(error)
-            os._exit(1 if called else 0)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    refused_in_a_child(gpu, lambda: IN_A_CHILD[use](pool, stream, event))

@@ -9,9 +9,8 @@ import gc
 import pytest
 from capsules import Array, Tensor
 from cuda_machine import Wrapped
-from cuda_order import backwards
-from cuda_support import ALLOCATORS, LEGACY, SOURCES, a_gpu, new_stream
-from helpers import peek, poke
+from cuda_support import ALLOCATORS, LEGACY, SOURCES, a_gpu, backwards, graph_of, new_stream, reads
+from helpers import poke
 from simulated_gpu import RELAXED
 from test_cuda_foreign import KINDS, memory
 
@@ -49,22 +48,12 @@ USES = (told_legacy, read_by_the_interface, told_what_is_captured, told_many)
 EACH_USE = pytest.mark.parametrize("use", USES, ids=[use.__name__ for use in USES])
 
 
-def reads(gpu, stream, address):
-    """A kernel; the list is filled when it runs."""
-    seen = []
-    gpu.launch(stream, lambda: seen.append(set(peek(address, N))), [(address, N)])
-    return seen
-
-
 def in_a_capture(gpu, captured, go):
     gpu.begin_capture(captured.handle_, RELAXED)
     go()
     gc.collect()
-    while gpu.step(-1):  # all that is queued, as far as the capture lets it
-        pass
-    graph = gpu.end_capture(captured.handle_)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    backwards(gpu)
+    gpu.destroy_graph(graph_of(gpu, captured))
 
 
 def settled():
@@ -92,7 +81,7 @@ def test_borrowed_memory(way, kind, use):
         thing.on_delete = lambda: (ended.append(1), poke(address, N, AGAIN))
         buffers = [cuda.asbuffer(thing, stream=new_stream(gpu))]
         del thing
-        seen = reads(gpu, use(gpu, buffers[0], captured), address)
+        seen = reads(gpu, use(gpu, buffers[0], captured), address, N)
 
         def go():
             buffers.clear()
@@ -100,7 +89,7 @@ def test_borrowed_memory(way, kind, use):
             assert not ended, "its library may use it anew"
 
         in_a_capture(gpu, captured, go)
-        assert seen == [{OURS}]
+        assert seen == [bytes([OURS]) * N]
         backwards(gpu)
         settled()
         backwards(gpu)  # events that were made only now
@@ -123,13 +112,13 @@ def test_memory_of_an_allocator(allocator, source, use):
             buffers = [ALLOCATORS[allocator](SOURCES[source]()).alloc(N)]
         address = buffers[0].address
         poke(address, N, OURS)
-        seen = reads(gpu, use(gpu, buffers[0], captured), address)
+        seen = reads(gpu, use(gpu, buffers[0], captured), address, N)
 
         def go():
             buffers.clear()
 
         in_a_capture(gpu, captured, go)
-        assert seen == [{OURS}]
+        assert seen == [bytes([OURS]) * N]
         for _ in range(3):
             backwards(gpu)
             settled()
@@ -162,14 +151,14 @@ def test_a_driver_that_fails_at_the_end():
         buffer = SOURCES["pinned"]().region(N).buffer()
         s = new_stream(gpu)
         buffer.record_stream(s)
-        seen = reads(gpu, s.handle_, buffer.address)
+        seen = reads(gpu, s.handle_, buffer.address, N)
         poke(buffer.address, N, OURS)
         gpu.fails = dict.fromkeys(("cuEventRecord", "cuEventSynchronize", "cuStreamQuery"), 1)
         del buffer
         gc.collect()
         gpu.fails = {}
         backwards(gpu)
-        assert seen == [{OURS}]
+        assert seen == [bytes([OURS]) * N]
         settled()
         backwards(gpu)
         settled()

@@ -13,7 +13,6 @@ import weakref
 import pytest
 from cuda_machine import Wrapped
 from helpers import poke
-from simulated_driver import simulated
 from simulated_gpu import NON_BLOCKING
 
 import arenapy
@@ -74,12 +73,6 @@ def fake_core(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", package)
     monkeypatch.setitem(sys.modules, "cuda.core", core)
     return core
-
-
-@pytest.fixture
-def one():
-    with simulated() as one, one.on(0):
-        yield one
 
 
 ALLOCATORS = {
@@ -150,7 +143,7 @@ def test_one_class_for_all(core):
     ],
     ids=["Device", "Managed", "Pinned"],
 )
-def test_what_it_says_of_its_memory(one, monkeypatch, source, device, host, managed, device_id):
+def test_what_it_says_of_its_memory(gpu, monkeypatch, source, device, host, managed, device_id):
     fake_core(monkeypatch)
     resource = cuda.memory_resource(arenapy.Pool(1 << 20, source))
     assert resource.is_device_accessible is device
@@ -159,27 +152,27 @@ def test_what_it_says_of_its_memory(one, monkeypatch, source, device, host, mana
     assert resource.device_id == device_id
 
 
-def test_streams_order_it(one, monkeypatch):
+def test_streams_order_it(gpu, monkeypatch):
     """A block is given back once the stream of its deallocation has done what it was given."""
     fake_core(monkeypatch)
     pool = arenapy.Pool(1 << 20, cuda.Device())
     resource = cuda.memory_resource(pool)
     first, second = (
-        Wrapped(one.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)) for _ in range(2)
+        Wrapped(gpu.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING)) for _ in range(2)
     )
     buffer = resource.allocate(4 * KIB, stream=first)
     assert buffer.stream is first
-    one.launch(first.handle_, None, [(buffer.handle, 4 * KIB)])
-    one.launch(second.handle_, None, [(buffer.handle, 4 * KIB)])
+    gpu.launch(first.handle_, None, [(buffer.handle, 4 * KIB)])
+    gpu.launch(second.handle_, None, [(buffer.handle, 4 * KIB)])
     buffer.close(second)
     for stream in (first, second):
         assert pool.stats().pending_bytes == 4 * KIB
-        one.call("cuStreamSynchronize", stream.handle_)
+        gpu.call("cuStreamSynchronize", stream.handle_)
     assert pool.stats().pending_bytes == 0
-    one.begin_capture(first.handle_)
+    gpu.begin_capture(first.handle_)
     with pytest.raises(cuda.CudaError, match="captured"):
         resource.allocate(4 * KIB, stream=first)
-    one.end_capture(first.handle_)
+    gpu.end_capture(first.handle_)
     assert not resource._blocks
 
 
@@ -223,10 +216,10 @@ WAYS = [reset_to_the_start, reset_to_a_mark, leave_a_scope, close_its_region, tr
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_nobody_gets_what_cuda_core_has(one, monkeypatch, name, source, way):
+def test_nobody_gets_what_cuda_core_has(gpu, monkeypatch, name, source, way):
     """Two Buffers of cuda.core that are alive never have a byte in common."""
     core = fake_core(monkeypatch)
-    one.attributes[91] = 1  # the device sees registered memory at its address
+    gpu.attributes[91] = 1  # the device sees registered memory at its address
     if name != "Bump" and way not in (close_its_region, trim_it):
         return  # there is no reset
     allocator = ALLOCATORS[name](SOURCES[source]())
@@ -247,7 +240,7 @@ def test_nobody_gets_what_cuda_core_has(one, monkeypatch, name, source, way):
     buffers.clear()
     del buffer
     gc.collect()
-    one.drain()
+    gpu.drain()
     if name == "Bump":
         allocator.reset()
         assert allocator.used == 0
@@ -265,14 +258,14 @@ def test_a_strict_reset_names_what_cuda_core_has(core):
     arena.reset()
 
 
-def test_a_deallocation_that_fails(one, monkeypatch):
+def test_a_deallocation_that_fails(gpu, monkeypatch):
     """Nobody can tell then what its stream still does: the block is not handed out again."""
     fake_core(monkeypatch)
     slab = arenapy.Slab(KIB, 1, cuda.Device())
     resource = cuda.memory_resource(slab)
     stream = cuda.Stream()
     buffer = resource.allocate(KIB, stream=stream)
-    one.launch(stream.handle, None, [(buffer.handle, KIB)])
+    gpu.launch(stream.handle, None, [(buffer.handle, KIB)])
     stream.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.close(stream)
@@ -282,7 +275,7 @@ def test_a_deallocation_that_fails(one, monkeypatch):
     assert slab.stats().active_allocations == 1
 
 
-def test_what_goes_wrong(one, monkeypatch):
+def test_what_goes_wrong(gpu, monkeypatch):
     fake_core(monkeypatch)
     pool = arenapy.Slab(KIB, 2, cuda.Device())
     resource = cuda.memory_resource(pool)

@@ -251,22 +251,6 @@ def test_a_hook_that_frees(gpu):
 
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_growing_memory(gpu, allocator):
-    source = cuda.Device()
-    b = None
-    if allocator == "bump":
-        arena = Bump(MIB, source, max_bytes=8 * MIB)
-        b = arena.alloc(1000)
-        b.copy_from(bytes(range(250)) * 4)
-        arena.alloc(10)
-        grown = arena.grow(b, 5000)
-        gpu.drain()
-        assert content(grown)[:1000] == bytes(range(250)) * 4 and b.closed
-    one = ALLOCATORS[allocator](source)
-    one.check()
-
-
-@pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_a_forked_child_has_none_of_it(gpu, source, allocator):
     one = ALLOCATORS[allocator](source)
     b = one.alloc(100)

@@ -5,7 +5,6 @@ import ctypes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_driver import simulated
 from simulated_memory import put
 
 from arenapy import cuda
@@ -15,25 +14,18 @@ MIB = 1 << 20
 KIB = 1 << 10
 
 
-@pytest.fixture
-def one():
-    with simulated() as one:
-        one.memory.others = [0, 0]
-        yield one
-
-
-def test_what_is_measured(one):
+def test_what_is_measured(gpu):
     """Every kind of copy, both ways, from and to where it should be."""
     pinned = backing.pinned_bytes()  # of what other tests have left to the collector
     copies = []
-    submit = one.submit
+    submit = gpu.submit
 
     def noted(stream, what, run=None, touches=(), *rest, **options):
         if what == "a copy":
             copies.append((stream.blocking, stream.device, tuple(touches)))
         return submit(stream, what, run, touches, *rest, **options)
 
-    one.submit = noted
+    gpu.submit = noted
     made = cuda.bandwidth(1, MIB, repeat=2)
     assert made.name == "Simulated 1"
     assert {(blocking, device) for blocking, device, _ in copies} == {(False, 1)}
@@ -46,7 +38,7 @@ def test_what_is_measured(one):
     assert {nbytes for touches in touched[24:] for _, nbytes in touches} == {4 * KIB}
     ends = [tuple(start for start, _ in touches) for touches in touched[24:]]
     assert len({start for start, _ in ends}) == 2 * MIB // (4 * KIB), "each once, both ways"
-    assert one.memory.used[1] == 0
+    assert gpu.memory.used[1] == 0
     assert backing.pinned_bytes() <= pinned
     assert [row.copies for row in made.rows] == [1, 1, 1, 1, 256]
 
@@ -98,7 +90,7 @@ def test_what_an_h200_would_show():
     assert "<td>11 GB/s</td>" in page and "H&lt;200&gt;" in page and "<table>" in page
 
 
-def test_the_fastest_run_counts(one):
+def test_the_fastest_run_counts(gpu):
     """And the first one does not."""
     times = iter(range(1, 1000))
     kept = []
@@ -110,18 +102,18 @@ def test_the_fastest_run_counts(one):
     fake = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(
         lambda *arguments: elapsed(*arguments) or 0
     )
-    one.entries["cuEventElapsedTime"] = (
+    gpu.entries["cuEventElapsedTime"] = (
         ctypes.cast(fake, ctypes.c_void_p).value,
-        one.entries["cuEventElapsedTime"][1],
+        gpu.entries["cuEventElapsedTime"][1],
     )
-    driver.use(one.entries)
+    driver.use(gpu.entries)
     made = cuda.bandwidth(0, MIB, repeat=3)
     assert made.pageable.to_device_seconds == pytest.approx(1 / 4), "of runs 2, 3 and 4"
     assert made.pageable.from_device_seconds == pytest.approx(1 / 8)
     assert made.small.from_device_seconds == pytest.approx(1 / 40)
 
 
-def test_a_clock_that_stands_still(one):
+def test_a_clock_that_stands_still(gpu):
     made = figures([(float("inf"),) * 2] * 5)
     assert made.pinned.to_device == float("inf")
     assert "Nothing is slow" in str(made)
@@ -136,6 +128,6 @@ def test_a_clock_that_stands_still(one):
         (("0",), TypeError, "device_id='0'"),
     ],
 )
-def test_what_cannot_be(one, arguments, error, text):
+def test_what_cannot_be(gpu, arguments, error, text):
     with pytest.raises(error, match=text):
         cuda.bandwidth(*arguments)

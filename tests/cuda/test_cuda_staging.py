@@ -12,10 +12,10 @@ import time
 import numpy as np
 import pytest
 from cuda_machine import Wrapped
+from cuda_support import a_gpu, backwards, until
 from helpers import peek, poke
 from hypothesis import event, given
 from hypothesis import strategies as st
-from simulated_driver import simulated
 
 import arenapy
 from arenapy import cuda
@@ -25,13 +25,6 @@ pytestmark = pytest.mark.no_sanitizer  # it waits for threads, for some seconds 
 
 KIB = 1 << 10
 NON_BLOCKING = 1
-
-
-@pytest.fixture
-def one():
-    with simulated() as one, one.on(0):
-        one.memory.others[0] = 0
-        yield one
 
 
 @pytest.fixture(autouse=True)
@@ -65,16 +58,11 @@ def joined(chunks):
     return b"".join(read(chunk) for chunk in chunks)
 
 
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.001)
-
-
-def copies_queued(gpu):
-    """A copy is counted as a call before it is here."""
-    return [each for each in gpu.queue if "a copy" in each.what]
+def copies_queued(gpu, count):
+    """What is left of so many copies, once all of them were queued."""
+    until(lambda: gpu.calls["cuMemcpyAsync"] == count)
+    with gpu.exclusive():  # a copy is counted before it is queued
+        return [each for each in gpu.queue if "a copy" in each.what]
 
 
 def buffer_of(source, data):
@@ -102,11 +90,10 @@ STAGED = [name for name in SOURCES if name not in
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_source(one, tmp_path, name):
-    one.memory.others[1] = 0
+def test_every_source(gpu, tmp_path, name):
     data = pattern(70_000)
     source = SOURCES[name](tmp_path / "data", data)
-    before = one.calls["cuMemHostRegister"]
+    before = gpu.calls["cuMemHostRegister"]
     sizes = []
     for chunk in cuda.chunks(source, 16 * KIB):
         assert (chunk.kind, chunk.device_id) == ("device", 0)
@@ -114,7 +101,7 @@ def test_every_source(one, tmp_path, name):
         assert read(chunk) == data[begin : begin + chunk.nbytes]
         sizes.append(chunk.nbytes)
     assert sizes == [16 * KIB] * 4 + [70_000 - 64 * KIB]
-    assert one.calls["cuMemHostRegister"] - before == (name in STAGED), "staging, where it helps"
+    assert gpu.calls["cuMemHostRegister"] - before == (name in STAGED), "staging, where it helps"
     del chunk, source
 
 
@@ -143,7 +130,7 @@ class Consumer:
 CONSUMERS = ["default", "handle of a blocking one", "object", "ours", "device 0's legacy stream"]
 
 
-def make_consumer(one, name):
+def make_consumer(gpu, name):
     """What `stream=` is to be, and the handle."""
     if name == "default":
         return None, 1
@@ -153,7 +140,7 @@ def make_consumer(one, name):
         stream = cuda.Stream()
         return stream, stream.handle
     flags = NON_BLOCKING if name == "object" else 0
-    handle = one.got("cuStreamCreate", ctypes.c_void_p, flags)
+    handle = gpu.got("cuStreamCreate", ctypes.c_void_p, flags)
     return (Wrapped(handle) if name == "object" else handle), handle
 
 
@@ -174,22 +161,21 @@ def test_chunks_are_whole_whatever_runs_when(
     if n_items > 60 * chunk_items:
         chunk_bytes *= 60
     chance = random.Random(seed)
-    with simulated() as one, one.on(0):
-        one.memory.others[0] = 0
-        stream, handle = make_consumer(one, consumer)
+    with a_gpu(leaks=True) as gpu:
+        stream, handle = make_consumer(gpu, consumer)
         allocator = {
             None: lambda: None,
             "Slab": lambda: arenapy.Slab(chunk_bytes, depth + 1, cuda.Device()),
             "Pool": lambda: arenapy.Pool(4 << 20, cuda.Device()),
             "managed Pool": lambda: arenapy.Pool(4 << 20, cuda.Managed()),
         }[pool]()
-        work = Consumer(one, handle)
+        work = Consumer(gpu, handle)
         source = data
         if from_file:
             source = write(tmp_path_factory.getbasetemp() / "chunks", data)
         # Seldom: a chunk is some hundred calls, and what is asked for all the time has been done.
         often = chance.choice((0, 0.01, 0.05, 0.2))
-        one.before_call = lambda name: chance.random() < often and one.step(chance.randrange(8))
+        gpu.before_call = lambda name: chance.random() < often and gpu.step(chance.randrange(8))
         made, begin, kept = 0, 0, []
         for chunk in cuda.chunks(source, chunk_bytes, "i4", depth, pool=allocator, stream=stream):
             assert chunk.dtype == np.dtype("i4")
@@ -199,13 +185,13 @@ def test_chunks_are_whole_whatever_runs_when(
             begin += chunk.nbytes
             made += 1
             kept.append(chunk)
-        one.before_call = None
+        gpu.before_call = None
         assert begin == len(data)
         assert all(chunk.closed for chunk in kept)
         event(f"{min(made, 5)} chunks")
         del kept
         chunk = None
-        one.drain()
+        gpu.drain()
         assert work.seen == made
         assert not work.wrong
         if allocator is not None:
@@ -216,41 +202,39 @@ def test_chunks_are_whole_whatever_runs_when(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_next_chunks_are_copied_while_one_is_used(one, depth):
+def test_the_next_chunks_are_copied_while_one_is_used(gpu, depth):
     data = pattern(10 * KIB)
     chunks = cuda.chunks(data, KIB, depth=depth)
     first = next(chunks)
-    until(lambda: one.calls["cuMemcpyAsync"] == 1 + depth)
+    until(lambda: gpu.calls["cuMemcpyAsync"] == 1 + depth)
     time.sleep(0.02)
-    assert one.calls["cuMemcpyAsync"] == 1 + depth, "and no more than that"
+    assert gpu.calls["cuMemcpyAsync"] == 1 + depth, "and no more than that"
     second = next(chunks)
-    until(lambda: one.calls["cuMemcpyAsync"] == 2 + depth)
+    until(lambda: gpu.calls["cuMemcpyAsync"] == 2 + depth)
     assert first.closed and not second.closed
     chunks.close()
 
 
-def test_a_copy_waits_for_the_consumer_of_its_memory_alone(one):
+def test_a_copy_waits_for_the_consumer_of_its_memory_alone(gpu):
     """With two chunks ahead, the second copy is not held up by who works on the first chunk."""
     done = []
     stream = cuda.Stream()
     chunks = cuda.chunks(pattern(6 * KIB), KIB, depth=2, stream=stream)
     chunk = next(chunks)
-    one.launch(stream.handle, lambda: done.append(1), [(chunk.address, chunk.nbytes)])
-    until(lambda: len(copies_queued(one)) == 3)
-    one.finish(copies_queued(one))
+    gpu.launch(stream.handle, lambda: done.append(1), [(chunk.address, chunk.nbytes)])
+    gpu.finish(copies_queued(gpu, 3))
     assert not done
     chunks.close()
     del chunk
 
 
-def test_a_consumer_waits_for_the_copy_of_its_chunk_alone(one):
+def test_a_consumer_waits_for_the_copy_of_its_chunk_alone(gpu):
     stream = cuda.Stream()
     chunks = cuda.chunks(pattern(6 * KIB), KIB, depth=2, stream=stream)
     next(chunks)
-    until(lambda: len(copies_queued(one)) == 3)
-    third = copies_queued(one)[-1]
+    third = copies_queued(gpu, 3)[-1]
     chunk = next(chunks)
-    one.launch(stream.handle, None, [(chunk.address, chunk.nbytes)])
+    gpu.launch(stream.handle, None, [(chunk.address, chunk.nbytes)])
     stream.synchronize()
     assert not third.done
     chunks.close()
@@ -260,7 +244,7 @@ def test_a_consumer_waits_for_the_copy_of_its_chunk_alone(one):
 # ---- who keeps what ----------------------------------------------------------------------
 
 
-def test_what_was_exported_stays(one):
+def test_what_was_exported_stays(gpu):
     """Like an array of CuPy that lives on: its memory is not used again before it is gone."""
     data = pattern(9 * KIB)
     kept = {}
@@ -269,14 +253,14 @@ def test_what_was_exported_stays(one):
             kept[i] = chunk.__cuda_array_interface__["data"][0], chunk
         if i == 3:
             kept[i] = chunk.address, chunk.__dlpack__()
-    one.drain()
+    gpu.drain()
     for i, (address, _) in kept.items():
         assert peek(address, KIB) == data[i * KIB : (i + 1) * KIB]
     del chunk, _
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_keeping_the_last_array_is_no_matter(one, depth):
+def test_keeping_the_last_array_is_no_matter(gpu, depth):
     """`x = cupy.asarray(chunk)`: x lives until the next one is there."""
     x, n = None, 0
     for chunk in cuda.chunks(pattern(20 * KIB), KIB, depth=depth):
@@ -287,7 +271,7 @@ def test_keeping_the_last_array_is_no_matter(one, depth):
     del x, chunk
 
 
-def test_keeping_all_of_it(one):
+def test_keeping_all_of_it(gpu):
     kept = []
     with pytest.raises(arenapy.OutOfMemory, match=r"arrays made from earlier chunks are kept"):
         for chunk in cuda.chunks(pattern(20 * KIB), KIB, depth=2):
@@ -297,14 +281,14 @@ def test_keeping_all_of_it(one):
     del kept, chunk
 
 
-def test_a_pool_with_little_room(one):
+def test_a_pool_with_little_room(gpu):
     pool = arenapy.Slab(KIB, 2, cuda.Device())
     data = pattern(20 * KIB)
     assert joined(cuda.chunks(data, KIB, depth=8, pool=pool)) == data
     assert pool.stats().allocated_bytes == 0
 
 
-def test_a_chunk_that_its_consumer_releases(one):
+def test_a_chunk_that_its_consumer_releases(gpu):
     data, got = pattern(5 * KIB), b""
     for chunk in cuda.chunks(data, KIB):
         got += read(chunk)
@@ -316,7 +300,7 @@ def test_a_chunk_that_its_consumer_releases(one):
 # ---- ends --------------------------------------------------------------------------------
 
 
-def test_an_early_end(one, tmp_path):
+def test_an_early_end(gpu, tmp_path):
     path = write(tmp_path / "data", pattern(50 * KIB))
     for _ in cuda.chunks(path, KIB, depth=3):
         break
@@ -330,16 +314,16 @@ def test_an_early_end(one, tmp_path):
             raise ZeroDivisionError
     del _, chunks
     gc.collect()
-    one.drain()
-    assert one.memory.used[0] == 0
-    assert one.calls["cuStreamCreate"] == one.calls["cuStreamDestroy"] == 3
+    gpu.drain()
+    assert gpu.memory.used[0] == 0
+    assert gpu.calls["cuStreamCreate"] == gpu.calls["cuStreamDestroy"] == 3
 
 
-def test_a_file_that_gets_shorter(one, tmp_path):
+def test_a_file_that_gets_shorter(gpu, tmp_path):
     path = write(tmp_path / "data", pattern(8 * KIB))
     chunks = cuda.chunks(path, KIB, depth=1)
     assert len(next(chunks)) == KIB
-    until(lambda: one.calls["cuMemcpyAsync"] == 2)
+    until(lambda: gpu.calls["cuMemcpyAsync"] == 2)
     os.truncate(path, 2 * KIB + 100)
     next(chunks)
     with pytest.raises(EOFError, match=r"had 8192 bytes, and ends after 2148 now"):
@@ -359,19 +343,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_that_fail(one, name):
+def test_calls_that_fail(gpu, name):
     data = pattern(9 * KIB)
-    one.fail_at(name, CALLS[name], 1)
+    gpu.fail_at(name, CALLS[name], 1)
     with pytest.raises(cuda.CudaError):
         joined(cuda.chunks(data, KIB))
     gc.collect()
-    one.drain()
-    assert one.memory.used[0] == 0
+    gpu.drain()
+    assert gpu.memory.used[0] == 0
     assert joined(cuda.chunks(data, KIB)) == data
 
 
-def test_no_memory_on_the_device(one):
-    one.memory.others[0] = one.MEMORY[0] - KIB
+def test_no_memory_on_the_device(gpu):
+    gpu.memory.others[0] = gpu.MEMORY[0] - KIB
     with pytest.raises(arenapy.OutOfMemory, match="1 KiB of 64 MiB are free"):
         next(cuda.chunks(pattern(9 * KIB), KIB))
 
@@ -403,7 +387,7 @@ def test_the_interpreter_ends_in_the_middle(run_script):
 # ---- options -----------------------------------------------------------------------------
 
 
-def test_progress(one):
+def test_progress(gpu):
     told = []
     for _ in cuda.chunks(pattern(2500), 1000, progress=lambda *two: told.append(two)):
         pass
@@ -416,7 +400,7 @@ def test_progress(one):
     assert told == [(1000, 2500)], "of what was done with"
 
 
-def test_progress_that_raises(one):
+def test_progress_that_raises(gpu):
     def refuse(done, total):
         raise ZeroDivisionError
 
@@ -424,7 +408,7 @@ def test_progress_that_raises(one):
         joined(cuda.chunks(pattern(2500), 1000, progress=refuse))
 
 
-def test_a_bar(one, capsys):
+def test_a_bar(gpu, capsys):
     joined(cuda.chunks(bytes(3 << 20), 1 << 20, progress=True))
     assert "3.0/3.0 MiB" in capsys.readouterr().out
 
@@ -450,7 +434,7 @@ def test_what_cannot_be(arguments, error, text):
         cuda.chunks(*arguments)
 
 
-def test_pools_that_cannot_be(one):
+def test_pools_that_cannot_be(gpu):
     for pool, error, text in (
         (arenapy.Bump(1 << 20, cuda.Device()), TypeError, "no Pool or Slab"),
         (arenapy.Pool(1 << 20), BufferError, "host memory"),
@@ -466,7 +450,7 @@ def test_pools_that_cannot_be(one):
 
 @pytest.mark.parametrize("tell", ["recorded", "filled", "copied"])
 @pytest.mark.parametrize("kind", ["device", "pinned", "managed", "array"])
-def test_what_its_source_was_told_of_comes_first(one, kind, tell):
+def test_what_its_source_was_told_of_comes_first(gpu, kind, tell):
     """The stream that copies is its own, which nobody else can order."""
     sources = {"device": cuda.Device(), "managed": cuda.Managed()}
     source = sources.get(kind, cuda.Pinned(huge_pages=None, mapped=False))
@@ -474,10 +458,10 @@ def test_what_its_source_was_told_of_comes_first(one, kind, tell):
     whole.fill(1)
     stream, other = cuda.Stream(), cuda.Device().region(4096).buffer()
     other.fill(2)
-    one.drain()
+    gpu.drain()
     if tell == "recorded":
         address = whole.address
-        one.launch(stream.handle, lambda: poke(address, 4096, 2), [(address, 4096)])
+        gpu.launch(stream.handle, lambda: poke(address, 4096, 2), [(address, 4096)])
         whole.record_stream(stream)
     elif tell == "filled":
         whole.fill(2, stream=stream)
@@ -485,7 +469,6 @@ def test_what_its_source_was_told_of_comes_first(one, kind, tell):
         whole.copy_from(other, stream=stream)
     got = []
     for chunk in cuda.chunks(whole.array(dtype="u1") if kind == "array" else whole, 1024):
-        while one.step(-1):  # what was given last runs first
-            pass
+        backwards(gpu)
         got.append(read(chunk))
     assert set(b"".join(got)) == {2}

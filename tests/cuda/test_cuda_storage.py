@@ -9,8 +9,7 @@ import weakref
 import pytest
 from capsules import Tensor
 from cuda_machine import Wrapped
-from cuda_order import backwards
-from cuda_support import MIB, new_stream
+from cuda_support import MIB, backwards, graph_of, new_stream
 from helpers import peek, poke
 from test_cuda_between_calls import MAX_POINTS, Points
 from test_cuda_foreign import memory
@@ -208,8 +207,7 @@ def test_in_a_capture_nobody_is_asked_to_wait(gpu, library):
     array = library(gpu, Storage(gpu, OURS), Points())
     gpu.begin_capture(s.handle_)
     block.copy_from(array, stream=s)
-    graph = gpu.end_capture(s.handle_)
-    assert graph
+    graph = graph_of(gpu, s)
     assert array.asked == [-1] or library is Refusing
     array.swap()
     for _ in range(2):
@@ -229,6 +227,4 @@ def test_a_call_that_is_refused_says_why(gpu, operate):
     gpu.begin_capture(captured.handle_)
     with pytest.raises(cuda.CudaError, match="legacy default stream"):
         operate(block, array, captured)
-    graph = gpu.end_capture(captured.handle_)
-    assert graph
-    gpu.destroy_graph(graph)
+    gpu.destroy_graph(graph_of(gpu, captured))

@@ -2,9 +2,7 @@
 
 import gc
 import itertools
-import threading
 import weakref
-from collections import Counter
 
 import pytest
 from cuda_support import (
@@ -19,9 +17,9 @@ from cuda_support import (
     slowly_fill,
     take,
 )
-from helpers import GIL
+from helpers import in_threads
 
-from arenapy import Bump, OutOfMemory, Pool, cuda
+from arenapy import Bump, Pool, cuda
 
 # The own stream ------------------------------------------------------------------------------
 
@@ -119,17 +117,6 @@ def test_several_streams_have_to_be_done(gpu, reusing):
     assert reusing.stats().pending_bytes == 0
 
 
-def test_release_with_a_stream(gpu, reusing):
-    s = new_stream(gpu)
-    b = take(reusing)
-    slowly_fill(gpu, s, b, 1)
-    b.release(s)
-    assert b.closed and reusing.stats().pending_bytes
-    b.release(s)  # the second one does nothing
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
-
-
 @pytest.mark.parametrize("source", HOST_VISIBLE)
 def test_a_refused_release_tells_nobody_of_its_stream(gpu, source):
     pool = Pool(4 * MIB, SOURCES[source]())
@@ -143,58 +130,22 @@ def test_a_refused_release_tells_nobody_of_its_stream(gpu, source):
     gpu.drain()
 
 
-def test_an_integer_is_asked_when_the_block_is_released(gpu, reusing):
-    """Whose handle may be another stream's later."""
-    s = new_stream(gpu)
-    handle = s.handle_
-    b = take(reusing)
-    b.record_stream(handle)
-    slowly_fill(gpu, s, b, 1)
-    b.release()
-    assert gpu.call("cuStreamDestroy", handle) == 0
-    other = new_stream(gpu)
-    assert other.handle_ == handle
-    gpu.launch(handle, lambda: None)
-    assert reusing.stats().pending_bytes
-    while reusing.stats().pending_bytes:
-        assert gpu.step()
-    b = take(reusing)
-    b.record_stream(handle)  # not confused with the one before
-    b.release()
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
-
-
-def test_a_stream_object_lives_as_long_as_it_is_needed(gpu, reusing):
-    s = new_stream(gpu)
-    gone = weakref.ref(s)
-    b = take(reusing)
-    b.record_stream(s)
-    slowly_fill(gpu, s, b, 1)
-    del s, b
-    gc.collect()
-    assert gone() is not None
-    gpu.drain()
-    assert reusing.stats().pending_bytes == 0
-    for _ in range(4):  # so that it is no longer among what was named last
-        reusing.alloc(1).record_stream(new_stream(gpu))
-        gpu.drain()
-    gc.collect()
-    assert gone() is None
-
-
-def test_the_default_stream_of_a_thread(gpu, reusing):
-    b = take(reusing)
+@pytest.mark.parametrize("dropped", ["here", "in another thread"])
+def test_the_default_stream_of_a_thread(gpu, reusing, dropped):
+    """The other thread has the ident of the first one, which has ended."""
+    blocks = [take(reusing)]
 
     def use():
         with gpu.on(0):
-            b.record_stream(PER_THREAD)
-            slowly_fill(gpu, PER_THREAD, b, 1)
+            blocks[0].record_stream(PER_THREAD)
+            slowly_fill(gpu, PER_THREAD, blocks[0], 1)
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    b.release()
+    def drop():
+        with gpu.on(0):
+            blocks.clear()
+
+    in_threads(use)
+    drop() if dropped == "here" else in_threads(drop)
     assert reusing.stats().pending_bytes, "another thread's stream of that name counts"
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
@@ -214,14 +165,16 @@ def test_what_is_no_stream(gpu, reusing, what):
     assert reusing.stats().pending_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["cuda_stream", "ptr", "handle"])
-def test_streams_of_other_libraries(gpu, reusing, name):
+@pytest.mark.parametrize("name", ["", "cuda_stream", "ptr", "handle"])
+def test_release_with_a_stream(gpu, reusing, name):
+    """Of other libraries, too, by an attribute."""
     s = new_stream(gpu)
-    theirs = type("Stream", (), {name: s.handle_})()
+    named = type("Stream", (), {name: s.handle_})() if name else s
     b = take(reusing)
     slowly_fill(gpu, s, b, 1)
-    b.release(theirs)
-    assert reusing.stats().pending_bytes
+    b.release(named)
+    assert b.closed and reusing.stats().pending_bytes
+    b.release(named)  # the second one does nothing
     gpu.drain()
     assert reusing.stats().pending_bytes == 0
 
@@ -283,27 +236,11 @@ def test_a_streams_blocks_are_its_own_again_at_once(gpu):
         slowly_fill(gpu, s, b, 1)
         address = b.address
         del b
-        calls = gpu.calls.copy()
         other = pool.alloc(n, stream=t)
         assert other.address != address
         again = pool.alloc(n, stream=s)
         assert again.address == address, n
-        del calls
     pool.check()
-
-
-def test_a_hit_of_a_stream_asks_only_whether_it_captures(gpu):
-    pool, s = Pool(16 * MIB, cuda.Device()), new_stream(gpu)
-    pool.alloc(5000, stream=s).release()
-    before = gpu.calls.copy()
-    for _ in range(10):
-        pool.alloc(5000, stream=s).release()
-    asked = gpu.calls - before
-    if not GIL:  # what was named last is not remembered there
-        for name in ("cuStreamGetCtx", "cuStreamGetId", "cuCtxGetDevice"):
-            assert asked.pop(name) == 10
-        asked -= Counter({"cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10, "cuStreamIsCapturing": 10})
-    assert asked == {"cuStreamIsCapturing": 10}
 
 
 def test_figures_are_of_all_streams(gpu):
@@ -328,22 +265,6 @@ def test_figures_are_of_all_streams(gpu):
     gpu.drain()
     pool.trim()
     assert pool.stats().reserved_bytes == 0 and gpu.memory.used[0] == 0
-
-
-def test_what_other_streams_keep_is_there_for_a_request_that_needs_it(gpu):
-    pool, s = Pool(8 * MIB, cuda.Device()), new_stream(gpu)
-    b = pool.alloc(7 * MIB, stream=s)
-    slowly_fill(gpu, s, b, 1)
-    del b
-    own = pool.alloc(7 * MIB)
-    assert gpu.queue, "the own stream waits, and not the caller"
-    slowly_fill(gpu, LEGACY, own, 2)
-    while gpu.step(1):
-        pass
-    assert set(content(own)) == {2}
-    with pytest.raises(OutOfMemory):
-        pool.alloc(7 * MIB, stream=s)
-    pool.check()
 
 
 @pytest.mark.parametrize("lane", [False, True])

@@ -11,8 +11,7 @@ import threading
 
 import pytest
 from capsules import Array
-from cuda_order import backwards
-from cuda_support import HOST_VISIBLE, MIB, PER_THREAD, a_gpu, content, slowly_fill
+from cuda_support import HOST_VISIBLE, MIB, PER_THREAD, a_gpu, backwards, content, slowly_fill
 from cuda_turns import Turns
 from helpers import peek, poke
 from hypothesis import given, settings

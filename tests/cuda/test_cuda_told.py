@@ -13,24 +13,30 @@ import weakref
 import pytest
 from capsules import Consumer
 from cuda_machine import NON_BLOCKING, Wrapped
-from cuda_order import backwards, reads
-from cuda_support import HOST_VISIBLE, LEGACY, MIB, SOURCES, a_gpu, new_stream
+from cuda_support import (
+    ALLOCATORS,
+    HOST_VISIBLE,
+    LEGACY,
+    MIB,
+    SOURCES,
+    a_gpu,
+    backwards,
+    content,
+    let_wait,
+    new_stream,
+    reads,
+    slowly_fill,
+)
 from helpers import peek, poke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
 
-from arenapy import Bump, Pool, Slab, cuda
+from arenapy import Pool, Slab, cuda
 from arenapy.cuda.stream_ref import OWNERS
 
 N = 4096
 OLD, NEW = 1, 7
-
-ALLOCATORS = {
-    "bump": lambda source, **options: Bump(MIB, source, **options),
-    "slab": lambda source, **options: Slab(N, 4, source, **options),
-    "pool": lambda source, **options: Pool(4 * MIB, source, **options),
-}
 
 
 # ---- how a block is told of a stream, which then writes ----
@@ -49,18 +55,13 @@ def by_a_fill(gpu, block, stream):
 
 def by_recording(gpu, block, stream):
     block.record_stream(stream)
-    kernel(gpu, block, stream)
+    slowly_fill(gpu, stream, block, NEW)
 
 
 def by_dlpack(gpu, block, stream):
     consumer = Consumer(block.__dlpack__(stream=stream.handle_))
-    kernel(gpu, block, stream)
+    slowly_fill(gpu, stream, block, NEW)
     consumer.delete()
-
-
-def kernel(gpu, block, stream, byte=NEW):
-    address = block.address
-    gpu.launch(stream.handle_, lambda: poke(address, N, byte), [(address, N)])
 
 
 WAYS = (by_a_copy, by_a_fill, by_recording, by_dlpack)
@@ -168,9 +169,7 @@ def test_a_reader_of_the_interface_comes_after_them(how, source, tell, reader):
         theirs = LEGACY if kind == LEGACY else new_stream(gpu, kind).handle_
         number = block.__cuda_array_interface__["stream"]
         if waits and number is not None:
-            event = gpu.got("cuEventCreate", ctypes.c_void_p, 2)
-            assert not gpu.call("cuEventRecord", event, number)
-            assert not gpu.call("cuStreamWaitEvent", theirs, event, 0)
+            let_wait(gpu, theirs, number)
         seen = reads(gpu, theirs, block.address, N)
         backwards(gpu)
         assert seen == [bytes([NEW]) * N]
@@ -206,6 +205,14 @@ class Object(Wrapped):
 
 
 OWNERS[Object.__module__, Object.__qualname__] = lambda stream: True
+
+
+def written_by_its_next_owner(gpu, slab):
+    """The one block, on the legacy stream, before anything that does not keep it from that."""
+    block = slab.alloc()
+    slowly_fill(gpu, LEGACY, block, NEW)
+    backwards(gpu)
+    assert set(content(block)) == {NEW}
 
 
 @pytest.mark.parametrize("done", ["at once", "later", "at the end"])
@@ -257,9 +264,7 @@ def test_a_stream_that_somebody_still_has_is_not_forgotten(gpu):
     gpu.drain()
     seen = reads(gpu, mine.handle_, block.address, N)
     del block
-    block = slab.alloc()
-    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
-    backwards(gpu)
+    written_by_its_next_owner(gpu, slab)
     assert seen == [bytes([OLD]) * N]
 
 
@@ -279,9 +284,7 @@ def test_a_stream_that_does_not_end_with_its_object_is_not_forgotten(gpu, name, 
         block.record_stream(named(gpu, handle))
     seen = [reads(gpu, handle, block.address, N) for handle in handles]
     del block
-    block = slab.alloc()
-    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
-    backwards(gpu)
+    written_by_its_next_owner(gpu, slab)
     assert seen == [[bytes([OLD]) * N]] * many
 
 
@@ -300,9 +303,7 @@ def test_streams_of_our_own_are_forgotten(gpu, busy):
     assert gpu.calls["cuStreamDestroy"] - before > 150
     seen.append(reads(gpu, s.handle, block.address, N))  # somebody still has it
     del block
-    block = slab.alloc()
-    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
-    backwards(gpu)
+    written_by_its_next_owner(gpu, slab)
     assert all(one == [bytes([OLD]) * N] for one in seen)
 
 
@@ -333,13 +334,8 @@ def test_any_order_of_streams_that_come_and_go(data):
                 for _ in range(data.draw(st.integers(1, 30))):
                     gpu.step(data.draw(st.integers(0, 3)))
         del block
-        block = slab.alloc()
-        address = block.address
-        gpu.launch(LEGACY, lambda: poke(address, N, NEW), [(address, N)])
-        backwards(gpu)
+        written_by_its_next_owner(gpu, slab)
         assert all(one == [bytes([OLD]) * N] for one in seen)
-        assert set(peek(address, N)) == {NEW}
-        del block
 
 
 # ---- consumers that name a number ----
@@ -381,9 +377,7 @@ def test_cupys_stream_that_is_gone(gpu, cupy, first):
             consumer.delete()
     block.copy_to(bytearray(N))
     del block
-    block = slab.alloc()
-    gpu.launch(LEGACY, lambda address=block.address: poke(address, N, NEW), [(block.address, N)])
-    backwards(gpu)
+    written_by_its_next_owner(gpu, slab)
     assert seen == [[bytes([OLD]) * N]] * 3
     assert not gpu.errors
 

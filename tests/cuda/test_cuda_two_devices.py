@@ -4,22 +4,20 @@ import ctypes
 import gc
 
 import pytest
-from cuda_support import ALLOCATORS, MIB, SOURCES, new_stream, only_one, take
-from helpers import peek
+from cuda_support import (
+    ALLOCATORS,
+    SOURCES,
+    backwards,
+    graph_of,
+    new_stream,
+    only_one,
+    samples,
+    take,
+)
 
-from arenapy import Bump, cuda
+from arenapy import cuda
 
 BLOCKING = 0
-PINNED = {"pool": "pool", "slab": "slab", "bump": "bump"}
-
-
-def make(name):
-    source = cuda.Pinned(huge_pages=None)
-    return Bump(MIB, source) if name == "bump" else only_one(name, source)
-
-
-def block_of(allocator):
-    return allocator.alloc(MIB) if isinstance(allocator, Bump) else take(allocator)
 
 
 def stream_on(gpu, device):
@@ -27,32 +25,25 @@ def stream_on(gpu, device):
         return gpu.got("cuStreamCreate", ctypes.c_void_p, BLOCKING)
 
 
-def reads(gpu, handle, address, nbytes):
-    seen = []
-    gpu.launch(handle, lambda: seen.append(set(peek(address, nbytes)[::512])), [(address, nbytes)])
-    return seen
-
-
 @pytest.mark.parametrize("dropped_on", [0, 1])
 @pytest.mark.parametrize("exported_on", [0, 1])
 @pytest.mark.parametrize("reader", [0, 1])
-@pytest.mark.parametrize("name", PINNED)
+@pytest.mark.parametrize("name", ALLOCATORS)
 def test_a_reader_on_any_device_is_waited_for(gpu, name, reader, exported_on, dropped_on):
     """On a blocking stream, whichever device was current when the interface was read."""
-    allocator = make(name)
-    block = block_of(allocator)
+    allocator = only_one(name, SOURCES["pinned"]())
+    block = take(allocator)
     block.array(dtype="u1")[:] = 1
-    address, nbytes = block.address, block.nbytes
     with gpu.on(exported_on):
         assert block.__cuda_array_interface__["stream"] is None
-    seen = reads(gpu, stream_on(gpu, reader), address, nbytes)  # a context that was made later
+    seen = samples(gpu, stream_on(gpu, reader), block)  # a context that was made later
     with gpu.on(dropped_on):
         del block
         gc.collect()
         if name == "bump":
             allocator.reset()
         try:
-            again = block_of(allocator)
+            again = take(allocator)
         except MemoryError:
             gpu.drain()
         else:
@@ -64,33 +55,30 @@ def test_a_reader_on_any_device_is_waited_for(gpu, name, reader, exported_on, dr
 
 @pytest.mark.parametrize("writer", [0, 1])
 @pytest.mark.parametrize("reader", [0, 1])
-@pytest.mark.parametrize("name", PINNED)
+@pytest.mark.parametrize("name", ALLOCATORS)
 def test_whoever_reads_the_interface_finds_what_was_written(gpu, name, reader, writer):
     """A number for a stream would be one of the reader's device."""
-    allocator, stream = make(name), cuda.Stream(writer)
-    block = block_of(allocator)
+    allocator, stream = only_one(name, SOURCES["pinned"]()), cuda.Stream(writer)
+    block = take(allocator)
     block.record_stream(stream)
     address, nbytes = block.address, block.nbytes
     gpu.launch(stream.handle, lambda: ctypes.memset(address, 3, nbytes), [(address, nbytes)])
     assert block.__cuda_array_interface__["stream"] is None
-    seen = reads(gpu, stream_on(gpu, reader), address, nbytes)
-    while gpu.step(-1):
-        pass
+    seen = samples(gpu, stream_on(gpu, reader), block)
+    backwards(gpu)
     assert seen == [{3}]
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_second_reader_while_the_legacy_stream_is_barred(gpu, device):
     """What the first one does cannot be waited for, and the capture is not disturbed."""
-    allocator, stream = make("pool"), stream_on(gpu, device)
-    block = block_of(allocator)
+    allocator, stream = only_one("pool", SOURCES["pinned"]()), stream_on(gpu, device)
+    block = take(allocator)
     assert block.__cuda_array_interface__["stream"] is None
     gpu.begin_capture(stream)
     with pytest.raises(cuda.CudaError, match="while a blocking stream is being captured"):
         _ = block.__cuda_array_interface__
-    graph = gpu.end_capture(stream)
-    assert graph, "the capture was invalidated"
-    gpu.destroy_graph(graph)
+    gpu.destroy_graph(graph_of(gpu, stream))
     assert block.__cuda_array_interface__["stream"] is None
 
 

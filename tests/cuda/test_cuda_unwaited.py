@@ -9,11 +9,12 @@ import weakref
 
 import pytest
 from capsules import Array
-from cuda_order import N, backwards
-from cuda_support import LEGACY, MIB, SOURCES, content, new_stream, slowly_fill
+from cuda_support import LEGACY, MIB, SOURCES, backwards, content, new_stream, slowly_fill
 from helpers import poke
 
 from arenapy import OutOfMemory, Slab, cuda
+
+N = 4096
 
 
 def refused(gpu, stream):
