@@ -5,10 +5,10 @@ to find corruption. A failure after a copy was queued cannot be made here.
 """
 
 import contextlib
-import time
 
 import pytest
-from real_gpu import Gpu, content, done, need_gpu
+from cuda_support import until
+from real_gpu import content, done, judge
 from test_gpu_graphs import RELAXED, begin, destroy, end, launch
 
 from arenapy import Pool, Slab, cuda
@@ -19,36 +19,6 @@ BLOCK = 64 * KIB
 LONG = 100_000  # microseconds: a graph is made and launched meanwhile
 ROUNDS = 10
 SAFETY = pytest.mark.parametrize("safe", [True, False])
-
-
-@pytest.fixture
-def gpu():
-    need_gpu()
-    with Gpu() as one:
-        yield one
-
-
-@pytest.fixture
-def torch(gpu):
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
-def cupy(gpu):
-    return pytest.importorskip("cupy")
-
-
-def until_free(pool):
-    """The driver tells of the end of a graph some time after it."""
-    end = time.monotonic() + 20
-    while pool.stats().pending_bytes:
-        assert time.monotonic() < end, "a graph that was destroyed keeps its block"
-        time.sleep(0.001)
-
-
-def judge(gpu, safe):
-    wrong = gpu.how_many_wrong()
-    assert wrong == 0 if safe else wrong > 0
 
 
 @SAFETY
@@ -145,7 +115,8 @@ def test_a_graph_of_a_block_whose_earlier_owner_still_writes(gpu, safe, how):
         gpu.synchronize()
         destroy(gpu, graph, executable)
         del former, part, block, capsule
-        until_free(pool)
+        # The driver tells of the end of a graph some time after it.
+        until(lambda: not pool.stats().pending_bytes)
     judge(gpu, safe)
 
 

@@ -4,20 +4,12 @@ import ctypes
 import threading
 import time
 
-import pytest
-from real_gpu import Gpu, done, need_gpu
+from real_gpu import Gpu, done
 
 from arenapy import Pool, cuda
 
 MIB = 1 << 20
 SECONDS = 0.3
-
-
-@pytest.fixture
-def gpu():
-    need_gpu()
-    with Gpu() as one:
-        yield one
 
 
 class Napping:

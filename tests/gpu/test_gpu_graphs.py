@@ -5,19 +5,13 @@ import gc
 
 import numpy as np
 import pytest
-from real_gpu import Gpu, content, done, need_gpu
+from cuda_support import until
+from real_gpu import content, done
 
 from arenapy import Pool, Slab, cuda
 
 KIB, MIB = 1 << 10, 1 << 20
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of a capture
-
-
-@pytest.fixture
-def gpu():
-    need_gpu()
-    with Gpu() as one:
-        yield one
 
 
 def begin(gpu, stream, mode=GLOBAL):
@@ -96,9 +90,7 @@ def test_what_a_graph_uses_is_parked_until_it_is_gone(gpu):
     assert pool.stats().pending_bytes == 2 * MIB
     destroy(gpu, graph, executable)
     gpu.synchronize()
-    for _ in range(1000):
-        if not pool.stats().pending_bytes:
-            break
+    until(lambda: not pool.stats().pending_bytes)
     assert pool.alloc(2 * MIB).address == address
 
 

@@ -3,9 +3,10 @@
 import gc
 import weakref
 
+import gpu_machines
 import numpy as np
 import pytest
-from real_gpu import Gpu, content, need_gpu
+from real_gpu import content
 
 from arenapy import Bump, Pool, cuda
 
@@ -18,25 +19,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def gpu():
-    need_gpu()
-    with Gpu() as one:
-        yield one
-
-
-@pytest.fixture
 def pool(gpu):
     return Pool(64 * MIB, cuda.Device())
-
-
-@pytest.fixture
-def cupy(gpu):
-    return pytest.importorskip("cupy")
-
-
-@pytest.fixture
-def torch(gpu):
-    return pytest.importorskip("torch")
 
 
 @pytest.fixture
@@ -192,21 +176,13 @@ def streams(gpu):
         "torch external": lambda: __import__("torch").cuda.ExternalStream(gpu.stream()),
         "numba": lambda: __import__("numba.cuda").cuda.stream(),
         "numba default": lambda: __import__("numba.cuda").cuda.default_stream(),
-        "cuda.core": core_stream,
+        "cuda.core": gpu_machines.Core().make_stream,
     }.items():
         try:
             found[name] = make()
         except ImportError:
             continue
     return found
-
-
-def core_stream():
-    from cuda.core import Device
-
-    device = Device(0)
-    device.set_current()
-    return device.create_stream()
 
 
 def number(stream):
@@ -288,11 +264,8 @@ def test_torch_captures_a_graph_over_our_memory(gpu, torch):
 # ---- cuda.core ----
 
 
-def test_cuda_core_allocates_from_a_pool(gpu):
-    core = pytest.importorskip("cuda.core")
-    device = core.Device(0)
-    device.set_current()
-    stream = device.create_stream()
+def test_cuda_core_allocates_from_a_pool(gpu, core):
+    stream = core.Device(0).create_stream()
     pool = Pool(64 * MIB, cuda.Device())
     resource = cuda.memory_resource(pool)
     buffer = resource.allocate(MIB, stream=stream)
@@ -314,12 +287,9 @@ def test_cuda_core_allocates_from_a_pool(gpu):
     assert not resource._blocks
 
 
-def test_cuda_core_under_kernels(gpu):
+def test_cuda_core_under_kernels(gpu, core):
     """The safety holds through the facade."""
-    core = pytest.importorskip("cuda.core")
-    device = core.Device(0)
-    device.set_current()
-    streams = [device.create_stream() for _ in range(2)]
+    streams = [core.Device(0).create_stream() for _ in range(2)]
     resource = cuda.memory_resource(Pool(2 * MIB, cuda.Device(), 2 * MIB))
     for i in range(1000):
         stream = streams[i % 2]
@@ -330,10 +300,8 @@ def test_cuda_core_under_kernels(gpu):
     assert gpu.how_many_wrong() == 0
 
 
-def test_cuda_core_buffers_are_buffers_to_us(gpu):
-    core = pytest.importorskip("cuda.core")
+def test_cuda_core_buffers_are_buffers_to_us(core):
     device = core.Device(0)
-    device.set_current()
     stream = device.create_stream()
     theirs = device.memory_resource.allocate(4 * KIB, stream=stream)
     taken = cuda.from_dlpack(theirs)

@@ -1,11 +1,12 @@
 """On a real GPU: every allocator over every kind of its memory, exhaustion, managed memory."""
 
+import functools
 import gc
 import itertools
-import threading
 
 import numpy as np
 import pytest
+from helpers import in_threads
 from real_gpu import Gpu, content, done, need_gpu
 
 import arenapy
@@ -232,9 +233,7 @@ def test_the_current_context_is_left_alone(gpu):
         found.append(current())
 
     found = []
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    in_threads(work)
     assert found == [0, 0]
     before = current()
     work()
@@ -245,33 +244,23 @@ def test_threads(gpu):
     """Each with a stream of its own, all from one pool; what one allocates another drops."""
     pool = Pool(2 * GIB, cuda.Device())
     passed = [[] for _ in range(4)]
-    errors = []
 
     def body(me):
-        try:
-            rng = np.random.default_rng(me)
-            stream = cuda.Stream()
-            with Gpu() as mine:
-                for i in range(500):
-                    nbytes = int(rng.integers(1, 256)) * KIB
-                    block = pool.alloc(nbytes, stream=stream)
-                    mine.write_slowly(stream, block.address, nbytes, i, i % 7)
-                    mine.count_wrong(stream, block.address, nbytes, i)
-                    passed[(me + 1) % 4].append(block)
-                    del block
-                    if len(passed[me]) > 5:
-                        passed[me].pop()
-                if mine.how_many_wrong():
-                    errors.append("wrong words")
-        except BaseException as error:
-            errors.append(error)
+        rng = np.random.default_rng(me)
+        stream = cuda.Stream()
+        with Gpu() as mine:
+            for i in range(500):
+                nbytes = int(rng.integers(1, 256)) * KIB
+                block = pool.alloc(nbytes, stream=stream)
+                mine.write_slowly(stream, block.address, nbytes, i, i % 7)
+                mine.count_wrong(stream, block.address, nbytes, i)
+                passed[(me + 1) % 4].append(block)
+                del block
+                if len(passed[me]) > 5:
+                    passed[me].pop()
+            assert mine.how_many_wrong() == 0
 
-    threads = [threading.Thread(target=body, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(*[functools.partial(body, me) for me in range(4)])
     passed.clear()
     pool.check()
 

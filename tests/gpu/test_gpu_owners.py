@@ -3,11 +3,13 @@
 What can be made unsafe has a twin that has to find corruption.
 """
 
-import threading
+import functools
 import time
 
 import pytest
-from real_gpu import Gpu, done, need_gpu
+from cuda_support import until
+from helpers import in_threads
+from real_gpu import done, judge
 
 from arenapy import Bump, Pool, cuda
 
@@ -18,50 +20,28 @@ SECONDS = 4
 HANDLES = 64  # that are made until one is used again
 
 
-@pytest.fixture
-def gpu():
-    need_gpu()
-    with Gpu() as one:
-        yield one
-
-
-@pytest.fixture
-def core(gpu):
-    core = pytest.importorskip("cuda.core")
-    core.Device(0).set_current()
-    return core
-
-
 # ---- one DriverPool, many threads ----
 
 
 def test_threads_over_one_driver_pool(gpu):
     """What one gives back is not freed for another one's sake, before its own kernels are done."""
     # It keeps what it gets back, and hands it out at once.
-    source, errors, ends = cuda.DriverPool(), [], time.monotonic() + SECONDS
+    source, ends = cuda.DriverPool(), time.monotonic() + SECONDS
 
     def work(k):
-        try:
-            done(gpu.driver.cuCtxPushCurrent(gpu.context))
-            stream = cuda.Stream()
-            pool = Pool(64 * MIB, source, stream=stream)
-            for i in range(1_000_000):
-                block = pool.alloc(4 * MIB)
-                gpu.write_slowly(stream, block.address, 4 * MIB, k << 24 | i, 300, 32)
-                gpu.count_wrong(stream, block.address, 4 * MIB, k << 24 | i, 32)
-                del block
-                pool.trim()
-                if time.monotonic() > ends:
-                    return
-        except BaseException as error:
-            errors.append(error)
+        done(gpu.driver.cuCtxPushCurrent(gpu.context))
+        stream = cuda.Stream()
+        pool = Pool(64 * MIB, source, stream=stream)
+        for i in range(1_000_000):
+            block = pool.alloc(4 * MIB)
+            gpu.write_slowly(stream, block.address, 4 * MIB, k << 24 | i, 300, 32)
+            gpu.count_wrong(stream, block.address, 4 * MIB, k << 24 | i, 32)
+            del block
+            pool.trim()
+            if time.monotonic() > ends:
+                return
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not errors, errors
+    in_threads(*[functools.partial(work, k) for k in range(4)])
     assert gpu.how_many_wrong() == 0
 
 
@@ -222,20 +202,14 @@ def test_two_buffers_of_cuda_core_have_no_byte_in_common(gpu, core, way):
 
 @pytest.mark.parametrize("name", ["LEGACY_DEFAULT_STREAM", "PER_THREAD_DEFAULT_STREAM"])
 def test_a_default_stream_in_a_thread_without_a_context(gpu, core, name):
-    pool, errors = Pool(8 * MIB, cuda.Device()), []
+    pool = Pool(8 * MIB, cuda.Device())
 
     def work():
-        try:
-            block = pool.alloc(MIB, stream=getattr(core, name))
-            block.fill(1, stream=getattr(core, name))
-            block.record_stream(getattr(core, name))
-        except BaseException as error:
-            errors.append(error)
+        block = pool.alloc(MIB, stream=getattr(core, name))
+        block.fill(1, stream=getattr(core, name))
+        block.record_stream(getattr(core, name))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not errors, errors
+    in_threads(work)
 
 
 def test_a_stream_that_was_closed_is_refused(gpu, core):
@@ -267,8 +241,7 @@ def test_a_block_that_moves_to_grow(gpu, source, safe):
         gpu.synchronize()
         del block, behind
         arena.reset()
-    wrong = gpu.how_many_wrong()
-    assert wrong == 0 if safe else wrong > 0
+    judge(gpu, safe)
 
 
 def test_time_takes_what_streams_keep(gpu):
@@ -276,10 +249,7 @@ def test_time_takes_what_streams_keep(gpu):
     for _ in range(8):
         pool.alloc(4 * MIB, stream=cuda.Stream()).release()
     assert pool.stats().reserved_bytes >= 4 * MIB  # a stream's handle may come again
-    end = time.monotonic() + 20
-    while pool.stats().reserved_bytes:
-        assert time.monotonic() < end, "it is never given back"
-        time.sleep(0.02)
+    until(lambda: not pool.stats().reserved_bytes)
 
 
 def test_streams_come_and_go(gpu):

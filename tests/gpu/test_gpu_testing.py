@@ -104,13 +104,6 @@ def rmm(gpu):
     return pytest.importorskip("rmm")
 
 
-@pytest.fixture
-def core(gpu):
-    found = pytest.importorskip("cuda.core")
-    found.Device(0).set_current()
-    return found
-
-
 def tell(machine, capsys):
     """Run it, and say what came of it."""
     error = None

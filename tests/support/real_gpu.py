@@ -219,6 +219,12 @@ class Gpu:
             done(self.driver.cuStreamSynchronize(handle_of(stream)))
 
 
+def judge(gpu, safe):
+    """With the safety off there has to be corruption, or the test could not fail."""
+    wrong = gpu.how_many_wrong()
+    assert wrong == 0 if safe else wrong > 0
+
+
 def handle_of(stream):
     return int(getattr(stream, "handle", stream))
 
