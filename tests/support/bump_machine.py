@@ -1,10 +1,9 @@
 """Programs that a `Bump` must survive: who holds what, marks, scopes, growth, the arena's end."""
 
-import gc
-
 import numpy as np
 import pytest
-from bump_model import EXPORTS, LIVE, NEVER_STRICT, UNSURE, BumpModel, outlived, steady
+from bump_model import NEVER_STRICT, BumpModel, outlived, steady
+from exporting import EXPORTS, LIVE, UNSURE
 from helpers import PAGE, peek, poke
 from hypothesis import event
 from hypothesis import strategies as st
@@ -96,25 +95,6 @@ class BumpMachine(BumpModel):
 
     # Rules: seeing -----------------------------------------------------------------------------
 
-    def open_handles(self, serial):
-        return [] if self.live[serial].released else self.live[serial].handles
-
-    @needs("live")
-    @rule(serial=choice("live"), kind=st.sampled_from(sorted(EXPORTS)), which=st.integers(0, 3))
-    @step
-    def export(self, serial, kind, which):
-        handles = self.open_handles(serial)
-        if not handles:
-            return
-        handle = handles[which % len(handles)]
-        how, call = EXPORTS[kind]
-        exported = call(handle)
-        block = self.live[serial]
-        block.exports.append((how, exported))
-        block.exported = True
-        if handle is not block.root:
-            event("an export below the root")
-
     @needs("live")
     @rule(serial=choice("live"))
     @step
@@ -123,23 +103,6 @@ class BumpMachine(BumpModel):
             address, readonly = handle.__array_interface__["data"]
             assert address == handle.address and readonly is False
             self.live[serial].exported = True
-
-    @needs("live")
-    @rule(
-        serial=choice("live"), which=st.integers(0, 3), ends=st.tuples(*[st.integers(-50, 50)] * 2)
-    )
-    @step
-    def slice(self, serial, which, ends):
-        handles = self.open_handles(serial)
-        if not handles or len(handles) > 4:
-            return
-        handle = handles[which % len(handles)]
-        part = handle[slice(*ends)]
-        row = handle.nbytes // max(1, len(handle))  # a view is sliced along its first dimension
-        start, stop, _ = slice(*ends).indices(len(handle))
-        assert part.nbytes == max(0, stop - start) * row
-        assert not part.nbytes or part.address == handle.address + start * row
-        handles.append(part)
 
     @needs("live")
     @rule(serial=choice("live"))
@@ -152,32 +115,6 @@ class BumpMachine(BumpModel):
             handles.append(view)
 
     # Rules: letting go -------------------------------------------------------------------------
-
-    @needs("live")
-    @rule(serial=choice("live"), which=st.integers(0, 5))
-    @step
-    def drop_export(self, serial, which):
-        exports = self.live[serial].exports
-        if exports:
-            del exports[which % len(exports)]
-            self.dropped(serial)
-
-    @needs("live")
-    @rule(serial=choice("live"), which=st.integers(0, 5))
-    @step
-    def drop_handle(self, serial, which):
-        block = self.live[serial]
-        if block.handles:
-            if block.handles[which % len(block.handles)] is block.root:
-                block.root = None
-            del block.handles[which % len(block.handles)]
-            self.dropped(serial)
-
-    @needs("live")
-    @rule(serial=choice("live"), other_thread=st.booleans())
-    @step
-    def drop_all(self, serial, other_thread):
-        self.drop_everything(serial, other_thread)
 
     @needs("live")
     @rule(serial=choice("live"))
@@ -424,17 +361,9 @@ class BumpMachine(BumpModel):
         self.scopes.clear()
         self.marks.clear()
         self.stale.clear()
-        self.allocator = None
-        handles = [h for block in self.live.values() for h in block.handles]
-        if any(handle.allocator is not None for handle in handles):
-            gc.collect()  # a traceback may keep it, or (free-threaded) a count not yet merged
-        for block in self.live.values():
-            block.orphan = True
-            for handle in block.handles:
-                assert block.released or handle.allocator is None
+        self.make_another()
         self.floating.clear()
         self.retired_ever = False
-        self.allocator = self.make(**self.config)
 
 
 class StrictMachine(BumpMachine):

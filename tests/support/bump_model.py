@@ -1,35 +1,15 @@
-"""What a test knows of a `Bump` and its `Buffer`s without asking them.
-
-Held means: a live export, or ever exported while the Buffer object is alive. The model knows three
-kinds of export. LIVE ones forbid `release()`; a REFERENCE keeps the Buffer object and nothing else;
-for the rest (UNSURE) the contract leaves open which of the two it is, and both are accepted.
-"""
+"""What a test knows of a `Bump` and its `Buffer`s without asking them."""
 
 import contextlib
 import ctypes
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
+from exporting import ExportingMachine, SeenBlock
 from helpers import PAGE, Pages, c_function, unchanged_view
 from hypothesis import event
 from hypothesis import strategies as st
-from machines import AllocatorMachine, Block
 
 import arenapy
-
-LIVE, REFERENCE, UNSURE = "live", "reference", "unsure"
-EXPORTS = {
-    "memoryview": (LIVE, memoryview),
-    "asarray": (LIVE, np.asarray),
-    "ctypes": (LIVE, lambda b: (ctypes.c_char * b.nbytes).from_buffer(b)),
-    "frombuffer": (LIVE, lambda b: np.frombuffer(b, "u1") if b.nbytes else memoryview(b)),
-    "from_dlpack": (LIVE, np.from_dlpack),
-    "capsule": (LIVE, lambda b: b.__dlpack__(max_version=(1, 0))),
-    "old capsule": (LIVE, lambda b: b.__dlpack__()),
-    "ndarray": (REFERENCE, lambda b: np.ndarray((b.nbytes,), "u1", buffer=b)),
-    "array": (UNSURE, lambda b: b.array((b.nbytes,), "u1")),
-}
 
 
 class CMark(ctypes.Structure):
@@ -105,23 +85,16 @@ def steady(view):
 
 
 @dataclass(eq=False)
-class BumpBlock(Block):
-    """A block of a Bump: `handles` are Buffers, the root first, `exports` are (kind, object)."""
+class BumpBlock(SeenBlock):
+    """A block of a Bump."""
 
-    root: object = None  # while the root Buffer is among the handles
-    exports: list = field(default_factory=list)
-    exported: bool = False
-    released: bool = False
-    orphan: bool = False  # its arena is gone
     inexact: bool = False  # may share its Buffer with others, and so keep more than its bytes
 
-    def has(self, kind):
-        return any(kind == exported for exported, _ in self.exports)
 
-
-class BumpModel(AllocatorMachine):
+class BumpModel(ExportingMachine):
     """The Bump of section 6 with the Buffers of section 5: the model and what must always hold."""
 
+    kind_of_block = BumpBlock
     strict = False
     frames = st.sampled_from(sorted(FRAMES))
     configs = st.fixed_dictionaries(
@@ -151,12 +124,6 @@ class BumpModel(AllocatorMachine):
             nbytes, source=self.source, max_bytes=self.max_bytes, strict=self.strict
         )
 
-    def allocate(self, allocator, nbytes, align):
-        return allocator.alloc(nbytes) if align is None else allocator.alloc(nbytes, align)
-
-    def address(self, block):
-        return block.address
-
     def mark(self, allocator):
         return allocator.mark()
 
@@ -184,20 +151,7 @@ class BumpModel(AllocatorMachine):
 
     # The model -------------------------------------------------------------------------------
 
-    def admit(self, handle, nbytes, align, start=None):
-        serial = super().admit(handle, nbytes, align, start)
-        plain = self.live[serial]
-        block = BumpBlock(plain.start, plain.nbytes, plain.fill, plain.handles)
-        if isinstance(handle, arenapy.Buffer):
-            assert handle.nbytes == len(handle) == nbytes
-            assert not handle.held and not handle.closed
-            block.root = handle
-        else:  # an array, or a dict of arrays, which holds its Buffer from birth
-            block.handles, block.exports, block.exported = [], [(UNSURE, handle)], True
-        self.live[serial] = block
-        return serial
-
-    def gone(self, serial):
+    def gone(self, serial, other_thread=False):
         block = super().gone(serial)
         if not (block.survivor or block.orphan):
             self.floating[serial] = (block.nbytes, not block.inexact)
@@ -212,28 +166,12 @@ class BumpModel(AllocatorMachine):
         for handle in self.closed:
             assert handle.closed, "a reset left a Buffer open that nobody held"
 
-    def dropped(self, serial):
-        """Something of the block was dropped: see whether it was the last."""
-        block = self.live[serial]
-        if block.handles or block.exports:
-            return
-        survivor = block.survivor and not block.inexact
-        self.gone(serial)
-        if survivor and not block.orphan:
-            event("a survivor dies")
-
     def drop_everything(self, serial, other_thread):
         block = self.live[serial]
         before = None if block.orphan else self.allocator.stats()
-        block.root = None
-        if other_thread:
-            thread = threading.Thread(target=lambda: (block.handles.clear(), block.exports.clear()))
-            thread.start()
-            thread.join()
-        block.handles.clear()
-        block.exports.clear()
-        self.dropped(serial)
+        super().drop_everything(serial, other_thread)
         if block.survivor and before and not block.inexact:
+            event("a survivor dies")
             after = self.allocator.stats()
             back = after.free_bytes - before.free_bytes
             assert block.nbytes <= back <= block.extent, "a survivor's range did not rejoin"
@@ -317,11 +255,3 @@ class BumpModel(AllocatorMachine):
         held = len(self.live) + len(self.floating) + len(self.marks) + stats.regions
         self.entries = max(self.entries, held + more)
         assert stats.metadata_bytes <= ENTRY * (16 + 2 * self.entries), self.entries
-
-    def handles_say_what_they_are(self):
-        for block in self.live.values():
-            for handle in block.handles:
-                assert handle.closed == block.released
-            if block.root is not None and not block.released:
-                assert block.root.held == block.exported
-                assert block.root.address == block.start

@@ -1,22 +1,20 @@
 """What a test knows of allocators whose blocks go back as soon as nobody sees them: Slab and Pool.
 
 A block is live until it is released and was never exported, or else until its Buffer object is
-gone. The three kinds of export are those of `bump_model`. The model counts by itself (`Tally`) and
+gone. The model counts by itself (`Tally`) and
 compares with the figures after every step; a subclass knows how large a block is (`size_of`).
 """
 
 import contextlib
-import gc
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from bump_model import EXPORTS, LIVE, UNSURE
+from exporting import LIVE, UNSURE, ExportingMachine, SeenBlock
 from helpers import PAGE, peek
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from machines import AllocatorMachine, Block, choice, needs, step
+from machines import choice, needs, step
 
 import arenapy
 
@@ -24,21 +22,13 @@ WHOLE = 1 << 14  # bytes of a block that are all filled and read; of a longer on
 
 
 @dataclass(eq=False)
-class HeldBlock(Block):
-    """A live block: `handles` are Buffers, the root first, `exports` are (kind, object)."""
+class HeldBlock(SeenBlock):
+    """A live block."""
 
     size: int = 0  # its bytes in the allocator, padding included
     asked: int = 0  # the class that its request counts in
     size_class: int = 0  # the class of `size`
-    root: object = None  # while the root Buffer is among the handles
-    exports: list = field(default_factory=list)
-    exported: bool = False
-    released: bool = False
-    orphan: bool = False  # its allocator is gone
     plain: bool = True  # the next request of its size can be served with it
-
-    def has(self, kind):
-        return any(kind == exported for exported, _ in self.exports)
 
 
 @dataclass
@@ -55,8 +45,10 @@ class Tally:
         self.peak = max(self.peak, self.allocated)
 
 
-class HoldingMachine(AllocatorMachine):
+class HoldingMachine(ExportingMachine):
     """Attack an allocator that takes blocks back in any order."""
+
+    kind_of_block = HeldBlock
 
     def __init__(self):
         super().__init__()
@@ -64,12 +56,6 @@ class HoldingMachine(AllocatorMachine):
         self.last_freed = None  # (start, size) of the block freed last, if nothing happened since
 
     # Hooks -----------------------------------------------------------------------------------
-
-    def allocate(self, allocator, nbytes, align):
-        return allocator.alloc(nbytes) if align is None else allocator.alloc(nbytes, align)
-
-    def address(self, block):
-        return block.address
 
     def windows(self, nbytes):
         if nbytes <= WHOLE:
@@ -103,19 +89,9 @@ class HoldingMachine(AllocatorMachine):
         return [block for block in self.live.values() if not block.orphan]
 
     def admit(self, handle, nbytes, align, start=None):
-        """Take in a Buffer, or an array or dict of arrays, which hold theirs from birth."""
         serial = super().admit(handle, nbytes, align, start)
-        plain = self.live[serial]
-        block = HeldBlock(plain.start, plain.nbytes, plain.fill, plain.handles)
+        block = self.live[serial]
         block.size = self.size_of(nbytes)
-        if isinstance(handle, arenapy.Buffer):
-            assert handle.nbytes == len(handle) == nbytes
-            assert not handle.held and not handle.closed
-            self.names_its_allocator(handle, False)
-            block.root = handle
-        else:
-            block.handles, block.exports, block.exported = [], [(UNSURE, handle)], True
-        self.live[serial] = block
         self.took(block)
         return serial
 
@@ -138,27 +114,6 @@ class HoldingMachine(AllocatorMachine):
             start = None if other_thread else block.start
             self.last_freed = (start, block.size) if block.plain else None
         return block
-
-    def dropped(self, serial, other_thread=False):
-        """Something of the block was dropped: see whether it was the last."""
-        block = self.live[serial]
-        if not (block.handles or block.exports):
-            self.gone(serial, other_thread)
-
-    def drop_everything(self, serial, other_thread):
-        block = self.live[serial]
-        block.root = None
-
-        def drop():
-            block.exports.clear()
-            block.handles.clear()
-
-        if other_thread:
-            thread = threading.Thread(target=drop)
-            thread.start()
-            thread.join()
-        drop()
-        self.dropped(serial, other_thread)
 
     @contextlib.contextmanager
     def only_bookkeeping(self):
@@ -217,74 +172,7 @@ class HoldingMachine(AllocatorMachine):
     def listed_as(self, info, block):
         """Further things that `info` must say of `block`."""
 
-    def handles_say_what_they_are(self):
-        for block in self.live.values():
-            for handle in block.handles:
-                assert handle.closed == block.released
-                if not block.released:
-                    self.names_its_allocator(handle, block.orphan)
-            if block.root is not None and not block.released:
-                assert block.root.held == block.exported
-                assert block.root.address == block.start
-
-    def names_its_allocator(self, handle, orphan):
-        assert handle.allocator is (None if orphan else self.allocator)
-
-    # Rules: seeing ---------------------------------------------------------------------------
-
-    def open_handles(self, serial):
-        return [] if self.live[serial].released else self.live[serial].handles
-
-    @needs("live")
-    @rule(serial=choice("live"), kind=st.sampled_from(sorted(EXPORTS)), which=st.integers(0, 3))
-    @step
-    def export(self, serial, kind, which):
-        handles = self.open_handles(serial)
-        if handles:
-            how, call = EXPORTS[kind]
-            exported = call(handles[which % len(handles)])
-            self.live[serial].exports.append((how, exported))
-            self.live[serial].exported = True
-
-    @needs("live")
-    @rule(serial=choice("live"), ends=st.tuples(*[st.integers(-50, 50)] * 2))
-    @step
-    def slice(self, serial, ends):
-        handles = self.open_handles(serial)
-        if 0 < len(handles) < 4:
-            part = handles[-1][slice(*ends)]
-            start, stop, _ = slice(*ends).indices(len(handles[-1]))
-            assert part.nbytes == max(0, stop - start)
-            assert not part.nbytes or part.address == handles[-1].address + start
-            handles.append(part)
-
     # Rules: letting go -----------------------------------------------------------------------
-
-    @needs("live")
-    @rule(serial=choice("live"), which=st.integers(0, 5))
-    @step
-    def drop_export(self, serial, which):
-        exports = self.live[serial].exports
-        if exports:
-            del exports[which % len(exports)]
-            self.dropped(serial)
-
-    @needs("live")
-    @rule(serial=choice("live"), which=st.integers(0, 5))
-    @step
-    def drop_handle(self, serial, which):
-        block = self.live[serial]
-        if block.handles:
-            if block.handles[which % len(block.handles)] is block.root:
-                block.root = None
-            del block.handles[which % len(block.handles)]
-            self.dropped(serial)
-
-    @needs("live")
-    @rule(serial=choice("live"), other_thread=st.booleans())
-    @step
-    def drop_all(self, serial, other_thread):
-        self.drop_everything(serial, other_thread)
 
     @needs("live")
     @rule(serials=st.runner().flatmap(lambda m: st.permutations(sorted(m.live))))
@@ -327,16 +215,9 @@ class HoldingMachine(AllocatorMachine):
     @rule()
     @step
     def drop_the_allocator(self):
-        self.allocator = None
-        handles = [handle for block in self.live.values() for handle in block.handles]
-        if any(handle.allocator is not None for handle in handles):
-            gc.collect()  # a traceback may keep it, or (free-threaded) a count not yet merged
-        for block in self.live.values():
-            block.orphan = True
-            assert block.released or all(handle.allocator is None for handle in block.handles)
         self.tally = Tally()
         self.last_freed = None
-        self.allocator = self.make(**self.config)
+        self.make_another()
 
     # Rules: arrays -----------------------------------------------------------------------------
 
