@@ -10,7 +10,7 @@ import gc
 import hypothesis.strategies as st
 import pytest
 from cuda_acts import Acting
-from cuda_machine import Block, StreamMachine, one_of, when_there
+from cuda_machine import StreamMachine, one_of, when_there
 from hypothesis.stateful import precondition, rule
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, destroy, new_handle
 from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
@@ -50,17 +50,9 @@ class ComingMachine(Acting):
     @when_there(guest=a_guest, nbytes=st.sampled_from(StreamMachine.SIZES))
     def allocate_for(self, guest, nbytes):
         self.note("allocate for", guest.kind, nbytes)
-        try:
-            buffer = self.allocator.alloc(nbytes, stream=guest.object)
-        except OutOfMemory:
-            return
-        guest.blocks.append(self.write_new(Block(buffer, 1, None), guest.handle))
-
-    def write_new(self, block, handle):
-        self.patterns = self.patterns % 255 + 1
-        block.pattern = bytes([self.patterns]) * block.nbytes
-        self.write(block, handle)
-        return block
+        buffer = self.fresh(nbytes, guest.object)
+        if buffer is not None:
+            guest.blocks.append(self.written(buffer, guest.handle))
 
     @when_there(guest=a_guest, block=StreamMachine.a_block)
     def read_by(self, guest, block):
@@ -122,7 +114,7 @@ class ComingMachine(Acting):
         except OutOfMemory:
             return
         buffer.address, buffer.nbytes = buffer.handle, buffer.size
-        self.lent.append(self.write_new(Block(buffer, 1, None), handle))
+        self.lent.append(self.written(buffer, handle))
 
     @when_there(which=st.integers(0, 9), stream=StreamMachine.streams)
     def take_back(self, which, stream):

@@ -3,7 +3,6 @@
 By DLPack, and at the end by ``__cuda_array_interface__``.
 """
 
-import contextlib
 import gc
 import threading
 
@@ -187,28 +186,6 @@ def test_release_while_a_consumer_has_it(gpu):
     assert buffer.closed
     with pytest.raises(ValueError, match="closed"):
         buffer.__dlpack__()
-
-
-@pytest.mark.parametrize("make", [lambda s: Slab(N, 2, s), lambda s: Bump(2 * N, s)])
-def test_other_allocators(gpu, make):
-    arena = make(cuda.Device())
-    theirs = new_handle(gpu)
-    consumer = Consumer(arena.alloc(N).__dlpack__(stream=theirs))
-    address = consumer.tensor.data
-    gpu.drain()
-    poke(address, N, 9)
-    seen = reads(gpu, theirs, address, N)
-    consumer.delete()
-    others = []
-    if isinstance(arena, Bump):
-        arena.reset()
-    with contextlib.suppress(arenapy.OutOfMemory):
-        for _ in range(2):
-            others.append(arena.alloc(N))
-            others[-1].fill(1, stream=1)
-    backwards(gpu)
-    assert seen == [b"\x09" * N] and others
-    arena.check()
 
 
 def test_host_memory_takes_no_stream(gpu):

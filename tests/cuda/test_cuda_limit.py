@@ -99,10 +99,16 @@ def test_a_block_that_another_thread_lets_go_of(gpu, name, most, call):
 
 
 def test_a_callback_that_frees_and_says_that_it_did_not(gpu):
-    kept = []
-    pool = Pool(2 * MIB, cuda.Device(), on_oom=lambda nbytes: kept.clear())
+    kept, asked = [], []
+
+    def free(nbytes):
+        asked.append(nbytes)
+        kept.clear()
+
+    pool = Pool(2 * MIB, cuda.Device(), on_oom=free)
     kept.append(pool.alloc(2 * MIB))
     assert pool.alloc(2 * MIB).nbytes == 2 * MIB
+    assert asked == [2 * MIB]
 
 
 # Stream caches ------------------------------------------------------------------------------

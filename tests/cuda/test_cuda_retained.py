@@ -1,13 +1,13 @@
 """Arrays of other libraries are kept while a copy reads them, and no longer. Simulated."""
 
 import gc
-import threading
 import weakref
+from functools import partial
 
 import pytest
 from capsules import Array, Tensor
 from cuda_support import LEGACY, MIB, a_gpu, new_stream
-from helpers import peek, poke
+from helpers import in_threads, peek, poke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_driver import INVALID_VALUE
@@ -118,29 +118,6 @@ def test_a_copy_that_was_not_queued_keeps_nothing(gpu, library, where):
         assert not library.alive
 
 
-@pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuStreamIsCapturing"])
-def test_an_error_after_a_copy_was_queued(gpu, library, call):
-    """It is kept until an event can be made, and that is over."""
-    block, s = Pool(4 * MIB, cuda.Device(), stream=new_stream(gpu)).alloc(N), new_stream(gpu)
-
-    def fail(name):
-        if name in ("cuMemcpyAsync", "cuMemcpyPeerAsync"):
-            gpu.fails[call] = INVALID_VALUE
-
-    gpu.before_call = fail
-    block.copy_from(library.array(), stream=s)
-    gpu.before_call = None
-    for _ in range(3):
-        cuda.Stream().synchronize()
-    assert len(library.alive) == 1
-    gpu.fails.clear()
-    cuda.Stream().synchronize()
-    gpu.drain()
-    cuda.Stream().synchronize()
-    assert not library.alive
-    assert set(peek(block.address, N)) == {OURS}
-
-
 def test_a_graph_keeps_what_it_copies(gpu, library):
     pool, s = Pool(4 * MIB, cuda.Device(), stream=new_stream(gpu)), new_stream(gpu)
     block, array = pool.alloc(N), library.array()
@@ -194,13 +171,7 @@ def test_threads(gpu, library):
                 gpu.step(), gpu.step()
                 pool.stats()
 
-    threads = [
-        threading.Thread(target=copy, args=pair) for pair in zip(arrays, streams, strict=True)
-    ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    in_threads(*[partial(copy, *pair) for pair in zip(arrays, streams, strict=True)])
     gpu.drain()
     pool.stats()
     assert not library.alive

@@ -237,19 +237,6 @@ def test_exhaustion_and_recovery(gpu):
     slab.check()
 
 
-def test_a_hook_that_frees(gpu):
-    kept = []
-
-    def free(nbytes):
-        assert nbytes == 40 * MIB
-        kept.clear()
-        return True
-
-    pool = Pool(source=cuda.Device(), on_oom=free)
-    kept += [pool.alloc(25 * MIB), pool.alloc(25 * MIB)]
-    assert pool.alloc(40 * MIB).nbytes == 40 * MIB
-
-
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_a_forked_child_has_none_of_it(gpu, source, allocator):
     one = ALLOCATORS[allocator](source)

@@ -18,6 +18,7 @@ from cuda_support import (
     take,
 )
 from helpers import in_threads
+from stream_wrappers import Protocol
 
 from arenapy import Bump, Pool, cuda
 
@@ -165,11 +166,22 @@ def test_what_is_no_stream(gpu, reusing, what):
     assert reusing.stats().pending_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["", "cuda_stream", "ptr", "handle"])
+NAMES = {
+    "an object": lambda s: s,
+    "an integer": lambda s: s.handle_,
+    "somebody's": lambda s: Protocol(s.handle_),
+    **{
+        name: lambda s, name=name: type("Stream", (), {name: s.handle_})()
+        for name in ("cuda_stream", "ptr", "handle")
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_release_with_a_stream(gpu, reusing, name):
-    """Of other libraries, too, by an attribute."""
+    """Nobody waits, whether it is known to live on or not: it is asked at once."""
     s = new_stream(gpu)
-    named = type("Stream", (), {name: s.handle_})() if name else s
+    named = NAMES[name](s)
     b = take(reusing)
     slowly_fill(gpu, s, b, 1)
     b.release(named)
