@@ -30,7 +30,6 @@ cdef struct Driver:
     int (*cuDeviceCanAccessPeer)(int*, int, int) noexcept nogil
     int (*cuDevicePrimaryCtxRetain)(void**, int) noexcept nogil
     int (*cuDevicePrimaryCtxGetState)(int, unsigned int*, int*) noexcept nogil
-    int (*cuCtxGetCurrent)(void**) noexcept nogil
     int (*cuCtxPushCurrent)(void*) noexcept nogil
     int (*cuCtxPopCurrent)(void**) noexcept nogil
     int (*cuCtxGetDevice)(int*) noexcept nogil
@@ -44,7 +43,6 @@ cdef struct Driver:
     int (*cuMemAllocManaged)(uint64_t*, size_t, unsigned int) noexcept nogil
     int (*cuMemHostRegister)(void*, size_t, unsigned int) noexcept nogil
     int (*cuMemHostUnregister)(void*) noexcept nogil
-    int (*cuMemHostGetDevicePointer)(uint64_t*, void*, unsigned int) noexcept nogil
     int (*cuPointerGetAttribute)(void*, int, uint64_t) noexcept nogil
     int (*cuMemcpyAsync)(uint64_t, uint64_t, size_t, void*) noexcept nogil
     int (*cuMemcpyPeerAsync)(uint64_t, void*, uint64_t, void*, size_t, void*) noexcept nogil
@@ -52,7 +50,6 @@ cdef struct Driver:
     int (*cuMemPoolCreate)(void**, const void*) noexcept nogil
     int (*cuMemPoolDestroy)(void*) noexcept nogil
     int (*cuMemPoolSetAttribute)(void*, int, void*) noexcept nogil
-    int (*cuMemPoolGetAttribute)(void*, int, void*) noexcept nogil
     int (*cuMemPoolTrimTo)(void*, size_t) noexcept nogil
     int (*cuMemPoolSetAccess)(void*, const void*, size_t) noexcept nogil
     int (*cuMemAllocFromPoolAsync)(uint64_t*, size_t, void*, void*) noexcept nogil

@@ -49,7 +49,6 @@ ENTRIES = (
     ("cuDeviceCanAccessPeer", "CUresult (int *, CUdevice, CUdevice)"),
     ("cuDevicePrimaryCtxRetain", "CUresult (CUcontext *, CUdevice)"),
     ("cuDevicePrimaryCtxGetState", "CUresult (CUdevice, unsigned int *, int *)"),
-    ("cuCtxGetCurrent", "CUresult (CUcontext *)"),
     ("cuCtxPushCurrent", "CUresult (CUcontext)"),
     ("cuCtxPopCurrent", "CUresult (CUcontext *)"),
     ("cuCtxGetDevice", "CUresult (CUdevice *)"),
@@ -63,7 +62,6 @@ ENTRIES = (
     ("cuMemAllocManaged", "CUresult (CUdeviceptr *, size_t, unsigned int)"),
     ("cuMemHostRegister", "CUresult (void *, size_t, unsigned int)"),
     ("cuMemHostUnregister", "CUresult (void *)"),
-    ("cuMemHostGetDevicePointer", "CUresult (CUdeviceptr *, void *, unsigned int)"),
     ("cuPointerGetAttribute", "CUresult (void *, CUpointer_attribute, CUdeviceptr)"),
     ("cuMemcpyAsync", "CUresult (CUdeviceptr, CUdeviceptr, size_t, CUstream)"),
     (
@@ -74,7 +72,6 @@ ENTRIES = (
     ("cuMemPoolCreate", "CUresult (CUmemoryPool *, CUmemPoolProps const *)"),
     ("cuMemPoolDestroy", "CUresult (CUmemoryPool)"),
     ("cuMemPoolSetAttribute", "CUresult (CUmemoryPool, CUmemPool_attribute, void *)"),
-    ("cuMemPoolGetAttribute", "CUresult (CUmemoryPool, CUmemPool_attribute, void *)"),
     ("cuMemPoolTrimTo", "CUresult (CUmemoryPool, size_t)"),
     ("cuMemPoolSetAccess", "CUresult (CUmemoryPool, CUmemAccessDesc const *, size_t)"),
     ("cuMemAllocFromPoolAsync", "CUresult (CUdeviceptr *, size_t, CUmemoryPool, CUstream)"),

@@ -69,7 +69,8 @@ def test_a_thread_gives_it_back(gpu):
 
     def given_back():
         gpu.drain()
-        return gpu.memory.used[0] == 0
+        in_a_call = sum(map(len, gpu.stacks.values())) > 1  # the thread, beside this one
+        return gpu.memory.used[0] == 0 and not in_a_call
 
     until(given_back)
     assert pool.stats().reserved_bytes == 0

@@ -21,9 +21,6 @@ RESULTS = {
 NEVER_CALLED = {
     "cuCtxSynchronize": "it would make captures invalid, also those that nobody here knows of",
     "cuDriverGetVersion": "what a driver has is seen by its entry points",
-    "cuCtxGetCurrent": "a context is pushed and popped, whichever was current",
-    "cuMemHostGetDevicePointer": "mapped memory is refused unless the addresses are the same",
-    "cuMemPoolGetAttribute": "what a pool has is not asked",
 }
 
 TOLD = "{kind}: failed: {text}"

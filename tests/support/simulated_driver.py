@@ -43,7 +43,7 @@ C_TYPES = {
 }
 HANDLES = {"CUcontext", "CUstream", "CUevent", "CUmemoryPool", "CUgraph", "CUuserObject"}
 UNIFIED_ADDRESSING, CONCURRENT_MANAGED_ACCESS = 41, 89  # attributes of a device
-RELEASE_THRESHOLD, RESERVED_CURRENT, USED_CURRENT = 4, 5, 7  # of a memory pool
+RELEASE_THRESHOLD = 4  # of a memory pool
 MOVE = 1  # a flag: the reference itself
 
 
@@ -228,9 +228,6 @@ class SimulatedDriver(gpu.Gpu):
         self.retained.add(device)
         put(out, ctypes.c_void_p, 0x1000 * (device + 1))
 
-    def cuCtxGetCurrent(self, out):
-        put(out, ctypes.c_void_p, self.current[-1] if self.current else None)
-
     def cuCtxPushCurrent(self, context):
         self.current.append(context)
 
@@ -293,7 +290,7 @@ class SimulatedDriver(gpu.Gpu):
     def _freed(self, address):
         """The range, which from now on is being freed."""
         one = self.memory.at(address)
-        if one is None or one.kind == "graph":
+        if one is None:
             raise Refused(INVALID_VALUE)
         if one.freed_at is not None or one.dead:
             raise Refused(INVALID_VALUE, f"{address:#x} was freed before")
@@ -322,12 +319,6 @@ class SimulatedDriver(gpu.Gpu):
         one = self.memory.registered.pop(address)
         if self.uses(one.start, one.nbytes):
             self.errors.append(f"{address:#x} was unregistered while an operation is to use it")
-
-    def cuMemHostGetDevicePointer(self, out, address, flags):
-        one = self.memory.find(address)
-        if one is None or one.kind != "registered":
-            return INVALID_VALUE
-        put(out, ctypes.c_uint64, address)
 
     def cuPointerGetAttribute(self, out, attribute, address):
         one = self.memory.find(address)
@@ -406,17 +397,6 @@ class SimulatedDriver(gpu.Gpu):
         if attribute == RELEASE_THRESHOLD:
             self.pool_handles.get(pool).threshold = ctypes.c_uint64.from_address(value).value
 
-    def cuMemPoolGetAttribute(self, pool, attribute, out):
-        one = self.pool_handles.get(pool)
-        known = {
-            RELEASE_THRESHOLD: one.threshold,
-            RESERVED_CURRENT: one.reserved,
-            USED_CURRENT: one.used,
-        }
-        if attribute not in known:
-            return INVALID_VALUE
-        put(out, ctypes.c_uint64, known[attribute])
-
     def cuMemPoolSetAccess(self, pool, access, count):
         """What the pool's memory may be reached from; nothing is refused without it."""
         kind, other, flags = (ctypes.c_int * 3).from_address(access)
@@ -428,19 +408,13 @@ class SimulatedDriver(gpu.Gpu):
         self.pool_handles.get(pool).trim(keep)
 
     def cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):
-        """In a capture, memory is the graph's, there from its allocation until its free."""
         pool, stream = self.pool_handles.get(pool), self.stream(stream)
         if not nbytes:
             return INVALID_VALUE
         self.usable(stream)
-        graph = stream.capture.graph if stream.capture else None
-        if graph:
-            self.memory.take(pool.device, nbytes)
-            one = self.memory.new(nbytes, pool.device, "graph")
-            graph.ranges.append(one)
-        else:
-            pool.take(nbytes)
-            one = self.memory.new(nbytes, pool.device, "pool", pool)
+        self._no_memory_of_a_graph(stream)
+        pool.take(nbytes)
+        one = self.memory.new(nbytes, pool.device, "pool", pool)
         one.ready = False
         put(out, ctypes.c_uint64, one.start)
         self.submit(stream, "an allocation", lambda: setattr(one, "ready", True))
@@ -448,13 +422,15 @@ class SimulatedDriver(gpu.Gpu):
     def cuMemFreeAsync(self, address, stream):
         stream, one = self.stream(stream), self.memory.at(address)
         self.usable(stream)
-        if one is None or one.kind != "graph":
-            if stream.capture or one is None or not one.pool:
-                raise Refused(INVALID_VALUE, f"{address:#x} cannot be freed on {stream.name}")
-            one = self._freed(address)
-            self.submit(stream, "a free", lambda: self._release(one))
-        else:
-            self.submit(stream, "a free", lambda: setattr(one, "ready", False))
+        self._no_memory_of_a_graph(stream)
+        if one is None or not one.pool:
+            raise Refused(INVALID_VALUE, f"{address:#x} cannot be freed on {stream.name}")
+        one = self._freed(address)
+        self.submit(stream, "a free", lambda: self._release(one))
+
+    def _no_memory_of_a_graph(self, stream):
+        if stream.capture:
+            raise Refused(INVALID_VALUE, "memory of a graph: not modelled")
 
     # ---- user objects ----
 

@@ -66,7 +66,6 @@ class Event:
 class Graph:
     nodes: list = field(default_factory=list)
     objects: Counter = field(default_factory=Counter)  # references to user objects
-    ranges: list = field(default_factory=list)
     running: int = 0
     destroyed: bool = False
 
@@ -189,10 +188,10 @@ class Gpu:
             elif one.dead or (one.freed_at or operation.number) < operation.number:
                 return f"{address:#x}, which was freed"
             elif not one.ready:
-                return f"{address:#x}, whose allocation has not run, or whose free has"
+                return f"{address:#x}, whose allocation has not run"
             elif address + nbytes > one.end:
                 return f"{nbytes} bytes from {address:#x}, beyond the end of an allocation"
-            elif operation.kernel and one.kind in ("device", "pool", "graph"):
+            elif operation.kernel and one.kind in ("device", "pool"):
                 pair = (operation.device, one.device)
                 if one.device != operation.device and pair not in self.enabled:
                     return f"{address:#x} of device {one.device}, which is no peer"
@@ -333,9 +332,6 @@ class Gpu:
         if graph.destroyed and not graph.running:
             for one, count in graph.objects.items():
                 self.drop(one, count)
-            for one in graph.ranges:
-                self.memory.release(one)
-                self.memory.used[one.device] -= one.nbytes
 
     def drop(self, user_object, count):
         user_object.references -= count

@@ -63,7 +63,7 @@ class Range:
     start: int
     nbytes: int
     device: int
-    kind: str  # "device", "managed", "pool", "graph" or "registered"
+    kind: str  # "device", "managed", "pool" or "registered"
     pool: Any = None
     ready: bool = True  # a pool's is not until its allocation has run
     freed_at: int | None = None  # the number of the call that frees it
