@@ -4,8 +4,6 @@ A question for the id of such a stream makes its capture invalid, and so does cu
 driver has no capture mode that allows them.
 """
 
-import threading
-
 import pytest
 from capsules import Array
 from cuda_machine import Wrapped
@@ -19,6 +17,7 @@ from cuda_support import (
     slowly_fill,
     take,
 )
+from helpers import in_threads
 from simulated_gpu import GLOBAL, RELAXED
 from simulated_memory import OUT_OF_MEMORY
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, Protocol, new_handle
@@ -211,9 +210,7 @@ def test_streams_of_one_capture_named_at_once(gpu, fork, name):
         if call == "cuMemsetD8Async":
             gpu.before_call = None
             named = NAMES[name](joined)
-            other = threading.Thread(target=lambda: blocks[1].fill(2, stream=named))
-            other.start()
-            other.join()
+            in_threads(lambda: blocks[1].fill(2, stream=named))
 
     gpu.before_call = meanwhile
     blocks[0].fill(1, stream=NAMES[name](origin))

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 
 import pytest
 from cuda_support import (
@@ -20,6 +19,7 @@ from cuda_support import (
     slowly_fill,
     take,
 )
+from helpers import in_threads
 
 from arenapy import Pool, Slab, cuda
 from arenapy.cuda.fence import GraphFence
@@ -188,9 +188,7 @@ def test_a_capture_beside_the_default_stream_of_another_thread(gpu, reusing, loo
             blocks[0].record_stream(PER_THREAD)
             slowly_fill(gpu, PER_THREAD, blocks[0], 7)
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
+    in_threads(use)
     s = on or new_stream(gpu, 0).handle_
     gpu.begin_capture(s, 2)
     if look != "drop":

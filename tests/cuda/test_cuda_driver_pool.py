@@ -5,7 +5,6 @@ to come after whatever uses the memory, and may neither wait for the context nor
 """
 
 import gc
-import threading
 
 import pytest
 from cuda_machine import Wrapped
@@ -19,6 +18,7 @@ from cuda_support import (
     refused_in_a_child,
     slowly_fill,
 )
+from helpers import in_threads
 from stream_wrappers import core_own, destroy, new_handle
 
 from arenapy import Pool, Slab, cuda
@@ -259,9 +259,7 @@ def test_a_free_that_another_thread_begins_while_one_has_to_be_put_off(gpu, mean
     def hook(name):
         if name == "cuEventRecord":
             gpu.before_call = None
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
+            in_threads(other)
             gpu.begin_capture(stream.handle)
 
     gpu.before_call = hook

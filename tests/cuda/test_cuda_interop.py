@@ -4,7 +4,6 @@ By DLPack, and at the end by ``__cuda_array_interface__``.
 """
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from cuda_support import (
     reads,
     slowly_fill,
 )
-from helpers import peek, poke
+from helpers import in_threads, peek, poke
 from stream_wrappers import new_handle
 
 import arenapy
@@ -143,9 +142,7 @@ def test_what_a_consumer_has_queued_when_it_lets_go(gpu, source, name, thread):
     if thread == "this":
         consumer.delete()
     else:
-        t = threading.Thread(target=consumer.delete)
-        t.start()
-        t.join()
+        in_threads(consumer.delete)
     pool.check()
     others = [pool.alloc(N) for _ in range(8)]
     for other in others:
@@ -494,9 +491,7 @@ def test_the_streams_number(gpu):
         with gpu.on(0):
             numbers.append(buffer.__cuda_array_interface__["stream"])
 
-    t = threading.Thread(target=elsewhere)
-    t.start()
-    t.join()
+    in_threads(elsewhere)
     assert numbers == [1], "2 would be that thread's"
 
 

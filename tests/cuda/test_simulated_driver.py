@@ -2,10 +2,10 @@
 
 import ctypes
 import mmap
-import threading
 
 import numpy as np
 import pytest
+from helpers import in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_driver import simulated
@@ -156,9 +156,7 @@ def test_threads_have_contexts_and_streams_of_their_own(one):
             found.append(number())
 
     found = []
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
+    in_threads(elsewhere)
     assert found and found[0] != number() == number()
     with one.on(1):
         s, e = stream(one), event(one)

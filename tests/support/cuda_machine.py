@@ -8,10 +8,9 @@ out again before, their next owner writes another pattern, and the check sees th
 
 import ctypes
 import functools
-import os
-import tempfile
 
 import hypothesis.strategies as st
+import machines
 from helpers import peek, poke
 from hypothesis import event
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -22,7 +21,6 @@ from arenapy.cuda.stream_ref import OWNERS
 
 NON_BLOCKING = 1
 NOTHING = object()
-TRACE = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
 
 
 def one_of(things):
@@ -81,7 +79,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.trace = os.open(TRACE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        machines.forget_notes()
         self.guard = simulated()
         self.driver = self.guard.__enter__()
         self.driver.memory.others[0] = 0
@@ -103,7 +101,7 @@ class StreamMachine(RuleBasedStateMachine):
         return Wrapped(handle)
 
     def note(self, *what):
-        os.write(self.trace, f"{what}\n".encode())
+        machines.note(what)
 
     def make(self):
         raise NotImplementedError
@@ -262,7 +260,6 @@ class StreamMachine(RuleBasedStateMachine):
             self.blocks.clear()
             del self.allocator
             self.context.__exit__(None, None, None)
-            os.close(self.trace)
             self.guard.__exit__(None, None, None)
 
     def end(self):

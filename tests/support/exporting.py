@@ -7,10 +7,10 @@ for the rest (UNSURE) the contract leaves open which of the two it is, and both 
 
 import ctypes
 import gc
-import threading
 from dataclasses import dataclass, field
 
 import numpy as np
+from helpers import in_threads
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
@@ -90,9 +90,7 @@ class ExportingMachine(AllocatorMachine):
             block.handles.clear()
 
         if other_thread:
-            thread = threading.Thread(target=drop)
-            thread.start()
-            thread.join()
+            in_threads(drop)
         drop()
         self.dropped(serial, other_thread)
 

@@ -49,12 +49,23 @@ def _trace_fd():
     return fd
 
 
+def note(text):
+    """A line of `TRACE`."""
+    os.write(_trace_fd(), f"{text}\n".encode())
+
+
+def forget_notes():
+    """Of the example before."""
+    os.ftruncate(_trace_fd(), 0)
+    os.lseek(_trace_fd(), 0, os.SEEK_SET)
+
+
 def step(function):
     """Write the call to `TRACE` before it runs."""
 
     @functools.wraps(function)
     def traced(self, **arguments):
-        os.write(_trace_fd(), f"{function.__name__}({arguments})\n".encode())
+        note(f"{function.__name__}({arguments})")
         return function(self, **arguments)
 
     return traced
@@ -122,8 +133,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        os.ftruncate(_trace_fd(), 0)
-        os.lseek(_trace_fd(), 0, os.SEEK_SET)
+        forget_notes()
         self.allocator = None
         self.live = {}
         self.marks = []
