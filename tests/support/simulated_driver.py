@@ -78,7 +78,6 @@ class SimulatedDriver(gpu.Gpu):
         """`version`: of CUDA, in whose words it is called; 12 or 13."""
         super().__init__(self.MEMORY)
         self.calls = Counter()
-        self.failed = Counter()  # of the calls, those that a test has made fail
         self.fails = {}  # {name: result}
         self.plan = {}  # {(name, the count of the call): result}
         self.before_call = None  # it is called with a name
@@ -134,7 +133,6 @@ class SimulatedDriver(gpu.Gpu):
         self.calls[name] += 1
         planned = self.plan.pop((name, self.calls[name]), self.fails.get(name, SUCCESS))
         if planned:
-            self.failed[name] += 1
             return planned
         try:
             if threading.get_native_id() in self.destroying:
@@ -324,11 +322,8 @@ class SimulatedDriver(gpu.Gpu):
         one = self.memory.find(address)
         if one is None or one.dead:
             return INVALID_VALUE
-        context, host = 0x1000 * (one.device + 1), one.kind == "registered"
         known = {
-            1: (ctypes.c_void_p, context),
-            2: (ctypes.c_int, 1 if host else 2),  # the type of memory
-            3: (ctypes.c_uint64, address),  # on the device
+            2: (ctypes.c_int, 1 if one.kind == "registered" else 2),  # the type of memory
             8: (ctypes.c_int, one.kind == "managed"),
             9: (ctypes.c_int, one.device),
         }
@@ -399,10 +394,10 @@ class SimulatedDriver(gpu.Gpu):
 
     def cuMemPoolSetAccess(self, pool, access, count):
         """What the pool's memory may be reached from; nothing is refused without it."""
-        kind, other, flags = (ctypes.c_int * 3).from_address(access)
+        kind, _, flags = (ctypes.c_int * 3).from_address(access)
         if (kind, flags, count) != (1, 3, 1):
             raise Refused(INVALID_VALUE, f"access {kind, flags} for {count}")
-        self.pool_handles.get(pool).reached_from.add(other)
+        self.pool_handles.get(pool)
 
     def cuMemPoolTrimTo(self, pool, keep):
         self.pool_handles.get(pool).trim(keep)

@@ -21,7 +21,6 @@ CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_MERGE = 900, 901, 902
 CAPTURE_ISOLATION, CAPTURE_IMPLICIT, CAPTURED_EVENT = 905, 906, 907
 ACTIVE, INVALIDATED = 1, 2  # of a capture
 GLOBAL, RELAXED = 0, 2  # capture modes; 1: of this thread only
-PAGEABLE_MEMORY_ACCESS = 88
 NON_BLOCKING, DISABLE_TIMING = 1, 2  # flags
 
 
@@ -183,8 +182,7 @@ class Gpu:
         for address, nbytes in operation.touches:
             one = self.memory.find(address)
             if one is None:
-                if not self.attributes.get(PAGEABLE_MEMORY_ACCESS):
-                    return f"{address:#x}, which is not the driver's"
+                return f"{address:#x}, which is not the driver's"
             elif one.dead or (one.freed_at or operation.number) < operation.number:
                 return f"{address:#x}, which was freed"
             elif not one.ready:

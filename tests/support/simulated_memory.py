@@ -4,7 +4,7 @@ import ctypes
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE = 0, 1, 2, 400
@@ -149,7 +149,6 @@ class MemoryPool:
     memory: Memory
     device: int
     threshold: int = 0
-    reached_from: set = field(default_factory=set)  # other devices
     used: int = 0
     reserved: int = 0
     destroyed: bool = False
