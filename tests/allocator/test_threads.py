@@ -134,6 +134,8 @@ def test_an_arena_dropped_by_one_thread_while_others_hold_its_buffers():
 def test_per_thread_arenas_do_not_meet():
     arenas = PerThread(lambda: exact(1 << 16))
     mine = arenas.get()
+    assert arenas.get() is mine is arenas.alloc(0).allocator
+    mine.reset()
     seen, barrier = [], threading.Barrier(4)
 
     def user():

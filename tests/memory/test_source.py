@@ -138,6 +138,7 @@ def test_numpy_ints_are_sizes():
         ({"fork": "copy"}, ValueError, "fork='copy'.*'inherit', 'skip'"),
         ({"threads": 0}, ValueError, "threads=0"),
         ({"threads": 1.5}, TypeError, "threads=1.5"),
+        ({"no_such": 1}, TypeError, "no_such"),
     ],
 )
 def test_bad_option_is_refused_at_construction(options, error, match):
