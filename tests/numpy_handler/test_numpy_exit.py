@@ -1,6 +1,6 @@
 """Odd lifetimes of arrays under `numpy_memory`: each in a process, which must end in good order.
 
-As test_exit.py and test_exit_pool.py: a crash, a message or a status that is not 0 fails.
+As test_exit.py: a crash, a message or a status that is not 0 fails.
 """
 
 import itertools
