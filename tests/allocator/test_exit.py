@@ -19,7 +19,7 @@ from arenapy import Bump, Existing, Host, Pool, Shared, Slab
 
 MAKE = {
     "bump": "keeper = Bump(1 << 20)",
-    "bump, growing": "keeper = Bump(4096, max_bytes=1 << 20)\nfiller = keeper.alloc(100_000)",
+    "bump, growing": "keeper = Bump(4096, max_bytes=1 << 20)",
     "bump, existing": "keeper = Bump(1 << 20, Existing(bytearray(1 << 20)))",
     "bump, shared": "keeper = Bump(1 << 20, Shared())",
     "pool": "keeper = Pool()",
@@ -40,6 +40,7 @@ seen = np.ndarray((10,), "u1", buffer=keeper.alloc(10))
 tensor = np.from_dlpack(keeper.alloc(64))
 capsule = keeper.alloc(64).__dlpack__(max_version=(1, 0))
 many = keeper.alloc_many([10] * 20)
+grown = keeper.alloc_many([4000] * 30)
 keeper.alloc(300).release()
 region = keeper.regions[0]
 mark = scope = None
