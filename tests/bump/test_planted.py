@@ -4,6 +4,7 @@ Each test failed with its bug and passes without.
 """
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 from helpers import MAX_ALIGN, PAGE, Pages, exact, peek, poke, unchanged_view
@@ -353,19 +354,9 @@ def test_an_empty_block_that_opens_a_region_is_padding():
 # Regions ---------------------------------------------------------------------------------------
 
 
-class Given:
-    """A source of one region that is there already."""
-
-    def __init__(self, region):
-        self.given = region
-
-    def region(self, nbytes):
-        return self.given
-
-
 def test_bytes_that_an_arena_hands_out_are_not_viewed_past_it():
     region = Pages().region(PAGE)
-    arena = Bump(PAGE, source=Given(region))
+    arena = Bump(PAGE, source=SimpleNamespace(region=lambda nbytes: region))
     with pytest.raises(BufferError, match="allocator"):
         region.buffer()
     del arena
@@ -376,9 +367,9 @@ def test_a_region_that_somebody_looks_at_is_not_carved_up():
     region = Pages().region(PAGE)
     view = memoryview(region.buffer())
     with pytest.raises(ValueError, match="held"):
-        Bump(PAGE, source=Given(region))
+        Bump(PAGE, source=SimpleNamespace(region=lambda nbytes: region))
     view.release()
-    assert Bump(PAGE, source=Given(region)).capacity == PAGE
+    assert Bump(PAGE, source=SimpleNamespace(region=lambda nbytes: region)).capacity == PAGE
 
 
 def test_leases_that_end_leave_room_for_a_resets_own_extents(run_script):

@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from children import in_child
 from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps
 
 from arenapy import Region
@@ -135,25 +136,12 @@ def test_sizes_that_cannot_be(nbytes):
         vm.map_memory(-1)
 
 
-@pytest.mark.parametrize(("end", "offset"), [("lower", -1), ("upper", 4096)])
 @pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
-def test_guard_page_is_a_segfault(run_script, end, offset):
-    out = run_script(f"""
-        import ctypes, os, signal
-        from arenapy.linux import vm
-        mapping = vm.map_memory(4096, guard=True)
-        address = mapping.address
-        offset = vm.PAGE_SIZE if {end!r} == "upper" else -1
-        ctypes.memset(address, 1, 4096)
-        child = os.fork()
-        if not child:
-            import faulthandler; faulthandler.disable()
-            ctypes.memset(address + offset, 1, 1)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        print(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV)
-    """)
-    assert out.strip() == "True"
+def test_guard_page_is_a_segfault(mapping):
+    address = mapping(PAGE, guard=True)
+    assert in_child(lambda: ctypes.memset(address, 1, PAGE)) == 0
+    for beyond in (address - 1, address + PAGE):
+        assert in_child(lambda at=beyond: ctypes.memset(at, 1, 1)) == -signal.SIGSEGV
 
 
 def test_hugetlb_without_pages_is_an_error_and_with_pages_is_huge(mapping):
@@ -559,14 +547,10 @@ def test_a_region_takes_both_over_or_neither(memfd):
 def test_what_nobody_took_over_is_not_unmapped_in_a_forked_child():
     """It may not have been there (MADV_DONTFORK), and something else may be now."""
     one = vm.map_memory(PAGE)
-    child = os.fork()
-    if not child:
-        address = one.address
-        one.unmap()
-        os._exit(is_mapped(address))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    address = one.address
+    assert in_child(lambda: (one.unmap(), is_mapped(address))[1]) == 0
     one.unmap()
-    assert not is_mapped(one.address)
+    assert not is_mapped(address)
 
 
 def test_owners_are_made_by_calls_only():

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from children import in_child
 from kernel_view import OWN_FAULTS, is_mapped, resident, smaps, vm_flags
 
 from arenapy.linux import vm
@@ -110,12 +111,7 @@ def test_committed_memory_does_not_fault(reserved, populate_error, error):
 def test_what_is_not_committed_is_a_segfault(reserved):
     address = reserved(2 * PAGE)
     vm.commit(address, 1)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        fill(address, PAGE + 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    assert in_child(lambda: fill(address, PAGE + 1)) == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("locked", [False, True])

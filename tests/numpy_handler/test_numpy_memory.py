@@ -1,12 +1,13 @@
 """`numpy_memory` and `handles`: what arrays are made of, and where their blocks go."""
 
+import functools
 import itertools
 import resource
 import sys
-import threading
 
 import numpy as np
 import pytest
+from helpers import in_threads
 from numpy._core.multiarray import get_handler_name
 from numpy_arrays import (
     ALIGN,
@@ -265,11 +266,7 @@ def test_blocks_return_from_other_threads(pool):
         for n in range(0, 3000, 11):
             assert same(box.pop(0), empty(n, n))
 
-    threads = [threading.Thread(target=drop, args=(box,)) for box in boxes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(drop, box) for box in boxes))
     assert not any(boxes) and live(pool) == 0
 
 
