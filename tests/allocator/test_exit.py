@@ -56,55 +56,59 @@ NAMES = [
 every_kind = pytest.mark.parametrize("make", MAKE)
 
 
+@pytest.fixture
+def program(run_script, make):
+    """Run a program that has what `HOLD` has, of what `MAKE` makes."""
+    return lambda source="", **how: run_script(PRELUDE + MAKE[make] + HOLD + source, **how)
+
+
+@pytest.fixture
+def bare(run_script):
+    """Run one that has nothing of that."""
+    return lambda source: run_script(PRELUDE + source)
+
+
 @every_kind
-def test_module_globals(run_script, make):
-    run_script(PRELUDE + MAKE[make] + HOLD)
+def test_module_globals(program):
+    program()
 
 
 @pytest.mark.parametrize("make", ["bump, growing", "pool", "slab"])
 @pytest.mark.parametrize("order", ["keeper first", "keeper last", "shuffled"])
-def test_explicit_orders(run_script, order, make):
+def test_explicit_orders(program, order):
     names = {"keeper first": NAMES[::-1], "keeper last": NAMES, "shuffled": NAMES[5:] + NAMES[:5]}
-    run_script(PRELUDE + MAKE[make] + HOLD + "\n".join(f"del {name}" for name in names[order]))
+    program("".join(f"del {name}\n" for name in names[order]))
 
 
 @pytest.mark.parametrize("make", ["bump", "pool", "slab"])
 @pytest.mark.parametrize(
     "pair", list(itertools.permutations(["keeper", "array", "capsule", "many"], 2))
 )
-def test_globals_cleared_in_an_odd_order(run_script, pair, make):
+def test_globals_cleared_in_an_odd_order(program, pair):
     """Module globals that start with one underscore go first: rename to choose the order."""
     first, second = pair
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + f"_first = {first}; zz_last = {second}; del {first}, {second}\n"
-        + "sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')\n"
-        + "module.kept = [_first, module]\n"
-    )
+    program(f"""
+_first = {first}
+zz_last = {second}
+del {first}, {second}
+sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')
+module.kept = [_first, module]
+""")
 
 
 @every_kind
-def test_modules_torn_out_from_under_live_buffers(run_script, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_modules_torn_out_from_under_live_buffers(program):
+    program("""
 for name in [name for name in sys.modules if name.split('.')[0] in ('arenapy', 'numpy')]:
     del sys.modules[name]
 del arenapy, np, Bump, Existing, Host, Pool, Shared, Slab
 gc.collect()
-"""
-    )
+""")
 
 
 @every_kind
-def test_cycles(run_script, make):
-    run_script(
-        PRELUDE
-        + f"""
+def test_cycles(bare, make):
+    bare(f"""
 gc.disable()
 class Source:
     def __init__(self): self.inner = Host()
@@ -130,17 +134,12 @@ for _ in range(5):
         source = Source()
         own = kind(source)  # which keeps its source, and so itself
         source.user, source.blocks = own, own.alloc_many([64] * 5)
-"""
-    )
+""")
 
 
 @pytest.mark.parametrize("make", ["pool", "pool, limited", "pool, existing", "slab"])
-def test_use_in_atexit(run_script, make):
-    out = run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_use_in_atexit(program):
+    out = program("""
 def late():
     before = keeper.stats().active_allocations
     keeper.empty(10)[:] = 1
@@ -150,18 +149,13 @@ def late():
     keeper.check()
     print("late", before - keeper.stats().active_allocations)
 atexit.register(late)
-"""
-    )
+""")
     assert out == "late 20\n"
 
 
 @pytest.mark.parametrize("make", ["bump", "bump, growing"])
-def test_use_of_an_arena_in_atexit(run_script, make):
-    out = run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_use_of_an_arena_in_atexit(program):
+    out = program("""
 def late():
     with keeper.scope():
         keeper.empty(10)[:] = 1
@@ -170,19 +164,14 @@ def late():
     keeper.check()
     print("late", array.sum() is not None, keeper.retired > 0)
 atexit.register(late)
-"""
-    )
+""")
     assert out == "late True True\n"
 
 
 @every_kind
-def test_use_in_finalizers_during_shutdown(run_script, make):
+def test_use_in_finalizers_during_shutdown(program):
     """Allocating, releasing, trimming and resetting while modules are already being cleared."""
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+    program("""
 class Late:
     def __init__(self, *things): self.things = things
     def __del__(self):
@@ -197,14 +186,11 @@ late = Late(keeper, array, buffer, mark)
 late.cycle = late
 sys.late = Late(keeper, array, buffer, mark)
 builtins.late = Late(keeper, array, buffer, mark)
-"""
-    )
+""")
 
 
-def test_thread_locals(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_thread_locals(bare):
+    bare("""
 local = threading.local()
 arenas = arenapy.PerThread(lambda: Bump(1 << 16))
 ready, stay = threading.Barrier(4), threading.Event()
@@ -218,8 +204,7 @@ for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 ready.wait()
 local.mine = arenas.get(), arenas.alloc(9), arenas.empty(3)
-"""
-    )
+""")
 
 
 DAEMONS = {
@@ -246,12 +231,8 @@ BUSY += [
 
 
 @pytest.mark.parametrize(("busy", "make"), BUSY)
-def test_daemon_threads(run_script, busy, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + f"""
+def test_daemon_threads(program, busy):
+    program(f"""
 stay, ready, handover = threading.Event(), threading.Barrier(4), queue.Queue()
 def work(array, view):
     held = array, view, np.ndarray(5, "u1", buffer=view)
@@ -261,8 +242,7 @@ for _ in range(3):
     threading.Thread(target=work, args=(array, view), daemon=True).start()
 ready.wait()
 stay.wait(0.05)
-"""
-    )
+""")
 
 
 @every_kind
@@ -300,43 +280,31 @@ with keeper.scope(), keeper.scope():
 
 
 @pytest.mark.parametrize("make", ["bump, growing", "pool", "pool, limited", "slab"])
-def test_exit_in_a_forked_child(run_script, make):
+def test_exit_in_a_forked_child(program):
     """Both processes end in an orderly way, with all that the parent held."""
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+    program("""
 if os.fork():
     assert os.wait()[1] == 0
 else:
     keeper.alloc(200).fill(1)
     del buffer, many
-"""
-    )
+""")
 
 
 @pytest.mark.parametrize("make", ["bump, shared", "pool, shared", "slab, shared"])
-def test_exit_of_a_child_that_only_sees_the_memory(run_script, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_exit_of_a_child_that_only_sees_the_memory(program):
+    program("""
 if os.fork():
     assert os.wait()[1] == 0
     array[:] = 1
     keeper.alloc(100).fill(1)
     keeper.check()
-"""
-    )
+""")
 
 
-def test_a_consumer_deletes_its_tensor_during_finalization(run_script):
+def test_a_consumer_deletes_its_tensor_during_finalization(bare):
     """A C library may keep a tensor past the end of the interpreter's modules."""
-    run_script(
-        PRELUDE
-        + """
+    bare("""
 class Managed(ctypes.Structure):
     _fields_ = [("tensor", ctypes.c_char * 48), ("context", ctypes.c_void_p),
                 ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p))]
@@ -355,8 +323,7 @@ class Consumer:
 builtins.kept = consumer = Consumer(Bump(1 << 12).alloc(64).__dlpack__())
 consumer.cycle = consumer
 sys.last = Consumer(Bump(1 << 12).alloc(64).__dlpack__())
-"""
-    )
+""")
 
 
 def test_a_thread_that_ends_with_the_interpreter_while_it_grows_a_slab(run_script):
@@ -393,11 +360,9 @@ def test_a_thread_that_ends_with_the_interpreter_while_it_grows_a_slab(run_scrip
     """)
 
 
-def test_the_trimming_thread_ends_with_its_pool(run_script):
+def test_the_trimming_thread_ends_with_its_pool(bare):
     """And keeps neither the pool nor the process."""
-    run_script(
-        PRELUDE
-        + """
+    bare("""
 import time, weakref
 pool = Pool(trim_after=0.5, trim_thread=True)
 pool.alloc(1 << 20).release()
@@ -416,5 +381,4 @@ assert gone() is None
 while threading.active_count() > 1 and time.monotonic() < end:
     time.sleep(0.01)
 assert threading.active_count() == 1
-"""
-    )
+""")
