@@ -11,7 +11,7 @@ from children import in_child
 from helpers import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps, vm_flags
+from kernel_view import OWN_FAULTS, is_mapped, numa_map, resident, smaps, vm_flags
 from reserved import MIB, PAGE, SIZE, accessible, read, reserve, rss, write
 
 from arenapy.errors import OutOfMemory
@@ -42,6 +42,7 @@ def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
     nbytes = 16 * memory_info.memory_info().total
     reservation = reserve(nbytes)
     reservation.commit(reservation.nbytes - 2 * MIB, 2 * MIB)
+    assert resident(reservation.region.address + reservation.nbytes - 4 * MIB, 4 * MIB) == 2 * MIB
     assert write(reservation, reservation.nbytes - 2 * MIB, 2 * MIB) <= OWN_FAULTS
     monkeypatch.delattr(vm, "protect")
     with pytest.raises(OutOfMemory, match="prefault=False"):

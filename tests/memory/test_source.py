@@ -60,12 +60,6 @@ def _nothing_leaks(monkeypatch):
 
 
 @pytest.fixture
-def populate_error():
-    yield vm.inject_populate_error
-    vm.inject_populate_error(0)
-
-
-@pytest.fixture
 def path(tmp_path):
     path = tmp_path / "data.bin"
     path.write_bytes(bytes(range(256)) * 64)
@@ -291,8 +285,10 @@ def test_shared_is_a_sealed_memfd_by_name():
     link = os.readlink(f"/proc/self/fd/{region.fd}")
     assert "memfd:pictures" in link
     assert vm.file_nbytes(region.fd) == 2 * PAGE
-    with pytest.raises(PermissionError):
-        os.ftruncate(region.fd, PAGE)
+    assert not os.get_inheritable(region.fd)
+    for size in (PAGE, 4 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
     with vm.map_memory(PAGE, fd=region.fd, shared=True) as mapping:
         ctypes.memset(region.address, 7, 1)
         assert ctypes.string_at(mapping.address, 1) == b"\7"

@@ -410,17 +410,6 @@ def test_record_attaches_and_detaches(path):
     assert calls_in(trace.load(path).events) == [("grow", 4096, 8192, 0), ("alloc", 1, 2, 0)]
 
 
-def test_a_refused_recording_leaves_the_file_alone(path):
-    allocator = Fake()
-    with trace.record(allocator, path) as recorder:
-        recorder.add("alloc", 1, 2)
-        with pytest.raises(ValueError, match="already"), trace.record(allocator, path):
-            raise AssertionError("entered")
-        assert allocator.recorder is recorder
-        recorder.add("free", 1, 2)
-    assert len(trace.load(path)) == 3
-
-
 def test_a_recording_that_cannot_begin_detaches(tmp_path):
     allocator = Fake()
     with pytest.raises(IsADirectoryError), trace.record(allocator, tmp_path):
