@@ -272,7 +272,9 @@ def test_plain_pickle_copies_and_protocol_5_does_not(host_visible):
     stream = pickle.dumps(block, 5, buffer_callback=parts.append)
     with parts[0].raw() as raw:
         assert np.frombuffer(raw, "u1").ctypes.data == block.address and len(stream) < 900
-    del parts, raw
+    again = pickle.loads(stream, buffers=parts)
+    assert bytes(again) == b"\t" * 1000
+    del parts, raw, again
     block.fill(1)
     assert bytes(copied) == b"\t" * 1000 and copied.allocator is None
     with pytest.raises(TypeError):

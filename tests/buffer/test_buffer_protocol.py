@@ -303,6 +303,7 @@ def test_plain_pickle_copies_the_bytes(protocol, nbytes):
     other = pickle.loads(pickle.dumps(buffer, protocol))
     poke(buffer.address, nbytes, 1)
     assert bytes(other) == b"M" * nbytes and not memoryview(other).readonly
+    assert other.kind == "existing"
 
 
 def test_a_view_comes_back_with_shape_and_type():

@@ -269,15 +269,6 @@ def test_the_deleter_runs_after_the_arena_is_gone(arena):
     consumer.delete()
 
 
-def test_many_tensors_of_one_block(buffer):
-    tensors = [np.from_dlpack(buffer[i:]) for i in range(90)]
-    while tensors:
-        with pytest.raises(BufferError):
-            buffer.release()
-        tensors.pop()
-    buffer.release()
-
-
 def test_arrays_of_an_arena_travel_too(arena):
     array = arena.empty((3, 4), "f4", order="F")
     array[:] = np.arange(12).reshape(3, 4)
