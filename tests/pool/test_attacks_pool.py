@@ -18,9 +18,6 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 pool_alloc = c_function("pool_alloc", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 pool_free = c_function("pool_free", ctypes.c_int, ctypes.c_void_p)
-pool_usable_size = c_function("pool_usable_size", ctypes.c_size_t, ctypes.c_void_p)
-
-
 TAKE_OVER = """
     import ctypes, mmap, sys, threading, time
     import arenapy
@@ -277,15 +274,6 @@ def test_arrays_over_memory_that_the_host_cannot_read_are_refused(run_script):
     """)
 
 
-def test_a_block_that_waits_for_a_child_is_not_freed_twice():
-    pool = Pool(source=Shared())
-    block = pool_alloc(pool, 100 * KIB, 64)
-    with another_process():
-        assert [pool_free(pool, block) for _ in range(3)] == [0, -1, -1]
-        assert pool_usable_size(pool, block) == 0
-        assert pool.stats().active_allocations == 0
-
-
 def test_allocating_does_not_look_at_every_pending_block():
     pool = Pool(source=Shared())
     pool.alloc(64)
@@ -303,30 +291,3 @@ def timed(pool):
     start = time.perf_counter()
     pool.alloc(64)
     return time.perf_counter() - start
-
-
-@pytest.mark.full
-def test_live_blocks_are_found_while_regions_come_and_go():
-    pool = Pool(source=Shared())
-    first = pool.alloc(64)
-    block = pool_alloc(pool, MIB, 64)
-    wrong, stop = [], threading.Event()
-
-    def look():
-        while not stop.is_set():
-            wrong.extend([1] * sum(pool_usable_size(pool, block) == 0 for _ in range(1000)))
-
-    threads = [threading.Thread(target=look) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not wrong:
-        blocks = [pool.alloc(3 * MIB) for _ in range(10)]
-        del blocks
-        pool.trim()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert pool_free(pool, block) == 0
-    del first
