@@ -141,6 +141,15 @@ def run_script(tmp_path):
 
 
 @pytest.fixture
+def populate_error():
+    """Make faulting in fail, until the test ends."""
+    from arenapy.linux import vm
+
+    yield vm.inject_populate_error
+    vm.inject_populate_error(0)
+
+
+@pytest.fixture
 def frequent_switches():
     """Many more switches between threads than the interpreter's own."""
     interval = sys.getswitchinterval()

@@ -104,41 +104,26 @@ def table(found: list[Fact]) -> Table:
 
 def _pages(sys: Path, pools: dict[int, HugePool]) -> Iterator[Fact]:
     size = vm.PAGE_SIZE
-    yield Fact(
-        "pages",
-        "page size",
-        size,
-        format_bytes(size),
-        "regions are mapped in whole pages, and a touch of a new one is a fault",
-    )
+    meaning = "regions are mapped in whole pages, and a touch of a new one is a fault"
+    yield Fact("pages", "page size", size, format_bytes(size), meaning)
     thp = sys / "kernel/mm/transparent_hugepage"
     mode = _chosen(thp / "enabled")
-    yield Fact(
-        "pages",
-        "transparent huge pages",
-        mode,
-        mode or "not there",
-        {
-            "always": "huge_pages='auto' gets them, and so does all other memory",
-            "madvise": "huge_pages='auto' gets them; other memory does not",
-        }.get(
-            mode or "", "huge_pages='auto' gets none; ask for 'madvise', or reserve hugetlbfs pages"
-        ),
-    )
+    if mode == "always":
+        meaning = "huge_pages='auto' gets them, and so does all other memory"
+    elif mode == "madvise":
+        meaning = "huge_pages='auto' gets them; other memory does not"
+    else:
+        meaning = "huge_pages='auto' gets none; ask for 'madvise', or reserve hugetlbfs pages"
+    yield Fact("pages", "transparent huge pages", mode, mode or "not there", meaning)
     shared = _chosen(thp / "shmem_enabled")
-    yield Fact(
-        "pages",
-        "... for shared memory",
-        shared,
-        shared or "not there",
-        "Shared(huge_pages='auto') gets them"
-        if shared in ("always", "within_size", "advise", "force")
-        else "Shared(huge_pages='auto') gets none; 'advise' in shmem_enabled allows them",
-    )
+    if shared in ("always", "within_size", "advise", "force"):
+        meaning = "Shared(huge_pages='auto') gets them"
+    else:
+        meaning = "Shared(huge_pages='auto') gets none; 'advise' in shmem_enabled allows them"
+    yield Fact("pages", "... for shared memory", shared, shared or "not there", meaning)
     if not pools:
-        yield Fact(
-            "pages", "hugetlbfs", None, "not there", "huge_pages='2M' and '1G' raise an error"
-        )
+        meaning = "huge_pages='2M' and '1G' raise an error"
+        yield Fact("pages", "hugetlbfs", None, "not there", meaning)
     for pool in pools.values():
         yield _pool(pool)
 
@@ -171,13 +156,10 @@ def _memory(info: MemoryInfo) -> Iterator[Fact]:
     if not any(limit.name.startswith("cgroup") for limit in info.limits):
         yield Fact("memory", "cgroup", None, "no limit", "no cgroup limits memory here")
     shown = f"{format_bytes(info.swap_free)} free of {format_bytes(info.swap_total)}"
-    yield Fact(
-        "memory",
-        "swap",
-        info.swap_free,
-        shown if info.swap_total else "none",
-        "lock=True keeps a region out of it" if info.swap_total else "nothing is ever swapped out",
-    )
+    if info.swap_total:
+        yield Fact("memory", "swap", info.swap_free, shown, "lock=True keeps a region out of it")
+    else:
+        yield Fact("memory", "swap", info.swap_free, "none", "nothing is ever swapped out")
     yield _memlock(info.memlock)
 
 
@@ -270,13 +252,8 @@ def _cuda() -> Iterator[Fact]:
             )
         yield Fact("CUDA", f"device {info.device_id}", info.free_bytes, shown, meaning)
     pinned = backing.pinned_bytes()
-    yield Fact(
-        "CUDA",
-        "pinned by arenapy",
-        pinned,
-        format_bytes(pinned),
-        "of the host's memory, in this process: cuda.Pinned copies at full speed",
-    )
+    meaning = "of the host's memory, in this process: cuda.Pinned copies at full speed"
+    yield Fact("CUDA", "pinned by arenapy", pinned, format_bytes(pinned), meaning)
 
 
 # ---- probes ----------------------------------------------------------------------------------

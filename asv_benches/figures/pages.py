@@ -156,7 +156,7 @@ def readme(text, readme_text, results):
         return readme_text
     values = {}
     for section, found in results.items():
-        for line in found["lines"]:
+        for line in found.get("lines", ()):
             values.setdefault((section, line.what), line)
     rows = []
     for row in text:
@@ -181,7 +181,7 @@ def rows_of(found):
         shown.setdefault(line.what, short(line))
     for row in found.get("rows", ()):
         for head, cell in zip(found["head"], row, strict=True):
-            shown.setdefault(f"{row[0]}: {head}", cell.partition(" (")[0])
+            shown.setdefault(f"{row[0]}: {head}", re.sub(" x$", " times", cell.partition(" (")[0]))
     return shown
 
 

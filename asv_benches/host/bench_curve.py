@@ -193,7 +193,7 @@ def lines(quick):
         for count in counts:
             if (name, order, count) in curve:
                 ns = curve[name, order, count] * 1e9
-                yield Line("curve", f"{name}, {order}, {count:,} live", ns, "ns")
+                yield Line("curve", f"{name}, {order}: {count:,} live", ns, "ns")
         growth = curve[name, order, counts[-1]] / curve[name, order, FEW]
         limit = GROWTH if name in HEAPS or name == "pool.alloc" else None
         yield Line("curve", f"{name}, {order}: {counts[-1]:,} / {FEW:,}", growth, limit=limit)
@@ -201,11 +201,11 @@ def lines(quick):
         calls = {count: each_call(count, sizes) for count in counts[2:]}
         for step in STEPS:
             for count, found in calls.items():
-                what = f"{kind}, {step} {count:,}"
-                yield Line("curve", f"{what}: mean call", found[step].mean(), "ns")
-                yield Line("curve", f"{what}: worst call", found[step].max() / 1e3, "µs")
+                mean, worst = found[step].mean(), found[step].max() / 1e3
+                yield Line("curve", f"{kind}, {step}, mean call: {count:,} live", mean, "ns")
+                yield Line("curve", f"{kind}, {step}, worst call: {count:,} live", worst, "µs")
             growth = calls[counts[-1]][step].max() / calls[MANY][step].max()
             what = f"{kind}, {step}, worst call: {counts[-1]:,} / {MANY:,}"
             yield Line("curve", what, growth, limit=WORST_GROWTH)
         nbytes = metadata(counts[-1], sizes)
-        yield Line("curve", f"{kind}, {counts[-1]:,} live: metadata", nbytes, "bytes/block")
+        yield Line("curve", f"{kind}, metadata: {counts[-1]:,} live", nbytes, "bytes/block")

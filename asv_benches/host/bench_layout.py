@@ -106,7 +106,7 @@ def lines(quick):
     """The report's lines: nanoseconds a record, and how often faster huge pages are."""
     spaces = {pages: namespace(huge) for pages, huge in PAGES.items()}
     for pages, names in spaces.items():
-        yield Line("layout", f"huge_fraction, {pages}", names["huge_fraction"], "1")
+        yield Line("layout", f"huge_fraction: {pages}", names["huge_fraction"], "1")
     # Both kinds of pages take turns: the names of one loop are of one kind each.
     ways = {}
     names = {}
@@ -114,7 +114,7 @@ def lines(quick):
         names[f"space{i}"] = space
         bring = f"globals().update(space{i})"
         ways |= {
-            f"{what}, {pages}": Way(way.statement, bring, way.operations)
+            f"{what}: {pages}": Way(way.statement, bring, way.operations)
             for what, way in WAYS.items()
         }
     found = medians(ways, names, 1, 5 if quick else 31)
@@ -125,5 +125,5 @@ def lines(quick):
         yield Line(
             "layout",
             f"{what}: {small} / {huge}",
-            found[f"{what}, {small}"] / found[f"{what}, {huge}"],
+            found[f"{what}: {small}"] / found[f"{what}: {huge}"],
         )

@@ -261,42 +261,34 @@ class PythonThreads:
 def rate_lines(name, rates, limit=None):
     """Each rate, and how often that of one thread."""
     for n, rate in rates.items():
-        yield Line("threads", f"{name}, {n} thread{'s' * (n > 1)}", rate / 1e6, "M/s")
+        yield Line("threads", f"{name}: {n} thread{'s' * (n > 1)}", rate / 1e6, "M/s")
     for n in THREADS[1:]:
-        yield Line(
-            "threads", f"{name}, {n} threads / 1", rates[n] / rates[1], "x", limit, True, False
-        )
+        gain = rates[n] / rates[1]
+        yield Line("threads", f"{name}: {n} threads / 1", gain, "x", limit, True, False)
 
 
 def scaling_lines(rounds):
     """Rates, what a second thread adds, and how much of that a loop of Python's own gains."""
     found = scaling(rounds)
     fewest = min(map(len, found.values()))
-    yield Line("threads", "rounds of one and two threads", fewest, "", 1, True, False)
+    yield Line("threads", "rounds: of one and two threads", fewest, "", 1, True, False)
     if not fewest:
         return  # so busy a machine never has two processors for us
     rates = {key: statistics.median(values) for key, values in found.items()}
     for way in SCALING:
         gain = rates[way, 2] / rates[way, 1]
-        yield Line("threads", f"{way}, 1 thread", rates[way, 1] / 1e6, "M/s")
-        yield Line("threads", f"{way}, 2 threads", rates[way, 2] / 1e6, "M/s")
-        yield Line("threads", f"{way}, 2 threads / 1", gain, "x")
+        yield Line("threads", f"{way}: 1 thread", rates[way, 1] / 1e6, "M/s")
+        yield Line("threads", f"{way}: 2 threads", rates[way, 2] / 1e6, "M/s")
+        yield Line("threads", f"{way}: 2 threads / 1", gain, "x")
         if way != LOOP:
             limit = None if way.startswith("bytearray") else NEAR_LINEAR
             gain /= rates[LOOP, 2] / rates[LOOP, 1]
-            yield Line("threads", f"{way}, gain / the loop's", gain, "x", limit, True, False)
+            yield Line("threads", f"{way}: gain / the loop's", gain, "x", limit, True, False)
 
 
 def lines(quick):
     """The report's lines."""
     rounds = 11 if quick else ROUNDS
-    if len(CPUS) >= 2:
-        isolated, packed = isolation(rounds)
-        for name, seconds in (("isolated", isolated), ("packed", packed)):
-            yield Line("threads", f"write to {name} items, 2 threads", seconds * 1e9, "ns")
-        yield Line("threads", "packed / isolated", packed / isolated, "x", 2, at_least=True)
-        if not HAS_GIL:  # with one there is nothing to gain
-            yield from scaling_lines(5 if quick else SCALING_ROUNDS)
     for name in STATEMENTS:
         ours = not name.startswith("bytearray")
         # With a GIL only one thread runs at a time, and nothing can grow.
@@ -307,4 +299,13 @@ def lines(quick):
         for name in (*HEAPS, *installed()):
             malloc = OURS if name in HEAPS else name
             rates = rates_in_c(malloc, HEAPS.get(name, "heap"), work, rounds)
-            yield from rate_lines(f"C, {work}: {name}", rates)
+            yield from rate_lines(f"C, {work}, {name}", rates)
+    if len(CPUS) >= 2:
+        isolated, packed = isolation(rounds)
+        for name, seconds in (("isolated", isolated), ("packed", packed)):
+            yield Line("threads", f"write to {name} items: 2 threads", seconds * 1e9, "ns")
+        yield Line(
+            "threads", "packed / isolated: 2 threads", packed / isolated, "x", 2, at_least=True
+        )
+        if not HAS_GIL:  # with one there is nothing to gain
+            yield from scaling_lines(5 if quick else SCALING_ROUNDS)

@@ -153,15 +153,9 @@ def handler():
 def replays():
     """Heaps that repeat the same trace."""
     from arenapy import trace
-
-    try:
-        from arenapy.commands.replay.loop import run
-        from arenapy.commands.replay.program import program
-        from arenapy.commands.replay.worker import make_heap
-    except ImportError:  # a base from before the package had folders
-        from arenapy.replay_core import run
-        from arenapy.replay_one import make_heap
-        from arenapy.replay_program import program
+    from arenapy.commands.replay.loop import run
+    from arenapy.commands.replay.program import program
+    from arenapy.commands.replay.worker import make_heap
 
     steps = program(trace.synthetic(0, EVENTS))
     names = {"run": run, "slots": steps.slots, "sizes": steps.sizes, "count": steps.count}

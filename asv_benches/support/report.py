@@ -32,6 +32,20 @@ def show(console, section, lines):
     console.print(table)
 
 
+def as_table(lines):
+    """(lines, the table that is stored of them): a line called "row: column" is a cell of it."""
+    lines, rows = list(lines), {}
+    for line in lines:
+        row, _, column = line.what.rpartition(": ")
+        target = Row.of(line).target
+        judged = f" ({target}: {line.verdict})" if target else ""
+        unit = "" if line.unit == "1" else f" {line.unit}"
+        rows.setdefault(row, {})[column] = f"{figure(line.value)}{unit}{judged}"
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    table = [[row, *(cells.get(column, "") for column in columns)] for row, cells in rows.items()]
+    return lines, {"head": ["", *columns], "rows": table}
+
+
 def options_of(about, sections):
     """The options of a command that measures `sections`."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -40,11 +41,25 @@ PLAIN = Host(huge_pages=None, prefault=False)
 PATTERNS = {}
 
 
-def pattern(weight=1):
-    """Note a function that makes a call to repeat, and the allocators to look at.
+def pattern(weight=1, **state):
+    """Note a call to repeat, and what makes each of its arguments before the first time.
 
     `weight`: how many times as long as a scope the call takes; a test makes so many fewer.
     """
+
+    def decorate(call):
+        def prepare():
+            made = {name: make() for name, make in state.items()}
+            return partial(call, **made), *made.values()
+
+        prepare.__name__ = call.__name__
+        return prepared(weight)(prepare)
+
+    return decorate
+
+
+def prepared(weight=1):
+    """Note a function that makes a call to repeat, and what it is made of."""
 
     def decorate(make):
         PATTERNS[make.__name__.replace("_", " ")] = make
@@ -67,89 +82,70 @@ def bump(nbytes=256 * KIB, **options):
     return Bump(nbytes, PLAIN, **options)
 
 
+def pool(**options):
+    return Pool(source=PLAIN, **options)
+
+
+def slab(**options):
+    return Slab(64, 100, PLAIN, **options)
+
+
+def dice():
+    return random.Random(0)
+
+
 # ---- Bump: scopes and marks ----------------------------------------------------------------
 
 
-@pattern()
-def scope_with_a_block():
-    arena = bump()
+@pattern(arena=bump)
+def scope_with_a_block(arena):
+    with arena.scope():
+        arena.alloc(100)
 
-    def call():
+
+@pattern(arena=bump)
+def scope_whose_array_is_dropped_in_it(arena):
+    with arena.scope():
+        x = arena.empty(100)
+        del x
+
+
+@pattern(arena=bump)
+def scope_whose_array_ends_with_the_function(arena):
+    with arena.scope():
+        x = arena.empty(100)  # noqa: F841
+
+
+@pattern(arena=bump, out=dict)
+def scope_whose_array_is_kept_in_a_dict(arena, out):
+    with arena.scope():
+        out["k"] = arena.empty(100)
+
+
+@pattern(arena=bump)
+def scope_left_by_an_exception(arena):
+    with contextlib.suppress(KeyError), arena.scope():
+        x = arena.empty(100)  # noqa: F841
+        raise KeyError
+
+
+@pattern(arena=bump)
+def scopes_in_scopes_whose_arrays_outlive_them(arena):
+    with arena.scope():
+        x = arena.empty(10)  # noqa: F841
         with arena.scope():
-            arena.alloc(100)
-
-    return call, arena
-
-
-@pattern()
-def scope_whose_array_is_dropped_in_it():
-    arena = bump()
-
-    def call():
-        with arena.scope():
-            x = arena.empty(100)
-            del x
-
-    return call, arena
-
-
-@pattern()
-def scope_whose_array_ends_with_the_function():
-    arena = bump()
-
-    def call():
-        with arena.scope():
-            x = arena.empty(100)  # noqa: F841
-
-    return call, arena
-
-
-@pattern()
-def scope_whose_array_is_kept_in_a_dict():
-    arena = bump()
-    out = {}
-
-    def call():
-        with arena.scope():
-            out["k"] = arena.empty(100)
-
-    return call, arena
-
-
-@pattern()
-def scope_left_by_an_exception():
-    arena = bump()
-
-    def call():
-        with contextlib.suppress(KeyError), arena.scope():
-            x = arena.empty(100)  # noqa: F841
-            raise KeyError
-
-    return call, arena
-
-
-@pattern()
-def scopes_in_scopes_whose_arrays_outlive_them():
-    arena = bump()
-
-    def call():
-        with arena.scope():
-            x = arena.empty(10)  # noqa: F841
+            y = arena.empty(100)  # noqa: F841
             with arena.scope():
-                y = arena.empty(100)  # noqa: F841
-                with arena.scope():
-                    z = arena.empty(1000)  # noqa: F841
-
-    return call, arena
+                z = arena.empty(1000)  # noqa: F841
 
 
-@pattern()
+@prepared()
 def scope_beside_arrays_that_stay():
     arena = bump(1 << 20)
     kept = [arena.empty(100) for _ in range(100)]
     with arena.scope():
         kept += [arena.empty(100) for _ in range(100)]
-    rng = random.Random(0)
+    rng = dice()
 
     def call():
         with arena.scope():
@@ -158,20 +154,15 @@ def scope_beside_arrays_that_stay():
     return call, arena
 
 
-@pattern()
-def mark_and_reset():
-    arena = bump()
-
-    def call():
-        mark = arena.mark()
-        x = arena.empty(100)  # noqa: F841
-        arena.alloc(10)
-        arena.reset(mark)
-
-    return call, arena
+@pattern(arena=bump)
+def mark_and_reset(arena):
+    mark = arena.mark()
+    x = arena.empty(100)  # noqa: F841
+    arena.alloc(10)
+    arena.reset(mark)
 
 
-@pattern()
+@prepared()
 def one_mark_reset_to_again():
     arena = bump()
     mark = arena.mark()
@@ -185,290 +176,185 @@ def one_mark_reset_to_again():
     return call, arena
 
 
-@pattern()
-def marks_that_are_only_dropped():
-    arena = bump()
-
-    def call():
-        mark = arena.mark()
-        x = arena.empty(100)
-        inner = arena.mark()
-        del mark, x, inner
-
-    return call, arena
+@pattern(arena=bump)
+def marks_that_are_only_dropped(arena):
+    mark = arena.mark()
+    x = arena.empty(100)
+    inner = arena.mark()
+    del mark, x, inner
 
 
-@pattern()
-def marks_nested_and_dropped_in_any_order():
-    arena = bump()
-    order = itertools.cycle(itertools.permutations(range(3)))
-
-    def call():
-        marks, arrays = [], []
-        for n in (10, 100, 30):
-            marks.append(arena.mark())
-            arrays.append(arena.empty(n))
-        arena.reset(marks[1])
-        arena.reset(marks[0])
-        for i in next(order):
-            arrays[i] = marks[i] = None
-
-    return call, arena
+@pattern(arena=bump, order=lambda: itertools.cycle(itertools.permutations(range(3))))
+def marks_nested_and_dropped_in_any_order(arena, order):
+    marks, arrays = [], []
+    for n in (10, 100, 30):
+        marks.append(arena.mark())
+        arrays.append(arena.empty(n))
+    arena.reset(marks[1])
+    arena.reset(marks[0])
+    for i in next(order):
+        arrays[i] = marks[i] = None
 
 
-@pattern()
-def marks_in_c():
-    arena = bump()
-    kept = [None]
-
-    def call():
-        mark = c_mark(arena)
-        kept[0] = arena.empty(100)
-        inner = c_mark(arena)
-        x = arena.empty(10)  # noqa: F841
-        c_reset(arena, inner)
-        c_reset(arena, mark)
-
-    return call, arena
+@pattern(arena=bump, kept=lambda: [None])
+def marks_in_c(arena, kept):
+    mark = c_mark(arena)
+    kept[0] = arena.empty(100)
+    inner = c_mark(arena)
+    x = arena.empty(10)  # noqa: F841
+    c_reset(arena, inner)
+    c_reset(arena, mark)
 
 
-@pattern()
-def reset_of_everything():
-    arena = bump()
-    kept = [None]
-
-    def call():
-        arena.alloc(100)
-        kept[0] = arena.empty(100)
-        arena.reset()
-
-    return call, arena
+@pattern(arena=bump, kept=lambda: [None])
+def reset_of_everything(arena, kept):
+    arena.alloc(100)
+    kept[0] = arena.empty(100)
+    arena.reset()
 
 
-@pattern()
-def a_strict_arena_that_refuses():
-    arena = bump(strict=True)
-
-    def call():
-        mark = arena.mark()
-        x = arena.empty(100)
-        with contextlib.suppress(BufferError):
-            arena.reset(mark)
-        del x
+@pattern(arena=lambda: bump(strict=True))
+def a_strict_arena_that_refuses(arena):
+    mark = arena.mark()
+    x = arena.empty(100)
+    with contextlib.suppress(BufferError):
         arena.reset(mark)
-
-    return call, arena
-
-
-@pattern()
-def an_arena_without_room():
-    arena = bump(4 * KIB)
-
-    def call():
-        with contextlib.suppress(MemoryError), arena.scope():
-            x = arena.empty(100)  # noqa: F841
-            arena.empty(1000)
-
-    return call, arena
+    del x
+    arena.reset(mark)
 
 
-@pattern(5)
-def an_arena_that_grows_by_regions():
-    arena = bump(4 * KIB, max_bytes=1 << 20)
+@pattern(arena=lambda: bump(4 * KIB))
+def an_arena_without_room(arena):
+    with contextlib.suppress(MemoryError), arena.scope():
+        x = arena.empty(100)  # noqa: F841
+        arena.empty(1000)
 
-    def call():
-        with arena.scope():
-            x = [arena.empty(n) for n in (10, 400, 2000)]  # noqa: F841
 
-    return call, arena
+@pattern(5, arena=lambda: bump(4 * KIB, max_bytes=1 << 20))
+def an_arena_that_grows_by_regions(arena):
+    with arena.scope():
+        x = [arena.empty(n) for n in (10, 400, 2000)]  # noqa: F841
 
 
 # ---- Buffers -------------------------------------------------------------------------------
 
 
-@pattern()
-def a_buffer_that_grows():
-    arena = bump()
-
-    def call():
-        block = arena.alloc(100)
-        block = arena.grow(block, 1000)
-        arena.alloc(8)
-        block = arena.grow(block, 2000)
-        del block
-        arena.reset()
-
-    return call, arena
+@pattern(arena=bump)
+def a_buffer_that_grows(arena):
+    block = arena.alloc(100)
+    block = arena.grow(block, 1000)
+    arena.alloc(8)
+    block = arena.grow(block, 2000)
+    del block
+    arena.reset()
 
 
-@pattern(2)
-def blocks_of_one_call():
-    arena, pool, slab = bump(), Pool(source=PLAIN), Slab(64, 100, PLAIN)
-
-    def call():
-        with arena.scope():
-            arena.alloc_many([10, 100, 1000])
-        pool.alloc_many([10, 5000, 100_000])
-        slab.alloc_many(20)
-        with contextlib.suppress(MemoryError):
-            slab.alloc_many(101)
-
-    return call, arena, pool, slab
+@pattern(2, arena=bump, pool=pool, slab=slab)
+def blocks_of_one_call(arena, pool, slab):
+    with arena.scope():
+        arena.alloc_many([10, 100, 1000])
+    pool.alloc_many([10, 5000, 100_000])
+    slab.alloc_many(20)
+    with contextlib.suppress(MemoryError):
+        slab.alloc_many(101)
 
 
-@pattern(2)
-def struct_of_arrays():
-    arena = bump()
-    kept = {}
-
-    def call():
-        with arena.scope():
-            kept.update(arena.struct_of_arrays({"x": "f4", "y": "f8", "alive": "?"}, 100))
-
-    return call, arena
+@pattern(2, arena=bump, kept=dict)
+def struct_of_arrays(arena, kept):
+    with arena.scope():
+        kept.update(arena.struct_of_arrays({"x": "f4", "y": "f8", "alive": "?"}, 100))
 
 
-@pattern(2)
-def copies_and_zeros():
-    arena, pool = bump(), Pool(source=PLAIN)
-    a = np.arange(100.0).reshape(10, 10)
-
-    def call():
-        with arena.scope():
-            x = arena.copy(a), arena.zeros((10, 10)), pool.copy(a.T), pool.zeros(9)  # noqa: F841
-
-    return call, arena, pool
+@pattern(2, arena=bump, pool=pool, a=lambda: np.arange(100.0).reshape(10, 10))
+def copies_and_zeros(arena, pool, a):
+    with arena.scope():
+        x = arena.copy(a), arena.zeros((10, 10)), pool.copy(a.T), pool.zeros(9)  # noqa: F841
 
 
-@pattern(2)
-def slices_and_views_that_stay():
-    arena, pool = bump(), Pool(source=PLAIN)
-    kept = []
-
-    def call():
-        with arena.scope():
-            for block in (arena.alloc(400), pool.alloc(400)):
-                part = block[100:200]
-                kept[:] = (*kept[-4:], part.view((5, 5), "f4"), memoryview(part), block[10:][10:])
-
-    return call, arena, pool
+@pattern(2, arena=bump, pool=pool, kept=list)
+def slices_and_views_that_stay(arena, pool, kept):
+    with arena.scope():
+        for block in (arena.alloc(400), pool.alloc(400)):
+            part = block[100:200]
+            kept[:] = (*kept[-4:], part.view((5, 5), "f4"), memoryview(part), block[10:][10:])
 
 
-@pattern(2)
-def buffers_in_place():
-    arena, pool = bump(), Pool(source=PLAIN)
-
-    def call():
-        for allocator in (arena, pool):
-            with allocator.alloc(4096) as block:
-                io.BytesIO(b"header").readinto(block)
-                struct.pack_into("<I", block, 8, 42)
-                block.fill(0)
-            block = allocator.alloc(100)
-            block.release()
-            block.release()
-        arena.reset()
-
-    return call, arena, pool
+@pattern(2, arena=bump, pool=pool)
+def buffers_in_place(arena, pool):
+    for allocator in (arena, pool):
+        with allocator.alloc(4096) as block:
+            io.BytesIO(b"header").readinto(block)
+            struct.pack_into("<I", block, 8, 42)
+            block.fill(0)
+        block = allocator.alloc(100)
+        block.release()
+        block.release()
+    arena.reset()
 
 
-@pattern(2)
-def dlpack():
-    arena, pool = bump(), Pool(source=PLAIN)
-
-    def call():
-        with arena.scope():
-            for block in (arena.alloc(400), pool.alloc(400)):
-                tensor = np.from_dlpack(block.view((10, 10), "f4"))
-                tensor[:] = 1
-                block.__dlpack__()
-                block.__dlpack__(max_version=(1, 0))
-
-    return call, arena, pool
+@pattern(2, arena=bump, pool=pool)
+def dlpack(arena, pool):
+    with arena.scope():
+        for block in (arena.alloc(400), pool.alloc(400)):
+            tensor = np.from_dlpack(block.view((10, 10), "f4"))
+            tensor[:] = 1
+            block.__dlpack__()
+            block.__dlpack__(max_version=(1, 0))
 
 
-@pattern(2)
-def array_interfaces_and_handles():
-    arena, pool = bump(), Pool(source=PLAIN)
-
-    def call():
-        with arena.scope():
-            for block in (arena.alloc(400), pool.alloc(400)):
-                x = np.asarray(block)
-                assert block.__array_interface__["version"] == 3
-                arenapy.handles(x[10:])
-                np.ndarray((10,), "u1", buffer=block)
-
-    return call, arena, pool
+@pattern(2, arena=bump, pool=pool)
+def array_interfaces_and_handles(arena, pool):
+    with arena.scope():
+        for block in (arena.alloc(400), pool.alloc(400)):
+            x = np.asarray(block)
+            assert block.__array_interface__["version"] == 3
+            arenapy.handles(x[10:])
+            np.ndarray((10,), "u1", buffer=block)
 
 
-@pattern(300)
-def pickling():
-    arena = bump()
-
-    def call():
-        with arena.scope():
-            block, x = arena.alloc(100), arena.empty(100)
-            pickle.loads(pickle.dumps(block))
-            apart = []
-            data = pickle.dumps([block, x], protocol=5, buffer_callback=apart.append)
-            pickle.loads(data, buffers=apart)
-
-    return call, arena
+@pattern(300, arena=bump)
+def pickling(arena):
+    with arena.scope():
+        block, x = arena.alloc(100), arena.empty(100)
+        pickle.loads(pickle.dumps(block))
+        apart = []
+        data = pickle.dumps([block, x], protocol=5, buffer_callback=apart.append)
+        pickle.loads(data, buffers=apart)
 
 
 # ---- Slab ----------------------------------------------------------------------------------
 
 
-@pattern()
-def items():
-    slab = Slab(64, 100, PLAIN)
-    kept = [None] * 50
-    rng = random.Random(0)
-
-    def call():
-        kept[rng.randrange(50)] = slab.alloc()
-        slab.empty(8)
-
-    return call, slab
+@pattern(slab=slab, kept=lambda: [None] * 50, rng=dice)
+def items(slab, kept, rng):
+    kept[rng.randrange(50)] = slab.alloc()
+    slab.empty(8)
 
 
-@pattern(100)
-def a_slab_that_grows_and_is_trimmed():
-    slab = Slab(64, 100, PLAIN, max_count=2000)
-
-    def call():
-        kept = [slab.alloc() for _ in range(1000)]
-        del kept[::2]
-        slab.trim()
-        kept.clear()
-        slab.trim()
-
-    return call, slab
+@pattern(100, slab=lambda: Slab(64, 100, PLAIN, max_count=2000))
+def a_slab_that_grows_and_is_trimmed(slab):
+    kept = [slab.alloc() for _ in range(1000)]
+    del kept[::2]
+    slab.trim()
+    kept.clear()
+    slab.trim()
 
 
 # ---- Pool ----------------------------------------------------------------------------------
 
 
-@pattern()
-def blocks_of_all_sizes():
-    pool = Pool(source=PLAIN)
-    kept = [None] * 50
-    rng = random.Random(0)
-
-    def call():
-        kept[rng.randrange(50)] = pool.alloc(int(2 ** (rng.random() * 20)))
-        pool.empty(8)
-
-    return call, pool
+@pattern(pool=pool, kept=lambda: [None] * 50, rng=dice)
+def blocks_of_all_sizes(pool, kept, rng):
+    kept[rng.randrange(50)] = pool.alloc(int(2 ** (rng.random() * 20)))
+    pool.empty(8)
 
 
-@pattern(3)
+@prepared(3)
 def blocks_of_all_sizes_in_few_bytes():
     """Hits, splits, trims and refusals; what a hook frees."""
     kept = [None] * 50
     pool = Pool(1 << 20, PLAIN, on_oom=lambda nbytes: bool(kept.__setitem__(0, None)))
-    rng = random.Random(0)
+    rng = dice()
 
     def call():
         with contextlib.suppress(MemoryError):
@@ -477,58 +363,38 @@ def blocks_of_all_sizes_in_few_bytes():
     return call, pool
 
 
-@pattern(100)
-def a_pool_that_is_prewarmed_and_trimmed():
-    pool = Pool(source=PLAIN)
-
-    def call():
-        pool.prewarm({64 * KIB: 10, 100: 10})
-        kept = [pool.alloc(64 * KIB) for _ in range(20)]
-        del kept[::2]
-        pool.defragment()
-        pool.trim(256 * KIB)
-        kept.clear()
-        pool.trim()
-
-    return call, pool
+@pattern(100, pool=pool)
+def a_pool_that_is_prewarmed_and_trimmed(pool):
+    pool.prewarm({64 * KIB: 10, 100: 10})
+    kept = [pool.alloc(64 * KIB) for _ in range(20)]
+    del kept[::2]
+    pool.defragment()
+    pool.trim(256 * KIB)
+    kept.clear()
+    pool.trim()
 
 
-@pattern(100)
-def a_pool_of_regions_that_come_and_go():
-    pool = Pool(source=Pages())
-
-    def call():
-        kept = [pool.alloc(3 << 20), pool.alloc(5 << 20)]
-        kept.clear()
-        pool.trim()
-
-    return call, pool
+@pattern(100, pool=lambda: Pool(source=Pages()))
+def a_pool_of_regions_that_come_and_go(pool):
+    kept = [pool.alloc(3 << 20), pool.alloc(5 << 20)]
+    kept.clear()
+    pool.trim()
 
 
-@pattern(100)
-def a_pool_that_trims_by_itself():
-    pool = Pool(source=PLAIN, trim_after=1e-4)
-
-    def call():
-        kept = [pool.alloc(n) for n in (100, 10_000, 1 << 20)]  # noqa: F841
-
-    return call, pool
+@pattern(100, pool=lambda: pool(trim_after=1e-4))
+def a_pool_that_trims_by_itself(pool):
+    kept = [pool.alloc(n) for n in (100, 10_000, 1 << 20)]  # noqa: F841
 
 
-@pattern(3)
-def a_pool_by_classes():
-    pool = Pool(source=PLAIN, rounding="class")
-
-    def call():
-        kept = [pool.alloc(n) for n in (100, 5000, 100_000)]  # noqa: F841
-
-    return call, pool
+@pattern(3, pool=lambda: pool(rounding="class"))
+def a_pool_by_classes(pool):
+    kept = [pool.alloc(n) for n in (100, 5000, 100_000)]  # noqa: F841
 
 
 # ---- what an allocator says ----------------------------------------------------------------
 
 
-@pattern(100)
+@prepared(100)
 def figures():
     arena, pool, slab = bump(), Pool(source=PLAIN), Slab(64, 100, PLAIN)
     x, y, z = arena.empty(8), pool.empty(8), slab.empty(8)
@@ -543,35 +409,25 @@ def figures():
     return call, arena, pool, slab
 
 
-@pattern(30)
-def measurements():
-    arena, pool = bump(), Pool(source=PLAIN)
-
-    def call():
-        with arenapy.measure(arena) as m, arenapy.measure(pool, arena), arenapy.measure():
-            pool.empty(100)
-            with arena.scope():
-                arena.empty(100)
-        assert m.allocations == 1
-
-    return call, arena, pool
+@pattern(30, arena=bump, pool=pool)
+def measurements(arena, pool):
+    with arenapy.measure(arena) as m, arenapy.measure(pool, arena), arenapy.measure():
+        pool.empty(100)
+        with arena.scope():
+            arena.empty(100)
+    assert m.allocations == 1
 
 
 # ---- threads -------------------------------------------------------------------------------
 
 
-@pattern()
-def an_arena_for_each_thread():
-    arena = PerThread(bump)
-
-    def call():
-        with arena.scope():
-            x = arena.empty(100)  # noqa: F841
-
-    return call, arena.get()
+@pattern(arena=lambda: PerThread(bump))
+def an_arena_for_each_thread(arena):
+    with arena.scope():
+        x = arena.empty(100)  # noqa: F841
 
 
-@pattern(300)
+@prepared(300)
 def threads_that_end():
     arena, pool = PerThread(bump), Pool(source=PLAIN)
     kept = []
@@ -589,7 +445,7 @@ def threads_that_end():
 # ---- NumPy ---------------------------------------------------------------------------------
 
 
-@pattern(5)
+@prepared(5)
 def numpy_memory_for_a_call():
     pool = Pool(source=PLAIN)
     memory = arenapy.numpy_memory(pool)
@@ -604,7 +460,7 @@ def numpy_memory_for_a_call():
     return call, pool
 
 
-@pattern(10)
+@prepared(10)
 def numpy_memory_around_functions():
     pool = Pool(source=PLAIN)
     memory = arenapy.numpy_memory(pool)
@@ -627,7 +483,7 @@ def numpy_memory_around_functions():
     return call, pool
 
 
-@pattern(300)
+@prepared(300)
 def numpy_memory_in_tasks():
     pool = Pool(source=PLAIN)
     memory = arenapy.numpy_memory(pool)
@@ -647,19 +503,14 @@ def numpy_memory_in_tasks():
     return call, pool
 
 
-@pattern(5)
-def numpy_memory_installed():
-    pool = Pool(source=PLAIN)
-
-    def call():
-        memory = arenapy.numpy_memory(pool).install()
-        np.ones(100)
-        memory.uninstall()
-
-    return call, pool
+@pattern(5, pool=pool)
+def numpy_memory_installed(pool):
+    memory = arenapy.numpy_memory(pool).install()
+    np.ones(100)
+    memory.uninstall()
 
 
-@pattern(300)
+@prepared(300)
 def numpy_memory_of_threads():
     pool = Pool(source=PLAIN)
     memory = arenapy.numpy_memory(pool, threads=True)
@@ -671,7 +522,7 @@ def numpy_memory_of_threads():
     return call, pool
 
 
-@pattern(300)
+@prepared(300)
 def numpy_memory_installed_in_threads_that_end():
     pool = Pool(source=PLAIN)
 
@@ -685,73 +536,47 @@ def numpy_memory_installed_in_threads_that_end():
     return call, pool
 
 
-@pattern(300)
-def numpy_memory_of_a_pool_that_ends():
-    kept = [None]
-
-    def call():
-        with arenapy.numpy_memory(Pool(source=PLAIN)):
-            kept[0] = np.ones(100)
-
-    return (call,)
+@pattern(300, kept=lambda: [None])
+def numpy_memory_of_a_pool_that_ends(kept):
+    with arenapy.numpy_memory(Pool(source=PLAIN)):
+        kept[0] = np.ones(100)
 
 
 # ---- sources and regions -------------------------------------------------------------------
 
 
-@pattern(100)
-def allocators_that_end():
-    kept = []
-
-    def call():
-        arena, slab, pool = bump(), Slab(64, 100, PLAIN), Pool(1 << 20, PLAIN)
-        kept[:] = [arena.empty(10), slab.empty(8), pool.empty(10)]
-
-    return (call,)
+@pattern(100, kept=list)
+def allocators_that_end(kept):
+    arena, slab, pool = bump(), Slab(64, 100, PLAIN), Pool(1 << 20, PLAIN)
+    kept[:] = [arena.empty(10), slab.empty(8), pool.empty(10)]
 
 
 @pattern(50)
 def regions():
-    def call():
-        region = PLAIN.region(64 * KIB)
-        x = np.asarray(region.buffer(100, 1000))
-        del x
-        region.close()
-        PLAIN.region(64 * KIB).buffer()
-
-    return (call,)
+    region = PLAIN.region(64 * KIB)
+    x = np.asarray(region.buffer(100, 1000))
+    del x
+    region.close()
+    PLAIN.region(64 * KIB).buffer()
 
 
-@pattern(300)
-def existing_memory():
-    memory = bytearray(64 * KIB)
-
-    def call():
-        arena = Bump(64 * KIB, Existing(memory))
-        with arena.scope():
-            x = arena.empty(100)  # noqa: F841
-
-    return (call,)
+@pattern(300, memory=lambda: bytearray(64 * KIB))
+def existing_memory(memory):
+    arena = Bump(64 * KIB, Existing(memory))
+    with arena.scope():
+        x = arena.empty(100)  # noqa: F841
 
 
-@pattern(300)
-def mapped_files():
-    path = Path(tempfile.mkdtemp()) / "data"
-
-    def call():
-        x = Bump(64 * KIB, File(path, "w+")).empty(100)
-        del x
-        np.asarray(File(path).region(4 * KIB).buffer()).sum()
-
-    return (call,)
+@pattern(300, path=lambda: Path(tempfile.mkdtemp()) / "data")
+def mapped_files(path):
+    x = Bump(64 * KIB, File(path, "w+")).empty(100)
+    del x
+    np.asarray(File(path).region(4 * KIB).buffer()).sum()
 
 
 @pattern(100)
 def shared_memory():
-    def call():
-        x = Bump(64 * KIB, Shared()).empty(100)  # noqa: F841
-
-    return (call,)
+    x = Bump(64 * KIB, Shared()).empty(100)  # noqa: F841
 
 
 def receive(connection):
@@ -765,7 +590,7 @@ def receive(connection):
         connection.send_bytes(b"done")
 
 
-@pattern(2000)
+@prepared(2000)
 def blocks_sent_to_another_process():
     arena, pool = Bump(64 * KIB, Shared()), Pool(1 << 20, Shared())
     context = get_context("spawn")
@@ -782,39 +607,34 @@ def blocks_sent_to_another_process():
     return call, arena, pool
 
 
-@pattern(2000)
-def forks():
-    arena, pool = bump(), Pool(source=PLAIN)
-
-    def call():
-        with arena.scope():
-            x = arena.empty(100), pool.empty(100)  # noqa: F841
-            child = os.fork()
-            if child == 0:
-                os._exit(0)
-            os.waitpid(child, 0)
-
-    return call, arena, pool
+@pattern(2000, arena=bump, pool=pool)
+def forks(arena, pool):
+    with arena.scope():
+        x = arena.empty(100), pool.empty(100)  # noqa: F841
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 # ---- recordings, debug mode ----------------------------------------------------------------
 
 
-@pattern(300)
-def recordings():
-    arena, pool, slab = bump(), Pool(source=PLAIN), Slab(64, 100, PLAIN)
-    path = Path(tempfile.mkdtemp()) / "trace"
-    sites = itertools.cycle([0, 4])
+@pattern(
+    300,
+    arena=bump,
+    pool=pool,
+    slab=slab,
+    path=lambda: Path(tempfile.mkdtemp()) / "trace",
+    sites=lambda: itertools.cycle([0, 4]),
+)
+def recordings(arena, pool, slab, path, sites):
+    for allocator in (arena, pool, slab):
+        with trace.record(allocator, path, sites=next(sites)):
+            x = allocator.empty(8)  # noqa: F841
 
-    def call():
-        for allocator in (arena, pool, slab):
-            with trace.record(allocator, path, sites=next(sites)):
-                x = allocator.empty(8)  # noqa: F841
 
-    return call, arena, pool, slab
-
-
-@pattern(3)
+@prepared(3)
 def within_a_recording():
     arena = bump()
     recording = trace.record(arena, Path(tempfile.mkdtemp()) / "trace")
@@ -827,19 +647,18 @@ def within_a_recording():
     return call, arena, recording
 
 
-@pattern(20)
-def debug_mode():
-    arena, pool = bump(debug=True), Pool(source=PLAIN, debug=True)
-    slab = Slab(64, 100, PLAIN, debug=True)
-    rng = random.Random(0)
-
-    def call():
-        with arena.scope():
-            n = rng.randrange(1, 8)
-            x = [one.empty(n) for one in (arena, pool, slab)]  # noqa: F841
-            live_blocks(arena)
-
-    return call, arena, pool, slab
+@pattern(
+    20,
+    arena=lambda: bump(debug=True),
+    pool=lambda: pool(debug=True),
+    slab=lambda: slab(debug=True),
+    rng=dice,
+)
+def debug_mode(arena, pool, slab, rng):
+    with arena.scope():
+        n = rng.randrange(1, 8)
+        x = [one.empty(n) for one in (arena, pool, slab)]  # noqa: F841
+        live_blocks(arena)
 
 
 # ---- what grows ----------------------------------------------------------------------------
@@ -895,7 +714,7 @@ class Held:
 def made(name):
     """(the call of a pattern, its allocators)."""
     call, *rest = PATTERNS[name]()
-    return call, [one for one in rest if hasattr(one, "stats")]
+    return call, [one for one in rest if hasattr(one, "check")]
 
 
 def thousand(call, calls):

@@ -143,17 +143,21 @@ def test_alignments(anywhere, name):
 
 
 def test_arrays(allocator):
-    array = allocator.empty((10, 20), "f4")
+    array = allocator.empty((10, 20), np.float32)
     assert array.shape == (10, 20) and array.dtype == "f4" and array.flags.c_contiguous
     assert array.flags.writeable and array.ctypes.data % 64 == 0
     assert isinstance(array.base, Buffer) and array.base.allocator is allocator
     assert array.base.held and in_regions(allocator, array.ctypes.data, array.nbytes)
-    assert allocator.empty((3, 4), "f8", "F").flags.f_contiguous
+    for make in (allocator.empty, allocator.zeros):
+        assert make((3, 4), "f8", "F").flags.f_contiguous
+        assert make([2, np.int64(2)], np.dtype("i2,f8")).dtype.names == ("f0", "f1")
     assert allocator.empty(0).size == 0 and allocator.empty(()).shape == ()
     original = np.arange(100, dtype="i4").reshape(10, 10)
-    for given in (original, original.T, original[::2, ::3], [1, 2, 3], 5):
+    odd = np.array("text"), np.arange(20)[::-3], np.zeros((0, 3), "f4")
+    for given in (original, original.T, original[::2, ::3], [1, 2, 3], 5, *odd):
         copied = allocator.copy(given)
-        assert (copied == np.asarray(given)).all() and copied.dtype == np.asarray(given).dtype
+        assert np.array_equal(copied, given) and copied.shape == np.shape(given)
+        assert copied.dtype == np.asarray(given).dtype and copied.flags.writeable
         assert in_regions(allocator, copied.ctypes.data, copied.nbytes)
     adds_up(allocator)
 
@@ -185,6 +189,7 @@ def test_fields_of_struct_of_arrays_start_on_cache_lines_of_their_own(allocator)
         lines |= mine
         array[:] = number
     assert [set(array.tolist()) for array in arrays.values()] == [{0.0}, {1}, {True}]
+    assert allocator.struct_of_arrays({"none": "f4"}, 0)["none"].shape == (0,)
     kept = arrays.pop("id")
     arrays.clear()
     others = fill_up(allocator, 512)
@@ -267,7 +272,9 @@ def test_plain_pickle_copies_and_protocol_5_does_not(host_visible):
     stream = pickle.dumps(block, 5, buffer_callback=parts.append)
     with parts[0].raw() as raw:
         assert np.frombuffer(raw, "u1").ctypes.data == block.address and len(stream) < 900
-    del parts, raw
+    again = pickle.loads(stream, buffers=parts)
+    assert bytes(again) == b"\t" * 1000
+    del parts, raw, again
     block.fill(1)
     assert bytes(copied) == b"\t" * 1000 and copied.allocator is None
     with pytest.raises(TypeError):
@@ -395,8 +402,16 @@ def test_alloc_many_that_fails_late_changes_nothing(anywhere):
         anywhere.alloc_many([1, 2, -1])
     with pytest.raises(TypeError):
         anywhere.alloc_many([1, "2"])
+
+    def sizes():
+        yield 64
+        raise KeyError("an iterator that fails")
+
+    with pytest.raises(KeyError):
+        anywhere.alloc_many(sizes())
     assert view(anywhere) == before
     assert not kept.closed and anywhere.alloc_many([]) == []
+    assert len(anywhere.alloc_many(iter((1, 2)))) == 2
 
 
 IMPOSSIBLE = {
@@ -433,10 +448,14 @@ def test_closing_the_regions_closes_the_allocator(host_visible):
     (region,) = host_visible.regions
     region.close()
     assert block.closed and region.closed
-    for use in (
+    uses = [
         lambda: host_visible.alloc(8), lambda: host_visible.empty(3), lambda: host_visible.zeros(3),
-        lambda: host_visible.alloc_many([3]), lambda: memoryview(block),
-    ):  # fmt: skip
+        lambda: host_visible.alloc_many([3]), lambda: memoryview(block), lambda: block.fill(0),
+        lambda: block.address,
+    ]  # fmt: skip
+    if isinstance(host_visible, Bump):
+        uses += [host_visible.mark, host_visible.reset, lambda: host_visible.grow(block, 16)]
+    for use in uses:
         with pytest.raises(ValueError, match="closed"):
             use()
     block.release()

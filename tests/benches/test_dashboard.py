@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from urllib.request import urlopen
 
 import asv_suite
 import pytest
-from browser import browser, keep, messages, needs_browser
+from browser import SOON, browser, keep, messages, needs_browser, until
 
 pytest.importorskip("asv")
 
@@ -23,7 +22,6 @@ from asv.machine import MachineCollection
 from asv_benches.dashboard import dashboard, history, offline
 
 LEAST_COMMITS = 3
-SOON = 20  # seconds
 #: A graph, and lines in it: ours and a peer's.
 GRAPHS = {
     "host.bench_latency.Block.time_calls": ("arena.alloc(64)", "bytearray(64)"),
@@ -189,15 +187,6 @@ def go_to(driver, name):
     driver.get("about:blank")
     driver.get(f"{driver.address}#{name}")
     until(lambda: shown_lines(driver), "a graph is drawn")
-
-
-def until(probe, what):
-    """The first true value of a probe."""
-    end = time.monotonic() + SOON
-    while not (found := probe()):
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-    return found
 
 
 @has_packages

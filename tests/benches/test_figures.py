@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
 
 from asv_benches.figures import chart
 from asv_benches.figures import pages as figures
+from asv_benches.support import report
 from asv_benches.support import results as files
 from asv_benches.support.results import Row
 from asv_benches.support.rounds import Line
@@ -118,6 +119,26 @@ def test_a_figure_is_one_line_of_its_file(tmp_path):
     files.store(path, "b", {"commit": "3"}, head=["", "x"], rows=[["y", "2"]])
     found = json.loads(path.read_text())
     assert found["a"]["stamp"] == {"commit": "1"} and found["b"]["rows"] == [["y", "2"]]
+
+
+def test_lines_become_the_cells_of_a_table():
+    lines = [
+        Line("a", "pool, random: 10 live", 28.283, "ns"),
+        Line("a", "pool, random: 1,000 / 10", 4.8387, "x", 20, timed=False),
+        Line("a", "slab: share", 1.0, "1"),
+        Line("a", "slab: 1,000 / 10", 30.0, "x", 20, timed=False),
+    ]
+    found, table = report.as_table(iter(lines))
+    assert found == lines
+    assert table == {
+        "head": ["", "10 live", "1,000 / 10", "share"],
+        "rows": [
+            ["pool, random", "28.3 ns", "4.84 x (≤ 20: met)", ""],
+            ["slab", "", "30 x (≤ 20: MISSED)", "1"],
+        ],
+    }
+    shown = figures.rows_of(table)
+    assert shown["pool, random: 1,000 / 10"] == "4.84 times" and shown["slab: share"] == "1"
 
 
 # ---- figures elsewhere

@@ -30,16 +30,6 @@ def buffer(arena):
 # What it says of itself ------------------------------------------------------------------------
 
 
-def test_attributes(arena, buffer):
-    (region,) = arena.regions
-    assert region.address <= buffer.address <= region.address + region.nbytes - 100
-    assert buffer.nbytes == len(buffer) == 100
-    assert buffer.kind == region.kind == "host"
-    assert buffer.device_id == region.device_id
-    assert buffer.readonly is False and buffer.closed is False and buffer.held is False
-    assert buffer.allocator is arena
-
-
 @pytest.mark.parametrize("name", ["nbytes", "address", "kind", "readonly", "allocator", "held"])
 def test_attributes_are_read_only(buffer, name):
     with pytest.raises(AttributeError):
@@ -49,16 +39,6 @@ def test_attributes_are_read_only(buffer, name):
 def test_a_buffer_is_not_made_by_hand():
     with pytest.raises(TypeError):
         Buffer()
-
-
-def test_memory_outlives_the_allocator():
-    arena = exact(1 << 16)
-    buffer = arena.alloc(100)
-    poke(buffer.address, 100, 7)
-    assert buffer.allocator is arena
-    del arena
-    assert buffer.allocator is None
-    assert peek(buffer.address, 100) == bytes(buffer) == b"\x07" * 100
 
 
 def test_repr_says_kind_bytes_allocator_and_state(arena, buffer):
@@ -133,7 +113,8 @@ def test_a_slice_is_zero_copy_and_keeps_its_root(arena, buffer):
 
 
 @pytest.mark.parametrize(
-    "below", [lambda b: b[3:4], lambda b: b[1:][1:2], lambda b: b.view((25,), "f4")]
+    "below",
+    [lambda b: b, lambda b: b[3:4], lambda b: b[1:][1:2], lambda b: b.view((25,), "f4")],
 )
 @pytest.mark.parametrize(
     "export",
@@ -143,15 +124,23 @@ def test_a_slice_is_zero_copy_and_keeps_its_root(arena, buffer):
         np.from_dlpack,
         lambda b: b.__array_interface__,
         lambda b: b.__dlpack__(),
+        lambda b: b.__dlpack__(max_version=(1, 0)),
+        bytes,
+        lambda b: b.array(),
         lambda b: np.ndarray(b.nbytes, "u1", buffer=b),
     ],
 )
-def test_any_export_below_marks_the_root(arena, buffer, below, export):
+def test_any_export_marks_the_root(arena, below, export):
+    buffer = arena.alloc(100)
+    buffer.copy_from(PATTERN)
     assert not buffer.held
     export(below(buffer))  # dropped at once: "was ever exported" is enough
-    assert buffer.held
+    assert buffer.held and arena.stats().held_buffers == 1
     arena.reset()
-    assert not buffer.closed and peek(buffer.address, 100) == PATTERN
+    assert not buffer.closed and arena.retired == 100
+    assert peek(buffer.address, 100) == bytes(buffer) == PATTERN
+    del buffer
+    assert arena.retired == 0
 
 
 def test_taking_a_slice_or_view_is_no_export(arena, buffer):
@@ -349,15 +338,6 @@ def test_release_with_live_exports_raises_and_changes_nothing(arena, buffer, exp
     assert buffer.closed
 
 
-def test_a_second_release_is_a_no_op(arena, buffer):
-    buffer.release()
-    before = arena.stats()
-    buffer.release()
-    with pytest.raises(ValueError, match="closed"):
-        memoryview(buffer)
-    assert arena.stats() == before
-
-
 def test_a_second_release_does_not_free_a_newer_block(arena, buffer):
     buffer.release()
     newer = arena.alloc(100)
@@ -387,15 +367,6 @@ def test_with_does_not_mask_an_exception(buffer):
         view = memoryview(buffer)
         raise KeyError
     assert bytes(view) == PATTERN
-
-
-def test_never_exported_bytes_go_back_at_release(arena):
-    used = arena.used
-    block = arena.alloc(4096)
-    where = block.address
-    block.release()
-    assert arena.used == used
-    assert arena.alloc(4096).address == where
 
 
 def test_exported_bytes_go_back_when_the_buffer_object_is_gone(arena):

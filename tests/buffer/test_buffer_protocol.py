@@ -271,17 +271,6 @@ def test_struct_and_frombuffer():
     assert struct.unpack_from("<d", buffer, 8) == (2.5,)
 
 
-def test_array_interface_and_asarray():
-    buffer = exact(4096).alloc(64)
-    view = buffer.view((4, 2), "<f8")
-    interface = view.__array_interface__
-    assert interface["version"] == 3 and interface["data"] == (buffer.address, False)
-    assert interface["shape"] == (4, 2) and interface["typestr"] == "<f8"
-    assert interface.get("strides") in (None, (16, 8))
-    array = np.asarray(view)
-    assert array.ctypes.data == buffer.address and array.shape == (4, 2) and array.dtype == "<f8"
-
-
 class OnlyInterface:
     """An exporter of nothing but the array interface, as a consumer of it sees us."""
 
@@ -314,19 +303,7 @@ def test_plain_pickle_copies_the_bytes(protocol, nbytes):
     other = pickle.loads(pickle.dumps(buffer, protocol))
     poke(buffer.address, nbytes, 1)
     assert bytes(other) == b"M" * nbytes and not memoryview(other).readonly
-
-
-def test_protocol_5_is_out_of_band_and_zero_copy():
-    buffer = exact(1 << 16).alloc(50_000)
-    poke(buffer.address, 50_000, 77)
-    parts = []
-    stream = pickle.dumps(buffer, 5, buffer_callback=parts.append)
-    assert len(stream) < 5000
-    assert sum(part.raw().nbytes for part in parts) == 50_000
-    with parts[0].raw() as raw:
-        assert np.frombuffer(raw, "u1").ctypes.data == buffer.address
-    other = pickle.loads(stream, buffers=parts)
-    assert bytes(other) == b"M" * 50_000
+    assert other.kind == "existing"
 
 
 def test_a_view_comes_back_with_shape_and_type():

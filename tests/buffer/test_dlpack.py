@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from capsules import (
     capsule_pointer,
     tensor_of,
 )
-from helpers import exact, peek, poke, readonly_buffer
+from helpers import exact, in_threads, peek, poke, readonly_buffer
 
 
 class Again:
@@ -257,11 +256,7 @@ def test_the_deleter_runs_on_any_thread_without_the_gil(arena, max_version):
         consumers.append(Consumer(arena.alloc(64).__dlpack__(max_version=max_version)))
     arena.reset()
     assert arena.retired == 50 * 64
-    threads = [threading.Thread(target=consumer.delete) for consumer in consumers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(consumer.delete for consumer in consumers))
     assert arena.retired == 0 and arena.remaining == arena.capacity
     arena.check()
 
@@ -272,15 +267,6 @@ def test_the_deleter_runs_after_the_arena_is_gone(arena):
     box.clear()
     poke(consumer.tensor.data, 64, 1)
     consumer.delete()
-
-
-def test_many_tensors_of_one_block(buffer):
-    tensors = [np.from_dlpack(buffer[i:]) for i in range(90)]
-    while tensors:
-        with pytest.raises(BufferError):
-            buffer.release()
-        tensors.pop()
-    buffer.release()
 
 
 def test_arrays_of_an_arena_travel_too(arena):

@@ -452,6 +452,14 @@ def test_a_busy_machine_is_named():
         (["--plot", "no/such/chart.png"], "no/such"),
         (["--json", "no/such/figures.json"], "no/such"),
         (["--json", "/"], "'/' is a directory"),
+        (["--gpu", "--batches", "0"], "'0' is not a whole number from 1 to"),
+        (["--gpu", "--batch-bytes", "x"], "'x'"),
+        (["--gpu", "--batch-bytes", "1000"], "1000 is no multiple of 16384"),
+        (["--gpu", "--sizes", "500"], "--sizes is for the demo without --gpu"),
+        (["--gpu", "--plot", "chart.png"], "--plot is for the demo without --gpu"),
+        (["--gpu", "--json", "no/such/figures.json"], "no/such"),
+        (["--batches", "5"], "--batches is for the demo with --gpu"),
+        (["--batch-bytes", "16384"], "--batch-bytes is for the demo with --gpu"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_measured(arguments, named, capsys):

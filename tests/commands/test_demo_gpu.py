@@ -206,27 +206,6 @@ def test_errors_of_the_bindings_have_the_drivers_name(fake):
             gpu.allocate(64)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--gpu", "--batches", "0"], "'0' is not a whole number from 1 to"),
-        (["--gpu", "--batch-bytes", "x"], "'x'"),
-        (["--gpu", "--batch-bytes", "1000"], "1000 is no multiple of 16384"),
-        (["--gpu", "--sizes", "500"], "--sizes is for the demo without --gpu"),
-        (["--gpu", "--plot", "chart.png"], "--plot is for the demo without --gpu"),
-        (["--gpu", "--json", "no/such/figures.json"], "no/such"),
-        (["--batches", "5"], "--batches is for the demo with --gpu"),
-        (["--batch-bytes", "16384"], "--batch-bytes is for the demo with --gpu"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_measured(arguments, named, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["demo", *arguments])
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert named in err
-
-
 # --- what is computed --------------------------------------------------------------------------
 
 

@@ -65,36 +65,10 @@ def test_nothing_is_left_once_numpy_is_there(script, tmp_path):
     assert_alike(tmp_path, "script.py", status=0)
 
 
-def test_modules_packages_folders_and_zips(script, tmp_path):
-    main = """
-    import sys
-    print(__name__, __file__, __package__, __spec__.name, sys.argv, sys.path[0])
-    if "fail" in sys.argv: raise ValueError("as asked")
-    """
-    script(main, "package/__main__.py")
-    script("", "package/__init__.py")
-    script(main, "package/module.py")
-    script("from package import module", "package/user.py")
-    for name in "package", "package.module":
-        assert_alike(tmp_path, "-m", name, "-x", "--", "-m", status=0)
-        assert_alike(tmp_path, "-m", name, "fail", status=1)
-    assert_alike(tmp_path, "package", "-x", status=0)
-    assert_alike(tmp_path, "package", "fail", status=1)
-    subprocess.run([sys.executable, "-m", "zipfile", "-c", "p.zip", "package/__main__.py"],
-                   cwd=tmp_path, check=True)  # fmt: skip
-    (tmp_path / "z.zip").write_bytes((tmp_path / "p.zip").read_bytes())
-    assert_alike(tmp_path, "-m", "nothing_of_this_name", status=1)
-    assert_alike(tmp_path, "-m", "package.nothing", status=1)
-    subprocess.run([sys.executable, "-m", "compileall", "-b", "-q", "package"],
-                   cwd=tmp_path, check=True)  # fmt: skip
-    script("print(__file__, type(__loader__))", "compiled.py")
-    subprocess.run([sys.executable, "-m", "compileall", "-b", "-q", "compiled.py"],
-                   cwd=tmp_path, check=True)  # fmt: skip
-    assert_alike(tmp_path, "compiled.pyc", status=0)
-
-
 def test_a_file_that_is_not_there(tmp_path):
     assert not assert_alike(tmp_path, "nope.py", status=2)
+    assert_alike(tmp_path, "-m", "nothing_of_this_name", status=1)
+    assert_alike(tmp_path, "-m", "json.nothing", status=1)
     assert not run([*OURS, "--json", "a.json", "nope.py"], tmp_path).stdout
     assert not (tmp_path / "a.json").exists()
 
@@ -139,11 +113,6 @@ def test_ends(script, tmp_path, how):
     assert bool(report) == (how not in SILENT)
 
 
-def test_a_syntax_error_in_the_script(script, tmp_path):
-    script("a b")
-    assert assert_alike(tmp_path, "script.py", status=1)
-
-
 def test_interrupt_from_outside(script, tmp_path):
     script("import time, numpy\ntry:\n    print('on', flush=True); time.sleep(60)\n"
            "finally: print('off')")  # fmt: skip
@@ -161,18 +130,6 @@ def test_interrupt_from_outside(script, tmp_path):
     assert found[0] == found[1]
     assert found[1][0] == -signal.SIGINT
     assert split(errors)[1]
-
-
-def test_stdin_and_signals_are_the_programs(script, tmp_path):
-    script(
-        """
-        import os, signal, sys
-        print(sys.stdin.read(), sorted(os.listdir("/proc/self/fd")))
-        for number in signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD:
-            print(number, signal.getsignal(number))
-        """
-    )
-    assert_alike(tmp_path, "script.py", status=0, input="some text")
 
 
 def test_a_reader_that_goes_away(script, tmp_path):

@@ -52,9 +52,11 @@ print(sorted(os.listdir("/proc/self/fd")), os.getcwd() == os.environ.get("PWD"))
 import warnings, traceback, signal, threading
 warnings.warn("at the top", stacklevel=1); warnings.warn("above it", stacklevel=2)
 traceback.print_stack()
-print([signal.getsignal(n) for n in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM)])
+handled = signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD
+print([signal.getsignal(number) for number in handled])
 print(signal.pthread_sigmask(signal.SIG_BLOCK, []), threading.enumerate())
 print(os.getpgrp() == os.getpid(), os.nice(0), sys.stdout.line_buffering, sys.stdout.write_through)
+if "fail" in sys.argv: raise ValueError("as asked")
 """
 
 SEES_ONCE = SEES.partition("import warnings")[0]  # these would read the program again
@@ -158,6 +160,11 @@ WAYS = {
     "/dev/stdin from a pipe": ["/dev/stdin", "a"],
     "/dev/stdin from a file": ["/dev/stdin"],
 }
+
+
+@pytest.mark.parametrize("way", ["folder", "zip", "package", "module", "compiled"])
+def test_a_failure_looks_the_same_however_a_program_is_named(both, way):
+    assert both.alike(sees, [*WAYS[way], "fail"], status=1)
 
 
 @pytest.mark.parametrize("way", WAYS)

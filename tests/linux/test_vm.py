@@ -11,7 +11,8 @@ import zlib
 from pathlib import Path
 
 import pytest
-from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps
+from children import in_child
+from kernel_view import OWN_FAULTS, is_mapped, smaps
 
 from arenapy import Region
 from arenapy.linux import vm
@@ -67,13 +68,6 @@ def mapping():
     yield make
     for one in mapped:
         one.unmap()
-
-
-@pytest.fixture
-def populate_error():
-    """Make populating fail, until the test ends."""
-    yield vm.inject_populate_error
-    vm.inject_populate_error(0)
 
 
 @pytest.fixture
@@ -135,27 +129,6 @@ def test_sizes_that_cannot_be(nbytes):
         vm.map_memory(-1)
 
 
-@pytest.mark.parametrize(("end", "offset"), [("lower", -1), ("upper", 4096)])
-@pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
-def test_guard_page_is_a_segfault(run_script, end, offset):
-    out = run_script(f"""
-        import ctypes, os, signal
-        from arenapy.linux import vm
-        mapping = vm.map_memory(4096, guard=True)
-        address = mapping.address
-        offset = vm.PAGE_SIZE if {end!r} == "upper" else -1
-        ctypes.memset(address, 1, 4096)
-        child = os.fork()
-        if not child:
-            import faulthandler; faulthandler.disable()
-            ctypes.memset(address + offset, 1, 1)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        print(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV)
-    """)
-    assert out.strip() == "True"
-
-
 def test_hugetlb_without_pages_is_an_error_and_with_pages_is_huge(mapping):
     for size, pool in huge_pools().items():
         if pool.free:
@@ -167,20 +140,6 @@ def test_hugetlb_without_pages_is_an_error_and_with_pages_is_huge(mapping):
             with pytest.raises(OSError, match="memory") as caught:
                 mapping(size, page_size=size)
             assert caught.value.errno == errno.ENOMEM
-
-
-def test_advise_lock_and_bind_show_in_smaps(mapping):
-    address = mapping(4 * MIB, align=2 * MIB)
-    assert not {"hg", "dc", "lo"} & set(smaps(address)["VmFlags"])
-    vm.advise(address, 4 * MIB, mmap.MADV_HUGEPAGE)
-    vm.advise(address, 4 * MIB, mmap.MADV_DONTFORK)
-    assert {"hg", "dc"} <= set(smaps(address)["VmFlags"])
-    vm.lock(address, PAGE)
-    assert "lo" in smaps(address)["VmFlags"]
-    assert smaps(address)["Rss"][0] == "0"  # locked when faulted in, not now
-    if numa_map(address):
-        vm.bind(address + MIB, MIB, 0)
-        assert "bind:0" in numa_map(address + MIB)
 
 
 def test_bind_to_a_node_that_is_not_there(mapping):
@@ -197,16 +156,6 @@ def test_advise_error_is_an_oserror(mapping):
 
 
 # ---- memfds, files
-
-
-def test_memfd_is_sealed_and_closed_on_exec(memfd):
-    fd = memfd(3 * PAGE)
-    assert vm.file_nbytes(fd) == 3 * PAGE
-    assert not os.get_inheritable(fd)
-    for size in (PAGE, 4 * PAGE):
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, size)
-    assert vm.file_nbytes(fd) == 3 * PAGE
 
 
 def test_memfd_failure_closes_it():
@@ -467,25 +416,6 @@ def test_lease_is_seen_by_other_descriptions_until_closed(memfd):
     assert vm.first_lease(fd, 0, PAGE) is None
 
 
-def test_lease_of_a_killed_process_ends(memfd):
-    fd = memfd(PAGE)
-    ready, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        file = vm.reopen(fd)
-        vm.lease(file.fileno(), 0, 10)
-        os.write(tell, b"x")
-        time.sleep(60)
-        os._exit(0)
-    os.read(ready, 1)
-    assert vm.first_lease(fd, 5, 1) == (0, 10)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert vm.first_lease(fd, 0, PAGE) is None
-    os.close(ready)
-    os.close(tell)
-
-
 def test_lease_errors():
     for offset, nbytes in ((-1, 1), (0, 0), (0, -1)):
         with pytest.raises(ValueError, match=f"{nbytes} bytes at {offset}"):
@@ -559,14 +489,10 @@ def test_a_region_takes_both_over_or_neither(memfd):
 def test_what_nobody_took_over_is_not_unmapped_in_a_forked_child():
     """It may not have been there (MADV_DONTFORK), and something else may be now."""
     one = vm.map_memory(PAGE)
-    child = os.fork()
-    if not child:
-        address = one.address
-        one.unmap()
-        os._exit(is_mapped(address))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    address = one.address
+    assert in_child(lambda: (one.unmap(), is_mapped(address))[1]) == 0
     one.unmap()
-    assert not is_mapped(one.address)
+    assert not is_mapped(address)
 
 
 def test_owners_are_made_by_calls_only():

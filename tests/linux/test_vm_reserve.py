@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,6 @@ def reserved():
         mapping.unmap()
 
 
-@pytest.fixture
-def populate_error():
-    yield vm.inject_populate_error
-    vm.inject_populate_error(0)
-
-
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("align", [0, 2 * MIB, 64 * MIB])
 @pytest.mark.parametrize("nbytes", [1, PAGE, 5 * MIB + 3])
@@ -85,13 +78,6 @@ def test_what_cannot_be_reserved():
     assert mapped_bytes() == before
 
 
-def test_a_reservation_costs_no_memory(reserved):
-    nbytes = 1 << 38  # more than most machines have; its page table is read below
-    address = reserved(nbytes)
-    vm.commit(address + nbytes // 2, PAGE)
-    assert resident(address, nbytes) == PAGE
-
-
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("error", [0, errno.EINVAL])
 def test_committed_memory_does_not_fault(reserved, populate_error, error):
@@ -105,17 +91,6 @@ def test_committed_memory_does_not_fault(reserved, populate_error, error):
     assert ctypes.string_at(address, table) == b"\x5a" * table
     assert smaps(address)["range"] == (address, address + table)  # one mapping, not four
     assert smaps(address + table)["permissions"] == "---p"
-
-
-def test_what_is_not_committed_is_a_segfault(reserved):
-    address = reserved(2 * PAGE)
-    vm.commit(address, 1)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        fill(address, PAGE + 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("locked", [False, True])

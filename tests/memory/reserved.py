@@ -1,9 +1,6 @@
 """A reservation's memory, for its tests: written and read by address, judged by the kernel."""
 
-import contextlib
 import ctypes
-import os
-import signal
 
 from kernel_view import resident, smaps
 
@@ -43,15 +40,3 @@ def rss(reservation):
 
 def accessible(reservation, offset):
     return smaps(reservation.region.address + offset)["permissions"] == "rw-p"
-
-
-def in_child(call):
-    """The exit status of a forked child that makes this call: 0, 1 if it raised, or -signal."""
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        with contextlib.suppress(BaseException):
-            call()
-            os._exit(0)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -12,13 +12,15 @@ import pickle
 import struct
 import subprocess
 import sys
-import threading
+from functools import partial
 from multiprocessing import shared_memory
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from every import HOST_SOURCES, ITEM
+from helpers import in_threads
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -92,23 +94,14 @@ def test_a_hundred_thousand_viewers_are_found_at_once():
 
 
 def test_claims_from_many_threads():
-    failures = []
 
     def work(number):
-        try:
-            for i in range(2000):
-                with claim([(NOWHERE, 8, 100 * number, 100 * number + 50, True)], "mine"):
-                    kept = claim([(NOWHERE, 8, 1000, 1000 + i % 7 + 1, False)], "everybody's")
-            del kept
-        except BaseException as error:
-            failures.append(error)
+        for i in range(2000):
+            with claim([(NOWHERE, 8, 100 * number, 100 * number + 50, True)], "mine"):
+                kept = claim([(NOWHERE, 8, 1000, 1000 + i % 7 + 1, False)], "everybody's")
+        del kept
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*(partial(work, k) for k in range(4)))
     claim([(NOWHERE, 8, 0, 1 << 63, True)], "nothing is left behind")
 
 
@@ -336,16 +329,6 @@ def test_shared_memory_has_no_second_allocator():
 # ---- what came from elsewhere is viewed -------------------------------------------------------
 
 
-class Only:
-    """A source that gives one region."""
-
-    def __init__(self, region):
-        self.one = region
-
-    def region(self, nbytes):
-        return self.one
-
-
 ELSEWHERE = {
     "unpickled": lambda: unpickled(bytearray(NBYTES)),
     "unpickled, an mmap": lambda: unpickled(mmap.mmap(-1, NBYTES)),
@@ -370,7 +353,7 @@ def test_nobody_allocates_from_what_came_from_elsewhere(way, make):
     array[:] = 7
     region = handles(array).region
     with pytest.raises(ValueError, match=r"to be allocated from|alone allocates"):
-        make(Only(region))
+        make(SimpleNamespace(region=lambda nbytes: region))
     assert (array == 7).all()
     assert region.buffer(0, 100).array()[99] == 7, "it is viewed as before"
 

@@ -50,7 +50,7 @@ def test_of_a_larger_object_only_what_was_asked_for_is_used(name):
     memory.append(0)
 
 
-@pytest.mark.parametrize("source", [3, "host", object(), Host])
+@pytest.mark.parametrize("source", [3, "host", object(), bytearray(9), Host])
 def test_what_is_no_source(name, source):
     with pytest.raises(TypeError, match="region"):
         ALLOCATORS[name](source).alloc(8)

@@ -35,6 +35,12 @@ def refuses(call, *errors):
     raise AssertionError("accepted")
 """
 
+
+@pytest.fixture
+def program(run_script):
+    return lambda source, **how: run_script(PRELUDE + source, **how)
+
+
 CLOSED = {
     "skip": "Host(fork='skip')",
     "shared": "Shared()",
@@ -42,10 +48,8 @@ CLOSED = {
 }
 
 
-def test_over_host_memory_the_child_has_its_own_copy(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_over_host_memory_the_child_has_its_own_copy(program):
+    program("""
 arena = Bump(1 << 16, max_bytes=1 << 20)
 array = arena.empty(100, "u1"); array[:] = 1
 buffer = arena.alloc(100); view = memoryview(buffer); view[:] = b"\\1" * 100
@@ -68,14 +72,11 @@ assert (array == 1).all() and bytes(view) == b"\\1" * 100
 assert arena.retired == 0
 arena.reset(mark)
 arena.check()
-"""
-    )
+""")
 
 
-def test_a_child_of_a_child(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_a_child_of_a_child(program):
+    program("""
 arena = Bump(1 << 16)
 array = arena.zeros(10)
 def grandchild():
@@ -88,17 +89,14 @@ def child():
     assert array.sum() == 10
 in_child(child)
 assert array.sum() == 0
-"""
-    )
+""")
 
 
 @pytest.mark.parametrize("kind", CLOSED)
-def test_elsewhere_the_allocator_is_closed_in_the_child(run_script, tmp_path, kind):
+def test_elsewhere_the_allocator_is_closed_in_the_child(program, tmp_path, kind):
     path = tmp_path / "memory"
     path.write_bytes(bytes(1 << 16))
-    run_script(
-        PRELUDE
-        + f"""
+    program(f"""
 path = {str(path)!r}
 arena = Bump(1 << 16, source={CLOSED[kind]})
 array = arena.empty(100, "u1"); array[:] = 1
@@ -120,14 +118,11 @@ with arena.scope():
 arena.reset()
 arena.check()
 assert arena.retired == 100
-"""
-    )
+""")
 
 
-def test_dropping_everything_in_the_child_leaves_the_parent_alone(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_dropping_everything_in_the_child_leaves_the_parent_alone(program):
+    program("""
 arenas = [Bump(1 << 16), Bump(1 << 16, source=Host(fork="skip")), Bump(1 << 16, source=Shared()),
           Bump(1 << 16, source=Existing(bytearray(1 << 16)))]
 arrays = [arena.empty(100, "u1") for arena in arenas]
@@ -143,14 +138,12 @@ for arena, array in zip(arenas, arrays, strict=True):
     arena.alloc(100).fill(1)
     arena.reset()
     arena.check()
-"""
-    )
+""")
 
 
-def test_the_child_of_a_busy_program_is_not_locked(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_the_child_of_a_busy_program_is_not_locked(program):
+    program(
+        """
 stop = threading.Event()
 shared = Bump(1 << 20)
 def work():
@@ -184,10 +177,8 @@ finally:
     )
 
 
-def test_the_childs_exit_runs_every_finalizer(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_the_childs_exit_runs_every_finalizer(program):
+    program("""
 arena = Bump(1 << 16, source=Host(fork="skip"))
 array = arena.empty(100)
 cycle = [array, arena, memoryview(arena.alloc(9))]
@@ -197,14 +188,11 @@ if not child:
     sys.exit(0)  # an orderly exit, with all that the parent held
 assert os.waitpid(child, 0)[1] == 0
 array[:] = 1
-"""
-    )
+""")
 
 
-def test_multiprocessing_fork(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_multiprocessing_fork(program):
+    program("""
 import multiprocessing
 arena = Bump(1 << 16)
 array = arena.empty(10); array[:] = 3
@@ -218,8 +206,7 @@ process.start()
 assert here.recv() == 30
 process.join()
 assert process.exitcode == 0
-"""
-    )
+""")
 
 
 GROWING = """

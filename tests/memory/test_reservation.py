@@ -4,13 +4,15 @@ import ctypes
 import gc
 import re
 import signal
-import threading
+from functools import partial
 
 import pytest
+from children import in_child
+from helpers import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_view import OWN_FAULTS, is_mapped, numa_map, smaps, vm_flags
-from reserved import MIB, PAGE, SIZE, accessible, in_child, read, reserve, rss, write
+from kernel_view import OWN_FAULTS, is_mapped, numa_map, resident, smaps, vm_flags
+from reserved import MIB, PAGE, SIZE, accessible, read, reserve, rss, write
 
 from arenapy.errors import OutOfMemory
 
@@ -40,6 +42,7 @@ def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
     nbytes = 16 * memory_info.memory_info().total
     reservation = reserve(nbytes)
     reservation.commit(reservation.nbytes - 2 * MIB, 2 * MIB)
+    assert resident(reservation.region.address + reservation.nbytes - 4 * MIB, 4 * MIB) == 2 * MIB
     assert write(reservation, reservation.nbytes - 2 * MIB, 2 * MIB) <= OWN_FAULTS
     monkeypatch.delattr(vm, "protect")
     with pytest.raises(OutOfMemory, match="prefault=False"):
@@ -331,22 +334,13 @@ def test_after_the_region_is_closed():
 
 def test_threads_commit_parts_of_their_own():
     reservation = reserve()
-    failures = []
 
     def work(first):
-        try:
-            for _ in range(20):
-                reservation.commit(first, 2 * MIB)
-                write(reservation, first, 2 * MIB, first // MIB)
-                assert read(reservation, first, 2 * MIB) == bytes([first // MIB]) * 2 * MIB
-                reservation.decommit(first, 2 * MIB)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(20):
+            reservation.commit(first, 2 * MIB)
+            write(reservation, first, 2 * MIB, first // MIB)
+            assert read(reservation, first, 2 * MIB) == bytes([first // MIB]) * 2 * MIB
+            reservation.decommit(first, 2 * MIB)
 
-    threads = [threading.Thread(target=work, args=(4 * MIB * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*(partial(work, 4 * MIB * i) for i in range(4)))
     assert rss(reservation) == 0

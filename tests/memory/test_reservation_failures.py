@@ -20,12 +20,6 @@ from arenapy.linux.limits import Limit
 from arenapy.memory.sources import Host
 
 
-@pytest.fixture
-def populate_error():
-    yield vm.inject_populate_error
-    vm.inject_populate_error(0)
-
-
 def test_a_tight_cgroup_is_named_and_nothing_changes(monkeypatch):
     group = Limit("cgroup /sys/fs/cgroup/job (memory.max)", 8 * MIB, 0, "raise its max")
     monkeypatch.setattr(memory_info, "read_limits", lambda _proc: [group])

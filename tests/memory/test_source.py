@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from children import in_child
 from kernel_view import OWN_FAULTS, closed_in_child, nothing_leaks, numa_map, resident, vm_flags
 
 from arenapy.errors import OutOfMemory
@@ -56,12 +57,6 @@ def content(region, nbytes=None):
 def _nothing_leaks(monkeypatch):
     with nothing_leaks(monkeypatch):
         yield
-
-
-@pytest.fixture
-def populate_error():
-    yield vm.inject_populate_error
-    vm.inject_populate_error(0)
 
 
 @pytest.fixture
@@ -138,6 +133,7 @@ def test_numpy_ints_are_sizes():
         ({"fork": "copy"}, ValueError, "fork='copy'.*'inherit', 'skip'"),
         ({"threads": 0}, ValueError, "threads=0"),
         ({"threads": 1.5}, TypeError, "threads=1.5"),
+        ({"no_such": 1}, TypeError, "no_such"),
     ],
 )
 def test_bad_option_is_refused_at_construction(options, error, match):
@@ -171,6 +167,7 @@ def test_huge_pages_option(make):
     assert large.huge_fraction == vm.huge_bytes(large.address, 5 * MIB) / (5 * MIB)
 
 
+@pytest.mark.no_sanitizer
 def test_guard_pages_lie_around():
     region = Host(guard=True).region(PAGE + 1)
     low, high = region.address - PAGE, region.address + 2 * PAGE
@@ -179,24 +176,10 @@ def test_guard_pages_lie_around():
         assert flags
         assert not flags & {"rd", "wr"}
     assert {"rd", "wr"} <= vm_flags(high - 1)
+    assert in_child(lambda: ctypes.memset(high - 1, 1, 1)) == 0
+    assert in_child(lambda: ctypes.memset(high, 1, 1)) == -signal.SIGSEGV
     region.close()
     assert not any(vm_flags(at) for at in (low, low + PAGE, high))
-
-
-@pytest.mark.no_sanitizer
-def test_guard_is_a_segfault(run_script):
-    out = run_script("""
-        import ctypes, faulthandler, os
-        from arenapy.memory.sources import Host
-        region = Host(guard=True).region(4096)
-        child = os.fork()
-        if not child:
-            faulthandler.disable()
-            ctypes.memset(region.address, 1, 4097)
-            os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """)
-    assert int(out) == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("prefault", [True, False])
@@ -302,8 +285,10 @@ def test_shared_is_a_sealed_memfd_by_name():
     link = os.readlink(f"/proc/self/fd/{region.fd}")
     assert "memfd:pictures" in link
     assert vm.file_nbytes(region.fd) == 2 * PAGE
-    with pytest.raises(PermissionError):
-        os.ftruncate(region.fd, PAGE)
+    assert not os.get_inheritable(region.fd)
+    for size in (PAGE, 4 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
     with vm.map_memory(PAGE, fd=region.fd, shared=True) as mapping:
         ctypes.memset(region.address, 7, 1)
         assert ctypes.string_at(mapping.address, 1) == b"\7"

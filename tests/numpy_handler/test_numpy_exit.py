@@ -1,6 +1,6 @@
 """Odd lifetimes of arrays under `numpy_memory`: each in a process, which must end in good order.
 
-As test_exit.py and test_exit_pool.py: a crash, a message or a status that is not 0 fails.
+As test_exit.py: a crash, a message or a status that is not 0 fails.
 """
 
 import itertools
@@ -54,25 +54,32 @@ NAMES = [
 every_kind = pytest.mark.parametrize("make", MAKE)
 
 
-@every_kind
-def test_module_globals(run_script, make):
-    run_script(PRELUDE + MAKE[make] + HOLD)
+@pytest.fixture
+def program(run_script, make):
+    """Run a program that has what `HOLD` has, of what `MAKE` makes."""
+    return lambda source="", **how: run_script(PRELUDE + MAKE[make] + HOLD + source, **how)
+
+
+@pytest.fixture
+def bare(run_script):
+    """Run one that has nothing of that."""
+    return lambda source: run_script(PRELUDE + source)
 
 
 @every_kind
-def test_installed_and_never_uninstalled(run_script, make):
-    run_script(
-        PRELUDE + MAKE[make] + HOLD + "numpy_memory(pool, threads=True).install()\nx = ramp(9)"
-    )
+def test_module_globals(program):
+    program()
+
+
+@every_kind
+def test_installed_and_never_uninstalled(program):
+    program("numpy_memory(pool, threads=True).install()\nx = ramp(9)")
 
 
 @pytest.mark.parametrize("policy", ["system", "error"])
-def test_the_end_of_the_program_inside_a_context(run_script, policy):
-    run_script(
-        PRELUDE
-        + MAKE["host"]
-        + HOLD
-        + f"""
+@pytest.mark.parametrize("make", ["host"])
+def test_the_end_of_the_program_inside_a_context(program, policy):
+    program(f"""
 def generator():
     with numpy_memory(pool, on_full={policy!r}):
         yield ramp(100)
@@ -81,58 +88,43 @@ kept = next(suspended)
 with numpy_memory(pool):
     more = ramp(1000)
     sys.exit(0)
-"""
-    )
+""")
 
 
 @pytest.mark.parametrize("make", ["host", "shared"])
 @pytest.mark.parametrize("order", ["pool first", "pool last", "shuffled"])
-def test_explicit_orders(run_script, order, make):
+def test_explicit_orders(program, order):
     names = {"pool first": NAMES[::-1], "pool last": NAMES, "shuffled": NAMES[5:] + NAMES[:5]}
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + "".join(f"del {name}; gc.collect()\n" for name in names[order])
-    )
+    program("".join(f"del {name}; gc.collect()\n" for name in names[order]))
 
 
+@pytest.mark.parametrize("make", ["host"])
 @pytest.mark.parametrize("pair", list(itertools.permutations(["pool", "array", "context"], 2)))
-def test_globals_cleared_in_an_odd_order(run_script, pair):
+def test_globals_cleared_in_an_odd_order(program, pair):
     """Module globals that start with one underscore go first: rename to choose the order."""
     first, second = pair
-    run_script(
-        PRELUDE
-        + MAKE["host"]
-        + HOLD
-        + f"_first = {first}; zz_last = {second}; del {first}, {second}\n"
-        + "sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')\n"
-        + "module.kept = [_first, module, things]\n"
-    )
+    program(f"""
+_first = {first}
+zz_last = {second}
+del {first}, {second}
+sys.modules['elsewhere'] = module = types.ModuleType('elsewhere')
+module.kept = [_first, module, things]
+""")
 
 
 @every_kind
-def test_modules_torn_out_from_under_live_arrays(run_script, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_modules_torn_out_from_under_live_arrays(program):
+    program("""
 for name in [name for name in sys.modules if name.split('.')[0] in ('arenapy', 'numpy')]:
     del sys.modules[name]
 del arenapy, np, Existing, Host, Pool, Shared, handles, numpy_memory
 gc.collect()
-"""
-    )
+""")
 
 
 @every_kind
-def test_arrays_outlive_context_and_pool(run_script, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_arrays_outlive_context_and_pool(program):
+    program("""
 gone = weakref.ref(pool)
 del pool, memory, context, found, buffer, things
 gc.collect()
@@ -144,18 +136,13 @@ for _ in range(3):
     array[:] = ramp(1000)
     del large
     large = np.ones(300_000)
-"""
-    )
+""")
 
 
 @every_kind
-def test_resize_after_the_pool_is_gone(run_script, make):
+def test_resize_after_the_pool_is_gone(program):
     """Nothing is left that could grow the pool: what it has no room for is libc's."""
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+    program("""
 del pool, memory, context, found, buffer, things
 gc.collect()
 for n in (1200, 100, 50_000, 3_000_000, 7, 0, 20_000):
@@ -169,14 +156,11 @@ texts.resize(9, refcheck=False)
 assert texts.tolist() == ["short", "other " * 500, *[""] * 7]
 zeros.resize(10, refcheck=False)
 assert not zeros.any()
-"""
-    )
+""")
 
 
-def test_resize_after_the_pool_is_gone_where_libc_is_not_wanted(run_script):
-    run_script(
-        PRELUDE
-        + """
+def test_resize_after_the_pool_is_gone_where_libc_is_not_wanted(bare):
+    bare("""
 pool = Pool()
 with numpy_memory(pool, on_full="error"):
     array = ramp(1000)
@@ -191,15 +175,12 @@ else:
 assert well(array[:1000])
 array.resize(500, refcheck=False)
 assert well(array)
-"""
-    )
+""")
 
 
 @every_kind
-def test_cycles(run_script, make):
-    run_script(
-        PRELUDE
-        + f"""
+def test_cycles(bare, make):
+    bare(f"""
 gc.disable()
 class Loud:
     def __init__(self, *held): self.held = held; self.me = self
@@ -215,15 +196,12 @@ for _ in range(5):
         tagged = ramp(100).view(Tagged)
         tagged.me, tagged.pool, tagged.context = tagged, pool, contextvars.copy_context()
         loud = Loud(ramp(10), np.zeros(3))
-"""
-    )
+""")
 
 
-def test_a_source_in_a_cycle_with_an_array_is_collectable(run_script):
+def test_a_source_in_a_cycle_with_an_array_is_collectable(bare):
     """An array keeps the memory, and nothing of the user's that leads back to the array."""
-    run_script(
-        PRELUDE
-        + """
+    bare("""
 class Source:
     def __init__(self): self.inner = Host(prefault=False)
     def region(self, nbytes): return self.inner.region(nbytes)
@@ -241,17 +219,12 @@ for policy in ("system", "error"):
 gc.collect()
 assert [one() for one in gone] == [None, None]
 assert well(kept)
-"""
-    )
+""")
 
 
 @every_kind
-def test_use_in_atexit(run_script, make):
-    out = run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_use_in_atexit(program):
+    out = program("""
 def late():
     assert well(array) and not zeros[::1000].any()
     before = pool.stats().active_allocations
@@ -264,19 +237,14 @@ def late():
     pool.check()
 atexit.register(late)
 del texts, large, things
-"""
-    )
+""")
     assert out == "late 0\n"
 
 
 @every_kind
-def test_use_in_finalizers_during_shutdown(run_script, make):
+def test_use_in_finalizers_during_shutdown(program):
     """Arrays come, grow and go while modules are already being cleared."""
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+    program("""
 class Late:
     def __init__(self, *things): self.things = things
     def __del__(self):
@@ -294,28 +262,22 @@ late = Late(*things)
 late.cycle = late
 sys.late = Late(*things)
 builtins.late = Late(*things)
-"""
-    )
+""")
 
 
 @every_kind
 @pytest.mark.parametrize("what", ["array", "context", "texts", "zeros", "large"])
 @pytest.mark.full
-def test_the_capsule_dies_last(run_script, make, what):
+def test_the_capsule_dies_last(program, what):
     """Long after the pool, in what the interpreter clears at its very end."""
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + f"""
+    program(f"""
 sys.kept = builtins.kept = kept = {what}
 kept_for_ever = [kept]
 kept_for_ever.append(kept_for_ever)
 del array, view, things, texts, large, zeros, empty, context, pool, memory, region, found, buffer
 gc.collect()
 gc.freeze()
-"""
-    )
+""")
 
 
 DAEMONS = {
@@ -332,12 +294,8 @@ DAEMONS = {
 
 @pytest.mark.parametrize("make", ["host", "limited", "timed"])
 @pytest.mark.parametrize("busy", DAEMONS)
-def test_daemon_threads(run_script, busy, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + f"""
+def test_daemon_threads(program, busy):
+    program(f"""
 stay, ready, handover = threading.Event(), threading.Barrier(4), queue.Queue()
 def work():
     held = array[3:]
@@ -348,18 +306,13 @@ with numpy_memory(pool, threads=True):
         threading.Thread(target=work, daemon=True).start()
     ready.wait()
     stay.wait(0.05)
-"""
-    )
+""")
 
 
 @every_kind
-def test_a_thread_that_runs_on_after_the_main_one(run_script, make):
+def test_a_thread_that_runs_on_after_the_main_one(program):
     """It has the last references to arrays, the handler and the pool."""
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+    program("""
 def late(box):
     threading.main_thread().join()
     array, memory = box
@@ -376,5 +329,4 @@ box = [array, memory]
 with numpy_memory(pool, threads=True):
     threading.Thread(target=late, args=(box,)).start()
 del array, memory, pool, things, context, found, buffer
-"""
-    )
+""")

@@ -4,11 +4,13 @@ Every program runs in an interpreter of its own, as in test_fork.py.
 """
 
 import pytest
-from test_numpy_exit import HOLD, MAKE
+from test_numpy_exit import HOLD
+from test_numpy_exit import MAKE as SOURCES
 from test_numpy_exit import PRELUDE as START
 
 pytestmark = [pytest.mark.sampled, pytest.mark.no_sanitizer]
 
+MAKE = SOURCES | {"skipped": "pool = Pool(64 << 20, Host(fork='skip'))"}
 PRELUDE = (
     START
     + """
@@ -27,13 +29,15 @@ def in_child(function):
 )
 
 
+@pytest.fixture
+def program(run_script, make):
+    """Run a program that has what `HOLD` has, of what `MAKE` makes."""
+    return lambda source="", **how: run_script(PRELUDE + MAKE[make] + HOLD + source, **how)
+
+
 @pytest.mark.parametrize("make", ["host", "limited", "hooked", "existing"])
-def test_over_host_memory_the_child_has_its_own_copy(run_script, make):
-    run_script(
-        PRELUDE
-        + MAKE[make]
-        + HOLD
-        + """
+def test_over_host_memory_the_child_has_its_own_copy(program):
+    program("""
 def child():
     assert well(array) and not zeros[::1000].any() and texts[0] == "short"
     array[:] = 0
@@ -48,18 +52,13 @@ assert well(array)
 with memory:
     assert well(ramp(1000))
 pool.check()
-"""
-    )
+""")
 
 
-@pytest.mark.parametrize("source", ["Shared()", "Host(fork='skip')"])
+@pytest.mark.parametrize("make", ["shared", "skipped"])
 @pytest.mark.parametrize("installed", [False, True])
-def test_where_the_pool_is_closed_the_child_has_libcs_memory(run_script, source, installed):
-    run_script(
-        PRELUDE
-        + f"pool = Pool(64 << 20, {source})"
-        + HOLD
-        + f"""
+def test_where_the_pool_is_closed_the_child_has_libcs_memory(program, installed):
+    program(f"""
 installed = {installed}
 if installed:
     memory.install()
@@ -89,16 +88,12 @@ assert well(one) and handles(one).allocator is pool
 array[:] += 1
 del array, view, large, texts, things, one
 pool.check()
-"""
-    )
+""")
 
 
-def test_over_shared_memory_the_child_sees_the_parents_array(run_script):
-    run_script(
-        PRELUDE
-        + MAKE["shared"]
-        + HOLD
-        + """
+@pytest.mark.parametrize("make", ["shared"])
+def test_over_shared_memory_the_child_sees_the_parents_array(program):
+    program("""
 def child():
     assert well(array)
     array[0] = 77
@@ -111,17 +106,13 @@ def child():
     os._exit(0)
 in_child(child)
 assert array[0] == 77 and (array[1:] == ramp(1000)[1:]).all() and array.size == 1000
-"""
-    )
+""")
 
 
-def test_where_a_skipped_array_was_nothing_else_comes_to_lie_in_the_child(run_script):
+@pytest.mark.parametrize("make", ["skipped"])
+def test_where_a_skipped_array_was_nothing_else_comes_to_lie_in_the_child(program):
     """Else the child would see, and write to, its own memory through the parent's array."""
-    run_script(
-        PRELUDE
-        + "pool = Pool(64 << 20, Host(fork='skip'))"
-        + HOLD
-        + """
+    program("""
 def child():
     kept = [np.empty(n, "u1") for n in (1 << 18, 1 << 20, 1 << 22, 1 << 24, 60 << 20)]
     with memory:
@@ -132,17 +123,13 @@ def child():
     os._exit(0)
 in_child(child)
 assert well(array)
-"""
-    )
+""")
 
 
-def test_a_skipped_array_cannot_be_resized_in_the_child(run_script):
+@pytest.mark.parametrize("make", ["skipped"])
+def test_a_skipped_array_cannot_be_resized_in_the_child(program):
     """Its bytes are not there: an error, not a crash."""
-    run_script(
-        PRELUDE
-        + "pool = Pool(64 << 20, Host(fork='skip'))"
-        + HOLD
-        + """
+    program("""
 def child():
     try:
         array.resize(5000, refcheck=False)
@@ -153,8 +140,7 @@ def child():
     os._exit(0)
 in_child(child)
 assert well(array)
-"""
-    )
+""")
 
 
 @pytest.mark.parametrize("source", ["Host()", "Shared()", "Host(fork='skip')"])

@@ -1,9 +1,7 @@
 """`numpy_memory` and `handles`: what arrays are made of, and where their blocks go."""
 
-import itertools
 import resource
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -153,17 +151,6 @@ def test_empty_arrays_of_objects_are_zeroed(dtype, pool):
             assert array.tolist() == plain[:count].tolist()
 
 
-def test_an_array_has_its_block_to_itself(pool):
-    with numpy_memory(pool):
-        arrays = [empty(3 + 37 * n % 900, n) for n in range(300)]
-        for n in range(0, 300, 3):
-            arrays[n] = np.resize(arrays[n], 1000)
-    for n, array in enumerate(arrays):
-        assert array.tolist() == np.resize(values(3 + 37 * n % 900, n), array.size).tolist()
-    spans = sorted((address_of(one), address_of(one) + one.nbytes) for one in map(owner_of, arrays))
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-
-
 # Resizing ----------------------------------------------------------------------------------------
 
 SIZES = [0, 1, 8, 63, 64, 65, 100, 511, 513, 4000, 4096, 33_000, 70_000, MIB, 20 * MIB]
@@ -232,59 +219,6 @@ def test_a_failed_resize_keeps_the_array():
 
 
 # Where blocks go ---------------------------------------------------------------------------------
-
-
-def test_a_freed_block_is_served_again(pool):
-    with numpy_memory(pool):
-        first = np.empty(1000)
-        where = address_of(first)
-        misses = pool.stats().pool_misses
-        for _ in range(100):
-            del first
-            first = np.empty(1000)
-            assert address_of(first) == where
-    assert pool.stats().pool_misses == misses
-
-
-def test_arrays_are_freed_after_the_context_and_in_any_order(pool):
-    with numpy_memory(pool):
-        arrays = [np.empty(n * 100) for n in range(200)]
-    assert live(pool) == 200
-    for index in [*range(0, 100, 2), *range(60)]:
-        del arrays[index]
-    assert live(pool) == 90
-    arrays.clear()
-    assert live(pool) == 0
-
-
-def test_blocks_return_from_other_threads(pool):
-    with numpy_memory(pool):
-        boxes = [[empty(n, n) for n in range(0, 3000, 11)] for _ in range(4)]
-
-    def drop(box):
-        for n in range(0, 3000, 11):
-            assert same(box.pop(0), empty(n, n))
-
-    threads = [threading.Thread(target=drop, args=(box,)) for box in boxes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not any(boxes) and live(pool) == 0
-
-
-def test_trim_leaves_live_arrays_alone(pool):
-    with numpy_memory(pool):
-        arrays = [empty(n * 1000, n) for n in range(60)]
-        for _ in range(10):
-            del arrays[::3]
-            pool.trim()
-            pool.defragment()
-            arrays.append(empty(7, 7))
-            assert all(same(one, empty(one.size, one.size // 1000)) for one in arrays[:20])
-    arrays.clear()
-    assert live(pool) == 0
-    assert pool.trim() >= 0 and pool.stats().reserved_bytes == 0
 
 
 def test_a_pool_with_live_arrays_cannot_be_taken_apart(pool):

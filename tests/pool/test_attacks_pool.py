@@ -2,53 +2,22 @@
 
 import ctypes
 import gc
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
 
 import pytest
+from children import another_process
+from helpers import c_function, in_threads
 
 from arenapy import Existing, Host, OutOfMemory, Pool, Region, Shared
 from arenapy.linux import vm
-from arenapy.pool import c_api as calls
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
-def c_call(name, result, *arguments):
-    """A C call of a Pool, which runs without the GIL."""
-    capsule = calls.__pyx_capi__[name]
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype = ctypes.c_char_p
-    api.PyCapsule_GetName.argtypes = [ctypes.py_object]
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    at = api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
-    return ctypes.CFUNCTYPE(result, ctypes.py_object, *arguments)(at)
-
-
-pool_alloc = c_call("pool_alloc", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
-pool_free = c_call("pool_free", ctypes.c_int, ctypes.c_void_p)
-pool_usable_size = c_call("pool_usable_size", ctypes.c_size_t, ctypes.c_void_p)
-
-
-def survives(program):
-    """Run a program of its own, which may crash; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
+pool_alloc = c_function("pool_alloc", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+pool_free = c_function("pool_free", ctypes.c_int, ctypes.c_void_p)
 TAKE_OVER = """
     import ctypes, mmap, sys, threading, time
     import arenapy
@@ -73,8 +42,8 @@ TAKE_OVER = """
 """
 
 
-def test_a_pool_that_could_not_be_made_is_measured():
-    survives("""
+def test_a_pool_that_could_not_be_made_is_measured(run_script):
+    run_script("""
         import arenapy
         with arenapy.measure():
             try:
@@ -84,8 +53,8 @@ def test_a_pool_that_could_not_be_made_is_measured():
     """)
 
 
-def test_a_pool_whose_source_refused_to_be_asked_says_so():
-    survives("""
+def test_a_pool_whose_source_refused_to_be_asked_says_so(run_script):
+    run_script("""
         import arenapy
 
         class Source:
@@ -103,8 +72,8 @@ def test_a_pool_whose_source_refused_to_be_asked_says_so():
     """)
 
 
-def test_a_closed_pool_gives_nothing_back_by_time():
-    survives(
+def test_a_closed_pool_gives_nothing_back_by_time(run_script):
+    run_script(
         TAKE_OVER
         + """
     pool = arenapy.Pool(max_bytes=64 << 20, trim_after=0.01)
@@ -121,8 +90,8 @@ def test_a_closed_pool_gives_nothing_back_by_time():
     )
 
 
-def test_a_region_is_not_closed_under_a_thread_that_fills_it():
-    survives(
+def test_a_region_is_not_closed_under_a_thread_that_fills_it(run_script):
+    run_script(
         TAKE_OVER
         + """
     pool = arenapy.Pool(max_bytes=2 << 30)
@@ -192,11 +161,7 @@ def test_threads_together_keep_the_limit():
         except OutOfMemory as error:
             got.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 6)
     assert pool.stats().reserved_bytes <= pool.max_bytes
 
 
@@ -212,10 +177,11 @@ def test_no_more_of_a_region_is_used_than_the_limit():
 
 
 @pytest.mark.no_sanitizer
-def test_prewarming_beyond_the_limit_takes_no_memory():
-    survives("""
+def test_prewarming_beyond_the_limit_takes_no_memory(run_script):
+    run_script("""
         import resource, arenapy
-        has = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        from pathlib import Path
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (has + (1 << 30), has + (1 << 30)))
         for count in (10**8, 10**12):
             try:
@@ -288,8 +254,8 @@ def test_a_hosts_own_region_method_is_asked():
     assert Counted.asked
 
 
-def test_arrays_over_memory_that_the_host_cannot_read_are_refused():
-    survives("""
+def test_arrays_over_memory_that_the_host_cannot_read_are_refused(run_script):
+    run_script("""
         import arenapy
         from arenapy.linux import reserved_space as vm_reserve
 
@@ -308,43 +274,16 @@ def test_arrays_over_memory_that_the_host_cannot_read_are_refused():
     """)
 
 
-@pytest.fixture
-def child():
-    """Forks one that only waits, and sees what it inherited."""
-    started = []
-
-    def fork():
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(60)
-            os._exit(0)
-        started.append(pid)
-
-    yield fork
-    for pid in started:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def test_a_block_that_waits_for_a_child_is_not_freed_twice(child):
-    pool = Pool(source=Shared())
-    block = pool_alloc(pool, 100 * KIB, 64)
-    child()
-    assert [pool_free(pool, block) for _ in range(3)] == [0, -1, -1]
-    assert pool_usable_size(pool, block) == 0
-    assert pool.stats().active_allocations == 0
-
-
-def test_allocating_does_not_look_at_every_pending_block(child):
+def test_allocating_does_not_look_at_every_pending_block():
     pool = Pool(source=Shared())
     pool.alloc(64)
     times = []
     for n in (10, 3000):
         blocks = [pool_alloc(pool, 64, 64) for _ in range(n)]
-        child()
-        for block in blocks:
-            pool_free(pool, block)
-        times.append(min(timed(pool) for _ in range(20)))
+        with another_process():
+            for block in blocks:
+                pool_free(pool, block)
+            times.append(min(timed(pool) for _ in range(20)))
     assert times[1] < 20 * times[0] + 1e-4
 
 
@@ -352,30 +291,3 @@ def timed(pool):
     start = time.perf_counter()
     pool.alloc(64)
     return time.perf_counter() - start
-
-
-@pytest.mark.full
-def test_live_blocks_are_found_while_regions_come_and_go():
-    pool = Pool(source=Shared())
-    first = pool.alloc(64)
-    block = pool_alloc(pool, MIB, 64)
-    wrong, stop = [], threading.Event()
-
-    def look():
-        while not stop.is_set():
-            wrong.extend([1] * sum(pool_usable_size(pool, block) == 0 for _ in range(1000)))
-
-    threads = [threading.Thread(target=look) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not wrong:
-        blocks = [pool.alloc(3 * MIB) for _ in range(10)]
-        del blocks
-        pool.trim()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert pool_free(pool, block) == 0
-    del first

@@ -3,12 +3,12 @@
 Each test failed with its bug and passes without.
 """
 
-import os
 import time
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from children import another_process
 from every import fill_up
 from helpers import PAGE, poke
 from pool_rules import KIB, MIB
@@ -444,18 +444,10 @@ def test_what_another_process_let_go_of_serves_again():
     """Without anybody asking for figures in between."""
     pool = Pool(MIB, Shared(), initial_bytes=MIB)
     blocks = [pool.alloc(500 * KIB), pool.alloc(500 * KIB)]
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.read(read, 1)
-        os._exit(0)
-    blocks.clear()
-    with pytest.raises(OutOfMemory, match="pending"):
-        pool.alloc(500 * KIB)
-    os.write(write, b"x")
-    os.waitpid(child, 0)
-    os.close(read)
-    os.close(write)
+    with another_process():
+        blocks.clear()
+        with pytest.raises(OutOfMemory, match="pending"):
+            pool.alloc(500 * KIB)
     assert pool.alloc(500 * KIB).nbytes == 500 * KIB
     pool.check()
 

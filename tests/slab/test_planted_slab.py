@@ -3,31 +3,12 @@
 Each test failed with its bug and passes without.
 """
 
-import contextlib
-import os
-
 import pytest
+from children import another_process
 from helpers import PAGE, poke
 from sources import Regions
 
 from arenapy import OutOfMemory, Shared, Slab
-
-
-@contextlib.contextmanager
-def another_process():
-    """One that sees all that was live when it was forked, until the end of the block."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.read(read, 1)
-        os._exit(0)
-    try:
-        yield
-    finally:
-        os.write(write, b"x")
-        os.waitpid(child, 0)
-        os.close(read)
-        os.close(write)
 
 
 def test_a_region_with_a_pending_item_is_not_given_back():

@@ -2,13 +2,14 @@
 
 import gc
 import itertools
-import os
 import random
 import threading
 import weakref
+from functools import partial
 
 import pytest
-from helpers import PAGE, peek, poke
+from children import in_child
+from helpers import PAGE, in_threads, peek, poke
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import Adjacent, Regions
@@ -310,23 +311,13 @@ def test_threads_that_find_it_full_wait_for_the_one_that_grows():
             return super().region(nbytes)
 
     slab = arenapy.Slab(64, 1, Slow(), max_count=256)
-    start = threading.Barrier(8)
-    items, failures = [], []
+    items = []
 
     def work():
-        start.wait()
-        try:
-            for _ in range(32):
-                items.append(slab.alloc())
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(32):
+            items.append(slab.alloc())
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*[work] * 8)
     assert len({item.address for item in items}) == 256 == slab.capacity
     assert slab.source.calls == 9, "each time it was full, one thread asked the source"
     slab.check()
@@ -334,30 +325,21 @@ def test_threads_that_find_it_full_wait_for_the_one_that_grows():
 
 def test_threads_that_pass_items_on():
     slab = arenapy.Slab(64, 16, max_count=1 << 14)  # enough if one thread takes no turns
-    failures = []
     shared = [[] for _ in range(4)]
 
     def work(me):
         draw = random.Random(me)
-        try:
-            for number in range(3000):
-                item = slab.alloc()
-                poke(item.address, 8, me * 50 + number % 50)
-                shared[draw.randrange(4)].append((item, me * 50 + number % 50))
-                mine = shared[me]
-                while len(mine) > draw.randrange(100):
-                    item, fill = mine.pop()
-                    assert peek(item.address, 8) == bytes([fill]) * 8
-                    del item
-        except BaseException as error:
-            failures.append(error)
+        for number in range(3000):
+            item = slab.alloc()
+            poke(item.address, 8, me * 50 + number % 50)
+            shared[draw.randrange(4)].append((item, me * 50 + number % 50))
+            mine = shared[me]
+            while len(mine) > draw.randrange(100):
+                item, fill = mine.pop()
+                assert peek(item.address, 8) == bytes([fill]) * 8
+                del item
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    in_threads(*(partial(work, i) for i in range(4)))
     slab.check()
     stats = slab.stats()
     assert stats.active_allocations == sum(map(len, shared))
@@ -415,23 +397,18 @@ def test_the_slab_is_gone_with_its_last_item_but_its_memory_not_before():
 def test_a_forked_child(fork):
     slab = arenapy.Slab(64, 4, arenapy.Host(fork=fork), max_count=64)
     items = slab.alloc_many(3)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            if fork == "inherit":
-                items += slab.alloc_many(20)
-                slab.check()
-                status = slab.count != 23
-            else:
-                try:
-                    slab.alloc()
-                except ValueError:
-                    items.clear()
-                    status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def use():
+        if fork == "inherit":
+            items.extend(slab.alloc_many(20))
+            slab.check()
+            return slab.count == 23
+        with pytest.raises(ValueError, match="fork"):
+            slab.alloc()
+        items.clear()
+        return True
+
+    assert in_child(use) == 0
     assert slab.count == 3
     slab.check()
 

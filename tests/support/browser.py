@@ -8,6 +8,7 @@ the same is in `messages` as an error.
 import io
 import os
 import shutil
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 PROGRAMS = [shutil.which("chromium") or shutil.which("chromium-browser"),
             shutil.which("chromedriver")]  # fmt: skip
+SOON = 20  # seconds
 ARTIFACTS = Path(__file__).parents[2] / ".artifacts"  # pictures for people; git ignores it
 
 needs_browser = pytest.mark.skipif(not all(PROGRAMS), reason="no chromium and chromium-driver here")
@@ -65,3 +67,12 @@ def keep(driver, name):
     """A picture of the window among the artifacts of this run."""
     ARTIFACTS.mkdir(exist_ok=True)
     driver.save_screenshot(str(ARTIFACTS / f"{name}.png"))
+
+
+def until(probe, what):
+    """The first true value of a probe."""
+    end = time.monotonic() + SOON
+    while not (found := probe()):
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+    return found

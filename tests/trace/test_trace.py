@@ -8,9 +8,12 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
+from children import in_child
+from helpers import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,18 +138,12 @@ def test_threads_share_a_recorder(path):
     """All events are there, each thread's in its order under a number of its own."""
     n_threads, each = 4, 2 * PLACES
     recorder = started(path)
-    ready = threading.Barrier(n_threads)
 
     def work(k):
-        ready.wait()
         for i in range(each):
             recorder.add("alloc", k, i, k if i % 64 == 0 else 0)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, k) for k in range(n_threads)))
     recorder.stop()
     events = trace.load(path).events
     assert len(events) == n_threads * each
@@ -165,18 +162,12 @@ def test_threads_without_the_gil_share_a_recorder(path):
     n_threads, each = 3, 100 * PLACES
     slots = np.tile(np.array([0, ~0], "i4"), each // 2)
     recorder = started(path)
-    ready = threading.Barrier(n_threads)
 
     def work(k):
         sizes = np.arange(each, dtype="u8") | np.uint64(k << 40)
-        ready.wait()
         run(NoHeap(), slots, sizes, 1, recorder=recorder)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, k) for k in range(n_threads)))
     recorder.stop()
     events = trace.load(path).events
     assert len(events) == n_threads * each
@@ -194,21 +185,17 @@ def test_threads_without_the_gil_share_a_recorder(path):
 def test_a_forked_child_records_nothing(path, tmp_path):
     recorder = started(path)
     recorder.add("alloc", 1, 1)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            recorder.add("alloc", 2, 2)
-            assert not recorder.recording
-            recorder.flush()
-            recorder.stop()
-            own = started(tmp_path / "child.trace")
-            own.add("alloc", 3, 3)
-            own.stop()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def use():
+        recorder.add("alloc", 2, 2)
+        assert not recorder.recording
+        recorder.flush()
+        recorder.stop()
+        own = started(tmp_path / "child.trace")
+        own.add("alloc", 3, 3)
+        own.stop()
+
+    assert in_child(use) == 0
     recorder.add("free", 1, 1)
     recorder.stop()
     assert calls_in(trace.load(path).events) == [("alloc", 1, 1, 0), ("free", 1, 1, 0)]
@@ -421,17 +408,6 @@ def test_record_attaches_and_detaches(path):
     assert not recorder.recording
     assert trace.load(path).kind == "Fake"
     assert calls_in(trace.load(path).events) == [("grow", 4096, 8192, 0), ("alloc", 1, 2, 0)]
-
-
-def test_a_refused_recording_leaves_the_file_alone(path):
-    allocator = Fake()
-    with trace.record(allocator, path) as recorder:
-        recorder.add("alloc", 1, 2)
-        with pytest.raises(ValueError, match="already"), trace.record(allocator, path):
-            raise AssertionError("entered")
-        assert allocator.recorder is recorder
-        recorder.add("free", 1, 2)
-    assert len(trace.load(path)) == 3
 
 
 def test_a_recording_that_cannot_begin_detaches(tmp_path):

@@ -2,20 +2,17 @@
 
 import pickle
 import re
-import time
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from browser import browser, keep, messages, needs_browser, pixels
+from browser import browser, keep, messages, needs_browser, pixels, until
 from trace_programs import Torch, many_blocks, record_program
 
 from arenapy import trace
 from arenapy.commands.trace import main
 
 bokeh = pytest.importorskip("bokeh")
-SOON = 20  # seconds
-
 #: Where a point of a chart is in the window, and what its axes show.
 CHART = """
 const chart = Bokeh.documents.map(d => d.get_model_by_name(arguments[0])).find(m => m);
@@ -47,15 +44,6 @@ return window.Bokeh !== undefined && Bokeh.documents.length == 2
   && document.getElementById("lifetimes").offsetHeight > 200
   && document.getElementById("charts").offsetHeight > 600;
 """
-
-
-def until(probe, what):
-    """The first true value of a probe."""
-    end = time.monotonic() + SOON
-    while not (found := probe()):
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-    return found
 
 
 def evenly(path):

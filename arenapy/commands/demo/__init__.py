@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     report.show(terminal, measured)
     if options.json is not None:
-        report.write_json(Path(options.json), measured)
+        report.write_json(Path(options.json), report.figures(measured))
         print(f"figures: {printable(options.json)}", file=sys.stderr)
     if options.plot is not None:
         chart.save(Path(options.plot), measured.results, report.conditions())

@@ -18,6 +18,7 @@ from . import gpu_report as report
 from .gpu_device import Gpu
 from .gpu_measuring import Pipeline, measure
 from .measuring import ResultsDiffer
+from .report import write_json
 
 __all__ = ["run"]
 
@@ -37,7 +38,7 @@ def run(batches: int, nbytes: int, runs: int, json: Path | None) -> int:
         return 1
     report.show(terminal, found)
     if json is not None:
-        report.write_json(json, found)
+        write_json(json, report.figures(found))
         print(f"figures: {printable(str(json))}", file=sys.stderr)
     return 0
 

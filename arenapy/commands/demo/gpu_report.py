@@ -3,30 +3,22 @@
 Every sentence follows from figures alone.
 """
 
-import json
-import os
-import platform
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from arenapy._version import __version__
 from arenapy.base.text import format_bytes
-from arenapy.linux import outputs
 
 from .gpu_measuring import Pipeline, WayTiming
 from .gpu_ways import DEPTH
 from .measuring import GAIN_AT_LEAST
-from .report import REPORT, conditions
+from .report import conditions
 
-__all__ = ["figures", "show", "show_intro", "verdict", "write_json"]
+__all__ = ["figures", "show", "show_intro", "verdict"]
 
-SCHEMA = 1
 MILLISECONDS = 1e3
 GIGA = 1e9
 NEAR = 1.15  # within this of its longest stage, a pipeline is called as fast as that
@@ -167,24 +159,11 @@ def _version(number: int) -> str:
     return f"CUDA {number // 1000}.{number % 1000 // 10}"
 
 
-def write_json(path: Path, found: Pipeline) -> None:
-    """Write everything measured to `path`."""
-    text = json.dumps(figures(found), indent=2, allow_nan=False) + "\n"
-    outputs.write(path, text.encode(), REPORT)
-
-
 def figures(found: Pipeline) -> dict[str, Any]:
     """Everything measured, as JSON has it."""
     alone, traced = found.alone, found.traced
     return {
-        "report": "arenapy demo",
-        "schema": SCHEMA,
         "demo": "gpu",
-        "arenapy": __version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cpus": len(os.sched_getaffinity(0)),
         "device": found.device,
         "driver_version": found.driver_version,
         "batches": found.batches,

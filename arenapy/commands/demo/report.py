@@ -19,7 +19,7 @@ from arenapy.linux import outputs
 
 from .measuring import GAIN_AT_LEAST, PREFAULT_REPEATS, Result, Timing
 
-__all__ = ["Report", "conditions", "show", "show_intro", "write_json"]
+__all__ = ["Report", "conditions", "figures", "show", "show_intro", "write_json"]
 
 SCHEMA = 1
 REPORT = outputs.report("arenapy demo")
@@ -195,9 +195,9 @@ def _paid_back(iterations: int | None) -> Text:
     return Text(f"{iterations:,} iteration{'s' if iterations > 1 else ''}", style="green")
 
 
-def write_json(path: Path, report: Report) -> None:
-    """Write everything measured, round by round, to `path`."""
-    figures = {
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Write figures to `path`, after what they depend on."""
+    whole = {
         "report": "arenapy demo",
         "schema": SCHEMA,
         "arenapy": __version__,
@@ -205,14 +205,21 @@ def write_json(path: Path, report: Report) -> None:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpus": len(os.sched_getaffinity(0)),
+        **found,
+    }
+    text = json.dumps(whole, indent=2, allow_nan=False) + "\n"
+    outputs.write(path, text.encode(), REPORT)
+
+
+def figures(report: Report) -> dict[str, Any]:
+    """Everything measured, round by round, as JSON has it."""
+    return {
         "rounds": report.rounds,
         "identical": True,  # a difference ends the demo before this is written
         "workloads": [_workload(result) for result in report.results],
         "after_freeing_bytes": report.learnt_bytes,
         "workloads_after": [_workload(result) for result in report.later],
     }
-    text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
-    outputs.write(path, text.encode(), REPORT)
 
 
 def _workload(result: Result) -> dict[str, Any]:
