@@ -506,8 +506,19 @@ cdef class Bump(Allocator):
 
         cdef Figures f = self.core.figures()
         return BumpStats(
-            f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,
-            f.peak, f.held, f.marks, f.regions, f.total, f.metadata,
+            capacity=f.capacity,
+            live_bytes=f.live,
+            free_bytes=f.free,
+            largest_free_extent=f.largest_free,
+            retired_bytes=f.retired,
+            pending_bytes=f.leased,
+            padding_bytes=f.used - f.live,
+            peak_bytes=f.peak,
+            held_buffers=f.held,
+            marks=f.marks,
+            regions=f.regions,
+            total_allocations=f.total,
+            metadata_bytes=f.metadata,
         )
 
     def _tally(self):

@@ -39,7 +39,7 @@ cdef extern from "Python.h":
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
 cdef int MAX_NAMED = 4       # streams that are found without a question
 cdef int KEPT_STREAM_CACHES = 32  # with fewer, none is looked at
-cdef int MAX_LOOKS = 8       # at what streams have done, in the seconds of `trim_after`
+cdef int STREAM_LOOKS = 8    # at what streams have done, in the seconds of `trim_after`
 
 
 cdef enum:
@@ -277,7 +277,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = time.monotonic()
             if now >= self.streams_due:
-                self.streams_due = now + self.core.timed / MAX_LOOKS
+                self.streams_due = now + self.core.timed / STREAM_LOOKS
                 for cache in list(self.stream_caches.values()) if self.stream_caches else []:
                     cache.core.settle_streams(False)
                     cache.memory.trim_stale(cache.core.timed)

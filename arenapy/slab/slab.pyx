@@ -411,14 +411,24 @@ cdef class Slab(Allocator):
         cdef SlabFigures f
         if c.may_lease:
             c.settle_sends()
-        if c.pending != NULL:
+        if c.leased_items != NULL:
             c.reclaim_leases()
         c.settle_streams(False)
         f = c.figures()
         return SlabStats(
-            c.item_size, c.stride, f.items, f.active, f.allocations, f.active * c.stride,
-            f.pending * c.stride, (f.items - f.active - f.pending) * c.stride,
-            f.reserved - f.items * c.stride, f.reserved, f.peak * c.stride, f.metadata, f.regions,
+            item_size=c.item_size,
+            stride=c.stride,
+            capacity=f.items,
+            active_allocations=f.active,
+            total_allocations=f.allocations,
+            allocated_bytes=f.active * c.stride,
+            pending_bytes=f.pending * c.stride,
+            idle_bytes=(f.items - f.active - f.pending) * c.stride,
+            padding_bytes=f.reserved - f.items * c.stride,
+            reserved_bytes=f.reserved,
+            peak_bytes=f.peak * c.stride,
+            metadata_bytes=f.metadata,
+            regions=f.regions,
         )
 
     def reset_peak(self):
