@@ -15,12 +15,12 @@ from arenapy.pool.page_heap cimport (
 )
 from arenapy.pool.core cimport ClassFigures, PoolCore, PoolFigures
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport (
+from arenapy.base.sizes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
 from arenapy.base.thread_slot cimport MAX_CACHES
 
-from arenapy.base.size_classes import SIZE_CLASSES
+from arenapy.base.sizes import SIZE_CLASSES
 
 cdef enum:
     LIVE = 0

@@ -7,7 +7,7 @@ from arenapy.base.atomic cimport likely
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
-from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES
+from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES
 
 
 cdef struct ClassFigures:

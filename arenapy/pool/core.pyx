@@ -25,7 +25,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
+from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.base.thread_slot cimport MAX_CACHES
 from arenapy.memory.children cimport Seen, seen_add
 

@@ -15,7 +15,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISONS
-from arenapy.base.size_classes cimport N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, rounded, step_of
+from arenapy.base.sizes cimport N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, rounded, step_of
 from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )

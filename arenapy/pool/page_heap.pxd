@@ -5,7 +5,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
-from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, floor_step, step_bytes, step_of
+from arenapy.base.sizes cimport N_CLASSES, N_STEPS, floor_step, step_bytes, step_of
 from arenapy.linux.reserved_space cimport ReservedArray
 
 

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from arenapy.base.atomic cimport arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.pool.page_heap cimport Segments
-from arenapy.base.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
+from arenapy.base.sizes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport MAX_CACHES
 

@@ -35,7 +35,7 @@ from arenapy.pool.page_heap cimport (
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport (
+from arenapy.base.sizes cimport (
     MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, SMALL_MOST, class_of, round_bytes,
     rounded, step_bytes, step_of,
 )

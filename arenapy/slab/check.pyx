@@ -11,7 +11,7 @@ from arenapy.base.atomic cimport arenapy_load
 from arenapy.buffer.block cimport Hold
 from arenapy.memory.region cimport Region
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport class_of
+from arenapy.base.sizes cimport class_of
 from arenapy.slab.core cimport STACK_DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
 from arenapy.base.thread_slot cimport MAX_CACHES
 

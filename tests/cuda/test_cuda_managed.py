@@ -9,7 +9,7 @@ from simulated_driver import INVALID_VALUE, simulated
 
 import arenapy
 from arenapy import cuda
-from arenapy.cuda.managed import ADVICE
+from arenapy.cuda.copies import ADVICE
 
 KIB = 1 << 10
 MIB = 1 << 20

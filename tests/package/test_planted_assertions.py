@@ -172,8 +172,7 @@ BUGS = {
     "the children's lock is taken twice": Bug(
         "memory/children.pyx",
         "    while link[0] != NULL and not found:\n",
-        "    if planted(BUG):\n        children_lock()\n"
-        "    while link[0] != NULL and not found:\n",
+        "    if planted(BUG):\n        children_lock()\n    while link[0] != NULL and not found:\n",
         "locks are taken in their order: none of the same rank is held",
         "import os; pool = arenapy.Slab(64, 4, source=arenapy.Shared())\n"
         "b = pool.alloc(); child = os.fork()\n"
