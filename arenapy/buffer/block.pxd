@@ -47,8 +47,8 @@ cdef struct Freelist:
 
 # Memory that streams use. Abstract: arenapy.cuda has the ones there are; an owner of plain host
 # memory has none. Each allocator has one of its own. `stream` is what `named` gave; a `block` is a
-# Block, an `owner` a MemoryOwner, a `hold` a Hold*. All with the GIL, which they release to call the
-# driver; never under a lock.
+# Block, an `owner` a MemoryOwner, a `hold` a Hold*. All are called with the GIL, which they release
+# to call the driver, and never under a lock.
 cdef class StreamHooks:
     cdef readonly str kind
     cdef readonly int device_id              # -1: the host

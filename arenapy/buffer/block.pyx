@@ -3,7 +3,7 @@
 What lives here: the one-word state of a block (closed, held, live exports), what becomes of it when
 its Buffer is gone, and what is asked of memory that streams use (StreamHooks). What does not: how
 Python sees a block and moves its bytes (buffer), where bytes come from (memory/region), who hands
-them out (allocators), any answer to StreamHooks (arenapy.cuda: nothing else knows what a stream is).
+them out (allocators), any answer to StreamHooks (arenapy.cuda, which alone knows what streams are).
 
 The invariant kept here is the second of the design: a byte that somebody can still see is
 never handed out again. Every way to see bytes goes through `acquire`, which marks the root

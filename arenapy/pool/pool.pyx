@@ -1,8 +1,8 @@
 """Pool: an allocator for blocks that are given back in any order, as the user holds it.
 
 What lives here: arguments, errors, the order of what is tried when memory runs out, and the calls
-in C. What does not:
-where blocks come from and go to (core, page_heap), the source (memory), arrays (allocator).
+in C. What does not: where blocks come from and go to (core, page_heap), the source (memory), arrays
+(allocator).
 """
 cimport cython
 from cpython.object cimport PyObject
