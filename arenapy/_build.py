@@ -38,7 +38,7 @@ HOT = {
         "cuda": "fence ordering stream_ref",
         "diagnostics": "call_sites recorder",
         "numpy_handler": "handler",
-        "pool": "core page_heap pool thread_cache",
+        "pool": "c_api core page_heap pool thread_cache",
         "slab": "core slab",
     }.items()
     for module in modules.split()

@@ -1,8 +1,8 @@
 """Pool: an allocator for blocks that are given back in any order, as the user holds it.
 
-What lives here: arguments, errors, the order of what is tried when memory runs out, and the calls
-in C. What does not: where blocks come from and go to (core, page_heap), the source (memory), arrays
-(allocator).
+What lives here: arguments, errors, the order of what is tried when memory runs out. What does not:
+where blocks come from and go to (core, page_heap), the source (memory), arrays (allocator), the
+calls in C (c_api).
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping
 
 from arenapy.allocator.allocator cimport Allocator, check_source, complete, grown_in_c, hide
-from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
@@ -24,9 +23,7 @@ from arenapy.pool.page_heap cimport (
     HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
 )
 from arenapy.pool.hot_path cimport cache_alloc
-from arenapy.pool.core cimport (
-    BlockBatch, PoolCore, PoolFigures, try_cache_alloc, try_cache_free,
-)
+from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
 
 from arenapy.errors import OutOfMemory
@@ -685,29 +682,3 @@ cdef bint trim_stream_caches(dict stream_caches, bint wait) except -1:
         cache.core.settle_streams(wait)
         pages += cache.memory.shrink(cache.memory.trimmable(), False)
     return pages > 0
-
-# ---- in C, without the GIL --------------------------------------------------------------------
-
-cdef void* pool_alloc(Pool pool, size_t nbytes, size_t align) noexcept nogil:
-    cdef void* block = try_cache_alloc(pool.core, nbytes, False) if align <= HOST_ALIGN else NULL
-    return block if block != NULL else pool.alloc_c(nbytes, align)
-
-
-cdef int pool_free(Pool pool, void* block) noexcept nogil:
-    return 0 if try_cache_free(pool.core, block) else _given(pool.core, <char*>block)
-
-
-cdef int _given(PoolCore c, char* block) noexcept nogil:
-    """Not the short way, or that found no live block."""
-    if not c.fast_path_off:
-        return -1
-    if c.free_block_at(block):
-        return 0
-    c.refuse(b"pool_free", block)
-    return -1
-
-
-cdef size_t pool_usable_size(Pool pool, void* block) noexcept nogil:
-    cdef size_t size = pool.core.size_at(<char*>block)
-    permit(pool.core, <uintptr_t>block, size)    # who asks may use them
-    return size

@@ -15,7 +15,7 @@ import pytest
 
 from arenapy import Existing, Host, OutOfMemory, Pool, Region, Shared
 from arenapy.linux import vm
-from arenapy.pool import pool as calls
+from arenapy.pool import c_api as calls
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -83,7 +83,8 @@ name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
 def c_function(name, result, *arguments, gil=False):
     """A C function that other packages cimport."""
     allocator = name.partition("_")[0]
-    module = importlib.import_module(f"arenapy.{allocator}.{allocator}")
+    home = "c_api" if allocator == "pool" else allocator
+    module = importlib.import_module(f"arenapy.{allocator}.{home}")
     capsule = module.__pyx_capi__[name]
     kind = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
     return kind(result, ctypes.py_object, *arguments)(pointer_of(capsule, name_of(capsule)))

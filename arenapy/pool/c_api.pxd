@@ -1,0 +1,17 @@
+# Pool in C: nogil calls for modules that `cimport arenapy`.
+#
+# Thread-safety: any thread may call these, with or without the GIL, and free what another
+# allocated.
+#
+# What these hand out is raw, and is the caller's to free, once. Not to dangle is what Buffers are
+# for; their blocks are not to be freed here.
+from arenapy.base.abi cimport ARENAPY_ABI
+from arenapy.pool.pool cimport Pool
+
+# nbytes at a multiple of align (a power of two up to 2 MiB). NULL: exhausted, and nothing has
+# changed. Grows if it has to (takes the GIL for that); on_oom is not called.
+cdef void* pool_alloc(Pool pool, size_t nbytes, size_t align) noexcept nogil
+# 0: done. -1: no live block of this pool begins there (freed twice, or another's); nothing changed.
+cdef int pool_free(Pool pool, void* block) noexcept nogil
+# Bytes that the block has, at least those asked for. 0: no live block of this pool begins there.
+cdef size_t pool_usable_size(Pool pool, void* block) noexcept nogil
