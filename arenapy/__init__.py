@@ -27,7 +27,7 @@ except ModuleNotFoundError as _error:
 
 from arenapy._version import __version__  # noqa: E402
 from arenapy.allocator.allocator import Allocator  # noqa: E402
-from arenapy.base.size_classes import SIZE_CLASSES, size_class  # noqa: E402
+from arenapy.base.sizes import SIZE_CLASSES, size_class  # noqa: E402
 from arenapy.buffer.buffer import Buffer  # noqa: E402
 from arenapy.bump.bump import Bump  # noqa: E402
 from arenapy.bump.core import Mark  # noqa: E402

@@ -31,15 +31,15 @@ HOT = {
     f"arenapy.{folder}.{module}"
     for folder, modules in {
         "allocator": "allocator allocator_core",
-        "base": "abi arguments interval_set size_classes thread_slot",
-        "buffer": "block buffer dlpack ndarray stream_hooks transfer",
-        "bump": "bump c_api core",
+        "base": "abi interval_set sizes thread_slot",
+        "buffer": "block buffer dlpack ndarray",
+        "bump": "bump core",
         "commands.replay": "loop",
         "cuda": "fence ordering stream_ref",
         "diagnostics": "call_sites recorder",
         "numpy_handler": "handler",
         "pool": "c_api core page_heap pool thread_cache",
-        "slab": "c_api core slab",
+        "slab": "core slab",
     }.items()
     for module in modules.split()
 }

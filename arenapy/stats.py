@@ -85,7 +85,8 @@ class BumpStats(Figures):
     retired_bytes : int
         Of held blocks that outlived a reset.
     pending_bytes : int
-        That nobody here sees but another process does.
+        Given back but not free yet, because another process still sees them. (Bytes that a
+        stream still uses count as live, and after a reset as retired.)
     padding_bytes : int
         Lost to alignment, and one for each 0-byte block.
     peak_bytes : int
@@ -140,7 +141,8 @@ class SlabStats(Figures):
     allocated_bytes : int
         Of live items, padding up to the stride included.
     pending_bytes : int
-        Of items that nobody here sees but another process does.
+        Of items that were given back but are not free yet: a stream still uses them, or another
+        process still sees them.
     idle_bytes : int
         Of items that are free.
     padding_bytes : int
@@ -308,7 +310,8 @@ class BlockInfo:
     size_class : int
         The class of `nbytes`, as :func:`arenapy.size_class` gives it.
     state : {"live", "idle", "pending"}
-        Handed out, free, or free here but still seen by another process.
+        Handed out, free, or given back but not free yet: a stream still uses the block, or
+        another process still sees it.
     age : int
         Operations of the allocator since the state changed.
     """

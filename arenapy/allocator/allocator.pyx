@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from arenapy.base.arguments cimport HOST_ALIGN
+from arenapy.base.sizes cimport HOST_ALIGN
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.buffer.block cimport host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer

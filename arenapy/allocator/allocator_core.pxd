@@ -3,9 +3,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport arenapy_load_ptr
-from arenapy.buffer.block cimport Block, Hold, MemoryOwner
+from arenapy.buffer.block cimport Block, Hold, MemoryOwner, StreamHooks
 from arenapy.diagnostics.ledger cimport Ledger
-from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.base.sanitizer cimport POISONS, poison, unpoison
 from arenapy.memory.region cimport Region
 

@@ -9,17 +9,17 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
-from arenapy.base.arguments cimport HOST_ALIGN, debug_wanted
+from arenapy.base.sizes cimport HOST_ALIGN, debug_wanted
 from arenapy.base.atomic cimport (
     arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
     arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
 )
 from arenapy.buffer.block cimport (
-    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, drop_kept, named_stream,
+    GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, StreamHooks, drop_kept,
+    named_stream,
 )
 from arenapy.base.interval_set cimport make_room
 from arenapy.diagnostics.ledger cimport Ledger
-from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.diagnostics.call_sites cimport NO_SITE, allocated_at, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.diagnostics.recorder cimport Recorder, record_event

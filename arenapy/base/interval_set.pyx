@@ -15,7 +15,7 @@ from libc.stdlib cimport realloc
 from libc.string cimport memset
 
 cdef enum:
-    MAX_LOOKS = 32           # extents that are large enough and lie badly, before that is avoided
+    ALIGN_LOOKS = 32         # extents that are large enough and lie badly, before that is avoided
     MAX_NODES = 0xFFFFFFFF
 
 
@@ -201,7 +201,7 @@ cdef Extent* extents_fit(Extents* set, size_t size, size_t align) noexcept nogil
         if start < e.end and size <= e.end - start:
             return e
         looks += 1
-        if looks == MAX_LOOKS:               # of those that fit wherever they lie, if there are
+        if looks == ALIGN_LOOKS:               # of those that fit wherever they lie, if there are
             sure = next_of(set.nodes, set.root, size + align - 1, e.region, e.start)
             if sure:
                 return &set.nodes[sure].extent

@@ -27,6 +27,7 @@ cdef enum:
     RANK_CACHE = 7           # a thread's cache or stack; several only under RANK_BIRTHS
     RANK_DEPOT = 8
     RANK_HEAP = 9
+    RANK_CHILDREN = 10       # what forked children see
     RANK_LAST = 15           # nothing is taken under it: a recording's
 
 # Called in assertion builds, where they abort with a message if the order is not kept.

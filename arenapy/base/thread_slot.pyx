@@ -106,7 +106,7 @@ cdef void next_core_locks() noexcept nogil:
     arenapy_assert(
         mine.held[RANK_REGISTRY] and mine.held[RANK_CLAIMS],
         b"only a fork takes the locks of several cores")
-    for rank in range(RANK_OWNER, 16):
+    for rank in range(RANK_OWNER, RANK_CHILDREN):    # no core's lock comes after these
         mine.others[rank] = mine.held[rank]
 
 

@@ -1,8 +1,9 @@
 """Block: what a Buffer is underneath, and MemoryOwner: what its bytes belong to.
 
-What lives here: the one-word state of a block (closed, held, live exports), and what becomes of it
-when its Buffer is gone. What does not: how Python sees a block (buffer), moving its bytes
-(transfer), where bytes come from (memory/region), who hands them out (allocators).
+What lives here: the one-word state of a block (closed, held, live exports), what becomes of it when
+its Buffer is gone, and what is asked of memory that streams use (StreamHooks). What does not: how
+Python sees a block and moves its bytes (buffer), where bytes come from (memory/region), who hands
+them out (allocators), any answer to StreamHooks (arenapy.cuda, which alone knows what streams are).
 
 The invariant kept here is the second of the design: a byte that somebody can still see is
 never handed out again. Every way to see bytes goes through `acquire`, which marks the root
@@ -509,3 +510,74 @@ cdef int writable(Block block) except -1:
     if is_readonly(block):
         raise BufferError(f"{name_of(block)} is read-only; copy it to a writable Buffer")
     return 0
+
+# ---- what cuda/ implements --------------------------------------------------------------------
+
+cdef class StreamHooks:
+    """Memory that streams use. Internal."""
+
+    cdef StreamHooks bound(self, object stream):
+        raise NotImplementedError
+
+    cdef StreamHooks of_allocator(self, object stream):
+        return self.bound(stream)
+
+    cdef object named(self, object stream):
+        raise NotImplementedError
+
+    cdef object stream_cache(self, object stream):
+        return None
+
+    cdef bint always(self, object stream, object named):
+        raise NotImplementedError
+
+    cdef object stream_cache_source(self, object pool, object stream):
+        raise NotImplementedError
+
+    cdef int may_begin(self, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int begin(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int use(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef void defer_hold(self, PyObject* owner, void* hold) noexcept:
+        pass
+
+    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept:
+        return 0
+
+    cdef int fence(self, object stream) except -1:
+        raise NotImplementedError
+
+    cdef object consumer(self, object stream):
+        raise NotImplementedError
+
+    cdef int lend(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int ready(self, object block, object stream) except -1:
+        raise NotImplementedError
+
+    cdef object offer(self, object block):
+        raise NotImplementedError
+
+    cdef void finish(self, PyObject* owner, object memory) noexcept:
+        pass
+
+    cdef void leave(self, tuple regions) noexcept:
+        pass
+
+    cdef int move(self, object to, object source) except -1:
+        raise NotImplementedError
+
+    cdef int copy(self, object to, object source, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int fill(self, object block, int byte, object stream) except -1:
+        raise NotImplementedError
+
+
+seal(StreamHooks, "a StreamHooks is internal; use a source of arenapy.cuda")

@@ -9,7 +9,7 @@ from typing_extensions import CapsuleType
 from arenapy.allocator.allocator import Allocator
 from arenapy.buffer.block import Block
 from arenapy.buffer.ndarray import _Shape
-from arenapy.cuda.exchange import _CudaArray, _Tensor
+from arenapy.cuda.foreign import _CudaArray, _Tensor
 
 _Array: TypeAlias = _Exporter | _CudaArray | _Tensor
 _TargetT = TypeVar("_TargetT", bound=_Array)
@@ -87,3 +87,5 @@ class View(Buffer):  # type: ignore[misc]
     def dtype(self) -> np.dtype[Any]: ...
     @property
     def strides(self) -> tuple[int, ...]: ...
+
+def refuse_objects(format: str, other: object) -> None: ...

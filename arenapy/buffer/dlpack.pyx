@@ -18,9 +18,10 @@ from libc.stdlib cimport free, malloc
 import numpy as np
 
 from arenapy.base.atomic cimport arenapy_finalizing
-from arenapy.buffer.block cimport MemoryOwner, acquire, check_open, is_readonly, name_of, unacquire
+from arenapy.buffer.block cimport (
+    MemoryOwner, StreamHooks, acquire, check_open, is_readonly, name_of, unacquire,
+)
 from arenapy.buffer.buffer cimport Buffer, View
-from arenapy.buffer.stream_hooks cimport StreamHooks
 
 cdef extern from "Python.h":
     object PyNumber_Index(object o)

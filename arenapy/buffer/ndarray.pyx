@@ -15,9 +15,8 @@ import numpy as np
 cimport numpy as cnp
 
 from arenapy.base.atomic cimport ARENAPY_GIL
-from arenapy.buffer.block cimport acquire, check_open, is_readonly
+from arenapy.buffer.block cimport StreamHooks, acquire, check_open, is_readonly
 from arenapy.buffer.buffer cimport Buffer, View
-from arenapy.buffer.stream_hooks cimport StreamHooks
 
 cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)

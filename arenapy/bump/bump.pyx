@@ -1,7 +1,8 @@
 """Bump: an arena as the user holds it.
 
-What lives here: arguments, errors, marks and scopes. What does not: address arithmetic and what a
-reset frees (core), growth (growth), arrays (allocator/allocator).
+What lives here: arguments, errors, marks and scopes, growth, and the calls in C that are not inline
+(those are in bump.pxd). What does not: address arithmetic and what a reset frees (core), arrays
+(allocator/allocator).
 
 Every method makes the Python objects it needs first, then calls the core under its lock, so
 that a call that raises has changed nothing, and no Python code runs in between.
@@ -16,8 +17,8 @@ from collections.abc import Iterable
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
 )
-from arenapy.allocator.allocator cimport Allocator, complete, make_region
-from arenapy.base.arguments cimport as_align, as_size, quick_size
+from arenapy.allocator.allocator cimport Allocator, complete, grown_in_c, make_region
+from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
     CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open, drop_hold, is_open_locked,
     named_stream, new_hold, track,
@@ -506,8 +507,19 @@ cdef class Bump(Allocator):
 
         cdef Figures f = self.core.figures()
         return BumpStats(
-            f.capacity, f.live, f.free, f.largest_free, f.retired, f.leased, f.used - f.live,
-            f.peak, f.held, f.marks, f.regions, f.total, f.metadata,
+            capacity=f.capacity,
+            live_bytes=f.live,
+            free_bytes=f.free,
+            largest_free_extent=f.largest_free,
+            retired_bytes=f.retired,
+            pending_bytes=f.leased,
+            padding_bytes=f.used - f.live,
+            peak_bytes=f.peak,
+            held_buffers=f.held,
+            marks=f.marks,
+            regions=f.regions,
+            total_allocations=f.total,
+            metadata_bytes=f.metadata,
         )
 
     def _tally(self):
@@ -655,4 +667,45 @@ cdef int grow_for(
             arenapy_lock_acquire(&c.lock)
             drop_hold(c, hold)
             arenapy_lock_release(&c.lock)
+    return 0
+
+# ---- in C, without the GIL --------------------------------------------------------------------
+
+cdef void* bump_alloc_slow(Bump arena, size_t nbytes, size_t align) noexcept nogil:
+    if arena.core.shut or nbytes > MAX_BYTES or align > MAX_BYTES:
+        return NULL
+    return grown_in_c(arena, nbytes, align)
+
+
+cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
+    cdef uintptr_t start = <uintptr_t>block
+    cdef uintptr_t end = start + nbytes + (nbytes == 0)
+    cdef uintptr_t run_end
+    cdef Py_ssize_t i
+    if arena.core.move_back(start, end, arena.core.content, 0, nbytes == 0):
+        return 0
+    for i in range(arena.core.n_runs):
+        run_end = arena.core.runs[i].end if i < arena.core.n_runs - 1 else arena.core.cursor
+        if arena.core.runs[i].start <= start and end <= run_end:
+            return 1
+    arena.core.refuse(b"bump_free", block)
+    return -1
+
+
+cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil:
+    cdef Frame* frame = arena.core.push_frame() if not arena.core.shut else NULL
+    if frame == NULL:
+        return BumpMark(0, 0)
+    arena.core.stamp += 1
+    frame.c_marks = arena.core.stamp
+    return BumpMark(frame.id, frame.c_marks)
+
+
+cdef int bump_reset_slow(Bump arena, BumpMark mark) noexcept nogil:
+    cdef Py_ssize_t f = arena.core.find_frame(mark.id)
+    if arena.core.shut or mark.id == 0 or f < 0 or mark.serial > arena.core.frames[f].c_marks:
+        return -1
+    if rewind(arena.core, f) < 0:
+        return -1
+    arena.core.frames[f].c_marks = mark.serial
     return 0

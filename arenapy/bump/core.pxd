@@ -134,7 +134,7 @@ cdef inline bint bump_is_valid(BumpCore c) noexcept nogil:
 
 
 # -- marks, as Python sees them
-# Marks as Python objects. (In C a mark is a struct: see c_api.pxd.)
+# Marks as Python objects. (In C a mark is a struct: BumpMark in bump.pxd.)
 
 cdef class Mark:
     cdef BumpCore core

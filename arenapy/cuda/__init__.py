@@ -3,11 +3,10 @@ without them, and says what to install.
 """
 
 from arenapy.cuda.bandwidth import Bandwidth, CopySpeed, bandwidth
-from arenapy.cuda.copies import copy_batch
+from arenapy.cuda.copies import advise, copy_batch, prefetch
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
 from arenapy.cuda.errors import CudaError, Unavailable
-from arenapy.cuda.exchange import asbuffer, from_dlpack
-from arenapy.cuda.managed import advise, prefetch
+from arenapy.cuda.foreign import asbuffer, from_dlpack
 from arenapy.cuda.resource import memory_resource
 from arenapy.cuda.sources import Device, DriverPool, Managed, Pinned
 from arenapy.cuda.staging import chunks

@@ -1,6 +1,6 @@
 from typing import Self, final
 
-from arenapy.buffer.stream_hooks import StreamHooks
+from arenapy.buffer.block import StreamHooks
 from arenapy.cuda.stream_ref import StreamRef
 from arenapy.memory.region import Backing, Region
 from arenapy.pool.pool import Pool

@@ -14,7 +14,7 @@ from collections import deque
 import weakref
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub
-from arenapy.buffer.stream_hooks cimport StreamHooks
+from arenapy.buffer.block cimport StreamHooks
 from arenapy.memory.region cimport Backing, Region
 from arenapy.cuda.copies cimport CudaMemory, new_memory
 from arenapy.cuda.driver cimport (

@@ -5,7 +5,7 @@ What lives here: questions to a device. What does not: memory of ours.
 import operator
 from dataclasses import dataclass
 
-from arenapy.base.arguments cimport as_size
+from arenapy.base.sizes cimport as_size
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, enter, leave, primary
 
 from arenapy.allocator.allocator import live_allocators

@@ -42,3 +42,26 @@ cdef Fence work_of(StreamRef stream)
 # For a stream whose handle may name another one by now: this thread waits for all streams of its
 # context, and a plain Fence, which is over, comes back. OutOfMemory or CudaError: not now.
 cdef Fence work_of_context(StreamRef stream)
+
+
+# -- objects that live until streams are done with their memory
+
+cdef class Retained:
+    cdef object thing
+    cdef list waits                  # Tickets, and Streams whose fence is still to be made
+    cdef bint queueing               # the call that uses it has not returned
+    cdef void* by                    # whose end waits for it
+    cdef int generation              # of the driver
+
+
+# Keep an object, for which nothing is queued so far.
+cdef Retained retain(object thing, void* by)
+# Wait for all that `by` has kept.
+cdef void wait_for_those(void* by) noexcept
+# Until the stream has done what it was given by now; or nothing uses it after all.
+cdef void retain_until(Retained one, StreamRef stream) noexcept
+cdef void give_up(Retained one) noexcept
+# Keep memory that had to go while all that is in `waits` uses it.
+cdef void park(object memory, list waits) noexcept
+# Let go of what is over. A few are looked at, others next time; or all.
+cdef void look(bint all) noexcept

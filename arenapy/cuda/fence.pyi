@@ -1,4 +1,4 @@
-from typing import final
+from typing import Never, Self, final
 
 @final
 class Fence: ...
@@ -8,3 +8,7 @@ class EventFence(Fence): ...  # type: ignore[misc]
 
 @final
 class GraphFence(Fence): ...  # type: ignore[misc]
+
+@final
+class Retained:
+    def __new__(cls, not_called: Never, /) -> Self: ...

@@ -1,7 +1,8 @@
-"""Tickets: what has to be over before memory is used again, and waiting for it.
+"""Fences: what has to be over before memory is used again, and waiting for it.
 
 What lives here: events, of which a few are kept; what a stream is captured into; which stream waits
-for which. What does not: which stream a user names (stream), which memory waits (ordering).
+for which; what lives until a stream is done with it. What does not: which stream a user names
+(stream_ref), which released blocks wait (ordering).
 
 Thread-safety: everything here may be called from any thread.
 """
@@ -9,13 +10,15 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from arenapy.base.atomic cimport arenapy_load, arenapy_store, arenapy_sub
+from collections import deque
+
+from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, StreamRef, captured_graph, free_to_use, handle_here, is_done, not_closed,
-    relax, restore_capture_mode,
+    CAPTURING, FREE_TO_USE, StreamRef, captured_graph, free_to_use, handle_here, is_done,
+    not_closed, relax, restore_capture_mode,
 )
 from arenapy.base.sealed cimport seal
 
@@ -31,6 +34,7 @@ cdef enum:
     DEVICE_PAGE = 2 << 20    # bytes
     INVALID_CONTEXT = 201    # CUDA_ERROR_INVALID_CONTEXT
     CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
+    FEW = 16                 # retained objects that are looked at each time
 
 # What the driver says of the handle of a stream that was destroyed, if it does not crash.
 cdef tuple GONE = (INVALID_HANDLE, INVALID_CONTEXT, CONTEXT_GONE)
@@ -329,3 +333,103 @@ cdef int synchronize(StreamRef stream) except -1:
             result = driver.cuStreamSynchronize(handle)
             leave()
     return checked(result, "cuStreamSynchronize")
+
+# ---- objects that live until streams are done with their memory -------------------------------
+
+# These are arrays of other libraries, and memory of our own that had to go, while a stream may
+# still be at work on them. An object is kept before the driver is given work with it, so that
+# nothing can fail in between. Nothing calls back when a stream is done. So objects are let go of
+# when something else is kept, when an allocator of CUDA memory looks for memory, makes its
+# statistics or ends, and by whatever has waited: `cuda.Stream.synchronize`, `cuda.Event`, and
+# copies and fills without a stream. Dropping an object may run any code, which may end up here
+# again.
+
+cdef object retained = deque()       # Retained, roughly the oldest first
+cdef uint64_t looking = 0            # atomic: is a thread at it?
+
+
+@cython.final
+cdef class Retained:
+    """An object that a stream may be at work on. Internal."""
+
+    def __cinit__(self):
+        self.waits = []
+        self.generation = generation
+
+
+seal(Retained)
+
+
+cdef Retained retain(object thing, void* by):
+    cdef Retained one = Retained.__new__(Retained)
+    one.thing, one.queueing, one.by = thing, True, by
+    look(False)
+    retained.append(one)
+    return one
+
+
+cdef void retain_until(Retained one, StreamRef stream) noexcept:
+    try:
+        one.waits.append(fence_of(stream))
+    except Exception:
+        one.waits.append(stream)             # `uses_done` tries again
+    one.queueing = False
+
+
+cdef void give_up(Retained one) noexcept:
+    one.queueing = False
+
+
+cdef void wait_for_those(void* by) noexcept:
+    cdef Retained one
+    for one in retained.copy():
+        if one.by == by and callable_(one.generation):
+            for use in one.waits:
+                if isinstance(use, Fence):
+                    (<Fence>use).wait(None)
+    look(True)
+
+
+cdef void park(object memory, list waits) noexcept:
+    cdef Retained one = Retained.__new__(Retained)
+    one.thing, one.waits = memory, waits
+    retained.append(one)
+
+
+cdef bint uses_done(Retained one) noexcept:
+    cdef list left = []
+    cdef StreamRef s
+    if one.queueing or not callable_(one.generation):
+        return one.generation != generation  # there is another driver, and nothing of that one
+    for use in one.waits:
+        if isinstance(use, StreamRef):
+            s = <StreamRef>use
+            if s.state() == FREE_TO_USE:     # else it, or what bars it, is being captured
+                try:
+                    use = work_of(s)
+                except Exception:
+                    pass
+        if isinstance(use, StreamRef) or not (<Fence>use).passed():
+            left.append(use)
+    one.waits = left
+    return not left
+
+
+cdef void look(bint all) noexcept:
+    cdef uint64_t nobody = 0
+    cdef Py_ssize_t n = len(retained)
+    cdef list over = []
+    cdef Retained one
+    if n == 0 or not arenapy_cas(&looking, &nobody, 1):
+        return
+    for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
+        try:
+            one = <Retained>retained.popleft()
+        except IndexError:
+            break
+        if uses_done(one):
+            over.append(one)
+        else:
+            retained.append(one)
+    arenapy_store(&looking, 0)
+    over.clear()                             # which may run other code

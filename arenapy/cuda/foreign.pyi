@@ -1,4 +1,8 @@
-from typing import Never, Self, final
+from typing import Any, Never, Protocol, Self, final
+
+from typing_extensions import CapsuleType
+
+from arenapy.buffer.buffer import View
 
 @final
 class Exported: ...
@@ -9,3 +13,15 @@ class Foreign:
 
 @final
 class Taken: ...
+
+class _CudaArray(Protocol):
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+class _Tensor(Protocol):
+    # Also `stream` and, of newer ones, `max_version`.
+    def __dlpack__(self) -> CapsuleType: ...
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+def asbuffer(obj: _CudaArray | _Tensor, stream: object = None) -> View: ...
+def from_dlpack(obj: _Tensor, stream: object = None) -> View: ...

@@ -2,8 +2,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-from arenapy.buffer.block cimport Block, Hold
-from arenapy.buffer.stream_hooks cimport StreamHooks
+from arenapy.buffer.block cimport Block, Hold, StreamHooks
 
 from arenapy.cuda.stream_ref cimport StreamRef
 

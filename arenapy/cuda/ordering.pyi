@@ -1,8 +1,7 @@
 from typing import final
 
 from arenapy.allocator.allocator import Allocator
-from arenapy.buffer.block import Block, MemoryOwner
-from arenapy.buffer.stream_hooks import StreamHooks
+from arenapy.buffer.block import Block, MemoryOwner, StreamHooks
 
 @final
 class Batch: ...

@@ -31,20 +31,19 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.buffer.block cimport (
-    Block, Hold, MemoryOwner, acquire, drop_use, note_use, pin, root_of, unpin, uses_of,
+    Block, Hold, MemoryOwner, StreamHooks, acquire, drop_use, note_use, pin, root_of, unpin,
+    uses_of,
 )
-from arenapy.buffer.stream_hooks cimport StreamHooks
 from arenapy.memory.region cimport Region
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
-from arenapy.cuda.retained cimport look, park, wait_for_those
+from arenapy.cuda.fence cimport (
+    EventFence, Fence, GraphFence, follow, join_streams, look, new_event, new_graph_fence, park,
+    synchronize, wait_for_those, wait_here, work_of, work_of_context,
+)
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, OwnStream, StreamRef, barrier_stream, free_to_use, handle_of, named_now,
     number_of, spread, stream_of,
-)
-from arenapy.cuda.fence cimport (
-    EventFence, Fence, GraphFence, follow, join_streams, new_event, new_graph_fence, synchronize,
-    wait_here, work_of, work_of_context,
 )
 from arenapy.base.sealed cimport seal
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 from arenapy.base.text import format_bytes
+from arenapy.buffer.block import StreamHooks
 from arenapy.buffer.buffer import Buffer
-from arenapy.buffer.stream_hooks import StreamHooks
 from arenapy.cuda import backing
+from arenapy.cuda.copies import advise as _advise
+from arenapy.cuda.copies import prefetch as _prefetch
 from arenapy.cuda.device import driver_memory
-from arenapy.cuda.managed import advise as _advise
-from arenapy.cuda.managed import prefetch as _prefetch
 from arenapy.errors import OutOfMemory
 from arenapy.memory.host_request import HugePages, check_flag, checked_index, checked_size
 from arenapy.memory.region import Region

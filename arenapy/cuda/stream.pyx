@@ -16,11 +16,10 @@ from libc.stdint cimport uintptr_t
 from arenapy.cuda.driver cimport (
     SUCCESS, checked, driver, enter, forget, leave, need, primary,
 )
-from arenapy.cuda.retained cimport look
+from arenapy.cuda.fence cimport Fence, create_event, join_streams, look, new_event, synchronize
 from arenapy.cuda.stream_ref cimport (
     OwnStream, StreamRef, made_stream, not_closed, relax, restore_capture_mode, stream_of,
 )
-from arenapy.cuda.fence cimport Fence, create_event, join_streams, new_event, synchronize
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError

@@ -18,7 +18,10 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from posix.unistd cimport close, getpid
 
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport arenapy_spin, arenapy_spin_acquire, arenapy_spin_release
+from arenapy.base.atomic cimport (
+    arenapy_spin, arenapy_spin_acquire, arenapy_spin_release, rank_spin,
+)
+from arenapy.base.thread_slot cimport RANK_CHILDREN
 from arenapy.linux.vm cimport (
     OpenFile, vm_close, vm_first_lease, vm_is_open, vm_keep_leases, vm_lease, vm_lease_file,
     vm_reopen, vm_unmap,
@@ -44,6 +47,7 @@ cdef Child* expected = NULL  # of the fork under way
 cdef bint refused = False    # it cannot be known when that child ends
 cdef void* page = NULL       # keeps its lease, until the fork
 lease_file.fd = -1
+rank_spin(&guard, RANK_CHILDREN)
 
 
 # ---- with the guard held ---------------------------------------------------------------------

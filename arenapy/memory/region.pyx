@@ -24,7 +24,7 @@ from libc.stdint cimport uintptr_t
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
-from arenapy.base.arguments cimport as_size
+from arenapy.base.sizes cimport as_size
 from arenapy.buffer.block cimport (
     GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, root_of,
 )

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.block import Block
-from arenapy.buffer.transfer import refuse_objects
+from arenapy.buffer.buffer import refuse_objects
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.memory.claims import claim, in_file

@@ -15,12 +15,12 @@ from arenapy.pool.page_heap cimport (
 )
 from arenapy.pool.core cimport ClassFigures, PoolCore, PoolFigures
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport (
+from arenapy.base.sizes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
 from arenapy.base.thread_slot cimport MAX_CACHES
 
-from arenapy.base.size_classes import SIZE_CLASSES
+from arenapy.base.sizes import SIZE_CLASSES
 
 cdef enum:
     LIVE = 0
@@ -101,7 +101,7 @@ def listing(PoolCore c not None):
         c.lock_all()
         collect(c, &blocks)
         for i in range(2):
-            hold = c.aside if i else c.pending
+            hold = c.aside if i else c.leased_blocks
             while hold != NULL:
                 add(&held, hold.start - c.descriptors[hold.tag >> 6].skew, 0, 0, PENDING)
                 hold = hold.next
@@ -189,13 +189,36 @@ def stats_of(PoolCore core not None):
     for k in range(N_CLASSES):
         c = &f.classes[k]
         classes.append(ClassStats(
-            k, SIZE_CLASSES[k], c.allocations, c.hits, c.misses, c.splits, c.active, c.live,
-            c.pending, c.idle, c.live + c.pending + c.idle, c.peak, c.largest,
+            index=k,
+            upper_bound=SIZE_CLASSES[k],
+            total_allocations=c.allocations,
+            pool_hits=c.hits,
+            pool_misses=c.misses,
+            splits=c.splits,
+            active_allocations=c.active,
+            allocated_bytes=c.live,
+            pending_bytes=c.pending,
+            idle_bytes=c.idle,
+            reserved_bytes=c.live + c.pending + c.idle,
+            peak_bytes=c.peak,
+            largest_free_block=c.largest,
         ))
     c = &f.all
     return PoolStats(
-        c.allocations, c.hits, c.misses, c.splits, c.active, c.live, c.pending, c.idle,
-        f.reserved, c.peak, f.metadata, c.largest, f.regions, tuple(classes),
+        total_allocations=c.allocations,
+        pool_hits=c.hits,
+        pool_misses=c.misses,
+        splits=c.splits,
+        active_allocations=c.active,
+        allocated_bytes=c.live,
+        pending_bytes=c.pending,
+        idle_bytes=c.idle,
+        reserved_bytes=f.reserved,
+        peak_bytes=c.peak,
+        metadata_bytes=f.metadata,
+        largest_free_block=c.largest,
+        regions=f.regions,
+        classes=tuple(classes),
     )
 
 

@@ -7,7 +7,7 @@ from arenapy.base.atomic cimport likely
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
-from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES
+from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES
 
 
 cdef struct ClassFigures:
@@ -38,7 +38,7 @@ cdef class PoolCore(ThreadCaches):
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
     cdef int n_samples
     cdef uint32_t latest     # tick in one of them; under heap_lock
-    cdef Hold* pending       # freed blocks that only other processes see; linked by next
+    cdef Hold* leased_blocks         # freed blocks that only other processes see; linked by next
     cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]
@@ -59,7 +59,7 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t size_of(self, uint64_t block_id) noexcept nogil
     cdef bint claim(self, uint64_t block_id) noexcept nogil
     cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil
-    cdef void add_pending(self, Hold* hold) noexcept nogil
+    cdef void add_leased(self, Hold* hold) noexcept nogil
     cdef void reclaim_leases(self) noexcept nogil
     cdef PoolFigures figures(self) noexcept nogil
     cdef size_t largest_of(self, int k) noexcept nogil

@@ -25,7 +25,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
+from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.base.thread_slot cimport MAX_CACHES
 from arenapy.memory.children cimport Seen, seen_add
 
@@ -43,7 +43,7 @@ cdef extern from *:
     double coarse_seconds "arenapy_coarse_seconds" () noexcept nogil
 
 cdef enum:
-    MAX_LOOKS = 256          # free extents of one bin that are looked at for the largest
+    LARGEST_LOOKS = 256      # free extents of one bin that are looked at for the largest
 
 
 @cython.final
@@ -60,9 +60,9 @@ cdef class PoolCore(ThreadCaches):
     def __dealloc__(self):
         cdef Hold* hold
         self.finish_streams()
-        while self.pending != NULL:
-            hold = self.pending
-            self.pending = hold.next
+        while self.leased_blocks != NULL:
+            hold = self.leased_blocks
+            self.leased_blocks = hold.next
             free(hold)
 
     cdef void ready(self) noexcept nogil:
@@ -82,7 +82,7 @@ cdef class PoolCore(ThreadCaches):
         if self.shut or n > MAX_BYTES:
             return NULL
         ptr = self.heap_alloc(n, align, miss, block_id)
-        if ptr == NULL and self.pending != NULL:     # other processes may have let go meanwhile
+        if ptr == NULL and self.leased_blocks != NULL:   # others may have let go meanwhile
             self.reclaim_leases()
             ptr = self.heap_alloc(n, align, miss, block_id)
         if ptr != NULL:
@@ -116,7 +116,7 @@ cdef class PoolCore(ThreadCaches):
             hold = <Hold*>malloc(sizeof(Hold))
             if hold != NULL:                 # without this record it is never free again
                 hold.start, hold.tag = <uintptr_t>ptr, block_id
-                self.add_pending(hold)
+                self.add_leased(hold)
         else:
             self.free_claimed(ptr, block_id)
         if self.timed >= 0:
@@ -154,10 +154,10 @@ cdef class PoolCore(ThreadCaches):
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 
-    cdef void add_pending(self, Hold* hold) noexcept nogil:
+    cdef void add_leased(self, Hold* hold) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
-        hold.next = self.pending
-        self.pending = hold
+        hold.next = self.leased_blocks
+        self.leased_blocks = hold
         arenapy_spin_release(&self.heap_lock)
 
     cdef void reclaim_leases(self) noexcept nogil:
@@ -165,13 +165,13 @@ cdef class PoolCore(ThreadCaches):
         cdef Hold* hold
         cdef Hold* next
         arenapy_spin_acquire(&self.heap_lock)
-        hold = self.pending
-        self.pending = NULL
+        hold = self.leased_blocks
+        self.leased_blocks = NULL
         arenapy_spin_release(&self.heap_lock)
         while hold != NULL:
             next = hold.next
             if not self.shut and leased(self, <char*>hold.start, hold.tag):
-                self.add_pending(hold)
+                self.add_leased(hold)
             else:
                 self.free_claimed(<char*>hold.start, hold.tag)
                 free(hold)
@@ -314,7 +314,7 @@ cdef class PoolCore(ThreadCaches):
             if self.class_at[s] != k and (s == N_STEPS - 1 or self.class_at[s + 1] != k):
                 continue
             id = self.free_bins.heads[s]
-            while id and looks < MAX_LOOKS:
+            while id and looks < LARGEST_LOOKS:
                 if class_of(pages_bytes(self, id)) == k:
                     most = max(most, pages_bytes(self, id))
                 id = self.descriptors[id].next

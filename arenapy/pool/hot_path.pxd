@@ -1,11 +1,13 @@
 # The quick way of a Pool, from the thread cache and back to it.
 #
-# `cache_alloc` pops the block of the request's step that was freed last; `cache_free` pushes it. If
-# the cache has none, `heap_alloc` asks the page heap; if it is full, `full_free` empties it. The
-# quick way asks no Python code and takes no lock but the cache's.
+# `cache_alloc` rounds the request up to a step. It pops the block of this step that was freed last.
+# `cache_free` pushes a block. `heap_alloc` asks the page heap when the cache has no such block, and
+# `full_free` empties the cache when it is full. The quick way calls no Python code, and the only
+# lock that it takes is the cache's.
 #
-# A block's name, its `tag`, is its descriptor's number and its slot's: the state is a bit of the
-# descriptor (`live`), so that a block that is freed twice is noticed.
+# The tag of a block, also called its name, consists of two numbers: that of the block's descriptor
+# and that of its slot. A bit in the descriptor's `live` says whether the block is live. A second
+# free finds the bit cleared, so it is noticed.
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
@@ -13,12 +15,12 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISONS
-from arenapy.base.size_classes cimport N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, rounded, step_of
+from arenapy.base.sizes cimport N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, rounded, step_of
 from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
 from arenapy.pool.thread_cache cimport (
-    Count, DEPTH, Entry, LARGE_KEPT, Magazine, SKEW, ThreadCache, ThreadCaches,
+    Count, MAGAZINE_MOST, Entry, LARGE_MOST, Magazine, SKEW, ThreadCache, ThreadCaches,
 )
 
 
@@ -48,13 +50,13 @@ cdef inline Descriptor* named(ThreadCaches c, uint64_t block_id) noexcept nogil:
 
 # What the fields of a cache promise, as far as that takes a few instructions; its lock held.
 cdef inline bint cache_is_valid(ThreadCache* f) noexcept nogil:
-    arenapy_assert(f.n_large <= LARGE_KEPT, b"a cache has LARGE_KEPT large blocks at most")
+    arenapy_assert(f.n_large <= LARGE_MOST, b"a cache has LARGE_MOST large blocks at most")
     arenapy_assert(f.live <= f.peak, b"peak is the most that was live")
     return True
 
 
 cdef inline bint magazine_is_valid(Magazine* m) noexcept nogil:
-    arenapy_assert(m.depth <= DEPTH, b"depth <= DEPTH of a magazine")
+    arenapy_assert(m.depth <= MAGAZINE_MOST, b"depth <= MAGAZINE_MOST of a magazine")
     arenapy_assert(m.n <= m.depth, b"n <= depth of a magazine")
     return True
 
@@ -210,7 +212,7 @@ cdef inline bint push(
         m.items[m.n] = Entry(ptr, block_id)
         m.n += 1
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
-    elif likely(d.state == BLOCK and f.n_large < LARGE_KEPT):
+    elif likely(d.state == BLOCK and f.n_large < LARGE_MOST):
         if not likely(clear_bit(&d.live, 0)):
             return False
         f.tick += 1

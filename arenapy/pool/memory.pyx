@@ -13,7 +13,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator cimport make_region
-from arenapy.base.arguments cimport as_size
+from arenapy.base.sizes cimport as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )

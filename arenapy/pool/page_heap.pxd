@@ -5,7 +5,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_glance, arenapy_spin
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
-from arenapy.base.size_classes cimport N_CLASSES, N_STEPS, floor_step, step_bytes, step_of
+from arenapy.base.sizes cimport N_CLASSES, N_STEPS, floor_step, step_bytes, step_of
 from arenapy.linux.reserved_space cimport ReservedArray
 
 
@@ -18,7 +18,7 @@ cdef extern from *:
 cdef enum:
     SPARE = 4                # descriptors that one operation on extents uses at most
     STOCK = 16               # that there are before one begins
-    MAX_LOOKS = 32           # extents of an inexact bin that are looked at
+    FIT_LOOKS = 32           # extents of a list that are looked at for one that fits
     PAGE_BITS = 12
     PAGE = 4096
     HUGE_PAGES = 512         # of a huge page
@@ -181,7 +181,7 @@ cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
     if step_bytes(s) != nbytes:
         # The bin below may have one too, but not every one in it is large enough.
         id = bins.heads[s - 1]
-        while id and looks < MAX_LOOKS:
+        while id and looks < FIT_LOOKS:
             if p.descriptors[id].pages >= pages:
                 if not p.merges_first:
                     return id
@@ -195,7 +195,7 @@ cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
     if s < 0:
         return 0
     id = best = bins.heads[s]
-    while p.merges_first and id and looks < MAX_LOOKS:  # of a device, the one that fits best
+    while p.merges_first and id and looks < FIT_LOOKS:  # of a device, the one that fits best
         if p.descriptors[id].pages < p.descriptors[best].pages:
             best = id
         id = p.descriptors[id].next

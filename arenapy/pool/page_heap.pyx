@@ -23,7 +23,7 @@ from arenapy.base.thread_slot cimport RANK_GROWTH, RANK_HEAP
 from arenapy.pool.page_heap cimport extent_is_valid, heap_is_valid, is_listed
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, forbid_new, permit
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
+from arenapy.base.sizes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region

@@ -1,7 +1,8 @@
 """Pool: an allocator for blocks that are given back in any order, as the user holds it.
 
 What lives here: arguments, errors, the order of what is tried when memory runs out. What does not:
-where blocks come from and go to (core, page_heap), the source (memory), arrays (allocator).
+where blocks come from and go to (core, page_heap), the source (memory), arrays (allocator), the
+calls in C (c_api).
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -11,7 +12,10 @@ import time
 from collections.abc import Iterable, Mapping
 
 from arenapy.allocator.allocator cimport Allocator, check_source, complete, grown_in_c, hide
-from arenapy.base.arguments cimport HOST_ALIGN, MAX_ALIGN, as_align, as_size, quick_size
+from arenapy.base.sizes cimport (
+    HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
+    quick_size,
+)
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_glance
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
@@ -21,7 +25,6 @@ from arenapy.pool.page_heap cimport (
 from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
-from arenapy.base.size_classes cimport MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP
 
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
@@ -39,7 +42,7 @@ cdef extern from "Python.h":
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
 cdef int MAX_NAMED = 4       # streams that are found without a question
 cdef int KEPT_STREAM_CACHES = 32  # with fewer, none is looked at
-cdef int MAX_LOOKS = 8       # at what streams have done, in the seconds of `trim_after`
+cdef int STREAM_LOOKS = 8    # at what streams have done, in the seconds of `trim_after`
 
 
 cdef enum:
@@ -277,7 +280,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = time.monotonic()
             if now >= self.streams_due:
-                self.streams_due = now + self.core.timed / MAX_LOOKS
+                self.streams_due = now + self.core.timed / STREAM_LOOKS
                 for cache in list(self.stream_caches.values()) if self.stream_caches else []:
                     cache.core.settle_streams(False)
                     cache.memory.trim_stale(cache.core.timed)

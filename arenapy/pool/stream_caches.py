@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from arenapy.base.size_classes import size_class
+from arenapy.base.sizes import size_class
 
 if TYPE_CHECKING:
     from arenapy.pool.pool import Pool

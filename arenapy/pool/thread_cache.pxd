@@ -4,13 +4,18 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from arenapy.base.atomic cimport arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.pool.page_heap cimport Segments
-from arenapy.base.size_classes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
+from arenapy.base.sizes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport MAX_CACHES
 
 cdef enum:
-    DEPTH = 64               # slots of one step in a thread cache, at most
-    LARGE_KEPT = 256         # blocks above 32 KiB in a thread cache, at most
+    # What a thread cache holds of one step up to 32 KiB: so many bytes, within two bounds.
+    MAGAZINE_BYTES = 256 << 10
+    MAGAZINE_LEAST = 8       # slots
+    MAGAZINE_MOST = 64       # slots
+    LARGE_MOST = 256         # blocks above 32 KiB in a thread cache, at most
+    SLOTS_LEAST = 8          # in a span
+    SLOTS_MOST = 64          # in a span: the bits of a word
     SKEW = 2048              # bytes
     FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
 
@@ -22,7 +27,7 @@ cdef struct Entry:
 cdef struct Magazine:
     uint32_t n               # <= depth
     uint32_t depth           # its step's
-    Entry items[DEPTH]       # in the order in which they were freed
+    Entry items[MAGAZINE_MOST]       # in the order in which they were freed
 
 # What happened in one class through one thread cache.
 cdef struct Count:
@@ -50,7 +55,7 @@ cdef struct ThreadCache:
 cdef struct SmallStep:
     uint32_t size            # bytes of a slot
     uint32_t pages           # of a span
-    uint32_t slots           # in a span, at most 64; they fill it
+    uint32_t slots           # in a span, at most SLOTS_MOST; they fill it
     uint32_t depth           # of magazines
 
 

@@ -3,17 +3,18 @@
 What lives here: where a block of so many bytes comes from and goes to. What does not: pages
 (page_heap), what a block belongs to and who else sees it (core), getting memory (memory).
 
-A freed block enters a thread cache unmerged, under the step that it was rounded to, and the next
-request of that step takes it: newest first, a few instructions. The cache is bounded. When it
-overflows, on a miss, and for trim and defragment, it is flushed: slots return to their spans, empty
-spans and larger blocks to the page heap, which merges them at once. Merging on every free would
-make every iteration of a loop a split.
+A freed block enters a thread cache unmerged, under the step that it was rounded to. The next
+request of that step takes the newest of these blocks, in a few instructions. The cache is bounded.
+It is flushed when it overflows, on a miss, and for trim and defragment. A flush returns slots to
+their spans. It returns empty spans and larger blocks to the page heap, which merges them at once.
+If every free merged, every iteration of a loop would have to split a block again.
 
-Blocks of up to 32 KiB are slots of spans: extents of up to 64 slots of one step, whose sizes are
-such that the slots fill them. Which slots are free and which live is said by two words in the
-span's descriptor. Larger blocks are extents of their own.
+A block of up to 32 KiB is a slot of a span. A span is an extent that is cut into up to 64 slots of
+one step, and its size is chosen so that the slots fill it. The span's descriptor has two words with
+a bit for each slot: one says which slots are live, the other which are free in the span. (A slot in
+neither is in a thread cache.) A larger block is an extent of its own.
 
-Locks: a thread cache's, then the heap's. Nobody holds two thread caches' locks, but `lock_all`.
+Locks: a thread cache's, then the heap's. Only `lock_all` holds the locks of several thread caches.
 """
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -28,20 +29,21 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_pt
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
 from arenapy.pool.page_heap cimport (
-    BLOCK, MAX_LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, have_spare,
+    BLOCK, FIT_LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, have_spare,
     low_bit, scatter,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES
-from arenapy.base.size_classes cimport class_of, round_bytes, rounded, step_bytes, step_of
+from arenapy.base.sizes cimport (
+    MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, SMALL_MOST, class_of, round_bytes,
+    rounded, step_bytes, step_of,
+)
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 from arenapy.base.thread_slot cimport MAX_CACHES, RANK_BIRTHS, RANK_CACHE, cache_number
 
 cdef enum:
-    MAGAZINE_BYTES = 256 << 10   # slots of one step in a thread cache, beyond 8 of them
-    STAGGER = 1024               # not on the cache lines that other arrays begin on
+    STAGGER = 1024           # not on the cache lines that other arrays begin on
 
 
 cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
@@ -93,7 +95,8 @@ cdef class ThreadCaches(Segments):
             self.steps[s].size = <uint32_t>size
             self.steps[s].slots = slots_of(size)
             self.steps[s].pages = <uint32_t>(self.steps[s].slots * size) >> PAGE_BITS
-            self.steps[s].depth = max(8, min(<size_t>DEPTH, MAGAZINE_BYTES // size))
+            self.steps[s].depth = max(
+                MAGAZINE_LEAST, min(<size_t>MAGAZINE_MOST, MAGAZINE_BYTES // size))
         self.cache = self.caches[0] = new_cache(self)
         if self.cache == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
@@ -364,7 +367,7 @@ cdef class ThreadCaches(Segments):
         d.tick = f.tick
         forbid_block(self, d, ptr)
         arenapy_spin_acquire(&self.heap_lock)
-        if f.n_large == LARGE_KEPT:
+        if f.n_large == LARGE_MOST:
             self.flush_large(f)
         self.heap_free(<uint32_t>(block_id >> 6))
         arenapy_spin_release(&self.heap_lock)
@@ -414,7 +417,7 @@ cdef class ThreadCaches(Segments):
 
     cdef void flush_large(self, ThreadCache* f) noexcept nogil:
         """Give all cached blocks to the heap, in the order in which they were freed."""
-        cdef uint32_t[LARGE_KEPT] ids
+        cdef uint32_t[LARGE_MOST] ids
         cdef uint32_t n = 0, gap, i, j, id
         cdef int s
         for s in range(N_EXACT - N_SMALL):
@@ -480,7 +483,7 @@ cdef class ThreadCaches(Segments):
         cdef Descriptor* d
         cdef int looks = 0
         n = (n + PAGE - 1) & ~<size_t>(PAGE - 1)
-        while id and looks < MAX_LOOKS:
+        while id and looks < FIT_LOOKS:
             d = &self.descriptors[id]
             if n <= d.size and d.size - n <= d.size >> FIT:
                 link[0] = d.next
@@ -519,8 +522,9 @@ cdef inline uint64_t all_slots(uint32_t n) noexcept nogil:
 
 
 cdef uint32_t slots_of(size_t size) noexcept nogil:
-    """As few as fill whole pages, but at least 8, and 64 of up to 512 bytes."""
-    cdef uint32_t slots = 64
-    while slots > 8 and size > 512 and (slots // 2 * size) % PAGE == 0 and slots * size > 32 << 10:
+    """As few as fill whole pages, but at least SLOTS_LEAST, and SLOTS_MOST of up to 512 bytes."""
+    cdef uint32_t slots = SLOTS_MOST
+    while (slots > SLOTS_LEAST and size > 512 and (slots // 2 * size) % PAGE == 0
+           and slots * size > SMALL_MOST):
         slots //= 2
     return slots

@@ -11,8 +11,8 @@ from arenapy.base.atomic cimport arenapy_load
 from arenapy.buffer.block cimport Hold
 from arenapy.memory.region cimport Region
 from arenapy.base.sealed cimport seal
-from arenapy.base.size_classes cimport class_of
-from arenapy.slab.core cimport DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
+from arenapy.base.sizes cimport class_of
+from arenapy.slab.core cimport STACK_DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
 from arenapy.base.thread_slot cimport MAX_CACHES
 
 cdef extern from *:
@@ -118,7 +118,7 @@ def listing(SlabCore c not None):
         if pending != NULL:
             done = copy_parts(c, found)
             for k in range(2):
-                hold = c.aside if k else c.pending
+                hold = c.aside if k else c.leased_items
                 while hold != NULL and n < c.n_pending:
                     pending[n] = <uintptr_t>(
                         c.parts[hold.tag >> 32].base + <uint32_t>hold.tag * c.stride)
@@ -201,7 +201,8 @@ cdef uint64_t check_stack(
     cdef uint32_t number, index
     cdef Part* p
     cdef uintptr_t at
-    fault(f, s.n < 0 or (s != c.depot and s.n > DEPTH), b"a stack is too long", 0, s.n, DEPTH)
+    fault(f, s.n < 0 or (s != c.depot and s.n > STACK_DEPTH), b"a stack is too long", 0, s.n,
+          STACK_DEPTH)
     fault(f, s.least > s.n, b"a stack had more items at least than it has now", 0, s.least, s.n)
     fault(f, (s.tick + <uint64_t>(s.out - s.n)) & 1, b"operations were miscounted", 0, s.tick,
           s.out - s.n)
@@ -237,7 +238,7 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
             out += s.out - s.n
             peak += s.out - s.least
     for k in range(2):
-        hold = c.aside if k else c.pending
+        hold = c.aside if k else c.leased_items
         while hold != NULL:
             pending += 1
             hold = hold.next

@@ -19,7 +19,7 @@ from arenapy.base.thread_slot cimport MAX_CACHES
 
 cdef enum:
     BATCH = 64               # items that move from one stack to another at once
-    DEPTH = 2 * BATCH        # items in a cache's stack, at most
+    STACK_DEPTH = 2 * BATCH  # items in a cache's stack, at most
     # Where in their arrays these begin: not all on the first line of a page, which would be in the
     # same set of the cache.
     WORDS_AT = 32 * 64
@@ -158,7 +158,8 @@ cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
 cdef inline bint stack_is_valid(Items c, Stack* s) noexcept nogil:
     arenapy_assert(0 <= s.n, b"0 <= n of a stack")
     arenapy_assert(s.least <= s.n, b"least <= n of a stack")
-    arenapy_assert(s == c.depot or s.n <= DEPTH, b"a thread's stack has DEPTH names at most")
+    arenapy_assert(
+        s == c.depot or s.n <= STACK_DEPTH, b"a thread's stack has STACK_DEPTH names at most")
     arenapy_assert(
         sizeof(Stack) + <size_t>s.n * sizeof(uint64_t) <= s.array.ready,
         b"a stack's names have memory")
@@ -189,7 +190,7 @@ cdef struct SlabFigures:
 cdef class SlabCore(Items):
     cdef uint64_t claimed    # atomic: items that are neither live nor in a stack, pending ones too
     cdef uint64_t n_pending  # under the depot's lock, as is:
-    cdef Hold* pending       # items that only other processes see; linked by next
+    cdef Hold* leased_items  # freed items that only other processes see; linked by next
     cdef Hold* aside         # items that streams are at work on
 
     cdef void ready(self) noexcept nogil

@@ -133,7 +133,7 @@ cdef class Items(AllocatorCore):
         i = cache_number()
         s = <Stack*>arenapy_load_ptr(<void**>&self.caches[i])
         if s == NULL:
-            s = new_stack(DEPTH, DEPTH, RANK_CACHE)
+            s = new_stack(STACK_DEPTH, STACK_DEPTH, RANK_CACHE)
             if s == NULL:
                 return self.depot
             arenapy_spin_acquire(&self.births)
@@ -187,7 +187,7 @@ cdef class Items(AllocatorCore):
     cdef void make_place(self, Stack* s) noexcept nogil:
         """In a full stack, whose lock is held."""
         biased_acquire(&self.depot.lock)
-        self.spill(s, DEPTH - BATCH)
+        self.spill(s, STACK_DEPTH - BATCH)
         biased_release(&self.depot.lock)
 
     cdef bint gather(self, Stack* s) noexcept nogil:
@@ -498,9 +498,9 @@ cdef class SlabCore(Items):
     def __dealloc__(self):
         cdef Hold* hold
         self.finish_streams()
-        while self.pending != NULL:
-            hold = self.pending
-            self.pending = hold.next
+        while self.leased_items != NULL:
+            hold = self.leased_items
+            self.leased_items = hold.next
             free(hold)
 
     cdef void ready(self) noexcept nogil:
@@ -520,7 +520,7 @@ cdef class SlabCore(Items):
         if self.shut:
             return NULL
         ptr = self.heap_alloc(name)
-        if ptr == NULL and self.pending != NULL:
+        if ptr == NULL and self.leased_items != NULL:
             self.reclaim_leases()
             ptr = self.heap_alloc(name)
         if ptr != NULL:
@@ -560,8 +560,8 @@ cdef class SlabCore(Items):
             if hold != NULL:                 # without this record it is never free again
                 hold.tag = name
                 biased_acquire(&self.depot.lock)
-                hold.next = self.pending
-                self.pending = hold
+                hold.next = self.leased_items
+                self.leased_items = hold
                 self.n_pending += 1
                 biased_release(&self.depot.lock)
             return True
@@ -625,15 +625,15 @@ cdef class SlabCore(Items):
         cdef Hold* hold
         cdef Hold* next
         biased_acquire(&self.depot.lock)
-        hold = self.pending
-        self.pending = NULL
+        hold = self.leased_items
+        self.leased_items = NULL
         biased_release(&self.depot.lock)
         while hold != NULL:
             next = hold.next
             if not self.shut and self.still_leased(hold.tag):
                 biased_acquire(&self.depot.lock)
-                hold.next = self.pending
-                self.pending = hold
+                hold.next = self.leased_items
+                self.leased_items = hold
                 biased_release(&self.depot.lock)
             else:
                 biased_acquire(&self.depot.lock)

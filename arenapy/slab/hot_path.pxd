@@ -11,8 +11,8 @@ from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.slab.core cimport (
-    DEPTH, Items, Part, Stack, Word, address_of, item_index, item_is_live, name_is_valid, names_of,
-    note, nth_word, stack_is_valid, word_of,
+    STACK_DEPTH, Items, Part, Stack, Word, address_of, item_index, item_is_live, name_is_valid,
+    names_of, note, nth_word, stack_is_valid, word_of,
 )
 
 
@@ -61,7 +61,7 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
 cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
     cdef int64_t n
     cdef uint64_t tick = s.tick + 1
-    if not ARENAPY_GIL and s.n == DEPTH and s != c.depot:
+    if not ARENAPY_GIL and s.n == STACK_DEPTH and s != c.depot:
         c.make_place(s)
     if POISONS:
         forbid_from(c, address_of(c, name), 0, c.stride)

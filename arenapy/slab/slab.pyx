@@ -1,7 +1,8 @@
 """Slab: an allocator for items of one size, as the user holds it.
 
-What lives here: arguments, errors, getting memory from the source. What does not: which items are
-free (core), arrays (allocator/allocator).
+What lives here: arguments, errors, getting memory from the source, and the calls in C that are not
+inline (those are in slab.pxd). What does not: which items are free (core), arrays
+(allocator/allocator).
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -9,15 +10,18 @@ from libc.stdint cimport uint64_t
 
 from collections.abc import Iterable
 
-from arenapy.allocator.allocator cimport Allocator, aligned_region, check_source, complete
-from arenapy.base.arguments cimport as_align, as_size, quick_size
+from arenapy.allocator.allocator cimport (
+    Allocator, aligned_region, check_source, complete, grown_in_c,
+)
+from arenapy.base.sizes cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
+from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
-from arenapy.slab.core cimport SlabCore, SlabFigures
-from arenapy.slab.hot_path cimport forbid_from, cache_alloc
+from arenapy.slab.core cimport SlabCore, SlabFigures, Stack
+from arenapy.slab.hot_path cimport cache_alloc, forbid_from, stack_of
 
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
@@ -411,14 +415,24 @@ cdef class Slab(Allocator):
         cdef SlabFigures f
         if c.may_lease:
             c.settle_sends()
-        if c.pending != NULL:
+        if c.leased_items != NULL:
             c.reclaim_leases()
         c.settle_streams(False)
         f = c.figures()
         return SlabStats(
-            c.item_size, c.stride, f.items, f.active, f.allocations, f.active * c.stride,
-            f.pending * c.stride, (f.items - f.active - f.pending) * c.stride,
-            f.reserved - f.items * c.stride, f.reserved, f.peak * c.stride, f.metadata, f.regions,
+            item_size=c.item_size,
+            stride=c.stride,
+            capacity=f.items,
+            active_allocations=f.active,
+            total_allocations=f.allocations,
+            allocated_bytes=f.active * c.stride,
+            pending_bytes=f.pending * c.stride,
+            idle_bytes=(f.items - f.active - f.pending) * c.stride,
+            padding_bytes=f.reserved - f.items * c.stride,
+            reserved_bytes=f.reserved,
+            peak_bytes=f.peak * c.stride,
+            metadata_bytes=f.metadata,
+            regions=f.regions,
         )
 
     def reset_peak(self):
@@ -474,3 +488,32 @@ cdef uint64_t as_count(object value, str what) except 0:
     if not 1 <= n <= MAX_ITEMS:
         raise ValueError(f"{what}={n} is not a number of items from 1 to 2**31")
     return n
+
+# ---- in C, without the GIL --------------------------------------------------------------------
+
+cdef void* slab_alloc_slow(Slab slab) noexcept nogil:
+    cdef uint64_t name
+    cdef char* item = slab.core.alloc_block(slab.core.item_size, &name)
+    if item == NULL and not slab.core.shut:
+        item = <char*>grown_in_c(slab, slab.core.item_size, 1)
+    slab.core.tell()
+    return item
+
+
+cdef int slab_free_slow(Slab slab, void* item) noexcept nogil:
+    return _given(slab.core, item)
+
+
+cdef int _given(SlabCore c, void* item) noexcept nogil:
+    cdef Stack* s
+    cdef uint64_t name
+    if c.shut:
+        return -1
+    s = stack_of(c)
+    biased_acquire(&s.lock)
+    name = c.find(s, <char*>item)
+    biased_release(&s.lock)
+    if name and c.free_block(name):
+        return 0
+    c.refuse(b"slab_free", item)
+    return -1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arenapy.base.size_classes import SIZE_CLASSES
+from arenapy.base.sizes import SIZE_CLASSES
 from arenapy.testing.operations import operations
 from arenapy.testing.steps import Program, Step
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import arenapy
 from arenapy import cuda
-from arenapy.cuda.managed import ADVICE
+from arenapy.cuda.copies import ADVICE
 
 KIB = 1 << 10
 

@@ -43,7 +43,7 @@ cdef extern from *:
     """
     int planted "arenapy_planted" (int bug) noexcept nogil
 '''
-CIMPORT = " arenapy_assert\n"
+CIMPORT = "from arenapy.base.assertion cimport "
 
 
 @dataclass
@@ -69,10 +69,10 @@ BUGS = {
     ),
     "a reset leaves Buffers of the frame open": Bug(
         "bump/hot_path.pxd",
-        "            c.tag = frame.content = c.stamp\n",
+        "            c.content = frame.content = c.stamp\n",
         "            frame.content = c.stamp\n"
-        "            c.tag += 0 if planted(BUG) else c.stamp - c.tag\n",
-        "tag is the content of the last frame",
+        "            c.content += 0 if planted(BUG) else c.stamp - c.content\n",
+        "content is the content of the last frame",
         "a = arenapy.Bump(4096); a.alloc(10); a.reset()",
     ),
     "a mark counts a byte more than is live": Bug(
@@ -97,7 +97,7 @@ BUGS = {
         "arenapy.Slab(64, 100).alloc()",
     ),
     "a stack is filled with an item too far": Bug(
-        "slab/slots.pyx",
+        "slab/core.pyx",
         "+ p.used + n - 1\n",
         "+ p.used + n - 1 + planted(BUG)\n",
         "a name lies below its part's fresh items",
@@ -127,7 +127,7 @@ BUGS = {
         "del a; p.trim(); del b; p.trim()",
     ),
     "pages on their way are not counted": Bug(
-        "pool/segments.pyx",
+        "pool/page_heap.pyx",
         "        self.busy_pages += n\n",
         "        self.busy_pages += 0 if planted(BUG) else n\n",
         "busy pages were counted",
@@ -159,6 +159,26 @@ BUGS = {
         "locks are taken in their order: none of a later rank is held",
         "arenapy.Pool(debug=True).alloc(100).release()",
     ),
+    "a fork takes the children's lock before a core's": Bug(
+        "memory/region.pyx",
+        "    p = cores\n    while p != NULL:\n        if ASSERTS:\n",
+        "    if planted(BUG):\n        children_lock()\n"
+        "    p = cores\n    while p != NULL:\n        if ASSERTS:\n",
+        "locks are taken in their order: none of a later rank is held",
+        "import os; pool = arenapy.Pool(); child = os.fork()\n"
+        "if child == 0: os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0",
+    ),
+    "the children's lock is taken twice": Bug(
+        "memory/children.pyx",
+        "    while link[0] != NULL and not found:\n",
+        "    if planted(BUG):\n        children_lock()\n    while link[0] != NULL and not found:\n",
+        "locks are taken in their order: none of the same rank is held",
+        "import os; pool = arenapy.Slab(64, 4, source=arenapy.Shared())\n"
+        "b = pool.alloc(); child = os.fork()\n"
+        "if child == 0: os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0; del b",
+    ),
 }
 
 
@@ -177,7 +197,7 @@ def tree(tmp_path_factory):
         text = path.read_text()
         assert text.count(bug.before) == 1, f"{bug.before!r} is not one place of {bug.file}"
         text = text.replace(bug.before, bug.after.replace("BUG", str(number)))
-        path.write_text(text.replace(CIMPORT, " arenapy_assert, planted\n", 1))
+        path.write_text(text.replace(CIMPORT, f"{CIMPORT}planted\n{CIMPORT}", 1))
     environment = os.environ | {"CFLAGS": "-DARENAPY_ASSERT -O0 -w"}
     built = subprocess.run(
         [sys.executable, "-c", BUILD], cwd=tree, env=environment, capture_output=True, text=True

@@ -13,7 +13,7 @@ import arenapy
 
 
 class CMark(ctypes.Structure):
-    """BumpMark of bump/c_api.pxd."""
+    """BumpMark of bump/bump.pxd."""
 
     _fields_ = (("id", ctypes.c_uint64), ("serial", ctypes.c_uint64))
 

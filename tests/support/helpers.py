@@ -82,7 +82,9 @@ name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
 
 def c_function(name, result, *arguments, gil=False):
     """A C function that other packages cimport."""
-    module = importlib.import_module(f"arenapy.{name.partition('_')[0]}.c_api")
+    allocator = name.partition("_")[0]
+    home = "c_api" if allocator == "pool" else allocator
+    module = importlib.import_module(f"arenapy.{allocator}.{home}")
     capsule = module.__pyx_capi__[name]
     kind = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
     return kind(result, ctypes.py_object, *arguments)(pointer_of(capsule, name_of(capsule)))

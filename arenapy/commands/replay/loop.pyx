@@ -13,10 +13,9 @@ from libc.stdint cimport int32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from arenapy.bump.bump cimport Bump
-from arenapy.bump.c_api cimport BumpMark, bump_alloc, bump_free, bump_mark, bump_reset
-from arenapy.pool.pool cimport Pool
+from arenapy.bump.bump cimport Bump, BumpMark, bump_alloc, bump_free, bump_mark, bump_reset
 from arenapy.pool.c_api cimport pool_alloc, pool_free
+from arenapy.pool.pool cimport Pool
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, Recorder, record_event
 from arenapy.base.sealed cimport seal
 

@@ -1,9 +1,11 @@
-# Sizes: the 21 classes, and the finer steps that blocks are rounded to.
+# Sizes: as Python gives them, the 21 classes, and the finer steps that blocks are rounded to.
 #
 # A step is a block size. Up to 512 bytes they are the multiples of 64; then eight divide each
 # doubling evenly, so that rounding wastes less than an eighth; from 16 MiB on they are the
 # multiples of 2 MiB. Those up to 4 GiB have numbers. Beyond, a number stands for an eighth of a
 # doubling, and the block size is not a function of it. Every step lies within one class.
+from cpython.object cimport PyObject
+
 
 cdef enum:
     N_CLASSES = 21
@@ -70,3 +72,31 @@ cdef inline size_t round_bytes(size_t n) noexcept nogil:
 # The last step that n bytes fill (n >= 64): where free memory is listed, and found from below.
 cdef inline int floor_step(size_t n) noexcept nogil:
     return step_of(n + 1) - 1
+
+
+# -- sizes and alignments as Python gives them
+
+cdef extern from *:
+    """
+    /* A small non-negative int, else something negative: as_size() then looks closer. */
+    static inline Py_ssize_t arenapy_quick_size(PyObject *o) {
+        if (!PyLong_CheckExact(o)) return -1;
+    #if PY_VERSION_HEX >= 0x030C0000
+        return PyUnstable_Long_IsCompact((PyLongObject *)o)
+            ? PyUnstable_Long_CompactValue((PyLongObject *)o) : -1;
+    #else
+        return Py_SIZE(o) == 1 ? (Py_ssize_t)((PyLongObject *)o)->ob_digit[0]
+            : Py_SIZE(o) == 0 ? 0 : -1;
+    #endif
+    }
+    """
+    Py_ssize_t quick_size "arenapy_quick_size" (PyObject* o) noexcept
+
+cdef enum:
+    HOST_ALIGN = 64          # of blocks: a cache line, and an AVX-512 register
+    MAX_ALIGN = 2 << 20
+
+cdef Py_ssize_t as_size(object value, str what) except -1
+cdef Py_ssize_t as_align(object value) except -1
+# What a constructor's debug=None means.
+cdef bint debug_wanted(object debug) except -1

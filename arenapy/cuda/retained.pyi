@@ -1,5 +1,0 @@
-from typing import Never, Self, final
-
-@final
-class Retained:
-    def __new__(cls, not_called: Never, /) -> Self: ...
