@@ -1,7 +1,7 @@
 """Copies: moving bytes into memory of CUDA, out of it and inside it.
 
 What lives here: what both sides of a copy are, who does it, and what lives until it is done. What
-does not: when released memory may be used again (ordering, retained).
+does not: when released memory may be used again (ordering, fence).
 
 With a stream the driver copies in that stream's order, and the call returns before: blocks of
 arenapy are then used by the stream (`Ordering.use`), other objects are kept until it is done. The

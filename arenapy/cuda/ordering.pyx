@@ -2,7 +2,7 @@
 
 What lives here: released blocks that wait for streams, and which streams wait when a block is lent
 to another library. What does not: streams and events (stream, fence), copies (copies), other
-objects that wait for streams (retained), which blocks are free (allocators).
+objects that wait for streams (fence), which blocks are free (allocators).
 
 A block of a device that only the allocator's own stream uses does not come here at all: the next
 one that gets it uses it on that stream, too, and so after it. What another stream was told of
