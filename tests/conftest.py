@@ -6,6 +6,7 @@ marked so, all cases of ``sampled`` tests, and more examples; CI runs it. ``long
 a database in ``.hypothesis/fuzz`` and goes on from it.
 """
 
+import ast
 import collections
 import gc
 import os
@@ -62,16 +63,46 @@ SAMPLE = 8  # of a test that is marked ``sampled``, one case of this many runs i
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=TIERS, default="quick", help="how much is run")
+    parser.addoption(
+        "--once",
+        type=Path,
+        metavar="FILE",
+        help="leave out the tests that FILE names, and write there those that passed; a test with "
+        "examples is not noted, since another tier has more of them",
+    )
 
 
 def pytest_configure(config):
     tier = config.getoption("--tier")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", tier))
+    file = config.getoption("--once")
+    if file and not hasattr(config, "workerinput"):  # in the process that has all reports
+        config.pluginmanager.register(Once(file))
+
+
+class Once:
+    """Notes the tests that passed."""
+
+    def __init__(self, file):
+        self.file, self.passed = file, set()
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed or "examples" in report.keywords:
+            self.passed.discard(report.nodeid)
+        elif report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        with self.file.open("a") as file:
+            file.writelines(f"{nodeid!r}\n" for nodeid in sorted(self.passed))
 
 
 def pytest_collection_modifyitems(config, items):
     tier = config.getoption("--tier")
     later = TIERS[TIERS.index(tier) + 1 :]
+    once = config.getoption("--once")
+    known = once.read_text().splitlines() if once and once.exists() else []
+    passed = set(map(ast.literal_eval, known))
     cases = collections.Counter()
     chosen, left_out = [], []
     for item in items:
@@ -80,12 +111,20 @@ def pytest_collection_modifyitems(config, items):
         step = 1
         if sampled and tier != "long":
             step = SAMPLE if tier == "quick" else sampled.kwargs.get("full", 1)
+        if examples(item):
+            item.keywords["examples"] = True  # a report has no more of its test
         left = cases[test] % step or any(map(item.get_closest_marker, later))
+        left = left or item.nodeid in passed
         (left_out if left else chosen).append(item)
         cases[test] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+
+
+def examples(item):
+    """May the number of a test's cases depend on the tier?"""
+    return hasattr(item.module, "settings") or getattr(item.function, "is_hypothesis_test", False)
 
 
 def pytest_terminal_summary(terminalreporter):

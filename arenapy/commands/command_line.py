@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +18,9 @@ from arenapy.linux import outputs
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["MOST", "Parser", "check_outputs", "console", "seconds", "size", "whole"]
+__all__ = [
+    "MOST", "Parser", "check_outputs", "console", "seconds", "signal_name", "size", "whole",
+]  # fmt: skip
 
 MOST = 2**63 - 1  # of a number
 MAX_SECONDS = 1e9
@@ -118,6 +121,14 @@ def check_outputs(
         outputs.check_apart({what: path for what, path in files.items() if path is not None})
     except ValueError as error:
         parser.error(str(error))
+
+
+def signal_name(number: int) -> str:
+    """As people know it: SIGABRT; signal 35, which is one of those without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _bound(most: int) -> str:

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,15 @@ from rich.table import Table
 from rich.text import Text
 
 from arenapy.base.text import printable, printable_lines
-from arenapy.commands.command_line import MOST, Parser, check_outputs, console, seconds, whole
+from arenapy.commands.command_line import (
+    MOST,
+    Parser,
+    check_outputs,
+    console,
+    seconds,
+    signal_name,
+    whole,
+)
 from arenapy.commands.replay.command import LATE
 from arenapy.linux import outputs
 
@@ -183,7 +190,7 @@ def _report_crash(
     """What the process was doing when a signal ended it, made as small as the time allows."""
     from arenapy.testing.crashes import crashes, smaller
 
-    terminal.print(f"found: killed by {signal.Signals(number).name}; --seed {start}")
+    terminal.print(f"found: killed by {signal_name(number)}; --seed {start}")
     if lines and crashes(lines):
         lines = smaller(lines, TRIES_SECONDS)
     elif lines:

@@ -140,10 +140,10 @@ def child(tmp_path, source, **how):
     spec = {"command": [sys.executable, "-c", textwrap.dedent(source)], "output": os.devnull,
             "environment": dict(os.environ), "errors": str(tmp_path / "errors"),
             "interval": None, "library": "", **how}  # fmt: skip
-    subprocess.run(
-        [sys.executable, "-I", "-S", str(compare.CHILD), json.dumps(spec), str(tmp_path / "r")],
-        check=True, timeout=TIMEOUT,
-    )  # fmt: skip
+    (tmp_path / "spec").write_text(json.dumps(spec))
+    files = [str(tmp_path / name) for name in ("spec", "r")]
+    worker = [sys.executable, "-I", "-S", str(compare.CHILD), *files]
+    subprocess.run(worker, check=True, timeout=TIMEOUT)
     return json.loads((tmp_path / "r").read_text())
 
 
@@ -206,7 +206,8 @@ def test_the_child_is_callable_here(tmp_path):
     spec = {"command": [sys.executable, "-c", "print(input())"], "environment": {},
             "output": str(tmp_path / "o"), "errors": str(tmp_path / "e"),
             "interval": None}  # fmt: skip
-    measure_child(json.dumps(spec), str(tmp_path / "r"))
+    (tmp_path / "spec").write_text(json.dumps(spec))
+    measure_child(str(tmp_path / "spec"), str(tmp_path / "r"))
     assert json.loads((tmp_path / "r").read_text())["status"] == 1
     assert "EOFError" in (tmp_path / "e").read_text()
 
@@ -326,6 +327,7 @@ def test_a_module(script, tmp_path):
         ("print('x'); raise ValueError('as asked')", ["status 1", "ValueError: as asked"]),
         ("raise SystemExit(3)", ["status 3"]),
         ("import os; os.abort()", ["killed by SIGABRT"]),
+        ("import os; os.kill(os.getpid(), 35)", ["killed by signal 35"]),
         ("import sys; sys.exit('why')", ["status 1", "why"]),
     ],
 )

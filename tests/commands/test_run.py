@@ -367,3 +367,14 @@ def test_a_json_file_that_cannot_be_is_refused_first(script, tmp_path):
 )
 def test_sizes(text, nbytes):
     assert size(text) == nbytes
+
+
+def test_arguments_of_many_bytes(tmp_path):
+    """As many as a program may have; one variable of the environment has 128 KiB at most."""
+    (tmp_path / "script.py").write_text("import sys\nprint(len(sys.argv))\n")
+    words = ["x" * 4000] * 60
+    done = subprocess.run(
+        [sys.executable, "-E", "-m", "arenapy", "run", "--quiet", "script.py", *words],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("61\n", "")

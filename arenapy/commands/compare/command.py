@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import arenapy
 from arenapy.base.text import printable_lines
-from arenapy.commands.command_line import Parser, check_outputs, console, whole
+from arenapy.commands.command_line import Parser, check_outputs, console, signal_name, whole
 from arenapy.commands.compare.table import Run, sentences, show
 from arenapy.commands.compare.variants import OURS, PLAIN, WAYS
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
@@ -135,8 +134,8 @@ class Comparison:
 
     def _run(self, way: str, interval: float | None = None) -> dict[str, Any]:
         """What was measured of one run."""
-        result, errors, figures = (
-            self.folder / name for name in ("result.json", "errors", "figures.json")
+        spec_file, result, errors, figures = (
+            self.folder / name for name in ("spec.json", "result.json", "errors", "figures.json")
         )
         for file in result, errors, figures:
             file.unlink(missing_ok=True)
@@ -149,8 +148,9 @@ class Comparison:
             "interval": interval,
             "library": WAYS[way].library() or "",
         }
+        spec_file.write_text(json.dumps(spec))  # a word of a command may have 128 KiB at most
         subprocess.run(
-            [sys.executable, "-I", "-S", str(CHILD), json.dumps(spec), str(result)], check=True
+            [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)], check=True
         )
         found: dict[str, Any] = json.loads(result.read_text())
         if found["status"]:
@@ -162,7 +162,7 @@ class Comparison:
 
 
 def _failure(way: str, status: int, errors: str) -> str:
-    how = f"status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+    how = f"status {status}" if status > 0 else f"killed by {signal_name(-status)}"
     lines = errors.splitlines()[-LAST_LINES:]
     return "\n".join([f"the program failed ({way}): {how}", *lines])
 

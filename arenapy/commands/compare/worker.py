@@ -3,9 +3,9 @@
     python -I -S arenapy/commands/compare/worker.py SPEC RESULT
 
 A small process on its own, because a child's peak of resident memory begins with that of the
-process which starts it. SPEC is JSON: `command`, `environment`, `output` and `errors` (files; None:
-where this process's go), `interval` (None, or seconds between two looks at the huge pages of the
-command) and `library` (that should be mapped). RESULT is a file for what was found.
+process which starts it. SPEC is a file of JSON: `command`, `environment`, `output` and `errors`
+(files; None: where this process's go), `interval` (None, or seconds between two looks at the huge
+pages of the command) and `library` (that should be mapped). RESULT is a file for what was found.
 
 CPU time, page faults and peak are the kernel's account of the command (`wait4`): with them come
 those of its own children that it has waited for, the largest peak of any one of them.
@@ -43,9 +43,10 @@ def _watch(pid: int, interval: float, library: str) -> tuple[int, bool]:
     return most, loaded
 
 
-def main(spec_text: str, result: str) -> None:
+def main(spec_file: str, result: str) -> None:
     """Run a command, and write what was measured."""
-    spec = json.loads(spec_text)
+    with open(spec_file) as file:
+        spec = json.load(file)
     actions: list[tuple[object, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
     for descriptor, name in (1, spec["output"]), (2, spec["errors"]):
         if name is not None:

@@ -144,7 +144,8 @@ def command(
         "pid": os.getpid(),  # execve keeps it
         "environment": kept,
         "flags": flags,
-        "orig_argv": [*python, *program],
+        "python": python,
+        "line_words": len(line),
         "max_bytes": options.max_bytes,
         "initial_bytes": options.initial_bytes,
         "huge_pages": HUGE_PAGES[options.huge_pages],

@@ -237,7 +237,7 @@ def _leave_no_trace() -> "dict[str, Any] | None":
     if options["pid"] != os.getpid():
         return None  # a process that a .pth file started
     if options["flags"]:
-        sys.orig_argv[:] = options["orig_argv"]
+        sys.orig_argv[: options["line_words"]] = options["python"]
         _set_flags(options["flags"])
     return options
 
