@@ -682,6 +682,9 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
     cdef uintptr_t end = start + nbytes + (nbytes == 0)
     cdef uintptr_t run_end
     cdef Py_ssize_t i
+    if end <= start:               # it wraps: no block has so many bytes
+        arena.core.refuse(b"bump_free", block)
+        return -1
     if arena.core.move_back(start, end, arena.core.content, 0, nbytes == 0):
         return 0
     for i in range(arena.core.n_runs):

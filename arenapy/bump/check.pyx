@@ -97,6 +97,7 @@ def verify(BumpCore c not None):
             hold = hold.next
     memcpy(frames, c.frames, c.n_frames * sizeof(Frame))
     n_frames, n_runs, content = c.n_frames, c.n_runs, c.content
+    regions = c.regions        # a tuple: the arena may grow before it is looked at
     sums[0], sums[1], sums[2] = c.capacity, used(c), c.free_bytes()
     sums[3], sums[4], sums[5] = c.retired_bytes, c.leased_bytes, c.live
     arenapy_lock_release(&c.lock)
@@ -107,7 +108,7 @@ def verify(BumpCore c not None):
     finally:
         free(ranges)
         free(frames)
-    _verify_tiling(c, copies)
+    _verify_tiling(regions, copies)
     _verify_figures(copies, [sums[i] for i in range(6)])
     _verify_held(copies)
     _verify_frames(stamps, content)
@@ -119,7 +120,7 @@ def _name(entry):
     return f"{NAMES[what]} [{start:#x}, {end:#x})"
 
 
-def _verify_tiling(BumpCore c, copies):
+def _verify_tiling(regions, copies):
     """Runs, free extents, retired and leased ranges tile the regions without gap or overlap."""
     tiles = sorted(t for t in copies if t[3] != HELD and t[1] != t[2])
     by_region = {}
@@ -127,7 +128,7 @@ def _verify_tiling(BumpCore c, copies):
         if tile[1] >= tile[2]:
             raise AssertionError(f"{_name(tile)} ends before it starts")
         by_region.setdefault(tile[0], []).append(tile)
-    for index, region in enumerate(c.regions):
+    for index, region in enumerate(regions):
         at = (<Region>region).address
         before = None
         for tile in by_region.get(index, []):
@@ -146,7 +147,7 @@ def _verify_tiling(BumpCore c, copies):
         stop = region.address + region.nbytes
         if at != stop:
             raise AssertionError(f"nobody owns [{at:#x}, {stop:#x}) at the end of {region!r}")
-    if not set(by_region) <= set(range(len(c.regions))):
+    if not set(by_region) <= set(range(len(regions))):
         raise AssertionError("a range is in no region")
 
 

@@ -98,6 +98,20 @@ def test_double_frees_of_bump(capfd):
     assert told.startswith(f"arenapy: bump_free({address:#x})") and told.count(HERE) >= 2
 
 
+@pytest.mark.parametrize("nbytes", [2**64 - 4096, 2**64 - 1])
+def test_a_size_that_wraps_frees_nothing(nbytes):
+    """Else the cursor would move beyond the memory."""
+    arena = exact(1 << 16)
+    block = arena.alloc(100)
+    before = arena.stats()
+    free = c_function("bump_free", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+    cursor = block.address + block.nbytes
+    assert free(arena, (cursor - nbytes) % 2**64, nbytes) == -1
+    assert free(arena, 2**64 - 1, 1) == -1
+    assert arena.stats() == before
+    arena.check()
+
+
 def test_nothing_is_told_without_debug_mode(kind, capfd):
     allocator, calls = MAKE[kind](), Calls(kind)
     quiet = Pool(debug=False) if kind == "pool" else Slab(100, 4, debug=False)
