@@ -32,7 +32,7 @@ step_readme() {
     local command
     command=$(readme_command '-m pytest -n auto')
     echo "$command"
-    PYTEST_ADDOPTS="--once $WORK/once" bash -c "$command"
+    PYTEST_ADDOPTS="--once=$WORK/once" bash -c "$command"
 }
 
 # The rest of the tier full, with every example: every test that does not need a GPU, pages in a real
@@ -46,7 +46,7 @@ step_suite() {
     rm -rf "$README_TREE/.git"
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE"
-    "$PYTHON" -m pytest -q -n 2 --tier full --once "$WORK/once" | tee "$WORK/suite.log"
+    "$PYTHON" -m pytest -q -n 2 --tier full "--once=$WORK/once" | tee "$WORK/suite.log"
     mkdir -p "$ROOT/.artifacts"
     cp .artifacts/*.png "$ROOT/.artifacts/"
     ! grep -E '^[0-9]+ skipped: could not import .(asv|bokeh|selenium|pandas|pyarrow)' "$WORK/suite.log"

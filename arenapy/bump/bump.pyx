@@ -103,10 +103,10 @@ cdef class Bump(Allocator):
         core.adopt(source, stream)
         self.debug = core.watch(debug, verify)
         core.keep_dead_buffers(not self.debug)
+        self.strict = strict
         core.open(make_region(core, source, n))    # last: a file is emptied by it
         self.source = source
         self.max_bytes = max_bytes
-        self.strict = strict
         complete(self)
 
     # -- allocation

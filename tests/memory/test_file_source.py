@@ -135,6 +135,7 @@ def test_new_file_without_room_is_removed(tmp_path, nothing_leaks):
     [
         lambda path: File(path, "w+").region(1 << 60),
         lambda path: Bump(1 << 16, File(path, "w+"), stream=3),
+        lambda path: Bump(1 << 16, File(path, "w+"), strict=np.array([1, 2])),
         lambda path: Slab(100, 1 << 50, File(path, "w+")),
         lambda path: Pool(1 << 20, File(path, "w+"), initial_bytes=1 << 21),
     ],
