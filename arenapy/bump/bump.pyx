@@ -279,7 +279,9 @@ cdef class Bump(Allocator):
             c.prune()
         start = <uintptr_t>buffer.ptr
         end = start + buffer.size + (buffer.size == 0)
-        if c.is_last(end, buffer.tag) and <size_t>n <= c.limit - start:
+        c.rejoin_run(end)
+        if (c.is_last(end, buffer.tag) and not c.run_is_spare()
+                and <size_t>n <= c.limit - start):
             c.cursor = start + n + (n == 0)
             c.live += n - buffer.size
             if POISONS:

@@ -89,6 +89,7 @@ cdef class BumpCore(Arena):
     cdef void* arena_alloc_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
     cdef void drain(self) noexcept nogil
     cdef bint is_last(self, uintptr_t end, uint64_t content) noexcept nogil
+    cdef void rejoin_run(self, uintptr_t end) noexcept nogil
     cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,
                         bint empty) noexcept nogil
     cdef Frame* push_frame(self) noexcept nogil

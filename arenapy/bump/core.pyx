@@ -473,6 +473,13 @@ cdef class BumpCore(Arena):
     cdef bint is_last(self, uintptr_t end, uint64_t content) noexcept nogil:
         return end == self.cursor and content == self.content
 
+    cdef void rejoin_run(self, uintptr_t end) noexcept nogil:
+        """Leave a spare run for the one before, if that ends here."""
+        if (self.run_is_spare() and self.runs[self.n_runs - 2].end == end
+                and extents_room(&self.free, 1)):
+            self.pop_run()
+            self.continue_at(end, self.runs[self.n_runs - 1].region)
+
     cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,
                         bint empty) noexcept nogil:
         """Free the newest block by moving the cursor over it, unless a mark is newer."""
@@ -483,9 +490,7 @@ cdef class BumpCore(Arena):
         arenapy_assert(bump_is_valid(self), b"the arena is valid")
         if content != self.content:
             self.prune()
-        if self.run_is_spare() and self.runs[self.n_runs - 2].end == end:
-            self.pop_run()
-            self.continue_at(end, self.runs[self.n_runs - 1].region)
+        self.rejoin_run(end)
         last = self.n_runs - 1
         lowest = self.top.cursor if last == self.top.run else self.runs[last].start
         # A block of C code comes without its tag: what lies before a mark is not moved over.

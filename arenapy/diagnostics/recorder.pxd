@@ -9,6 +9,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.diagnostics.call_sites cimport CallStacks
 from arenapy.base.biased_lock cimport BiasedLock
+from arenapy.linux.vm cimport OpenFile
 
 cdef enum:
     EVENT_CLOCK = 0      # written by the recorder: `block` is CLOCK_MONOTONIC in ns at `time`
@@ -43,13 +44,13 @@ cdef struct Tape:
     uint64_t latest      # ticks of the last event
     uint64_t events      # in the file
     uint64_t lost        # that came after a failed write
-    int fd
+    OpenFile file
     int error            # errno of the first failed write, 0: none
 
 
 cdef class Recorder:
     cdef Tape* tape
-    cdef int fd
+    cdef OpenFile file
     cdef int clock
     cdef readonly str path
     cdef readonly str kind

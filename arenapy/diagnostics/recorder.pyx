@@ -24,7 +24,7 @@ the lock is free and nothing is running, so a child neither hangs nor writes int
 cimport cython
 from cpython.object cimport PyObject
 from posix.unistd cimport SEEK_END, ftruncate, lseek, pread, pwrite
-from libc.errno cimport EINTR, ENOMEM, ENOSPC, errno
+from libc.errno cimport EBADF, EINTR, ENOMEM, ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
 import os
@@ -34,7 +34,7 @@ from arenapy.diagnostics.call_sites cimport CallStacks, attached
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.thread_slot cimport no_lock_is_held
-from arenapy.linux.vm cimport Descriptor, OpenFile
+from arenapy.linux.vm cimport Descriptor, OpenFile, vm_close, vm_is_open
 
 cdef extern from *:
     """
@@ -78,10 +78,8 @@ cdef extern from *:
         memset(p, 0, n);
         return p;
     }
-    /* How many bytes were written: all, or *error says why not. The caller's errno stays, since
-       it may be a malloc's. */
+    /* How many bytes were written: all, or *error says why not. */
     static size_t write_all(int fd, const char *p, size_t n, int *error) {
-        int kept = errno;
         size_t done = 0;
         *error = 0;
         while (done < n && !*error) {
@@ -90,9 +88,9 @@ cdef extern from *:
             else if (more == 0) *error = ENOSPC;
             else if (errno != EINTR) *error = errno;
         }
-        errno = kept;
         return done;
     }
+    static inline void set_errno(int error) { errno = error; }
     /* Call what may use the interpreter, from code that does not know that it may. */
     static uint32_t call_attached(void *function, PyObject *argument) {
         int kept = errno;
@@ -110,10 +108,10 @@ cdef extern from *:
     void* pages_of(size_t n, int on_fork) noexcept nogil
     int munmap(void* p, size_t n) noexcept nogil
     int sched_yield() nogil
+    void set_errno(int error) noexcept nogil
     size_t write_all(int fd, const char* p, size_t n, int* error) noexcept nogil
     const int LOCK_UN
     int flock(int fd, int operation) noexcept nogil
-    int close(int fd) nogil
 
 cdef enum:
     VERSION = 2
@@ -200,6 +198,7 @@ cdef void write_out(Tape* tape, int clock) noexcept nogil:
     cdef Py_ssize_t n = tape.at - full
     cdef Py_ssize_t written
     cdef int error
+    cdef int kept = errno                # may be a malloc's
     if n == 0:
         return
     put(tape, tape.at, EVENT_CLOCK, tick(tape, clock), kernel_ns(), 0, 0)
@@ -209,7 +208,12 @@ cdef void write_out(Tape* tape, int clock) noexcept nogil:
     tape.spare = full
     tape.writing = 1
     biased_release(&tape.lock)
-    written = write_all(tape.fd, <char*>full, n * sizeof(Event), &error) // sizeof(Event)
+    # A program may close every descriptor, and then open a file that gets the same number.
+    if vm_is_open(&tape.file):
+        written = write_all(tape.file.fd, <char*>full, n * sizeof(Event), &error) // sizeof(Event)
+    else:
+        written, error = 0, EBADF
+    set_errno(kept)
     biased_acquire(&tape.lock)
     tape.writing = 0
     tape.events += written
@@ -234,11 +238,12 @@ cdef void drop_buffers(Tape* tape) noexcept nogil:
         tape.buffers = NULL
 
 
-cdef void unlock(Tape* tape, int fd) noexcept:
-    """Let others write the file, though forked children have it open for longer. They share the
-    lock, and may not release it: in them `begun` is 0."""
-    if tape.begun:
-        flock(fd, LOCK_UN)
+cdef void end_file(Tape* tape, OpenFile* file) noexcept:
+    """Close it, and let others write it, though forked children have it open for longer. They
+    share the lock, and may not release it: in them `begun` is 0."""
+    if tape.begun and vm_is_open(file):
+        flock(file.fd, LOCK_UN)
+    vm_close(file)
 
 
 cdef bint have_places(Tape* tape, int clock, int places) noexcept nogil:
@@ -345,7 +350,7 @@ cdef class Recorder:
     """
 
     def __cinit__(self, path, kind="", sites=0):
-        self.fd = -1
+        self.file.fd = -1
         self.path = os.fsdecode(path)
         self.kind = kind
         if len(kind.encode()) >= KIND or "\0" in kind:
@@ -364,11 +369,8 @@ cdef class Recorder:
             write_all_out(self.tape, self.clock)
             drop_buffers(self.tape)
             biased_release(&self.tape.lock)
-            if self.fd >= 0:
-                unlock(self.tape, self.fd)
+            end_file(self.tape, &self.file)
             munmap(self.tape, sizeof(Tape))
-        if self.fd >= 0:
-            close(self.fd)
 
     def start(self):
         """Make the file, and record from now on.
@@ -390,7 +392,6 @@ cdef class Recorder:
         from arenapy.linux import outputs
 
         cdef Descriptor file = None
-        cdef OpenFile taken
         biased_acquire(&tape.lock)
         used, self.used = self.used, True
         biased_release(&tape.lock)
@@ -424,9 +425,9 @@ cdef class Recorder:
             if file is not None:
                 file.close()
             raise
-        file.take(&taken)
         biased_acquire(&tape.lock)
-        self.fd = tape.fd = fd
+        file.take(&self.file)
+        tape.file = self.file
         tape.buffers = tape.first = tape.at = buffers
         tape.last = tape.first + (PLACES - 1)
         tape.spare = buffers + PLACES
@@ -488,7 +489,7 @@ cdef class Recorder:
         cdef Header header                   # where its fields are
         cdef uint32_t complete = 1
         cdef uint64_t mine
-        cdef int fd
+        cdef OpenFile file
         self.check_started()
         with nogil:
             biased_acquire(&self.tape.lock)
@@ -496,27 +497,32 @@ cdef class Recorder:
             mine = self.tape.running         # else forked, failed or stopped
             self.tape.running = 0
             drop_buffers(self.tape)          # a recorder that ended may be kept for long
-            fd, self.fd = self.fd, -1
+            file = self.file
+            self.file.fd = -1
             biased_release(&self.tape.lock)
-        if fd < 0:
+        if file.fd < 0:
             return
         try:
-            if mine:
-                os.pwrite(fd, (<char*>&self.tape.events)[:8],
+            if mine and vm_is_open(&file):
+                os.pwrite(file.fd, (<char*>&self.tape.events)[:8],
                           <char*>&header.events - <char*>&header)
-                os.pwrite(fd, (<char*>&complete)[:4], <char*>&header.complete - <char*>&header)
+                os.pwrite(file.fd, (<char*>&complete)[:4],
+                          <char*>&header.complete - <char*>&header)
+            elif mine:
+                self.tape.error = EBADF
         finally:
-            unlock(self.tape, fd)
-            os.close(fd)
+            end_file(self.tape, &file)
         self.raise_failure()
 
     cdef int raise_failure(self) except -1:
         if self.tape.error:
+            remedy = ("the program closed the trace's descriptor, and may close only its own"
+                      if self.tape.error == EBADF
+                      else "record less, or to a place with more room")
             raise OSError(
                 self.tape.error,
                 f"{os.strerror(self.tape.error)}: the trace {self.path!r} has the first "
-                f"{self.tape.events} records, and {self.tape.lost} are lost; record less, or to "
-                "a place with more room")
+                f"{self.tape.events} records, and {self.tape.lost} are lost; {remedy}")
         return 0
 
     @property

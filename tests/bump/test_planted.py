@@ -312,6 +312,28 @@ def test_a_block_grows_in_place_once_the_newer_one_is_gone():
     assert arena.grow(block, 1000) is block
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_block_grows_where_a_held_one_was(debug):
+    """The cursor stood behind that one, and came back as if other memory began there."""
+    arena = exact(4096, debug=debug)
+    block = arena.alloc(64, 1)
+    mark = arena.mark()
+    held = arena.empty(64, "u1")
+    arena.reset(mark)
+    del mark
+    assert arena.stats().retired_bytes == 64
+    later = arena.mark()
+    del held
+    arena.alloc(4000, 1).release()
+    del later
+    memoryview(block).release()
+    assert arena.grow(block, 100) is block
+    arena.check()
+    del block
+    assert arena.used == arena.stats().live_bytes == 0
+    arena.check()
+
+
 @pytest.mark.parametrize("how", ["release", "drop", "drop an array"])
 @pytest.mark.parametrize("full", [False, True])
 def test_the_newest_block_goes_back_with_what_aligned_it(how, full):

@@ -293,6 +293,49 @@ def test_a_full_disk_is_an_error_at_the_end(path, room, n):
     assert found.events["address"].tolist() == list(range(n - int(done.stdout)))
 
 
+CLOSED = """
+    import os, sys
+    import arenapy
+    from arenapy import trace
+
+    path, how, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    pool = arenapy.Pool()
+    recording = trace.record(pool, path)
+    recorder = recording.__enter__()
+    os.closerange(3, 1024)  # as daemons do
+    first = open("user.dat", "w+b", 0)
+    if how != "opens none":
+        first.write(b"precious" * 1000)
+    else:
+        first.close()
+    for _ in range(n):
+        pool.alloc(10)
+    if how == "drops":
+        del recording, recorder
+        pool._record(None)
+    else:
+        try:
+            recording.__exit__(None, None, None)
+        except OSError as error:
+            assert error.errno == 9 and "closed the trace's descriptor" in str(error), error
+        else:
+            raise AssertionError("the loss was not told")
+    if how != "opens none":
+        first.write(b"end")
+        first.seek(0)
+        assert first.read() == b"precious" * 1000 + b"end"
+"""
+
+
+@pytest.mark.parametrize("how", ["stops", "drops", "opens none"])
+@pytest.mark.parametrize("n", [10, 2 * PLACES])
+def test_a_program_that_closes_every_descriptor(path, how, n, tmp_path):
+    """Its files may get the number that the trace's descriptor had, and keep their bytes."""
+    command = [sys.executable, "-c", textwrap.dedent(CLOSED), path, how, str(n)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert not trace.load(path).complete
+
+
 def test_a_file_that_was_cut_is_read_as_far_as_it_goes(path):
     calls = some_calls(20)
     recorder = started(path)
