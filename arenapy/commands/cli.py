@@ -69,6 +69,11 @@ def _parser() -> Parser:
     return parser
 
 
+def _end(number: int, frame: object) -> None:
+    """Leave no temporary files and no measured program behind."""
+    raise SystemExit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``arenapy`` command.
 
@@ -99,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
         module, _ = COMMANDS[words[0]]
+        ours = argv is None and words[0] != "run"  # and not a program's
+        if ours and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _end)
         # All words are the subcommand's: argparse would keep a first "--" for itself.
         status: int = importlib.import_module(module).main(words[1:])
         if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit

@@ -211,7 +211,8 @@ def pipeline(quick):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "demo.json")
         # In a process of its own: other libraries' streams share the device's queues with ours.
-        command = [sys.executable, "-m", "arenapy", "demo", "--gpu", "--json", str(file)]
+        # -P: the source tree, where this may be run, does not shadow the package.
+        command = [sys.executable, "-P", "-m", "arenapy", "demo", "--gpu", "--json", str(file)]
         subprocess.run([*command, *(["--quick"] if quick else [])], check=True)
         found = json.loads(file.read_text())
     for name, way in found["ways"].items():

@@ -341,6 +341,34 @@ def test_a_program_that_fails(script, tmp_path, source, said):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_command_alone(script, tmp_path, number):
+    """As `kill` sends it: the program ends as well, and no file is left."""
+    path = script("""
+        import os, time
+
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(600)
+    """)
+    program = (  # Python ignores SIGINT where its parent did
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from arenapy.commands.cli import main; sys.exit(main())"
+    )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "compare", "--show-output", path],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as process:  # fmt: skip
+        lines = iter(process.stdout.readline, "")
+        child = int(next(line for line in lines if line.strip().isdigit()))
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, errors) == (128 + number, "")
+    assert not os.path.exists(f"/proc/{child}") and not list(folder.iterdir())
+
+
 def test_a_program_that_fails_only_in_the_pool(script, tmp_path):
     script("import numpy, sys; sys.exit('arenapy' in sys.modules)")
     found = run(tmp_path, "-n", "2", "script.py")

@@ -149,9 +149,14 @@ class Comparison:
             "library": WAYS[way].library() or "",
         }
         spec_file.write_text(json.dumps(spec))  # a word of a command may have 128 KiB at most
-        subprocess.run(
-            [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)], check=True
-        )
+        command = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)]
+        with subprocess.Popen(command) as worker:
+            try:
+                if worker.wait():
+                    raise subprocess.CalledProcessError(worker.returncode, command)
+            except BaseException:
+                worker.terminate()  # it ends the program that it measures
+                raise
         found: dict[str, Any] = json.loads(result.read_text())
         if found["status"]:
             written = errors.read_text(errors="replace") if errors.exists() else ""

@@ -43,8 +43,12 @@ def _watch(pid: int, interval: float, library: str) -> tuple[int, bool]:
     return most, loaded
 
 
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main(spec_file: str, result: str) -> None:
-    """Run a command, and write what was measured."""
+    """Run a command, and write what was measured. SystemExit, from a signal, ends it too."""
     with open(spec_file) as file:
         spec = json.load(file)
     actions: list[tuple[object, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
@@ -52,20 +56,26 @@ def main(spec_file: str, result: str) -> None:
         if name is not None:
             actions.append((os.POSIX_SPAWN_OPEN, descriptor, name, CREATE, 0o600))
     found: dict[str, object] = {}
-    start = time.perf_counter()
-    pid = os.posix_spawnp(
-        spec["command"][0],
-        spec["command"],
-        spec["environment"],
-        file_actions=actions,
-        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores, and a shell does not
-    )
+    pid = 0
     try:
+        start = time.perf_counter()
+        pid = os.posix_spawnp(
+            spec["command"][0],
+            spec["command"],
+            spec["environment"],
+            file_actions=actions,
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, a shell does not
+        )
         if spec["interval"]:
             found["huge_bytes"], found["loaded"] = _watch(pid, spec["interval"], spec["library"])
         _, status, usage = os.wait4(pid, 0)
-    except KeyboardInterrupt:
-        os.kill(pid, signal.SIGTERM)
+    except SystemExit:
+        try:
+            if pid:
+                os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)
+        except OSError:  # it had ended
+            pass
         raise
     found |= {
         "wall": time.perf_counter() - start,
@@ -79,4 +89,7 @@ def main(spec_file: str, result: str) -> None:
 
 
 if __name__ == "__main__":
+    for number in signal.SIGINT, signal.SIGTERM:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as of a shell's background job
+            signal.signal(number, _stop)
     main(*sys.argv[1:])
