@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 from multiprocessing.shared_memory import SharedMemory
 
 import pytest
@@ -51,6 +52,8 @@ class SharedMemoryMachine(Unaligned):
     default_align = mmap.PAGESIZE
 
     def allocate(self, state, nbytes, align):
+        if nbytes > sys.maxsize:  # it would leave its file behind
+            raise MemoryError(nbytes)
         return SharedMemory(create=True, size=nbytes)
 
     def address(self, block):
