@@ -158,7 +158,7 @@ cdef str code_of(descr):
     for name in descr.names:
         field, start = descr.fields[name][:2]
         item, shape = field.subdtype or (field, ())
-        if start < end or ":" in name:
+        if start < end or ":" in name or "\0" in name:
             raise ValueError(f"a format has no words for {descr}")
         code = code_of(item)
         if code[0] not in "<>T":

@@ -205,6 +205,8 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
         raise IsADirectoryError(f"{os.fspath(path)!r} is a directory; name a file")
     _check_access(path, os.W_OK)
     if not stat.S_ISREG(found.st_mode):
+        if kind is TRACE:  # a recorder writes its header last
+            raise OSError(f"{os.fspath(path)!r} is no regular file; name one")
         yield found
         return
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -178,6 +178,15 @@ def test_a_struct_says_every_byte(dtype):
     assert memoryview(view).tobytes() == bytes([0x31]) * buffer.nbytes
 
 
+@pytest.mark.parametrize("name", ["a:b", "a\0b"])
+def test_a_name_that_no_format_can_say(name):
+    view = exact(4096).alloc(60).view((5,), [(name, "i4"), ("c", "f8")])
+    with pytest.raises(BufferError, match="no code in the buffer protocol"):
+        memoryview(view)
+    for array in np.asarray(view), view.array():
+        assert array.dtype.names == (name, "c") and array.dtype.itemsize == 12
+
+
 @pytest.mark.parametrize("dtype", LEAVES)
 def test_a_plain_type_has_numpys_own_format(dtype):
     view = exact(4096).alloc(96).view((), dtype)

@@ -165,6 +165,13 @@ def test_places_that_cannot_be_written(folder, name, capsys):
         refused(folder, name, path, capsys)
 
 
+@pytest.mark.parametrize("name", [name for name in WRITERS if WRITERS[name][2] is outputs.TRACE])
+def test_a_trace_is_a_regular_file(folder, name, capsys):
+    os.mkfifo("pipe")
+    for path in "pipe", "/dev/null":
+        assert "is no regular file; name one" in refused(folder, name, path, capsys)
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_is_free_or_a_former_output_is_taken(folder, name):
     kind = WRITERS[name][2]

@@ -12,6 +12,7 @@ import pickle
 import resource
 import signal
 import time
+from multiprocessing import resource_sharer
 
 import numpy as np
 import pytest
@@ -303,6 +304,19 @@ def test_a_message_under_way_is_a_lease(arena):
     assert freed(arena)
     ours.close()
     theirs.close()
+
+
+def test_unread_messages_of_a_killed_receiver(arena, other):
+    """multiprocessing in the sender has the descriptor of each until it is told to let go."""
+    os.kill(other.process.pid, signal.SIGSTOP)
+    for _ in range(20):
+        other.pipe.send(arena.alloc(4096))
+    other.process.kill()
+    other.process.join(60)
+    arena.reset()
+    assert account(arena).pending_bytes == 20 * 4096
+    resource_sharer.stop()
+    assert freed(arena)
 
 
 def test_newest_block_is_not_moved_back_over_while_leased(arena, other):
