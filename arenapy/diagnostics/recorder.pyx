@@ -34,7 +34,7 @@ from arenapy.diagnostics.call_sites cimport CallStacks, attached
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.thread_slot cimport no_lock_is_held
-from arenapy.linux.vm cimport Descriptor, OpenFile, vm_close, vm_is_open
+from arenapy.linux.vm cimport Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_is_open
 
 cdef extern from *:
     """
@@ -192,11 +192,16 @@ cdef inline void let_others(Tape* tape) noexcept nogil:
     biased_acquire(&tape.lock)
 
 
+cdef inline int cannot_see(OpenFile* file) noexcept nogil:
+    """0: the descriptor is still that of the file; else an errno, EBADF for another's."""
+    return <int>-min(vm_file_nbytes(file), <int64_t>0)
+
+
 cdef void write_out(Tape* tape, int clock) noexcept nogil:
     """Write the current buffer; the lock is held, but for the writing. Nobody else may write."""
     cdef Event* full = tape.first
     cdef Py_ssize_t n = tape.at - full
-    cdef Py_ssize_t written
+    cdef Py_ssize_t written = 0
     cdef int error
     cdef int kept = errno                # may be a malloc's
     if n == 0:
@@ -209,10 +214,9 @@ cdef void write_out(Tape* tape, int clock) noexcept nogil:
     tape.writing = 1
     biased_release(&tape.lock)
     # A program may close every descriptor, and then open a file that gets the same number.
-    if vm_is_open(&tape.file):
+    error = cannot_see(&tape.file)
+    if not error:
         written = write_all(tape.file.fd, <char*>full, n * sizeof(Event), &error) // sizeof(Event)
-    else:
-        written, error = 0, EBADF
     set_errno(kept)
     biased_acquire(&tape.lock)
     tape.writing = 0
@@ -503,13 +507,13 @@ cdef class Recorder:
         if file.fd < 0:
             return
         try:
-            if mine and vm_is_open(&file):
+            if mine:
+                self.tape.error = cannot_see(&file)
+            if mine and not self.tape.error:
                 os.pwrite(file.fd, (<char*>&self.tape.events)[:8],
                           <char*>&header.events - <char*>&header)
                 os.pwrite(file.fd, (<char*>&complete)[:4],
                           <char*>&header.complete - <char*>&header)
-            elif mine:
-                self.tape.error = EBADF
         finally:
             end_file(self.tape, &file)
         self.raise_failure()

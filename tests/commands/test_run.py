@@ -325,9 +325,7 @@ def test_a_program_without_numpy(script, tmp_path):
     assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
 
 
-@pytest.mark.parametrize(
-    "options", [["--initial-bytes", "900T"], ["--max-bytes", "1"], ["--trace", "/dev/full"]]
-)
+@pytest.mark.parametrize("options", [["--initial-bytes", "900T"], ["--max-bytes", "1"]])
 @pytest.mark.sampled
 def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):
     script("import numpy")
@@ -343,6 +341,7 @@ def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):
         (["--max-bytes", "4X", "script.py"], "'4X' is not a size"),
         (["--max-bytes", "0", "script.py"], "'0' is not a size"),
         (["--initial-bytes", "2M", "--max-bytes", "1M", "script.py"], "more than --max-bytes"),
+        (["--trace", "/dev/full", "script.py"], "'/dev/full' is no regular file"),
         ([], "SCRIPT"),
         (["-m"], "SCRIPT"),
         (["--nope", "script.py"], "--nope"),

@@ -34,7 +34,7 @@ def _nothing_is_left():
     gc.collect()
     until(lambda: threading.active_count() == threads)  # rich waits for its thread no longer
     assert len(os.listdir("/proc/self/fd")) == fds
-    assert backing.pinned_bytes() == 0
+    until(lambda: backing.pinned_bytes() == 0)  # what the thread had ends after it was counted
 
 
 def pattern(nbytes, seed=0):
