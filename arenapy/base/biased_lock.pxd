@@ -12,12 +12,12 @@
 # If others come, it owns the lock again after PATIENCE acquisitions with nobody's between them,
 # which pay for the call of membarrier.
 #
-# Who that is, is said by the thread pointer, or on free-threaded builds by the thread's number: the
-# thread that gets the number next, along with what is kept under it, is then the owner.
+# Threads are told apart by their numbers. The thread that gets a number next, along with what is
+# kept under it, is then the owner.
 from libc.stdint cimport uint64_t
 
 from arenapy.base.assertion cimport ASSERTS
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin, rank_of_spin, rank_spin
+from arenapy.base.atomic cimport arenapy_spin, rank_of_spin, rank_spin
 from arenapy.base.thread_slot cimport RANK_LAST, lock_released, lock_taken, thread_number
 
 cdef extern from *:
@@ -32,23 +32,14 @@ cdef extern from *:
     #include <linux/membarrier.h>
     #include <sys/syscall.h>
     #define ARENAPY_PATIENCE 4096
+    #define ARENAPY_TAKEN ((uint64_t)1 << 63)
     typedef struct {
-        uint64_t owner;          /* `first`; | 1: another thread takes the lock from it; or 0 */
-        uint64_t first;          /* who may own it; 0: nobody had it */
+        uint64_t owner;          /* `first`; | TAKEN: another thread takes the lock from it; or 0 */
+        uint64_t first;          /* the number of who may own it; 0: nobody had it */
         uint32_t run;            /* acquisitions by `first` since another thread's */
         unsigned char busy;      /* the owner holds it */
         arenapy_spin lock;       /* another thread does, or waits for the owner */
     } arenapy_biased;
-    /* Even, not 0, and no other living thread's. */
-    static inline uint64_t arenapy_thread_pointer(void) {
-    #ifdef __x86_64__
-        uint64_t pointer;
-        __asm__("mov %%fs:0, %0" : "=r"(pointer));
-        return pointer;
-    #else
-        return (uint64_t)(uintptr_t)__builtin_thread_pointer();
-    #endif
-    }
     static int arenapy_membarrier(int command) {
         return syscall(SYS_membarrier, command, 0, 0) == 0;
     }
@@ -77,7 +68,7 @@ cdef extern from *:
         arenapy_spin_acquire(&l->lock);
         owner = __atomic_load_n(&l->owner, __ATOMIC_RELAXED);
         if (owner) {
-            __atomic_store_n(&l->owner, owner | 1, __ATOMIC_RELAXED);
+            __atomic_store_n(&l->owner, owner | ARENAPY_TAKEN, __ATOMIC_RELAXED);
             arenapy_fence_all();
             while (__atomic_load_n(&l->busy, __ATOMIC_ACQUIRE)) sched_yield();
             __atomic_store_n(&l->owner, 0, __ATOMIC_RELAXED);
@@ -128,34 +119,32 @@ cdef extern from *:
     }
     static inline void arenapy_biased_release(arenapy_biased *l, uint64_t me) {
         /* Who holds it as its owner stays that until it leaves. */
-        if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) | 1) == (me | 1))
+        if ((__atomic_load_n(&l->owner, __ATOMIC_RELAXED) & ~ARENAPY_TAKEN) == me)
             arenapy_biased_leave(l);
         else
             arenapy_spin_release(&l->lock);
     }
     #endif
     """
+    # The owner of a lock that no thread can enter.
+    const uint64_t NOBODY "(~(uint64_t)0)"
     ctypedef struct BiasedLock "arenapy_biased":
         uint64_t owner
         arenapy_spin lock
-    uint64_t thread_pointer "arenapy_thread_pointer" () noexcept nogil
     bint enter_as "arenapy_biased_enter" (BiasedLock* l, uint64_t me) noexcept nogil
     void acquire_as "arenapy_biased_acquire" (BiasedLock* l, uint64_t me) noexcept nogil
     void release_as "arenapy_biased_release" (BiasedLock* l, uint64_t me) noexcept nogil
     void leave_as_owner "arenapy_biased_leave" (BiasedLock* l) noexcept nogil
 
 
-cdef inline uint64_t this_one() noexcept nogil:
-    return thread_pointer() if ARENAPY_GIL else <uint64_t>(thread_number() + 1) << 1
-
-
 cdef inline void rank_biased(BiasedLock* l, int rank) noexcept nogil:
     rank_spin(&l.lock, rank)
 
 
-# For the owner alone, which leaves it by biased_leave; False: this is another thread.
-cdef inline bint biased_enter(BiasedLock* l) noexcept nogil:
-    if not enter_as(l, this_one()):
+# For the owner alone, which leaves it by biased_leave; False: this is another thread. `me`: the
+# number of this thread, or its slot if no lock that it enters so has the owner 0.
+cdef inline bint biased_enter(BiasedLock* l, uint64_t me) noexcept nogil:
+    if not enter_as(l, me):
         return False
     if ASSERTS:
         lock_taken(rank_of_spin(&l.lock) or RANK_LAST)
@@ -172,10 +161,10 @@ cdef inline void biased_leave(BiasedLock* l) noexcept nogil:
 cdef inline void biased_acquire(BiasedLock* l) noexcept nogil:
     if ASSERTS:
         lock_taken(rank_of_spin(&l.lock) or RANK_LAST)
-    acquire_as(l, this_one())
+    acquire_as(l, thread_number())
 
 
 cdef inline void biased_release(BiasedLock* l) noexcept nogil:
     if ASSERTS:
         lock_released(rank_of_spin(&l.lock) or RANK_LAST)
-    release_as(l, this_one())
+    release_as(l, thread_number())

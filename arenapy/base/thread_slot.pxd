@@ -1,18 +1,42 @@
 # The numbers of threads, for what is kept by thread; in assertion builds, the locks that a thread
 # holds.
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 cdef enum:
-    MAX_CACHES = 8           # caches by thread of an allocator: those of numbers below it
+    N_SLOTS = 64             # threads that have a number of their own at once
 
-# Of this thread: 0 and up, and no other living thread's. The lowest free one below 64, if there is
-# one, when it is first asked for; another thread gets it, and what is kept under it, once this one
-# has ended.
-cdef int64_t thread_number() noexcept nogil
+# The number of this thread, from 1 up, which no other living thread has. It is the lowest one up to
+# N_SLOTS that is free when the thread first asks. Once the thread has ended, another one gets the
+# number and what is kept under it.
+cdef uint64_t thread_number() noexcept nogil
+# Where the thread's slot lies, from its thread pointer: the same for all threads.
+cdef int64_t slot_offset() noexcept nogil
+
+cdef extern from *:
+    """
+    #ifndef ARENAPY_SLOT_H
+    #define ARENAPY_SLOT_H
+    #include <stdint.h>
+    static inline uint64_t arenapy_slot_at(int64_t offset) {
+    #ifdef __x86_64__
+        uint64_t slot;
+        __asm__("movq %%fs:(%1), %0" : "=r"(slot) : "r"(offset));
+        return slot;
+    #else
+        return *(uint64_t *)((char *)__builtin_thread_pointer() + offset);
+    #endif
+    }
+    #endif
+    """
+    # The slot of this thread: its number, or 0 if that is above N_SLOTS or was never asked for.
+    # `offset` is slot_offset(), which whoever asks often keeps. (Two instructions. A function of
+    # another module would be called by a pointer, and ask the dynamic linker.)
+    uint64_t slot_at "arenapy_slot_at" (int64_t offset) noexcept nogil
 
 
+# The slot that a thread shares if it has none of its own.
 cdef inline int cache_number() noexcept nogil:
-    return <int>(thread_number() % MAX_CACHES)
+    return <int>((thread_number() - 1) % N_SLOTS + 1)
 
 
 # All locks, in their order: who holds one takes only those below it. docs/internals.md says what
@@ -24,8 +48,8 @@ cdef enum:
     RANK_LEDGER = 4
     RANK_GROWTH = 5          # of an array
     RANK_BIRTHS = 6
-    RANK_CACHE = 7           # a thread's cache or stack; several only under RANK_BIRTHS
-    RANK_DEPOT = 8
+    RANK_CACHE = 7           # a thread's cache or stack; several only under RANK_BIRTHS, as
+    RANK_DEPOT = 8           # of these
     RANK_HEAP = 9
     RANK_CHILDREN = 10       # what forked children see
     RANK_LAST = 15           # nothing is taken under it: a recording's

@@ -4,7 +4,7 @@ In a forked child only the thread that forked has a number. What is kept under t
 or is forgotten there: the locks that guard it are taken around a fork, and freelists emptied
 after it.
 """
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from arenapy.base.assertion cimport ASSERTS, arenapy_assert
 
@@ -12,27 +12,37 @@ cdef extern from *:
     """
     #include <pthread.h>
     #include <stdint.h>
-    static uint64_t arenapy_taken;               /* bit i: a living thread has number i */
-    static int64_t arenapy_others;               /* threads that found all taken */
-    static __thread int64_t arenapy_number;      /* 1 + the number of this thread; 0: none yet */
+    static uint64_t arenapy_taken;               /* bit i: a living thread has number 1 + i */
+    static uint64_t arenapy_others;              /* threads that found all taken */
+    static __thread uint64_t arenapy_number;     /* of this thread; 0: none yet */
+    /* The same, but 0 above N_SLOTS. In static TLS, at one offset for all threads. */
+    static __thread uint64_t arenapy_slot __attribute__((tls_model("initial-exec")));
     static pthread_key_t arenapy_key;
     static int arenapy_keyed;
     static pthread_once_t arenapy_once = PTHREAD_ONCE_INIT;
 
+    static int64_t arenapy_slot_offset(void) {
+    #ifdef __x86_64__
+        char *pointer;
+        __asm__("movq %%fs:0, %0" : "=r"(pointer));
+        return (char *)&arenapy_slot - pointer;
+    #else
+        return (char *)&arenapy_slot - (char *)__builtin_thread_pointer();
+    #endif
+    }
     static void arenapy_thread_ends(void *number) {
-        arenapy_number = 0;
+        arenapy_number = arenapy_slot = 0;
         __atomic_fetch_and(&arenapy_taken, ~((uint64_t)1 << ((uintptr_t)number - 1)),
                            __ATOMIC_RELEASE);
     }
     static void arenapy_forget_threads(void) {
-        arenapy_taken = 1 <= arenapy_number && arenapy_number <= 64
-            ? (uint64_t)1 << (arenapy_number - 1) : 0;
+        arenapy_taken = arenapy_slot ? (uint64_t)1 << (arenapy_slot - 1) : 0;
     }
     static void arenapy_make_key(void) {
         pthread_atfork(NULL, NULL, arenapy_forget_threads);
         arenapy_keyed = pthread_key_create(&arenapy_key, arenapy_thread_ends) == 0;
     }
-    static int64_t __attribute__((noinline, cold)) arenapy_new_number(void) {
+    static uint64_t __attribute__((noinline, cold)) arenapy_new_number(void) {
         uint64_t taken = __atomic_load_n(&arenapy_taken, __ATOMIC_RELAXED);
         int i;
         pthread_once(&arenapy_once, arenapy_make_key);
@@ -45,7 +55,7 @@ cdef extern from *:
                                               __ATOMIC_ACQUIRE, __ATOMIC_RELAXED));
         /* Without the key the number is nobody else's for ever. */
         if (arenapy_keyed) pthread_setspecific(arenapy_key, (void *)(uintptr_t)(1 + i));
-        return arenapy_number = 1 + i;
+        return arenapy_number = arenapy_slot = 1 + i;
     }
 
     /* Of this thread: how many locks of a rank it holds, and how many of those are other
@@ -64,12 +74,17 @@ cdef extern from *:
         unsigned short[16] held
         unsigned short[16] others
     Locks* my_locks "arenapy_my_locks" () noexcept nogil
-    int64_t number "arenapy_number"
-    int64_t new_number "arenapy_new_number" () noexcept nogil
+    uint64_t number "arenapy_number"
+    uint64_t new_number "arenapy_new_number" () noexcept nogil
+    int64_t offset_of_slot "arenapy_slot_offset" () noexcept nogil
 
 
-cdef int64_t thread_number() noexcept nogil:
-    return (number if number else new_number()) - 1
+cdef uint64_t thread_number() noexcept nogil:
+    return number if number else new_number()
+
+
+cdef int64_t slot_offset() noexcept nogil:
+    return offset_of_slot()
 
 
 # ---- the order of locks: in assertion builds only ------------------------------------------
@@ -84,7 +99,8 @@ cdef void lock_taken(int rank) noexcept nogil:
             mine.held[below] == mine.others[below],
             b"locks are taken in their order: none of a later rank is held")
     arenapy_assert(
-        mine.held[rank] == mine.others[rank] or (rank == RANK_CACHE and mine.held[RANK_BIRTHS]),
+        mine.held[rank] == mine.others[rank]
+        or ((rank == RANK_CACHE or rank == RANK_DEPOT) and mine.held[RANK_BIRTHS]),
         b"locks are taken in their order: none of the same rank is held")
     mine.held[rank] += 1
 

@@ -15,6 +15,7 @@ cdef enum:
     GONE_CLOSED = 1      # the region was closed
     GONE_FORKED = 2      # this process is a forked child and the memory stayed with the parent
 
+    N_FREELISTS = 8      # of an owner, on free-threaded builds: of the threads up to this number
     KEPT_OBJECTS = 256   # dead roots in a freelist, about 30 KB
     FREELIST_BYTES = 128  # two cache lines, which processors fetch together
 
@@ -124,7 +125,7 @@ cdef class MemoryOwner:
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
     cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
     cdef Freelist freelist               # GIL builds only
-    cdef char* freelists                 # others: MAX_CACHES of them, FREELIST_BYTES each; or NULL
+    cdef char* freelists                 # others: N_FREELISTS of them, FREELIST_BYTES each; or NULL
     cdef PyObject* shards                # a list, its allocator's, which alone may use it
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core

@@ -23,7 +23,7 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.diagnostics.call_sites cimport allocated_at
 from arenapy.base.sealed cimport seal
-from arenapy.base.thread_slot cimport MAX_CACHES, RANK_OWNER, thread_number
+from arenapy.base.thread_slot cimport RANK_OWNER, thread_number
 
 cdef extern from "Python.h":
     void PyObject_GC_Del(void* o)
@@ -50,7 +50,7 @@ cdef class MemoryOwner:
         cdef int k
         drop_kept(self)
         if self.freelists != NULL:           # who ends the last root is done with its freelist
-            for k in range(MAX_CACHES):
+            for k in range(N_FREELISTS):
                 empty_freelist(nth_freelist(self, k))
             free(self.freelists)
         while self.spare != NULL:
@@ -91,8 +91,8 @@ cdef class MemoryOwner:
     cdef void fork_unlock(self, bint child) noexcept nogil:
         cdef int k
         if child and self.freelists != NULL:
-            for k in range(MAX_CACHES):
-                if k != thread_number():     # that of a thread that was stopped anywhere
+            for k in range(N_FREELISTS):
+                if k + 1 != thread_number():  # that of a thread that was stopped anywhere
                     nth_freelist(self, k).kept = NULL
                     nth_freelist(self, k).n_kept = 0
         arenapy_lock_release(&self.lock)
@@ -156,17 +156,17 @@ cdef list init_freelists(MemoryOwner owner):
     cdef list shards = []
     cdef void* freelists = NULL
     if not ARENAPY_GIL:
-        if posix_memalign(&freelists, FREELIST_BYTES, MAX_CACHES * FREELIST_BYTES):
+        if posix_memalign(&freelists, FREELIST_BYTES, N_FREELISTS * FREELIST_BYTES):
             raise MemoryError("no memory for the bookkeeping of an allocator")
-        memset(freelists, 0, MAX_CACHES * FREELIST_BYTES)
+        memset(freelists, 0, N_FREELISTS * FREELIST_BYTES)
         owner.freelists = <char*>freelists
         owner.shards = <PyObject*>shards
     return shards
 
 
 cdef Freelist* own_freelist(PyObject* owner) noexcept:
-    cdef int64_t k = thread_number()
-    if k >= MAX_CACHES or (<MemoryOwner>owner).freelists == NULL or (<MemoryOwner>owner).foreign:
+    cdef uint64_t k = thread_number() - 1
+    if k >= N_FREELISTS or (<MemoryOwner>owner).freelists == NULL or (<MemoryOwner>owner).foreign:
         return &no_freelist
     return nth_freelist(<MemoryOwner>owner, k)
 

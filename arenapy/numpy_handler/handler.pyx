@@ -31,7 +31,6 @@ from arenapy.pool.core cimport PoolCore, try_cache_free, try_cache_alloc
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, permit
 from arenapy.allocator.allocator cimport grown_in_c
-from arenapy.pool.hot_path cimport cache_of
 from arenapy.pool.thread_cache cimport ThreadCache
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.sanitizer cimport POISONS
@@ -179,7 +178,7 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
 
 
 cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
+    cdef ThreadCache* f = c.own_cache()
     cdef bint found
     biased_acquire(&f.lock)
     found = segment_of(c, <uintptr_t>block) >= 0

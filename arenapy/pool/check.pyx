@@ -4,12 +4,12 @@ What lives here: reading all of it under all locks, then telling. Nothing is cha
 are counted again from the descriptors, and compared with those that are kept.
 """
 cimport cython
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from arenapy.buffer.block cimport Hold
-from arenapy.pool.thread_cache cimport ThreadCache
+from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total
 from arenapy.pool.page_heap cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
 )
@@ -18,7 +18,6 @@ from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
 )
-from arenapy.base.thread_slot cimport MAX_CACHES
 
 from arenapy.base.sizes import SIZE_CLASSES
 
@@ -70,7 +69,7 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
     cdef int i, k
     cdef Segment* s
     cdef Descriptor* d
-    for i in range(MAX_CACHES):
+    for i in range(1, c.top_slot + 1):
         if c.caches[i] != NULL:
             now = max(now, c.caches[i].tick)
     for i in range(c.n_segments):
@@ -80,12 +79,12 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
             d = &c.descriptors[s.map[scatter(page)]]
             if d.state == SPAN:
                 for slot in range(c.steps[d.step].slots):
-                    k = LIVE if d.live >> slot & 1 else IDLE
+                    k = LIVE if d.live.slots[slot] else IDLE
                     add(found, d.address + slot * c.steps[d.step].size, c.steps[d.step].size,
                         now - d.tick, k)
             elif d.state in (BLOCK, ODD, FREE):
                 add(found, d.address, <size_t>d.pages << PAGE_BITS, now - d.tick,
-                    LIVE if d.live else IDLE)
+                    LIVE if d.live.block else IDLE)
             page += d.pages
 
 
@@ -288,15 +287,15 @@ cdef void check_extents(PoolCore c, Tally* t, Fault* f) noexcept nogil:
                 t.free_extents += 1
                 t.free_pages[k] += d.pages
                 t.aged += d.pages if s.growing else 0
-                fault(f, d.live != 0, b"a free extent is live", at, d.live, 0)
+                fault(f, d.live.block != 0, b"a free extent is live", at, d.live.block, 0)
             elif d.state == BLOCK or d.state == ODD:
                 t.taken[k] += d.pages
-                t.active[k] += d.live
-                t.live[k] += <int64_t>(d.live * d.pages) << PAGE_BITS
-                t.cached += d.live == 0
+                t.active[k] += d.live.block
+                t.live[k] += <int64_t>(d.live.block * d.pages) << PAGE_BITS
+                t.cached += d.live.block == 0
                 fault(f, d.size != <size_t>d.pages << PAGE_BITS or d.size_class != k,
                       b"a block has another size than its pages", at, d.size, d.pages)
-                fault(f, d.live > 1, b"a block is live more than once", at, d.live, 1)
+                fault(f, d.live.block > 1, b"a block is live more than once", at, d.live.block, 1)
             elif d.state == SPAN:
                 check_span(c, id, at, t, f)
             else:
@@ -306,13 +305,24 @@ cdef void check_extents(PoolCore c, Tally* t, Fault* f) noexcept nogil:
 cdef void check_span(PoolCore c, uint32_t id, uintptr_t at, Tally* t, Fault* f) noexcept nogil:
     cdef Descriptor* d = &c.descriptors[id]
     cdef uint64_t every = ~<uint64_t>0 >> (64 - c.steps[d.step].slots)
-    cdef uint64_t cached = every & ~d.live & ~d.detail.slots
     cdef int k = c.class_at[d.step]
-    cdef int live = 0
+    cdef int live = 0, slot
     cdef uint32_t page
-    fault(f, d.live & d.detail.slots != 0, b"a slot is live and free", at, d.live, d.detail.slots)
-    fault(f, (d.live | d.detail.slots) & ~every != 0, b"a span has slots that are none", at,
-          d.live, every)
+    cdef bint free_here
+    cdef uint8_t* line = d.live.slots
+    if fault(f, not &c.descriptors[1] <= <Descriptor*>line < &c.descriptors[c.n_descriptors],
+             b"a span has lost the states of its slots", at, <uintptr_t>line, 0):
+        return
+    t.used += 1                              # that line
+    for slot in range(SLOTS_MOST):
+        free_here = d.detail.slots >> slot & 1
+        fault(f, line[slot] > 1, b"a slot is live more than once", at, line[slot], 1)
+        fault(f, line[slot] and free_here, b"a slot is live and free", at, slot, 0)
+        fault(f, not every >> slot & 1 and (line[slot] or free_here),
+              b"a span has slots that are none", at, slot, every)
+        live += line[slot]
+        if every >> slot & 1 and not line[slot] and not free_here:
+            t.cached += 1
     fault(f, d.pages != c.steps[d.step].pages, b"a span has not its size", at, d.pages,
           c.steps[d.step].pages)
     fault(f, d.detail.slots == every, b"an empty span was kept", at, every, 0)
@@ -321,15 +331,27 @@ cdef void check_span(PoolCore c, uint32_t id, uintptr_t at, Tally* t, Fault* f) 
               b"the map has lost a page of a span", at, page, id)
     t.taken[k] += d.pages
     t.partial += d.detail.slots != 0
-    while cached:
-        t.cached += cached & 1
-        cached >>= 1
-    every = d.live
-    while every:
-        live += <int>(every & 1)
-        every >>= 1
     t.active[k] += live
     t.live[k] += <int64_t>live * c.steps[d.step].size
+
+
+cdef uint32_t check_entries(
+    PoolCore c, int s, const Entry* items, uint32_t n, Fault* f
+) noexcept nogil:
+    """Slots of a magazine or a depot are of its step, and neither live nor in their span."""
+    cdef uint32_t i
+    cdef int slot
+    cdef Descriptor* d
+    for i in range(n):
+        d = &c.descriptors[items[i].block_id >> 6]
+        slot = <int>(items[i].block_id & 63)
+        if fault(f, d.state != SPAN or d.step != s
+                 or <uintptr_t>items[i].ptr != d.address + slot * c.steps[s].size,
+                 b"a cached slot is misplaced", <uintptr_t>items[i].ptr, d.step, s):
+            break
+        fault(f, d.live.slots[slot] or d.detail.slots >> slot & 1,
+              b"a cached slot is live, or free in its span", <uintptr_t>items[i].ptr, slot, s)
+    return n
 
 
 cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
@@ -382,7 +404,7 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             before, id = id, d.next
     fault(f, n_partial != t.partial, b"spans with free slots are not all listed", 0, n_partial,
           t.partial)
-    for k in range(MAX_CACHES):
+    for k in range(1, c.top_slot + 1):
         cache = c.caches[k]
         if cache == NULL:
             continue
@@ -391,7 +413,7 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             id = cache.large[s]
             while id:
                 d = &c.descriptors[id]
-                if fault(f, d.state != BLOCK or d.step != s + N_SMALL or d.live != 0,
+                if fault(f, d.state != BLOCK or d.step != s + N_SMALL or d.live.block != 0,
                          b"a cached block is live, or of another step", d.address, d.step, s):
                     return
                 i += 1
@@ -402,15 +424,9 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
                 id = d.next
         fault(f, i != cache.n_large, b"cached blocks were miscounted", 0, i, cache.n_large)
         for s in range(N_SMALL):
-            for i in range(cache.small[s].n):
-                d = &c.descriptors[cache.small[s].items[i].block_id >> 6]
-                w = <int>(cache.small[s].items[i].block_id & 63)
-                fault(f, d.state != SPAN or d.step != s or (d.live | d.detail.slots) >> w & 1
-                      or <uintptr_t>cache.small[s].items[i].ptr
-                      != d.address + w * c.steps[s].size,
-                      b"a cached slot is live, free or misplaced",
-                      <uintptr_t>cache.small[s].items[i].ptr, d.step, s)
-                n_cached += 1
+            n_cached += check_entries(c, s, &cache.small[s].items[0], cache.small[s].n, f)
+    for s in range(N_SMALL if c.depots != NULL else 0):
+        n_cached += check_entries(c, s, &c.depots[s].items[0], c.depots[s].n, f)
     for k in range(N_CLASSES):
         n_cached += c.pending_blocks[k]      # neither live nor free
     fault(f, n_cached != t.cached, b"free blocks are in no list, or in two", 0, n_cached, t.cached)
@@ -427,18 +443,20 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
 
 cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
     cdef uint64_t active, allocations
-    cdef int64_t live, all_live = 0, peak = 0, cache_live = 0
+    cdef int64_t live, all_live = 0
+    cdef Total* all = &c.totals[N_CLASSES]
     cdef int i, k
     fault(f, t.reserved != c.reserved_pages, b"reserved pages were miscounted", 0, c.reserved_pages,
           t.reserved)
     for k in range(N_CLASSES):
-        active, live, allocations = 0, 0, 0
-        for i in range(MAX_CACHES):
+        active, live, allocations = 0, c.totals[k].live, 0
+        for i in range(1, c.top_slot + 1):
             if c.caches[i] != NULL:
                 allocations += c.caches[i].counts[k].allocations
                 active += c.caches[i].counts[k].allocations - c.caches[i].counts[k].frees
-                live += c.caches[i].counts[k].live
         all_live += live
+        fault(f, c.totals[k].peak < live, b"more of a class is live than ever was", k,
+              c.totals[k].peak, live)
         # Pending blocks count as live there, and are not.
         active -= c.pending_blocks[k]
         live -= <int64_t>c.pending_bytes[k]
@@ -451,12 +469,8 @@ cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
               c.free_pages[k], t.free_pages[k])
         fault(f, c.asked.misses[k] > allocations, b"a class has more misses than allocations", k,
               c.asked.misses[k], allocations)
-    for i in range(MAX_CACHES):
-        if c.caches[i] != NULL:
-            cache_live += c.caches[i].live
-            peak += c.caches[i].peak
-    fault(f, cache_live != all_live, b"live bytes were miscounted", 0, cache_live, all_live)
-    fault(f, peak < all_live, b"more is live than ever was", 0, peak, all_live)
+    fault(f, all.live != all_live, b"live bytes were miscounted", 0, all.live, all_live)
+    fault(f, all.peak < all_live, b"more is live than ever was", 0, all.peak, all_live)
 
 
 def verify(PoolCore c not None):
@@ -470,6 +484,7 @@ def verify(PoolCore c not None):
     memset(&t, 0, sizeof(t))
     with nogil:
         c.lock_all()
+        c.add_up_all()
         check_extents(c, &t, &f)
         if f.why == NULL:
             check_lists(c, &t, &f)

@@ -96,8 +96,7 @@ cdef class BlockBatch:
     cdef Py_ssize_t filled               # by `repeat`
     cdef Entry* entries
     cdef Asked asked                     # what taking them was counted as, and peaks from before
-    cdef int64_t peak
-    cdef int64_t peaks[N_CLASSES]
+    cdef int64_t peaks[N_CLASSES + 1]
 
     cdef void repeat(self, size_t size, Py_ssize_t count) noexcept nogil
     cdef void begin(self, PoolCore core) noexcept nogil

@@ -11,22 +11,20 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub, clear_bit,
-    set_bit,
+    arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
-from arenapy.pool.hot_path cimport cache_of, named, push, cache_free, tag_at
-from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches
+from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
+from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport (
-    MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, is_idle, later, scatter,
+    MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later, scatter,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
-from arenapy.base.thread_slot cimport MAX_CACHES
 from arenapy.memory.children cimport Seen, seen_add
 
 
@@ -103,7 +101,7 @@ cdef class PoolCore(ThreadCaches):
         if not (self.debug or self.may_lease or self.timed >= 0):
             # The event comes before the next one of these bytes. (A block that two threads free at
             # once may be recorded twice; one of them is told.)
-            if not arenapy_load(&named(self, block_id).live) >> (block_id & 63) & 1:
+            if not block_is_live(self, block_id):
                 return False
             record(self, EVENT_FREE, ptr, 0)
             return cache_free(self, ptr, block_id)
@@ -125,13 +123,14 @@ cdef class PoolCore(ThreadCaches):
 
     cdef bint claim(self, uint64_t block_id) noexcept nogil:
         """Make a live block pending: from now on it is this call's alone. False: it is not live."""
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Descriptor* d = named(self, block_id)
         cdef bint was_live
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        was_live = clear_bit(&d.live, block_id)
+        was_live = block_is_live(self, block_id)
         if was_live:
+            live_byte(d, block_id)[0] = 0
             self.pending_bytes[d.size_class] += d.size
             self.pending_blocks[d.size_class] += 1
         arenapy_spin_release(&self.heap_lock)
@@ -140,7 +139,7 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil:
         """A pending block is free."""
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Descriptor* d = named(self, block_id)
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(block_id))
         biased_acquire(&f.lock)
@@ -150,7 +149,7 @@ cdef class PoolCore(ThreadCaches):
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
-        set_bit(&d.live, block_id)       # as `push` expects it
+        live_byte(d, block_id)[0] = 1    # as `push` expects it
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 
@@ -234,13 +233,13 @@ cdef class PoolCore(ThreadCaches):
 
     cdef size_t size_at(self, char* ptr) noexcept nogil:
         cdef uint64_t block_id = self.find(ptr)
-        if block_id and self.descriptors[block_id >> 6].live >> (block_id & 63) & 1:
+        if block_id and block_is_live(self, block_id):
             return self.size_of(block_id)
         return 0
 
     cdef uint64_t find(self, char* ptr) noexcept nogil:
         """tag_at under the lock that it needs. A live block of the caller's stays where it is."""
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Descriptor* d
         cdef uint64_t block_id
         biased_acquire(&f.lock)
@@ -262,21 +261,23 @@ cdef class PoolCore(ThreadCaches):
         cdef int i, k, caches = 0
         memset(&r, 0, sizeof(r))
         self.lock_all()
-        for i in range(MAX_CACHES):
+        self.add_up_all()
+        r.all.peak = <size_t>self.totals[N_CLASSES].peak
+        r.bytes = <uint64_t>self.totals[N_CLASSES].live
+        for i in range(1, self.top_slot + 1):
             f = self.caches[i]
             if f == NULL:
                 continue
             caches += 1
-            r.all.peak += max(f.peak, 0)
-            r.bytes += f.freed + <uint64_t>f.live
+            r.bytes += f.freed
             for k in range(N_CLASSES):
                 c = &r.classes[k]
                 c.allocations += f.counts[k].allocations
                 c.active += f.counts[k].allocations - f.counts[k].frees
-                c.live += <size_t>f.counts[k].live       # may pass through 0
-                c.peak += max(f.counts[k].peak, 0)
         for k in range(N_CLASSES):
             c = &r.classes[k]
+            c.live = <size_t>self.totals[k].live
+            c.peak = <size_t>self.totals[k].peak
             c.misses = self.asked.misses[k]
             c.splits = self.asked.splits[k]
             c.hits = c.allocations - c.misses
@@ -297,6 +298,7 @@ cdef class PoolCore(ThreadCaches):
         r.reserved = self.reserved_pages << PAGE_BITS
         r.regions = self.n_segments
         r.metadata = (self.descriptor_array.ready + caches * whole_pages(sizeof(ThreadCache))
+                      + self.depot_array.ready
                       + MAX_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t)))
         for i in range(self.n_segments):
             r.metadata += self.segments[self.order[i]].array.ready
@@ -321,7 +323,9 @@ cdef class PoolCore(ThreadCaches):
                 looks += 1
             if self.class_at[s] != k:
                 break
-            for i in range(MAX_CACHES):
+            if s < N_SMALL and self.depots != NULL and self.depots[s].n:
+                most = max(most, <size_t>self.steps[s].size)
+            for i in range(1, self.top_slot + 1):
                 f = self.caches[i]
                 if f != NULL and s < N_SMALL and f.small[s].n:
                     most = max(most, <size_t>self.steps[s].size)
@@ -337,7 +341,7 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void note_time(self) noexcept nogil:
         cdef double now = coarse_seconds()
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Sample* last
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
@@ -390,28 +394,23 @@ cdef class PoolCore(ThreadCaches):
 
     cdef size_t exchange_peak(self, int64_t peak) noexcept nogil:
         """The peak of live bytes so far. It is `peak` now, or the live bytes if that is less."""
-        cdef int64_t before = 0, live = 0
-        cdef int i
+        cdef Total* all = &self.totals[N_CLASSES]
+        cdef int64_t before
         if self.cache == NULL:
             return 0                         # never made
         self.lock_all()
-        for i in range(MAX_CACHES):
-            if self.caches[i] != NULL:
-                before += max(self.caches[i].peak, 0)
-                live += self.caches[i].live
-                self.caches[i].peak = self.caches[i].live
-        self.cache.peak += max(peak - live, 0)
+        self.add_up_all()
+        before = all.peak
+        all.peak = max(peak, all.live)
         self.unlock_all()
         return <size_t>before
 
     cdef void reset_peaks(self) noexcept nogil:
-        cdef int i, k
-        self.exchange_peak(0)
+        cdef int k
         self.lock_all()
-        for i in range(MAX_CACHES):
-            if self.caches[i] != NULL:
-                for k in range(N_CLASSES):
-                    self.caches[i].counts[k].peak = self.caches[i].counts[k].live
+        self.add_up_all()
+        for k in range(N_CLASSES + 1):
+            self.totals[k].peak = self.totals[k].live
         self.unlock_all()
 
     # -- the end of a region, fork
@@ -450,7 +449,7 @@ cdef class PoolCore(ThreadCaches):
                 continue
             while page < s.pages:
                 d = &self.descriptors[s.map[scatter(page)]]
-                if d.live:
+                if has_live(d):
                     seen_add(<Seen*>seen, d.address,
                              d.address + (<uintptr_t>d.pages << PAGE_BITS))
                 page += d.pages
@@ -504,13 +503,15 @@ cdef class BlockBatch:
         free(self.entries)
 
     cdef void begin(self, PoolCore core) noexcept nogil:
-        cdef ThreadCache* f = cache_of(core)
+        cdef ThreadCache* f = core.own_cache()
         cdef int k
         memset(&self.asked, 0, sizeof(Asked))
         biased_acquire(&f.lock)
-        self.peak = f.peak
-        for k in range(N_CLASSES):
-            self.peaks[k] = f.counts[k].peak
+        arenapy_spin_acquire(&core.heap_lock)
+        core.add_up_own(f)
+        for k in range(N_CLASSES + 1):
+            self.peaks[k] = core.totals[k].peak
+        arenapy_spin_release(&core.heap_lock)
         biased_release(&f.lock)
 
     cdef Py_ssize_t take(self, PoolCore core, bint miss) noexcept nogil:
@@ -521,5 +522,5 @@ cdef class BlockBatch:
         return got
 
     cdef void undo(self, PoolCore core) noexcept nogil:
-        core.heap_alloc_undo(self.done, self.entries, &self.asked, self.peak, self.peaks)
+        core.heap_alloc_undo(self.done, self.entries, &self.asked, self.peaks)
         self.done = 0

@@ -6,15 +6,17 @@
 # lock that it takes is the cache's.
 #
 # The tag of a block, also called its name, consists of two numbers: that of the block's descriptor
-# and that of its slot. A bit in the descriptor's `live` says whether the block is live. A second
-# free finds the bit cleared, so it is noticed.
-from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+# and that of its slot. `live` of the descriptor says whether the block is live. A second free finds
+# that it is not, so it is noticed. (Unless two threads free a block at the same moment, which in C
+# nothing forbids them. That is one of the uses of a raw pointer that nobody sees.)
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
+from arenapy.base.atomic cimport likely
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISONS
+from arenapy.base.thread_slot cimport slot_at
 from arenapy.base.sizes cimport N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, rounded, step_of
 from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
@@ -76,8 +78,13 @@ cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t block_id) no
     return True
 
 
+# Where it says whether a block is live: 1 or 0. (The low byte of `block`, which is 1 or 0, too.)
+cdef inline uint8_t* live_byte(Descriptor* d, uint64_t block_id) noexcept nogil:
+    return &d.live.slots[block_id & 63] if d.state == SPAN else <uint8_t*>&d.live.block
+
+
 cdef inline bint block_is_live(ThreadCaches c, uint64_t block_id) noexcept nogil:
-    return named(c, block_id).live >> (block_id & 63) & 1
+    return live_byte(named(c, block_id), block_id)[0]
 
 
 # The name of the block that begins at an address, live or not; 0: none does. Under a cache's lock,
@@ -162,7 +169,7 @@ cdef inline char* pop(
         arenapy_assert(not block_is_live(c, block_id[0]), b"a block in a cache is not live")
         arenapy_assert(
             not d.detail.slots >> (block_id[0] & 63) & 1, b"a slot is in a cache or in its span")
-        set_bit(&d.live, block_id[0])
+        d.live.slots[block_id[0] & 63] = 1
         count_taken(f, d.size_class, d.size)
         arenapy_assert(d.step == s, b"a block is of the step that was asked for")
         arenapy_assert(block_is_live(c, block_id[0]), b"a block that is handed out is live")
@@ -181,7 +188,7 @@ cdef inline char* pop(
     d = &c.descriptors[id]
     arenapy_assert(d.state == BLOCK, b"a large block in a cache is a BLOCK")
     arenapy_assert(d.step == s, b"a block is of the step that was asked for")
-    arenapy_assert(d.live == 0, b"a block in a cache is not live")
+    arenapy_assert(d.live.block == 0, b"a block in a cache is not live")
     arenapy_assert(f.n_large > 0, b"large blocks in a cache were counted")
     arenapy_assert(n <= d.size, b"a block has the bytes that were asked for")
     f.large[s - N_SMALL] = d.next
@@ -189,7 +196,7 @@ cdef inline char* pop(
     f.tick += 1
     d.tick = f.tick
     block_id[0] = <uint64_t>id << 6
-    set_bit(&d.live, 0)
+    d.live.block = 1
     count_taken(f, d.size_class, d.size)
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     # A device's blocks have no processor's cache lines to be skewed over.
@@ -207,14 +214,16 @@ cdef inline bint push(
         m = &f.small[d.step]
         if not likely(m.n < m.depth):
             return c.full_free(f, ptr, block_id)
-        if not likely(clear_bit(&d.live, block_id)):
+        if not likely(d.live.slots[block_id & 63]):
             return False
+        d.live.slots[block_id & 63] = 0
         m.items[m.n] = Entry(ptr, block_id)
         m.n += 1
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
     elif likely(d.state == BLOCK and f.n_large < LARGE_MOST):
-        if not likely(clear_bit(&d.live, 0)):
+        if not likely(d.live.block):
             return False
+        d.live.block = 0
         f.tick += 1
         d.detail.taken = d.tick
         d.tick = f.tick
@@ -232,15 +241,12 @@ cdef inline bint push(
     return True
 
 
-cdef inline ThreadCache* cache_of(ThreadCaches c) noexcept nogil:
-    return c.cache if ARENAPY_GIL else c.own_cache()
-
-
 # The short way: what the thread cache has, NULL if that is nothing. Not if `fast_path_off`.
 cdef inline char* cache_alloc(
     ThreadCaches c, size_t n, bint hot, uint64_t* block_id
 ) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef ThreadCache* f = c.quick[me]
     cdef int s
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
@@ -248,7 +254,7 @@ cdef inline char* cache_alloc(
         s = step_of(n)
     else:
         s = step_of(rounded(n, c.rounding))
-    if not likely(biased_enter(&f.lock)):
+    if not likely(biased_enter(&f.lock, me)):
         ptr = c.shared_alloc(n, s, hot, &other)
         block_id[0] = other
         return ptr
@@ -260,9 +266,10 @@ cdef inline char* cache_alloc(
 
 
 cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef ThreadCache* f = c.quick[me]
     cdef bint was_live
-    if not likely(biased_enter(&f.lock)):
+    if not likely(biased_enter(&f.lock, me)):
         return c.shared_free(ptr, block_id)
     was_live = push(c, f, named(c, block_id), ptr, block_id)
     biased_leave(&f.lock)
@@ -271,11 +278,12 @@ cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexce
 
 # The same for a block that is known by its address.
 cdef inline bint cache_free_at(ThreadCaches c, char* ptr) noexcept nogil:
-    cdef ThreadCache* f = cache_of(c)
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef ThreadCache* f = c.quick[me]
     cdef Descriptor* d
     cdef uint64_t block_id
     cdef bint was_live
-    if not likely(biased_enter(&f.lock)):
+    if not likely(biased_enter(&f.lock, me)):
         return c.shared_free_at(ptr)
     block_id = tag_at(c, ptr, &d)
     was_live = block_id != 0 and push(c, f, d, ptr, block_id)

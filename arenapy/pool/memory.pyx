@@ -17,7 +17,6 @@ from arenapy.base.sizes cimport as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
-from arenapy.pool.hot_path cimport cache_of
 from arenapy.pool.page_heap cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
 from arenapy.pool.core cimport PoolCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
@@ -148,7 +147,7 @@ cdef class PoolMemory:
                 return self.grow_region(pages, wished, missing)
             self.reservations[reservation.region.address] = reservation
             try:
-                c.add_segment(reservation.region, True, NO_LIMIT, cache_of(c).tick)
+                c.add_segment(reservation.region, True, NO_LIMIT, c.own_cache().tick)
             except BaseException:
                 del self.reservations[reservation.region.address]
                 raise
@@ -174,7 +173,7 @@ cdef class PoolMemory:
             self.growing.remove(me)
             arenapy_spin_acquire(&c.heap_lock)
             if c.forks == forks:             # else they are VOID in this child: it takes others
-                c.end_growth(id, done, cache_of(c).tick)
+                c.end_growth(id, done, c.own_cache().tick)
                 arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
         return 0
@@ -245,7 +244,7 @@ cdef class PoolMemory:
                 f"{region!r} was sent to another process, which may use its bytes; give a pool "
                 "a region of its own"
             )
-        self.core.add_segment(region, False, self.max_pages, cache_of(self.core).tick)
+        self.core.add_segment(region, False, self.max_pages, self.core.own_cache().tick)
         record(self.core, EVENT_GROW, region.ptr, region.size)
         return 0
 

@@ -16,7 +16,7 @@ cdef extern from *:
     int low_bit "arenapy_low_bit" (uint64_t w) noexcept nogil
 
 cdef enum:
-    SPARE = 4                # descriptors that one operation on extents uses at most
+    SPARE = 5                # descriptors that one operation on extents uses at most
     STOCK = 16               # that there are before one begins
     FIT_LOOKS = 32           # extents of a list that are looked at for one that fits
     PAGE_BITS = 12
@@ -35,6 +35,7 @@ cdef enum:
     BLOCK = 4                # one block above 32 KiB, of an exact step: live, or in a thread cache
     SPAN = 5                 # slots of one step
     ODD = 6                  # one block of another size; it is never in a thread cache
+    # The line of a descriptor is also lent to a SPAN, for the states of its slots. It has no state.
 
 cdef struct Links:
     uint32_t newer, older
@@ -44,10 +45,16 @@ cdef union Detail:
     Links age                # FREE: neighbours in the age list, 0 at its ends
     uint32_t taken           # BLOCK, in a thread cache: the tick when it was handed out
 
+# Which blocks of an extent are handed out. Each slot has a byte of its own, so that threads that
+# have slots of one span need no atomic instruction.
+cdef union Live:
+    uint64_t block           # BLOCK, ODD: 1 if it is; others: 0
+    uint8_t* slots           # SPAN: a line of SLOTS_MOST bytes, byte i: 1 if slot i is
+
 # One extent: pages of one segment. 64 bytes, a cache line. An extent or block is named by the index
 # of its descriptor; 0 is nothing.
 cdef struct Descriptor:
-    uint64_t live            # bit i: slot i (BLOCK: bit 0) is handed out
+    Live live
     Detail detail
     uintptr_t address        # of its first byte
     uint64_t size            # of a block, bytes. BLOCK: as many as its pages have. SPAN: a slot's
@@ -117,6 +124,8 @@ cdef class Pages(AllocatorCore):
     cdef void lock_all(self) noexcept nogil
     cdef void unlock_all(self) noexcept nogil
     # internal
+    cdef uint32_t new_descriptor(self) noexcept nogil
+    cdef void drop_descriptor(self, uint32_t id) noexcept nogil
     cdef uint32_t new_extent(
         self, int segment, uint32_t page, uint32_t pages, int state) noexcept nogil
     cdef void set_boundary_tags(self, uint32_t id) noexcept nogil
@@ -143,6 +152,18 @@ cdef inline bint earlier(uint32_t a, uint32_t b) noexcept nogil:
 
 cdef inline uint32_t later(uint32_t a, uint32_t b) noexcept nogil:
     return b if earlier(a, b) else a
+
+
+# Whether any block of an extent is handed out.
+cdef inline bint has_live(Descriptor* d) noexcept nogil:
+    cdef uint64_t* words = <uint64_t*>d.live.slots
+    cdef int i
+    if d.state != SPAN:
+        return d.live.block != 0
+    for i in range(64 // 8):
+        if words[i]:
+            return True
+    return False
 
 
 # Where a map has the entry of a page. Within every 1,024 of them they are permuted: those of blocks

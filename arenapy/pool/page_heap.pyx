@@ -97,12 +97,9 @@ cdef class Pages(AllocatorCore):
 
     # -- descriptors
 
-    cdef uint32_t new_extent(
-        self, int segment, uint32_t page, uint32_t pages, int state
-    ) noexcept nogil:
-        """A descriptor; there is a spare one."""
+    cdef uint32_t new_descriptor(self) noexcept nogil:
+        """One that is not in use; there is a spare one."""
         cdef uint32_t id = self.unused
-        cdef Descriptor* d
         arenapy_assert(self.spare > 0, b"a descriptor is spare")
         if id:
             self.unused = self.descriptors[id].next
@@ -110,9 +107,23 @@ cdef class Pages(AllocatorCore):
             id = self.n_descriptors
             self.n_descriptors += 1
         arenapy_set_glanced(&self.spare, self.spare - 1)
-        d = &self.descriptors[id]
-        arenapy_assert(d.state == UNUSED, b"a spare descriptor is not in use")
-        d.live = d.detail.slots = 0
+        arenapy_assert(
+            self.descriptors[id].state == UNUSED, b"a spare descriptor is not in use")
+        return id
+
+    cdef void drop_descriptor(self, uint32_t id) noexcept nogil:
+        self.descriptors[id].state = UNUSED
+        self.descriptors[id].next = self.unused
+        self.unused = id
+        arenapy_set_glanced(&self.spare, self.spare + 1)
+
+    cdef uint32_t new_extent(
+        self, int segment, uint32_t page, uint32_t pages, int state
+    ) noexcept nogil:
+        """A descriptor; there is a spare one."""
+        cdef uint32_t id = self.new_descriptor()
+        cdef Descriptor* d = &self.descriptors[id]
+        d.live.block = d.detail.slots = 0
         d.page, d.pages = page, pages
         d.next = d.prev = 0
         d.segment = <uint16_t>segment
@@ -123,11 +134,8 @@ cdef class Pages(AllocatorCore):
     cdef void drop(self, uint32_t id) noexcept nogil:
         arenapy_assert(
             self.descriptors[id].state != UNUSED, b"a descriptor is given back once")
-        self.descriptors[id].state = UNUSED
-        self.descriptors[id].live = 0
-        self.descriptors[id].next = self.unused
-        self.unused = id
-        arenapy_set_glanced(&self.spare, self.spare + 1)
+        self.descriptors[id].live.block = 0
+        self.drop_descriptor(id)
 
     cdef void set_boundary_tags(self, uint32_t id) noexcept nogil:
         """Let the map say so at both ends, where neighbours and pointers look it up."""
@@ -300,7 +308,7 @@ cdef class Pages(AllocatorCore):
             rest = self.cut(id, <uint32_t>pages)
             self.enter(rest)
             self.age_insert(rest, older)
-        d.live = 0
+        d.live.block = 0
         d.skew = 0
         d.size = pages << PAGE_BITS
         d.step = <uint16_t>step_of(d.size)
@@ -317,9 +325,8 @@ cdef class Pages(AllocatorCore):
     cdef void free_extent(self, uint32_t id, uint32_t tick) noexcept nogil:
         """A BLOCK or SPAN without blocks in use, freed last at `tick`, becomes free."""
         arenapy_assert(
-            self.descriptors[id].live == 0, b"an extent that becomes free has no live block")
+            self.descriptors[id].live.block == 0, b"an extent that becomes free has no live block")
         self.descriptors[id].tick = tick
-        self.descriptors[id].live = 0
         self.join(id, FREE)
         self.descriptors[id].state = FREE
         self.enter(id)

@@ -6,7 +6,7 @@ from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.pool.page_heap cimport Segments
 from arenapy.base.sizes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.linux.reserved_space cimport ReservedArray
-from arenapy.base.thread_slot cimport MAX_CACHES
+from arenapy.base.thread_slot cimport N_SLOTS
 
 cdef enum:
     # What a thread cache holds of one step up to 32 KiB: so many bytes, within two bounds.
@@ -14,6 +14,7 @@ cdef enum:
     MAGAZINE_LEAST = 8       # slots
     MAGAZINE_MOST = 64       # slots
     LARGE_MOST = 256         # blocks above 32 KiB in a thread cache, at most
+    DEPOT_MOST = 4 * MAGAZINE_MOST   # slots
     SLOTS_LEAST = 8          # in a span
     SLOTS_MOST = 64          # in a span: the bits of a word
     SKEW = 2048              # bytes
@@ -29,21 +30,27 @@ cdef struct Magazine:
     uint32_t depth           # its step's
     Entry items[MAGAZINE_MOST]       # in the order in which they were freed
 
-# What happened in one class through one thread cache.
+# What happened in one class through one thread cache. `live` and `peak` begin anew at 0 when they
+# are added to the Total of the class.
 cdef struct Count:
     uint64_t allocations
     int64_t live             # bytes handed out less bytes freed; may be negative
-    int64_t peak             # the most that was
+    int64_t peak             # the most that was, at least 0
     uint64_t frees
 
-# A cache of free blocks in front of the heap, newest first by step; its own lock guards it. One on
-# builds with a GIL. On free-threaded ones threads are spread over several, and a block enters that
-# of the thread that frees it. (Counters that change together are kept apart: of neighbours,
+# What caches have added up, of a class or of all. All that is live is `live` and the caches' own.
+cdef struct Total:
+    int64_t live
+    int64_t peak             # the most that ever was, as far as is known; at least what is live
+
+# A cache of free blocks in front of the heap, newest first by step; its own lock guards it. Each
+# slot of threads has one, from the first block on that its thread asks for. A block enters the
+# cache of the thread that frees it. (Counters that change together are kept apart: of neighbours,
 # compilers make vectors, whose loads wait for the scalar stores before them.)
 cdef struct ThreadCache:
     BiasedLock lock
     uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
-    int64_t live             # of all classes, as are these:
+    int64_t live             # of all classes, as Count has it, as are these:
     uint64_t freed           # bytes
     int64_t peak
     Count counts[N_CLASSES]
@@ -52,11 +59,26 @@ cdef struct ThreadCache:
     Magazine small[N_SMALL]
     ReservedArray array      # where this lies
 
+# Slots of one step that go from thread to thread, without a visit to their spans: a depot.
+cdef struct Depot:
+    arenapy_spin lock
+    uint32_t n               # <= DEPOT_MOST
+    Entry items[DEPOT_MOST]  # in the order in which they came
+
 cdef struct SmallStep:
     uint32_t size            # bytes of a slot
     uint32_t pages           # of a span
     uint32_t slots           # in a span, at most SLOTS_MOST; they fill it
     uint32_t depth           # of magazines
+
+
+# Adding a cache's figures to the totals.
+cdef inline void add_to_total(
+    Total* t, int64_t* live, int64_t* peak, int64_t elsewhere
+) noexcept nogil:
+    t.peak = max(t.peak, t.live + elsewhere + peak[0])
+    t.live += live[0]
+    live[0] = peak[0] = 0
 
 
 # What is counted by class where the heap is asked.
@@ -66,8 +88,17 @@ cdef struct Asked:
 
 
 cdef class ThreadCaches(Segments):
-    cdef ThreadCache* cache  # the first
-    cdef ThreadCache* caches[MAX_CACHES]
+    # What the short way takes, by the slot of the thread: the thread's cache, or one that nobody
+    # owns while there is none. (Not under a lock. An entry changes once.)
+    cdef ThreadCache* quick[N_SLOTS + 1]
+    cdef int64_t slot_offset             # slot_offset()
+    cdef ThreadCache* caches[N_SLOTS + 1]    # by slot; NULL: there is none, as for slot 0
+    cdef int top_slot        # no slot above it has a cache; under `births`, and grows only
+    # [N_SMALL], by step: from the second cache on. NULL: there are none.
+    cdef Depot* depots
+    cdef ReservedArray depot_array       # where they lie
+    cdef ThreadCache* cache  # the first that was made; of threads too, if there is no memory
+    cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
@@ -89,7 +120,7 @@ cdef class ThreadCaches(Segments):
                                Asked* asked) noexcept nogil
     # Free them as if they had never been taken.
     cdef void heap_alloc_undo(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
-                              int64_t peak, const int64_t* peaks) noexcept nogil
+                              const int64_t* peaks) noexcept nogil
     cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef void flush_all(self) noexcept nogil
@@ -102,6 +133,14 @@ cdef class ThreadCaches(Segments):
                          bint miss, Asked* asked, uint64_t* block_id) noexcept nogil
     cdef bint refill(self, ThreadCache* f, int s, bint miss, Asked* asked) noexcept nogil
     cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil
+    cdef void add_up(self, ThreadCache* f, int k, bint others) noexcept nogil
+    cdef void add_up_all(self) noexcept nogil
+    cdef void add_up_here(self, ThreadCache* f, int s) noexcept nogil
+    cdef void add_up_own(self, ThreadCache* f) noexcept nogil
+    cdef void open_depots(self) noexcept nogil
+    cdef bint from_depot(self, ThreadCache* f, int s) noexcept nogil
+    cdef bint to_depot(self, ThreadCache* f, int s) noexcept nogil
+    cdef void return_slots(self, const Entry* items, uint32_t n, uint32_t tick) noexcept nogil
     cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
     cdef void flush_large(self, ThreadCache* f) noexcept nogil
     cdef void heap_free(self, uint32_t id) noexcept nogil

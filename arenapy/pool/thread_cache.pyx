@@ -10,27 +10,35 @@ their spans. It returns empty spans and larger blocks to the page heap, which me
 If every free merged, every iteration of a loop would have to split a block again.
 
 A block of up to 32 KiB is a slot of a span. A span is an extent that is cut into up to 64 slots of
-one step, and its size is chosen so that the slots fill it. The span's descriptor has two words with
-a bit for each slot: one says which slots are live, the other which are free in the span. (A slot in
-neither is in a thread cache.) A larger block is an extent of its own.
+one step, and its size is chosen so that the slots fill it. For each slot a byte says whether it is
+live. A bit of the descriptor says whether it is free in the span. A slot that is neither is in a
+thread cache or a depot. A larger block is an extent of its own.
 
-Locks: a thread cache's, then the heap's. Only `lock_all` holds the locks of several thread caches.
+Each thread has a cache of its own, and a block enters the cache of the thread that frees it. A
+thread that frees what another one allocated would fill its cache, and empty it into the spans under
+the heap's lock, again and again. Instead, half a magazine at a time goes to the depot of its step,
+where the other thread finds it. (The transfer cache of Ghemawat and Menage's TCMalloc.)
+
+Locks: a thread cache's, a depot's, then the heap's. Only `lock_all` holds those of several caches
+and depots.
 """
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memmove
+from libc.string cimport memcpy, memmove, memset
 
 from arenapy.pool.hot_path cimport (
-    block_is_valid, cache_of, count_given, count_taken, forbid_block, magazine_is_valid, named, pop,
+    block_is_valid, count_given, count_taken, forbid_block, magazine_is_valid, named, pop,
     push, skewed, tag_at,
 )
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load_ptr, arenapy_store_ptr, clear_bit
+from arenapy.base.atomic cimport arenapy_load_ptr, arenapy_store_ptr
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
-from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
+from arenapy.base.biased_lock cimport (
+    NOBODY, BiasedLock, biased_acquire, biased_release, rank_biased,
+)
 from arenapy.pool.page_heap cimport (
-    BLOCK, FIT_LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, have_spare,
-    low_bit, scatter,
+    BLOCK, FIT_LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, has_live,
+    have_spare, low_bit, scatter,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
@@ -40,10 +48,16 @@ from arenapy.base.sizes cimport (
     rounded, step_bytes, step_of,
 )
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
-from arenapy.base.thread_slot cimport MAX_CACHES, RANK_BIRTHS, RANK_CACHE, cache_number
+from arenapy.base.thread_slot cimport (
+    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
+)
 
 cdef enum:
     STAGGER = 1024           # not on the cache lines that other arrays begin on
+
+# In the place of a cache that is not there. Nobody enters its lock, and no more of it is read.
+cdef BiasedLock no_cache
+no_cache.owner = NOBODY
 
 
 cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
@@ -63,6 +77,17 @@ cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
     return f
 
 
+cdef bint is_empty(ThreadCache* f) noexcept nogil:
+    """A glance, so that who looks for memory does not take the locks of caches that have none."""
+    cdef int s
+    if f.n_large:
+        return False
+    for s in range(N_SMALL):
+        if f.small[s].n:
+            return False
+    return True
+
+
 cdef void drop_cache(ThreadCache* f) noexcept nogil:
     cdef ReservedArray array = f.array
     array_close(&array)
@@ -74,13 +99,15 @@ cdef class ThreadCaches(Segments):
 
     def __dealloc__(self):
         cdef int i
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 drop_cache(self.caches[i])
+        if self.depots != NULL:
+            array_close(&self.depot_array)
 
     cdef int open(self, size_t pages, int rounding) except -1:
         """Make ready, for about so many pages; there is no memory yet."""
-        cdef int s
+        cdef int s, i
         cdef size_t size
         if not self.open_arrays(pages):
             raise MemoryError(
@@ -97,39 +124,63 @@ cdef class ThreadCaches(Segments):
             self.steps[s].pages = <uint32_t>(self.steps[s].slots * size) >> PAGE_BITS
             self.steps[s].depth = max(
                 MAGAZINE_LEAST, min(<size_t>MAGAZINE_MOST, MAGAZINE_BYTES // size))
-        self.cache = self.caches[0] = new_cache(self)
-        if self.cache == NULL:
-            raise MemoryError("no memory for the bookkeeping of a pool")
         self.rounding = rounding
         rank_spin(&self.births, RANK_BIRTHS)
+        self.slot_offset = slot_offset()
+        for i in range(N_SLOTS + 1):
+            self.quick[i] = <ThreadCache*>&no_cache
+        self.cache = self.own_cache()
+        if self.cache == NULL:
+            raise MemoryError("no memory for the bookkeeping of a pool")
         return 0
 
     cdef ThreadCache* own_cache(self) noexcept nogil:
-        """The thread cache of this thread; the first one if there is no memory for another."""
+        """The cache of this thread; the first one if there is no memory for another."""
         cdef int i = cache_number()
         cdef ThreadCache* f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
-        cdef void* none = NULL
-        if ARENAPY_GIL:
-            return self.cache
+        cdef ThreadCache* made
         if f != NULL:
             return f
-        f = new_cache(self)
-        if f == NULL:
+        made = new_cache(self)
+        if made == NULL:
             return self.cache
+        if self.cache != NULL:
+            self.open_depots()
         arenapy_spin_acquire(&self.births)
-        none = self.caches[i]
-        if none == NULL:
-            arenapy_store_ptr(<void**>&self.caches[i], f)
+        f = self.caches[i]
+        if f == NULL:
+            self.top_slot = max(self.top_slot, i)
+            arenapy_store_ptr(<void**>&self.caches[i], made)
+            arenapy_store_ptr(<void**>&self.quick[i], made)
         arenapy_spin_release(&self.births)
-        if none != NULL:
-            drop_cache(f)                    # another thread was first
-            return <ThreadCache*>none
+        if f == NULL:
+            return made
+        drop_cache(made)                     # of threads that share a slot, another was first
         return f
+
+    cdef void open_depots(self) noexcept nogil:
+        """From now on slots go from thread to thread, if there is memory for that."""
+        cdef ReservedArray array
+        cdef size_t nbytes = N_SMALL * sizeof(Depot)
+        cdef int s
+        if self.depots != NULL or not array_open(&array, nbytes):
+            return
+        if array_grow(&array, nbytes):
+            for s in range(N_SMALL):
+                rank_spin(&(<Depot*>array.at)[s].lock, RANK_DEPOT)
+            arenapy_spin_acquire(&self.births)
+            if self.depots == NULL:
+                self.depot_array = array
+                arenapy_store_ptr(<void**>&self.depots, array.at)
+                array.at = NULL
+            arenapy_spin_release(&self.births)
+        if array.at != NULL:
+            array_close(&array)
 
     # -- blocks of the thread caches
 
     cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil:
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef char* ptr
         biased_acquire(&f.lock)
         ptr = pop(self, f, s, n, hot, block_id)
@@ -139,7 +190,7 @@ cdef class ThreadCaches(Segments):
         return ptr
 
     cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil:
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef bint was_live
         biased_acquire(&f.lock)
         was_live = push(self, f, named(self, block_id), ptr, block_id)
@@ -147,7 +198,7 @@ cdef class ThreadCaches(Segments):
         return was_live
 
     cdef bint shared_free_at(self, char* ptr) noexcept nogil:
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Descriptor* d
         cdef uint64_t block_id
         cdef bint was_live
@@ -162,7 +213,7 @@ cdef class ThreadCaches(Segments):
     cdef char* heap_alloc(
         self, size_t n, size_t align, bint miss, uint64_t* block_id
     ) noexcept nogil:
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef size_t size = rounded(n, self.rounding) if self.rounding else n
         cdef size_t pages = max((size + PAGE - 1) >> PAGE_BITS, <size_t>1)
         cdef int s = step_of(size)
@@ -181,6 +232,8 @@ cdef class ThreadCaches(Segments):
             if not have_spare(self):
                 return NULL
             biased_acquire(&f.lock)
+            if cached and s < N_SMALL and f.small[s].n == 0 and self.depots != NULL:
+                self.from_depot(f, s)
             if cached:
                 ptr = pop(self, f, s, n if align <= 64 or self.rounding == ROUND_LINES
                           else step_bytes(s), False, block_id)
@@ -207,7 +260,7 @@ cdef class ThreadCaches(Segments):
     cdef Py_ssize_t take_batch(
         self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out, Asked* asked
     ) noexcept nogil:
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Py_ssize_t i = 0
         cdef size_t size
         cdef int s
@@ -232,10 +285,9 @@ cdef class ThreadCaches(Segments):
         return i
 
     cdef void heap_alloc_undo(
-        self, Py_ssize_t n, const Entry* blocks, const Asked* asked, int64_t peak,
-        const int64_t* peaks
+        self, Py_ssize_t n, const Entry* blocks, const Asked* asked, const int64_t* peaks
     ) noexcept nogil:
-        cdef ThreadCache* f = cache_of(self)
+        cdef ThreadCache* f = self.own_cache()
         cdef Count* count
         cdef Py_ssize_t i
         cdef size_t size
@@ -250,11 +302,10 @@ cdef class ThreadCaches(Segments):
             count.allocations -= 1
             count.frees -= 1
             f.freed -= size
-        f.peak = max(peak, f.live)
-        for k in range(N_CLASSES):
-            count = &f.counts[k]
-            count.peak = max(peaks[k], count.live)
         arenapy_spin_acquire(&self.heap_lock)
+        self.add_up_own(f)
+        for k in range(N_CLASSES + 1):
+            self.totals[k].peak = max(peaks[k], self.totals[k].live)
         for k in range(N_CLASSES):
             self.asked.misses[k] -= asked.misses[k]
             self.asked.splits[k] -= asked.splits[k]
@@ -280,8 +331,9 @@ cdef class ThreadCaches(Segments):
         self.taken[d.size_class] += pages
         f.tick += 1
         d.tick = f.tick
-        d.live = 1
+        d.live.block = 1
         block_id[0] = <uint64_t>id << 6
+        self.add_up(f, d.size_class, True)
         count_taken(f, d.size_class, d.size)
         if d.state != BLOCK or align > 64 or self.rounding == ROUND_LINES:
             return <char*>d.address
@@ -300,8 +352,8 @@ cdef class ThreadCaches(Segments):
         cdef SmallStep* step = &self.steps[s]
         cdef Magazine* m = &f.small[s]
         cdef uint32_t id = self.partial[s]
-        cdef uint32_t batch = max(step.depth // 4, <uint32_t>1)
-        cdef uint32_t page, i
+        cdef uint32_t batch = min(step.depth, step.slots)    # so that spans seldom serve two threads
+        cdef uint32_t page, i, line
         cdef uint64_t free_slots
         cdef Descriptor* d
         cdef bint split = False
@@ -317,6 +369,8 @@ cdef class ThreadCaches(Segments):
             d.size = step.size
             d.inverse = <uint32_t>(((<uint64_t>1 << 32) + step.size - 1) // step.size)
             d.size_class = self.class_at[s]
+            line = self.new_descriptor()
+            d.live.slots = <uint8_t*>memset(&self.descriptors[line], 0, sizeof(Descriptor))
             d.detail.slots = all_slots(step.slots)
             d.next = d.prev = 0
             for page in range(d.page, d.page + d.pages):
@@ -327,6 +381,7 @@ cdef class ThreadCaches(Segments):
             self.taken[d.size_class] += d.pages
         d = &self.descriptors[id]
         d.tick = f.tick
+        self.add_up(f, d.size_class, False)
         base = <char*>d.address
         free_slots = d.detail.slots
         while m.n < batch and free_slots:
@@ -354,14 +409,17 @@ cdef class ThreadCaches(Segments):
         cdef Descriptor* d = named(self, block_id)
         cdef int s = d.step
         if d.state == SPAN:
-            if not d.live >> (block_id & 63) & 1:
+            if not d.live.slots[block_id & 63]:
                 return False
-            arenapy_spin_acquire(&self.heap_lock)
-            self.flush_small(f, s, self.steps[s].depth // 2)
-            arenapy_spin_release(&self.heap_lock)
+            if self.depots == NULL or not self.to_depot(f, s):
+                arenapy_spin_acquire(&self.heap_lock)
+                self.add_up(f, d.size_class, False)
+                self.flush_small(f, s, self.steps[s].depth // 2)
+                arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)
-        if not clear_bit(&d.live, 0):
+        if not d.live.block:
             return False
+        d.live.block = 0
         count_given(f, d.size_class, d.size)
         f.tick += 1
         d.tick = f.tick
@@ -375,45 +433,139 @@ cdef class ThreadCaches(Segments):
 
     cdef void heap_free(self, uint32_t id) noexcept nogil:
         cdef Descriptor* d = &self.descriptors[id]
+        arenapy_assert(not has_live(d), b"an extent that becomes free has no live block")
         arenapy_assert(
             self.taken[d.size_class] >= d.pages, b"pages of blocks and spans were counted")
+        if d.state == SPAN:
+            self.drop_descriptor(<uint32_t>(<Descriptor*>d.live.slots - self.descriptors))
+            d.live.block = 0
         self.taken[d.size_class] -= d.pages
         self.free_extent(id, d.tick)
 
-    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
-        """Return the slots of a magazine to their spans, but for those freed last."""
-        cdef Magazine* m = &f.small[s]
-        cdef SmallStep* step = &self.steps[s]
-        cdef uint32_t n = m.n - keep
+    cdef void return_slots(self, const Entry* items, uint32_t n, uint32_t tick) noexcept nogil:
+        """Give slots of one step back to their spans, and spans that are empty then to the heap."""
         cdef uint32_t i, id
-        cdef uint64_t every = all_slots(step.slots)
+        cdef uint64_t every
         cdef Descriptor* d
-        if m.n <= keep:
-            return
         for i in range(n):
-            id = <uint32_t>(m.items[i].block_id >> 6)
+            id = <uint32_t>(items[i].block_id >> 6)
             d = &self.descriptors[id]
+            every = all_slots(self.steps[d.step].slots)
             if d.detail.slots == 0:          # it has slots again
                 d.prev = 0
-                d.next = self.partial[s]
+                d.next = self.partial[d.step]
                 if d.next:
                     self.descriptors[d.next].prev = id
-                self.partial[s] = id
+                self.partial[d.step] = id
             arenapy_assert(
-                not (d.detail.slots | d.live) >> (m.items[i].block_id & 63) & 1,
+                not d.detail.slots >> (items[i].block_id & 63) & 1
+                and not d.live.slots[items[i].block_id & 63],
                 b"a slot that goes back to its span is neither there nor live")
-            d.detail.slots |= <uint64_t>1 << (m.items[i].block_id & 63)
-            d.tick = f.tick
+            d.detail.slots |= <uint64_t>1 << (items[i].block_id & 63)
+            d.tick = tick
             if d.detail.slots == every:
                 if d.next:
                     self.descriptors[d.next].prev = d.prev
                 if d.prev:
                     self.descriptors[d.prev].next = d.next
                 else:
-                    self.partial[s] = d.next
+                    self.partial[d.step] = d.next
                 self.heap_free(id)
+
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
+        """Return the slots of a magazine to their spans, but for those freed last."""
+        cdef Magazine* m = &f.small[s]
+        cdef uint32_t n = m.n - keep
+        if m.n <= keep:
+            return
+        self.return_slots(&m.items[0], n, f.tick)
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
+
+    # -- depots: from thread to thread. A cache's lock is held.
+
+    cdef bint from_depot(self, ThreadCache* f, int s) noexcept nogil:
+        """Fill half of a magazine, which is empty. False: the depot is, too."""
+        cdef Depot* depot = &self.depots[s]
+        cdef Magazine* m = &f.small[s]
+        if depot.n == 0:                     # a glance
+            return False
+        arenapy_spin_acquire(&depot.lock)
+        m.n = min(depot.n, max(self.steps[s].depth // 2, <uint32_t>1))
+        depot.n -= m.n
+        memcpy(&m.items[0], &depot.items[depot.n], m.n * sizeof(Entry))
+        arenapy_spin_release(&depot.lock)
+        self.add_up_here(f, s)
+        arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
+        return m.n != 0
+
+    cdef bint to_depot(self, ThreadCache* f, int s) noexcept nogil:
+        """Move the older half of a full magazine. False: there is no room for it."""
+        cdef Depot* depot = &self.depots[s]
+        cdef Magazine* m = &f.small[s]
+        cdef uint32_t n = m.n - self.steps[s].depth // 2
+        cdef bint room
+        arenapy_spin_acquire(&depot.lock)
+        room = depot.n + n <= min(<uint32_t>DEPOT_MOST, 4 * self.steps[s].depth)
+        if room:
+            memcpy(&depot.items[depot.n], &m.items[0], n * sizeof(Entry))
+            depot.n += n
+        arenapy_spin_release(&depot.lock)
+        if room:
+            m.n -= n
+            memmove(&m.items[0], &m.items[n], m.n * sizeof(Entry))
+            self.add_up_here(f, s)
+        return room
+
+    cdef void add_up_here(self, ThreadCache* f, int s) noexcept nogil:
+        """So that what a cache has not added up is never more than what it can hold."""
+        arenapy_spin_acquire(&self.heap_lock)
+        self.add_up(f, self.class_at[s], False)
+        arenapy_spin_release(&self.heap_lock)
+
+    # -- figures of caches
+
+    cdef void add_up(self, ThreadCache* f, int k, bint others) noexcept nogil:
+        """Add the figures of a class to the totals. Both locks are held. `others`: the peak is that
+        with what other caches have handed out and not added up, of which this is a glance."""
+        cdef int64_t here = 0, all = 0
+        cdef ThreadCache* g
+        cdef int i
+        if others:
+            for i in range(1, self.top_slot + 1):
+                g = self.caches[i]
+                if g != NULL and g != f:
+                    here += g.counts[k].live
+                    all += g.live
+        add_to_total(&self.totals[k], &f.counts[k].live, &f.counts[k].peak, here)
+        add_to_total(&self.totals[N_CLASSES], &f.live, &f.peak, all)
+
+    cdef void add_up_own(self, ThreadCache* f) noexcept nogil:
+        """All figures of a cache; both locks are held."""
+        cdef int k
+        for k in range(N_CLASSES):
+            self.add_up(f, k, False)
+
+    cdef void add_up_all(self) noexcept nogil:
+        """All figures of all caches; all locks are held."""
+        cdef int64_t live, above
+        cdef int64_t* live_here
+        cdef int64_t* peak_here
+        cdef ThreadCache* f
+        cdef int i, k
+        for k in range(N_CLASSES + 1):
+            live = above = 0
+            for i in range(1, self.top_slot + 1):
+                f = self.caches[i]
+                if f == NULL:
+                    continue
+                live_here = &f.live if k == N_CLASSES else &f.counts[k].live
+                peak_here = &f.peak if k == N_CLASSES else &f.counts[k].peak
+                live += live_here[0]
+                above = max(above, peak_here[0] - live_here[0])
+                live_here[0] = peak_here[0] = 0
+            self.totals[k].live += live
+            self.totals[k].peak = max(self.totals[k].peak, self.totals[k].live + above)
 
     cdef void flush_large(self, ThreadCache* f) noexcept nogil:
         """Give all cached blocks to the heap, in the order in which they were freed."""
@@ -447,10 +599,11 @@ cdef class ThreadCaches(Segments):
     cdef void flush_all(self) noexcept nogil:
         """Everything that is free goes to the heap and is merged there."""
         cdef ThreadCache* f
+        cdef Depot* depot
         cdef int i, s
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
-            if f == NULL:
+            if f == NULL or is_empty(f):
                 continue
             biased_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)
@@ -459,6 +612,16 @@ cdef class ThreadCaches(Segments):
             self.flush_large(f)
             arenapy_spin_release(&self.heap_lock)
             biased_release(&f.lock)
+        for s in range(N_SMALL if self.depots != NULL else 0):
+            depot = &self.depots[s]
+            if depot.n == 0:                 # a glance
+                continue
+            arenapy_spin_acquire(&depot.lock)
+            arenapy_spin_acquire(&self.heap_lock)
+            self.return_slots(&depot.items[0], depot.n, self.cache.tick)
+            depot.n = 0
+            arenapy_spin_release(&self.heap_lock)
+            arenapy_spin_release(&depot.lock)
 
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil:
         """Pages in one piece that are sure to have a block, wherever they lie."""
@@ -500,15 +663,19 @@ cdef class ThreadCaches(Segments):
     cdef void lock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_acquire(&self.births)   # there is none more until unlock_all
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 biased_acquire(&self.caches[i].lock)
+        for i in range(N_SMALL if self.depots != NULL else 0):
+            arenapy_spin_acquire(&self.depots[i].lock)
         arenapy_spin_acquire(&self.heap_lock)
 
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_release(&self.heap_lock)
-        for i in range(MAX_CACHES):
+        for i in range(N_SMALL if self.depots != NULL else 0):
+            arenapy_spin_release(&self.depots[i].lock)
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 biased_release(&self.caches[i].lock)
         arenapy_spin_release(&self.births)

@@ -12,14 +12,9 @@ from arenapy.buffer.block cimport Hold
 from arenapy.memory.region cimport Region
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport class_of
-from arenapy.slab.core cimport STACK_DEPTH, Part, SlabCore, Stack, Word, names_of, nth_word
-from arenapy.base.thread_slot cimport MAX_CACHES
-
-cdef extern from *:
-    """
-    #define arenapy_ones(w) ((uint64_t)__builtin_popcountll(w))
-    """
-    uint64_t ones "arenapy_ones" (uint64_t w) noexcept nogil
+from arenapy.slab.core cimport (
+    BATCH, STACK_DEPTH, Group, Part, SlabCore, Stack, names_of, nth_group,
+)
 
 
 # ---- the listing -------------------------------------------------------------------------
@@ -27,14 +22,14 @@ cdef extern from *:
 cdef struct Copied:
     char* base
     uint64_t items
-    Word* words              # of a copy of all parts' words
+    Group* groups            # of a copy of all parts' groups
 
 
 @cython.final
 cdef class Listing:
     """Yields the items as they were when it was made, by address."""
     cdef Copied* parts
-    cdef Word* words
+    cdef Group* groups
     cdef uint32_t n_parts, part
     cdef uint64_t item, now
     cdef size_t stride
@@ -47,26 +42,26 @@ cdef class Listing:
 
     def __next__(self):
         cdef Copied* p
-        cdef Word* word
+        cdef Group* group
         while self.part < self.n_parts and self.item == self.parts[self.part].items:
             self.part += 1
             self.item = 0
         if self.part == self.n_parts:
             raise StopIteration
         p = &self.parts[self.part]
-        word = &p.words[self.item >> 6]
+        group = &p.groups[self.item >> 6]
         address = <uintptr_t>p.base + self.item * self.stride
-        if word.live >> (self.item & 63) & 1:
+        if group.live[self.item & 63]:
             state = "live"
         else:
             state = "pending" if address in self.pending else "idle"
         self.item += 1
         return self.info(
-            address, self.stride, self.size_class, state, max(self.now, word.tick) - word.tick)
+            address, self.stride, self.size_class, state, max(self.now, group.tick) - group.tick)
 
     def __dealloc__(self):
         free(self.parts)
-        free(self.words)
+        free(self.groups)
 
 
 seal(Listing)
@@ -80,19 +75,19 @@ cdef bint copy_parts(SlabCore c, Listing found) noexcept nogil:
     for i in range(c.n_parts):
         n += (c.parts[c.parts[i].by_address].items + 63) >> 6
     found.parts = <Copied*>malloc((c.n_parts + 1) * sizeof(Copied))
-    found.words = <Word*>malloc((n + 1) * sizeof(Word))
-    if found.parts == NULL or found.words == NULL:
+    found.groups = <Group*>malloc((n + 1) * sizeof(Group))
+    if found.parts == NULL or found.groups == NULL:
         return False
     n = 0
     for i in range(c.n_parts):
         p = &c.parts[c.parts[i].by_address]
-        found.parts[i] = Copied(p.base, p.items, found.words + n)
+        found.parts[i] = Copied(p.base, p.items, found.groups + n)
         for w in range((p.items + 63) >> 6):
-            found.words[n] = nth_word(p, w)[0]
+            found.groups[n] = nth_group(p, w)[0]
             n += 1
     found.n_parts = c.n_parts
-    for i in range(MAX_CACHES + 1):
-        s = c.caches[i] if i < MAX_CACHES else c.depot
+    for i in range(c.top_slot + 1):
+        s = c.caches[i] if i else c.depot
         if s != NULL:
             found.now = max(found.now, s.tick)
     return True
@@ -154,6 +149,7 @@ cdef bint fault(
 cdef uint64_t check_parts(SlabCore c, Fault* f) noexcept nogil:
     """Each part lies in its region and below the next one. How many items are live."""
     cdef uint64_t i, w, items = 0, fresh = 0, live = 0
+    cdef int k
     cdef size_t reserved = 0
     cdef uintptr_t end = 0, at
     cdef uint32_t number
@@ -173,7 +169,8 @@ cdef uint64_t check_parts(SlabCore c, Fault* f) noexcept nogil:
               b"a part is not within its region", at, p.items, (<Region>p.region).size)
         fault(f, p.used > p.items, b"more items were used than a part has", at, p.used, p.items)
         for w in range((p.items + 63) >> 6):
-            live += ones(nth_word(p, w).live)
+            for k in range(BATCH):
+                live += nth_group(p, w).live[k]
         items += p.items
         fresh += p.items - p.used
         reserved += (<Region>p.region).size
@@ -204,8 +201,8 @@ cdef uint64_t check_stack(
     fault(f, s.n < 0 or (s != c.depot and s.n > STACK_DEPTH), b"a stack is too long", 0, s.n,
           STACK_DEPTH)
     fault(f, s.least > s.n, b"a stack had more items at least than it has now", 0, s.least, s.n)
-    fault(f, (s.tick + <uint64_t>(s.out - s.n)) & 1, b"operations were miscounted", 0, s.tick,
-          s.out - s.n)
+    fault(f, (s.tick + <uint64_t>(s.added + s.out - s.n)) & 1, b"operations were miscounted", 0,
+          s.tick, s.added + s.out - s.n)
     for i in range(s.n):
         name = names_of(s)[i]
         number, index = <uint32_t>(name >> 32), <uint32_t>name
@@ -215,7 +212,7 @@ cdef uint64_t check_stack(
         p = &c.parts[number]
         at = <uintptr_t>p.base + index * c.stride
         bit = <uint64_t>1 << (index & 63)
-        fault(f, nth_word(p, index >> 6).live & bit, b"a live item is in a stack", at, 1, 0)
+        fault(f, nth_group(p, index >> 6).live[index & 63], b"a live item is in a stack", at, 1, 0)
         fault(f, seen[number][index >> 6] & bit, b"an item is in the stacks twice", at, 2, 1)
         seen[number][index >> 6] |= bit
     return <uint64_t>s.n
@@ -223,7 +220,6 @@ cdef uint64_t check_stack(
 
 cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
     cdef uint64_t live, free_items = 0, claimed = arenapy_load(&c.claimed)
-    cdef int64_t out = 0, peak = 0
     cdef uint64_t pending = 0
     cdef Stack* s
     cdef Hold* hold
@@ -231,12 +227,10 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
     live = check_parts(c, f)
     if f.why != NULL:
         return
-    for k in range(MAX_CACHES + 1):
-        s = c.caches[k] if k < MAX_CACHES else c.depot
+    for k in range(c.top_slot + 1):
+        s = c.caches[k] if k else c.depot
         if s != NULL and f.why == NULL:
             free_items += check_stack(c, s, seen, f)
-            out += s.out - s.n
-            peak += s.out - s.least
     for k in range(2):
         hold = c.aside if k else c.leased_items
         while hold != NULL:
@@ -246,9 +240,9 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
           c.n_pending, pending)
     fault(f, live + free_items + c.n_fresh + claimed != c.items,
           b"items are neither live nor free", 0, live + free_items + c.n_fresh + claimed, c.items)
-    fault(f, out != <int64_t>(live + claimed), b"live items were miscounted", 0, out,
+    fault(f, c.live != <int64_t>(live + claimed), b"live items were miscounted", 0, c.live,
           live + claimed)
-    fault(f, peak < out, b"more is live than ever was", 0, peak, out)
+    fault(f, c.peak < c.live, b"more is live than ever was", 0, c.peak, c.live)
 
 
 def verify(SlabCore c not None):
@@ -262,6 +256,7 @@ def verify(SlabCore c not None):
     c.check()
     with nogil:
         c.lock_all()
+        c.add_up_all()
         seen = <uint64_t**>calloc(c.numbered + 1, sizeof(uint64_t*))
         room = seen != NULL
         for k in range(1, c.numbered + 1):

@@ -1,17 +1,17 @@
 # The C surface of the slab algorithm. SlabCore is what Buffers keep alive; Slab (slab.pyx) is what
 # the user holds.
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from arenapy.buffer.block cimport Hold
 from arenapy.base.abi cimport ARENAPY_ABI
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_spin
+from arenapy.base.atomic cimport arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.linux.reserved_space cimport ReservedArray
-from arenapy.base.thread_slot cimport MAX_CACHES
+from arenapy.base.thread_slot cimport N_SLOTS
 
 
 # -- items: stacks, caches and parts
@@ -22,13 +22,16 @@ cdef enum:
     STACK_DEPTH = 2 * BATCH  # items in a cache's stack, at most
     # Where in their arrays these begin: not all on the first line of a page, which would be in the
     # same set of the cache.
-    WORDS_AT = 32 * 64
+    GROUPS_AT = 32 * 64
     PARTS_AT = 48 * 64
 
-# Which of 64 items are live, and the tick at which one of them was last taken or given back.
-cdef struct Word:
-    uint64_t live
+# Which of BATCH neighbouring items are live, and the tick at which one of them was last taken or
+# given back. Each item has a byte of its own, so that threads need no atomic instruction. Two cache
+# lines, since a thread mostly fetches a whole group.
+cdef struct Group:
+    uint8_t live[BATCH]      # 1, or 0
     uint64_t tick
+    uint64_t unused[7]
 
 # The items of one region. Parts are numbered from 1. An item's name is its part's number << 32 |
 # its index there; 0 names none.
@@ -36,7 +39,7 @@ cdef struct Part:
     char* base               # of item 0
     uint64_t items           # at most 2 ** 31; 0: this part is not in use
     uint64_t used            # <= items; those from here on are fresh: never handed out
-    ReservedArray array      # has, at WORDS_AT, a Word for each 64 items; WORD_BYTES each
+    ReservedArray array      # has, at GROUPS_AT, the Groups
     PyObject* region         # borrowed of AllocatorCore.regions
     uint32_t next            # in the list of those with fresh items, or of those not in use
     uint32_t by_address      # of parts[i]: the number of the i-th part in use, counted from 0
@@ -46,9 +49,11 @@ cdef struct Stack:
     BiasedLock lock
     uint32_t guess           # the part that an address was in last
     int64_t n                # of names
+    # Since this stack's figures were last added to those of all:
     int64_t least            # <= n; the most items were live when so many were here
-    int64_t out              # moved here from elsewhere less moved away; out - n are live
-    uint64_t tick            # items taken from here and given back to here
+    int64_t out              # moved here from elsewhere less moved away; out - n went live here
+    int64_t added            # the sum of out - n that was added
+    uint64_t tick            # items taken from here and given back to here, ever
     ReservedArray array      # where this lies
 
 
@@ -60,12 +65,17 @@ cdef class Items(AllocatorCore):
     cdef bint fast_path_off  # not the short ways: each call is to do more
     cdef size_t item_size
     cdef size_t align        # of items
-    # Free items: newest first from the stack of the thread. With a GIL there is only the depot. On
-    # free-threaded builds threads are spread over `caches`, small stacks that the depot feeds.
+    # Free items: newest first from the stack of the thread, a small one that the depot feeds.
     cdef Stack* depot
-    cdef Stack* quick        # where the short ways look first: the depot, or one that nobody owns
-    cdef Stack* caches[MAX_CACHES]
-    cdef arenapy_spin births  # held to add a cache, and by who holds all locks
+    # What the short way takes, by the slot of the thread: the thread's stack, or one that nobody
+    # owns while there is none or the slab is off the fast path.
+    cdef Stack* quick[N_SLOTS + 1]
+    cdef int64_t slot_offset  # slot_offset()
+    cdef Stack* caches[N_SLOTS + 1]      # by slot; NULL: there is none, as for slot 0
+    cdef int top_slot        # no slot above it has a stack; under `births`, and grows only
+    cdef arenapy_spin births  # held to add a stack, and by who holds all locks
+    cdef int64_t live        # under the depot's lock: what stacks have added up
+    cdef int64_t peak        # the most that ever was live, as far as is known
     # Under the depot's lock, but for changes of parts: those are made under all locks.
     cdef ReservedArray part_array
     cdef uint32_t n_parts    # in use
@@ -104,8 +114,10 @@ cdef class Items(AllocatorCore):
     cdef char* shared_alloc(self, uint64_t* name) noexcept nogil
     cdef bint shared_free(self, uint64_t name) noexcept nogil
     cdef bint shared_free_at(self, char* at) noexcept nogil
-    # internal
     cdef Stack* own_stack(self) noexcept nogil
+    # internal
+    cdef void add_up(self, Stack* s) noexcept nogil
+    cdef void add_up_all(self) noexcept nogil
     cdef bint refill(self, Stack* s) noexcept nogil
     cdef bint gather(self, Stack* s) noexcept nogil
     cdef void spill(self, Stack* s, int64_t keep) noexcept nogil
@@ -126,12 +138,9 @@ cdef extern from *:
         uint64_t q = offset * inverse;
         return q >> shift | q << (-shift & 63);
     }
-    /* Two threads with stacks of their own may say at once when an item of a word changed. */
+    /* Two threads with stacks of their own may say at once when an item of a group changed. */
     #define arenapy_note(p, tick) __atomic_store_n(p, tick, __ATOMIC_RELAXED)
-    /* Where threads run at once, the 64 items that one of them fetches have a cache line. */
-    #define ARENAPY_WORD_BYTES ((size_t)(ARENAPY_GIL ? 16 : 64))
     """
-    const size_t WORD_BYTES "ARENAPY_WORD_BYTES"
     uint64_t item_index "arenapy_item_index" (
         uint64_t offset, uint64_t inverse, int shift) noexcept nogil
     void note "arenapy_note" (uint64_t* p, uint64_t tick) noexcept nogil
@@ -141,13 +150,13 @@ cdef inline uint64_t* names_of(Stack* s) noexcept nogil:
     return <uint64_t*>(s + 1)
 
 
-# The Word of the items from 64 * i on.
-cdef inline Word* nth_word(Part* p, uint64_t i) noexcept nogil:
-    return <Word*>(p.array.at + WORDS_AT + i * WORD_BYTES)
+# The Group of the items from BATCH * i on.
+cdef inline Group* nth_group(Part* p, uint64_t i) noexcept nogil:
+    return <Group*>(p.array.at + GROUPS_AT) + i
 
 
-cdef inline Word* word_of(Items c, uint64_t name) noexcept nogil:
-    return nth_word(&c.parts[name >> 32], <uint32_t>name >> 6)
+cdef inline Group* group_of(Items c, uint64_t name) noexcept nogil:
+    return nth_group(&c.parts[name >> 32], <uint32_t>name >> 6)
 
 
 cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
@@ -176,7 +185,7 @@ cdef inline bint name_is_valid(Items c, uint64_t name) noexcept nogil:
 
 
 cdef inline bint item_is_live(Items c, uint64_t name) noexcept nogil:
-    return word_of(c, name).live >> (name & 63) & 1
+    return group_of(c, name).live[name & 63]
 
 
 # -- core

@@ -14,23 +14,23 @@ from libc.string cimport memcpy, memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_add, arenapy_cas_ptr, arenapy_load, arenapy_load_ptr, arenapy_spin_acquire,
-    arenapy_spin_release, arenapy_sub, clear_bit, rank_spin,
+    arenapy_add, arenapy_fence, arenapy_load, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_store_ptr, arenapy_sub, rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, EVENT_GROW, EVENT_TRIM
-from arenapy.base.biased_lock cimport biased_acquire, biased_release, rank_biased
+from arenapy.base.biased_lock cimport NOBODY, biased_acquire, biased_release, rank_biased
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport (
     AllocatorCore, forbid_new, link_hold, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
-from arenapy.slab.hot_path cimport cache_free, forbid_from, pop, push, push_at, stack_of, stow
+from arenapy.slab.hot_path cimport cache_free, forbid_from, pop, push, push_at, stow
 from arenapy.base.thread_slot cimport (
-    MAX_CACHES, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number,
+    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
 )
-from arenapy.slab.core cimport name_is_valid, stack_is_valid
+from arenapy.slab.core cimport Group, item_is_live, name_is_valid, nth_group, stack_is_valid
 from arenapy.memory.children cimport Seen, seen_add
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 
@@ -55,7 +55,9 @@ cdef extern from "<pthread.h>" nogil:
 cdef enum:
     MAX_PARTS = 1 << 16
 
-cdef Stack no_stack       # empty, and never locked
+# In the place of a stack that is not there, or is not to be used. Nobody enters its lock.
+cdef Stack no_stack
+no_stack.lock.owner = NOBODY
 
 
 cdef Stack* new_stack(uint64_t most, uint64_t now, int rank) noexcept nogil:
@@ -96,7 +98,7 @@ cdef class Items(AllocatorCore):
         for k in range(1, self.numbered + 1):
             array_close(&self.parts[k].array)
         array_close(&self.part_array)
-        for k in range(MAX_CACHES):
+        for k in range(1, self.top_slot + 1):
             drop_stack(self.caches[k])
         drop_stack(self.depot)
 
@@ -118,37 +120,65 @@ cdef class Items(AllocatorCore):
             raise MemoryError(f"no memory for the bookkeeping of a slab of {most} items")
         self.parts = <Part*>(self.part_array.at + PARTS_AT)
         rank_spin(&self.births, RANK_BIRTHS)
+        self.slot_offset = slot_offset()
+        self.set_fast_path_off(self.fast_path_off)
         return 0
 
     # -- stacks
 
     cdef Stack* own_stack(self) noexcept nogil:
         """The stack of this thread; the depot if there is no memory for another one."""
-        cdef int i
-        cdef Stack* s
-        cdef void* none = NULL
-        cdef bint first
-        if ARENAPY_GIL:
+        cdef int i = cache_number()
+        cdef Stack* s = <Stack*>arenapy_load_ptr(<void**>&self.caches[i])
+        cdef Stack* made
+        if s != NULL:
+            return s
+        made = new_stack(STACK_DEPTH, STACK_DEPTH, RANK_CACHE)
+        if made == NULL:
             return self.depot
-        i = cache_number()
-        s = <Stack*>arenapy_load_ptr(<void**>&self.caches[i])
+        arenapy_spin_acquire(&self.births)
+        s = self.caches[i]
         if s == NULL:
-            s = new_stack(STACK_DEPTH, STACK_DEPTH, RANK_CACHE)
-            if s == NULL:
-                return self.depot
-            arenapy_spin_acquire(&self.births)
-            first = arenapy_cas_ptr(<void**>&self.caches[i], &none, s)
-            arenapy_spin_release(&self.births)
-            if not first:                    # another thread was
-                drop_stack(s)
-                s = <Stack*>none
+            self.top_slot = max(self.top_slot, i)
+            arenapy_store_ptr(<void**>&self.caches[i], made)
+            arenapy_store_ptr(<void**>&self.quick[i], made)
+            arenapy_fence()                  # set_fast_path_off has the flag first
+            if self.fast_path_off:
+                arenapy_store_ptr(<void**>&self.quick[i], &no_stack)
+        arenapy_spin_release(&self.births)
+        if s == NULL:
+            return made
+        drop_stack(made)                     # of threads that share a slot, another was first
         return s
+
+    cdef void add_up(self, Stack* s) noexcept nogil:
+        """Add a stack's figures to those of all; its lock and the depot's are held."""
+        self.peak = max(self.peak, self.live + s.out - s.least)
+        self.live += s.out - s.n
+        s.added += s.out - s.n
+        s.out = s.least = s.n
+
+    cdef void add_up_all(self) noexcept nogil:
+        """All figures; all locks are held."""
+        cdef int64_t live = 0, above = 0
+        cdef int k
+        cdef Stack* s
+        for k in range(self.top_slot + 1):
+            s = self.caches[k] if k else self.depot
+            if s != NULL:
+                live += s.out - s.n
+                above = max(above, s.n - s.least)
+                s.added += s.out - s.n
+                s.out = s.least = s.n
+        self.live += live
+        self.peak = max(self.peak, self.live + above)
 
     cdef bint refill(self, Stack* s) noexcept nogil:
         """Move items to an empty stack, its lock and the depot's held. False: there are none."""
         cdef Stack* depot = self.depot
         cdef Part* p = &self.parts[self.fresh]
         cdef uint64_t n, i, last
+        self.add_up(s)
         if s != depot and depot.n > 0:
             n = min(depot.n, <int64_t>BATCH)
             memcpy(names_of(s), names_of(depot) + depot.n - n, n * sizeof(uint64_t))
@@ -177,6 +207,7 @@ cdef class Items(AllocatorCore):
         cdef int64_t n = s.n - keep
         if n <= 0:
             return
+        self.add_up(s)
         memcpy(names_of(self.depot) + self.depot.n, names_of(s), n * sizeof(uint64_t))
         memmove(names_of(s), names_of(s) + n, keep * sizeof(uint64_t))
         shift(s, -n)
@@ -195,15 +226,13 @@ cdef class Items(AllocatorCore):
         cdef int i
         if self.refill(s):
             return True
-        if ARENAPY_GIL:
-            return False
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 self.spill(self.caches[i], 0)
         return s.n > 0 or self.refill(s)
 
     cdef char* heap_alloc(self, uint64_t* name) noexcept nogil:
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef char* ptr = NULL
         biased_acquire(&s.lock)
         if s.n == 0:
@@ -215,7 +244,7 @@ cdef class Items(AllocatorCore):
         if s.n > 0:
             ptr = pop(self, s, name)
         biased_release(&s.lock)
-        if ptr == NULL and not ARENAPY_GIL:
+        if ptr == NULL:
             self.lock_all()
             if s.n > 0 or self.gather(s):
                 ptr = pop(self, s, name)
@@ -223,11 +252,16 @@ cdef class Items(AllocatorCore):
         return ptr
 
     cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil:
-        self.fast_path_off = fast_path_off
-        self.quick = &no_stack if fast_path_off else self.depot
+        cdef int i
+        self.fast_path_off = fast_path_off   # under no lock: a fork calls this with all locks held
+        arenapy_fence()
+        for i in range(N_SLOTS + 1):
+            arenapy_store_ptr(
+                <void**>&self.quick[i],
+                &no_stack if fast_path_off or self.caches[i] == NULL else self.caches[i])
 
     cdef char* shared_alloc(self, uint64_t* name) noexcept nogil:
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef char* ptr = NULL
         if self.fast_path_off:
             return NULL
@@ -238,17 +272,17 @@ cdef class Items(AllocatorCore):
         return ptr
 
     cdef bint shared_free(self, uint64_t name) noexcept nogil:
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef bint was_live
         if self.fast_path_off:
             return False
         biased_acquire(&s.lock)
-        was_live = push(self, s, word_of(self, name), name)
+        was_live = push(self, s, group_of(self, name), name)
         biased_release(&s.lock)
         return was_live
 
     cdef bint shared_free_at(self, char* at) noexcept nogil:
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef bint was_live
         if self.fast_path_off:
             return False
@@ -258,7 +292,7 @@ cdef class Items(AllocatorCore):
         return was_live
 
     cdef bint take_batch(self, PyObject** buffers, Py_ssize_t n) noexcept nogil:
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef Py_ssize_t i
         cdef bint enough
         self.lock_all()
@@ -327,7 +361,7 @@ cdef class Items(AllocatorCore):
         cdef Part* p
         cdef ReservedArray array
         cdef bint fits
-        if not array_open(&array, WORDS_AT + ((items + 63) >> 6) * WORD_BYTES):
+        if not array_open(&array, GROUPS_AT + ((items + 63) >> 6) * sizeof(Group)):
             raise MemoryError("no address space for the bookkeeping of a slab")
         try:
             if not array_grow(&array, array.reserved):
@@ -402,9 +436,9 @@ cdef class Items(AllocatorCore):
             return False
         old[0] = self.parts[number]
         for i in range((old.items + 63) >> 6):
-            if nth_word(old, i).live:
+            if has_live(nth_group(old, i)):
                 return False
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 self.spill(self.caches[i], 0)
         for n in range(depot.n):
@@ -451,7 +485,7 @@ cdef class Items(AllocatorCore):
     cdef void lock_all(self) noexcept nogil:
         cdef int i
         arenapy_spin_acquire(&self.births)
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 biased_acquire(&self.caches[i].lock)
         biased_acquire(&self.depot.lock)
@@ -459,7 +493,7 @@ cdef class Items(AllocatorCore):
     cdef void unlock_all(self) noexcept nogil:
         cdef int i
         biased_release(&self.depot.lock)
-        for i in range(MAX_CACHES):
+        for i in range(1, self.top_slot + 1):
             if self.caches[i] != NULL:
                 biased_release(&self.caches[i].lock)
         arenapy_spin_release(&self.births)
@@ -472,11 +506,20 @@ cdef char* first_item(Region region, size_t align) noexcept nogil:
     return <char*>((<uintptr_t>region.ptr + align - 1) & ~<uintptr_t>(align - 1))
 
 
+cdef bint has_live(Group* group) noexcept nogil:
+    cdef uint64_t* words = <uint64_t*>&group.live[0]
+    cdef int i
+    for i in range(BATCH // 8):
+        if words[i]:
+            return True
+    return False
+
+
 cdef uint64_t free_items(Items c) noexcept nogil:
     """In all stacks and in none yet; all locks held."""
     cdef uint64_t n = c.n_fresh + <uint64_t>c.depot.n
     cdef int i
-    for i in range(MAX_CACHES):
+    for i in range(1, c.top_slot + 1):
         if c.caches[i] != NULL:
             n += <uint64_t>c.caches[i].n
     return n
@@ -570,11 +613,12 @@ cdef class SlabCore(Items):
 
     cdef bint claim(self, uint64_t name) noexcept nogil:
         """Take a live item away: from now on it is this call's alone. False: it is not live."""
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef bint was_live
         biased_acquire(&s.lock)
-        was_live = clear_bit(&word_of(self, name).live, name)
+        was_live = item_is_live(self, name)
         if was_live:
+            group_of(self, name).live[name & 63] = 0
             arenapy_add(&self.claimed, 1)
         biased_release(&s.lock)
         return was_live
@@ -604,14 +648,14 @@ cdef class SlabCore(Items):
 
     cdef void free_claimed(self, uint64_t name) noexcept nogil:
         """A claimed item is free again."""
-        cdef Stack* s = stack_of(self)
+        cdef Stack* s = self.own_stack()
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
         if not POISONS or self.debug or self.align >= POISON_UNIT:
             self.poison(start, start + self.stride)
         biased_acquire(&s.lock)
         arenapy_assert(arenapy_load(&self.claimed) > 0, b"an item was claimed before it is free")
         arenapy_sub(&self.claimed, 1)
-        stow(self, s, word_of(self, name), name)
+        stow(self, s, group_of(self, name), name)
         biased_release(&s.lock)
 
     cdef bint still_leased(self, uint64_t name) noexcept nogil:
@@ -671,46 +715,37 @@ cdef class SlabCore(Items):
     cdef SlabFigures figures(self) noexcept nogil:
         """All figures of one moment."""
         cdef SlabFigures r
-        cdef int64_t out = 0, peak = 0
         cdef uint64_t claimed
-        cdef uint32_t k
+        cdef int k
         cdef Stack* s
         memset(&r, 0, sizeof(r))
         self.lock_all()
-        for k in range(MAX_CACHES + 1):
-            s = self.caches[k] if k < MAX_CACHES else self.depot
+        self.add_up_all()
+        for k in range(self.top_slot + 1):
+            s = self.caches[k] if k else self.depot
             if s != NULL:
-                out += s.out - s.n
-                peak += s.out - s.least
-                r.allocations += (s.tick + <uint64_t>(s.out - s.n)) // 2
+                r.allocations += (s.tick + <uint64_t>s.added) // 2
                 r.metadata += s.array.ready
         claimed = arenapy_load(&self.claimed)
         r.items = self.items
-        r.active = <uint64_t>out - claimed
+        r.active = <uint64_t>self.live - claimed
         r.pending = self.n_pending
-        r.peak = <uint64_t>peak
+        r.peak = <uint64_t>self.peak
         r.reserved = self.reserved
         r.regions = self.n_parts
         r.metadata += self.part_array.ready
-        for k in range(1, self.numbered + 1):
+        for k in range(1, <int>self.numbered + 1):
             r.metadata += self.parts[k].array.ready if self.parts[k].items else 0
         self.unlock_all()
         return r
 
     cdef uint64_t exchange_peak(self, uint64_t peak) noexcept nogil:
         """The most items live so far. It is `peak` now, or what is live if that is more."""
-        cdef int64_t before = 0, live = 0
-        cdef int k
-        cdef Stack* mine = stack_of(self)
-        cdef Stack* s
+        cdef int64_t before
         self.lock_all()
-        for k in range(MAX_CACHES + 1):
-            s = self.caches[k] if k < MAX_CACHES else self.depot
-            if s != NULL:
-                before += s.out - s.least
-                live += s.out - s.n
-                s.least = s.n
-        mine.least -= max(<int64_t>peak - live, 0)
+        self.add_up_all()
+        before = self.peak
+        self.peak = max(<int64_t>peak, self.live)
         self.unlock_all()
         return <uint64_t>before
 
@@ -748,7 +783,7 @@ cdef class SlabCore(Items):
             if p.items == 0 or p.region != region:
                 continue
             for i in range(p.used + 1):      # runs of live items, the last of which ends here
-                live = i < p.used and nth_word(p, i >> 6).live >> (i & 63) & 1
+                live = i < p.used and nth_group(p, i >> 6).live[i & 63]
                 if live and not run:
                     first = i
                 elif run and not live:

@@ -7,12 +7,13 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport ARENAPY_GIL, clear_bit, likely, set_bit
+from arenapy.base.atomic cimport likely
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
+from arenapy.base.thread_slot cimport slot_at
 from arenapy.slab.core cimport (
-    STACK_DEPTH, Items, Part, Stack, Word, address_of, item_index, item_is_live, name_is_valid,
-    names_of, note, nth_word, stack_is_valid, word_of,
+    STACK_DEPTH, Group, Items, Part, Stack, address_of, group_of, item_index, item_is_live,
+    name_is_valid, names_of, note, nth_group, stack_is_valid,
 )
 
 
@@ -23,22 +24,12 @@ cdef inline void forbid_from(Items c, char* at, size_t n, size_t end) noexcept n
         forbid(c, <uintptr_t>at + n, <uintptr_t>at + end)
 
 
-cdef inline Stack* stack_of(Items c) noexcept nogil:
-    return c.depot if ARENAPY_GIL else c.own_stack()
-
-
-# For the short ways. Who finds that it owns the lock of this one need not ask whether the slab is
-# off the fast path: then that is a stack that nobody owns.
-cdef inline Stack* quick_stack(Items c) noexcept nogil:
-    return c.quick if ARENAPY_GIL or c.fast_path_off else c.own_stack()
-
-
 # From a stack that is not empty, its lock held: the item that was given back last.
 cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     cdef int64_t n = s.n - 1
     cdef uint64_t tick = s.tick + 1
     cdef uint64_t top = names_of(s)[n]
-    cdef Word* word = word_of(c, top)
+    cdef Group* group = group_of(c, top)
     cdef char* ptr = address_of(c, top)
     arenapy_assert(0 <= n, b"a stack that is popped is not empty")
     arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
@@ -48,8 +39,8 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     if n < s.least:
         s.least = n
     s.tick = tick
-    set_bit(&word.live, top)
-    note(&word.tick, tick)
+    group.live[top & 63] = 1
+    note(&group.tick, tick)
     name[0] = top
     arenapy_assert(item_is_live(c, top), b"an item that is handed out is live")
     arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
@@ -57,11 +48,11 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     return ptr
 
 
-# Onto a stack, its lock held: an item that is not live (any more), and its word.
-cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
+# Onto a stack, its lock held: an item that is not live (any more), and its group.
+cdef inline void stow(Items c, Stack* s, Group* group, uint64_t name) noexcept nogil:
     cdef int64_t n
     cdef uint64_t tick = s.tick + 1
-    if not ARENAPY_GIL and s.n == STACK_DEPTH and s != c.depot:
+    if s.n == STACK_DEPTH and s != c.depot:
         c.make_place(s)
     if POISONS:
         forbid_from(c, address_of(c, name), 0, c.stride)
@@ -72,26 +63,31 @@ cdef inline void stow(Items c, Stack* s, Word* word, uint64_t name) noexcept nog
     names_of(s)[n] = name
     s.n = n + 1
     s.tick = tick
-    note(&word.tick, tick)
+    note(&group.tick, tick)
     arenapy_assert(
         names_of(s)[s.n - 1] == name, b"the item that came back last is the top of the stack")
     arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
 
 
 # The same for one that is live. False: it is not.
-cdef inline bint push(Items c, Stack* s, Word* word, uint64_t name) noexcept nogil:
-    if not likely(clear_bit(&word.live, name)):
+cdef inline bint push(Items c, Stack* s, Group* group, uint64_t name) noexcept nogil:
+    if not likely(group.live[name & 63]):
         return False
-    stow(c, s, word, name)
+    group.live[name & 63] = 0
+    stow(c, s, group, name)
     return True
 
 
-# The short way. NULL: the stack is empty, or the slab is off the fast path.
+# The short ways. Who owns the lock of its stack need not ask whether the slab is off the fast path:
+# then `quick` has a stack that nobody owns.
+
+# NULL: the stack is empty, or the slab is off the fast path.
 cdef inline char* cache_alloc(Items c, uint64_t* name) noexcept nogil:
-    cdef Stack* s = quick_stack(c)
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef Stack* s = c.quick[me]
     cdef char* ptr = NULL
     cdef uint64_t other = 0                  # so that a name which nobody reads stays in a register
-    if not likely(biased_enter(&s.lock)):
+    if not likely(biased_enter(&s.lock, me)):
         ptr = c.shared_alloc(&other)
         name[0] = other
         return ptr
@@ -103,11 +99,12 @@ cdef inline char* cache_alloc(Items c, uint64_t* name) noexcept nogil:
 
 # False: the item is not live, or the slab is off the fast path.
 cdef inline bint cache_free(Items c, uint64_t name) noexcept nogil:
-    cdef Stack* s = quick_stack(c)
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef Stack* s = c.quick[me]
     cdef bint was_live
-    if not likely(biased_enter(&s.lock)):
+    if not likely(biased_enter(&s.lock, me)):
         return c.shared_free(name)
-    was_live = push(c, s, word_of(c, name), name)
+    was_live = push(c, s, group_of(c, name), name)
     biased_leave(&s.lock)
     return was_live
 
@@ -118,15 +115,16 @@ cdef inline bint push_at(Items c, Stack* s, char* at) noexcept nogil:
     cdef uint64_t index = item_index(<uint64_t>(at - p.base), c.inverse, c.shift)
     cdef uint64_t name
     if likely(index < p.items):
-        return push(c, s, nth_word(p, index >> 6), <uint64_t>s.guess << 32 | index)
+        return push(c, s, nth_group(p, index >> 6), <uint64_t>s.guess << 32 | index)
     name = c.find(s, at)
-    return name != 0 and push(c, s, word_of(c, name), name)
+    return name != 0 and push(c, s, group_of(c, name), name)
 
 
 cdef inline bint cache_free_at(Items c, char* at) noexcept nogil:
-    cdef Stack* s = quick_stack(c)
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef Stack* s = c.quick[me]
     cdef bint was_live
-    if not likely(biased_enter(&s.lock)):
+    if not likely(biased_enter(&s.lock, me)):
         return c.shared_free_at(at)
     was_live = push_at(c, s, at)
     biased_leave(&s.lock)

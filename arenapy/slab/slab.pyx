@@ -21,7 +21,7 @@ from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
 from arenapy.slab.core cimport SlabCore, SlabFigures, Stack
-from arenapy.slab.hot_path cimport cache_alloc, forbid_from, stack_of
+from arenapy.slab.hot_path cimport cache_alloc, forbid_from
 
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
@@ -509,7 +509,7 @@ cdef int _given(SlabCore c, void* item) noexcept nogil:
     cdef uint64_t name
     if c.shut:
         return -1
-    s = stack_of(c)
+    s = c.own_stack()
     biased_acquire(&s.lock)
     name = c.find(s, <char*>item)
     biased_release(&s.lock)

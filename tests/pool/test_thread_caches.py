@@ -1,7 +1,6 @@
 """What is kept by thread: new threads take it over, and it ends with the last that needs it.
 
-Of free-threaded builds most of all, where threads keep blocks and Buffers of their own; what is
-promised is the same with a GIL.
+On free-threaded builds threads also keep Buffers of their own.
 """
 
 import ctypes
@@ -19,8 +18,7 @@ HEAPS = {
     "slab": lambda source: Slab(4096, 512, source=source, max_count=1 << 14),
     "pool": lambda source: Pool(source=source, initial_bytes=2 << 20),
 }
-CACHES = 8  # at most so many threads have their own
-NUMBERS = 64  # at most so many threads are told apart
+SLOTS = 64  # at most so many threads have a cache of their own
 
 
 class Known:
@@ -40,7 +38,7 @@ class Known:
 
 
 @pytest.mark.parametrize("heap", HEAPS)
-def test_threads_that_come_and_go_leave_one_cache(heap):
+def test_threads_that_come_and_go_leave_few_caches(heap):
     allocator = HEAPS[heap](Known())
 
     def work():
@@ -48,16 +46,17 @@ def test_threads_that_come_and_go_leave_one_cache(heap):
         for block in blocks:
             block.fill(1)
 
-    in_threads(work)
+    # A thread that was joined may not quite have ended, and keeps its number until then.
+    in_threads(work, work, work)
     before = allocator.stats().metadata_bytes
-    for _ in range(3 * CACHES):
+    for _ in range(24):
         in_threads(work)
     assert allocator.stats().metadata_bytes == before
     allocator.check()
 
 
 @pytest.mark.parametrize("heap", HEAPS)
-@pytest.mark.parametrize("threads", [3, CACHES + 3, NUMBERS + 9])
+@pytest.mark.parametrize("threads", [3, 11, SLOTS + 9])
 def test_more_threads_than_caches(heap, threads):
     allocator = HEAPS[heap](Known())
 
@@ -81,7 +80,7 @@ def test_more_threads_than_caches(heap, threads):
 
 
 @pytest.mark.parametrize("heap", HEAPS)
-@pytest.mark.parametrize("threads", [1, 4, CACHES + 3])
+@pytest.mark.parametrize("threads", [1, 4, 11])
 @pytest.mark.parametrize("last", ["allocator", "blocks here", "blocks elsewhere", "array"])
 @pytest.mark.sampled
 def test_the_memory_goes_with_the_last_that_needs_it(heap, threads, last):

@@ -6,6 +6,7 @@ from libc.string cimport memset
 from arenapy.base.biased_lock cimport (
     BiasedLock, biased_acquire, biased_enter, biased_leave, biased_release,
 )
+from arenapy.base.thread_slot cimport thread_number
 
 cdef extern from *:
     """
@@ -59,7 +60,7 @@ cdef class Turns:
         cdef bint slowly = pause != 0
         with nogil:
             while not load(&self.stopped):
-                if biased_enter(&self.lock):
+                if biased_enter(&self.lock, thread_number()):
                     self.up(slowly)
                     biased_leave(&self.lock)
                     owned += 1
