@@ -93,7 +93,8 @@ cdef class ThreadCaches(Segments):
     cdef ThreadCache* quick[N_SLOTS + 1]
     cdef int64_t slot_offset             # slot_offset()
     cdef ThreadCache* caches[N_SLOTS + 1]    # by slot; NULL: there is none, as for slot 0
-    cdef int top_slot        # no slot above it has a cache; under `births`, and grows only
+    cdef int top_slot        # no slot above it has a cache; under `births`, and grows only, as
+    cdef int n_caches        # of these
     # [N_SMALL], by step: from the second cache on. NULL: there are none.
     cdef Depot* depots
     cdef ReservedArray depot_array       # where they lie

@@ -144,12 +144,13 @@ cdef class ThreadCaches(Segments):
         made = new_cache(self)
         if made == NULL:
             return self.cache
-        if self.cache != NULL:
+        if self.n_caches == 1:
             self.open_depots()
         arenapy_spin_acquire(&self.births)
         f = self.caches[i]
         if f == NULL:
             self.top_slot = max(self.top_slot, i)
+            self.n_caches += 1
             arenapy_store_ptr(<void**>&self.caches[i], made)
             arenapy_store_ptr(<void**>&self.quick[i], made)
         arenapy_spin_release(&self.births)
@@ -163,6 +164,11 @@ cdef class ThreadCaches(Segments):
         cdef ReservedArray array
         cdef size_t nbytes = N_SMALL * sizeof(Depot)
         cdef int s
+        biased_acquire(&self.cache.lock)     # which, while it was alone, added nothing up
+        arenapy_spin_acquire(&self.heap_lock)
+        self.add_up_own(self.cache)
+        arenapy_spin_release(&self.heap_lock)
+        biased_release(&self.cache.lock)
         if self.depots != NULL or not array_open(&array, nbytes):
             return
         if array_grow(&array, nbytes):
@@ -333,7 +339,8 @@ cdef class ThreadCaches(Segments):
         d.tick = f.tick
         d.live.block = 1
         block_id[0] = <uint64_t>id << 6
-        self.add_up(f, d.size_class, True)
+        if self.n_caches > 1:
+            self.add_up(f, d.size_class, True)
         count_taken(f, d.size_class, d.size)
         if d.state != BLOCK or align > 64 or self.rounding == ROUND_LINES:
             return <char*>d.address
@@ -381,7 +388,8 @@ cdef class ThreadCaches(Segments):
             self.taken[d.size_class] += d.pages
         d = &self.descriptors[id]
         d.tick = f.tick
-        self.add_up(f, d.size_class, False)
+        if self.n_caches > 1:
+            self.add_up(f, d.size_class, False)
         base = <char*>d.address
         free_slots = d.detail.slots
         while m.n < batch and free_slots:
@@ -413,7 +421,8 @@ cdef class ThreadCaches(Segments):
                 return False
             if self.depots == NULL or not self.to_depot(f, s):
                 arenapy_spin_acquire(&self.heap_lock)
-                self.add_up(f, d.size_class, False)
+                if self.n_caches > 1:
+                    self.add_up(f, d.size_class, False)
                 self.flush_small(f, s, self.steps[s].depth // 2)
                 arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)

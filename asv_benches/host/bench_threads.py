@@ -26,12 +26,12 @@ import arenapy
 from asv_benches.support import native
 from asv_benches.support.process import installed
 from asv_benches.support.rounds import HAS_GIL, Line, enough, named
-from asv_benches.support.sizes import KIB, mixed
+from asv_benches.support.sizes import KIB, MIB, mixed
 from asv_benches.support.workers import OURS, Worker
 
 CPUS = sorted(os.sched_getaffinity(0))
 CPUS = CPUS[::2] + CPUS[1::2]  # two threads of one core, which share its caches, come last
-THREADS = [n for n in (1, 2, 4) if n <= len(CPUS)]
+THREADS = [n for n in (1, 2, 4, 8) if n <= len(CPUS)]
 ROUNDS = 101
 ASV_ROUNDS = 15
 WRITES = 2_000_000
@@ -40,7 +40,14 @@ PYTHON_CALLS = 20_000
 LIVE = 64
 SHARED = 4096
 HEAPS = {"slab": "arenapy.Slab(64, 1 << 14)", "pool": "arenapy.Pool()"}
-WORK = ("own blocks", "each other's blocks")
+#: Of what size. A slab has items of one size, and stands where that is the size.
+OWN = {
+    "own blocks": 4 * KIB,
+    "own blocks of 64 bytes": 64,
+    "own blocks of 64 KiB": 64 * KIB,
+    "own blocks of 1 MiB": MIB,
+}
+WORK = (*OWN, "each other's blocks")
 STATEMENTS = {
     "slab.alloc()": "alloc()",
     "pool.alloc(4 KiB)": "alloc(4096)",
@@ -142,8 +149,9 @@ def isolation(rounds):
 def rate_in_c(heap, threads, work):
     """Allocations and frees a second of so many threads in C."""
     loops = native.load("pool_loops")
-    if work == "own blocks":
-        own = [loops.Blocks(LIVE, mixed(4 * KIB, 4 * KIB + 1)) for _ in range(threads)]
+    if work in OWN:
+        size = OWN[work]
+        own = [loops.Blocks(LIVE, mixed(size, size + 1)) for _ in range(threads)]
         for live in own:
             loops.fill(heap, live)
         tasks = [lambda live=live: loops.replace(heap, live, CALLS // LIVE, False) for live in own]
@@ -297,6 +305,8 @@ def lines(quick):
         )
     for work in WORK:
         for name in (*HEAPS, *installed()):
+            if name == "slab" and OWN.get(work, 64) > 4 * KIB:
+                continue  # a slab has one size, so larger ones are the same again
             malloc = OURS if name in HEAPS else name
             rates = rates_in_c(malloc, HEAPS.get(name, "heap"), work, rounds)
             yield from rate_lines(f"C, {work}, {name}", rates)

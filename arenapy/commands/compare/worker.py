@@ -88,8 +88,12 @@ def main(spec_file: str, result: str) -> None:
         json.dump(found, file)
 
 
-if __name__ == "__main__":
+def _heed_signals():
     for number in signal.SIGINT, signal.SIGTERM:
         if signal.getsignal(number) != signal.SIG_IGN:  # as of a shell's background job
             signal.signal(number, _stop)
+
+
+if __name__ == "__main__":
+    _heed_signals()
     main(*sys.argv[1:])
