@@ -5,6 +5,7 @@ On free-threaded builds threads also keep Buffers of their own.
 
 import ctypes
 import gc
+import queue
 import threading
 import weakref
 
@@ -265,3 +266,43 @@ for thread in threads:
     thread.join()
 heap.check()
 """)
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes", "kept"),  # so many free blocks does a thread keep at most
+    [
+        (lambda: Slab(4096, 512, max_count=1 << 14), 4096, 128),
+        (Pool, 4096, 64),
+        (lambda: Pool(max_bytes=1 << 30), 1 << 20, 256),
+    ],
+    ids=["slab", "pool, small", "pool, large"],
+)
+def test_one_thread_allocates_what_another_drops(make, nbytes, kept):
+    allocator = make()
+    batch = 200
+    waiting, done = queue.SimpleQueue(), queue.SimpleQueue()
+    reserved = []
+
+    def consumer():
+        while waiting.get():
+            done.put(True)
+
+    def producer():
+        for _ in range(40):
+            blocks = [allocator.alloc(nbytes) for _ in range(batch)]
+            for number, block in enumerate(blocks):
+                poke(block.address, 8, number)
+            assert all(bytes(block[:8]) == bytes([n]) * 8 for n, block in enumerate(blocks))
+            waiting.put(blocks)
+            del blocks, block  # the last references are in the queue
+            done.get()
+            reserved.append(allocator.stats().reserved_bytes)
+        waiting.put(None)
+
+    in_threads(producer, consumer)
+    stats = allocator.stats()
+    assert stats.total_allocations == 40 * batch
+    assert stats.active_allocations == 0
+    assert abs(stats.peak_bytes - batch * nbytes) <= 2 * kept * nbytes
+    assert reserved[10] == reserved[-1]
+    allocator.check()
