@@ -306,3 +306,6 @@ def test_one_thread_allocates_what_another_drops(make, nbytes, kept):
     assert abs(stats.peak_bytes - batch * nbytes) <= 2 * kept * nbytes
     assert reserved[10] == reserved[-1]
     allocator.check()
+    allocator.trim()  # what is in all caches and depots, too
+    allocator.check()
+    assert isinstance(allocator, Slab) or allocator.stats().reserved_bytes == 0
