@@ -258,10 +258,6 @@ cdef str why_closed(Block block):
     return f"{name_of(block)} is closed: {why}; allocate a new Buffer"
 
 
-cdef bint is_readonly(Block block) noexcept:
-    return block.sealed or block.owner.readonly
-
-
 cdef int acquire(Block block, bint count) except -1:
     return take_hold(block, ONE_EXPORT if count else 0, HELD)
 
@@ -496,7 +492,7 @@ cdef void free_hold(Hold* hold) noexcept:
     free(hold)
 
 
-cdef int host_only(Block block) except -1:
+cdef int check_host(Block block) except -1:
     check_open(block)
     if not block.owner.host_accessible:
         raise BufferError(
