@@ -120,7 +120,7 @@ cdef class MemoryOwner:
     cdef bint debug                      # debug mode: `leaving` and `verify` want to be called
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
-    cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
+    cdef uint64_t n_held                 # held Buffers, if it recycles: an `arenapy_count`
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
     cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
     cdef Freelist freelist               # GIL builds only

@@ -41,7 +41,10 @@ cdef extern from "numpy/arrayobject.h":
         const cnp.npy_intp* strides,
         void* data, int flags, object obj,
     )
-    int PyArray_DescrConverter(object argument, PyObject** dtype) except 0
+    ctypedef struct Descr "PyArray_Descr":
+        pass
+    int PyArray_DescrConverter(object argument, Descr** dtype) except 0
+    int NPY_HALF                         # the last of NumPy's own types
     int NPY_ITEM_HASOBJECT
     ctypedef struct PyArrayObject_fields:
         PyObject* base
@@ -53,9 +56,10 @@ cdef enum:
     MEANINGS = 64
 
 # What dtype arguments mean, found by address. Each is one of NumPy's or Python's own scalar types,
-# or a string whose dtype has no fields: those always mean the same, and nothing in their dtype can
-# change (the names of fields can). An entry counts both, so that no other argument gets its
-# address, until another one takes its place.
+# one of NumPy's own dtypes, or a string whose dtype has no fields: those always mean the same, and
+# nothing in their dtype changes, as names of fields can, and all of a dtype that is not NumPy's own
+# by __setstate__, which is left to pickle. An entry counts both, so that no other argument gets its address, until
+# another one takes its place.
 cdef struct Meaning:
     PyObject* argument
     PyObject* dtype
@@ -75,11 +79,11 @@ cdef inline Meaning* meaning_of(object argument) noexcept:
 cdef object as_dtype(object argument):
     """The dtype, refused if its items cannot live in an arena."""
     cdef Meaning* meaning = meaning_of(argument)
-    cdef PyObject* found
+    cdef Descr* found
     if ARENAPY_GIL and meaning.argument == <PyObject*>argument:
         return <object>meaning.dtype
     PyArray_DescrConverter(argument, &found)
-    dtype = <object>found
+    dtype = <object><PyObject*>found
     Py_DECREF(dtype)                     # `dtype` counts it, too
     if (<cnp.dtype>dtype).flags & NPY_ITEM_HASOBJECT:
         raise TypeError(
@@ -88,13 +92,20 @@ cdef object as_dtype(object argument):
         )
     if (<cnp.dtype>dtype).itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
         raise ValueError(f"dtype={argument!r} does not say its size; give one, like 'S8'")
-    # Asked of a type only, whose hash and equality are its identity.
+    # A set is asked of a type only, whose hash and equality are its identity.
     if ARENAPY_GIL and (
-        type(argument) is str and dtype.names is None
-        or type(argument) is type and argument in scalar_types
+        is_own(dtype) if argument is dtype
+        else dtype.names is None if type(argument) is str
+        else type(argument) is type and argument in scalar_types
     ):
         remember(meaning_of(argument), argument, dtype)
     return dtype
+
+
+cdef bint is_own(object dtype) except -1:
+    """Is it NumPy's own object for that type?"""
+    cdef int number = (<cnp.dtype>dtype).type_num
+    return 0 <= number <= NPY_HALF and cnp.PyArray_DescrFromType(number) is dtype
 
 
 cdef int remember(Meaning* meaning, object argument, object dtype) except -1:
@@ -107,16 +118,23 @@ cdef int remember(Meaning* meaning, object argument, object dtype) except -1:
     return 0
 
 
-cdef Py_ssize_t _length(object value, object shape) except -1:
-    cdef Py_ssize_t n
+cdef inline Py_ssize_t _length(object value, object shape) except -1:
+    cdef long n
     cdef int overflow
     if PyLong_CheckExact(value):
-        index = value
-    else:
-        try:
-            index = PyNumber_Index(value)
-        except TypeError:
-            raise TypeError(f"shape={shape!r}: {value!r} is not a whole number") from None
+        n = PyLong_AsLongAndOverflow(value, &overflow)
+        if n >= 0:
+            return n
+    return _odd_length(value, shape)
+
+
+cdef Py_ssize_t _odd_length(object value, object shape) except -1:
+    cdef long n
+    cdef int overflow
+    try:
+        index = PyNumber_Index(value)
+    except TypeError:
+        raise TypeError(f"shape={shape!r}: {value!r} is not a whole number") from None
     n = PyLong_AsLongAndOverflow(index, &overflow)
     if overflow:
         raise ValueError(f"shape={shape!r} is beyond any address space")
