@@ -16,7 +16,7 @@ from arenapy.base.sizes cimport HOST_ALIGN
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.buffer.block cimport host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.buffer.ndarray cimport Spec, parse, wrap
+from arenapy.buffer.ndarray cimport Spec, as_array, assign, parse, wrap
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, check_alike
 from arenapy.base.sealed cimport seal
@@ -161,7 +161,11 @@ cdef class Allocator:
         OutOfMemory
             If the allocator cannot serve it; nothing has changed then.
         """
-        return new_array(self, shape, dtype, order)
+        cdef Spec spec
+        descr = parse(shape, dtype, order, &spec)
+        if not is_array(self.base):
+            return self.device_array(shape, descr, order, &spec)
+        return host_array(self, descr, &spec)
 
     cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec):
         if order != "C":
@@ -196,13 +200,13 @@ cdef class Allocator:
 
         The memory order is kept if it is Fortran's, and is C's otherwise.
         """
-        source = np.asarray(array_like)
+        cdef Spec spec
+        source = as_array(array_like, &spec)
         if not is_array(self.base):
             source = np.ascontiguousarray(source)
-            return new_array(self, source.shape, source.dtype, "C").copy_from(source)
-        target = new_array(
-            self, source.shape, source.dtype, "F" if source.flags.fnc else "C")
-        target[...] = source
+            return self.empty(source.shape, source.dtype).copy_from(source)
+        target = host_array(self, source.dtype, &spec)
+        assign(target, source)
         return target
 
     def struct_of_arrays(self, fields, n):
@@ -241,7 +245,8 @@ cdef class Allocator:
         if not is_array(self.base):
             b = self.block(<Py_ssize_t>total, self.base.block_align, False)
             return {
-                name: b[start:start + nbytes].view(n, descr) for name, descr, start, nbytes in layout
+                name: b[start:start + nbytes].view(n, descr)
+                for name, descr, start, nbytes in layout
             }
         b = self.block(<Py_ssize_t>total, HOST_ALIGN, True)
         host_only(b)
@@ -254,16 +259,10 @@ cdef class Allocator:
 seal(Allocator, "Allocator is the base of allocators; make a Bump, Slab or Pool")
 
 
-cdef object new_array(Allocator one, object shape, object dtype, object order):
-    """What empty() returns."""
-    cdef Spec spec
-    cdef Buffer b
-    descr = parse(shape, dtype, order, &spec)
-    if not is_array(one.base):
-        return one.device_array(shape, descr, order, &spec)
-    b = one.block(spec.nbytes, HOST_ALIGN, True)
+cdef object host_array(Allocator one, object descr, Spec* spec):
+    cdef Buffer b = one.block(spec.nbytes, HOST_ALIGN, True)
     host_only(b)
-    return wrap(b, b.ptr, descr, &spec)
+    return wrap(b, b.ptr, descr, spec)
 
 
 cdef bint is_array(AllocatorCore c) noexcept:

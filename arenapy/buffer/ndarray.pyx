@@ -57,9 +57,9 @@ cdef enum:
 
 # What dtype arguments mean, found by address. Each is one of NumPy's or Python's own scalar types,
 # one of NumPy's own dtypes, or a string whose dtype has no fields: those always mean the same, and
-# nothing in their dtype changes, as names of fields can, and all of a dtype that is not NumPy's own
-# by __setstate__, which is left to pickle. An entry counts both, so that no other argument gets its address, until
-# another one takes its place.
+# nothing in their dtype changes, as names of fields can, and by __setstate__, which is left to
+# pickle, all of a dtype that is not NumPy's own. An entry counts both, so that no other argument
+# gets its address, until another one takes its place.
 cdef struct Meaning:
     PyObject* argument
     PyObject* dtype
@@ -201,6 +201,23 @@ cdef object wrap(Buffer buffer, char* ptr, object dtype, Spec* spec):
     Py_INCREF(buffer)
     (<PyArrayObject_fields*>array).base = <PyObject*>buffer
     return array
+
+
+cdef object as_array(object array_like, Spec* spec):
+    cdef int i
+    source = array_like if type(array_like) is ndarray_type else np.asarray(array_like)
+    cdef cnp.ndarray array = source
+    as_dtype(array.descr)
+    spec.ndim = cnp.PyArray_NDIM(array)
+    for i in range(spec.ndim):
+        spec.dims[i] = cnp.PyArray_DIM(array, i)
+    spec.nbytes = cnp.PyArray_NBYTES(array)      # no array has more than fit into it
+    spec.fortran = cnp.PyArray_ISFORTRAN(array)  # and is not in C order, too
+    return source
+
+
+cdef int assign(object target, object source) except -1:
+    return cnp.PyArray_CopyInto(<cnp.ndarray>target, <cnp.ndarray>source)
 
 
 cdef str code_of(descr):
