@@ -15,8 +15,7 @@ from libc.string cimport memcpy, memmove, memset
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas_ptr, arenapy_count, arenapy_load, arenapy_load_ptr,
-    arenapy_spin_acquire,
-    arenapy_spin_release, arenapy_sub, clear_bit, rank_spin,
+    arenapy_spin_acquire, arenapy_spin_release, arenapy_sub, clear_bit, rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, EVENT_GROW, EVENT_TRIM
