@@ -16,7 +16,7 @@ from arenapy.base.sizes cimport HOST_ALIGN
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.buffer.block cimport host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.buffer.ndarray cimport Spec, parse, wrap
+from arenapy.buffer.ndarray cimport Spec, as_array, assign, parse, wrap
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, check_alike
 from arenapy.base.sealed cimport seal
@@ -162,13 +162,10 @@ cdef class Allocator:
             If the allocator cannot serve it; nothing has changed then.
         """
         cdef Spec spec
-        cdef Buffer b
         descr = parse(shape, dtype, order, &spec)
         if not is_array(self.base):
             return self.device_array(shape, descr, order, &spec)
-        b = self.block(spec.nbytes, HOST_ALIGN, True)
-        host_only(b)
-        return wrap(b, descr, &spec)
+        return host_array(self, descr, &spec)
 
     cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec):
         if order != "C":
@@ -196,20 +193,20 @@ cdef class Allocator:
                 memset(ptr, 0, spec.nbytes)
         else:
             memset(ptr, 0, spec.nbytes)
-        return wrap(b, descr, &spec)
+        return wrap(b, b.ptr, descr, &spec)
 
     def copy(self, array_like):
         """A copy of an array (or anything ``numpy.asarray`` takes) in this allocator's memory.
 
         The memory order is kept if it is Fortran's, and is C's otherwise.
         """
-        source = np.asarray(array_like)
-        order = "F" if source.flags.f_contiguous and not source.flags.c_contiguous else "C"
+        cdef Spec spec
+        source = as_array(array_like, &spec)
         if not is_array(self.base):
             source = np.ascontiguousarray(source)
             return self.empty(source.shape, source.dtype).copy_from(source)
-        target = self.empty(source.shape, source.dtype, order)
-        target[...] = source
+        target = host_array(self, source.dtype, &spec)
+        assign(target, source)
         return target
 
     def struct_of_arrays(self, fields, n):
@@ -233,32 +230,39 @@ cdef class Allocator:
         cdef size_t total = 0
         cdef Buffer b
         layout = []
-        if not isinstance(fields, Mapping):
+        if type(fields) is not dict and not isinstance(fields, Mapping):
             raise TypeError(f"fields={fields!r} is not a mapping of names to dtypes")
         if not fields:
             raise ValueError("fields is empty: name at least one, like {'x': 'f4'}")
         for name, dtype in fields.items():
             descr = parse(n, dtype, "C", &spec)
-            layout.append((name, descr, total))
+            if type(n) is not int:           # it may say something else the next time
+                n = tuple([spec.dims[i] for i in range(spec.ndim)])
+            layout.append((name, descr, total, spec.nbytes))
             total += (<size_t>spec.nbytes + HOST_ALIGN - 1) & ~<size_t>(HOST_ALIGN - 1)
             if total > (<size_t>-1) >> 1:
                 raise ValueError(f"n={n} records overflow: no address space holds them")
         if not is_array(self.base):
             b = self.block(<Py_ssize_t>total, self.base.block_align, False)
             return {
-                name: b[start:start + n * descr.itemsize].view(n, descr)
-                for name, descr, start in layout
+                name: b[start:start + nbytes].view(n, descr)
+                for name, descr, start, nbytes in layout
             }
-        # A byte more than needed where all is empty: NumPy takes no offset into nothing.
-        b = self.block(<Py_ssize_t>max(total, 1), HOST_ALIGN, True)
-        bytes_ = b.array()
+        b = self.block(<Py_ssize_t>total, HOST_ALIGN, True)
+        host_only(b)
         arrays = {}
-        for name, descr, start in layout:
-            arrays[name] = np.ndarray(n, descr, bytes_, start)
+        for name, descr, start, _ in layout:
+            arrays[name] = wrap(b, b.ptr + <Py_ssize_t>start, descr, &spec)
         return arrays
 
 
 seal(Allocator, "Allocator is the base of allocators; make a Bump, Slab or Pool")
+
+
+cdef object host_array(Allocator one, object descr, Spec* spec):
+    cdef Buffer b = one.block(spec.nbytes, HOST_ALIGN, True)
+    host_only(b)
+    return wrap(b, b.ptr, descr, spec)
 
 
 cdef bint is_array(AllocatorCore c) noexcept:

@@ -10,7 +10,7 @@
 # os.fork has stopped, for which our fork handler would then wait for ever.)
 #
 # `arenapy_spin` is the same byte on every build: for what C code without the GIL shares.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.thread_slot cimport RANK_LAST, lock_released, lock_taken
@@ -127,6 +127,14 @@ cdef extern from *:
         return 1;
     #endif
     }
+    /* A count that only threads with the GIL change, and others read: no locked instruction. */
+    static inline void arenapy_count(uint64_t *p, int64_t n) {
+    #ifdef Py_GIL_DISABLED
+        __atomic_fetch_add(p, (uint64_t)n, __ATOMIC_ACQ_REL);
+    #else
+        arenapy_store(p, __atomic_load_n(p, __ATOMIC_RELAXED) + (uint64_t)n);
+    #endif
+    }
     #endif
     """
     ctypedef struct arenapy_lock:
@@ -140,6 +148,7 @@ cdef extern from *:
     bint arenapy_cas(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept nogil
     uint64_t arenapy_add(uint64_t* p, uint64_t v) noexcept nogil
     uint64_t arenapy_sub(uint64_t* p, uint64_t v) noexcept nogil
+    void arenapy_count(uint64_t* p, int64_t n) noexcept nogil
     uint32_t arenapy_glance(uint32_t* p) noexcept nogil
     void arenapy_set_glanced(uint32_t* p, uint32_t v) noexcept nogil
     void* arenapy_load_ptr(void** p) noexcept nogil

@@ -4,7 +4,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport malloc
 
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_lock
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_load, arenapy_lock
 
 cdef enum:
     CLOSED = 1           # bits of Block.word
@@ -121,7 +121,7 @@ cdef class MemoryOwner:
     cdef bint debug                      # debug mode: `leaving` and `verify` want to be called
     cdef int gone                        # GONE_*
     cdef arenapy_lock lock
-    cdef uint64_t n_held                 # atomic: held Buffers, if it recycles
+    cdef uint64_t n_held                 # held Buffers, if it recycles: an `arenapy_count`
     cdef Hold* spare                     # ended holds, linked by next, for reuse; under lock,
     cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
     cdef Freelist freelist               # GIL builds only
@@ -192,12 +192,27 @@ cdef bint is_open(Block block) noexcept
 cdef int check_open(Block block) except -1
 # The same with the owner's lock held.
 cdef bint is_open_locked(Block block) noexcept
-cdef bint is_readonly(Block block) noexcept
 cdef str name_of(Block block)
 cdef str place_of(Block block)
 # Raise unless it is open and the host may read it; write it.
-cdef int host_only(Block block) except -1
+cdef int check_host(Block block) except -1
 cdef int writable(Block block) except -1
+
+
+cdef inline int host_only(Block block) except -1:
+    # Every array asks, and most of a root that was born held.
+    if (
+        ARENAPY_GIL and block.root is None and arenapy_load(&block.word) & (CLOSED | HELD) == HELD
+        and not block.owner.gone and block.owner.host_accessible
+    ):
+        return 0
+    return check_host(block)
+
+
+cdef inline bint is_readonly(Block block) noexcept:
+    return block.sealed or block.owner.readonly
+
+
 # Mark the root held and count one live export (or, with count False, only mark it).
 cdef int acquire(Block block, bint count) except -1
 cdef void unacquire(Block block) noexcept

@@ -18,7 +18,7 @@ from libc.string cimport memset
 
 from arenapy.base.assertion cimport ASSERTS, arenapy_assert
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_load, arenapy_lock_acquire,
+    ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_count, arenapy_load, arenapy_lock_acquire,
     arenapy_lock_release, arenapy_store, arenapy_sub, rank_lock,
 )
 from arenapy.diagnostics.call_sites cimport allocated_at
@@ -258,10 +258,6 @@ cdef str why_closed(Block block):
     return f"{name_of(block)} is closed: {why}; allocate a new Buffer"
 
 
-cdef bint is_readonly(Block block) noexcept:
-    return block.sealed or block.owner.readonly
-
-
 cdef int acquire(Block block, bint count) except -1:
     return take_hold(block, ONE_EXPORT if count else 0, HELD)
 
@@ -314,7 +310,7 @@ cdef void unpin(Block block) noexcept:
         arenapy_assert(arenapy_load(&root.word) >= ONE_EXPORT, b"a pin that ends was counted")
     if arenapy_sub(&root.word, ONE_EXPORT) == ONE_EXPORT:
         if owner.recycles:
-            arenapy_sub(&owner.n_held, 1)
+            arenapy_count(&owner.n_held, -1)
         elif root.hold.flags & HOLD_RETIRED:
             arenapy_store(&root.word, HELD)  # it has outlived its frame
         else:
@@ -354,7 +350,7 @@ cdef void born_held(Block root, Hold* hold) noexcept nogil:
 cdef void enlist_hold(Block root, Hold* hold) noexcept nogil:
     """All of it but the word."""
     if root.owner.recycles:
-        arenapy_add(&root.owner.n_held, 1)
+        arenapy_count(&root.owner.n_held, 1)
         return
     hold.start = <uintptr_t>root.ptr
     hold.end = hold.start + <size_t>root.size + (root.size == 0)   # a 0-byte block occupies one
@@ -430,7 +426,7 @@ cdef int note_use(Block block, object use) except -1:
     if valid:
         if root.hold == NULL:
             root.hold, hold = hold, NULL
-            arenapy_add(&owner.n_held, 1)   # it keeps its region open
+            arenapy_count(&owner.n_held, 1)   # it keeps its region open
         if root.hold.uses == NULL:
             root.hold.uses = <PyObject*>uses
             count_up(root.hold.uses)
@@ -480,7 +476,7 @@ cdef void end_hold(PyObject* o) noexcept:
         arenapy_assert(
             arenapy_load(&(<MemoryOwner>owner).n_held) >= (2 if (<Block>o).word & HELD else 1),
             b"a hold that ends was counted")
-        arenapy_sub(&(<MemoryOwner>owner).n_held, 2 if (<Block>o).word & HELD else 1)
+        arenapy_count(&(<MemoryOwner>owner).n_held, -2 if (<Block>o).word & HELD else -1)
         live = hold.tag != 0 and (<MemoryOwner>owner).defer_free(hold)
     if live and hold.uses != NULL:
         (<MemoryOwner>owner).hooks.defer_hold(owner, hold)
@@ -496,7 +492,7 @@ cdef void free_hold(Hold* hold) noexcept:
     free(hold)
 
 
-cdef int host_only(Block block) except -1:
+cdef int check_host(Block block) except -1:
     check_open(block)
     if not block.owner.host_accessible:
         raise BufferError(

@@ -24,6 +24,11 @@ cdef class View(Buffer):
     cdef bytes format                    # PEP 3118; None: the type has no such code
 
 
+# A View of the root of `buffer`; the caller has checked that it fits.
+cdef View new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,
+                   str typestr, bytes format, bint sealed)
+
+
 cdef extern from *:
     """
     #ifndef ARENAPY_REVIVE

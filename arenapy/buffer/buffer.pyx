@@ -98,9 +98,8 @@ cdef void _root_dealloc(PyObject* o) noexcept:
     count_down(owner if counted == NULL else counted)     # may end the owner, and its region
 
 
-cdef View _new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,
-                    str typestr, bytes format, bint sealed):
-    """A View of the root of `buffer`; the caller has checked that it fits."""
+cdef View new_view(Buffer buffer, char* ptr, tuple shape, Py_ssize_t itemsize, object descr,
+                   str typestr, bytes format, bint sealed):
     cdef View v = View.__new__(View)
     cdef Py_ssize_t stride = itemsize
     cdef int i
@@ -308,10 +307,10 @@ cdef class Buffer(Block):
                 "slice memoryview(buffer) or buffer.array() with a step"
             )
         if self.root is None:
-            return _new_view(self, self.ptr + start, (n,), 1, None, "|u1", b"B", False)
+            return new_view(self, self.ptr + start, (n,), 1, None, "|u1", b"B", False)
         v = <View>self
         row = v.dims[v.ndim]
-        return _new_view(
+        return new_view(
             self, v.ptr + start * row, (n,) + v.shape[1:], v.itemsize, v.descr, v.typestr,
             v.format, v.sealed,
         )
@@ -335,11 +334,7 @@ cdef class Buffer(Block):
             If the dtype holds Python objects.
         """
         check_open(self)
-        dtype, itemsize, typestr, format = _numpy().describe("u1" if dtype is None else dtype)
-        shape = _numpy().fit(shape, itemsize, self.size, dtype)
-        return _new_view(
-            self, self.ptr, shape, itemsize, dtype, typestr, format, is_readonly(self)
-        )
+        return _numpy().view(self, shape, dtype)
 
     def array(self, shape=None, dtype=None):
         """This memory as an ndarray, without copying (host-accessible memory only).
@@ -349,7 +344,7 @@ cdef class Buffer(Block):
         host_only(self)
         if shape is None and dtype is None and self.root is not None:
             return _numpy().view_as_array(self)
-        return _numpy().view_as_array(self.view(shape, dtype))
+        return _numpy().view_as_array(_numpy().view(self, shape, dtype))
 
     # -- contents
 
@@ -490,7 +485,7 @@ cdef class View(Buffer):
     @property
     def dtype(self):
         """The NumPy dtype of an item."""
-        return _numpy().describe(self.typestr)[0] if self.descr is None else self.descr
+        return _numpy().dtype_of(self)
 
     @property
     def strides(self) -> tuple:

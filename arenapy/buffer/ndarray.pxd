@@ -14,5 +14,9 @@ cdef struct Spec:
 
 # Fills `spec` and returns the dtype; raises ValueError or TypeError and changes nothing else.
 cdef object parse(object shape, object dtype, object order, Spec* spec)
-# The array over an open Buffer that is already held; the array's base is the Buffer.
-cdef object wrap(Buffer buffer, object dtype, Spec* spec)
+# The array over an open Buffer that is already held, from `ptr` in it; its base is the Buffer.
+cdef object wrap(Buffer buffer, char* ptr, object dtype, Spec* spec)
+# numpy.asarray(array_like), and the layout of its copy; raises as `parse` does.
+cdef object as_array(object array_like, Spec* spec)
+# target[...] = source, of one shape.
+cdef int assign(object target, object source) except -1

@@ -4,10 +4,12 @@ What lives here: turning (shape, dtype, order) into a checked layout, making an 
 a Buffer, and describing a dtype to the other protocols. An array made here has its Buffer as
 base: while the array is alive, so is the Buffer, and with it the hold on the bytes.
 
-Why it is fast: `parse` remembers the last dtype argument by identity ("f4" in a loop is one
-object), so that most calls skip NumPy's dtype parser, which costs as much as the array.
+Why it is fast: `as_dtype` asks NumPy's C interface, which takes np.dtype objects as they are, and
+remembers by identity what strings and scalar types mean ("f4" in a loop is one object): NumPy's
+parser would cost as much as the array.
 """
-from cpython.ref cimport Py_INCREF
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport uintptr_t
 
@@ -16,11 +18,11 @@ cimport numpy as cnp
 
 from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.buffer.block cimport StreamHooks, acquire, check_open, is_readonly
-from arenapy.buffer.buffer cimport Buffer, View
+from arenapy.buffer.buffer cimport Buffer, View, new_view
 
 cdef extern from "Python.h":
     bint PyLong_CheckExact(object o)
-    Py_ssize_t PyLong_AsSsize_t(object o) except? -1
+    long PyLong_AsLongAndOverflow(object o, int* overflow) except? -1
     object PyNumber_Index(object o)
     bint PyIndex_Check(object o)
 
@@ -39,47 +41,103 @@ cdef extern from "numpy/arrayobject.h":
         const cnp.npy_intp* strides,
         void* data, int flags, object obj,
     )
+    ctypedef struct Descr "PyArray_Descr":
+        pass
+    int PyArray_DescrConverter(object argument, Descr** dtype) except 0
+    int NPY_HALF                         # the last of NumPy's own types
+    int NPY_ITEM_HASOBJECT
+    ctypedef struct PyArrayObject_fields:
+        PyObject* base
 
 cnp.import_array()
 
 cdef type ndarray_type = np.ndarray
-cdef object last_argument = object()     # equal to no argument
-cdef object last_dtype = None
+cdef enum:
+    MEANINGS = 64
+
+# What dtype arguments mean, found by address. Each is one of NumPy's or Python's own scalar types,
+# one of NumPy's own dtypes, or a string whose dtype has no fields: those always mean the same, and
+# nothing in their dtype changes, as names of fields can, and by __setstate__, which is left to
+# pickle, all of a dtype that is not NumPy's own. An entry counts both, so that no other argument
+# gets its address, until another one takes its place.
+cdef struct Meaning:
+    PyObject* argument
+    PyObject* dtype
+
+cdef Meaning[MEANINGS] meanings
+cdef frozenset scalar_types = frozenset(
+    [bool, int, float, complex, *[np.dtype(code).type for code in np.typecodes["All"]]]
+)
 cdef dict described = {}          # dtype -> (itemsize, typestr, format)
 
 
-cdef object _as_dtype(object argument):
+cdef inline Meaning* meaning_of(object argument) noexcept:
+    """Where it would be. Strings and types are 64 bytes apart, or nearly."""
+    return &meanings[(<uintptr_t><PyObject*>argument >> 6) % MEANINGS]
+
+
+cdef object as_dtype(object argument):
     """The dtype, refused if its items cannot live in an arena."""
-    global last_argument, last_dtype
-    if ARENAPY_GIL and argument is last_argument:
-        return last_dtype
-    dtype = np.dtype(argument)
-    if dtype.hasobject:
+    cdef Meaning* meaning = meaning_of(argument)
+    cdef Descr* found
+    if ARENAPY_GIL and meaning.argument == <PyObject*>argument:
+        return <object>meaning.dtype
+    PyArray_DescrConverter(argument, &found)
+    dtype = <object><PyObject*>found
+    Py_DECREF(dtype)                     # `dtype` counts it, too
+    if (<cnp.dtype>dtype).flags & NPY_ITEM_HASOBJECT:
         raise TypeError(
             f"dtype={dtype} holds references to Python objects, which an arena could not "
             "release at a reset; use numpy.empty for it"
         )
-    if dtype.itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
+    if (<cnp.dtype>dtype).itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
         raise ValueError(f"dtype={argument!r} does not say its size; give one, like 'S8'")
-    # By identity: no other string is this object, and field names alone can change in a dtype.
-    if ARENAPY_GIL and type(argument) is str and dtype.names is None:
-        last_argument, last_dtype = argument, dtype
+    # A set is asked of a type only, whose hash and equality are its identity.
+    if ARENAPY_GIL and (
+        is_own(dtype) if argument is dtype
+        else dtype.names is None if type(argument) is str
+        else type(argument) is type and argument in scalar_types
+    ):
+        remember(meaning_of(argument), argument, dtype)
     return dtype
 
 
-cdef Py_ssize_t _length(object value, object shape) except -1:
-    cdef Py_ssize_t n
+cdef bint is_own(object dtype) except -1:
+    """Is it NumPy's own object for that type?"""
+    cdef int number = (<cnp.dtype>dtype).type_num
+    return 0 <= number <= NPY_HALF and cnp.PyArray_DescrFromType(number) is dtype
+
+
+cdef int remember(Meaning* meaning, object argument, object dtype) except -1:
+    cdef Meaning before = meaning[0]
+    Py_INCREF(argument)
+    Py_INCREF(dtype)
+    meaning.argument, meaning.dtype = <PyObject*>argument, <PyObject*>dtype
+    Py_XDECREF(before.argument)          # this may run code, and find the new entry whole
+    Py_XDECREF(before.dtype)
+    return 0
+
+
+cdef inline Py_ssize_t _length(object value, object shape) except -1:
+    cdef long n
+    cdef int overflow
     if PyLong_CheckExact(value):
-        index = value
-    else:
-        try:
-            index = PyNumber_Index(value)
-        except TypeError:
-            raise TypeError(f"shape={shape!r}: {value!r} is not a whole number") from None
+        n = PyLong_AsLongAndOverflow(value, &overflow)
+        if n >= 0:
+            return n
+    return _odd_length(value, shape)
+
+
+cdef Py_ssize_t _odd_length(object value, object shape) except -1:
+    cdef long n
+    cdef int overflow
     try:
-        n = PyLong_AsSsize_t(index)
-    except OverflowError:
-        raise ValueError(f"shape={shape!r} is beyond any address space") from None
+        index = PyNumber_Index(value)
+    except TypeError:
+        raise TypeError(f"shape={shape!r}: {value!r} is not a whole number") from None
+    n = PyLong_AsLongAndOverflow(index, &overflow)
+    if overflow:
+        raise ValueError(f"shape={shape!r} is beyond any address space")
     if n < 0:
         raise ValueError(f"shape={shape!r}: {n} is negative")
     return n
@@ -102,7 +160,7 @@ cdef object parse(object shape, object dtype, object order, Spec* spec):
     cdef Py_ssize_t n, nbytes
     cdef Py_ssize_t empty = 0
     cdef int i
-    descr = _as_dtype(dtype)
+    descr = as_dtype(dtype)
     if not isinstance(order, str):
         raise TypeError(f"order={order!r} is of type {type(order).__name__}; give 'C' or 'F'")
     if order == "C":
@@ -129,19 +187,37 @@ cdef object parse(object shape, object dtype, object order, Spec* spec):
     return descr
 
 
-cdef object wrap(Buffer buffer, object dtype, Spec* spec):
+cdef object wrap(Buffer buffer, char* ptr, object dtype, Spec* spec):
     cdef int flags = cnp.NPY_ARRAY_ALIGNED
-    cdef cnp.ndarray array
     if not is_readonly(buffer):
         flags |= cnp.NPY_ARRAY_WRITEABLE
     flags |= cnp.NPY_ARRAY_F_CONTIGUOUS if spec.fortran else cnp.NPY_ARRAY_C_CONTIGUOUS
     Py_INCREF(dtype)                      # NewFromDescr takes a reference
     array = PyArray_NewFromDescr(
-        ndarray_type, <cnp.dtype>dtype, spec.ndim, <cnp.npy_intp*>spec.dims, NULL, buffer.ptr,
-        flags, None,
+        ndarray_type, <cnp.dtype>dtype, spec.ndim, <cnp.npy_intp*>spec.dims, NULL, ptr, flags,
+        None,
     )
-    cnp.set_array_base(array, buffer)
+    # PyArray_SetBaseObject, without looking for an array whose base could be taken instead.
+    Py_INCREF(buffer)
+    (<PyArrayObject_fields*>array).base = <PyObject*>buffer
     return array
+
+
+cdef object as_array(object array_like, Spec* spec):
+    cdef int i
+    source = array_like if type(array_like) is ndarray_type else np.asarray(array_like)
+    cdef cnp.ndarray array = source
+    as_dtype(array.descr)
+    spec.ndim = cnp.PyArray_NDIM(array)
+    for i in range(spec.ndim):
+        spec.dims[i] = cnp.PyArray_DIM(array, i)
+    spec.nbytes = cnp.PyArray_NBYTES(array)      # no array has more than fit into it
+    spec.fortran = cnp.PyArray_ISFORTRAN(array)  # and is not in C order, too
+    return source
+
+
+cdef int assign(object target, object source) except -1:
+    return cnp.PyArray_CopyInto(<cnp.ndarray>target, <cnp.ndarray>source)
 
 
 cdef str code_of(descr):
@@ -170,11 +246,9 @@ cdef str code_of(descr):
     return f"T{{{''.join(parts)}{'x' * (descr.itemsize - end)}}}"
 
 
-def describe(dtype):
-    """``(dtype, itemsize, typestr, format)``; `format` is None where PEP 3118 has no code."""
-    cdef object entry
-    descr = _as_dtype(dtype)
-    entry = described.get(descr)
+cdef tuple describe(object descr):
+    """``(itemsize, typestr, format)``; `format` is None where PEP 3118 has no code."""
+    cdef object entry = described.get(descr)
     if entry is None:
         if descr.subdtype is not None:
             raise ValueError(f"dtype={descr} has a shape of its own; give that to `shape`")
@@ -185,17 +259,19 @@ def describe(dtype):
         entry = (descr.itemsize, descr.str, format)
         if len(described) < 1024:
             described[descr] = entry
-    return (descr, *entry)               # not the key: equal dtypes may differ in their names
+    return <tuple>entry
 
 
 cdef bint _is_unknown(object length) except -1:
+    if PyLong_CheckExact(length):
+        return length == -1
     try:
         return PyNumber_Index(length) == -1
     except TypeError:
         return False                 # `_length` says what is wrong with it
 
 
-def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
+cdef tuple fit(object shape, Py_ssize_t itemsize, Py_ssize_t nbytes, object dtype):
     """The shape as a tuple without -1, checked to take in no more than `nbytes`."""
     cdef Py_ssize_t known = itemsize
     cdef Py_ssize_t n, unknown = -1
@@ -228,6 +304,22 @@ def fit(shape, Py_ssize_t itemsize, Py_ssize_t nbytes, dtype):
     return tuple(lengths)
 
 
+def view(Buffer buffer not None, shape, dtype):
+    """What Buffer.view returns."""
+    # Not a dict's key: equal dtypes may differ in the names of their fields.
+    descr = as_dtype("u1" if dtype is None else dtype)
+    itemsize, typestr, format = describe(descr)
+    return new_view(
+        buffer, buffer.ptr, fit(shape, itemsize, buffer.size, descr), itemsize, descr, typestr,
+        format, is_readonly(buffer),
+    )
+
+
+cpdef object dtype_of(View view):
+    """What View.dtype is."""
+    return np.dtype(view.typestr) if view.descr is None else view.descr
+
+
 def view_as_array(View view not None):
     """The ndarray over a typed view; its base is the view, which keeps the block held."""
     cdef Spec spec
@@ -239,7 +331,7 @@ def view_as_array(View view not None):
     for i in range(view.ndim):
         spec.dims[i] = view.dims[i]
     acquire(view, False)
-    return wrap(view, np.dtype(view.typestr) if view.descr is None else view.descr, &spec)
+    return wrap(view, view.ptr, dtype_of(view), &spec)
 
 
 def interface(Buffer buffer not None):

@@ -11,14 +11,15 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
+    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.pool.page_heap cimport (
-    MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later, scatter,
+    MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later,
+    scatter,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
@@ -182,7 +183,7 @@ cdef class PoolCore(ThreadCaches):
         record(self, EVENT_FREE, <void*>hold.start, 0)
         if self.debug:
             self.leaving(<void*>hold.start)
-        arenapy_add(&self.n_held, 1)
+        arenapy_count(&self.n_held, 1)
         arenapy_spin_acquire(&self.heap_lock)
         link_hold(&self.aside, hold)
         arenapy_spin_release(&self.heap_lock)
@@ -192,7 +193,7 @@ cdef class PoolCore(ThreadCaches):
         arenapy_spin_acquire(&self.heap_lock)
         unlink_hold(&self.aside, hold)
         arenapy_spin_release(&self.heap_lock)
-        arenapy_sub(&self.n_held, 1)
+        arenapy_count(&self.n_held, -1)
         if not self.shut:
             self.free_claimed(<char*>hold.start, hold.tag)
             if self.timed >= 0:
@@ -205,7 +206,7 @@ cdef class PoolCore(ThreadCaches):
         cdef uint64_t block_id = (<Block>root).tag
         if (<Block>root).word & HELD:
             arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
-            arenapy_sub(&self.n_held, 1)
+            arenapy_count(&self.n_held, -1)
         if block_id == 0:
             return                           # released before
         if self.fast_path_off:

@@ -14,8 +14,8 @@ from libc.string cimport memcpy, memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_fence, arenapy_load, arenapy_load_ptr, arenapy_spin_acquire, arenapy_spin_release,
-    arenapy_store_ptr, arenapy_sub, rank_spin,
+    arenapy_add, arenapy_count, arenapy_fence, arenapy_load, arenapy_load_ptr,
+    arenapy_spin_acquire, arenapy_spin_release, arenapy_store_ptr, arenapy_sub, rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, EVENT_GROW, EVENT_TRIM
@@ -629,7 +629,7 @@ cdef class SlabCore(Items):
         record(self, EVENT_FREE, <void*>hold.start, 0)
         if self.debug:
             self.leaving(<void*>hold.start)
-        arenapy_add(&self.n_held, 1)
+        arenapy_count(&self.n_held, 1)
         biased_acquire(&self.depot.lock)
         link_hold(&self.aside, hold)
         self.n_pending += 1
@@ -641,7 +641,7 @@ cdef class SlabCore(Items):
         unlink_hold(&self.aside, hold)
         self.n_pending -= 1
         biased_release(&self.depot.lock)
-        arenapy_sub(&self.n_held, 1)
+        arenapy_count(&self.n_held, -1)
         if not self.shut:
             self.free_claimed(hold.tag)
         free(hold)
@@ -693,7 +693,7 @@ cdef class SlabCore(Items):
         cdef uint64_t name = (<Block>root).tag
         if (<Block>root).word & HELD:
             arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
-            arenapy_sub(&self.n_held, 1)
+            arenapy_count(&self.n_held, -1)
         if name == 0:
             return                           # released before
         if not cache_free(self, name):

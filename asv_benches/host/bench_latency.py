@@ -68,6 +68,42 @@ ARRAYS = {OUR_ARRAY: Way(f"empty({SHAPES[0]})", "arena.reset(); empty = arena.em
     if name != "slab.empty" or shape == SHAPES[0]
 }
 
+# What users write for a dtype but a string; the first three have a budget.
+KINDS = (
+    "np.dtype('f8')",
+    "np.float64",
+    "float",
+    "np.dtype('>f8')",
+    "np.dtype([('x', 'f4'), ('n', 'i4')])",
+)
+KINDS_LIMITED = 3
+DTYPES = {
+    f"{name}((8,), {kind})": Way("empty((8,), kind)", f"{before}; kind = {kind}; empty = {name}")
+    for kind in KINDS
+    for name, before in (
+        ("arena.empty", "arena.reset()"),
+        ("pool.empty", "pass"),
+        ("slab.empty", "pass"),
+        ("np.empty", "pass"),
+    )
+}
+TYPED = {
+    "arena.zeros((8,), kind)": Way("zeros((8,), kind)", "arena.reset(); zeros = arena.zeros"),
+    "np.zeros((8,), kind)": Way("zeros((8,), kind)", "zeros = np.zeros"),
+    "b.view((8,), kind)": Way("view((8,), kind)", "view = block.view"),
+    "b.array((8,), kind)": Way("array((8,), kind)", "array = block.array"),
+    "np.ndarray((8,), kind, b)": Way("ndarray((8,), kind, block)", "ndarray = np.ndarray"),
+    "arena.struct_of_arrays({'x': kind, 'y': kind}, 8)": Way(
+        "struct_of_arrays({'x': kind, 'y': kind}, 8)",
+        "arena.reset(); struct_of_arrays = arena.struct_of_arrays",
+    ),
+    "{'x': np.empty(8, kind), 'y': np.empty(8, kind)}": Way(
+        "{'x': empty(8, kind), 'y': empty(8, kind)}", "empty = np.empty"
+    ),
+    "arena.copy(array)": Way("copy(array)", "arena.reset(); copy = arena.copy"),
+    "np.array(array)": Way("copy(array)", "copy = np.array"),
+}
+
 MARK_RESET = "m = arena.mark(); arena.reset(m)"
 LATE = "with arena.scope(): x = arena.empty(8), in a function that x ends with"
 WORN = 10_000
@@ -139,6 +175,9 @@ def namespace():
         "noop": native.load().Noop(),
         "np": np,
         "pyarrow": pyarrow,
+        "kind": np.dtype("f8"),
+        "block": arenapy.Bump(1 << 16).alloc(64),
+        "array": np.arange(8.0),
     }
 
 
@@ -150,6 +189,8 @@ LargeBlock = timed(
     namespace,
 )
 Array = timed("Array", "An array, made and dropped", ARRAYS, namespace)
+Dtype = timed("Dtype", "An array of a dtype, made and dropped", DTYPES, namespace)
+Typed = timed("Typed", "An array of np.dtype('f8'), made and dropped", TYPED, namespace)
 Frame = timed("Frame", "A frame of an arena, entered and left", MARKS, namespace)
 Batch = timed("Batch", "Blocks made in one call or one by one", BATCHES, namespace)
 
@@ -159,7 +200,7 @@ def lines(quick):
     rounds = 51 if quick else 501
     names = namespace()
     blocks = {name: BLOCKS[name] for name in (OURS, *PEERS) if name != ARROW or pyarrow}
-    arrays = {name: ARRAYS[name] for name in (OUR_ARRAY, NP_ARRAY)}
+    arrays = {name: ARRAYS[name] for name in (OUR_ARRAY, NP_ARRAY)} | DTYPES
     found = {}
     # What is compared takes turns; what is not need not.
     for group in (blocks, arrays, MARKS):
@@ -171,6 +212,12 @@ def lines(quick):
         if peer in found:
             yield Line("latency", f"{OURS} / {peer}", found[OURS] / found[peer], "x", limit)
     yield Line("latency", f"{OUR_ARRAY} / {NP_ARRAY}", found[OUR_ARRAY] / found[NP_ARRAY], "x", 1.0)
+    for i, kind in enumerate(KINDS):
+        limit = 0.9 if i < KINDS_LIMITED else None
+        peer = found[f"np.empty((8,), {kind})"]
+        for ours in ("arena", "pool", "slab"):
+            ratio = found[f"{ours}.empty((8,), {kind})"] / peer
+            yield Line("latency", f"{ours}.empty / np.empty, {kind}", ratio, limit=limit)
 
 
 def pool_lines(quick):

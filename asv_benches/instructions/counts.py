@@ -193,6 +193,12 @@ GROUPS = {
     "Array": Group(
         "an array", bench_latency.ARRAYS, bench_latency.namespace, ours(bench_latency.ARRAYS)
     ),
+    "Dtype": Group(
+        "an array of a dtype",
+        bench_latency.DTYPES | bench_latency.TYPED,
+        bench_latency.namespace,
+        ours(bench_latency.DTYPES | bench_latency.TYPED),
+    ),
     "Frame": Group(
         "a frame", bench_latency.MARKS, bench_latency.namespace, ours(bench_latency.MARKS)
     ),
