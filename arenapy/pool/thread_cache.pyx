@@ -359,7 +359,7 @@ cdef class ThreadCaches(Segments):
         cdef SmallStep* step = &self.steps[s]
         cdef Magazine* m = &f.small[s]
         cdef uint32_t id = self.partial[s]
-        cdef uint32_t batch = min(step.depth, step.slots)    # so that spans seldom serve two threads
+        cdef uint32_t batch = min(step.depth, step.slots)  # so that few spans serve two threads
         cdef uint32_t page, i, line
         cdef uint64_t free_slots
         cdef Descriptor* d
