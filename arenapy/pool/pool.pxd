@@ -17,8 +17,7 @@ cdef class Pool(Allocator):
     cdef readonly object trim_after
     cdef readonly str rounding
     cdef readonly bint debug
-    # Streams of the user that were named last, each as the hooks name it, and its cache. It is
-    # replaced, and never changed.
+    # Streams of the user that were named last, each with its cache; replaced, and never changed.
     cdef list recent_streams
     cdef Py_ssize_t streams_come         # since those that are gone were looked for
     cdef size_t idle_allowed             # bytes that streams may keep idle when a pool grows

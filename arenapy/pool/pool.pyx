@@ -53,11 +53,11 @@ cdef enum:
     # A block of up to REFILL_BYTES that a stream takes from the pool brings others, so that most
     # of them cost no event: at most as many more, of as many bytes together.
     REFILL = 15
-    REFILL_BYTES = 64 << 10
+    REFILL_BYTES = 16 << 10
     # Streams come and go: among so many times as many as came, those that are gone are looked for.
-    LOOK_SHARE = 16
+    LOOK_SHARE = 64
     LOOKS = 4                # streams that have work left are asked at a time; if memory is short,
-    LOOKS_TO_GROW = 16       # so many
+    LOOKS_TO_GROW = 8        # so many
     PASS_BYTES = 8 << 20     # what goes from a stream to the next one, and not to the pool
     # Streams that are gone, and have work left, keep so many bytes together, and at least so many
     # of them whatever that is. Beyond, and beyond MOST_GONE, the next stream waits for one of them.
@@ -274,19 +274,21 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         for known in self.recent_streams if ARENAPY_GIL else []:
             if known[0] is stream:
                 self.core.hooks.may_begin(self.core.hooks.named(stream))   # it may be closed
-                return known[2]
+                return known[1]
+        known = None                         # a stream may end when it is no longer recent
         named = self.core.hooks.stream_cache(stream)
         if named is None or named is self.core.hooks.own:
             return None if named is None else self
         cache = self.stream_caches.get(named)
-        if cache is None:
+        fresh = cache is None
+        if fresh:
             cache = self.stream_caches.setdefault(named, new_stream_cache(self.core, named))
             self.streams_come += 1
-            if LOOK_SHARE * self.streams_come > len(self.stream_caches):
-                self.streams_come = 0
-                self.settle_gone(<StreamCache>cache)
-        if self.core.hooks.always(stream, named):
-            self.recent_streams = [(stream, named, cache), *self.recent_streams[:MAX_NAMED - 1]]
+        if self.core.hooks.always(stream, named):        # which may let go of a stream
+            self.recent_streams = [(stream, cache), *self.recent_streams[:MAX_NAMED - 1]]
+        if fresh and LOOK_SHARE * self.streams_come > len(self.stream_caches):
+            self.streams_come = 0
+            self.settle_gone(<StreamCache>cache)
         return cache
 
     cdef Buffer stream_block(self, StreamCache cache, object nbytes, object alignment):
@@ -354,14 +356,16 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     cdef size_t settle_gone(self, StreamCache heir) except? 0:
         """Blocks of streams that are gone are others' when their work is done. Bytes.
 
-        The first of those goes to `heir`, the cache of a new stream, or None. It waits for one of
-        them, and has its blocks, if they keep much.
+        Those of the first go to `heir`, the cache of a new stream, or None. If others keep much, its
+        stream waits for some of them, and has their blocks.
         """
         cdef StreamHooks hooks = self.core.hooks
         cdef StreamCache cache
         cdef list busy = []
         cdef size_t nbytes, kept = 0, freed = 0
+        cdef Py_ssize_t left
         cdef uint32_t chain
+        cdef bint inherits = heir is not None
         for named, cache in list(self.stream_caches.items()):
             if not hooks.ended(named):
                 continue
@@ -370,9 +374,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             nbytes = cache.idle()
             chain = cache.detach(0)
             if chain and len(busy) < LOOKS and hooks.done(named):
-                if heir is not None and nbytes <= PASS_BYTES:
+                if inherits and nbytes <= PASS_BYTES:
                     cache.pass_chain(chain, heir)
-                    heir = None
+                    inherits = False
                 else:
                     freed += cache.free_chain(chain)
             elif chain:
@@ -380,24 +384,28 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 kept += nbytes
                 busy.append(cache)
             self.forget_stream_cache(named, cache)
-        if heir is not None and (
-                len(busy) > MOST_GONE or len(busy) > FEW_GONE and kept > GONE_BYTES):
-            cache = <StreamCache>busy[LOOKS]     # those before it were asked: they take long
+        left = len(busy)
+        for cache in busy[LOOKS:] if inherits else []:   # those before were asked: they take long
+            if left <= MOST_GONE and (left <= FEW_GONE or kept <= GONE_BYTES):
+                break
+            nbytes = cache.idle()
             chain = cache.detach(0)
             try:
                 hooks.join(heir.stream, cache.stream)
             except Exception:                # one of them is captured
                 cache.attach(chain)
-                return freed
+                continue
             cache.pass_chain(chain, heir)
             self.forget_stream_cache(cache.stream, cache)
+            kept -= min(kept, nbytes)
+            left -= 1
         return freed
 
     cdef int forget_stream_cache(self, object named, StreamCache cache) except -1:
         """If its stream is gone, and it has no block."""
         if (cache.lent.blocks == 0 and self.core.hooks.ended(named)
                 and self.stream_caches.pop(named, None) is not None):
-            self.recent_streams = [known for known in self.recent_streams if known[2] is not cache]
+            self.recent_streams = [known for known in self.recent_streams if known[1] is not cache]
         return 0
 
     cdef bint reclaim(self) except -1:
