@@ -494,6 +494,7 @@ cdef void check_lent(PoolCore c, Fault* f) noexcept nogil:
     cdef size_t idle[N_CLASSES]
     cdef uint64_t blocks[N_CLASSES]
     cdef Lent* lent = c.lent
+    cdef size_t all_idle = 0
     cdef Node* node
     cdef Descriptor* d
     cdef uint32_t at, n
@@ -517,10 +518,13 @@ cdef void check_lent(PoolCore c, Fault* f) noexcept nogil:
                 at = node.next
         fault(f, n > lent.blocks, b"a stream has more idle blocks than blocks", 0, n, lent.blocks)
         for i in range(N_CLASSES):
+            all_idle += lent.idle_bytes[i]
             fault(f, lent.away == 0 and (
                   idle[i] != lent.idle_bytes[i] or blocks[i] != lent.idle_blocks[i]),
                   b"idle blocks of a stream were miscounted", i, lent.idle_bytes[i], idle[i])
         lent = lent.next
+    fault(f, all_idle != c.lent_idle, b"idle bytes of streams were miscounted", 0, c.lent_idle,
+          all_idle)
 
 
 def verify(PoolCore c not None):

@@ -78,6 +78,7 @@ cdef class PoolCore(ThreadCaches):
 
     cdef Lent* lent          # of each other stream; under lent_lock, as is what those that are gone
     cdef arenapy_lock lent_lock          # did: allocations beyond `taken`, and their bytes
+    cdef size_t lent_idle    # bytes of all that is idle there
     cdef uint64_t lent_before[N_CLASSES]
     cdef uint64_t lent_bytes_before
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away

@@ -411,23 +411,21 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     cdef bint reclaim(self) except -1:
         """Before a pool grows: what streams do not use any more. False: nothing."""
         cdef StreamCache cache
-        cdef size_t nbytes, freed = self.settle_gone(None), idle = 0
+        cdef size_t nbytes, freed = self.settle_gone(None)
         cdef uint64_t asked
         cdef uint32_t chain
         cdef int busy = 0
-        caches = list(self.stream_caches.values())
-        for cache in caches:
-            idle += cache.idle()
-        for cache in caches:
+        if self.core.lent_idle <= self.idle_allowed:
+            return freed > 0
+        for cache in list(self.stream_caches.values()):
             asked = cache.allocations()
-            if (asked == cache.asked and idle > self.idle_allowed and busy < LOOKS_TO_GROW
-                    and cache.idle()):
+            if (asked == cache.asked and self.core.lent_idle > self.idle_allowed
+                    and busy < LOOKS_TO_GROW and cache.idle()):
                 chain = cache.detach(0)
                 if chain and self.core.hooks.done(cache.stream):
                     nbytes = cache.free_chain(chain)
                     cache.reclaimed += nbytes
                     freed += nbytes
-                    idle -= min(idle, nbytes)
                 else:
                     cache.attach(chain)
                     busy += 1

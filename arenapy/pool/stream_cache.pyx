@@ -117,6 +117,7 @@ cdef class StreamCache(MemoryOwner):
                 lent.unused = at
                 lent.idle_bytes[d.size_class] -= d.size
                 lent.idle_blocks[d.size_class] -= 1
+                self.core.lent_idle -= d.size
                 lent.allocations[d.size_class] += 1
                 lent.bytes += d.size
                 break
@@ -221,6 +222,7 @@ cdef class StreamCache(MemoryOwner):
         arenapy_assert(lent.blocks > 0, b"a stream's blocks were counted")
         lent.idle_bytes[d.size_class] -= d.size
         lent.idle_blocks[d.size_class] -= 1
+        self.core.lent_idle -= d.size
         lent.blocks -= 1
         lent.away -= 1
         node.next = lent.unused
@@ -391,6 +393,7 @@ cdef inline void put(
     head[0] = at
     lent.idle_bytes[d.size_class] += d.size
     lent.idle_blocks[d.size_class] += 1
+    core.lent_idle += d.size
 
 
 cdef StreamCache new_stream_cache(PoolCore core, object stream):
