@@ -6,7 +6,7 @@ calls in C (c_api).
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 
 import time
 from collections.abc import Iterable, Mapping
@@ -405,7 +405,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """If its stream is gone, and it has no block."""
         if (cache.lent.blocks == 0 and self.core.hooks.ended(named)
                 and self.stream_caches.pop(named, None) is not None):
-            self.recent_streams = [known for known in self.recent_streams if known[1] is not cache]
+            self.recent_streams = [
+                known for known in self.recent_streams if known[1] is not cache]
         return 0
 
     cdef bint reclaim(self) except -1:

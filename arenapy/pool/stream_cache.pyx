@@ -14,8 +14,8 @@ seen done after `detach`, so that nothing given back later is among them. `pass_
 the other stream waits for this one. `defer_chain`: the pool waits for the stream, as for any that
 was told of a block.
 
-Why it is light: all there is of a stream is one `Lent` of some 2 KiB, and a node for each block that
-it has. Streams share the spans and the regions of the pool, block by block.
+Why it is light: all there is of a stream is one `Lent` of some 2 KiB, and a node for each block
+that it has. Streams share the spans and the regions of the pool, block by block.
 
 Locks: `lent_lock` of the pool's core guards all its `Lent`s, on builds without a GIL. Nothing else
 is taken under it.

@@ -1,6 +1,7 @@
 """What a pool keeps for streams other than its own: time takes it, and so do newer streams."""
 
 import gc
+import random
 
 import pytest
 from cuda_support import MIB, backwards, content, new_stream, samples, slowly_fill, until
@@ -216,7 +217,9 @@ def test_a_stream_waits_for_those_that_are_gone(large):
         seen.append((i, samples(large, stream.handle, block)))
         del block, stream
     assert pool.stats().reserved_bytes <= 64 * MIB, "nobody has waited"
-    backwards(large)
+    order = random.Random(1)
+    while large.step(order.randrange(1000)):
+        pass
     assert all(found == [{byte}] for byte, found in seen)
     assert not large.errors
 
@@ -310,8 +313,9 @@ def test_what_a_stream_has_under_work_serves_nobody(large):
     del block
     block = pool.alloc(6 * MIB, stream=other)
     slowly_fill(large, other.handle, block, 2)
-    found = samples(large, other.handle, block)
-    backwards(large)
-    assert found == [{2}]
+    order = random.Random(1)
+    while large.step(order.randrange(1000)):
+        pass
+    assert set(content(block)) == {2}, "the first one wrote last"
     assert not large.errors
     pool.check()
