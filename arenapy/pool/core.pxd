@@ -76,12 +76,12 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]
 
+    cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
     cdef Lent* lent          # of each other stream; under lent_lock, as is what those that are gone
     cdef arenapy_lock lent_lock          # did: allocations beyond `taken`, and their bytes
     cdef size_t lent_idle    # bytes of all that is idle there
     cdef uint64_t lent_before[N_CLASSES]
     cdef uint64_t lent_bytes_before
-    cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
 
     cdef void ready(self) noexcept nogil
     cdef void update_fast_path(self) noexcept nogil
@@ -98,9 +98,6 @@ cdef class PoolCore(ThreadCaches):
     cdef bint claim(self, uint64_t block_id) noexcept nogil
     cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil
     cdef void add_leased(self, Hold* hold) noexcept nogil
-    # A live block is pending until `finish_free` takes its hold. False: it is not live.
-    cdef bint set_aside(self, Hold* hold) noexcept nogil
-    cdef void add_lent(self, PoolFigures* r) noexcept nogil
     cdef void reclaim_leases(self) noexcept nogil
     cdef PoolFigures figures(self) noexcept nogil
     cdef size_t largest_of(self, int k) noexcept nogil
@@ -110,6 +107,9 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t stale_pages(self, uint32_t tick) noexcept nogil
     cdef size_t exchange_peak(self, int64_t peak) noexcept nogil
     cdef void reset_peaks(self) noexcept nogil
+    # A live block is pending until `finish_free` takes its hold. False: it is not live.
+    cdef bint set_aside(self, Hold* hold) noexcept nogil
+    cdef void add_lent(self, PoolFigures* r) noexcept nogil
 
 
 # The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after
