@@ -356,8 +356,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     cdef size_t settle_gone(self, StreamCache heir) except? 0:
         """Blocks of streams that are gone are others' when their work is done. Bytes.
 
-        Those of the first go to `heir`, the cache of a new stream, or None. If others keep much, its
-        stream waits for some of them, and has their blocks.
+        Those of the first go to `heir`, the cache of a new stream, or None. If others keep much,
+        its stream waits for some of them, and has their blocks.
         """
         cdef StreamHooks hooks = self.core.hooks
         cdef StreamCache cache
