@@ -66,11 +66,15 @@ cdef class StreamHooks:
     # What a user's argument names; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
     # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
-    # are to come from a pool of their own, whose source `stream_cache_source` is; else None.
+    # are to be kept for it; else None.
     cdef object stream_cache(self, object stream)
+    # Of such a stream: is its object gone, so that nobody gives it work any more? Has it done what
+    # it was given? Not sure: no. Let it wait for all that another one was given so far.
+    cdef bint ended(self, object stream) noexcept
+    cdef bint done(self, object stream) noexcept
+    cdef int join(self, object stream, object other) except -1
     # Does that object name the same stream for as long as it is kept?
     cdef bint always(self, object stream, object named)
-    cdef object stream_cache_source(self, object pool, object stream)
     # May a block be allocated for `stream` now? One is.
     cdef int may_begin(self, object stream) except -1
     cdef int begin(self, object block, object stream) except -1

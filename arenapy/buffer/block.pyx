@@ -527,7 +527,13 @@ cdef class StreamHooks:
     cdef bint always(self, object stream, object named):
         raise NotImplementedError
 
-    cdef object stream_cache_source(self, object pool, object stream):
+    cdef bint ended(self, object stream) noexcept:
+        return False
+
+    cdef bint done(self, object stream) noexcept:
+        return False
+
+    cdef int join(self, object stream, object other) except -1:
         raise NotImplementedError
 
     cdef int may_begin(self, object stream) except -1:

@@ -168,9 +168,14 @@ cdef class Ordering(StreamHooks):
             return None
         return s
 
-    cdef object stream_cache_source(self, object pool, object stream):
-        from arenapy.cuda.backing import StreamCacheSource
-        return StreamCacheSource(pool, self, stream)
+    cdef bint ended(self, object stream) noexcept:
+        return nobody_else_has(<StreamRef>stream)
+
+    cdef bint done(self, object stream) noexcept:
+        return (<StreamRef>stream).idle()
+
+    cdef int join(self, object stream, object other) except -1:
+        return join_streams(<StreamRef>stream, <StreamRef>other)
 
     cdef int may_begin(self, object stream) except -1:
         return free_to_use(

@@ -9,11 +9,14 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from arenapy.buffer.block cimport Hold
+from arenapy.pool.hot_path cimport block_is_live
 from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total
 from arenapy.pool.page_heap cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
 )
-from arenapy.pool.core cimport ClassFigures, PoolCore, PoolFigures
+from arenapy.pool.core cimport (
+    BUCKETS, ClassFigures, Lent, Node, PoolCore, PoolFigures, lent_bucket, lent_enter, lent_leave,
+)
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport (
     N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of, floor_step,
@@ -94,7 +97,9 @@ def listing(PoolCore c not None):
 
     cdef List blocks = List(NULL, 0, 0, False)
     cdef List held = List(NULL, 0, 0, False)
+    cdef List idle = List(NULL, 0, 0, False)
     cdef Hold* hold
+    cdef Lent* lent
     cdef Py_ssize_t i
     with nogil:
         c.lock_all()
@@ -104,17 +109,39 @@ def listing(PoolCore c not None):
             while hold != NULL:
                 add(&held, hold.start - c.descriptors[hold.tag >> 6].skew, 0, 0, PENDING)
                 hold = hold.next
+        lent_enter(c)
+        lent = c.lent
+        while lent != NULL:
+            hold = lent.aside
+            while hold != NULL:
+                add(&held, hold.start, 0, 0, PENDING)
+                hold = hold.next
+            add_idle(lent, &idle)
+            lent = lent.next
+        lent_leave(c)
         c.unlock_all()
     pending = {held.items[i].address for i in range(held.n)}
+    unused = {idle.items[i].address for i in range(idle.n)}
     free(held.items)
-    if blocks.full or held.full:
+    free(idle.items)
+    if blocks.full or held.full or idle.full:
         free(blocks.items)
         raise MemoryError("no memory for a list of all blocks")
     cdef Listing found = Listing.__new__(Listing)
     found.info = BlockInfo
     found.blocks = blocks
-    found.pending = pending
+    found.pending, found.idle = pending, unused
     return iter(found)
+
+
+cdef void add_idle(Lent* lent, List* idle) noexcept nogil:
+    cdef uint32_t at
+    cdef int i
+    for i in range(BUCKETS):
+        at = lent.heads[i]
+        while at:
+            add(idle, <uintptr_t>lent.nodes[at].ptr, 0, 0, IDLE)
+            at = lent.nodes[at].next
 
 
 def extents(PoolCore c not None):
@@ -153,7 +180,7 @@ cdef class Listing:
     """Yields what was collected; frees it at the end."""
     cdef List blocks
     cdef Py_ssize_t at
-    cdef object pending
+    cdef object pending, idle            # addresses of blocks that the pool takes for live
     cdef object info         # the class BlockInfo
 
     def __iter__(self):
@@ -165,7 +192,11 @@ cdef class Listing:
             raise StopIteration
         f = &self.blocks.items[self.at]
         self.at += 1
-        state = PENDING if f.address in self.pending else f.state
+        state = f.state
+        if f.address in self.pending:
+            state = PENDING
+        elif f.address in self.idle:
+            state = IDLE
         return self.info(f.address, f.nbytes, class_of(f.nbytes), STATES[state], f.age)
 
     def __dealloc__(self):
@@ -473,6 +504,44 @@ cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
     fault(f, all.peak < all_live, b"more is live than ever was", 0, all.peak, all_live)
 
 
+cdef void check_lent(PoolCore c, Fault* f) noexcept nogil:
+    """All that a stream has is live for the pool, and what is idle is counted."""
+    cdef size_t idle[N_CLASSES]
+    cdef uint64_t blocks[N_CLASSES]
+    cdef Lent* lent = c.lent
+    cdef size_t all_idle = 0
+    cdef Node* node
+    cdef Descriptor* d
+    cdef uint32_t at, n
+    cdef int i
+    while lent != NULL:
+        memset(idle, 0, sizeof(idle))
+        memset(blocks, 0, sizeof(blocks))
+        n = 0
+        for i in range(BUCKETS):
+            at = lent.heads[i]
+            while at and n <= lent.blocks:
+                node = &lent.nodes[at]
+                d = &c.descriptors[node.block_id >> 6]
+                fault(f, not block_is_live(c, node.block_id),
+                      b"a block of a stream is free in its pool", <uintptr_t>node.ptr, 0, 1)
+                fault(f, lent_bucket(d.step) != i, b"a block of a stream is in the wrong bucket",
+                      <uintptr_t>node.ptr, i, lent_bucket(d.step))
+                idle[d.size_class] += d.size
+                blocks[d.size_class] += 1
+                n += 1
+                at = node.next
+        fault(f, n > lent.blocks, b"a stream has more idle blocks than blocks", 0, n, lent.blocks)
+        for i in range(N_CLASSES):
+            all_idle += lent.idle_bytes[i]
+            fault(f, lent.away == 0 and (
+                  idle[i] != lent.idle_bytes[i] or blocks[i] != lent.idle_blocks[i]),
+                  b"idle blocks of a stream were miscounted", i, lent.idle_bytes[i], idle[i])
+        lent = lent.next
+    fault(f, all_idle != c.lent_idle, b"idle bytes of streams were miscounted", 0, c.lent_idle,
+          all_idle)
+
+
 def verify(PoolCore c not None):
     """Raise AssertionError, naming the first thing that is wrong; O(blocks)."""
     cdef Fault f
@@ -489,6 +558,9 @@ def verify(PoolCore c not None):
         if f.why == NULL:
             check_lists(c, &t, &f)
             check_counts(c, &t, &f)
+            lent_enter(c)
+            check_lent(c, &f)
+            lent_leave(c)
         c.unlock_all()
     if f.why != NULL:
         raise AssertionError(

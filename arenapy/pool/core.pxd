@@ -3,7 +3,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
-from arenapy.base.atomic cimport likely
+from arenapy.base.atomic cimport arenapy_lock, arenapy_lock_acquire, arenapy_lock_release, likely
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
@@ -31,6 +31,39 @@ cdef struct Sample:
     uint32_t tick
 
 
+cdef enum:
+    FINE_STEPS = 120         # the steps that have a bucket each; others share
+    BUCKETS = 120 + 64
+
+# An idle block of a stream.
+cdef struct Node:
+    char* ptr
+    uint64_t block_id
+    uint32_t next            # in its bucket, a chain or those unused; 0: it is the last
+    uint32_t look            # Lent.look when it was given back
+
+# What one stream has of a device's pool: see stream_cache. For the pool, all its blocks are live.
+cdef struct Lent:
+    Lent* next
+    Lent* prev
+    void* owner              # the StreamCache
+    Node* nodes              # n_nodes, and [0] is nothing: as many as `blocks`, and maybe more
+    Hold* aside              # freed blocks that other streams are at work on
+    uint32_t n_nodes
+    uint32_t unused          # nodes, linked
+    uint32_t blocks          # live, idle and pending ones
+    uint32_t away            # idle ones in chains, while their stream is asked
+    uint32_t look            # how often `trim_after` has looked at it
+    uint64_t bytes, taken_bytes
+    uint64_t allocations[N_CLASSES]      # of the stream, and of the pool for it
+    uint64_t taken[N_CLASSES]
+    uint64_t idle_blocks[N_CLASSES]
+    uint64_t pending_blocks[N_CLASSES]
+    size_t idle_bytes[N_CLASSES]
+    size_t pending_bytes[N_CLASSES]
+    uint32_t heads[BUCKETS]  # of idle blocks, the one that was given back last first
+
+
 cdef class PoolCore(ThreadCaches):
     cdef bint fast_path_off  # any of debug, recorder, may_lease, timed, shut: not the short way
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
@@ -44,6 +77,11 @@ cdef class PoolCore(ThreadCaches):
     cdef uint64_t pending_blocks[N_CLASSES]
 
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
+    cdef Lent* lent          # of each other stream; under lent_lock, as is what those that are gone
+    cdef arenapy_lock lent_lock          # did: allocations beyond `taken`, and their bytes
+    cdef size_t lent_idle    # bytes of all that is idle there
+    cdef uint64_t lent_before[N_CLASSES]
+    cdef uint64_t lent_bytes_before
 
     cdef void ready(self) noexcept nogil
     cdef void update_fast_path(self) noexcept nogil
@@ -69,6 +107,9 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t stale_pages(self, uint32_t tick) noexcept nogil
     cdef size_t exchange_peak(self, int64_t peak) noexcept nogil
     cdef void reset_peaks(self) noexcept nogil
+    # A live block is pending until `finish_free` takes its hold. False: it is not live.
+    cdef bint set_aside(self, Hold* hold) noexcept nogil
+    cdef void add_lent(self, PoolFigures* r) noexcept nogil
 
 
 # The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after
@@ -84,6 +125,20 @@ cdef inline void* try_cache_alloc(PoolCore c, size_t n, bint hot) noexcept nogil
 
 cdef inline bint try_cache_free(PoolCore c, void* block) noexcept nogil:
     return likely(not c.fast_path_off) and cache_free_at(c, <char*>block)
+
+
+# -- blocks of streams
+
+cdef inline int lent_bucket(int s) noexcept nogil:
+    return s if s < FINE_STEPS else FINE_STEPS + (s & 63)
+
+
+cdef inline void lent_enter(PoolCore c) noexcept nogil:
+    arenapy_lock_acquire(&c.lent_lock)
+
+
+cdef inline void lent_leave(PoolCore c) noexcept nogil:
+    arenapy_lock_release(&c.lent_lock)
 
 
 # -- batches of blocks

@@ -13,7 +13,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
     arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
 )
-from arenapy.buffer.block cimport HELD, Block, Hold
+from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
@@ -178,11 +178,16 @@ cdef class PoolCore(ThreadCaches):
             hold = next
 
     cdef bint defer_free(self, Hold* hold) noexcept nogil:
-        if self.shut or not self.claim(hold.tag):
+        if not self.set_aside(hold):
             return False
         record(self, EVENT_FREE, <void*>hold.start, 0)
         if self.debug:
             self.leaving(<void*>hold.start)
+        return True
+
+    cdef bint set_aside(self, Hold* hold) noexcept nogil:
+        if self.shut or not self.claim(hold.tag):
+            return False
         arenapy_count(&self.n_held, 1)
         arenapy_spin_acquire(&self.heap_lock)
         link_hold(&self.aside, hold)
@@ -303,8 +308,41 @@ cdef class PoolCore(ThreadCaches):
                       + MAX_SEGMENTS * (sizeof(Segment) + sizeof(uint16_t)))
         for i in range(self.n_segments):
             r.metadata += self.segments[self.order[i]].array.ready
+        self.add_lent(&r)
         self.unlock_all()
         return r
+
+    cdef void add_lent(self, PoolFigures* r) noexcept nogil:
+        """What streams have done with the blocks that they have, which `r` takes for live."""
+        cdef Lent* lent
+        cdef Node* node
+        cdef Descriptor* d
+        cdef ClassFigures* c
+        cdef uint32_t at
+        cdef int i, k
+        lent_enter(self)
+        r.bytes += self.lent_bytes_before
+        lent = self.lent
+        for k in range(N_CLASSES):
+            count_lent(r, k, self.lent_before[k], 0, 0, 0, 0)
+        while lent != NULL:
+            r.bytes += lent.bytes - lent.taken_bytes
+            r.metadata += sizeof(Lent) + lent.n_nodes * sizeof(Node)
+            for k in range(N_CLASSES):
+                count_lent(
+                    r, k, lent.allocations[k] - lent.taken[k], lent.idle_blocks[k],
+                    lent.pending_blocks[k], lent.idle_bytes[k], lent.pending_bytes[k])
+            for i in range(BUCKETS):
+                at = lent.heads[i]
+                while at:
+                    node = &lent.nodes[at]
+                    d = named(self, node.block_id)
+                    c = &r.classes[d.size_class]
+                    c.largest = max(c.largest, d.size)
+                    r.all.largest = max(r.all.largest, d.size)
+                    at = node.next
+            lent = lent.next
+        lent_leave(self)
 
     cdef size_t largest_of(self, int k) noexcept nogil:
         """Bytes of the largest free block of a class, cached ones included; all locks held."""
@@ -420,18 +458,24 @@ cdef class PoolCore(ThreadCaches):
         Pages.fork_lock(self)
         arenapy_spin_acquire(&self.array_growth)
         self.lock_all()
+        lent_enter(self)
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
         if child and (self.busy_pages or self.in_transit):
             self.in_transit = 0
             self.forget_growth()
+        lent_leave(self)
         self.unlock_all()
         arenapy_spin_release(&self.array_growth)
         Pages.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:
+        cdef Lent* lent = self.lent          # a forked child: no other thread runs
         AllocatorCore.disable(self, why)
         self.update_fast_path()
+        while lent != NULL:
+            (<MemoryOwner>lent.owner).disable(why)
+            lent = lent.next
 
     cdef void expect_leases(self) noexcept nogil:
         self.may_lease = True
@@ -465,6 +509,23 @@ cdef bint leased(PoolCore c, char* ptr, uint64_t block_id) noexcept nogil:
     cdef uintptr_t at, stop
     return (<Region>c.segments[named(c, block_id).segment].region).leases(
         start, start + c.size_of(block_id), &at, &stop) != 0
+
+
+# Add what a stream did in one class, whose blocks were counted as live.
+cdef inline void count_lent(
+    PoolFigures* r, int k, uint64_t allocations, uint64_t idle_blocks, uint64_t pending_blocks,
+    size_t idle, size_t pending
+) noexcept nogil:
+    cdef ClassFigures* c
+    cdef int i
+    for i in range(2):
+        c = &r.classes[k] if i == 0 else &r.all
+        c.allocations += allocations
+        c.hits += allocations
+        c.active -= idle_blocks + pending_blocks
+        c.live -= idle + pending
+        c.idle += idle
+        c.pending += pending
 
 
 cdef inline size_t pages_bytes(PoolCore c, uint32_t id) noexcept nogil:

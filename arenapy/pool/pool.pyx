@@ -6,30 +6,32 @@ calls in C (c_api).
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 
 import time
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator.allocator cimport Allocator, check_source, complete, grown_in_c, hide
+from arenapy.allocator.allocator cimport Allocator, check_source, complete, grown_in_c
 from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
 )
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_glance
-from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
+from arenapy.buffer.block cimport (
+    CLOSED, Freelist, StreamHooks, born_held, freelist_of, init_freelists, track,
+)
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
 )
-from arenapy.pool.hot_path cimport cache_alloc
+from arenapy.pool.hot_path cimport cache_alloc, cache_free
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
+from arenapy.pool.stream_cache cimport StreamCache, new_stream_cache
 
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
 from arenapy.pool.check import extents, listing, stats_of, verify
-from arenapy.pool.stream_caches import blocks_with, tally_with, with_cache_gone, with_stream_caches
 from arenapy.memory.sources import Existing, File, Host, Shared
 from arenapy.pool.trimming import start_trimming
 
@@ -41,7 +43,6 @@ cdef extern from "Python.h":
 # Bytes: bookkeeping has addresses for as much memory, four times over.
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
 cdef int MAX_NAMED = 4       # streams that are found without a question
-cdef int KEPT_STREAM_CACHES = 32  # with fewer, none is looked at
 cdef int STREAM_LOOKS = 8    # at what streams have done, in the seconds of `trim_after`
 
 
@@ -49,6 +50,21 @@ cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
     MAX_GROWTH = 8           # on a device, where memory is scarcer, by so many of those at most,
     DEVICE_SHARE = 256       # or by this part
+    # A block of up to REFILL_BYTES that a stream takes from the pool brings others, so that most
+    # of them cost no event: at most as many more, of as many bytes together.
+    REFILL = 15
+    REFILL_BYTES = 16 << 10
+    # Streams come and go: among so many times as many as came, those that are gone are looked for.
+    LOOK_SHARE = 64
+    LOOKS = 4                # streams that have work left are asked at a time; if memory is short,
+    LOOKS_TO_GROW = 8        # so many
+    PASS_BYTES = 8 << 20     # what goes from a stream to the next one, and not to the pool
+    # Streams that are gone, and have work left, keep so many bytes together, and at least so many
+    # of them whatever that is. Beyond, and beyond MOST_GONE, the next stream waits for one of them.
+    GONE_BYTES = 16 << 20
+    FEW_GONE = 8
+    MOST_GONE = 32
+    IDLE_BYTES = 32 << 20    # streams keep so much that is idle together, before a pool grows
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -66,6 +82,24 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     (<Buffer>o).align = HOST_ALIGN
     (<Buffer>o).word = 0
     return freelist_pop(core, freelist, ptr)
+
+
+cdef inline object quick_stream_alloc(PyObject* cache, object nbytes):
+    """The same of a stream's cache."""
+    cdef Freelist* freelist = freelist_of(cache)
+    cdef PyObject* o = freelist.kept
+    cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
+    cdef char* ptr
+    if o == NULL or n < 0 or (<StreamCache>cache).core.fast_path_off:
+        return None
+    ptr = (<StreamCache>cache).pop(
+        n, (<StreamCache>cache).core.block_align, &(<Buffer>o).tag)
+    if ptr == NULL:
+        return None
+    (<Buffer>o).size = n
+    (<Buffer>o).align = HOST_ALIGN
+    (<Buffer>o).word = 0
+    return freelist_pop(cache, freelist, ptr)
 
 
 @cython.final
@@ -163,7 +197,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         core.merges_first = core.hooks is not None
         if core.hooks is not None and not core.host_accessible:
             self.stream_caches, self.recent_streams = {}, []
-            self.max_stream_caches = KEPT_STREAM_CACHES
+            self.idle_allowed = IDLE_BYTES
         core.ready()
         complete(self)
         if trim_thread:
@@ -215,84 +249,222 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
-        cdef Pool cache = None
         if stream is not None and self.stream_caches is not None:
             if self.core.timed >= 0:         # an allocation of a stream's looks at its cache alone
                 self.core.open_check()
                 self.trim_old()
             cache = self.stream_cache_of(stream)
-        if cache is not None:
-            block = None if align is not None else quick_alloc(<PyObject*>cache.core, nbytes)
-            return cache.general_alloc(nbytes, align, None) if block is None else <Buffer>block
+            if isinstance(cache, StreamCache):
+                block = None if align is not None else quick_stream_alloc(<PyObject*>cache, nbytes)
+                if block is None:
+                    block = self.stream_block(<StreamCache>cache, nbytes, align)
+                return <Buffer>block
+            if cache is not None:            # the pool's own stream, which needs none
+                block = None if align is not None else quick_alloc(<PyObject*>self.core, nbytes)
+                if block is not None:
+                    return <Buffer>block
+                stream = None
         n = as_size(nbytes, "nbytes")
         return self.buffer_for(
             n, self.core.block_align if align is None else as_align(align), stream)
 
-    cdef Pool stream_cache_of(self, object stream):
-        """The pool of a stream's blocks, which may be this one; None: they are any stream's."""
+    cdef object stream_cache_of(self, object stream):
+        """The cache of a stream's blocks; this pool, if it is its own; None: any stream's."""
         cdef tuple known
-        cdef Pool cache
         for known in self.recent_streams if ARENAPY_GIL else []:
             if known[0] is stream:
                 self.core.hooks.may_begin(self.core.hooks.named(stream))   # it may be closed
-                return <Pool>known[2]
+                return known[1]
+        known = None                         # a stream may end when it is no longer recent
         named = self.core.hooks.stream_cache(stream)
         if named is None or named is self.core.hooks.own:
             return None if named is None else self
         cache = self.stream_caches.get(named)
-        if cache is None:
-            cache = Pool(None, self.core.hooks.stream_cache_source(self, named), 0, self.trim_after,
-                         rounding=self.rounding, debug=self.debug, stream=named)
-            hide(cache)
-            cache.core.allocator, cache.stream_caches = self.core.allocator, None
-            cache = self.stream_caches.setdefault(named, cache)
-            if len(self.stream_caches) > self.max_stream_caches:
-                self.forget_stream_caches(True)
-        if self.core.hooks.always(stream, named):
-            self.recent_streams = [(stream, named, cache), *self.recent_streams[:MAX_NAMED - 1]]
+        fresh = cache is None
+        if fresh:
+            cache = self.stream_caches.setdefault(named, new_stream_cache(self.core, named))
+            self.streams_come += 1
+        if self.core.hooks.always(stream, named):        # which may let go of a stream
+            self.recent_streams = [(stream, cache), *self.recent_streams[:MAX_NAMED - 1]]
+        if fresh and LOOK_SHARE * self.streams_come > len(self.stream_caches):
+            self.streams_come = 0
+            self.settle_gone(<StreamCache>cache)
         return cache
 
-    cdef int forget_stream_caches(self, bint unused) except -1:
-        cdef Pool cache
-        cdef uint64_t asked
-        cdef Py_ssize_t asked_again = 0
+    cdef Buffer stream_block(self, StreamCache cache, object nbytes, object alignment):
+        cdef PoolCore c = self.core
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Py_ssize_t align = c.block_align if alignment is None else as_align(alignment)
+        cdef Buffer b = new_block(cache, n)
+        cdef uint64_t block_id
+        cdef char* ptr = NULL
+        b.tag = 0                            # until there is a block
+        b.word = CLOSED
+        b.align = align
+        if c.checked:
+            c.check()
+        c.open_check()
+        if n <= <Py_ssize_t>MAX_BYTES:
+            ptr = cache.pop(n, align, &block_id)
+            if ptr == NULL and cache.hooks.collect(<PyObject*>cache, False):
+                ptr = cache.pop(n, align, &block_id)
+        if ptr == NULL:
+            ptr = self.lend(cache, n, align, &block_id)
+        elif c.fast_path_off:
+            c.handed_out(ptr, n, block_id)
+        b.ptr, b.tag, b.word = ptr, block_id, 0
+        if c.foreign:
+            track(b)
+        if c.debug:
+            c.allocated([b])
+        return b
+
+    cdef char* lend(
+        self, StreamCache cache, size_t n, size_t align, uint64_t* block_id
+    ) except NULL:
+        """A block of the pool for a stream, which waits for the pool's own."""
+        cdef PoolCore c = self.core
+        cdef char* ptr = c.alloc_block(n, align, False, block_id)
+        cdef uint64_t ids[REFILL]
+        cdef char* more[REFILL]
+        cdef int i, k = 0
+        if ptr == NULL:
+            ptr = self.source_alloc(n, align, True, block_id)
+        while k < REFILL and (k + 2) * max(n, c.block_align) <= REFILL_BYTES:
+            more[k] = c.heap_alloc(n, align, False, &ids[k])
+            if more[k] == NULL:
+                break
+            k += 1
+        i = 0
+        try:
+            c.hooks.join(cache.stream, c.hooks.own)
+            cache.own(ptr, block_id[0])
+        except BaseException:
+            c.free_block(ptr, block_id[0])
+            while i < k:
+                cache_free(c, more[i], ids[i])
+                i += 1
+            raise
+        # It came back for what others had got of it: so much more may lie idle.
+        self.idle_allowed += cache.reclaimed
+        cache.reclaimed = 0
+        while i < k:
+            cache.add(more[i], ids[i])
+            i += 1
+        return ptr
+
+    cdef size_t settle_gone(self, StreamCache heir) except? 0:
+        """Blocks of streams that are gone are others' when their work is done. Bytes.
+
+        Those of the first go to `heir`, the cache of a new stream, or None. If others keep much,
+        its stream waits for some of them, and has their blocks.
+        """
+        cdef StreamHooks hooks = self.core.hooks
+        cdef StreamCache cache
+        cdef list busy = []
+        cdef size_t nbytes, kept = 0, freed = 0
+        cdef Py_ssize_t left
+        cdef uint32_t chain
+        cdef bint inherits = heir is not None
         for named, cache in list(self.stream_caches.items()):
-            asked = cache.core.figures().all.allocations
-            if unused and asked == cache.asked:
-                cache.core.settle_streams(False)
-                cache.memory.shrink(cache.memory.trimmable(), False)
-            asked_again += 0 < cache.asked < asked
-            cache.asked = asked
-            # Somebody may be about to allocate from it. Its memory then comes back with the block.
-            if (cache.core.n_regions == 0 and asked
-                    and self.stream_caches.pop(named, None) is not None):
-                self.past = with_cache_gone(self.past, cache)
-                self.recent_streams = [
-                    known for known in self.recent_streams if known[2] is not cache]
-        # Room for as many more, or for twice those that come back; streams that were used only once
-        # do not make room for others.
-        self.max_stream_caches = len(self.stream_caches) + max(KEPT_STREAM_CACHES, asked_again)
+            if not hooks.ended(named):
+                continue
+            if cache.n_held:
+                cache.hooks.collect(<PyObject*>cache, False)
+            nbytes = cache.idle()
+            chain = cache.detach(0)
+            if chain and len(busy) < LOOKS and hooks.done(named):
+                if inherits and nbytes <= PASS_BYTES:
+                    cache.pass_chain(chain, heir)
+                    inherits = False
+                else:
+                    freed += cache.free_chain(chain)
+            elif chain:
+                cache.attach(chain)
+                kept += nbytes
+                busy.append(cache)
+            self.forget_stream_cache(named, cache)
+        left = len(busy)
+        for cache in busy[LOOKS:] if inherits else []:   # those before were asked: they take long
+            if left <= MOST_GONE and (left <= FEW_GONE or kept <= GONE_BYTES):
+                break
+            nbytes = cache.idle()
+            chain = cache.detach(0)
+            try:
+                hooks.join(heir.stream, cache.stream)
+            except Exception:                # one of them is captured
+                cache.attach(chain)
+                continue
+            cache.pass_chain(chain, heir)
+            self.forget_stream_cache(cache.stream, cache)
+            kept -= min(kept, nbytes)
+            left -= 1
+        return freed
+
+    cdef int forget_stream_cache(self, object named, StreamCache cache) except -1:
+        """If its stream is gone, and it has no block."""
+        if (cache.lent.blocks == 0 and self.core.hooks.ended(named)
+                and self.stream_caches.pop(named, None) is not None):
+            self.recent_streams = [
+                known for known in self.recent_streams if known[1] is not cache]
         return 0
 
+    cdef bint reclaim(self) except -1:
+        """Before a pool grows: what streams do not use any more. False: nothing."""
+        cdef StreamCache cache
+        cdef size_t nbytes, freed = self.settle_gone(None)
+        cdef uint64_t asked
+        cdef uint32_t chain
+        cdef int busy = 0
+        if self.core.lent_idle <= self.idle_allowed:
+            return freed > 0
+        for cache in list(self.stream_caches.values()):
+            asked = cache.allocations()
+            if (asked == cache.asked and self.core.lent_idle > self.idle_allowed
+                    and busy < LOOKS_TO_GROW and cache.idle()):
+                chain = cache.detach(0)
+                if chain and self.core.hooks.done(cache.stream):
+                    nbytes = cache.free_chain(chain)
+                    cache.reclaimed += nbytes
+                    freed += nbytes
+                else:
+                    cache.attach(chain)
+                    busy += 1
+            cache.asked = asked
+        return freed > 0
+
+    cdef bint give_back_all(self, bint wait, uint32_t age) except -1:
+        """What streams keep is the pool's once they have done what they were given."""
+        cdef StreamCache cache
+        cdef uint32_t chain
+        cdef bint any = False
+        for cache in list(self.stream_caches.values()) if self.stream_caches else []:
+            cache.hooks.collect(<PyObject*>cache, wait)
+            chain = cache.detach(age)
+            if chain == 0:
+                continue
+            any = True
+            if self.core.hooks.done(cache.stream):
+                cache.free_chain(chain)
+            else:
+                cache.defer_chain(chain)
+        return any
+
     cdef size_t trim_old(self) except? 0:
-        cdef Pool cache
+        cdef StreamCache cache
         cdef double now
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = time.monotonic()
             if now >= self.streams_due:
                 self.streams_due = now + self.core.timed / STREAM_LOOKS
-                for cache in list(self.stream_caches.values()) if self.stream_caches else []:
-                    cache.core.settle_streams(False)
-                    cache.memory.trim_stale(cache.core.timed)
                 if self.stream_caches:
-                    self.forget_stream_caches(False)
+                    for cache in list(self.stream_caches.values()):
+                        cache.lent.look += 1
+                    if self.give_back_all(False, STREAM_LOOKS + 1):
+                        self.core.note_time()
+                    self.settle_gone(None)
                 self.core.settle_streams(False)
         return self.memory.trim_stale(self.core.timed)
-
-    def _chunk(self, nbytes, stream):
-        """Memory for the stream cache of a stream."""
-        chunk = self.buffer_for(nbytes, PAGE, stream)
-        return chunk
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         cdef PoolCore c = self.core
@@ -436,10 +608,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.open_check()
         c.settle_sends()                     # if there are leases
         c.reclaim_leases()
-        for cache, _ in self._stream_caches():  # whose own memory is this pool's
-            cache.trim()
         if self.stream_caches:
-            self.forget_stream_caches(False)
+            self.give_back_all(False, 0)
+            self.settle_gone(None)
         c.settle_streams(False)
         c.flush_all()
         idle = c.figures().all.idle
@@ -492,7 +663,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise OutOfMemory(self.full(n, "no address space holds it"))
         if c.may_lease:
             c.settle_sends()
-        if c.settle_streams(False):
+        if c.settle_streams(False) or self.stream_caches and self.reclaim():
             return False
         wished = max(pages, <size_t>HUGE_PAGES, self.growth())
         if c.merges_first:                   # the driver takes so much, and nobody had the rest
@@ -516,8 +687,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
         # What other streams keep, or are still at work on; in the order of the pool's own.
-        if (trim_stream_caches(self.stream_caches, False) or c.settle_streams(True)
-                or trim_stream_caches(self.stream_caches, True)
+        if (self.give_back_all(False, 0) or c.settle_streams(True) or self.give_back_all(True, 0)
                 or (hooks and self.on_oom is not None and self.on_oom(n))):
             c.settle_streams(True)
             return False
@@ -584,22 +754,18 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def stats(self):
         """The figures of this moment, as a :class:`arenapy.stats.PoolStats`.
 
-        On a device, `peak_bytes` has all that streams other than the pool's own took, as that is
-        taken in larger pieces.
+        On a device, `peak_bytes` has all that streams other than the pool's own kept, too.
         """
         if self.core.may_lease:
             self.core.settle_sends()
         self.core.reclaim_leases()
         self.core.settle_streams(False)
-        own = stats_of(self.core)
-        if self.stream_caches is None:
-            return own
-        return with_stream_caches(own, self._stream_caches(), self.past)
+        for cache in list(self.stream_caches.values()) if self.stream_caches else []:
+            (<StreamCache>cache).hooks.collect(<PyObject*>cache, False)
+        return stats_of(self.core)
 
     def reset_peak(self):
         """Begin `peak_bytes` anew, here and in the classes."""
-        for cache, _ in self._stream_caches():
-            cache.reset_peak()
         self.core.reset_peaks()
 
     def blocks(self):
@@ -608,27 +774,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Returns
         -------
         iterator of BlockInfo
-            As they were at one moment, that of the call (each stream's at another). Blocks of up to
-            32 KiB tell the age of the span of pages that they share.
+            As they were at one moment, that of the call. Blocks of up to 32 KiB tell the age of the
+            span of pages that they share.
         """
-        found = listing(self.core)
-        return blocks_with(found, self._stream_caches()) if self.stream_caches else found
-
-    def _stream_caches(self):
-        """The pools of other streams, and the addresses and bytes of what each has of this one."""
-        cdef Pool cache
-        return [
-            (cache, {r.address: self.core.size_at(<char*><uintptr_t>r.address)
-                     for r in cache.core.listed()})
-            for cache in (list(self.stream_caches.values()) if self.stream_caches else [])
-        ]
+        return listing(self.core)
 
     def _tally(self):
         cdef PoolFigures f = self.core.figures()
-        tally = f.all.allocations, f.bytes, f.all.live
-        if self.stream_caches is None:
-            return tally
-        return tally_with(tally, self._stream_caches(), self.past)
+        return f.all.allocations, f.bytes, f.all.live
 
     def _exchange_peak(self, peak):
         return self.core.exchange_peak(0 if peak is None else peak)
@@ -642,8 +795,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     def check(self):
         """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""
-        for cache, _ in self._stream_caches():
-            cache.check()
         verify(self.core)
         self.core.check_free()
 
@@ -672,13 +823,3 @@ cdef object as_seconds(object value):
     if not seconds >= 0:
         raise ValueError(f"trim_after={value} is not a number of seconds, 0 or more")
     return seconds
-
-
-cdef bint trim_stream_caches(dict stream_caches, bint wait) except -1:
-    """Let the pools of other streams give back what is idle, or will be. False: nothing."""
-    cdef Pool cache
-    cdef size_t pages = 0
-    for cache in list(stream_caches.values()) if stream_caches else []:
-        cache.core.settle_streams(wait)
-        pages += cache.memory.shrink(cache.memory.trimmable(), False)
-    return pages > 0

@@ -13,10 +13,15 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from asv_benches.gpu import copies, latency
+from asv_benches.gpu import copies, latency, streams
 from asv_benches.support import report
 
-SECTIONS = {"latency": latency.lines, "copies": copies.lines, "pipeline": copies.pipeline}
+SECTIONS = {
+    "latency": latency.lines,
+    "copies": copies.lines,
+    "pipeline": copies.pipeline,
+    "streams": streams.lines,
+}
 
 if __name__ == "__main__":
     sys.exit(report.main(SECTIONS, __doc__))

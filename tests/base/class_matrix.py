@@ -259,8 +259,7 @@ CUDA = [
     lambda: inside(Bump(ROOM, cuda.Pinned()), module("cuda.backing").PinnedBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").PooledBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").DriverPoolHandle),
-    lambda: inside(used_elsewhere()[0], module("cuda.backing").StreamCacheSource),
-    lambda: inside(used_elsewhere()[0], module("cuda.backing").ChunkBacking),
+    lambda: inside(used_elsewhere()[0], module("pool.stream_cache").StreamCache),
     lambda: inside(stream().record(), module("cuda.fence").EventFence),
     lambda: inside(used_elsewhere()[0], module("cuda.stream_ref").StreamRef),
 ]

@@ -22,7 +22,7 @@ ALL = classes()
 CALLED = {
     "arenapy.bump.bump.Bump", "arenapy.slab.slab.Slab", "arenapy.pool.pool.Pool",
     "arenapy.cuda.stream.Stream", "arenapy.cuda.backing.DriverPoolHandle",
-    "arenapy.cuda.backing.StreamCacheSource", "arenapy.diagnostics.call_sites.CallStacks",
+    "arenapy.diagnostics.call_sites.CallStacks",
     "arenapy.diagnostics.ledger.Ledger", "arenapy.pool.core.BlockBatch",
     "arenapy.numpy_handler.handler.Counts", "arenapy.numpy_handler.contexts.PoolHandler",
     "arenapy.pool.memory.PoolMemory", "arenapy.diagnostics.recorder.Recorder",

@@ -16,7 +16,7 @@ from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, OTHER_OWNERS, destroy, new
 from test_cuda_machines import ALLOCATORS, SOURCES, machine, run
 from test_cuda_resource import fake_core
 
-from arenapy import OutOfMemory, cuda
+from arenapy import OutOfMemory, Pool, cuda
 
 HUNDRED = 100
 MAX_KEPT = 50  # streams of those that ended, by one block
@@ -96,6 +96,27 @@ class ComingMachine(Acting):
             for _ in range(steps):
                 self.driver.step(-1)
         assert len(self.driver.stream_handles.things) - before <= MAX_KEPT
+
+    @rule(nbytes=st.sampled_from((256, 40_000, 200_000)), kind=st.sampled_from([*ENDING, None]),
+          steps=st.integers(0, 3), last=st.booleans())  # fmt: skip
+    def requests(self, nbytes, kind, steps, last):
+        """A hundred streams, each of which writes a block, reads it and is gone."""
+        self.note("requests", nbytes, kind, steps, last)
+        for _ in range(HUNDRED):
+            if kind is None:
+                stream = cuda.Stream()
+                handle = stream.handle
+            else:
+                handle = new_handle(self.driver)
+                stream = KINDS[kind](self.driver, handle)
+            buffer = self.fresh(nbytes, stream)
+            if buffer is not None:
+                self.check(self.written(buffer, handle), handle)
+                if self.HOST or not isinstance(self.allocator, Pool):
+                    buffer.record_stream(stream)
+            del buffer, stream
+            for _ in range(steps):
+                self.driver.step(-1 if last else 0)
 
     @precondition(lambda self: hasattr(self.allocator, "reset"))
     @rule(stream=st.none() | StreamMachine.streams)

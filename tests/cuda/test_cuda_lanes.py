@@ -1,12 +1,14 @@
 """What a pool keeps for streams other than its own: time takes it, and so do newer streams."""
 
 import gc
+import random
 
 import pytest
-from cuda_support import MIB, backwards, content, new_stream, slowly_fill, until
+from cuda_support import MIB, backwards, content, new_stream, samples, slowly_fill, until
 
 from arenapy import Pool, cuda
 
+KIB = 1 << 10
 MANY = 120  # streams
 SOURCES = {"device": cuda.Device, "driver pool": lambda: cuda.DriverPool(release_threshold=0)}
 USES = {
@@ -158,3 +160,162 @@ def test_streams_that_stay_keep_what_they_have(large):
         for stream, address in zip(streams, where, strict=True):
             assert pool.alloc(4096, stream=stream).address == address
     assert set(large.calls - before) == {"cuStreamIsCapturing"}
+
+
+# ---- a stream for each request
+
+PROGRESS = {  # requests, and what the device does after each
+    "all done": (3000, lambda gpu, i: gpu.drain()),
+    "a few behind": (500, lambda gpu, i: [gpu.step(0) for _ in range(2)] if i > 20 else None),
+    "nothing done": (200, lambda gpu, i: None),
+}
+
+
+@pytest.mark.parametrize("progress", PROGRESS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stream_for_each_request(large, source, progress):
+    """However many: memory, bookkeeping, streams and calls of the driver stay few."""
+    pool = Pool(4 << 30, SOURCES[source]())
+    seen, most = [], 0
+    requests, go_on = PROGRESS[progress]
+    for i in range(requests):
+        if i == requests // 2:
+            before = large.calls.copy()
+        stream = cuda.Stream()
+        block = pool.alloc(MIB, stream=stream)
+        if i % 10 == 0:  # each byte that a sample sees is of its own request
+            slowly_fill(large, stream.handle, block, i // 10 % 250)
+            seen.append((i // 10 % 250, samples(large, stream.handle, block)))
+        else:
+            block.fill(251, stream=stream)
+        del block, stream
+        go_on(large, i)
+        if i % 100 == 0:
+            most = max(most, pool.stats().reserved_bytes)
+    n = requests - requests // 2
+    calls = {name: count / n for name, count in (large.calls - before).items()}
+    assert calls.get("cuEventRecord", 0) < 2.1, "one of the pool's stream, one of one that is gone"
+    assert calls.get("cuStreamQuery", 0) < 5.1
+    assert sum(calls.get(name, 0) for name in ("cuMemAlloc", "cuMemAllocFromPoolAsync")) < 0.05
+    stats = pool.stats()
+    assert max(most, stats.reserved_bytes) <= 64 * MIB
+    assert stats.metadata_bytes <= MIB
+    assert large.calls["cuStreamCreate"] - large.calls["cuStreamDestroy"] <= 50
+    pool.check()
+    backwards(large)
+    assert all(found == [{byte}] for byte, found in seen)
+    assert not large.errors
+
+
+def test_a_stream_waits_for_those_that_are_gone(large):
+    """Whose blocks it gets, and whose work is not done: else one of them overwrites it."""
+    pool, seen = Pool(None, cuda.Device()), []
+    for i in range(200):
+        stream = cuda.Stream()
+        block = pool.alloc(MIB, stream=stream)
+        slowly_fill(large, stream.handle, block, i)
+        seen.append((i, samples(large, stream.handle, block)))
+        del block, stream
+    assert pool.stats().reserved_bytes <= 64 * MIB, "nobody has waited"
+    order = random.Random(1)
+    while large.step(order.randrange(1000)):
+        pass
+    assert all(found == [{byte}] for byte, found in seen)
+    assert not large.errors
+
+
+def test_results_that_outlive_their_streams(large):
+    pool, held = Pool(None, cuda.Device()), []
+    before = pool.stats()
+    for i in range(500):
+        stream = cuda.Stream()
+        work, result = pool.alloc(MIB, stream=stream), pool.alloc(4096, stream=stream)
+        slowly_fill(large, stream.handle, work, i % 250)
+        slowly_fill(large, stream.handle, result, i % 250)
+        held.append(result)
+        del work, result, stream
+        large.drain()
+    stats = figures_add_up(pool)
+    assert stats.reserved_bytes <= 64 * MIB
+    assert stats.metadata_bytes - before.metadata_bytes <= 500 * 4 * KIB
+    assert all(set(content(result)) == {i % 250} for i, result in enumerate(held))
+    held.clear()
+    pool.check()
+    pool.trim()
+    assert pool.stats().reserved_bytes == 0
+    pool.alloc(4096, stream=cuda.Stream())
+    gc.collect()
+    assert large.calls["cuStreamCreate"] - large.calls["cuStreamDestroy"] <= 20
+
+
+@pytest.mark.parametrize(("nbytes", "most"), [(256, 4), (4096, 8), (40_000, 24)])
+def test_streams_that_stay_share_regions(large, nbytes, most):
+    """200 of them, which had 2 MiB each once; then what each has is its own."""
+    pool, streams = Pool(None, cuda.Device()), [cuda.Stream() for _ in range(200)]
+    where = []
+    for i, stream in enumerate(streams):
+        block = pool.alloc(nbytes, stream=stream)
+        where.append(block.address)
+        slowly_fill(large, stream.handle, block, i)
+        del block
+    assert pool.stats().reserved_bytes <= most * MIB
+    assert len(set(where)) == 200
+    for stream, address in zip(streams, where, strict=True):
+        assert pool.alloc(nbytes, stream=stream).address == address
+    pool.check()
+    backwards(large)
+    assert not large.errors
+
+
+def test_what_a_stream_costs(large):
+    """A stream that has used one small block, and one that has given everything back."""
+    pool, streams = Pool(None, cuda.Device()), [cuda.Stream() for _ in range(100)]
+    before = pool.stats().metadata_bytes
+    for stream in streams:
+        pool.alloc(256, stream=stream)
+    assert (pool.stats().metadata_bytes - before) / 100 <= 4 * KIB
+    pool.trim()
+    assert (pool.stats().metadata_bytes - before) / 100 <= 4 * KIB
+
+
+def test_what_a_stream_does_not_use_serves_others(large):
+    """When the pool would grow. It may keep more if it comes back for it."""
+    pool = Pool(None, cuda.Device())
+    busy, quiet = cuda.Stream(), cuda.Stream()
+    block = pool.alloc(48 * MIB, stream=quiet)
+    slowly_fill(large, quiet.handle, block, 1)
+    del block
+    reserved = pool.stats().reserved_bytes
+    other = pool.alloc(40 * MIB)  # `quiet` was at work, and it has only just been asked
+    assert pool.stats().reserved_bytes > reserved
+    reserved = pool.stats().reserved_bytes
+    backwards(large)
+    third = pool.alloc(44 * MIB, stream=busy)
+    assert pool.stats().reserved_bytes == reserved, "what is done was not taken"
+    del other, third
+    pool.trim()
+    for _ in range(4):
+        for stream in (busy, quiet):
+            pool.alloc(48 * MIB, stream=stream)
+            backwards(large)
+    before = large.calls.copy()
+    for stream in (busy, quiet):
+        pool.alloc(48 * MIB, stream=stream)
+    assert set(large.calls - before) == {"cuStreamIsCapturing"}, "they still rob each other"
+    pool.check()
+
+
+def test_what_a_stream_has_under_work_serves_nobody(large):
+    """Its blocks stay its own until it is done, however short memory is; then it is waited for."""
+    pool, stream, other = Pool(8 * MIB, cuda.Device()), cuda.Stream(), cuda.Stream()
+    block = pool.alloc(6 * MIB, stream=stream)
+    slowly_fill(large, stream.handle, block, 1)
+    del block
+    block = pool.alloc(6 * MIB, stream=other)
+    slowly_fill(large, other.handle, block, 2)
+    order = random.Random(1)
+    while large.step(order.randrange(1000)):
+        pass
+    assert set(content(block)) == {2}, "the first one wrote last"
+    assert not large.errors
+    pool.check()

@@ -1,0 +1,419 @@
+"""StreamCache: blocks of a device's Pool that one of its other streams keeps.
+
+What lives here: the idle blocks of one stream, and their way from the pool and back. What does not:
+when they go (pool), streams and events (cuda, behind the hooks), where blocks come from
+(thread_cache, page_heap).
+
+A block that its stream gives back is the stream's again at once, without an event: the next user
+comes after the last one, in the order of the stream. To the pool such a block is live. It is its
+own stream's to use (`hooks.own`), and its Buffer's owner is the cache and not the pool's core.
+
+No byte goes to another stream before this stream is known to have done what it was given, or the
+other one waits for it. A chain of idle blocks leaves in three ways. `free_chain`: the stream was
+seen done after `detach`, so that nothing given back later is among them. `pass_chain`: the same, or
+the other stream waits for this one. `defer_chain`: the pool waits for the stream, as for any that
+was told of a block.
+
+Why it is light: all there is of a stream is one `Lent` of some 2 KiB, and a node for each block
+that it has. Streams share the spans and the regions of the pool, block by block.
+
+Locks: `lent_lock` of the pool's core guards all its `Lent`s, on builds without a GIL. Nothing else
+is taken under it.
+"""
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+
+from arenapy.allocator.allocator_core cimport link_hold, record, unlink_hold
+from arenapy.base.assertion cimport arenapy_assert
+from arenapy.base.atomic cimport arenapy_count, arenapy_load
+from arenapy.base.sealed cimport seal
+from arenapy.base.sizes cimport N_CLASSES, N_SMALL, rounded, step_bytes, step_of
+from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner, init_freelists
+from arenapy.diagnostics.recorder cimport EVENT_FREE
+from arenapy.memory.region cimport register_core, unregister_core
+from arenapy.pool.core cimport (
+    Lent, Node, PoolCore, lent_bucket, lent_enter, lent_leave,
+)
+from arenapy.pool.hot_path cimport block_is_live, cache_free, named
+from arenapy.pool.page_heap cimport PAGE, SPAN, Descriptor
+from arenapy.pool.thread_cache cimport FIT
+
+cdef extern from "Python.h":
+    void count_up "Py_INCREF" (PyObject* o) noexcept
+
+cdef enum:
+    FIRST_NODES = 16
+    LOOKS = 32               # blocks of a bucket that are looked at for one that fits
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class StreamCache(MemoryOwner):
+    """The blocks of one stream. Internal; Buffers keep it alive."""
+
+    def __cinit__(self):
+        self.recycles = True
+        register_core(self)
+
+    def __dealloc__(self):
+        cdef Lent* lent = self.lent
+        cdef int k
+        unregister_core(self)
+        if lent == NULL:
+            return
+        # The pool is gone, or it has forgotten this cache, which then has no block.
+        self.hooks.finish(<PyObject*>self, self.core.regions)
+        try:
+            self.defer_chain(self.detach(0))
+        except Exception:
+            pass                             # without memory for records they are never free again
+        lent_enter(self.core)
+        if lent.prev != NULL:
+            lent.prev.next = lent.next
+        else:
+            self.core.lent = lent.next
+        if lent.next != NULL:
+            lent.next.prev = lent.prev
+        for k in range(N_CLASSES):
+            self.core.lent_before[k] += lent.allocations[k] - lent.taken[k]
+        self.core.lent_bytes_before += lent.bytes - lent.taken_bytes
+        lent_leave(self.core)
+        free(lent.nodes)
+        free(lent)
+
+    # -- idle blocks
+
+    cdef char* pop(self, size_t n, size_t align, uint64_t* block_id) noexcept nogil:
+        cdef Lent* lent = self.lent
+        cdef size_t size = rounded(n, self.core.rounding)
+        cdef size_t pages = max((size + PAGE - 1) & ~<size_t>(PAGE - 1), <size_t>PAGE)
+        cdef int s = step_of(size)
+        cdef uint32_t* link
+        cdef uint32_t at
+        cdef int looks = 0
+        cdef Node* node
+        cdef Descriptor* d
+        cdef char* found = NULL
+        if s < N_SMALL and align > PAGE:
+            s = step_of(pages)               # as heap_alloc does
+        while s < N_SMALL and align <= PAGE and align > 64 and step_bytes(s) & (align - 1):
+            s += 1
+        link = &lent.heads[lent_bucket(s)]
+        lent_enter(self.core)
+        at = link[0]
+        while at and looks < LOOKS:
+            node = &lent.nodes[at]
+            d = named(self.core, node.block_id)
+            # A slot of the very step, or pages of which hardly any are too many.
+            if ((d.step == s if d.state == SPAN else
+                 pages <= d.size and d.size - pages <= d.size >> FIT)
+                    and not <uintptr_t>node.ptr & (align - 1)):
+                link[0] = node.next
+                found = node.ptr
+                block_id[0] = node.block_id
+                node.next = lent.unused
+                lent.unused = at
+                lent.idle_bytes[d.size_class] -= d.size
+                lent.idle_blocks[d.size_class] -= 1
+                self.core.lent_idle -= d.size
+                lent.allocations[d.size_class] += 1
+                lent.bytes += d.size
+                break
+            link = &node.next
+            at = node.next
+            looks += 1
+        lent_leave(self.core)
+        return found
+
+    cdef int reserve(self, uint32_t more) except -1:
+        """Nodes for so many blocks more: whatever is given back later then has one."""
+        cdef Lent* lent = self.lent
+        cdef uint32_t wanted, i
+        cdef Node* nodes
+        cdef bint done = True
+        lent_enter(self.core)
+        wanted = lent.blocks + more + 1      # [0] is nothing
+        if wanted > lent.n_nodes:
+            wanted = max(wanted, max(2 * lent.n_nodes, <uint32_t>FIRST_NODES))
+            nodes = <Node*>realloc(lent.nodes, wanted * sizeof(Node))
+            done = nodes != NULL
+            if done:
+                lent.nodes = nodes
+                for i in range(max(lent.n_nodes, <uint32_t>1), wanted):
+                    nodes[i].next = lent.unused
+                    lent.unused = i
+                lent.n_nodes = wanted
+        if done:
+            lent.blocks += more
+        lent_leave(self.core)
+        if not done:
+            raise MemoryError("no memory for the record of a stream's block")
+        return 0
+
+    cdef int own(self, char* ptr, uint64_t block_id) except -1:
+        cdef Descriptor* d = named(self.core, block_id)
+        self.reserve(1)
+        arenapy_count(&self.core.n_held, 1)    # its region stays open
+        lent_enter(self.core)
+        self.lent.allocations[d.size_class] += 1
+        self.lent.taken[d.size_class] += 1
+        self.lent.bytes += d.size
+        self.lent.taken_bytes += d.size
+        lent_leave(self.core)
+        return 0
+
+    cdef int add(self, char* ptr, uint64_t block_id) except -1:
+        cdef Descriptor* d = named(self.core, block_id)
+        self.reserve(1)
+        arenapy_count(&self.core.n_held, 1)
+        lent_enter(self.core)
+        self.lent.taken[d.size_class] += 1
+        self.lent.taken_bytes += d.size
+        put(self.core, self.lent, d, ptr, block_id)
+        lent_leave(self.core)
+        return 0
+
+    cdef uint32_t detach(self, uint32_t age) noexcept nogil:
+        cdef Lent* lent = self.lent
+        cdef uint32_t chain = 0, at
+        cdef uint32_t* link
+        cdef int i
+        lent_enter(self.core)
+        for i in range(sizeof(lent.heads) // sizeof(uint32_t)):
+            link = &lent.heads[i]
+            while link[0]:
+                at = link[0]
+                if lent.look - lent.nodes[at].look < age:
+                    link = &lent.nodes[at].next
+                    continue
+                link[0] = lent.nodes[at].next
+                lent.nodes[at].next = chain
+                chain = at
+                lent.away += 1
+        lent_leave(self.core)
+        return chain
+
+    cdef void attach(self, uint32_t chain) noexcept nogil:
+        cdef Lent* lent = self.lent
+        cdef uint32_t at
+        cdef int s
+        lent_enter(self.core)
+        while chain:
+            at = chain
+            chain = lent.nodes[at].next
+            s = lent_bucket(named(self.core, lent.nodes[at].block_id).step)
+            lent.nodes[at].next = lent.heads[s]
+            lent.heads[s] = at
+            lent.away -= 1
+        lent_leave(self.core)
+
+    cdef uint32_t unlink(self, uint32_t chain, char** ptr, uint64_t* block_id) noexcept nogil:
+        """The first block of a chain is no longer this stream's; the rest of the chain."""
+        cdef Lent* lent = self.lent
+        cdef Node* node
+        cdef Descriptor* d
+        cdef uint32_t rest
+        lent_enter(self.core)
+        node = &lent.nodes[chain]
+        ptr[0], block_id[0], rest = node.ptr, node.block_id, node.next
+        d = named(self.core, node.block_id)
+        arenapy_assert(lent.blocks > 0, b"a stream's blocks were counted")
+        lent.idle_bytes[d.size_class] -= d.size
+        lent.idle_blocks[d.size_class] -= 1
+        self.core.lent_idle -= d.size
+        lent.blocks -= 1
+        lent.away -= 1
+        node.next = lent.unused
+        lent.unused = chain
+        lent_leave(self.core)
+        return rest
+
+    cdef size_t free_chain(self, uint32_t chain) noexcept:
+        cdef char* ptr
+        cdef uint64_t block_id
+        cdef size_t freed = 0
+        while chain and not self.core.shut:
+            chain = self.unlink(chain, &ptr, &block_id)
+            freed += named(self.core, block_id).size
+            arenapy_count(&self.core.n_held, -1)
+            cache_free(self.core, ptr, block_id)
+        return freed
+
+    cdef int defer_chain(self, uint32_t chain) except -1:
+        cdef Hold* hold
+        cdef char* ptr
+        cdef uint64_t block_id
+        cdef list uses
+        while chain and not self.core.shut:
+            hold = <Hold*>malloc(sizeof(Hold))
+            if hold == NULL:
+                self.attach(chain)
+                raise MemoryError("no memory for the record of a stream's block")
+            uses = [self.stream]
+            chain = self.unlink(chain, &ptr, &block_id)
+            hold.start = <uintptr_t>ptr
+            hold.end = hold.start + named(self.core, block_id).size
+            hold.tag = block_id
+            hold.pad = hold.flags = 0
+            hold.uses = <PyObject*>uses
+            count_up(hold.uses)
+            self.core.set_aside(hold)        # which counts it in n_held, too
+            arenapy_count(&self.core.n_held, -1)
+            self.core.hooks.defer_hold(<PyObject*>self.core, hold)
+        return 0
+
+    cdef int pass_chain(self, uint32_t chain, StreamCache other) except -1:
+        cdef char* ptr
+        cdef uint64_t block_id
+        cdef Descriptor* d
+        while chain and not self.core.shut:
+            try:
+                other.reserve(1)
+            except MemoryError:
+                self.attach(chain)
+                raise
+            chain = self.unlink(chain, &ptr, &block_id)
+            d = named(self.core, block_id)
+            lent_enter(self.core)
+            put(self.core, other.lent, d, ptr, block_id)
+            lent_leave(self.core)
+        return 0
+
+    cdef size_t idle(self) noexcept nogil:
+        cdef size_t nbytes = 0
+        cdef int k
+        lent_enter(self.core)
+        for k in range(N_CLASSES):
+            nbytes += self.lent.idle_bytes[k]
+        lent_leave(self.core)
+        return nbytes
+
+    cdef uint64_t allocations(self) noexcept nogil:
+        cdef uint64_t n = 0
+        cdef int k
+        lent_enter(self.core)
+        for k in range(N_CLASSES):
+            n += self.lent.allocations[k]
+        lent_leave(self.core)
+        return n
+
+    # -- as the owner of Buffers
+
+    cdef void take_back(self, char* ptr, uint64_t block_id) noexcept nogil:
+        cdef Descriptor* d = named(self.core, block_id)
+        if self.core.fast_path_off:
+            if self.core.shut:
+                return                       # the memory is not ours any more
+            record(self.core, EVENT_FREE, ptr, 0)
+            if self.core.debug:
+                self.core.leaving(ptr)
+                self.core.poison(<uintptr_t>ptr, <uintptr_t>ptr + d.size)
+        lent_enter(self.core)
+        put(self.core, self.lent, d, ptr, block_id)
+        lent_leave(self.core)
+
+    cdef void drop_block(self, PyObject* root) noexcept:
+        if (<Block>root).word & HELD:
+            arenapy_assert(arenapy_load(&self.n_held) > 0, b"a hold that ends was counted")
+            arenapy_count(&self.n_held, -1)
+        if (<Block>root).tag == 0:
+            return                           # released before
+        self.take_back((<Block>root).ptr, (<Block>root).tag)
+        if self.debug:
+            self.core.verify_dropped()
+
+    cdef void release_block(self, Block root) noexcept nogil:
+        cdef uint64_t block_id = root.tag
+        root.tag = 0
+        if block_id and root.hold == NULL:   # else `defer_free` comes next
+            self.take_back(root.ptr, block_id)
+
+    cdef bint defer_free(self, Hold* hold) noexcept nogil:
+        cdef Descriptor* d = named(self.core, hold.tag)
+        if self.core.shut:
+            return False
+        record(self.core, EVENT_FREE, <void*>hold.start, 0)
+        if self.core.debug:
+            self.core.leaving(<void*>hold.start)
+        arenapy_count(&self.n_held, 1)
+        lent_enter(self.core)
+        self.lent.pending_bytes[d.size_class] += d.size
+        self.lent.pending_blocks[d.size_class] += 1
+        link_hold(&self.lent.aside, hold)
+        lent_leave(self.core)
+        return True
+
+    cdef void finish_free(self, Hold* hold) noexcept nogil:
+        cdef Descriptor* d = named(self.core, hold.tag)
+        lent_enter(self.core)
+        unlink_hold(&self.lent.aside, hold)
+        self.lent.pending_bytes[d.size_class] -= d.size
+        self.lent.pending_blocks[d.size_class] -= 1
+        lent_leave(self.core)
+        arenapy_count(&self.n_held, -1)
+        if not self.core.shut:
+            self.core.poison(hold.start, hold.start + d.size)
+            lent_enter(self.core)
+            put(self.core, self.lent, d, <char*>hold.start, hold.tag)
+            lent_leave(self.core)
+        free(hold)
+
+    cdef int check(self) except -1:
+        return self.core.check()
+
+    cdef void leaving(self, void* ptr) noexcept nogil:
+        self.core.leaving(ptr)
+
+    cdef int verify(self) except -1:
+        return self.core.verify()
+
+    cdef object allocator_of(self):
+        return self.core.allocator_of()
+
+    cdef object region_at(self, char* ptr):
+        return self.core.region_at(ptr)
+
+
+seal(StreamCache)
+
+
+# An idle block gets a node, for which there is one; lent_lock held.
+cdef inline void put(
+    PoolCore core, Lent* lent, Descriptor* d, char* ptr, uint64_t block_id
+) noexcept nogil:
+    cdef uint32_t at = lent.unused
+    cdef Node* node = &lent.nodes[at]
+    cdef uint32_t* head = &lent.heads[lent_bucket(d.step)]
+    arenapy_assert(at != 0, b"each block of a stream has a node")
+    arenapy_assert(block_is_live(core, block_id), b"a block of a stream is live in its pool")
+    lent.unused = node.next
+    node.ptr, node.block_id, node.look, node.next = ptr, block_id, lent.look, head[0]
+    head[0] = at
+    lent.idle_bytes[d.size_class] += d.size
+    lent.idle_blocks[d.size_class] += 1
+    core.lent_idle += d.size
+
+
+cdef StreamCache new_stream_cache(PoolCore core, object stream):
+    cdef StreamCache cache = StreamCache.__new__(StreamCache)
+    cdef Lent* lent
+    cache.core, cache.stream = core, stream
+    cache.hooks = core.hooks.bound(stream)
+    cache.kept = init_freelists(cache)
+    cache.kind, cache.device_id = core.kind, core.device_id
+    cache.host_accessible, cache.device_accessible = core.host_accessible, core.device_accessible
+    cache.checked, cache.debug, cache.foreign = core.checked, core.debug, core.foreign
+    lent = <Lent*>calloc(1, sizeof(Lent))
+    if lent == NULL:
+        raise MemoryError("no memory for the blocks of a stream")
+    lent.owner = <void*>cache
+    cache.lent = lent
+    lent_enter(core)
+    lent.next = core.lent
+    if core.lent != NULL:
+        core.lent.prev = lent
+    core.lent = lent
+    lent_leave(core)
+    return cache
