@@ -40,6 +40,7 @@ from arenapy.commands.run.command import (
     program_words,
 )
 from arenapy.linux import outputs
+from arenapy.linux.libc_malloc import foreign_malloc
 
 __all__ = ["Comparison", "Failed", "main"]
 
@@ -248,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.module and not _can_be_read_again(options.program):
         parser.error(f"{options.program!r} can be read only once; name a file or a folder")
     with tempfile.TemporaryDirectory(prefix="arenapy-compare-") as folder:
-        ours = [OURS] if options.libc == "none" else [OURS, OURS_ALONE]
+        keeps = options.libc == "keep" and foreign_malloc() is None
+        ours = [OURS, OURS_ALONE] if keeps else [OURS]
         comparison = Comparison(options, [PLAIN, *ours, *options.others], Path(folder))
         try:
             _measure(comparison)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["OURS", "OURS_ALONE", "PLAIN", "WAYS", "Way"]
 
-PLAIN, OURS, OURS_ALONE = "plain", "arenapy", "arenapy --libc none"
+PLAIN, OURS, OURS_ALONE = "plain", "arenapy", "pool alone"
 
 #: What changes a malloc from outside: an alternative has its own only.
 TUNING = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "MIMALLOC_", "TCMALLOC_")
@@ -66,7 +66,7 @@ class Way:
 WAYS = {
     PLAIN: Way("Python as it is, with the environment as it is"),
     OURS: Way("under arenapy run"),
-    OURS_ALONE: Way("the same, and malloc as it is; not if that is an option of the command"),
+    OURS_ALONE: Way("under arenapy run --libc none; if it differs"),
     "jemalloc": Way(
         "preloaded, huge pages, nothing goes back to the system",
         ("jemalloc",),
