@@ -1,1 +1,1 @@
-"""Every system call: mappings, their pages, reserved address space, limits, output files."""
+"""System calls: mappings, pages, reserved address space, what malloc keeps, limits, output files."""
