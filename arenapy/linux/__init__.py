@@ -1,1 +1,1 @@
-"""System calls: mappings, pages, reserved address space, what malloc keeps, limits, output files."""
+"""The system: mappings, pages, reserved address space, what malloc keeps, limits, output files."""

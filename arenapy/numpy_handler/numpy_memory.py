@@ -121,11 +121,11 @@ class numpy_memory(Context):
     pool.
 
     ``libc="keep"`` holds for the process, from the first object that is entered or installed with
-    it to the last that is left. Memory that is freed then stays with the process, however large it
-    was. Leaving cannot undo all: glibc adapts its thresholds no longer, and has those that it adapts
-    to at most (blocks above 32 MiB are mapped, and 64 MiB at the end of a heap are given back),
-    whatever was set before. It gives back what it kept as it finds it at the end of a heap; at
-    once, by its ``malloc_trim``. Enter it for long, not for each call.
+    it to the last that is left. Memory that is freed meanwhile stays with the process, however
+    large it was. Leaving cannot undo all: glibc adapts its thresholds no longer, and has those that
+    it adapts to at most, whatever was set before: blocks above 32 MiB are mapped, and the free end
+    of the heap goes back if it is larger than 64 MiB. What was kept goes back as it comes to lie
+    there, or by ``malloc_trim``. Enter it for long, not for each call.
 
     A generator whose ``with`` is suspended leaves the handler to its caller, as with
     ``numpy.errstate``; decorate the generator instead.

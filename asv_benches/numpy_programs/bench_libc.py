@@ -57,7 +57,9 @@ def call(setup, statement, rivals, generations, rounds):
 def calls(quick=False):
     """{name: {rival: Figures}}."""
     how = (1, 5) if quick else (5, 5)  # processes differ by more than rounds
-    return {name: call(*CALLS[name], [*here(), ALONE], *how) for name in (QUICK if quick else CALLS)}
+    return {
+        name: call(*CALLS[name], [*here(), ALONE], *how) for name in (QUICK if quick else CALLS)
+    }
 
 
 def ratios(figures):

@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 
-import numpy as np
 import pytest
 from hypothesis import settings
 

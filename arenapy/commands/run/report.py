@@ -96,7 +96,8 @@ class ProgramMemory:
     ----------
     options : mapping
         ``max_bytes``, ``initial_bytes``, ``huge_pages``, ``lock``, ``on_full``, ``libc``: as for
-        `Pool`, `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for `trace.record`.
+        `Pool`, `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for
+        `trace.record`.
 
     Raises
     ------
