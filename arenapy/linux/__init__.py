@@ -1,1 +1,1 @@
-"""Every system call: mappings, their pages, reserved address space, limits, output files."""
+"""The system: mappings, pages, reserved address space, what malloc keeps, limits, output files."""

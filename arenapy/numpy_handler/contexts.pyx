@@ -12,7 +12,7 @@ interrupt: it is done as a whole or not at all. Where there is a GIL it guards w
 without it, critical sections do.
 
 What lives here: entering, leaving, and the wrapper of `threading.Thread.start`. What does not: the
-handler itself (handler), decorators and arguments (numpy_memory).
+handler itself (handler), decorators and arguments (numpy_memory), what libc keeps (libc_malloc).
 """
 import functools
 import threading
@@ -23,6 +23,7 @@ from threading import get_ident
 cimport cython
 
 from arenapy.base.sealed cimport seal
+from arenapy.linux.libc_malloc cimport keep, keep_no_more
 
 cdef extern from "numpy/arrayobject.h":
     object PyDataMem_SetHandler(object handler)
@@ -129,19 +130,20 @@ cdef class Context:
 
     cdef readonly PoolHandler _handler
     cdef readonly bint threads       # those that start in it are to have it
-    cdef Py_ssize_t covers           # how often it asked for that
+    cdef readonly bint _keeps        # libc is to keep what it has
+    cdef Py_ssize_t covers           # how often it asked for either
 
-    def __init__(self, PoolHandler handler not None, bint threads):
+    def __init__(self, PoolHandler handler not None, bint threads, bint keeps):
         if self._handler is not None:        # it may be in force, as what it was made for
             raise TypeError(f"{self!r} is initialized already; call the class for another one")
-        self._handler, self.threads = handler, threads
+        self._handler, self.threads, self._keeps = handler, threads, keeps
 
     def __enter__(self):
-        self.enter(False, self.threads)
+        self.enter(False, True)
         return self
 
     def __exit__(self, *_error):
-        self.leave(False, self.threads)
+        self.leave(False, True)
 
     def _install(self):
         """False: it is installed in this context already."""
@@ -149,14 +151,18 @@ cdef class Context:
         for entry in _stack.get():
             if entry.installed and entry.memory is self:
                 return False
-        self.enter(True, self.threads)
+        self.enter(True, True)
         return True
 
     def _uninstall(self):
         """False: it is not installed in this context."""
-        return self.leave(True, self.threads)
+        return self.leave(True, True)
 
-    cdef int enter(self, bint installed, bint cover) except -1:
+    # `asked`: by the user, and not for a thread that was started under it. What is done to the
+    # whole process is done for the user alone.
+
+    cdef int enter(self, bint installed, bint asked) except -1:
+        cdef bint cover = asked and (self.threads or self._keeps)
         cdef Presence mine
         cdef tuple stack = _stack.get() or (new_entry(PyDataMem_GetHandler(), None, False),)
         cdef Py_ssize_t at = len(stack)
@@ -169,7 +175,8 @@ cdef class Context:
         stack = (*stack[:at], entry, *stack[at:])
         if cover:
             with cython.critical_section(starts):
-                starts.cover(self if installed else None)
+                if self.threads:
+                    starts.cover(self if installed else None)
                 self.covers += 1
         try:
             put_in_force(stack)
@@ -178,9 +185,11 @@ cdef class Context:
                 self.uncover(installed)
             raise
         mine.times += 1
+        if asked and self._keeps:    # last: glibc never quite forgets it
+            keep()
         return 0
 
-    cdef bint leave(self, bint installed, bint cover) except -1:
+    cdef bint leave(self, bint installed, bint asked) except -1:
         cdef tuple stack = _stack.get()
         cdef Py_ssize_t at = len(stack) - 1
         cdef Entry entry
@@ -195,16 +204,20 @@ cdef class Context:
             (<Presence>mine).times -= 1
         elif installed:
             return False
-        if cover:
-            self.uncover(installed)
+        if asked and self.uncover(installed) and self._keeps:
+            keep_no_more()
         return True
 
-    cdef int uncover(self, bint installed) except -1:
+    cdef bint uncover(self, bint installed) except -1:
+        """False: it had not asked for anything."""
+        cdef bint covered
         with cython.critical_section(starts):
-            if self.covers:
-                starts.uncover(self if installed else None)
+            covered = self.covers > 0
+            if covered:
+                if self.threads:
+                    starts.uncover(self if installed else None)
                 self.covers -= 1
-        return 0
+        return covered
 
 
 # ---- threads -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arenapy.buffer.buffer import Buffer
+from arenapy.linux.libc_malloc import foreign_malloc
 from arenapy.memory.host_request import check_flag
 from arenapy.memory.region import Region
 from arenapy.memory.sources import BASES
@@ -99,13 +100,18 @@ class numpy_memory(Context):
     threads : bool
         A thread begins with NumPy's own handler. True: those that ``threading.Thread.start`` (and
         so an executor) starts in this context get this one.
+    libc : {None, "keep"}
+        What else the program takes from ``malloc``: workspaces of LAPACK, hash tables of pandas,
+        strings. "keep": glibc is told (``mallopt``) to keep what is freed, in all threads, so that
+        it is not faulted in anew. It does nothing where ``malloc`` is not glibc's: musl's, or
+        another one that is preloaded; ``repr`` says so.
 
     Raises
     ------
     TypeError, BufferError
         `pool` is no Pool; the host cannot access its memory.
     ValueError
-        For another policy, or a pool that is closed.
+        For another policy, or a pool that is closed; `libc` is another word.
 
     Notes
     -----
@@ -113,6 +119,13 @@ class numpy_memory(Context):
 
     Every array is 64-byte aligned. ``np.zeros`` of 32 MiB or more is mapped lazily, outside the
     pool.
+
+    ``libc="keep"`` holds for the process, from the first object that is entered or installed with
+    it to the last that is left. Memory that is freed meanwhile stays with the process, however
+    large it was. Leaving cannot undo all: glibc adapts its thresholds no longer, and has those that
+    it adapts to at most, whatever was set before: blocks above 32 MiB are mapped, and the free end
+    of the heap goes back if it is larger than 64 MiB. What was kept goes back as it comes to lie
+    there, or by ``malloc_trim``. Enter it for long, not for each call.
 
     A generator whose ``with`` is suspended leaves the handler to its caller, as with
     ``numpy.errstate``; decorate the generator instead.
@@ -129,19 +142,29 @@ class numpy_memory(Context):
     True
     """
 
-    __slots__ = ("__weakref__", "on_full", "pool")
+    __slots__ = ("__weakref__", "libc", "on_full", "pool")
 
     pool: Pool
     on_full: str
+    libc: str | None
 
-    def __init__(self, pool: Pool, *, on_full: str = "system", threads: bool = False) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        on_full: str = "system",
+        threads: bool = False,
+        libc: str | None = None,
+    ) -> None:
         if not isinstance(pool, Pool):
             raise TypeError(f"pool={pool!r} is not a Pool; make one, like arenapy.Pool()")
         if on_full not in POLICIES:
             raise ValueError(f"on_full={on_full!r} is neither 'system' nor 'error'")
         check_flag("threads", threads)
-        super().__init__(_handler_of(pool, on_full), threads)
-        self.pool, self.on_full = pool, on_full
+        if libc not in (None, "keep"):
+            raise ValueError(f"libc={libc!r} is neither None nor 'keep'")
+        super().__init__(_handler_of(pool, on_full), threads, libc == "keep")
+        self.pool, self.on_full, self.libc = pool, on_full, libc
 
     def install(self) -> numpy_memory:
         """Put it in force in this context, below every ``with``, until :meth:`uninstall`.
@@ -239,7 +262,12 @@ class numpy_memory(Context):
 
     def __repr__(self) -> str:
         threads = ", threads=True" if self.threads else ""
-        return f"numpy_memory({self.pool!r}, on_full={self.on_full!r}{threads})"
+        libc = ""
+        if self.libc is not None:
+            foreign = foreign_malloc()
+            libc = f", libc={self.libc!r}"
+            libc += f" without effect: malloc is {foreign}'s" if foreign else ""
+        return f"numpy_memory({self.pool!r}, on_full={self.on_full!r}{threads}{libc})"
 
 
 def _handler_of(pool: Pool, on_full: str) -> PoolHandler:

@@ -17,8 +17,8 @@ if not __package__:  # run as a script; behind what is installed
 from rich import print as rich_print
 from rich.table import Table
 
-from asv_benches.numpy_programs import bench_numpy, bench_workloads, traces
-from asv_benches.numpy_programs.rivals import DEFAULT, OURS, Ratios
+from asv_benches.numpy_programs import bench_libc, bench_numpy, bench_workloads, traces
+from asv_benches.numpy_programs.rivals import ALONE, DEFAULT, OURS, Ratios
 from asv_benches.support import report
 from asv_benches.support.report import figure
 from asv_benches.support.sizes import MIB
@@ -80,6 +80,28 @@ def workload_table(found):
     return head, rows
 
 
+def libc_table(found):
+    """Milliseconds, speed-ups, page faults."""
+    rivals = list(next(iter(found.values())))
+    head = ["", *(f"{rival}, ms" for rival in rivals)]
+    head += ["over default", "over pool alone", "over the best"]
+    head += ["faults: default", "pool alone", "arenapy"]
+    rows = []
+    for name, figures in found.items():
+        ratio, alone = bench_libc.ratios(figures)
+        rows.append(
+            [
+                name,
+                *(figure(statistics.median(one.seconds) * 1e3) for one in figures.values()),
+                f"{ratio.default:.2f}",
+                f"{alone:.2f}",
+                f"{ratio.best:.2f} ({ratio.who})",
+                *(figure(figures[rival].faults) for rival in (DEFAULT, ALONE, OURS)),
+            ]
+        )
+    return head, rows
+
+
 def trace_table(found):
     """Peak reserved over peak live, and what of it was in no live block."""
     names = [one.name for one in next(iter(found.values()))]
@@ -129,6 +151,12 @@ SECTIONS = {
         bench_workloads.workload_lines,
         workload_table,
         "Ten programs",
+    ),
+    "libc": section(
+        bench_libc.calls,
+        bench_libc.call_lines,
+        libc_table,
+        "What takes its memory from malloc, steady state",
     ),
     "traces": section(
         traces.traces, traces.trace_lines, trace_table, "Memory reserved for recorded programs"

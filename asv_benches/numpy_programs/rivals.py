@@ -23,6 +23,7 @@ if not __package__:  # run as a script; behind what is installed
 from asv_benches.support.process import Process, library, serve
 
 DEFAULT, OURS = "default", "arenapy"
+ALONE = "pool alone"  # ours, and malloc as it is
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 NEVER = 1 << 40  # bytes: a threshold that nothing reaches
 
@@ -37,7 +38,8 @@ class Rival:
 
 RIVALS = {
     DEFAULT: Rival(),
-    OURS: Rival(),
+    OURS: Rival(tuning={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),  # as `arenapy run` has it
+    ALONE: Rival(),
     "jemalloc": Rival(
         "jemalloc",
         {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"},
@@ -55,8 +57,8 @@ RIVALS = {
 
 
 def here():
-    """The rivals that this machine has."""
-    return [name for name, rival in RIVALS.items() if library(rival.malloc)]
+    """The rivals that this machine has, but for `ALONE`, which is not one of ours' rivals."""
+    return [name for name, rival in RIVALS.items() if library(rival.malloc) and name != ALONE]
 
 
 class Program(Process):
@@ -128,11 +130,11 @@ class Steps:
         return seconds
 
 
-def install_ours():
-    """arenapy's handler in force for this process, as `arenapy run` has it."""
+def install_ours(libc):
+    """arenapy's handler in force for this process, as `arenapy run --libc` has it."""
     import arenapy
 
-    return arenapy.numpy_memory(arenapy.Pool(), threads=True).install()
+    return arenapy.numpy_memory(arenapy.Pool(), threads=True, libc=libc).install()
 
 
 def main(rival, file):
@@ -140,7 +142,7 @@ def main(rival, file):
     loaded = Path("/proc/self/maps").read_text()
     if file not in loaded:
         sys.exit(f"malloc should come from {file}, which is not loaded")
-    memory = install_ours() if rival == OURS else None
+    memory = install_ours("keep" if rival == OURS else None) if rival in (OURS, ALONE) else None
     import numpy as np
 
     def faults_of(statement, runs):

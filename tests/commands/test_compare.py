@@ -16,6 +16,7 @@ from arenapy.commands.compare import variants as compare_ways
 from arenapy.commands.compare.table import Run, sentences
 from arenapy.commands.compare.verdict import LEAST_ROUNDS, _rank, ratio_of, verdict
 from arenapy.commands.compare.worker import main as measure_child
+from arenapy.linux.libc_malloc import foreign_malloc
 
 COMMAND = [sys.executable, "-m", "arenapy", "compare"]
 TIMEOUT = 120
@@ -305,15 +306,29 @@ def test_a_comparison(script, tmp_path):
     assert "told" not in found.stdout
     figures = json.loads((tmp_path / "found.json").read_text())
     assert {"plain", "arenapy", "glibc-tuned"} <= set(figures["runs"])
+    assert ("pool alone" in figures["runs"]) == (foreign_malloc() is None)
     assert ("tcmalloc" in figures["runs"]) != ("tcmalloc" in figures["not_compared"])
     assert all(len(runs) == 2 for runs in figures["runs"].values())
     for way, runs in figures["runs"].items():
         for one in runs:
             assert one["wall"] > 0 and one["cpu"] > 0 and one["peak_bytes"] > 8 * MIB
-            assert (one["prefault"] is None) == (way != "arenapy")
+            assert (one["prefault"] is None) == (way not in ("arenapy", "pool alone"))
             assert one["prefault"] is None or 0 < one["prefault"] < one["wall"]
-    shown = run(tmp_path, "-n", "1", "--show-output", "script.py", "-n", "7")
+    shown = run(tmp_path, "-n", "1", "--libc", "none", "--show-output", "script.py", "-n", "7")
     assert shown.stdout.count("told") == shown.stderr.count("complained") == 4
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("libc", ["keep", "none"])
+def test_both_ways_of_libc(script, tmp_path, libc):
+    script("import numpy\nfrom arenapy.linux import libc_malloc as libc\nprint(libc.keepers())")
+    found = run(tmp_path, "-n", "1", "--show-output", "--libc", libc, "script.py")
+    assert found.returncode == 0, found.stderr
+    keeps = libc == "keep" and foreign_malloc() is None
+    lines = found.stdout.splitlines()
+    kept, not_kept = lines.count("1"), lines.count("0")  # of the warm-up and the round
+    assert (kept, not_kept) == (2 * (libc == "keep"), 4 if keeps or libc == "none" else 2)
+    assert ("pool alone" in found.stdout) == keeps
 
 
 def test_a_module(script, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from alike import REPORT, TIMEOUT, split
 
 from arenapy.commands.command_line import size
+from arenapy.commands.run.command import huge_heap
+from arenapy.linux.libc_malloc import foreign_malloc
 
 PLAIN = [sys.executable]
 OURS = [sys.executable, "-m", "arenapy", "run"]
@@ -315,6 +318,55 @@ def test_environment_set_before_numpy_has_its_effect(script, tmp_path):
         """
     )
     assert_alike(tmp_path, "script.py", status=0)
+
+
+@pytest.mark.parametrize("tunables", [None, "", "glibc.malloc.arena_max=3"])
+def test_settings_of_glibc_are_not_seen(script, tmp_path, tunables):
+    """Neither by the program, whether it has NumPy or not, nor by its children."""
+    script(
+        """
+        import os, subprocess
+        print(os.environ.get("GLIBC_TUNABLES"), flush=True)
+        subprocess.run("echo ${GLIBC_TUNABLES-none}", shell=True)
+        """
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    environment |= {} if tunables is None else {"GLIBC_TUNABLES": tunables}
+    assert_alike(tmp_path, "script.py", status=0, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("tunables", "wanted"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=3", "glibc.malloc.arena_max=3:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_the_users_settings_of_glibc_come_first(tunables, wanted):
+    assert huge_heap(tunables) == wanted
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("libc", ["keep", "none"])
+def test_what_malloc_does_is_reported(script, tmp_path, libc):
+    script("""
+        import numpy
+        with open("/proc/self/smaps") as file:
+            heap = file.read().partition("[heap]")[2].partition("VmFlags:")[2]
+        print(" hg " in heap.splitlines()[0])
+    """)
+    found, output = figures(tmp_path, "--libc", libc, "script.py")
+    assert found["libc_keeps"] == (libc == "keep" and foreign_malloc() is None)
+    report = run([*OURS, "--libc", libc, "script.py"], tmp_path).stderr
+    assert ("keeps what is freed" in report) == found["libc_keeps"]
+    assert ("malloc       as it is\n" in report) == (libc == "none")
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+        mode = file.read()
+    name, version = platform.libc_ver()
+    if "[madvise]" in mode and name == "glibc" and tuple(map(int, version.split("."))) >= (2, 35):
+        assert output == f"{libc == 'keep'}\n"
 
 
 def test_a_program_without_numpy(script, tmp_path):

@@ -164,6 +164,7 @@ for _name, _use in {
 }.items():
     handler_operation(_name, _use)
     handler_operation(f"{_name}, for threads", _use, threads=True)
+    handler_operation(f"{_name}, libc keeps", _use, libc="keep")
 handler_operation("thread started", started, threads=True)
 
 

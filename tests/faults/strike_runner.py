@@ -14,6 +14,7 @@ from strike_operations import OPERATIONS
 from strikes import Struck
 
 from arenapy import measure
+from arenapy.linux import libc_malloc
 from arenapy.numpy_handler import contexts as numpy_context
 
 #: They cannot be done again once they are done, and a signal may strike just after that.
@@ -25,6 +26,7 @@ def in_force():
     return {
         "NumPy's handler": numpy_context.get_handler(),
         "Thread.start": threading.Thread.start,
+        "libc keeps": libc_malloc.keepers(),
         "threads": threading.active_count(),
         "measurements": len(sys.modules[measure.__module__]._running),
     }

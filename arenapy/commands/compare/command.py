@@ -30,7 +30,7 @@ import arenapy
 from arenapy.base.text import printable_lines
 from arenapy.commands.command_line import Parser, check_outputs, console, signal_name, whole
 from arenapy.commands.compare.table import Run, sentences, show
-from arenapy.commands.compare.variants import OURS, PLAIN, WAYS
+from arenapy.commands.compare.variants import OURS, OURS_ALONE, PLAIN, WAYS
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
 from arenapy.commands.run.command import (
     add_pool_options,
@@ -40,6 +40,7 @@ from arenapy.commands.run.command import (
     program_words,
 )
 from arenapy.linux import outputs
+from arenapy.linux.libc_malloc import foreign_malloc
 
 __all__ = ["Comparison", "Failed", "main"]
 
@@ -122,11 +123,12 @@ class Comparison:
         options = self.options
         program = program_words(options)
         python = interpreter()
-        if way != OURS:
+        if way not in (OURS, OURS_ALONE):
             return [*python, *program]
         pool = ["--initial-bytes", str(options.initial_bytes)] if options.initial_bytes else []
         pool += ["--max-bytes", str(options.max_bytes)] if options.max_bytes else []
         pool += ["--huge-pages", options.huge_pages, "--on-full", options.on_full]
+        pool += ["--libc", options.libc if way == OURS else "none"]
         pool += ["--lock"] * options.lock
         figures = str(self.folder / "figures.json")
         ours = [str(MAIN), "run", "--quiet", "--json", figures, *pool, *program]
@@ -161,7 +163,7 @@ class Comparison:
         if found["status"]:
             written = errors.read_text(errors="replace") if errors.exists() else ""
             raise Failed(_failure(way, found["status"], written))
-        if way == OURS and figures.exists():  # a program that ends by os._exit leaves none
+        if figures.exists():  # a program that ends by os._exit leaves none
             found |= json.loads(figures.read_text())
         return found
 
@@ -174,7 +176,7 @@ def _failure(way: str, status: int, errors: str) -> str:
 
 def _ways(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
-    others = [name for name in WAYS if name not in (PLAIN, OURS)]
+    others = [name for name in WAYS if name not in (PLAIN, OURS, OURS_ALONE)]
     for name in names:
         if name not in others:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(others)}")
@@ -247,7 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.module and not _can_be_read_again(options.program):
         parser.error(f"{options.program!r} can be read only once; name a file or a folder")
     with tempfile.TemporaryDirectory(prefix="arenapy-compare-") as folder:
-        comparison = Comparison(options, [PLAIN, OURS, *options.others], Path(folder))
+        keeps = options.libc == "keep" and foreign_malloc() is None
+        ours = [OURS, OURS_ALONE] if keeps else [OURS]
+        comparison = Comparison(options, [PLAIN, *ours, *options.others], Path(folder))
         try:
             _measure(comparison)
         except Failed as failed:

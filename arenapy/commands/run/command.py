@@ -24,6 +24,9 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 OPTIONS = "ARENAPY_RUN"  # the environment variable; startup/sitecustomize.py takes it
 REPORT = outputs.report("arenapy run")
 HUGE_PAGES = {"auto": "auto", "2M": "2M", "1G": "1G", "none": None}
+LIBC = {"keep": "keep", "none": None}
+TUNABLES = "GLIBC_TUNABLES"
+HUGE_HEAP = "glibc.malloc.hugetlb"  # 1: transparent huge pages
 SITES = 16  # callers that --sites notes: through libraries, into the program
 
 
@@ -44,6 +47,11 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-full", choices=("system", "error"), default="system",
         help="when the pool is full: use malloc, or raise MemoryError (default: system)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--libc", choices=LIBC, default="keep",
+        help="what else is taken from glibc's malloc stays in huge pages of the process when it is "
+        "freed; or none of that (default: keep)",
     )  # fmt: skip
 
 
@@ -113,6 +121,13 @@ def _had_at_start(name: str) -> bool:
         return any(word.startswith(f"{name}=".encode()) for word in file.read().split(b"\0"))
 
 
+def huge_heap(tunables: str | None) -> str:
+    """Settings of glibc with huge pages for its heap, unless they say what that shall have."""
+    if tunables and HUGE_HEAP in tunables:
+        return tunables
+    return ":".join(filter(None, [tunables, f"{HUGE_HEAP}=1"]))
+
+
 def program_words(options: argparse.Namespace) -> list[str]:
     """The program and its arguments, for a command line of Python's or of ours."""
     is_like_option = options.program.startswith("-") and options.program != "-"
@@ -132,7 +147,8 @@ def command(
     python = interpreter()
     program = program_words(options)
     environment = dict(os.environ)
-    flags, hidden, line = {}, {"PYTHONPATH"}, python
+    libc = LIBC[options.libc]
+    flags, hidden, line = {}, {"PYTHONPATH", *[TUNABLES] * bool(libc)}, python
     if sys.flags.ignore_environment:
         flags = {"ignore_environment": 1, "isolated": sys.flags.isolated}
         hidden |= {name for name in environment if name.startswith("PYTHON")}
@@ -151,6 +167,7 @@ def command(
         "huge_pages": HUGE_PAGES[options.huge_pages],
         "lock": options.lock,
         "on_full": options.on_full,
+        "libc": libc,
         "report": report,
         "json": json_file and os.path.abspath(json_file),
         "trace": trace and os.path.abspath(trace),
@@ -158,6 +175,8 @@ def command(
     }
     others = None if flags else kept["PYTHONPATH"]
     environment["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{others}" if others else str(STARTUP)
+    if libc:  # numpy_memory does the rest; glibc reads this once, as the process starts
+        environment[TUNABLES] = huge_heap(kept[TUNABLES])
     environment[OPTIONS] = marshal.dumps(settings).hex()
     return [*line, *program], environment
 

@@ -19,6 +19,7 @@ import numpy as np
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
 from arenapy.diagnostics.recorder import Recorder
+from arenapy.linux.libc_malloc import foreign_malloc
 from arenapy.memory.region import Region
 from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
@@ -94,8 +95,9 @@ class ProgramMemory:
     Parameters
     ----------
     options : mapping
-        ``max_bytes``, ``initial_bytes``, ``huge_pages``, ``lock``, ``on_full``: as for `Pool`,
-        `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for `trace.record`.
+        ``max_bytes``, ``initial_bytes``, ``huge_pages``, ``lock``, ``on_full``, ``libc``: as for
+        `Pool`, `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for
+        `trace.record`.
 
     Raises
     ------
@@ -111,7 +113,9 @@ class ProgramMemory:
         self.source.pool = weakref.ref(self.pool)
         self.recording = self._begin_trace(options["trace"], options["sites"])
         self.traced = ""  # for the report
-        self.handler = numpy_memory(self.pool, on_full=options["on_full"], threads=True).install()
+        self.handler = numpy_memory(
+            self.pool, on_full=options["on_full"], threads=True, libc=options["libc"]
+        ).install()
         self._unreached: set[str] = set()
         self._pid = os.getpid()
         with contextlib.suppress(RuntimeError):  # the exit handlers are running already
@@ -154,6 +158,7 @@ class ProgramMemory:
             "prefault_bytes": self.source.nbytes,
             "peak_reserved_bytes": peak_reserved,
             "never_used_bytes": max(0, peak_reserved - pool.peak_bytes),
+            "libc_keeps": self.handler.libc is not None and foreign_malloc() is None,
             "fell_back": self.handler.stats().as_dict(),
             "unreached_threads": sorted(self._unreached),
             "trace": None if self.recording is None else self.recording.path,
@@ -177,12 +182,21 @@ class ProgramMemory:
                 f"{format_bytes(figures['prefault_bytes'])} in {figures['prefault_seconds']:.3f} s",
             ),
             ("page faults", f"{figures['minor_faults']:,} minor, of the whole process"),
+            ("malloc", self._malloc(figures)),
             *(("fell back", line) for line in self._fell_back(figures)),
             *([("trace", self.traced)] if self.traced else []),
         ]
         return "arenapy run: NumPy's memory from a pool\n" + "".join(
             f"  {name:<11}  {text}\n" for name, text in lines
         )
+
+    def _malloc(self, figures: Mapping[str, Any]) -> str:
+        """What becomes of memory that is none of the pool's."""
+        if figures["libc_keeps"]:
+            return "keeps what is freed"
+        if self.handler.libc is None:
+            return "as it is"
+        return f"as it is: {printable(foreign_malloc() or '')} is not glibc's"
 
     def _fell_back(self, figures: Mapping[str, Any]) -> list[str]:
         """What the pool did not serve, and why."""
