@@ -88,7 +88,7 @@ def main(spec_file: str, result: str) -> None:
         json.dump(found, file)
 
 
-def _heed_signals():
+def _heed_signals() -> None:
     for number in signal.SIGINT, signal.SIGTERM:
         if signal.getsignal(number) != signal.SIG_IGN:  # as of a shell's background job
             signal.signal(number, _stop)
