@@ -51,7 +51,8 @@ cdef enum:
     RANK_CACHE = 7           # a thread's cache or stack; several only under RANK_BIRTHS, as
     RANK_DEPOT = 8           # of these
     RANK_HEAP = 9
-    RANK_CHILDREN = 10       # what forked children see
+    RANK_STREAMS = 10        # what other streams of a device's pool have
+    RANK_CHILDREN = 11       # what forked children see
     RANK_LAST = 15           # nothing is taken under it: a recording's
 
 # Called in assertion builds, where they abort with a message if the order is not kept.

@@ -11,7 +11,7 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, rank_lock,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
@@ -25,6 +25,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
+from arenapy.base.thread_slot cimport RANK_STREAMS
 from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.memory.children cimport Seen, seen_add
 
@@ -54,6 +55,7 @@ cdef class PoolCore(ThreadCaches):
         self.what = "pool"
         self.recycles = True
         self.timed = -1
+        rank_lock(&self.lent_lock, RANK_STREAMS)
         self.shut = self.fast_path_off = True  # until `ready`
 
     def __dealloc__(self):
