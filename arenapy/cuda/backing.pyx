@@ -21,10 +21,10 @@ from arenapy.cuda.driver cimport (
     need, primary,
 )
 from arenapy.cuda.stream_ref cimport (
-    FREE_TO_USE, StreamRef, current_device, known_in, made_stream, relax, restore_capture_mode,
+    StreamRef, current_device, known_in, made_stream, relax, restore_capture_mode,
     stream_of,
 )
-from arenapy.cuda.fence cimport Fence, synchronize, work_of, work_of_context
+from arenapy.cuda.fence cimport Fence, late_work_of, synchronize
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
@@ -176,13 +176,14 @@ cdef class PinnedBacking(Backing):
     cdef Region host
     cdef void* context
     cdef int generation
+    cdef size_t counted              # in `registered`, from before it is pinned
 
     def __dealloc__(self):
         cdef char* start
         cdef int mode
+        arenapy_sub(&registered, self.counted)
         if self.context == NULL:
             return
-        arenapy_sub(&registered, self.host.size)
         start = self.host.ptr
         if callable_(self.generation):
             with nogil:
@@ -199,24 +200,28 @@ def pinned_memory(bint mapped):
     return new_memory("pinned", -1, True, mapped, 64)
 
 
-def check_pinned(size_t nbytes, double fraction):
+cdef int count(PinnedBacking backing, size_t nbytes, double fraction) except -1:
     """Refuse to pin more of the machine's memory than that part."""
+    cdef size_t before = arenapy_add(&registered, nbytes - backing.counted) - backing.counted
+    backing.counted = nbytes
     total = host_memory().total
-    if arenapy_load(&registered) + nbytes > fraction * total:
+    if before + nbytes > fraction * total:
         raise OutOfMemory(
-            f"pinning {format_bytes(nbytes)} more than the {format_bytes(registered)} that are "
+            f"pinning {format_bytes(nbytes)} more than the {format_bytes(before)} that are "
             f"pinned now would be above max_ram_fraction={fraction} of {format_bytes(total)}: what "
             "is pinned is lost to everybody else. Ask for less, or give a larger fraction"
         )
 
 
-def pinned_region(StreamHooks memory, Region host not None, bint portable, bint mapped):
-    """The same memory as `host`, for copies at full speed."""
+def pinned_region(
+    StreamHooks memory, object source, size_t nbytes, double fraction, bint portable, bint mapped
+):
+    """A region of `source`, a Host, for copies at full speed."""
     cdef PinnedBacking backing = PinnedBacking.__new__(PinnedBacking)
     cdef int device = current_device()
     cdef void* context = primary(device)
-    cdef size_t nbytes = host.size
-    cdef char* start = host.ptr
+    cdef Region host
+    cdef char* start
     cdef unsigned int flags = portable * REGISTER_PORTABLE + mapped * REGISTER_MAPPED
     cdef int result, mode
     if mapped and not attribute(SAME_POINTER, device):
@@ -224,13 +229,16 @@ def pinned_region(StreamHooks memory, Region host not None, bint portable, bint 
             "mapped=True: this device does not see the host's memory at the host's addresses; pass "
             "mapped=False, and copy"
         )
+    count(backing, nbytes, fraction)         # before its pages are touched
+    host = source.region(nbytes)
+    nbytes, start = host.size, host.ptr
+    count(backing, nbytes, fraction)
     with nogil:
         result = relax(context, &mode)
         if result == SUCCESS:
             result = driver.cuMemHostRegister(start, nbytes, flags)
             restore_capture_mode(&mode)
     checked(result, "cuMemHostRegister")
-    arenapy_add(&registered, nbytes)
     backing.host, backing.context, backing.generation = host, context, generation
     return region_of(<uint64_t>start, nbytes, backing, <CudaMemory>memory, host.page_size)
 
@@ -257,25 +265,17 @@ cdef class Leaving:
     cdef uint64_t address
     cdef list streams                    # or None, where there is a fence
     cdef list fences                    # of each stream, or None: it is still to be made
-    cdef bint again
 
     cdef bint freed(self) except -1:
         """Free it, if that can be now."""
-        cdef StreamRef one
         cdef Py_ssize_t i
-        cdef bint again = self.again
         cdef void* context = self.pool.context
         cdef void* handle = self.pool.stream.handle
         cdef uint64_t address = self.address
         cdef int result
-        self.again = True
         for i in range(len(self.streams)):
-            one = <StreamRef>self.streams[i]
-            if self.fences[i] is None and one.state() == FREE_TO_USE:
-                # An allocator's user keeps its stream only as long as the allocator.
-                fence = work_of(one) if one.lasting or not again else work_of_context(one)
-                if one.state() == FREE_TO_USE:       # else a capture has begun, maybe before it
-                    self.fences[i] = fence
+            if self.fences[i] is None:
+                self.fences[i] = late_work_of(<StreamRef>self.streams[i])
         if None in self.fences:
             return False
         for fence in self.fences:

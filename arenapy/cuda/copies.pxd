@@ -32,7 +32,7 @@ cdef CudaMemory new_memory(
 # the user gave it; nothing is changed.
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
 # Raise, saying what to do, if this thread cannot wait for a stream now.
-cdef int can_be_waited_for(StreamRef s) except -1
+cdef int can_be_used(StreamRef s, bint now) except -1
 # Wait for what a call without a stream has queued; if that raises, the sides are used until then.
 cdef int wait_or_keep(StreamRef s, list sides) except -1
 # The memory whose default streams are meant: a device's, if there is one.

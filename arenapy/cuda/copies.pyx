@@ -21,7 +21,7 @@ from libc.stdint cimport uint64_t
 from arenapy.buffer.block cimport (
     Block, is_readonly, name_of, note_use, pin, root_of, unpin, writable,
 )
-from arenapy.buffer.dlpack cimport KIND_CPU
+from arenapy.buffer.dlpack cimport KIND_CPU, as_pair
 from arenapy.buffer.buffer cimport copy_bytes, move_bytes
 from arenapy.cuda.driver cimport (
     SUCCESS, Location, checked, driver, enter, forget, generation, leave, primary,
@@ -128,8 +128,7 @@ cdef class CudaMemory(Ordering):
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
             to_context, source_context = primary(to.device_id), primary(source.device_id)
             allow_access(to_context, to.device_id, source_context, source.device_id)
-        if now:
-            can_be_waited_for(s)
+        can_be_used(s, now)
         for side in (to, source):
             prepare(side, s, now, joined)
         for side in (to, source):
@@ -167,8 +166,7 @@ cdef class CudaMemory(Ordering):
         s = self.own_stream() if stream is None else <StreamRef>self.named(stream)
         if side.nbytes == 0:
             return 0
-        if stream is None:
-            can_be_waited_for(s)
+        can_be_used(s, stream is None)
         prepare(side, s, stream is None, set())
         handle = handle_here(s)
         with nogil:
@@ -262,16 +260,22 @@ cdef int of_buffer(Side side, bint to) except -1:
     if side.nbytes:
         from arenapy.linux import vm
         side.address = vm.address_of(side.view)
-    side.under = block_under(side.thing)
+    side.under = block_under(side)
     return 0
 
 
-cdef Block block_under(object thing):
+cdef Block block_under(Side side):
     """The block of CUDA memory that an array or memoryview is a view of; None: there is none."""
     cdef int depth = 0
+    cdef Block b
+    thing = side.thing
     while thing is not None and depth < MAX_VIEWS:
         if isinstance(thing, Block):
-            return <Block>thing if (<Block>thing).owner.hooks is not None else None
+            b = <Block>thing
+            # Anything may have an attribute of that name.
+            inside = (side.address >= <uint64_t>b.ptr
+                      and side.address + side.nbytes <= <uint64_t>b.ptr + <uint64_t>b.size)
+            return b if inside and b.owner.hooks is not None else None
         thing = getattr(thing, "obj" if isinstance(thing, memoryview) else "base", None)
         depth += 1
     return None
@@ -290,7 +294,9 @@ cdef int of_array(Side side, Foreign array, bint to) except -1:
 
 cdef int of_tensor(Side side, bint to, object used_by) except -1:
     """An array that has DLPack alone, of which the producer wants to know who is to use it."""
-    if int(side.thing.__dlpack_device__()[0]) == KIND_CPU:
+    kind, _ = as_pair(
+        side.thing.__dlpack_device__(), f"{said(side.thing)}.__dlpack_device__()")
+    if kind == KIND_CPU:
         from arenapy.cuda.foreign import from_dlpack
         side.thing = from_dlpack(side.thing)
         return of_buffer(side, to)
@@ -307,10 +313,14 @@ cdef CudaMemory memory_under(Side side):
     return None if block is None else <CudaMemory>root_of(block).owner.hooks
 
 
-cdef int can_be_waited_for(StreamRef s) except -1:
-    return free_to_use(
-        s, "a call without stream= waits for it; name another one, or do this before the capture",
-        None)
+cdef int can_be_used(StreamRef s, bint now) except -1:
+    if now:
+        return free_to_use(
+            s, "a call without stream= waits for it; name another one, or do this before the "
+            "capture", None)
+    if not s.captures():                     # else it becomes a part of the graph
+        free_to_use(s, "name another one, or do this before the capture", None)
+    return 0
 
 
 cdef int wait_or_keep(StreamRef s, list sides) except -1:
@@ -457,16 +467,16 @@ def copy_batch(pairs, stream=None):
     for target, source, memory in found:
         if s is None:
             s = memory.own_stream() if stream is None else <StreamRef>memory.named(stream)
-        sides += [target, source]
         try:
             memory.transfer(target, source, s, stream is None, joined)
         except BaseException:
-            if stream is None:               # nothing of it goes on once this has returned
+            if stream is None and sides:     # nothing of it goes on once this has returned
                 try:
                     wait_or_keep(s, sides)
                 except Exception:
                     pass                     # the first reason counts
             raise
+        sides += [target, source]
     if s is not None and stream is None:
         wait_or_keep(s, sides)
 
@@ -589,9 +599,8 @@ def prefetch(buffer, device_id, stream=None):
     cdef int result
     if nbytes == 0:
         return
-    if stream is None:
-        can_be_waited_for(s)
-    else:
+    can_be_used(s, stream is None)
+    if stream is not None:
         memory.use(buffer, s)
     with nogil:
         result = enter(s.context)
@@ -640,7 +649,7 @@ def advise(buffer, advice, device_id=0):
     cdef uint64_t address = side.address
     cdef size_t nbytes = side.nbytes
     cdef int number, result
-    if advice not in ADVICE:
+    if not isinstance(advice, str) or advice not in ADVICE:
         raise ValueError(f"advice={advice!r} is none of {', '.join(map(repr, ADVICE))}")
     number = ADVICE[advice]
     where = place(device_id)

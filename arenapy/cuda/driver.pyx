@@ -125,6 +125,7 @@ cdef enum:
 
 cdef Driver driver
 cdef bint ready = False
+cdef bint starting = False           # `loading` is held, or the driver is being called first
 cdef bint forked = False
 cdef int generation = 0
 cdef void* contexts[MAX_DEVICES]     # primary ones, retained for good
@@ -206,6 +207,7 @@ cdef int start() except -1:
 
 cdef int need() except -1:
     """The driver is there, or Unavailable is raised. Cheap once it is."""
+    global starting
     if forked:
         raise Unavailable(
             "this process was forked from one that had used CUDA, which cannot be used here then: "
@@ -214,8 +216,12 @@ cdef int need() except -1:
     if not ready:
         with loading:
             if not ready:
-                take_entries(entry_points())
-                start()
+                starting = True
+                try:
+                    take_entries(entry_points())
+                    start()
+                finally:
+                    starting = False
     return 0
 
 
@@ -336,7 +342,7 @@ cdef bint callable_(int of) noexcept nogil:
 
 cdef void in_child() noexcept nogil:
     global forked
-    forked = forked or ready
+    forked = forked or ready or starting
 
 
 if pthread_atfork(NULL, NULL, in_child) != 0:

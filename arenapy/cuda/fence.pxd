@@ -17,15 +17,19 @@ cdef class EventFence(Fence):
     cdef int generation              # the driver's
     cdef void* event
 
+    cdef int asked(self) noexcept    # what the driver says of it
+
 
 # The graph that a stream is capturing, as long as it lives.
 cdef class GraphFence(Fence):
-    cdef void* shared                # a SharedFlag
+    cdef void* shared                # a SharedFlag; NULL: nobody knows, and it is never over
 
 
 cdef void* create_event(void* context, unsigned int flags) except NULL
 cdef Fence new_event(StreamRef stream)
 cdef Fence new_graph_fence(StreamRef stream)
+# The same; where that fails, one that is never over.
+cdef Fence graph_fence_or_never(StreamRef stream)
 # Let a stream wait for all that another was given so far.
 cdef int join_streams(StreamRef stream, StreamRef other) except -1
 # The same, where one of both may be being captured; `use` is a StreamRef, or what `work_of` made of
@@ -35,13 +39,16 @@ cdef int follow(StreamRef stream, object use, bint strict) except -1
 # The same for this thread.
 cdef int wait_here(object use, bint strict) except -1
 cdef int synchronize(StreamRef stream) except -1
-# What keeps memory from use once `stream` was told to use it: an event, or what it captures.
-cdef Fence fence_of(StreamRef stream)
+# An event that is no part of a capture; None: nobody can wait for the stream now. CudaError.
+cdef Fence event_outside(StreamRef stream)
 # An event. If the stream was destroyed, `work_of_context`.
 cdef Fence work_of(StreamRef stream)
 # For a stream whose handle may name another one by now: this thread waits for all streams of its
 # context, and a plain Fence, which is over, comes back. OutOfMemory or CudaError: not now.
 cdef Fence work_of_context(StreamRef stream)
+# The same as `work_of` for a block, an array or an allocator that is gone: a stream that was only
+# to exist for so long is not asked. None, OutOfMemory or CudaError: not now.
+cdef Fence late_work_of(StreamRef stream)
 
 
 # -- objects that live until streams are done with their memory

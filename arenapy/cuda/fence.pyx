@@ -14,11 +14,11 @@ from collections import deque
 
 from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
-    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, FREE_TO_USE, StreamRef, captured_graph, free_to_use, handle_here, is_done,
-    not_closed, relax, restore_capture_mode,
+    CAPTURING, FREE_TO_USE, UNKNOWN, StreamRef, capture_of, free_to_use, handle_here, is_done,
+    is_gone, not_closed, relax, restore_capture_mode,
 )
 from arenapy.base.sealed cimport seal
 
@@ -32,12 +32,9 @@ cdef enum:
     MOVE = 1                 # CU_GRAPH_USER_OBJECT_MOVE
     EVENTS_KEPT = 256        # of a context
     DEVICE_PAGE = 2 << 20    # bytes
-    INVALID_CONTEXT = 201    # CUDA_ERROR_INVALID_CONTEXT
-    CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
+    CAPTURED_EVENT = 907     # CUDA_ERROR_CAPTURED_EVENT
     FEW = 16                 # retained objects that are looked at each time
 
-# What the driver says of the handle of a stream that was destroyed, if it does not crash.
-cdef tuple GONE = (INVALID_HANDLE, INVALID_CONTEXT, CONTEXT_GONE)
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
 
 
@@ -64,16 +61,17 @@ cdef class EventFence(Fence):
             give_event(self.context, self.event)
 
     cdef bint passed(self) noexcept:
+        return self.event == NULL or is_done(self.asked())
+
+    cdef int asked(self) noexcept:
         cdef int result, mode = RELAXED
-        if self.event == NULL:
-            return True
         with nogil:
             result = relax(self.context, &mode)
             if result == SUCCESS:
                 result = driver.cuEventQuery(self.event)
                 restore_capture_mode(&mode)
             forget(result)
-        return is_done(result)
+        return result
 
     cdef bint wait(self, StreamRef stream) noexcept:
         cdef int result, mode = RELAXED
@@ -139,7 +137,7 @@ cdef Fence new_event(StreamRef stream):
     fence.event = event
     not_closed(stream)
     # The handle may be another stream's by now; of one that captures this is not to be asked.
-    asked = id and not stream.lasting and stream.state() != CAPTURING
+    asked = id and not stream.lasting and not stream.captures()
     with nogil:
         if asked:
             result = driver.cuStreamGetId(handle, &id)
@@ -185,7 +183,7 @@ cdef class GraphFence(Fence):
             drop_flag(<SharedFlag*>self.shared)
 
     cdef bint passed(self) noexcept:
-        return arenapy_load(&(<SharedFlag*>self.shared).gone) != 0
+        return self.shared != NULL and arenapy_load(&(<SharedFlag*>self.shared).gone) != 0
 
     cdef bint wait(self, StreamRef stream) noexcept:
         return self.passed()                 # nobody knows whether it will be launched again
@@ -199,14 +197,10 @@ cdef Fence new_graph_fence(StreamRef stream):
     cdef SharedFlag* flag = NULL
     cdef void* graph = NULL
     cdef void* thing = NULL
-    cdef uint64_t id = 0
+    cdef uint64_t id = capture_of(stream, &graph)
     cdef int result
-    with nogil:
-        result = enter(stream.context)
-        if result == SUCCESS:
-            result = captured_graph(stream.handle, &id, &graph)
-            leave()
-    checked(result, "cuStreamGetCaptureInfo")
+    if graph == NULL:                        # it is over, or was made invalid
+        return Fence.__new__(Fence)
     if stream.graph is not None and stream.capture == id and not (<Fence>stream.graph).passed():
         return stream.graph                  # one is enough for all that a capture uses
     flag = <SharedFlag*>malloc(sizeof(SharedFlag))
@@ -231,15 +225,39 @@ cdef Fence new_graph_fence(StreamRef stream):
     return fence
 
 
-cdef Fence fence_of(StreamRef stream):
-    return new_graph_fence(stream) if stream.captures() else new_event(stream)
+cdef Fence graph_fence_or_never(StreamRef stream):
+    try:
+        return new_graph_fence(stream)
+    except Exception:
+        return GraphFence.__new__(GraphFence)    # what it keeps is lost, and used by nobody else
+
+
+cdef Fence event_outside(StreamRef stream):
+    cdef EventFence fence
+    while stream.state() == FREE_TO_USE:
+        fence = <EventFence>new_event(stream)
+        # Another thread may have begun a capture before the event was recorded. To ask for one
+        # that is part of it would make it invalid.
+        if stream.state() == FREE_TO_USE and fence.asked() != CAPTURED_EVENT:
+            return fence
+    return None
+
+
+cdef Fence late_work_of(StreamRef stream):
+    if stream.lasting or stream.thread or stream.of_allocator:
+        try:
+            return event_outside(stream)
+        except CudaError as error:
+            if not is_gone(error.result):
+                raise
+    return work_of_context(stream)
 
 
 cdef Fence work_of(StreamRef stream):
     try:
         return new_event(stream)
     except CudaError as error:
-        if error.result not in GONE:
+        if not is_gone(error.result):
             raise
     return work_of_context(stream)           # somebody has destroyed it
 
@@ -283,10 +301,11 @@ cdef int let_wait(StreamRef stream, object use) except -1:
 
 cdef int follow(StreamRef stream, object use, bint strict) except -1:
     cdef bint captured = stream.captures()
+    cdef void* graph = NULL
     if use is stream:
         return 0
     if isinstance(use, StreamRef) and (<StreamRef>use).captures():
-        if captured:                         # into the same graph, or the driver refuses
+        if captured and capture_of(stream, &graph) == capture_of(<StreamRef>use, &graph):
             let_wait(stream, use)
         elif strict:
             refuse_captured(<StreamRef>use)
@@ -325,8 +344,7 @@ cdef int refuse_captured(StreamRef stream) except -1:
 cdef int synchronize(StreamRef stream) except -1:
     cdef void* handle = handle_here(stream)
     cdef int result
-    need()
-    not_closed(stream)
+    free_to_use(stream, "nobody can wait for it; do this before the capture, or after it", None)
     with nogil:
         result = enter(stream.context)
         if result == SUCCESS:
@@ -369,10 +387,16 @@ cdef Retained retain(object thing, void* by):
 
 
 cdef void retain_until(Retained one, StreamRef stream) noexcept:
-    try:
-        one.waits.append(fence_of(stream))
-    except Exception:
-        one.waits.append(stream)             # `uses_done` tries again
+    cdef int state = stream.state()
+    cdef object use = None
+    if state in (CAPTURING, UNKNOWN):
+        one.waits.append(graph_fence_or_never(stream))
+    if state != CAPTURING:
+        try:
+            use = event_outside(stream)
+        except Exception:
+            pass
+        one.waits.append(use or stream)      # `uses_done` tries again
     one.queueing = False
 
 
@@ -398,17 +422,14 @@ cdef void park(object memory, list waits) noexcept:
 
 cdef bint uses_done(Retained one) noexcept:
     cdef list left = []
-    cdef StreamRef s
     if one.queueing or not callable_(one.generation):
         return one.generation != generation  # there is another driver, and nothing of that one
     for use in one.waits:
         if isinstance(use, StreamRef):
-            s = <StreamRef>use
-            if s.state() == FREE_TO_USE:     # else it, or what bars it, is being captured
-                try:
-                    use = work_of(s)
-                except Exception:
-                    pass
+            try:
+                use = late_work_of(<StreamRef>use) or use
+            except Exception:
+                pass
         if isinstance(use, StreamRef) or not (<Fence>use).passed():
             left.append(use)
     one.waits = left

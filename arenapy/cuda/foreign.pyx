@@ -20,10 +20,10 @@ from arenapy.buffer.dlpack cimport (
 
 from arenapy.memory.region cimport Region
 
-from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need
+from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need, primary
 from arenapy.cuda.fence cimport follow
 from arenapy.cuda.ordering cimport Ordering
-from arenapy.cuda.stream_ref cimport StreamRef, number_of, stream_of
+from arenapy.cuda.stream_ref cimport FREE_TO_USE, StreamRef, number_of, stream_of
 from arenapy.base.sealed cimport seal
 
 cdef enum:
@@ -153,7 +153,7 @@ cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
     cdef DLTensor* tensor
     cdef Exported kept
     try:
-        capsule = exported(thing, arguments_for(thing, stream, array.producer is None))
+        capsule = exported(thing, stream, array.producer is None)
         if PyCapsule_IsValid(capsule, "dltensor_versioned"):
             tensor = &(<DLManagedTensorVersioned*>PyCapsule_GetPointer(
                 capsule, "dltensor_versioned")).tensor
@@ -213,24 +213,21 @@ cdef class Taken:
 seal(Taken)
 
 
-cdef object exported(object thing, dict arguments):
-    """Its capsule, of whatever version it has."""
-    try:
-        return thing.__dlpack__(max_version=(1, 0), **arguments)
-    except TypeError:                        # from before there were versions
-        return thing.__dlpack__(**arguments)
-
-
-cdef dict arguments_for(object thing, object stream, bint wait):
-    """For its __dlpack__. `wait`: shall the stream wait for what its library has queued?"""
-    cdef StreamRef s
+cdef object exported(object thing, object stream, bint wait):
+    """Its capsule. `wait`: shall the stream wait for what its library has queued?"""
+    cdef StreamRef s = None
+    cdef StreamRef there = None
     kind, device = as_pair(thing.__dlpack_device__(), f"{named(thing)}.__dlpack_device__()")
+    arguments = {}
     if kind == KIND_CUDA or kind == KIND_CUDA_MANAGED:
         need()
         s = stream_of(LEGACY if stream is None else stream, device)
+        # The number would name another stream on the device of the tensor.
+        there = s if s.context == primary(device) else stream_of(LEGACY, device)
         # One that is captured cannot, and to try would make the capture invalid.
-        return {"stream": number_of(s) if wait and not s.captures() else NO_WAIT}
-    if kind == KIND_CPU and stream is not None:
+        wait = wait and s.state() == FREE_TO_USE and there.state() == FREE_TO_USE
+        arguments["stream"] = number_of(there) if wait else NO_WAIT
+    elif kind == KIND_CPU and stream is not None:
         raise ValueError(
             f"stream={stream!r}: {named(thing)} is on the host, where no stream orders anything; "
             "pass None"
@@ -240,11 +237,17 @@ cdef dict arguments_for(object thing, object stream, bint wait):
             f"{named(thing)} is on device {(kind, device)} of DLPack, which is neither the host "
             "nor CUDA's; copy it to one of them"
         )
-    return {}
+    try:
+        capsule = thing.__dlpack__(max_version=(1, 0), **arguments)
+    except TypeError:                        # from before there were versions
+        capsule = thing.__dlpack__(**arguments)
+    if wait and there is not s:
+        follow(s, there, True)
+    return capsule
 
 
 cdef Foreign of_dlpack(object thing, object stream):
-    capsule = exported(thing, arguments_for(thing, stream, True))
+    capsule = exported(thing, stream, True)
     try:
         return taken_over(capsule, thing)
     except BaseException:

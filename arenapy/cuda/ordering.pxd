@@ -31,6 +31,7 @@ cdef class Ordering(StreamHooks):
     # gone an event, or the stream, if none could be recorded. None: the free waits for all streams.
     cdef list earlier
     cdef list recent                 # what was named last, and what it is; replaced, never changed
+    cdef bint keeps_own              # it counts in `own.of_allocator`
 
     # A new one of the same class.
     cdef Ordering another(self)
@@ -40,6 +41,7 @@ cdef class Ordering(StreamHooks):
     # pinned; not for the own one.
     cdef int after_told(self, object block, StreamRef stream) except -1
     # internal
+    cdef void let_own_go(self) noexcept
     cdef int fenced(self, object block) except -1
     cdef int after(self, object block, object use, StreamRef stream, bint strict) except -1
     cdef int note(self, object block, object use) except -1

@@ -26,7 +26,8 @@ from libc.stdint cimport uint64_t, uintptr_t
 from posix.unistd cimport usleep
 
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store, arenapy_take_ptr,
+    ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store,
+    arenapy_sub, arenapy_take_ptr,
 )
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
@@ -38,16 +39,18 @@ from arenapy.memory.region cimport Region
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.fence cimport (
-    EventFence, Fence, GraphFence, follow, join_streams, look, new_event, new_graph_fence, park,
-    synchronize, wait_for_those, wait_here, work_of, work_of_context,
+    EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never, join_streams,
+    late_work_of, look, new_graph_fence, park, synchronize, wait_for_those, wait_here, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, FREE_TO_USE, OwnStream, StreamRef, barrier_stream, free_to_use, handle_of, named_now,
-    number_of, spread, stream_of,
+    CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, free_to_use, handle_of,
+    named_now, number_of, spread, stream_of,
 )
 from arenapy.base.sealed cimport seal
 
 import sys
+
+from arenapy.allocator.allocator import call_at_end
 
 cdef extern from "Python.h":
     uint64_t PyThread_get_thread_ident() noexcept nogil
@@ -92,8 +95,12 @@ cdef class Ordering(StreamHooks):
         self.most = FEW
         self.generation = generation
 
+    def __dealloc__(self):
+        self.let_own_go()
+
     cdef StreamHooks of_allocator(self, object stream):
         cdef StreamRef own
+        cdef Ordering made
         if stream is not None and self.host_accessible:
             raise ValueError(
                 f"stream={stream!r}: {self.kind} memory, which the host sees, belongs to no "
@@ -112,8 +119,16 @@ cdef class Ordering(StreamHooks):
                     f"stream={stream!r} is one of device {own.device_id}, or of another context, "
                     f"and the memory is on device {self.device_id}: give a stream of that device"
                 )
-            own.of_allocator = True
-        return self.bound(stream)
+        made = <Ordering>self.bound(stream)
+        if stream is not None:
+            made.keeps_own = True
+            arenapy_add(&(<StreamRef>made.own).of_allocator, 1)
+        return made
+
+    cdef void let_own_go(self) noexcept:
+        if self.keeps_own:
+            self.keeps_own = False
+            arenapy_sub(&(<StreamRef>self.own).of_allocator, 1)
 
     cdef Ordering another(self):
         raise NotImplementedError
@@ -312,6 +327,9 @@ cdef class Ordering(StreamHooks):
         """Wait for one of the uses of a block; see after_told."""
         cdef Fence fence
         cdef StreamRef s
+        if isinstance(use, EventFence) and (<EventFence>use).passed():
+            drop_use(<Block>block, use)
+            return 0
         if isinstance(use, StreamRef):
             s = <StreamRef>use
             if s.idle():
@@ -405,15 +423,14 @@ cdef class Ordering(StreamHooks):
 
     cdef bint close(self, Batch batch) noexcept:
         """Make the fence of an open batch. False: not now, and it stays open."""
-        cdef StreamRef s = <StreamRef>batch.stream
-        # The handle of a stream that may be gone is not used again. A default stream's always is.
-        cdef bint usable = s.lasting or s.thread
-        if usable and s.state() != FREE_TO_USE:          # it had them before it began to capture
-            return False
+        cdef Fence fence = None
         try:
-            batch.fences.append(work_of(s) if usable else work_of_context(s))
+            fence = late_work_of(<StreamRef>batch.stream)
         except Exception:
+            pass
+        if fence is None:                    # a stream that captures had them before
             return False
+        batch.fences.append(fence)
         batch.stream = None
         self.open.remove(batch)
         self.batches.append(batch)
@@ -461,8 +478,7 @@ cdef class Ordering(StreamHooks):
             if use is None:
                 use = own
                 try:
-                    if own.state() == FREE_TO_USE:
-                        use = work_of(own)
+                    use = late_work_of(own) or own
                 except Exception:
                     pass                     # when the region is freed, perhaps
             (<Ordering>order).earlier.append(use)
@@ -570,7 +586,7 @@ cdef void fix_uses(list uses) noexcept:
     that fails stay what they are.
     """
     cdef Py_ssize_t i
-    cdef int state
+    cdef StreamRef s
     try:
         uses[:] = spread(uses)               # only now: a reader may have made its context since
         uses[:] = as_now(uses)
@@ -580,14 +596,16 @@ cdef void fix_uses(list uses) noexcept:
         one = uses[i]
         if not isinstance(one, StreamRef):
             continue
+        s = <StreamRef>one
         try:
-            state = (<StreamRef>one).state()
-            if state == CAPTURING:           # it stays, too, for what it was given before
-                uses.append(new_graph_fence(<StreamRef>one))
-            elif state == FREE_TO_USE and not (<StreamRef>one).lasting:
-                uses[i] = new_event(<StreamRef>one)
+            fence = None if s.lasting else event_outside(s)
+            if fence is not None:
+                uses[i] = fence
+                continue
         except Exception:
             pass
+        if s.state() in (CAPTURING, UNKNOWN):    # it stays, too, for what it was given before
+            uses.append(graph_fence_or_never(s))
     uses.sort(key=is_stream)                 # fences first: they are looked at together
 
 
@@ -614,6 +632,16 @@ cdef list as_now(list uses):
                 continue
         found.append(one)
     return found
+
+
+def note_end(Allocator one not None):
+    """Internal: an allocator ends, and so may its user's stream, though Buffers keep its core."""
+    cdef AllocatorCore core = one.base
+    if Py_REFCNT(<PyObject*>core) > 2 and isinstance(core.hooks, Ordering):
+        (<Ordering>core.hooks).let_own_go()
+
+
+call_at_end(note_end)
 
 
 cdef list told_to(Block block):

@@ -154,10 +154,13 @@ class Pinned:
         OSError, ValueError, TypeError
             As `Host.region`; with `mapped` also if the device does not see this memory.
         """
-        nbytes = checked_size(nbytes)
-        backing.check_pinned(nbytes, self.max_ram_fraction)
         return backing.pinned_region(
-            self.hooks, self._host().region(nbytes), self.portable, self.mapped
+            self.hooks,
+            self._host(),
+            checked_size(nbytes),
+            self.max_ram_fraction,
+            self.portable,
+            self.mapped,
         )
 
 
@@ -271,7 +274,8 @@ class DriverPool:
     def _pool(self) -> backing.DriverPoolHandle:
         if not self._made:
             self._made.append(backing.DriverPoolHandle(self.ordinal, self.release_threshold))
-        return self._made[0]  # of two that were made at once, one is dropped
+            del self._made[1:]  # of two that were made at once, one is dropped
+        return self._made[0]
 
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes from the driver's pool; raises as `Device.region`."""

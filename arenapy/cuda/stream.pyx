@@ -11,14 +11,15 @@ released on it, nor given to another stream meanwhile.
 Thread-safety: everything here may be called from any thread.
 """
 cimport cython
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.cuda.driver cimport (
     SUCCESS, checked, driver, enter, forget, leave, need, primary,
 )
 from arenapy.cuda.fence cimport Fence, create_event, join_streams, look, new_event, synchronize
 from arenapy.cuda.stream_ref cimport (
-    OwnStream, StreamRef, made_stream, not_closed, relax, restore_capture_mode, stream_of,
+    OwnStream, StreamRef, capture_of, free_to_use, made_stream, relax, restore_capture_mode,
+    stream_of,
 )
 from arenapy.base.sealed cimport seal
 
@@ -42,6 +43,7 @@ cdef class Event:
     """
 
     cdef Fence fence
+    cdef uint64_t capture        # in which it was recorded, or 0
 
     @property
     def done(self):
@@ -183,16 +185,21 @@ cdef class Stream(OwnStream):
 def event_on(stream, int device_id):
     """Internal: an Event for all that `stream`, anybody's, was given so far."""
     cdef Event event = Event.__new__(Event)
-    event.fence = new_event(stream_of(stream, device_id))
+    cdef StreamRef named = stream_of(stream, device_id)
+    cdef void* graph = NULL
+    event.fence = new_event(named)
+    event.capture = capture_of(named, &graph) if named.captures() else 0
     return event
 
 
 def wait_on(stream, Event event not None, int device_id):
     """Internal: let what `stream`, anybody's, is given from now on come after `event`."""
     cdef StreamRef named = stream_of(stream, device_id)
-    not_closed(named)
+    cdef void* graph = NULL
+    if not (event.capture and named.captures() and capture_of(named, &graph) == event.capture):
+        free_to_use(named, "it cannot wait for the event; do this before the capture", None)
     if not event.fence.wait(named):
-        raise CudaError(f"{named!r} cannot wait for the event: is one of them being captured?")
+        raise CudaError(f"{named!r} cannot wait for the event: was it recorded during a capture?")
 
 
 # ---- time --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ cdef enum:
     FREE_TO_USE = 0                  # states of a stream
     CAPTURING = 1                    # into a graph
     BARRED = 2                       # the legacy default stream, while a blocking one is capturing
+    UNKNOWN = 3                      # the driver does not say
 
 
 # A stream. There is one of these for each that is in use: they are compared by identity.
@@ -21,7 +22,7 @@ cdef class StreamRef:
     cdef bint made                   # here, and it is destroyed with this
     cdef int generation              # the driver's, if so
     cdef bint ended                  # the user's object for one that was made here is gone
-    cdef bint of_allocator           # the own one, which its user keeps for so long
+    cdef uint64_t of_allocator       # atomic: how many, whose users keep it, have it as their own
     cdef object owner                # an object that stands for it, and may keep it
     cdef bint ends                   # when its owner does; a stream of a library's pool does not
     cdef object tells                # if the owner may destroy it before its own end: its protocol
@@ -34,8 +35,10 @@ cdef class StreamRef:
     # Calls the code of the user, but for one that is `lasting`: not under a lock.
     cdef bint gone(self) noexcept
     cdef int state(self) noexcept
-    cdef bint captures(self) noexcept
-    # Has it done all that it was given? Not sure: no.
+    # CudaError if the driver does not say.
+    cdef bint captures(self) except -1
+    # Has it done all that it was given? Not sure: no. Nor is the legacy stream: it would only tell
+    # of its own work, and who uses its memory untold does so on any of the blocking streams.
     cdef bint idle(self) noexcept
 
 
@@ -49,7 +52,7 @@ cdef class OwnStream:
 
 # Of one that was captured when it was named, and is not any more, the stream that it is.
 cdef StreamRef named_now(StreamRef stream)
-# Those of a context that are known now, and existed until somebody closed them, if at all.
+# Those of a context that are known now, and exist until somebody closes them, if at all.
 cdef list known_in(void* context)
 # A new stream of the driver's, with its flags.
 cdef StreamRef made_stream(void* context, int device_id, unsigned int flags)
@@ -67,6 +70,8 @@ cdef StreamRef barrier_stream(int device_id)
 cdef list spread(list streams)
 # Its number in DLPack and in the CUDA array interface.
 cdef object number_of(StreamRef stream)
+# What it is captured into, and the number of the capture; 0: it is not.
+cdef uint64_t capture_of(StreamRef stream, void** graph) except? 0
 # Raise if its object has closed it.
 cdef int not_closed(StreamRef stream) except -1
 # Raise, saying what to do, unless a stream can be given work, and be waited for, now. `other`: for
@@ -75,9 +80,9 @@ cdef int free_to_use(StreamRef stream, str what, object other) except -1
 # Enter a context for what is not to disturb anybody's capture, and leave it.
 cdef int relax(void* context, int* mode) noexcept nogil
 cdef void restore_capture_mode(int* mode) noexcept nogil
+# Is it what the driver says of a stream that was destroyed, if it does not crash?
+cdef bint is_gone(int result) noexcept nogil
 # Did a query say that it is? In a context that is lost, nothing runs any more.
 cdef bint is_done(int result) noexcept nogil
-# What a capturing stream is captured into, and the number of the capture.
-cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil
 # Its handle; of another thread's default stream the legacy one's, which waits for that.
 cdef void* handle_here(StreamRef stream) noexcept

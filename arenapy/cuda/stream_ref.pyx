@@ -42,7 +42,9 @@ cdef enum:
     PER_THREAD = 2           # CU_STREAM_PER_THREAD
     RELAXED = 2              # CU_STREAM_CAPTURE_MODE_RELAXED
     UNCHANGED = -1           # no such mode
+    INVALID_CONTEXT = 201    # CUDA_ERROR_INVALID_CONTEXT
     INVALID_HANDLE = 400     # CUDA_ERROR_INVALID_HANDLE
+    CONTEXT_GONE = 709       # CUDA_ERROR_CONTEXT_IS_DESTROYED
     CAPTURE_IMPLICIT = 906   # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
     DEINITIALIZED = 4        # CUDA_ERROR_DEINITIALIZED
     # From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: the context is lost, and so is
@@ -79,6 +81,10 @@ cdef bint is_done(int result) noexcept nogil:
     """What a query said. In a context that is lost, nothing runs any more."""
     return (result == SUCCESS or result == DEINITIALIZED
             or LOST_FIRST <= result <= LOST_LAST)
+
+
+cdef bint is_gone(int result) noexcept nogil:
+    return result == INVALID_HANDLE or result == INVALID_CONTEXT or result == CONTEXT_GONE
 
 
 # ---- streams -----------------------------------------------------------------------------
@@ -118,22 +124,22 @@ cdef class StreamRef:
         if self.tells is None:
             return False
         try:
-            return self.tells()[1] != <uintptr_t>self.handle
+            _, handle = self.tells()
+            return handle != <uintptr_t>self.handle
         except Exception:
             return True
 
     cdef int state(self) noexcept:
-        """The question disturbs no capture. A stream that cannot be asked fails when it is used."""
+        """The question disturbs no capture. A stream that is gone fails when it is used."""
         return FREE_TO_USE if self.gone() else state_of(self.context, handle_here(self))
 
-    cdef bint captures(self) noexcept:
-        return self.state() == CAPTURING
+    cdef bint captures(self) except -1:
+        return says_captured(self.state(), handle_here(self))
 
     cdef bint idle(self) noexcept:
         cdef int result, mode = RELAXED
         # Of one that may be gone, the handle may be another's: an event is asked, which tells.
-        # A fence is not asked what other streams have done.
-        if self.fence or not self.lasting or self.gone() or self.state() != FREE_TO_USE:
+        if self.id == 0 or not self.lasting or self.gone() or self.state() != FREE_TO_USE:
             return False
         with nogil:
             result = relax(self.context, &mode)
@@ -165,7 +171,18 @@ cdef int state_of(void* context, void* handle) noexcept:
             forget(result)
     if result == CAPTURE_IMPLICIT:
         return BARRED
+    if not is_done(result) and not is_gone(result):
+        return UNKNOWN
     return CAPTURING if result == SUCCESS and status else FREE_TO_USE
+
+
+cdef bint says_captured(int state, void* handle) except -1:
+    if state == UNKNOWN:
+        raise CudaError(
+            f"cuStreamIsCapturing failed: whether the stream {<uintptr_t>handle:#x} is being "
+            "captured into a graph is not known, and its use might be part of that; try again"
+        )
+    return state == CAPTURING
 
 
 cdef object handle_of(object stream):
@@ -175,7 +192,15 @@ cdef object handle_of(object stream):
         return stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        handle = int((protocol() if callable(protocol) else protocol)[1])
+        said = protocol() if callable(protocol) else protocol
+        try:
+            _, handle = said
+            handle = int(handle)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"stream: this {kind}.__cuda_stream__ gives {said!r}, which is not a pair of a "
+                "version and a handle, like (0, 1)"
+            ) from None
         # What cuda.core's has once it is closed. Work for it may not go to the default stream.
         if handle == 0 and hasattr(stream, "close") and getattr(stream, "is_closed", True):
             raise ValueError(
@@ -312,7 +337,7 @@ cdef StreamRef stream_of(object stream, int device_id):
                     result = driver.cuCtxGetDevice(&device)
                     leave()
         checked(result, "cuStreamGetCtx")
-        if state_of(context, handle) == CAPTURING:
+        if says_captured(state_of(context, handle), handle):
             return capturing(stream, handle, context, device)
         with nogil:
             result = driver.cuStreamGetId(handle, &id)
@@ -384,22 +409,15 @@ cdef StreamRef capturing(object stream, void* handle, void* context, int device_
     cdef object owner = None if isinstance(stream, int) else stream
     cdef StreamRef found
     cdef void* graph = NULL
-    cdef uint64_t id = 0
-    cdef int result
+    cdef uint64_t id
     for found in known_in(context):
         # Under no lock: `gone` calls code of the user.
         if found.handle == handle and found.lasting and not found.gone():
             return found
-    with nogil:
-        result = enter(context)
-        if result == SUCCESS:
-            result = captured_graph(handle, &id, &graph)
-            leave()
-    checked(result, "cuStreamGetCaptureInfo")
     # For as long as it captures this is another stream, which costs no more than waiting for it.
     found = StreamRef.__new__(StreamRef)
-    found.handle, found.context, found.id, found.device_id = handle, context, id, device_id
-    found.unnamed = True
+    found.handle, found.context, found.device_id, found.unnamed = handle, context, device_id, True
+    found.id = id = capture_of(found, &graph)
     # All streams of one capture have its number.
     key = (generation, <uintptr_t>context, "capture", id, <uintptr_t>handle,
            <uintptr_t><void*>owner)
@@ -446,13 +464,21 @@ cdef list spread(list streams):
     return found
 
 
-cdef int captured_graph(void* handle, uint64_t* id, void** graph) noexcept nogil:
+cdef uint64_t capture_of(StreamRef stream, void** graph) except? 0:
+    cdef void* handle = stream.handle
+    cdef uint64_t id = 0
     cdef int status = 0, result
-    if driver.cuStreamGetCaptureInfo != NULL:
-        result = driver.cuStreamGetCaptureInfo(handle, &status, id, graph, NULL, NULL, NULL)
-    else:
-        result = driver.cuStreamGetCaptureInfo_12(handle, &status, id, graph, NULL, NULL)
-    return result
+    with nogil:
+        result = enter(stream.context)
+        if result == SUCCESS:
+            if driver.cuStreamGetCaptureInfo != NULL:
+                result = driver.cuStreamGetCaptureInfo(
+                    handle, &status, &id, graph, NULL, NULL, NULL)
+            else:
+                result = driver.cuStreamGetCaptureInfo_12(handle, &status, &id, graph, NULL, NULL)
+            leave()
+    checked(result, "cuStreamGetCaptureInfo")
+    return id if status else 0
 
 
 cdef int not_closed(StreamRef stream) except -1:
@@ -468,7 +494,7 @@ cdef int free_to_use(StreamRef stream, str what, object other) except -1:
     state = state_of(stream.context, handle_here(stream))
     if state != FREE_TO_USE:
         what = what.format(other)            # only now: most calls end here
-    if state == CAPTURING:
+    if says_captured(state, handle_here(stream)):
         raise CudaError(
             f"{stream!r} is being captured into a graph: {what}"
         )

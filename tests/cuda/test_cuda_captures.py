@@ -15,13 +15,16 @@ from cuda_support import (
     content,
     graph_of,
     new_stream,
+    reads,
     sample,
     slowly_fill,
     take,
 )
-from helpers import in_threads
+from helpers import in_threads, poke
+from simulated_driver import UNKNOWN
+from simulated_gpu import RELAXED
 
-from arenapy import Pool, Slab, cuda
+from arenapy import OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda.fence import GraphFence
 
 # Captures ------------------------------------------------------------------------------------
@@ -272,3 +275,192 @@ def test_a_buffer_of_a_region(gpu):
     slowly_fill(gpu, s, b, 1)
     del b, region  # waits
     assert not gpu.queue and not gpu.memory.registered
+
+
+# Refusals leave the capture valid -------------------------------------------------------------
+
+
+REFUSED = {
+    "copy_from the host": lambda b, c, s: b.copy_from(bytes(4096), stream=s),
+    "copy_from": lambda b, c, s: b.copy_from(c, stream=s),
+    "copy_to": lambda b, c, s: b.copy_to(bytearray(4096), stream=s),
+    "fill": lambda b, c, s: b.fill(1, stream=s),
+    "copy_batch": lambda b, c, s: cuda.copy_batch([(b, c)], stream=s),
+    "copy_batch from the host": lambda b, c, s: cuda.copy_batch([(b, bytes(4096))], stream=s),
+    "prefetch": lambda b, c, s: cuda.prefetch(b, 0, stream=s),
+    "copy=True": lambda b, c, s: b.__dlpack__(copy=True, stream=s),
+    "chunks": lambda b, c, s: next(cuda.chunks(bytes(8192), 4096, stream=s)),
+    "wait": lambda b, c, s: cuda.Stream().wait(1 if s is None else s),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("stream", [None, 1])
+@pytest.mark.parametrize("own", ["captured", "barred"])
+def test_a_call_that_is_refused_leaves_the_capture_valid(gpu, own, stream, source, what):
+    """The own stream is captured, or a blocking stream that the legacy one would wait for."""
+    if what == "prefetch" and source != "managed":
+        return
+    s = new_stream(gpu, own == "captured")
+    options = {"stream": s} if own == "captured" and source not in HOST_VISIBLE else {}
+    pool = Pool(4 * MIB, SOURCES[source](), 4 * MIB, **options)
+    b, c = pool.alloc(4096), pool.alloc(4096)
+    gpu.begin_capture(s.handle_, RELAXED)
+    with contextlib.suppress(cuda.CudaError):
+        REFUSED[what](b, c, stream)
+    gpu.destroy_graph(graph_of(gpu, s))
+    assert not gpu.errors
+    b.copy_from(bytes(4096))
+
+
+@pytest.mark.parametrize("call", ["fill", "copy", "batch", "prefetch", "copy=True"])
+def test_the_legacy_stream_is_refused_while_a_blocking_one_captures(gpu, call):
+    pool, s = Pool(4 * MIB, cuda.Managed(), 4 * MIB), new_stream(gpu, 0)
+    b, c = pool.alloc(4096), pool.alloc(4096)
+    device = Pool(4 * MIB, cuda.Device())
+    on_device = device.alloc(4096)
+    gpu.begin_capture(s.handle_)
+    before = gpu.calls["cuMemsetD8Async"] + gpu.calls["cuMemcpyAsync"]
+    with pytest.raises(cuda.CudaError, match=r"legacy default stream, cannot be used while.*graph"):
+        {
+            "fill": lambda: b.fill(1, stream=1),
+            "copy": lambda: b.copy_from(c, stream=1),
+            "batch": lambda: cuda.copy_batch([(b, c)], stream=1),
+            "prefetch": lambda: cuda.prefetch(b, 0, stream=1),
+            "copy=True": lambda: on_device.__dlpack__(copy=True),
+        }[call]()
+    assert gpu.calls["cuMemsetD8Async"] + gpu.calls["cuMemcpyAsync"] == before
+    gpu.destroy_graph(graph_of(gpu, s))
+
+
+@pytest.mark.parametrize("use", ["dlpack", "copy"])
+def test_two_captures_at_once(gpu, use):
+    """Neither of them can wait for the other, and the call says so."""
+    one, other, own = new_stream(gpu), new_stream(gpu), new_stream(gpu)
+    pool = Pool(4 * MIB, cuda.Device(), 4 * MIB, stream=own)
+    b, c = pool.alloc(4096), pool.alloc(4096)
+    b.copy_from(c, stream=one)
+    gpu.drain()
+    first = one if use == "dlpack" else own
+    gpu.begin_capture(first.handle_, RELAXED), gpu.begin_capture(other.handle_, RELAXED)
+    with pytest.raises(cuda.CudaError, match=r"captured into.*do this before the capture, or"):
+        if use == "dlpack":
+            b.__dlpack__(stream=one.handle_)
+            b.__dlpack__(stream=other.handle_)
+        else:
+            b.copy_from(c, stream=other)
+    for s in (first, other):
+        gpu.destroy_graph(graph_of(gpu, s))
+
+
+@pytest.mark.parametrize("what", ["wait", "synchronize"])
+def test_a_stream_of_our_own_that_captures(gpu, what):
+    s, other = cuda.Stream(), cuda.Stream()
+    event = other.record()
+    gpu.begin_capture(s.handle, RELAXED)
+    with pytest.raises(cuda.CudaError, match="captured into a graph"):
+        s.wait(event) if what == "wait" else s.synchronize()
+    gpu.destroy_graph(graph_of(gpu, s.handle))
+
+
+def test_an_event_of_a_capture_joins_a_stream_to_it(gpu):
+    """And back again."""
+    s, other = cuda.Stream(), cuda.Stream()
+    gpu.begin_capture(s.handle, RELAXED)
+    other.wait(s.record())
+    gpu.launch(other.handle)
+    s.wait(other.record())
+    gpu.destroy_graph(graph_of(gpu, s.handle))
+
+
+# The driver fails, or a capture begins between two of its calls --------------------------------
+
+
+def held(gpu, slab, s, seen, graph):
+    """Nobody gets the bytes while the graph could be launched."""
+    gpu.fails = {}
+    gpu.plan.clear()
+    slab.stats()
+    with pytest.raises(OutOfMemory):
+        slab.alloc()
+    gpu.replay(graph, s.handle_)
+    gpu.drain()
+    assert seen and sample(seen[0]) == {7}
+
+
+@pytest.mark.parametrize(
+    "name", ["cuUserObjectCreate", "cuGraphRetainUserObject", "cuStreamGetCaptureInfo"]
+)
+@pytest.mark.parametrize("when", ["told before", "told in it"])
+def test_a_graph_that_the_driver_does_not_let_us_follow(gpu, name, when):
+    s = new_stream(gpu)
+    slab = Slab(MIB, 1, cuda.Device(), stream=new_stream(gpu))
+    b = slab.alloc()
+    poke(b.address, MIB, 7)
+    b.record_stream(s)
+    gpu.begin_capture(s.handle_, RELAXED)
+    gpu.fails = {name: UNKNOWN}
+    if when == "told in it":
+        with pytest.raises(cuda.CudaError, match="failed"):
+            b.record_stream(s)
+    seen = reads(gpu, s, b.address, MIB)
+    del b
+    gpu.fails = {}
+    held(gpu, slab, s, seen, graph_of(gpu, s))
+
+
+@pytest.mark.parametrize("named", ["object", "integer"])
+@pytest.mark.parametrize("n", range(1, 8))
+def test_a_stream_that_does_not_say_whether_it_captures(gpu, named, n):
+    """Nobody takes that for a no: the call fails, or the block waits for the graph."""
+    s = new_stream(gpu)
+    slab = Slab(MIB, 1, cuda.Device(), stream=new_stream(gpu))
+    b = slab.alloc()
+    poke(b.address, MIB, 7)
+    gpu.begin_capture(s.handle_, RELAXED)
+    gpu.fail_at("cuStreamIsCapturing", n, UNKNOWN)
+    told = True
+    try:
+        b.record_stream(s if named == "object" else s.handle_)
+    except cuda.CudaError as error:
+        told = False
+        assert "cuStreamIsCapturing failed" in str(error)
+    if not told:
+        b.record_stream(s if named == "object" else s.handle_)
+    seen = reads(gpu, s, b.address, MIB)
+    del b
+    held(gpu, slab, s, seen, graph_of(gpu, s))
+
+
+@pytest.mark.parametrize("ends", ["later", "at once"])
+@pytest.mark.parametrize("named", ["object", "own", "integer"])
+def test_a_capture_that_begins_before_an_event_is_recorded(gpu, named, ends):
+    """By another thread, while this one is in the call."""
+    s = cuda.Stream() if named == "own" else new_stream(gpu)
+    handle = s.handle if named == "own" else s.handle_
+    slab, graphs, began = Slab(MIB, 1, cuda.Device()), [], []
+    b = slab.alloc()
+    b.record_stream(handle if named == "integer" else s)
+    slowly_fill(gpu, handle, b, 1)
+
+    def before(name):
+        if name == "cuEventRecord" and not began:
+            began.append(1)
+            gpu.begin_capture(handle, RELAXED)
+        elif began and not graphs and ends == "at once" and name != "cuEventRecord":
+            graphs.append(graph_of(gpu, handle))
+
+    gpu.before_call = before
+    del b
+    slab.stats()
+    gpu.before_call = None
+    assert began
+    gpu.destroy_graph(graphs[0] if graphs else graph_of(gpu, handle))
+    slab.stats(), gpu.drain()
+    slab.stats(), gpu.drain()
+    assert slab.stats().pending_bytes == 0
+    # A capture that is over is found by the event that was recorded in it.
+    if ends == "at once":
+        assert gpu.errors.count("cuEventQuery: the event was recorded in a capture") <= 1
+        gpu.errors.clear()

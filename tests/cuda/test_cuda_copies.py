@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -242,3 +243,28 @@ def test_what_overlaps(gpu):
         b[:600].copy_from(b[400:])
     b.fill(1)
     b[:500].copy_from(b[500:])
+
+
+class Frame(bytearray):
+    """It has a buffer of its own, and an attribute `base` that is something else."""
+
+
+@pytest.mark.parametrize("other", ["a block", "a part of it"])
+def test_what_only_says_that_it_is_a_view_is_kept(gpu, other):
+    """Its bytes are not those of the block that it names, and somebody has pinned them."""
+    block = Pool(4 * MIB, cuda.Device()).alloc(4096)
+    named = Bump(MIB, cuda.Pinned(huge_pages=None)).alloc(4096)
+    frame = Frame(b"\5" * 4096)
+    frame.base = named if other == "a block" else named[64:]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(frame))
+    assert gpu.call("cuMemHostRegister", address, 4096, 0) == 0
+    gone = []
+    weakref.finalize(frame, gone.append, 1)
+    stream = cuda.Stream()
+    block.copy_from(frame, stream=stream)
+    del frame
+    gc.collect()
+    assert gpu.queue and not gone, "the device is still to read it"
+    stream.synchronize()
+    assert gone and content(block) == b"\5" * 4096
+    assert gpu.call("cuMemHostUnregister", address) == 0

@@ -1,8 +1,12 @@
 """The CUDA driver without a GPU: what is asked of it, what it says, and how that is told."""
 
+import ctypes
 import gc
+import os
 import pickle
+import signal
 import sys
+import threading
 import types
 
 import pytest
@@ -139,3 +143,45 @@ def test_what_an_error_has(one):
     assert not one.current
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.result, again.name) == (str(error), error.result, error.name)
+
+
+def test_a_fork_during_the_first_use(monkeypatch):
+    """The child is told so, and does not wait for a thread that it does not have."""
+    driver.use(None)
+    other = SimulatedDriver()
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = (
+        ctypes.py_object,
+        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )
+    kept = {name: signature.encode() for name, (_, signature) in other.entries.items()}
+    fake_cuda_python(
+        monkeypatch,
+        {name: new(address, kept[name], None) for name, (address, _) in other.entries.items()},
+    )
+    inside, go = threading.Event(), threading.Event()
+
+    def before(name):
+        if name == "cuInit":
+            inside.set()
+            go.wait(20)
+
+    other.before_call = before
+    thread = threading.Thread(target=cuda.memory_info)
+    try:
+        thread.start()
+        assert inside.wait(20)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            try:
+                cuda.memory_info()
+            except cuda.Unavailable as error:
+                os._exit("forked" not in str(error))
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        go.set()
+        thread.join()
+        driver.use(None)
+        other.close()

@@ -280,3 +280,20 @@ def test_a_forked_child_does_not_call_the_driver(gpu, what):
     act = source.trim if what == "trim" else lambda: source.region(MIB)
     refused_in_a_child(gpu, act)
     del kept
+
+
+def test_two_first_regions_at_once(gpu):
+    """Of the two pools that they make, one is left."""
+    source, regions = cuda.DriverPool(), []
+
+    def before(name):
+        if name == "cuMemPoolCreate" and not regions:
+            regions.append(None)
+            in_threads(lambda: regions.append(source.region(MIB)))
+
+    gpu.before_call = before
+    regions.append(source.region(MIB))
+    gpu.before_call = None
+    gc.collect()
+    assert gpu.calls["cuMemPoolCreate"] == 2
+    assert len(gpu.pool_handles.things) == 1

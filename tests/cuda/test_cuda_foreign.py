@@ -512,3 +512,40 @@ def test_copies_that_cannot_be(gpu):
         block.copy_from(Tensor(memory(gpu), (N,), strides=[2]))
     with pytest.raises(BufferError, match="read-only"):
         block.copy_to(by_dlpack(gpu, flags=READ_ONLY))
+
+
+class Odd:
+    """A stream, it says."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __cuda_stream__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("value", [(), (0,), [0], (0, 1, 2), None, 5, (0, None)])
+def test_a_stream_that_is_no_pair(gpu, value):
+    block = Pool(8 << 20, cuda.Device()).alloc(N)
+    with pytest.raises(TypeError, match=r"Odd\.__cuda_stream__ gives .* not a pair"):
+        block.record_stream(Odd(value))
+
+
+@pytest.mark.parametrize("closed", [(), (0,), None])
+def test_a_stream_that_is_no_pair_any_more(gpu, closed):
+    """As a sign that it was closed."""
+    stream = Odd((0, new_handle(gpu)))
+    stream.close = lambda: None
+    block = Pool(8 << 20, cuda.Device()).alloc(N)
+    block.record_stream(stream)
+    stream.value = closed
+    block.fill(1)
+    del block
+
+
+@pytest.mark.parametrize("device", [(), (2,), None, ("a", "b")])
+def test_a_side_of_a_copy_whose_device_is_no_pair(gpu, device):
+    tensor = Tensor(memory(gpu), (N,), device=(2, 0))
+    tensor.device = device
+    with pytest.raises(ValueError, match=r"Tensor\.__dlpack_device__\(\)=.* is not a pair"):
+        Pool(8 << 20, cuda.Device()).alloc(N).copy_from(tensor)

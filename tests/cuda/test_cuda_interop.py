@@ -300,6 +300,7 @@ def test_pinned_memory_for_who_names_a_stream(gpu, given):
     assert pool.stats().pending_bytes
     backwards(gpu)
     assert seen == [b"\7" * N], "their stream waited"
+    pool.stats(), gpu.drain()
     assert pool.stats().pending_bytes == 0
 
 

@@ -1,5 +1,7 @@
 """Prefetches and advice reach the driver, in the words of CUDA 12 and of CUDA 13."""
 
+import re
+
 import pytest
 from cuda_support import MIB, a_gpu
 from hypothesis import given
@@ -105,3 +107,9 @@ def test_what_cannot_be(gpu, block):
         with pytest.raises(ValueError, match="closed"):
             call()
     assert not gpu.advised
+
+
+@pytest.mark.parametrize("advice", [[], {}, None, 1, "read"])
+def test_no_such_advice(gpu, block, advice):
+    with pytest.raises(ValueError, match=re.escape(f"advice={advice!r} is none of 'read_mostly'")):
+        cuda.advise(block, advice)

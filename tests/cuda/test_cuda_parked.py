@@ -11,6 +11,7 @@ from capsules import Array, Tensor
 from cuda_machine import Wrapped
 from cuda_support import ALLOCATORS, LEGACY, SOURCES, a_gpu, backwards, graph_of, new_stream, reads
 from helpers import poke
+from simulated_driver import UNKNOWN
 from simulated_gpu import RELAXED
 from test_cuda_foreign import KINDS, memory
 
@@ -162,3 +163,92 @@ def test_a_driver_that_fails_at_the_end():
         settled()
         backwards(gpu)
         settled()
+
+
+# ---- integers: from the release on, what they name may be gone ----
+
+
+@pytest.mark.parametrize("what", ["borrowed", "pinned", "a copy whose event failed"])
+def test_an_integer_whose_stream_goes_after_the_release(what):
+    """It was captured, or the driver failed, when its event would have been recorded."""
+    with a_gpu(leaks=True) as gpu:
+        handle, other = new_stream(gpu).handle_, cuda.Stream()
+        address = memory(gpu, "device", nbytes=N)
+        array = Array(address, (N,))
+        if what == "borrowed":
+            buffers = [cuda.asbuffer(array)]
+        elif what == "pinned":
+            buffers = [SOURCES["pinned"]().region(N).buffer()]
+        else:
+            pool = Pool(2 << 20, cuda.Device(), 2 << 20)  # whose end would wait
+            buffers = [pool.alloc(N)]
+
+            def before(name):
+                if name == "cuMemcpyAsync":
+                    gpu.fails = {"cuEventRecord": UNKNOWN}
+
+            gpu.before_call = before
+            buffers[0].copy_from(array, stream=handle)
+            gpu.before_call, gpu.fails = None, {}
+        ended = []
+        array.on_delete = lambda: ended.append(1)
+        del array
+        if what != "a copy whose event failed":
+            buffers[0].record_stream(handle)
+            gpu.launch(handle, None, [(buffers[0].address, N)])
+            gpu.begin_capture(handle, RELAXED)
+            buffers.clear()
+            gc.collect()
+            gpu.destroy_graph(graph_of(gpu, Wrapped(handle)))
+        buffers.clear()
+        gc.collect()
+        assert gpu.call("cuStreamDestroy", handle) == 0
+        other.synchronize(), other.synchronize()
+        assert not gpu.errors
+        if what != "pinned":
+            assert ended == [1]
+        assert not gpu.memory.registered
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("left", ["nothing", "a Buffer"])
+def test_an_allocators_integer_whose_stream_goes_after_it(captured, left):
+    """A Buffer that was released keeps the core, and not the user's stream."""
+    with a_gpu(leaks=True) as gpu:
+        handle = new_stream(gpu).handle_
+        source = cuda.DriverPool()
+        other = ALLOCATORS["bump"](source)
+        pool = Pool(2 << 20, source, 2 << 20, stream=handle)
+        buffers = [pool.alloc(N)]
+        buffers[0].release()
+        if left == "nothing":
+            buffers.clear()
+        if captured:
+            gpu.begin_capture(handle, RELAXED)
+        del pool
+        gc.collect()
+        if captured:
+            gpu.destroy_graph(graph_of(gpu, Wrapped(handle)))
+        assert gpu.call("cuStreamDestroy", handle) == 0
+        del other
+        gc.collect()
+        buffers.clear()
+        gc.collect()
+        source.trim()
+        assert not gpu.errors
+        assert gpu.memory.used[0] == 0
+
+
+def test_an_integer_of_two_allocators(gpu):
+    """What the other one's user does on it counts on."""
+    handle = new_stream(gpu).handle_
+    source = cuda.DriverPool()
+    pools = [Pool(2 << 20, cuda.Device(), 2 << 20, stream=handle) for _ in range(2)]
+    region = source.region(N)
+    pools.pop()
+    gc.collect()
+    gpu.launch(handle, None, [(region.address, N)])
+    del region
+    gc.collect()
+    backwards(gpu)
+    assert not gpu.errors

@@ -6,10 +6,12 @@ import os
 import numpy as np
 import pytest
 from cuda_support import ALLOCATORS, MIB, SOURCES, content, new_stream
-from simulated_driver import OUT_OF_MEMORY
+from helpers import in_threads
+from simulated_driver import INVALID_VALUE, OUT_OF_MEMORY
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda import backing
+from arenapy.linux.limits import memory_info
 
 THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
@@ -260,3 +262,33 @@ def test_a_forked_child_has_none_of_it(gpu, source, allocator):
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     b.fill(1)
+
+
+def test_pinned_memory_of_two_threads_counts_as_one(gpu):
+    """Each is within the limit, and both are not."""
+    part = 1.5 * MIB / memory_info().total
+    before = backing.pinned_bytes() / memory_info().total
+    source = cuda.Pinned(huge_pages=None, max_ram_fraction=before + part)
+    made, refused = [], []
+
+    def other():
+        try:
+            made.append(source.region(MIB))
+        except OutOfMemory as error:
+            refused.append(str(error))
+
+    def once(name):
+        if name == "cuMemHostRegister":
+            gpu.before_call = None
+            in_threads(other)
+
+    gpu.before_call = once
+    made.append(source.region(MIB))
+    assert len(made) == len(refused) == 1
+    made.clear()
+    gpu.fail_at("cuMemHostRegister", 1, INVALID_VALUE)
+    with pytest.raises(cuda.CudaError):
+        source.region(MIB)
+    with pytest.raises(OutOfMemory):
+        source.region(2 * MIB)
+    assert source.region(MIB).nbytes == MIB, "what failed is not counted"

@@ -196,6 +196,7 @@ def test_chunks_are_whole_whatever_runs_when(
         assert not work.wrong
         if allocator is not None:
             assert allocator.stats().allocated_bytes == 0
+            gpu.drain()
             assert allocator.stats().pending_bytes == 0
             allocator.check()
         del allocator, stream

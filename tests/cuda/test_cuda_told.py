@@ -4,6 +4,7 @@ Copies and fills without a stream, and readers of the CUDA array interface, what
 the stream that it names. On the simulated driver.
 """
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -32,7 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
 
-from arenapy import Pool, Slab, cuda
+from arenapy import OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda.stream_ref import OWNERS
 
 N = 4096
@@ -400,3 +401,48 @@ def test_a_number_whose_stream_is_gone(gpu, answer):
     gpu.fails.clear()
     assert all("there is no stream" in error for error in gpu.errors)
     gpu.errors.clear()
+
+
+@pytest.mark.parametrize("way", ["trim", "pressure"])
+@pytest.mark.parametrize("tell", ["interface", "dlpack"])
+def test_a_reader_of_what_a_pool_keeps_for_the_legacy_stream(gpu, tell, way):
+    """The pool has a stream of its own. The reader's is a blocking one, and nothing says which."""
+    own = new_stream(gpu)
+    pool = Pool(48 << 20, cuda.Device(), 48 << 20, stream=own)
+    live = pool.alloc(4096)
+    block = pool.alloc(1 << 20, stream=LEGACY)
+    address = block.address
+    poke(address, N, OLD)
+    gpu.drain()
+    capsule = block.__dlpack__(stream=-1) if tell == "dlpack" else block.__cuda_array_interface__
+    seen = reads(gpu, new_stream(gpu, 0).handle_, address, N)
+    del block, capsule
+    gc.collect()
+    if way == "trim":
+        pool.trim()
+    blocks = []
+    with contextlib.suppress(OutOfMemory):
+        while True:
+            blocks.append(pool.alloc(1 << 20))
+            slowly_fill(gpu, own, blocks[-1], NEW)
+    assert any(one.address <= address < one.address + one.nbytes for one in blocks)
+    backwards(gpu)
+    assert seen == [bytes([OLD]) * N]
+    del live
+
+
+def test_events_that_are_over_do_not_pile_up_on_a_block(gpu):
+    """Streams were forgotten while they were at work, and the block lives on."""
+    slab = Slab(N, 1, cuda.Device())
+    block = slab.alloc()
+    for _ in range(200):
+        s = cuda.Stream()
+        block.record_stream(s)
+        gpu.launch(s.handle)
+    assert len(gpu.event_handles.things) > 100
+    gpu.drain()
+    consumer = cuda.Stream()
+    block.__dlpack__(stream=consumer.handle)
+    before = gpu.calls.total()
+    block.__dlpack__(stream=consumer.handle)
+    assert gpu.calls.total() - before < 200

@@ -4,16 +4,22 @@ import ctypes
 import gc
 
 import pytest
+from capsules import Tensor
 from cuda_support import (
     ALLOCATORS,
     SOURCES,
     backwards,
+    content,
     graph_of,
+    let_wait,
     new_stream,
     only_one,
+    reads,
     samples,
     take,
 )
+from helpers import peek, poke
+from test_cuda_foreign import N, memory
 
 from arenapy import cuda
 
@@ -94,3 +100,62 @@ def test_a_block_for_a_stream_of_another_device(gpu, allocator, source, name):
         del block
         gpu.drain()
         assert one.stats().pending_bytes == 0
+
+
+class Torch(Tensor):
+    """As torch does: the consumer's stream, of the tensor's device, waits for the current one."""
+
+    def __init__(self, gpu, stream, address):
+        super().__init__(address, (N,), device=(2, 1))
+        self.gpu, self.stream = gpu, stream
+
+    def __dlpack__(self, *, stream=None, **arguments):
+        if stream != -1:
+            with self.gpu.on(1):
+                let_wait(self.gpu, stream, self.stream)
+        return super().__dlpack__(stream=stream, **arguments)
+
+
+def into_a_block(block, tensor, stream):
+    block.copy_from(tensor, stream=stream)
+
+
+def by_a_batch(block, tensor, stream):
+    cuda.copy_batch([(block, tensor)], stream=stream)
+
+
+def by_a_buffer(block, tensor, stream):
+    block.copy_from(cuda.from_dlpack(tensor, stream=stream), stream=stream)
+
+
+def out_of_a_block(block, tensor, stream):
+    block.copy_to(tensor, stream=stream)
+
+
+@pytest.mark.parametrize("named", ["nothing", "the legacy stream", "our stream", "an integer"])
+@pytest.mark.parametrize("copy", [into_a_block, by_a_batch, by_a_buffer, out_of_a_block])
+def test_a_tensor_of_another_device(gpu, copy, named):
+    """A number would name another stream there; what its library does with it comes before."""
+    address = memory(gpu, "device", 1)
+    with gpu.on(1):
+        theirs = new_stream(gpu)
+    tensor = Torch(gpu, theirs, address)
+    block = only_one("slab", cuda.Device()).alloc()[:N]
+    stream = {
+        "nothing": None,
+        "the legacy stream": 1,
+        "our stream": cuda.Stream(),
+        "an integer": new_stream(gpu).handle_,
+    }[named]
+    if copy is out_of_a_block:
+        block.fill(8)
+        seen = reads(gpu, theirs, address, N)
+    else:
+        gpu.launch(theirs.handle_, lambda: poke(address, N, 5), [(address, N)])
+    copy(block, tensor, stream)
+    backwards(gpu)
+    assert set(seen[0] if copy is out_of_a_block else content(block)) == (
+        {9} if copy is out_of_a_block else {5}
+    )
+    if copy is out_of_a_block:
+        assert set(peek(address, N)) == {8}
