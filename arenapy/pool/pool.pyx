@@ -25,6 +25,7 @@ from arenapy.pool.page_heap cimport (
 from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
+from arenapy.memory.region cimport ask_source
 
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
@@ -155,7 +156,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 # The file is emptied by it. So it gets the page that a pool needs at least, and
                 # is not refused afterwards.
                 size = max(initial, <size_t>PAGE) if initial else max_bytes
-            self.memory.add_region(source.region(size))
+            self.memory.add_region(ask_source(source, size))
         elif initial:
             self.memory.begin(initial)
         elif core.hooks is None:
