@@ -25,6 +25,8 @@ except ModuleNotFoundError as _error:
     explain_source_tree(_error)
     raise
 
+# Now, as Buffer needs it at its first export, where a callback may interrupt it and export, too.
+from arenapy.buffer import dlpack as _dlpack  # noqa: E402, F401  # isort: skip
 from arenapy._version import __version__  # noqa: E402
 from arenapy.allocator.allocator import Allocator  # noqa: E402
 from arenapy.base.sizes import SIZE_CLASSES, size_class  # noqa: E402

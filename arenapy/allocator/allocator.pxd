@@ -25,6 +25,8 @@ cdef int check_source(object source) except -1
 cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t align)
 # The region that a source makes, checked to have at least n bytes, of the kind that `c` has.
 cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n)
+# Raise ValueError if other processes may see a region that an allocator is about to take.
+cdef int check_unseen(AllocatorCore c, Region region) except -1
 # `slow_c` for a nogil caller, whose own exception stays pending.
 cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil
 # The last step of the constructor of an allocator.

@@ -3,10 +3,13 @@
 What lives here: everything that can be said with `block`, the one thing that differs. Arrays
 are such a thing: an array is a block, held from birth, with an ndarray over it.
 """
+from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
+import threading
 import weakref
 from collections.abc import Mapping
 
@@ -17,7 +20,7 @@ from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.buffer.block cimport host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec, as_array, assign, parse, wrap
-from arenapy.memory.region cimport Region
+from arenapy.memory.region cimport Region, ask_source
 from arenapy.allocator.allocator_core cimport AllocatorCore, check_alike
 from arenapy.base.sealed cimport seal
 
@@ -26,7 +29,7 @@ cdef extern from "Python.h":
     void PyObject_GC_UnTrack(PyObject* o)
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
-    void PyErr_SetInterrupt() noexcept
+    int Py_AddPendingCall(int (*function)(void*) except -1, void* argument) noexcept
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
@@ -297,20 +300,25 @@ cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t
             if known or again:
                 raise
             continue
-        if region.sent:
-            raise ValueError(
-                f"{region!r} was sent to another process, which may use its bytes; give a "
-                f"{c.what} a region of its own"
-            )
+        check_unseen(c, region)
         start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
         if start + nbytes <= <uintptr_t>region.ptr + region.size:
             return region
     return None
 
 
+cdef int check_unseen(AllocatorCore c, Region region) except -1:
+    if region.seen_elsewhere():
+        raise ValueError(
+            f"{region!r} was sent to another process, or a forked child has it, which may use its "
+            f"bytes; give a {c.what} a region of its own"
+        )
+    return 0
+
+
 cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n):
     check_source(source)
-    region = source.region(n)
+    region = ask_source(source, n)
     if not isinstance(region, Region):
         raise TypeError(
             f"{source!r}.region({n}) returned {region!r}, which is not an arenapy.Region; "
@@ -336,10 +344,35 @@ cdef void* _grown(Allocator one, size_t nbytes, size_t align) noexcept:
     PyErr_Fetch(&kind, &value, &trace)       # the caller may be on its way out
     try:
         return one.slow_c(nbytes, align)
-    except KeyboardInterrupt:
-        PyErr_SetInterrupt()                 # a nogil caller cannot have it: Python will
-    except BaseException:
-        pass
+    except BaseException as error:
+        # A nogil caller cannot have it. There is no memory, which it is told; or a signal's handler
+        # wants something else to happen, and Python will have it.
+        if not is_refusal(error):
+            raise_later(error)
     finally:
         PyErr_Restore(kind, value, trace)
     return NULL
+
+
+cdef bint is_refusal(object error) noexcept:
+    """Does it say why there is no memory? (What the system says has a number.)"""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, MemoryError)
+
+
+cdef void raise_later(object error) noexcept:
+    """In the main thread, which runs the handlers of signals; of another thread, it is reported."""
+    if threading.get_ident() == threading.main_thread().ident:
+        Py_INCREF(error)
+        if Py_AddPendingCall(raise_now, <void*>error) == 0:
+            return
+        Py_DECREF(error)                     # there are too many
+    PyErr_SetObject(type(error), error)
+    PyErr_WriteUnraisable("growth for C code")
+
+
+cdef int raise_now(void* argument) except -1:
+    error = <object>argument
+    Py_DECREF(error)
+    raise error

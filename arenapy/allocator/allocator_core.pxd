@@ -32,7 +32,7 @@ cdef class AllocatorCore(MemoryOwner):
     # Give back what streams were at work on; False: nothing. `wait`: until they are done.
     cdef bint settle_streams(self, bint wait) except -1
     # What a core does first when it ends, while it is still whole.
-    cdef void finish_streams(self) noexcept
+    cdef void finish(self) noexcept
     # Take a region over, as the last one.
     cdef int take_region(self, Region region, tuple regions) except -1
     # The same, and the reverse, while other threads may do so too.

@@ -68,8 +68,6 @@ cdef class AllocatorCore(MemoryOwner):
 
     def __dealloc__(self):
         cdef Hold* hold
-        cdef Py_ssize_t i
-        unregister_core(self)
         if self.debug and not (self.shut or arenapy_finalizing()):
             self.warn_of_leaks()
         permit_all(self)
@@ -77,8 +75,6 @@ cdef class AllocatorCore(MemoryOwner):
             hold = self.leased
             self.leased = hold.next
             free(hold)
-        for i in range(self.n_regions):
-            (<Region>self.region[i]).detach()
         free(self.region)
 
     cdef int adopt(self, object source, object stream) except -1:
@@ -98,10 +94,15 @@ cdef class AllocatorCore(MemoryOwner):
     cdef bint settle_streams(self, bint wait) except -1:
         return self.hooks is not None and self.hooks.collect(<PyObject*>self, wait) > 0
 
-    cdef void finish_streams(self) noexcept:
+    cdef void finish(self) noexcept:
+        cdef Py_ssize_t i
         if self.hooks is not None:
             self.hooks.finish(<PyObject*>self, self.regions)
             self.hooks.leave(self.regions)
+        # Forks, which C code makes without the GIL, leave it alone from here on.
+        for i in range(self.n_regions):
+            (<Region>self.region[i]).detach()
+        unregister_core(self)
 
     cdef int take_region(self, Region region, tuple regions) except -1:
         """Add a region. `regions` is all of them: to make it may run code that uses this."""

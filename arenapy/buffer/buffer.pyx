@@ -524,12 +524,23 @@ cdef bint _f_contiguous(View v) noexcept:
 # ---- moving bytes: copies by this processor, or the choice of a stream ------------------------
 
 
+# A name of a field stands between colons, and ctypes lets it have some itself. What is left without
+# the names has then something that no format has; or what was taken for a name has something that
+# reads like a reference.
+cdef object NAME = re.compile(":([^:]*):")
+cdef object ITEMS = re.compile(r"[\s\d(),@=<>!^|&{}TXZ?cbBhHiIlLqQnNefdgFDspPxwuUt]*")
+cdef object OBJECT = re.compile(r"[@=<>!^|&)\d]O")
+
+
 def refuse_objects(str format not None, other):
     """Raise TypeError if a buffer of this format holds references: bytes over them would crash."""
-    if "O" in re.sub(":[^:]*:", "", format):         # without the names of fields
+    if "O" not in format:
+        return
+    if not ITEMS.fullmatch(NAME.sub("", format)) or any(map(OBJECT.search, NAME.findall(format))):
         raise TypeError(
-            f"this {type(other).__name__} holds Python objects (format {format!r}), and bytes are "
-            "no references; give an array of numbers, like array.astype(float)"
+            f"this {type(other).__name__} holds Python objects, or names of fields that read so "
+            f"(format {format!r}), and bytes are no references; give an array of numbers, like "
+            "array.astype(float)"
         )
 
 

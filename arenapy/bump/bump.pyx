@@ -15,7 +15,7 @@ from libc.string cimport memcpy
 from collections.abc import Iterable
 
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
+    ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release,
 )
 from arenapy.allocator.allocator cimport Allocator, complete, grown_in_c, make_region
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
@@ -24,7 +24,7 @@ from arenapy.buffer.block cimport (
     named_stream, new_hold, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
-from arenapy.bump.hot_path cimport arena_alloc, rewind
+from arenapy.bump.hot_path cimport arena_alloc, catch_up, rewind
 from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
 from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_GROW, EVENT_MARK, EVENT_RESET, EVENT_TRIM,
@@ -170,8 +170,7 @@ cdef class Bump(Allocator):
         cdef Hold* hold = NULL
         cdef void* start
         arenapy_lock_acquire(&c.lock)
-        if arenapy_load_ptr(&c.ended_list) != NULL:
-            c.drain()
+        catch_up(c)
         if held:
             hold = new_hold(c)               # before the cursor moves
         start = arena_alloc(c, n, align, &b.pad) if hold != NULL or not held else NULL
@@ -230,6 +229,7 @@ cdef class Bump(Allocator):
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
             arenapy_lock_acquire(&c.lock)
+            catch_up(c)
             c.total -= made                  # other code may have allocated meanwhile
             c.freed -= nbytes
             c.peak_bytes = before.peak
@@ -341,8 +341,7 @@ cdef class Bump(Allocator):
         cdef Mark m = Mark.__new__(Mark)
         cdef Frame* frame
         arenapy_lock_acquire(&c.lock)
-        if arenapy_load_ptr(&c.ended_list) != NULL:
-            c.drain()
+        catch_up(c)
         frame = c.push_frame() if not c.shut else NULL
         if frame != NULL:
             m.core = c
@@ -687,6 +686,7 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
     if end <= start:               # it wraps: no block has so many bytes
         arena.core.refuse(b"bump_free", block)
         return -1
+    catch_up(arena.core)
     if arena.core.move_back(start, end, arena.core.content, 0, nbytes == 0):
         return 0
     for i in range(arena.core.n_runs):

@@ -27,7 +27,7 @@ cdef class Arena(AllocatorCore):
     cdef void free_or_lease(self, Hold* hold) noexcept nogil
     cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
     cdef void settle_leases(self, Py_ssize_t most) noexcept nogil
-    cdef void note_all(self, PyObject* region, Seen* seen) noexcept nogil
+    cdef void settle_region(self, Py_ssize_t index) noexcept nogil
     cdef void poison_free(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
 
 
@@ -61,7 +61,7 @@ cdef class BumpCore(Arena):
     cdef uint64_t content    # frames[n_frames - 1].content
     cdef uint64_t total      # allocations ever
     cdef uint64_t freed      # bytes that were live and are no more
-    cdef void* ended_list    # atomic: Holds whose Buffers died, newest first
+    cdef void* ended_list    # atomic: Holds whose Buffers died, newest first; and `note`
     cdef uint64_t stamp      # the last content or id given out
     # Bytes handed out contiguously, oldest first; n_runs >= 1. Of all but the last, those in which
     # there is nothing have a frame: frames[i].run. So n_runs <= n_frames + blocks not freed + 1.
@@ -78,6 +78,8 @@ cdef class BumpCore(Arena):
     cdef bint fast_rewind    # one_piece, not shut, not debug, no leases: rewind() may be short
     cdef PyObject* last_mark   # the newest live Mark, borrowed: a list through Mark.older
     cdef uint64_t live_mark  # its id; 0: none
+    cdef Hold note           # of no block: other processes may see bytes from now on
+    cdef uint64_t noted      # atomic: 1 while that is in `ended_list`
 
     cdef int open(self, Region region) except -1
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
@@ -88,6 +90,8 @@ cdef class BumpCore(Arena):
     cdef size_t largest_free(self) noexcept nogil
     cdef void* arena_alloc_slow(self, size_t n, size_t align, uint32_t* pad) noexcept nogil
     cdef void drain(self) noexcept nogil
+    cdef void push_ended(self, Hold* hold) noexcept nogil
+    cdef void settle_forks(self) noexcept nogil
     cdef bint is_last(self, uintptr_t end, uint64_t content) noexcept nogil
     cdef void rejoin_run(self, uintptr_t end) noexcept nogil
     cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,

@@ -24,6 +24,11 @@ if it is held. Stamps only grow, hence along the frames too, and are found by bi
 
 Holds end on any thread: `hold_ended` pushes onto a lock-free list, which the owner drains.
 
+Forks happen on any thread too, also without the GIL, while the owner is anywhere in here. So a fork
+reads nothing of this. It writes down that the child sees whole regions, and pushes a note. The
+owner drains before it frees anything. So what is free when it finds the note was free at the fork,
+and it takes that out of the child's record (`settle_forks`).
+
 What bounds the bookkeeping: frames are at most the live marks, and those that something was
 allocated in since; free extents at most the other ranges, and the regions; holds the Buffers
 that are held at once. Arrays and spare holds keep the room that was needed at most. Each operation
@@ -36,13 +41,15 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from arenapy.bump.core cimport bump_is_valid
-from arenapy.bump.hot_path cimport note_peak, used
+from arenapy.bump.hot_path cimport catch_up, note_peak, used
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_cas_ptr, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release, arenapy_take_ptr,
+    arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_lock_acquire, arenapy_lock_release,
+    arenapy_store, arenapy_take_ptr,
 )
 from arenapy.buffer.block cimport (
-    HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold, drop_kept, new_hold,
+    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold,
+    drop_kept, new_hold,
 )
 from arenapy.base.interval_set cimport (
     Extent, Node, extents_above, extents_below, extents_carve, extents_first, extents_fit,
@@ -55,7 +62,9 @@ from arenapy.allocator.allocator_core cimport (
     AllocatorCore, forbid, forbid_new, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
-from arenapy.memory.children cimport Seen, seen_add
+from arenapy.memory.children cimport (
+    Seen, children_nbytes, children_settle, children_unsettled, seen_add, seen_drop, seen_new,
+)
 
 
 # ---- the arena ---------------------------------------------------------------------------
@@ -83,12 +92,14 @@ cdef class Arena(AllocatorCore):
         `regions` is all of them; see take_region.
         """
         cdef uintptr_t start = <uintptr_t>region.ptr
+        cdef bint known = region.seen_elsewhere()    # before it had an allocator
         if not extents_room(&self.free, 1):
             raise MemoryError("no memory for the bookkeeping of an arena")
         self.take_region(region, regions)
         extents_insert(&self.free, start, start + region.size, self.n_regions - 1)
         forbid_new(self, start, start + region.size)
-        if region.sent:                      # before it had an allocator
+        self.settle_region(self.n_regions - 1)
+        if known:
             self.expect_leases()
             self.carve_leases(start, start + region.size, self.n_regions - 1)
         return 0
@@ -208,16 +219,19 @@ cdef class Arena(AllocatorCore):
             self.poison(max(start, e.start), min(end, e.end))
             e = extents_above(&self.free, region, e.start)
 
-    cdef void note_all(self, PyObject* region, Seen* seen) noexcept nogil:
-        """A child sees every byte of `region` that is not in `free`."""
+    cdef void settle_region(self, Py_ssize_t index) noexcept nogil:
+        """The children since the last time see what is not in `free`."""
+        cdef PyObject* region = self.region[index]
         cdef uintptr_t at = <uintptr_t>(<Region>region).ptr
         cdef uintptr_t end = at + (<Region>region).size
         cdef uintptr_t upto
-        cdef Py_ssize_t index = 0
+        cdef Seen* seen
         cdef Extent* e
-        self.expect_leases()
-        while index < self.n_regions and self.region[index] != region:
-            index += 1
+        if not children_unsettled(&(<Region>region).seens):
+            return
+        seen = seen_new()
+        if seen == NULL:                     # they keep us from all of it
+            return
         while at < end:
             e = extents_from(&self.free, index, at)
             if e != NULL and e.region != index:
@@ -226,6 +240,8 @@ cdef class Arena(AllocatorCore):
             if upto > at:
                 seen_add(seen, at, upto)
             at = e.end if e != NULL else end
+        children_settle(&(<Region>region).seens, seen)
+        seen_drop(seen)
 
 
 seal(Arena)
@@ -255,7 +271,9 @@ cdef class BumpCore(Arena):
         self.one_piece = self.shut = True
 
     def __dealloc__(self):
-        self.finish_streams()
+        if self.frames != NULL:
+            self.settle_forks()
+        self.finish()
         # No Buffer is left, so every hold has ended, drained or not; the memory may be gone.
         self.debug = self.may_lease = False
         if self.frames != NULL:
@@ -300,8 +318,10 @@ cdef class BumpCore(Arena):
         self.fast_rewind = self.one_piece and not (self.shut or self.debug or self.may_lease)
 
     cdef void expect_leases(self) noexcept nogil:
-        self.may_lease = True
-        self.update_fast_path()
+        """From any thread."""
+        cdef uint64_t no = 0
+        if arenapy_cas(&self.noted, &no, 1):
+            self.push_ended(&self.note)
 
     cdef size_t free_bytes(self) noexcept nogil:
         return self.capacity - used(self) - self.retired_bytes - self.leased_bytes
@@ -378,6 +398,7 @@ cdef class BumpCore(Arena):
     cdef Figures figures(self):
         """All figures of one moment."""
         cdef Figures f
+        cdef Py_ssize_t i
         self.reclaim()
         arenapy_lock_acquire(&self.lock)
         self.prune()                     # a Mark that dies leaves its frame to the next call
@@ -393,6 +414,8 @@ cdef class BumpCore(Arena):
             self.cap_runs * sizeof(Extent) + self.cap_frames * sizeof(Frame)
             + self.free.capacity * sizeof(Node) + self.n_made * sizeof(Hold)
             + self.cap_regions * sizeof(PyObject*))
+        for i in range(self.n_regions):
+            f.metadata += children_nbytes(&(<Region>self.region[i]).seens)
         f.held = self.n_held
         f.marks = self.n_frames - 1
         f.regions = self.n_regions
@@ -539,15 +562,18 @@ cdef class BumpCore(Arena):
         cdef uintptr_t start = <uintptr_t>root.ptr
         cdef bint empty = root.size == 0
         record(self, EVENT_FREE, root.ptr, root.size)
+        catch_up(self)
         if not self.move_back(start, start + root.size + empty, root.tag, root.pad, empty):
             forbid(self, start, start + root.size)
 
     cdef void hold_ended(self, Hold* hold) noexcept nogil:
-        cdef void* head
         if self.debug:
             self.leaving(<void*>hold.start)
-        head = arenapy_load_ptr(&self.ended_list)
         record(self, EVENT_FREE, <void*>hold.start, hold.end - hold.start)
+        self.push_ended(hold)
+
+    cdef void push_ended(self, Hold* hold) noexcept nogil:
+        cdef void* head = arenapy_load_ptr(&self.ended_list)
         hold.ended_next = <Hold*>head
         while not arenapy_cas_ptr(&self.ended_list, &head, hold):
             hold.ended_next = <Hold*>head
@@ -557,15 +583,24 @@ cdef class BumpCore(Arena):
         cdef Hold* hold
         cdef Hold* other
         cdef Hold* queue = NULL
-        cdef bint back = False
+        cdef bint back = False, noted = False
         if arenapy_load_ptr(&self.ended_list) == NULL:
             return
         hold = <Hold*>arenapy_take_ptr(&self.ended_list)
         while hold != NULL:                  # newest first: reverse
             other = hold.ended_next
-            hold.ended_next = queue
-            queue = hold
+            if hold == &self.note:
+                noted = True
+            else:
+                hold.ended_next = queue
+                queue = hold
             hold = other
+        if noted:
+            # Before the records are looked at: a fork that finds 1 here has made its own by then.
+            arenapy_store(&self.noted, 0)
+            self.may_lease = True
+            self.update_fast_path()
+            self.settle_forks()
         while queue != NULL:
             hold = queue
             queue = hold.ended_next
@@ -590,6 +625,17 @@ cdef class BumpCore(Arena):
         if back and not self.shut and self.run_is_spare() and extents_room(&self.free, 1):
             self.pop_run()
             self.place()
+
+    cdef void settle_forks(self) noexcept nogil:
+        cdef Py_ssize_t i, here = self.runs[self.n_runs - 1].region
+        if not self.shut:
+            if not extents_room(&self.free, 3):
+                return                       # the children keep us from all of it
+            extents_insert(&self.free, self.cursor, self.limit, here)
+        for i in range(self.n_regions):
+            self.settle_region(i)
+        if not self.shut:
+            self.continue_at(self.cursor, here)
 
     cdef bint has_holds(self) noexcept nogil:
         self.drain()
@@ -722,15 +768,16 @@ cdef class BumpCore(Arena):
         self.limit = self.cursor             # no hit
         self.update_fast_path()
 
+    cdef void forked(self, bint unmapped) noexcept nogil:
+        """As `disable`, while nothing can be relied on: what is free is not found any more."""
+        AllocatorCore.disable(self, GONE_FORKED if unmapped else GONE_NOT)
+        self.cursor = self.limit
+        self.fast_rewind = False
+
     cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
-        cdef Py_ssize_t here = self.runs[self.n_runs - 1].region
-        if self.shut:
-            return 0
-        if not extents_room(&self.free, 3):
-            return -1
-        extents_insert(&self.free, self.cursor, self.limit, here)
-        self.note_all(region, <Seen*>seen)
-        self.continue_at(self.cursor, here)
+        cdef uintptr_t start = <uintptr_t>(<Region>region).ptr
+        seen_add(<Seen*>seen, start, start + (<Region>region).size)
+        (<Seen*>seen).unsettled = True
         return 0
 
 

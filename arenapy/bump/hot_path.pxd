@@ -6,6 +6,7 @@ from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
 from arenapy.base.assertion cimport arenapy_assert
+from arenapy.base.atomic cimport arenapy_load_ptr
 from arenapy.bump.core cimport BumpCore, Frame, bump_is_valid
 
 
@@ -17,6 +18,12 @@ cdef inline size_t used(BumpCore c) noexcept nogil:
 cdef inline void note_peak(BumpCore c) noexcept nogil:
     if used(c) > c.peak_bytes:
         c.peak_bytes = used(c)
+
+
+# Before anything is freed, and now and then: what ended on other threads, and forks.
+cdef inline void catch_up(BumpCore c) noexcept nogil:
+    if arenapy_load_ptr(&c.ended_list) != NULL:
+        c.drain()
 
 
 # The hot path: everything a hit needs, and nothing else.

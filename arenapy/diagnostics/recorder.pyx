@@ -27,6 +27,7 @@ from posix.unistd cimport SEEK_END, ftruncate, lseek, pread, pwrite
 from libc.errno cimport EBADF, EINTR, ENOMEM, ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
+import operator
 import os
 from time import time_ns
 
@@ -144,6 +145,16 @@ cdef struct Header:
 OPERATIONS = {"alloc": EVENT_ALLOC, "free": EVENT_FREE, "mark": EVENT_MARK,
               "reset": EVENT_RESET, "trim": EVENT_TRIM, "grow": EVENT_GROW,
               "keep": EVENT_KEEP}
+
+
+cdef uint64_t as_word(object value, str what) except? 0:
+    try:
+        n = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what}={value!r}: need an int, not {type(value).__name__}") from None
+    if not 0 <= n < 1 << 64:
+        raise ValueError(f"{what}={n}: need a number from 0 to 2**64 - 1")
+    return n
 
 
 cdef int best_clock() except -1:
@@ -356,6 +367,8 @@ cdef class Recorder:
     def __cinit__(self, path, kind="", sites=0):
         self.file.fd = -1
         self.path = os.fsdecode(path)
+        if not isinstance(kind, str):
+            raise TypeError(f"kind={kind!r}: need a str, not {type(kind).__name__}")
         self.kind = kind
         if len(kind.encode()) >= KIND or "\0" in kind:
             raise ValueError(f"kind={kind!r}: a name of at most {KIND - 1} bytes")
@@ -461,11 +474,12 @@ cdef class Recorder:
         if operation not in OPERATIONS:
             raise ValueError(f"operation={operation!r}: one of {', '.join(OPERATIONS)}")
         self.check_started()
-        cdef uint64_t start = address
-        cdef uint64_t size = nbytes
+        cdef uint64_t start = as_word(address, "address")
+        cdef uint64_t size = as_word(nbytes, "nbytes")
+        cdef uint64_t handle = as_word(stream, "stream")
         if start + size < start:
             raise ValueError(f"nbytes={nbytes} at address={address:#x} end beyond the last address")
-        record_event(<PyObject*>self, OPERATIONS[operation], address, nbytes, stream)
+        record_event(<PyObject*>self, OPERATIONS[operation], start, size, handle)
 
     def flush(self):
         """Write what was recorded so far to the file, so that it outlives this process.

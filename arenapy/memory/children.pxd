@@ -12,10 +12,13 @@ cdef struct Seen:
     Child* child
     Span* spans              # owned; ascending and disjoint
     Py_ssize_t n, room
+    bint unsettled           # more than there was: the allocator is to say what was free
     Seen* next               # of the same region
 
 
-# Before a fork: is the next child's end going to be known? To be asked once or more.
+# Before a fork: forget the children that have ended. Each child is asked once.
+cdef void children_forget_ended(Seen** seens) noexcept nogil
+# Is the next child's end going to be known? To be asked once or more.
 cdef bint child_expected() noexcept nogil
 # An empty record of what that child sees; NULL: no memory.
 cdef Seen* seen_new() noexcept nogil
@@ -30,6 +33,13 @@ cdef void children_unlock(bint child) noexcept nogil
 # Does a child that has not ended see bytes of [start, end)? Then a part of them is in at, stop.
 cdef bint children_see(
     Seen** seens, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+# Is there a record that the allocator is to say more of?
+cdef bint children_unsettled(Seen** seens) noexcept nogil
+# Children forked before this call see these spans, where the record of them is unsettled.
+cdef void children_settle(Seen** seens, Seen* spans) noexcept nogil
+cdef void seen_drop(Seen* seen) noexcept nogil
 # Forget the children that have ended. Was that all of them?
 cdef bint children_ended(Seen** seens) noexcept nogil
+# Bytes of the records.
+cdef size_t children_nbytes(Seen** seens) noexcept nogil
 cdef void children_forget(Seen** seens) noexcept nogil

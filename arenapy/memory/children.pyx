@@ -15,6 +15,7 @@ what they fork in turn must not be taken for its own.
 """
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy
 from posix.unistd cimport close, getpid
 
 from arenapy.base.assertion cimport arenapy_assert
@@ -32,6 +33,7 @@ cdef struct Child:
     OpenFile file            # has its lease; `lease_file` owns that, or did
     long long at             # the byte that is locked while it has not ended
     bint over
+    long long asked          # `forks` when it was last seen to live
     Py_ssize_t users         # records of it, and `expected`
 
 cdef enum:
@@ -60,6 +62,14 @@ cdef bint ended(Child* child) noexcept nogil:
     return child.over
 
 
+cdef bint ended_by_now(Child* child) noexcept nogil:
+    """The same, asked once for each fork: a child has a record in many regions."""
+    if child.asked == forks:
+        return child.over
+    child.asked = forks
+    return ended(child)
+
+
 cdef void let_go(Child* child) noexcept nogil:
     global n_children
     child.users -= 1
@@ -75,8 +85,7 @@ cdef void drop(Seen** link) noexcept nogil:
     cdef Seen* seen = link[0]
     link[0] = seen.next
     let_go(seen.child)
-    free(seen.spans)
-    free(seen)
+    seen_drop(seen)
 
 
 cdef Child* new_child() noexcept nogil:
@@ -93,6 +102,7 @@ cdef Child* new_child() noexcept nogil:
         forks += 1
         child.file = lease_file
         child.at = (<long long>getpid() << PID_SHIFT) + forks
+        child.asked = -1
         child.users = 1
         page = vm_keep_leases(fd, PAGE)
         rc = vm_lease(fd, child.at, 1)
@@ -110,6 +120,17 @@ cdef Child* new_child() noexcept nogil:
 
 
 # ---- at a fork -------------------------------------------------------------------------------
+
+cdef void children_forget_ended(Seen** seens) noexcept nogil:
+    cdef Seen** link = seens
+    arenapy_spin_acquire(&guard)
+    while link[0] != NULL:
+        if ended_by_now(link[0].child):
+            drop(link)
+        else:
+            link = &link[0].next
+    arenapy_spin_release(&guard)
+
 
 cdef bint child_expected() noexcept nogil:
     global expected, refused
@@ -152,10 +173,14 @@ cdef void seen_add(Seen* seen, uintptr_t start, uintptr_t end) noexcept nogil:
     seen.n += 1
 
 
+cdef void seen_drop(Seen* seen) noexcept nogil:
+    free(seen.spans)
+    free(seen)
+
+
 cdef void seen_keep(Seen* seen, Seen** seens) noexcept nogil:
     if seen.n == 0:
-        free(seen.spans)
-        free(seen)
+        seen_drop(seen)
         return
     arenapy_spin_acquire(&guard)
     seen.child = expected
@@ -214,6 +239,50 @@ cdef bint children_see(
             link = &link[0].next
     arenapy_spin_release(&guard)
     return found
+
+
+cdef bint children_unsettled(Seen** seens) noexcept nogil:
+    cdef Seen* seen
+    arenapy_spin_acquire(&guard)
+    seen = seens[0]
+    while seen != NULL and (not seen.unsettled or seen.child == expected):
+        seen = seen.next
+    arenapy_spin_release(&guard)
+    return seen != NULL
+
+
+cdef void children_settle(Seen** seens, Seen* spans) noexcept nogil:
+    cdef Seen** link = seens
+    cdef Span* copy
+    arenapy_spin_acquire(&guard)
+    while link[0] != NULL:
+        # Of a fork that is about to happen, the allocator will be told after it.
+        if not link[0].unsettled or link[0].child == expected:
+            link = &link[0].next
+            continue
+        if spans.n == 0:
+            drop(link)
+            continue
+        copy = <Span*>malloc(spans.n * sizeof(Span))
+        if copy != NULL:             # else the child keeps all
+            memcpy(copy, spans.spans, spans.n * sizeof(Span))
+            free(link[0].spans)
+            link[0].spans, link[0].n, link[0].room = copy, spans.n, spans.n
+            link[0].unsettled = False
+        link = &link[0].next
+    arenapy_spin_release(&guard)
+
+
+cdef size_t children_nbytes(Seen** seens) noexcept nogil:
+    cdef Seen* seen
+    cdef size_t n = 0
+    arenapy_spin_acquire(&guard)
+    seen = seens[0]
+    while seen != NULL:
+        n += sizeof(Seen) + seen.room * sizeof(Span)
+        seen = seen.next
+    arenapy_spin_release(&guard)
+    return n
 
 
 cdef bint children_ended(Seen** seens) noexcept nogil:

@@ -33,7 +33,10 @@ cdef class Region(MemoryOwner):
     cdef bint borrowed                    # of a user's object: nothing says if a child has it
     cdef bint shared                      # others may see its bytes, and write them: only to view
     cdef bint received                    # came from another process: its Buffers take leases
-    cdef bint sent                        # other processes may see bytes of it
+    cdef bint sent                        # in a message: other processes may see bytes of it
+    cdef bint viewed                      # it had Buffers of its own
+    cdef bint newborn                     # nobody had it but the source that made it
+    cdef uint64_t number                  # in the order in which they were made
     cdef Region parent                    # the region that this is a window of, or None
     cdef uint64_t holds                   # atomic: held Buffers whose owner this region is
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
@@ -48,6 +51,8 @@ cdef class Region(MemoryOwner):
     cdef int _end_claim(self) noexcept
     # Would touching it be a SIGBUS? Also if that cannot be known.
     cdef bint shrunk(self) noexcept nogil
+    # Before an allocator takes it: may other processes see its bytes?
+    cdef bint seen_elsewhere(self) noexcept nogil
     cdef int attach(self, MemoryOwner core) except -1
     cdef void detach(self) noexcept
     # The file, with an open file description of its own.
@@ -55,6 +60,8 @@ cdef class Region(MemoryOwner):
     cdef int leases(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
 
+# What source.region(nbytes) gives: a Region, it is to be hoped.
+cdef object ask_source(object source, object nbytes)
 # The region that a Buffer's bytes are in, or None.
 cdef Region region_behind(Block block)
 # An allocator's core enters the registry of those whose locks a fork takes, and leaves it.

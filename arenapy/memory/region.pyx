@@ -12,6 +12,10 @@ handlers, which hold the cores' locks meanwhile. In the child, regions that are 
 are marked gone, and so are the allocators over them. For memory that parent and child both see,
 the handlers write down every byte that is not free, and give the child a lease by which its end is
 known (children). If any of this fails, the parent's allocator reuses nothing from then on.
+
+C code forks without the GIL. Whatever the GIL alone guards may then be half changed by another
+thread, in the parent and in the child: the handlers call no Python, and read and write nothing of
+that kind.
 """
 import operator
 
@@ -31,7 +35,7 @@ from arenapy.buffer.block cimport (
 from arenapy.buffer.buffer cimport new_range
 from arenapy.memory.children cimport (
     Seen, child_expected, children_ended, children_forget, children_lock, children_see,
-    children_unlock, seen_add, seen_keep, seen_new,
+    children_forget_ended, children_unlock, seen_add, seen_keep, seen_new,
 )
 from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
 from arenapy.base.sanitizer cimport POISONS
@@ -79,6 +83,7 @@ cdef inline void arenapy_registry_unlock() noexcept nogil:
 cdef dict FORKS = {"inherit": FORK_INHERIT, "skip": FORK_SKIP, "closed": FORK_CLOSED}
 cdef PyObject* regions = NULL       # heads of the registries
 cdef PyObject* cores = NULL
+cdef uint64_t made = 0              # regions ever
 
 
 cdef class Backing:
@@ -343,6 +348,7 @@ cdef class Region(MemoryOwner):
                 "use that allocator's alloc()"
             )
         self.check()
+        self.viewed, self.newborn = True, False
         if self.received and n:
             from arenapy.memory.shared import leased_window
             return new_range(leased_window(self, at, n), self.ptr + at, n)
@@ -439,6 +445,11 @@ cdef class Region(MemoryOwner):
             raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
         if self.gone:
             raise ValueError(f"{self!r} is closed; make a new region from its source")
+        if self.inherited:
+            raise ValueError(
+                f"{self!r} belongs to the process that made it, and this is a forked child; make a "
+                "new region here"
+            )
         if self.received:
             raise ValueError(
                 f"{self!r} belongs to the process that sent it, which alone allocates from it; "
@@ -457,7 +468,14 @@ cdef class Region(MemoryOwner):
         if arenapy_load(&self.holds):
             raise ValueError(f"{self!r} has Buffers of its own that are held; give another region")
         self.user = <PyObject*>core
+        if self.newborn:                     # of forks from here on, the allocator is told
+            self.newborn = self.lease_lost = False
+            children_forget(&self.seens)
         return 0
+
+    cdef bint seen_elsewhere(self) noexcept nogil:
+        return self.sent or (not self.newborn and (
+            self.lease_lost or not children_ended(&self.seens)))
 
     cdef void detach(self) noexcept:
         arenapy_registry_lock()
@@ -530,8 +548,10 @@ cdef long long _integer(object value, str what, long long most) except? -1:
 # ---- the registry, and fork --------------------------------------------------------------
 
 cdef void _register(Region region) noexcept:
-    global regions
+    global regions, made
     arenapy_registry_lock()
+    made += 1
+    region.number = made
     region.next = regions
     if regions != NULL:
         (<Region>regions).prev = <PyObject*>region
@@ -587,12 +607,18 @@ cdef void _before_fork() noexcept nogil:
         p = (<MemoryOwner>p).next_core
     p = regions
     while p != NULL:
+        if (<Region>p).seens != NULL:
+            children_forget_ended(&(<Region>p).seens)
         if _child_writes_here(p) and not _lease_to_child(p):
             (<Region>p).lease_lost = True
-            if (<Region>p).user != NULL:
-                (<MemoryOwner>(<Region>p).user).expect_leases()
         p = (<Region>p).next
     children_lock()
+    # Now, so that an allocator that acts upon it at once waits in there until the fork is done.
+    p = regions
+    while p != NULL:
+        if (<Region>p).user != NULL and ((<Region>p).seens != NULL or (<Region>p).lease_lost):
+            (<MemoryOwner>(<Region>p).user).expect_leases()
+        p = (<Region>p).next
 
 
 cdef bint _child_writes_here(PyObject* p) noexcept nogil:
@@ -612,7 +638,6 @@ cdef bint _lease_to_child(PyObject* p) noexcept nogil:
     cdef Seen* seen
     cdef uintptr_t start = <uintptr_t>(<Region>p).ptr
     cdef bint noted = True
-    (<Region>p).sent = True
     seen = seen_new() if child_expected() else NULL
     if seen == NULL:
         return False
@@ -657,6 +682,15 @@ cdef void _after_fork(bint child) noexcept nogil:
         p = (<MemoryOwner>p).next_core
     claims_unlock()
     arenapy_registry_unlock()
+
+
+cdef object ask_source(object source, object nbytes):
+    cdef uint64_t before = made
+    region = source.region(nbytes)
+    if isinstance(region, Region):
+        # Its source may have given it to others since, who then have viewed it or sent it.
+        (<Region>region).newborn = (<Region>region).number > before and not (<Region>region).viewed
+    return region
 
 
 cdef Region region_behind(Block block):

@@ -366,7 +366,7 @@ class File:
                     fork = "skip"
                     vm.advise(mapping.address, -(-nbytes // huge) * huge, mmap.MADV_DONTFORK)
                 if not writes and vm.is_tmpfs(fd) and vm.can_populate() and _has_hole(fd, nbytes):
-                    self._reserved(nbytes, huge, functools.partial(_fault_in, mapping.address))
+                    self._reserved(nbytes, huge, functools.partial(_fault_in, fd, mapping.address))
                 region = Region.from_address(
                     mapping.address,
                     nbytes,
@@ -460,8 +460,26 @@ def _fill_holes(fd: int, nbytes: int) -> None:
         vm.reserve_blocks(fd, nbytes)
 
 
-def _fault_in(address: int, nbytes: int) -> None:
+def _holes(fd: int, nbytes: int) -> int:
+    """Bytes of the holes among the first `nbytes` of a file."""
+    at = total = 0
+    with suppress(OSError):  # ENXIO: nothing but a hole follows, or the file shrank
+        while at < nbytes:
+            hole = os.lseek(fd, at, os.SEEK_HOLE)
+            if hole >= nbytes:
+                return total
+            total += nbytes - hole
+            at = os.lseek(fd, hole, os.SEEK_DATA)
+            total -= max(nbytes - at, 0)
+    return total
+
+
+def _fault_in(fd: int, address: int, nbytes: int) -> None:
     """Take the memory of holes in a file on tmpfs, which says EFAULT when it is full."""
+    room = os.fstatvfs(fd)
+    # What was faulted in cannot be given back: others may have written to it by then.
+    if room.f_blocks and _holes(fd, nbytes) > room.f_bfree * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         vm.prefault(address, nbytes, writable=False)
     except OSError as error:

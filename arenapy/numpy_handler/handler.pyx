@@ -143,8 +143,9 @@ cdef void system_free(Handler* h, void* block) noexcept nogil:
 # ---- blocks of the pool ------------------------------------------------------------------
 
 cdef void* general_alloc(Handler* h, size_t n) noexcept nogil:
-    """A block when the thread cache has none; if the pool is full, from libc, if that is wanted."""
-    cdef void* block = take_from(<PoolCore>h.core, n)
+    """A block when the thread cache has none; if the pool is full, or over a file that shrank, from
+    libc, if that is wanted."""
+    cdef void* block = NULL if (<PoolCore>h.core).shrunk() else take_from(<PoolCore>h.core, n)
     if block == NULL and h.fallback:
         block = system_block(h, n, False)
     return block
@@ -228,7 +229,7 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     if block == NULL:
         return general_alloc(h, n)
     size = (<PoolCore>h.core).size_at(<char*>block)
-    if size and (<PoolCore>h.core).gone == GONE_FORKED:
+    if size and ((<PoolCore>h.core).gone == GONE_FORKED or (<PoolCore>h.core).shrunk()):
         return NULL                          # its bytes are not here
     if POISONS:                              # all is read below, or n bytes are asked for here
         permit(<PoolCore>h.core, <uintptr_t>block, size)

@@ -41,7 +41,8 @@ class NumpyMemoryStats(Figures):
     Attributes
     ----------
     system_allocations, system_bytes
-        Ever served by libc: the pool was exhausted, or closed (in a forked child).
+        Ever served by libc: the pool was exhausted, closed (in a forked child), or over a file that
+        shrank.
     lazy_allocations, lazy_bytes
         Zeros of 32 MiB or more, which get their memory when they are touched.
     system_live, lazy_live
@@ -95,8 +96,8 @@ class numpy_memory(Context):
     pool : Pool
         Of host-accessible memory.
     on_full : {"system", "error"}
-        When the pool is exhausted: take the memory from libc, and count it; or let NumPy raise
-        ``MemoryError``.
+        When the pool is exhausted, or over a file that shrank: take the memory from libc, and count
+        it; or let NumPy raise ``MemoryError``.
     threads : bool
         A thread begins with NumPy's own handler. True: those that ``threading.Thread.start`` (and
         so an executor) starts in this context get this one.

@@ -65,7 +65,7 @@ cdef struct Lent:
 
 
 cdef class PoolCore(ThreadCaches):
-    cdef bint fast_path_off  # any of debug, recorder, may_lease, timed, shut: not the short way
+    cdef bint fast_path_off  # any of debug, recorder, may_lease, timed, shut, files
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
     cdef double timed        # trim_after, or -1
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock

@@ -60,7 +60,7 @@ cdef class PoolCore(ThreadCaches):
 
     def __dealloc__(self):
         cdef Hold* hold
-        self.finish_streams()
+        self.finish()
         while self.leased_blocks != NULL:
             hold = self.leased_blocks
             self.leased_blocks = hold.next
@@ -74,7 +74,7 @@ cdef class PoolCore(ThreadCaches):
     cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
         self.fast_path_off = (self.shut or self.debug or self.may_lease or self.timed >= 0
-                              or self.recorder != NULL)
+                              or self.files or self.recorder != NULL)
 
     cdef char* alloc_block(
         self, size_t n, size_t align, bint miss, uint64_t* block_id

@@ -12,7 +12,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from arenapy.allocator.allocator cimport make_region
+from arenapy.allocator.allocator cimport check_unseen, make_region
 from arenapy.base.sizes cimport as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
@@ -239,12 +239,10 @@ cdef class PoolMemory:
     cdef int add_region(self, Region region) except -1:
         if region is None:
             raise TypeError(f"{self.source!r}.region() returned None, which is no Region")
-        if region.sent:
-            raise ValueError(
-                f"{region!r} was sent to another process, which may use its bytes; give a pool "
-                "a region of its own"
-            )
+        check_unseen(self.core, region)
         self.core.add_segment(region, False, self.max_pages, self.core.own_cache().tick)
+        if region.checked:                   # a file may shrink
+            self.core.update_fast_path()
         record(self.core, EVENT_GROW, region.ptr, region.size)
         return 0
 

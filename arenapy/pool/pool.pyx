@@ -28,6 +28,7 @@ from arenapy.pool.hot_path cimport cache_alloc, cache_free
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.pool.stream_cache cimport StreamCache, new_stream_cache
+from arenapy.memory.region cimport ask_source
 
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
@@ -189,7 +190,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 # The file is emptied by it. So it gets the page that a pool needs at least, and
                 # is not refused afterwards.
                 size = max(initial, <size_t>PAGE) if initial else max_bytes
-            self.memory.add_region(source.region(size))
+            self.memory.add_region(ask_source(source, size))
         elif initial:
             self.memory.begin(initial)
         elif core.hooks is None:

@@ -540,7 +540,7 @@ cdef class SlabCore(Items):
 
     def __dealloc__(self):
         cdef Hold* hold
-        self.finish_streams()
+        self.finish()
         while self.leased_items != NULL:
             hold = self.leased_items
             self.leased_items = hold.next

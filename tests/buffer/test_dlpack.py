@@ -278,3 +278,39 @@ def test_arrays_of_an_arena_travel_too(arena):
     arena.reset()
     poke(arena.alloc(48).address, 48, 0)
     assert (other == np.arange(12).reshape(3, 4)).all()
+
+
+def test_a_callback_that_exports_amid_the_first_export(run_script):
+    """Nothing is imported then, which would be half there when the callback wants it."""
+    run_script("""
+        import os, signal, sys
+        import numpy as np
+        import arenapy
+
+        block = arenapy.Pool().alloc(64)
+
+        def first_export(strike):
+            calls = 0
+
+            def profile(frame, event, argument):
+                nonlocal calls
+                calls += 1
+                if calls == strike:
+                    np.from_dlpack(block)
+
+            sys.setprofile(profile)
+            np.from_dlpack(block)
+            sys.setprofile(None)
+            return calls >= strike
+
+        strike, again = 1, True
+        while again:
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                os._exit(0 if first_export(strike) else 3)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status in (0, 3), (strike, status)
+            strike, again = strike + 1, status == 0
+        assert strike > 3
+    """)

@@ -283,6 +283,21 @@ def test_a_disk_that_is_full(run_script, tmp_path):
             else:
                 raise AssertionError("mapped without memory for it")
         os.unlink(os.path.join(disk, "filler"))
+        # What is refused has taken nothing of it.
+        os.truncate(path, 4 << 20)
+        with open(path, "r+b") as file:
+            file.seek(2 << 20)
+            file.write(bytes(8192))
+        free, blocks = os.statvfs(disk).f_bfree, os.stat(path).st_blocks
+        for mode in "rc":
+            try:
+                File(path, mode).region()
+            except OSError as error:
+                assert "cannot reserve 4 MiB" in str(error), error
+            else:
+                raise AssertionError("mapped without memory for it")
+            assert (os.statvfs(disk).f_bfree, os.stat(path).st_blocks) == (free, blocks)
+        os.truncate(path, 1 << 19)
         for mode in "rc":
             region = File(path, mode).region()
             assert ctypes.string_at(region.address, 1 << 19) == bytes(1 << 19)

@@ -176,3 +176,164 @@ def test_a_child_that_forks_in_turn(run_script):
         assert arena.stats().pending_bytes == 100, arena.stats()  # what the grandchild sees
         os.close(tell)
     """)
+
+
+FORKER = """
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* As a C library runs a program: ctypes has let go of the GIL. */
+int forks(int n) {
+    int done = 0;
+    while (done < n) {
+        pid_t child = fork();
+        if (child == 0) _exit(0);
+        if (child < 0 || waitpid(child, 0, 0) < 0) break;
+        done++;
+    }
+    return done;
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("forker")
+    source, library = directory / "forker.c", directory / "forker.so"
+    source.write_text(FORKER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@pytest.mark.parametrize("kind", leases.ALLOCATORS)
+@pytest.mark.parametrize("source", leases.SOURCES)
+def test_c_code_forks_while_another_thread_allocates(source, kind, forker, run_script, tmp_path):
+    """Without the GIL, at any moment: no two blocks overlap, and in the end all memory is free."""
+    run_script(f"""
+        import ctypes, gc, os, sys, threading, time
+        sys.path.insert(0, {str(PROGRAM.parent)!r})
+        import leases
+
+        library = ctypes.CDLL({str(forker)!r})
+        allocator = leases.ALLOCATORS[{kind!r}](leases.SOURCES[{source!r}]({str(tmp_path)!r}))
+        bump = {kind!r} == "bump"
+        forks, stop = [0], time.monotonic() + 1.5
+
+        def fork():
+            while time.monotonic() < stop:
+                forks[0] += library.forks(1)
+
+        def some(n):
+            blocks = []
+            try:
+                for _ in range(n):
+                    blocks.append(allocator.alloc(64))
+                blocks += allocator.alloc_many([64] * n)
+            except MemoryError:
+                pass
+            return blocks
+
+        def apart(blocks):
+            at = sorted([block.address for block in blocks] + [a.ctypes.data for a in arrays])
+            assert all(q - p >= 64 for p, q in zip(at, at[1:])), "two blocks overlap"
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        arrays = []
+        while time.monotonic() < stop:
+            if not bump:
+                blocks = some(10)
+                arrays = [block.array() for block in blocks[::3]]
+                apart(blocks[1::3] + blocks[2::3])
+                continue
+            with allocator.scope():
+                apart(some(100))
+                blocks = some(5)
+                arrays = arrays[-3:] + [block.array() for block in blocks[::2]]
+                apart(blocks[1::2])
+                if len(blocks) > 1:
+                    blocks[-1].release()
+                del blocks
+            allocator.check()
+        thread.join()
+        assert forks[0] > 20, forks
+        del arrays
+        blocks = None
+        gc.collect()
+        assert allocator.stats().pending_bytes == 0
+        if bump:
+            allocator.reset()
+        allocator.check()
+        free = len(leases.take_all(allocator)), leases.NBYTES // leases.ITEM
+        assert free[0] == free[1] or {kind!r} == "pool" and free[0] > free[1] // 2, free
+        allocator.check()
+        os._exit(0)  # SharedMemory complains of who views it at exit
+    """)
+
+
+@pytest.mark.parametrize("kind", leases.ALLOCATORS)
+@pytest.mark.parametrize("source", leases.SOURCES)
+def test_a_fork_while_the_source_makes_a_region(source, kind, run_script, tmp_path):
+    """The child has it, and nothing in it: the parent allocates there; in the child it may not."""
+    run_script(f"""
+        import os, sys
+        sys.path.insert(0, {str(PROGRAM.parent)!r})
+        import leases
+
+        inner = leases.SOURCES[{source!r}]({str(tmp_path)!r})
+        told, tell = os.pipe()
+
+        class Forks:
+            def region(self, nbytes):
+                region = inner.region(nbytes)
+                self.child = os.fork()
+                return region
+
+        forks = Forks()
+        try:
+            allocator = leases.ALLOCATORS[{kind!r}](forks)
+            if not forks.child:
+                os._exit(1)
+        except ValueError as error:
+            os._exit(0 if not forks.child and "forked child" in str(error) else 2)
+        assert len(leases.take_all(allocator)) == leases.NBYTES // leases.ITEM
+        allocator.check()
+        assert os.waitpid(forks.child, 0)[1] == 0
+        os._exit(0)  # SharedMemory complains of who views it at exit
+    """)
+
+
+def test_what_is_known_of_ended_children_is_forgotten(run_script):
+    run_script("""
+        import os
+        from arenapy import Bump, Shared
+
+        arena = Bump(1 << 20, Shared())
+        kept = [arena.alloc(64).array() for _ in range(1000)]
+        del kept[::2]
+        arena.reset()
+        before, grown = arena.stats().metadata_bytes, []
+        for _ in range(40):
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+            grown.append(arena.stats().metadata_bytes)
+        assert grown[0] - before >= 500 * 16  # of one child
+        assert grown[-1] == grown[1], grown
+        lives = os.fork()
+        if not lives:
+            os.read(os.pipe()[0], 1)
+        for _ in range(3):
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+        del kept
+        arena.check()
+        assert arena.stats().pending_bytes == 500 * 64, arena.stats()  # of who lives
+        os.kill(lives, 9)
+        os.waitpid(lives, 0)
+        assert arena.stats().pending_bytes == 0, arena.stats()
+    """)

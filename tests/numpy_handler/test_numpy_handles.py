@@ -193,9 +193,17 @@ def test_a_pool_that_turns_out_to_be_elsewhere_serves_no_array():
             return Regions().region(nbytes) if self.calls == 1 else device(nbytes)
 
     pool = Pool(source=Mixed(), initial_bytes=MIB)
+    arrays = {}
+    refused = 0
     with numpy_memory(pool):
-        arrays = [empty(30_000, n) for n in range(10)]
-    for n, array in enumerate(arrays):
+        for n in range(10):
+            try:
+                arrays[n] = empty(30_000, n)
+            except ValueError as error:
+                assert "regions of one kind" in str(error)
+                refused += 1
+    assert arrays and refused
+    for n, array in arrays.items():
         assert same(array, empty(30_000, n))
         found = handles(array)
         assert found is None or found.region.kind == "host"

@@ -404,11 +404,17 @@ def test_recorders_refuse_what_makes_no_sense(path):
     for arguments in [("allocate", 1), ("clock", 1)]:
         with pytest.raises(ValueError, match=arguments[0]):
             recorder.add(*arguments)
-    for arguments in [("alloc", -1), ("alloc", 2**64), ("alloc", 1, -1), ("alloc", 1, 1, -1)]:
-        with pytest.raises(OverflowError):
-            recorder.add(*arguments)
-    with pytest.raises(TypeError):
+    names = ("address", "nbytes", "stream")
+    for i, name in enumerate(names):
+        for error, wrong in [(ValueError, -1), (ValueError, 2**64), (TypeError, 1.5)]:
+            arguments = [1, 1, 1]
+            arguments[i] = wrong
+            with pytest.raises(error, match=f"^{name}={wrong}: need a"):
+                recorder.add("alloc", *arguments)
+    with pytest.raises(TypeError, match="address='1': need an int, not str"):
         recorder.add("alloc", "1")
+    with pytest.raises(TypeError, match="kind=None: need a str"):
+        Recorder(path, None)
     recorder.stop()
     recorder.stop()
     assert len(trace.load(path)) == 0
