@@ -102,7 +102,10 @@ def made(draw):
 spellings = (
     st.sampled_from([*CODES, *SIZED, *UNSIZED_OR_OBJECTS, *BAD, *OTHERS])
     | st.sampled_from(TYPES)
-    | st.tuples(st.sampled_from("<>=|"), st.sampled_from([*CODES, *SIZED])).map("".join)
+    # (Of a time without a unit, ">M", NumPy's own `empty` forgets the byte order.)
+    | st.tuples(st.sampled_from("<>=|"), st.sampled_from([*CODES, *SIZED]))
+    .map("".join)
+    .filter(lambda one: one[1:] not in ("M", "m", "M8", "m8"))
     | made()
     | made().map(lambda one: one.str)
     | made().map(lambda one: one.descr if one.names else one.type)
