@@ -70,6 +70,7 @@ cdef class AllocatorCore(MemoryOwner):
         cdef Hold* hold
         if self.debug and not (self.shut or arenapy_finalizing()):
             self.warn_of_leaks()
+        unregister_core(self)                # of a base class made alone, which never finished
         permit_all(self)
         while self.leased != NULL:
             hold = self.leased
