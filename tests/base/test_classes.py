@@ -2,6 +2,7 @@
 
 import copyreg
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -166,3 +167,12 @@ def test_an_allocator_is_seen_when_it_is_whole(name, debug, fails):
         del one
         assert gone() is None
     assert visible() <= before
+
+
+def test_a_fork_after_all_these_finds_nothing_that_is_gone():
+    """What a base class noted of itself when it was made alone has ended with it."""
+    gc.collect()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
