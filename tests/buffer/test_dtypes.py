@@ -284,6 +284,7 @@ def test_a_dtype_that_comes_to_hold_objects_is_refused(one):
         one.empty(2, dtype)
 
 
+@pytest.mark.no_sanitizer  # its quarantine lets no address come again
 def test_an_argument_at_an_address_that_another_one_had(one):
     """Many strings and dtypes are made and dropped, so that addresses come again."""
     addresses = collections.Counter()
