@@ -11,7 +11,7 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, rank_lock,
+    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
@@ -55,7 +55,7 @@ cdef class PoolCore(ThreadCaches):
         self.what = "pool"
         self.recycles = True
         self.timed = -1
-        rank_lock(&self.lent_lock, RANK_STREAMS)
+        rank_spin(&self.lent_lock, RANK_STREAMS)
         self.shut = self.fast_path_off = True  # until `ready`
 
     def __dealloc__(self):
