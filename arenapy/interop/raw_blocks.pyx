@@ -376,10 +376,8 @@ cdef bint freed_special(uintptr_t at, int device, void* stream) except -1:
     hold = <Hold*>malloc(sizeof(Hold))
     if hold == NULL:
         raise MemoryError("no memory for the record of a stream's block")
-    uses = told.pop(at)
+    uses = told.pop(at)                      # and its own stream's order is enough
     arenapy_sub(&n_special, 1)
-    if owner is not core:
-        uses.append((<StreamCache>owner).stream)
     hold.start = at
     hold.tag = core.find(<char*>at)
     hold.end = at + core.size_of(hold.tag)
