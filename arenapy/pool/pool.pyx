@@ -705,7 +705,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             return False
         # What other streams keep, or are still at work on; in the order of the pool's own.
         if (self.give_back_all(False, 0) or c.settle_streams(True) or self.give_back_all(True, 0)
-                or self.wait_for_chains() or (hooks and self.on_oom is not None and self.on_oom(n))):
+                or self.wait_for_chains()
+                or (hooks and self.on_oom is not None and self.on_oom(n))):
             c.settle_streams(True)
             return False
         if error is not None:
