@@ -210,8 +210,10 @@ cdef object handle_of(object stream):
         return handle
     # torch, CuPy, numba-cuda; torch's of any device, whose number may mean something else there.
     for name in ("cuda_stream", "ptr", "handle", "native_handle"):
-        if name == "native_handle" and getattr(getattr(stream, "device", None), "type", "") != "cuda":
-            continue
+        if name == "native_handle":
+            device = getattr(stream, "device", None)
+            if getattr(device, "type", None) != "cuda":
+                continue
         handle = getattr(stream, name, None)
         if hasattr(handle, "value"):                    # a ctypes pointer, whose 0 is None
             handle = handle.value or 0
