@@ -110,6 +110,7 @@ cdef class PoolCore(ThreadCaches):
     # A live block is pending until `finish_free` takes its hold. False: it is not live.
     cdef bint set_aside(self, Hold* hold) noexcept nogil
     cdef void add_lent(self, PoolFigures* r) noexcept nogil
+    cdef bint lent_away(self) noexcept nogil     # are blocks of streams in chains?
 
 
 # The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after

@@ -346,6 +346,17 @@ cdef class PoolCore(ThreadCaches):
             lent = lent.next
         lent_leave(self)
 
+    cdef bint lent_away(self) noexcept nogil:
+        cdef Lent* lent
+        cdef bint found = False
+        lent_enter(self)
+        lent = self.lent
+        while lent != NULL and not found:
+            found = lent.away != 0
+            lent = lent.next
+        lent_leave(self)
+        return found
+
     cdef size_t largest_of(self, int k) noexcept nogil:
         """Bytes of the largest free block of a class, cached ones included; all locks held."""
         cdef size_t most = 0
