@@ -125,6 +125,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             compiler_directives=DIRECTIVES,
             force=self.force or hook_changed,
             nthreads=CORES,
+            cache=os.environ.get("CYTHON_CACHE_DIR", False),  # several trees share what it makes
         )
         for extension, new in zip(self.extensions, translated, strict=True):
             extension.sources = new.sources
