@@ -184,7 +184,9 @@ def unchanged(name):
         status, failed = pytest(copy_tests(Path(place)), [name], SECONDS)
     if status not in (0, 1, NOTHING_LEFT):
         failed = [str(file.relative_to(ROOT)) for file in ROOT.glob(f"tests/*/{name}.py")]
-    return failed, time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    say(f"{name}: {seconds:.0f} s", *(f"\n  fails without a mutant: {test}" for test in failed))
+    return failed, seconds
 
 
 def attack(mutant, installed, known, tests=None):
@@ -198,8 +200,9 @@ def attack(mutant, installed, known, tests=None):
         copy_tests(place)
         mutant.outcome = "survived"
         for names in [tests] if tests else [CORE[mutant.module], COMMON]:
-            useless = [f"--deselect={test}" for name in names for test in known[name][0]]
-            seconds = 20 + 3 * sum(known[name][1] for name in names)
+            originals = [known[name].result() for name in names]
+            useless = [f"--deselect={test}" for failed, _ in originals for test in failed]
+            seconds = 20 + 3 * sum(seconds for _, seconds in originals)
             status, failed = pytest(place, names, seconds, "-x", *useless)
             if status not in (0, NOTHING_LEFT):
                 ended = "no end" if status is None else f"exit {status}"
@@ -238,9 +241,8 @@ def main():
     start = time.perf_counter()
     done, waiting = [], (mutant for mutant in drawn if mutant.module in modules)
     with ThreadPoolExecutor(options.jobs) as executor:
-        known = dict(zip(names, executor.map(unchanged, names), strict=True))
-        for name, (failed, seconds) in sorted(known.items()):
-            say(f"{name}: {seconds:.0f} s", *(f"\n  fails without a mutant: {t}" for t in failed))
+        # First in line, so that no mutant waits for what has not begun.
+        known = {name: executor.submit(unchanged, name) for name in names}
 
         def one():
             # Until enough were built and attacked.
