@@ -8,6 +8,7 @@ What holds for the whole range, NUMA node, huge pages, guard pages and fork, is 
 there is a page; access, locks and pages come with each commit.
 """
 
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from arenapy.memory.sources import Host
 
 WHAT = "a Host region"  # in messages; their sizes are those of the part
+MOMENT = 0.1  # seconds
+SHARE = 16
 
 
 def reserve(host: "Host", nbytes: int) -> "Reservation | None":
@@ -63,10 +66,11 @@ class Reservation:
     the region is being closed.
     """
 
-    __slots__ = ("_host", "nbytes", "page_size", "region")
+    __slots__ = ("_host", "_room", "_until", "nbytes", "page_size", "region")
 
     def __init__(self, host: "Host", region: Region) -> None:
         self._host = host
+        self._room, self._until = 0, 0.0
         self.region = region
         self.nbytes = region.nbytes
         self.page_size = region.page_size
@@ -83,7 +87,7 @@ class Reservation:
         """
         address = self._address(offset, nbytes)
         request = Request(self._host, WHAT, nbytes)
-        request.check()
+        self._check(request)
         try:
             try:
                 vm.protect(address, nbytes, True)
@@ -107,6 +111,17 @@ class Reservation:
             It is no part of this reservation, or the region is closed.
         """
         vm.decommit(self._address(offset, nbytes), nbytes)
+
+    def _check(self, request: Request) -> None:
+        """`request.check()`, unless what was free a moment ago is far more than was taken since.
+
+        A program that begins commits several parts at once. To read all limits takes longer than
+        to fault in one of them, and a dozen turns of the interpreter's lock.
+        """
+        now = time.monotonic()
+        if request.mapped > self._room or now > self._until:
+            self._room, self._until = request.check() // SHARE, now + MOMENT
+        self._room -= request.mapped
 
     def _give_back(self, address: int, nbytes: int) -> None:
         vm.decommit(address, nbytes)

@@ -49,6 +49,19 @@ def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
         reservation.commit(0, reservation.nbytes - 2 * MIB)
 
 
+@pytest.mark.parametrize("moment, asks", [(1e9, [2, 1, 4, 4]), (-1.0, [2, 2, 1, 4, 4])])
+def test_what_is_free_is_asked_again_after_a_share_of_it_or_a_moment(monkeypatch, moment, asks):
+    asked = []
+    monkeypatch.setattr(
+        request, "check_request", lambda n, *a, **k: asked.append(n // MIB) or 64 * MIB
+    )
+    monkeypatch.setattr("arenapy.memory.reservation.MOMENT", moment)
+    reservation = reserve(16 * MIB)
+    for offset, nbytes in ((0, 2), (2, 2), (4, 1), (5, 4), (9, 4)):  # a share is 4 MiB
+        reservation.commit(offset * MIB, nbytes * MIB)
+    assert asked == asks
+
+
 def test_only_host_can_reserve():
     for source in (Shared(), File("x"), Existing(bytearray(1))):
         assert not hasattr(source, "reserve")
