@@ -49,7 +49,7 @@ def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
         reservation.commit(0, reservation.nbytes - 2 * MIB)
 
 
-@pytest.mark.parametrize("moment, asks", [(1e9, [2, 1, 4, 4]), (-1.0, [2, 2, 1, 4, 4])])
+@pytest.mark.parametrize(("moment", "asks"), [(1e9, [2, 1, 4, 4]), (-1.0, [2, 2, 1, 4, 4])])
 def test_what_is_free_is_asked_again_after_a_share_of_it_or_a_moment(monkeypatch, moment, asks):
     asked = []
     monkeypatch.setattr(
