@@ -48,13 +48,14 @@ if TYPE_CHECKING:
     from arenapy import plot, trace
     from arenapy.linux.limits import MemoryInfo, memory_info
     from arenapy.measurement import Measurement, measure
-    from arenapy.numpy_handler.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory
+    from arenapy.numpy_handler.numpy_memory import Handle, handles, numpy_memory
     from arenapy.per_thread import PerThread
     from arenapy.stats import (
         BlockInfo,
         BumpStats,
         ClassStats,
         Defragmented,
+        NumpyMemoryStats,
         PoolStats,
         SlabStats,
     )
@@ -106,7 +107,6 @@ _LATER = {
     "Measurement": "measurement",
     "measure": "measurement",
     "Handle": "numpy_handler.numpy_memory",
-    "NumpyMemoryStats": "numpy_handler.numpy_memory",
     "handles": "numpy_handler.numpy_memory",
     "numpy_memory": "numpy_handler.numpy_memory",
     "PerThread": "per_thread",
@@ -114,6 +114,7 @@ _LATER = {
     "BumpStats": "stats",
     "ClassStats": "stats",
     "Defragmented": "stats",
+    "NumpyMemoryStats": "stats",
     "PoolStats": "stats",
     "SlabStats": "stats",
 }

@@ -102,6 +102,7 @@ cdef class ThreadCaches(Segments):
     cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
+    cdef bint tight          # more than half of what may be reserved is; a glance
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
     cdef Asked asked
@@ -128,7 +129,8 @@ cdef class ThreadCaches(Segments):
     cdef char* uncached_alloc(self, size_t n, uint64_t* block_id) noexcept nogil
     cdef bint uncached_free_at(self, char* ptr) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
-    cdef void flush_all(self) noexcept nogil
+    cdef bint others_keep_much(self) noexcept nogil
+    cdef void flush_all(self, bint others) noexcept nogil
     # The short ways, for a thread that does not own the lock of its cache.
     cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil
     cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil
