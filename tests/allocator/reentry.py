@@ -489,6 +489,8 @@ def attempt(kind, door, acts):
         world.made += made_by(result)
     del result
     world.end()
+    world.arrays.clear()
+    world.allocator = None  # whose source has the world: the collector cannot see that cycle
     return world.entered
 
 
@@ -498,6 +500,7 @@ SHARE = {"pool": 3, "pool, debug": 12}
 
 def attack(label, every):
     """All of them; how often user code came in by each door."""
+    gc.freeze()  # `list_objects` has to look at what is made from here on
     entered = dict.fromkeys(DOORS, 0)
     orders = [(act,) for act in ACTS]
     orders += list(itertools.product(ACTS, ACTS))[::every]
