@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING
 
 if getattr(sys, "argv", [""])[:1] == ["-m"] and not sys.flags.safe_path:
     # ``python -m arenapy`` and the like: the modules of the current folder, which Python puts
-    # first, are the program's that a command runs, and not for us.
-    del sys.path[0]
+    # first, are the program's that a command runs, and not for us. (In ``python -m package`` whose
+    # __init__.py imports this, they are the package's. Python's own arguments end with the name.)
+    _named = "".join(sys.orig_argv[-len(sys.argv) :][:1])
+    if _named.startswith("-"):  # -mNAME
+        _named = _named.partition("m")[2]
+    if _named.partition(".")[0] == "arenapy":
+        del sys.path[0]
 
 from arenapy._platform import explain_source_tree, require_supported
 

@@ -149,6 +149,11 @@ cdef extern from *:
         else
             arenapy_spin_release(&l->lock);
     }
+    static inline void arenapy_biased_alone(arenapy_biased *l) {
+        l->owner = 0;
+        l->busy = 0;
+        (void)arenapy_spin_try(&l->lock);
+    }
     #endif
     """
     # The owner of a lock that no thread can enter.
@@ -160,6 +165,9 @@ cdef extern from *:
     void acquire_as "arenapy_biased_acquire" (BiasedLock* l, uint64_t me) noexcept nogil
     void release_as "arenapy_biased_release" (BiasedLock* l, uint64_t me) noexcept nogil
     void leave_as_owner "arenapy_biased_leave" (BiasedLock* l) noexcept nogil
+    # In a forked child, which holds it: another thread may have waited for it in the parent, and
+    # have said so in here. It is released as ever.
+    void biased_alone "arenapy_biased_alone" (BiasedLock* l) noexcept nogil
 
 
 cdef inline void rank_biased(BiasedLock* l, int rank) noexcept nogil:

@@ -208,7 +208,12 @@ cdef object handle_of(object stream):
                 "name the legacy default stream by 1"
             )
         return handle
-    for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
+    # torch, CuPy, numba-cuda; torch's of any device, whose number may mean something else there.
+    for name in ("cuda_stream", "ptr", "handle", "native_handle"):
+        if name == "native_handle":
+            device = getattr(stream, "device", None)
+            if getattr(device, "type", None) != "cuda":
+                continue
         handle = getattr(stream, name, None)
         if hasattr(handle, "value"):                    # a ctypes pointer, whose 0 is None
             handle = handle.value or 0
@@ -252,6 +257,7 @@ def numba_ends_it(stream):
 #: their subclasses. An object of cuda.core does not say whether it does.
 OWNERS = {
     ("torch.cuda.streams", "Stream"): of_torchs_pool,
+    ("torch", "Stream"): of_torchs_pool,
     ("cupy.cuda.stream", "Stream"): cupy_made_it,
     ("numba.cuda.cudadrv.driver", "Stream"): numba_ends_it,
 }

@@ -32,6 +32,9 @@ cdef class Pool(Allocator):
     # Only what is as old as `age` looks of `trim_after`. `wait`: also what other streams work on.
     # False: nothing.
     cdef bint give_back_all(self, bint wait, uint32_t age) except -1
+    # Another thread asks streams whether they are done with blocks, which are in no list then: wait
+    # until it has them where they belong. False: none does.
+    cdef bint wait_for_chains(self) except -1
     # What `trim_after` means, now: pages that were given back.
     cdef size_t trim_old(self) except? 0
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)

@@ -267,6 +267,38 @@ cdef class ThreadCaches(Segments):
                 self.flush_all(self.others_keep_much())
         return NULL
 
+    cdef char* uncached_alloc(self, size_t n, uint64_t* block_id) noexcept nogil:
+        cdef ThreadCache* f = self.own_cache()
+        cdef size_t size = rounded(n, self.rounding) if self.rounding else n
+        cdef int s = step_of(size)
+        cdef char* ptr
+        if s < N_SMALL or not have_spare(self):
+            return NULL
+        biased_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        ptr = self.from_heap(f, s, n, self.block_pages(size), 1, False, NULL, block_id)
+        arenapy_spin_release(&self.heap_lock)
+        biased_release(&f.lock)
+        if ptr != NULL:
+            permit(self, <uintptr_t>ptr, n)
+        return ptr
+
+    cdef bint uncached_free_at(self, char* ptr) noexcept nogil:
+        cdef ThreadCache* f = self.own_cache()
+        cdef Descriptor* d
+        cdef uint64_t block_id
+        cdef bint was_live
+        biased_acquire(&f.lock)
+        block_id = tag_at(self, ptr, &d)
+        if block_id == 0:
+            was_live = False
+        elif d.state == SPAN:
+            was_live = push(self, f, d, ptr, block_id)
+        else:
+            was_live = self.free_to_heap(f, d, ptr, block_id)
+        biased_release(&f.lock)
+        return was_live
+
     cdef Py_ssize_t take_batch(
         self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out, Asked* asked
     ) noexcept nogil:
@@ -430,6 +462,12 @@ cdef class ThreadCaches(Segments):
                 self.flush_small(f, s, self.steps[s].depth // 2)
                 arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)
+        return self.free_to_heap(f, d, ptr, block_id)
+
+    cdef bint free_to_heap(
+        self, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
+    ) noexcept nogil:
+        """The same of a block above 32 KiB."""
         if not d.live.block:
             return False
         d.live.block = 0
