@@ -93,7 +93,8 @@ cdef class PoolMemory:
     cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1:
         """Reserve memory for `pages` in one piece. False: the limit, by `missing` pages."""
         wished = max(wished, pages)
-        self.core.tight = self.left() <= self.core.reserved_pages
+        # Afterwards, that is.
+        self.core.tight = self.left() <= self.core.reserved_pages + 2 * wished
         if self.may_reserve:
             return self.grow_reservation(pages, wished, missing)
         return self.grow_region(pages, wished, missing)

@@ -148,6 +148,39 @@ def test_a_thread_that_only_drops_and_then_allocates(heap):
     assert source.mapped() == 0
 
 
+@pytest.mark.parametrize("max_bytes", [None, 2 << 20])
+def test_a_thread_keeps_its_cache_when_others_grow_unless_the_limit_is_near(max_bytes):
+    pool = Pool(max_bytes=max_bytes)
+    mine = pool.alloc(1 << 20)
+    ask, answer = queue.Queue(), queue.Queue()
+
+    def other():
+        while ask.get():
+            block = pool.alloc(1 << 20)
+            address = block.address
+            block.release()
+            answer.put(address)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        ask.put(True)
+        theirs = answer.get(timeout=60)
+        before = pool.stats().reserved_bytes
+        more = pool.alloc(1 << 20)
+        if max_bytes:
+            assert more.address == theirs and pool.stats().reserved_bytes == before
+        else:
+            assert more.address != theirs and pool.stats().reserved_bytes > before
+            ask.put(True)
+            assert answer.get(timeout=60) == theirs
+    finally:
+        ask.put(False)
+        thread.join()
+    del mine, more
+    pool.check()
+
+
 @pytest.mark.parametrize("heap", HEAPS)
 def test_an_allocator_ends_while_threads_drop_its_blocks(heap):
     for _ in range(30):
