@@ -500,7 +500,6 @@ SHARE = {"pool": 3, "pool, debug": 12}
 
 def attack(label, every):
     """All of them; how often user code came in by each door."""
-    gc.freeze()  # `list_objects` has to look at what is made from here on
     entered = dict.fromkeys(DOORS, 0)
     orders = [(act,) for act in ACTS]
     orders += list(itertools.product(ACTS, ACTS))[::every]
