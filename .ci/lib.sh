@@ -26,13 +26,27 @@ run_steps() {
     done
 }
 
-# Two lists of steps that do not need each other, at once: much of each keeps one core busy. What
-# the second one prints comes when both have ended.
+# Runs the steps of two lists, two at a time: much of each keeps one core busy. Those of the second
+# list need nothing but the first step of the first one. Each of two workers has a list, and helps
+# with the other one when its own is done. What the second worker prints comes when both have ended.
 run_both() {
-    run_steps $2 >"$WORK/second.log" 2>&1 &
-    run_steps $1
+    mkdir "$WORK/taken"
+    {
+        work_off $2
+        until grep -q " ${1%% *} " "$RESULTS"; do sleep 1; done
+        work_off $1
+    } >"$WORK/second.log" 2>&1 &
+    work_off $1 $2
     wait $!
     cat "$WORK/second.log"
+}
+
+# Runs those of some steps that nobody else has taken.
+work_off() {
+    local name
+    for name in "$@"; do
+        ! mkdir "$WORK/taken/$name" 2>/dev/null || run_step "$name"
+    done
 }
 
 not_here() {
@@ -65,9 +79,10 @@ packages() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"
 }
 
-# The package is built several times alike: what was compiled once is not compiled again.
+# The package is built several times: what was translated by Cython once, or compiled alike, is not
+# again.
 cache_compiler() {
-    export CC='ccache gcc' CCACHE_DIR=$WORK/ccache CCACHE_NOHASHDIR=1
+    export CC='ccache gcc' CCACHE_DIR=$WORK/ccache CCACHE_NOHASHDIR=1 CYTHON_CACHE_DIR=$WORK/cython
 }
 
 # Copies what git would commit (and has not been told to ignore) into a new directory.

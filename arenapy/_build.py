@@ -37,6 +37,7 @@ HOT = {
         "commands.replay": "loop",
         "cuda": "fence ordering stream_ref",
         "diagnostics": "call_sites recorder",
+        "interop": "raw_blocks",
         "numpy_handler": "handler",
         "pool": "c_api core page_heap pool thread_cache",
         "slab": "core slab",
@@ -124,6 +125,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             compiler_directives=DIRECTIVES,
             force=self.force or hook_changed,
             nthreads=CORES,
+            cache=os.environ.get("CYTHON_CACHE_DIR", False),  # several trees share what it makes
         )
         for extension, new in zip(self.extensions, translated, strict=True):
             extension.sources = new.sources

@@ -629,7 +629,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.give_back_all(False, 0)
             self.settle_gone(None)
         c.settle_streams(False)
-        c.flush_all()
+        c.flush_all(True)
         idle = c.figures().all.idle
         freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
         return freed << PAGE_BITS
@@ -747,7 +747,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 got = batch.take(c, miss)
                 miss = False
                 if got == 0:                 # what is free may do once it is merged
-                    c.flush_all()
+                    c.flush_all(True)
                     got = batch.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):

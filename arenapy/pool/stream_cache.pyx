@@ -17,8 +17,8 @@ was told of a block.
 Why it is light: all there is of a stream is one `Lent` of some 2 KiB, and a node for each block
 that it has. Streams share the spans and the regions of the pool, block by block.
 
-Locks: `lent_lock` of the pool's core guards all its `Lent`s, on builds without a GIL. Nothing else
-is taken under it.
+Locks: `lent_lock` of the pool's core guards all its `Lent`s. Nothing else is taken under it. (The
+GIL does not: libraries that allocate in C take the quick way without it, see interop/raw_blocks.)
 """
 cimport cython
 from cpython.object cimport PyObject

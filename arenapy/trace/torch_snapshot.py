@@ -81,7 +81,9 @@ class _Plain(pickle.Unpickler):
 
 
 def is_pickle(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as pickles of this century do."""
+    """Whether a file begins as pickles of this century do. (A pipe cannot be read twice.)"""
+    if not os.path.isfile(path):
+        return False
     with open(path, "rb") as file:
         return file.read(1) == pickle.PROTO
 

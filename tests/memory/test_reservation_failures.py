@@ -23,6 +23,7 @@ from arenapy.memory.sources import Host
 def test_a_tight_cgroup_is_named_and_nothing_changes(monkeypatch):
     group = Limit("cgroup /sys/fs/cgroup/job (memory.max)", 8 * MIB, 0, "raise its max")
     monkeypatch.setattr(memory_info, "read_limits", lambda _proc: [group])
+    monkeypatch.setattr("arenapy.memory.reservation.AHEAD", 0)
     reservation = reserve()
     reservation.commit(0, 4 * MIB)
     with pytest.raises(OutOfMemory, match=r"10 MiB.*job \(memory.max\) has 8 MiB.*prefault=False"):
