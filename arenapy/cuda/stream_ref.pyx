@@ -159,7 +159,8 @@ cdef int state_of(void* context, void* handle) noexcept:
     # callbacks or user objects' destructors that run, nor for threads that allocate, free or
     # synchronize (driver 580; tests/gpu/test_gpu_gil.py).
     cdef int status = 0, result
-    if <uintptr_t>handle > PER_THREAD:       # it has its context
+    cdef bint may_go = <uintptr_t>handle > PER_THREAD    # a default stream is always there
+    if may_go:                               # it has its context
         result = driver.cuStreamIsCapturing(handle, &status)
         forget(result)
     else:
@@ -171,7 +172,7 @@ cdef int state_of(void* context, void* handle) noexcept:
             forget(result)
     if result == CAPTURE_IMPLICIT:
         return BARRED
-    if not is_done(result) and not is_gone(result):
+    if not is_done(result) and not (may_go and is_gone(result)):
         return UNKNOWN
     return CAPTURING if result == SUCCESS and status else FREE_TO_USE
 
