@@ -144,10 +144,15 @@ class Gpu:
     def step(self, k=0):
         """Run one operation that may run, the k-th of them in the order of calls; False: none."""
         with self.exclusive():
-            ready = [one for one in self.queue if all(need.done for need in one.needs)]
-            if ready:
-                self._execute(ready[k % len(ready)])
-            return bool(ready)
+            queue = reversed(self.queue) if k == -1 else self.queue
+            ready = (one for one in queue if all(need.done for need in one.needs))
+            if k not in (0, -1):  # the first and the last are found without a look at all others
+                ready = list(ready)
+                ready = iter(ready[k % len(ready) :] if ready else ())
+            one = next(ready, None)
+            if one is not None:
+                self._execute(one)
+            return one is not None
 
     def drain(self):
         with self.exclusive():
