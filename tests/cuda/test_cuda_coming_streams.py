@@ -163,7 +163,7 @@ class ComingMachine(Acting):
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.sampled
+@pytest.mark.sampled(full=5)  # each allocator and each source once
 def test_streams_that_come_and_go(monkeypatch, allocator, source):
     fake_core(monkeypatch)
     host, make = SOURCES[source]
