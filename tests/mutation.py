@@ -30,14 +30,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "arenapy"
-COMMON = ["test_stats", "test_steady", "test_every_allocator", "test_reentry", "test_walks"]
+COMMON = [
+    "test_bookkeeping", "test_stats", "test_steady", "test_every_allocator", "test_reentry",
+    "test_walks",
+]  # fmt: skip
 BUMP = ["test_bump_machine", "test_planted", "test_bump_growth", "test_bump", "test_buffer_held"]
 SLAB = ["test_slab_machine", "test_planted_slab", "test_slab_basics"]
 POOL = [
     "test_pool_machine", "test_planted_pool", "test_pool_regions", "test_reservation",
     "test_reservation_failures", "test_attacks_pool", "test_pool_skew", "test_thread_caches",
+    "test_cuda_streams",
 ]  # fmt: skip
-BUFFER = ["test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles"]
+BUFFER = [
+    "test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles",
+    "test_cuda_streams",
+]  # fmt: skip
 #: Module: the tests of its part, quickest first.
 CORE = {
     "base/interval_set": BUMP, "linux/reserved_space": POOL,
