@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WHAT = "a Host region"  # in messages; their sizes are those of the part
 MOMENT = 0.1  # seconds
 SHARE = 16
-AHEAD = 32 << 20  # bytes
+AHEAD = 256 << 20  # bytes
 
 
 def reserve(host: "Host", nbytes: int) -> "Reservation | None":
