@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WHAT = "a Host region"  # in messages; their sizes are those of the part
 MOMENT = 0.1  # seconds
 SHARE = 16
-AHEAD = 32 << 20  # bytes
+AHEAD = 256 << 20  # bytes
 
 
 def reserve(host: "Host", nbytes: int) -> "Reservation | None":
@@ -90,14 +90,15 @@ class Reservation:
         address = self._address(offset, nbytes)
         request = Request(self._host, WHAT, nbytes)
         self._check(request)
+        opened = False
         try:
             try:
-                self._make_accessible(offset, nbytes)
+                opened = self._make_accessible(offset, nbytes)
             except OSError as error:
                 raise request.explain_map(error) from error
             request.take(address, self._host.threads or 0)
         except BaseException:
-            self._give_back(address, nbytes)
+            self._give_back(address, nbytes, opened)
             raise
 
     def decommit(self, offset: int, nbytes: int) -> None:
@@ -125,8 +126,8 @@ class Reservation:
             self._room, self._until = request.check() // SHARE, now + MOMENT
         self._room -= request.mapped
 
-    def _make_accessible(self, offset: int, nbytes: int) -> None:
-        """A part; and what lies behind it, if this is how the reservation grows.
+    def _make_accessible(self, offset: int, nbytes: int) -> bool:
+        """A part; and what lies behind it, if this is how the reservation grows. False: it was so.
 
         mprotect waits for all threads that are faulting pages in, and they wait for it: a call for
         each part would let no two threads fault in at once.
@@ -134,18 +135,22 @@ class Reservation:
         end = offset + nbytes
         if self._failed or offset > self._open:
             vm.protect(self.region.address + offset, nbytes, True)
-        elif end > self._open:
-            start, end = self._open, min(end + AHEAD, self.nbytes)
-            vm.protect(self.region.address + start, end - start, True)
-            self._open = max(self._open, end)
+            return True
+        if end <= self._open:
+            return False
+        start, end = self._open, min(end + AHEAD, self.nbytes)
+        vm.protect(self.region.address + start, end - start, True)
+        self._open = max(self._open, end)
+        return True
 
-    def _give_back(self, address: int, nbytes: int) -> None:
-        self._failed = True  # from now on not all that lies before `_open` is accessible
+    def _give_back(self, address: int, nbytes: int, opened: bool) -> None:
         vm.decommit(address, nbytes)
         with suppress(OSError):  # of either, if splitting the mapping needs one too many
             if self._host.lock:
                 vm.unlock(address, nbytes)
-            vm.protect(address, nbytes, False)
+            if opened:
+                self._failed = True  # from now on not all that lies before `_open` is accessible
+                vm.protect(address, nbytes, False)
 
     def _address(self, offset: int, nbytes: int) -> int:
         """Where a part begins, if it is one."""

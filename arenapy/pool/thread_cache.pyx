@@ -57,7 +57,7 @@ cdef enum:
     # Before a pool grows for one thread, others keep what is free in their caches if it is no more
     # than this part of what is live, and so many bytes for each cache.
     KEPT_SHARE = 8
-    KEPT_EACH = 16 << 20
+    KEPT_EACH = 8 << 20
 
 # In the place of a cache that is not there. Nobody enters its lock, and no more of it is read.
 cdef BiasedLock no_cache
