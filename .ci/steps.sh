@@ -46,7 +46,7 @@ step_suite() {
     rm -rf "$README_TREE/.git"
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE"
-    "$PYTHON" -m pytest -q -n 2 --tier full "--once=$WORK/once" | tee "$WORK/suite.log"
+    "$PYTHON" -m pytest -q -n 2 --tier full --durations 20 "--once=$WORK/once" | tee "$WORK/suite.log"
     mkdir -p "$ROOT/.artifacts"
     cp .artifacts/*.png "$ROOT/.artifacts/"
     ! grep -E '^[0-9]+ skipped: could not import .(asv|bokeh|selenium|pandas|pyarrow)' "$WORK/suite.log"
@@ -147,12 +147,14 @@ step_instructions() {
 # Of the package's folders, those with extension modules in them.
 COMPILED="base linux diagnostics buffer memory allocator bump slab pool numpy_handler cuda interop"
 
-# Other CPythons: the newest one, what is compiled; in the tier long all of them, everything.
+# Other CPythons: the newest one, what is compiled; in the tier long all of them, everything. Of
+# `cuda`, which has no line for a version of Python, the tier long runs all, too.
 step_other_pythons() {
     local python tree code=0 found=() what
     mapfile -t found < <(other_pythons gil)
     [[ ${#found[@]} -gt 0 ]] || not_here "no other CPython >= 3.11 on this machine"
-    what="$(printf ' tests/%s' $COMPILED) tests/package"
+    what="$(printf ' tests/%s' ${COMPILED/ cuda/}) tests/package"
+    what+=" $(printf ' tests/cuda/test_cuda_%s.py' sources streams copies interop)"
     [[ $TIER == long ]] && what=tests || found=("${found[@]: -1}")
     for python in "${found[@]}"; do
         tree=$WORK/$(python_version "$python")
@@ -183,8 +185,8 @@ step_sanitizers() {
         PYTHONMALLOC=malloc \
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
-        .venv/bin/python -m pytest -q -n 2 -m 'not no_sanitizer' $(printf ' tests/%s' $COMPILED trace) \
-        || code=$?
+        .venv/bin/python -m pytest -q -n 2 --durations 20 -m 'not no_sanitizer' \
+        $(printf ' tests/%s' $COMPILED trace) || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
     CC=clang overruns address || code=1

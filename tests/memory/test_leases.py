@@ -8,7 +8,7 @@ import leases
 import pytest
 from hypothesis import settings
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(full=2)  # each case is a process that forks many
 
 PROGRAM = Path(__file__).with_name("leases.py")
 
