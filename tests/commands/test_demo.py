@@ -51,6 +51,7 @@ def numbers(value):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
+    """It takes 10 s, so all tests that want it are of one tier: the demo runs once in CI."""
     folder = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
         [*COMMAND, "--quick", "--json", folder / "figures.json", "--plot", folder / "chart.png"],
@@ -68,7 +69,6 @@ def test_output_is_plain_text_in_80_columns(whole_run):
     assert "…" not in done.stdout, "a cell was cut off"
 
 
-@pytest.mark.full
 def test_the_tables_show_what_the_json_says(whole_run):
     done, figures, _ = whole_run
     times, rest = done.stdout.split("An iteration: ")
@@ -120,7 +120,6 @@ def test_the_json_is_complete_and_consistent(whole_run):
             assert workload["paid_after_iterations"] is None
 
 
-@pytest.mark.full
 def test_an_arena_does_not_fault_where_numpy_does(whole_run):
     _, figures, _ = whole_run
     # 61 MiB arrays: above what any malloc keeps, so each is new to the process.
@@ -131,7 +130,6 @@ def test_an_arena_does_not_fault_where_numpy_does(whole_run):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc learns otherwise")
-@pytest.mark.full
 def test_malloc_learns_and_plain_numpy_then_stops_faulting(whole_run):
     done, figures, _ = whole_run
     before, after = (
@@ -153,7 +151,6 @@ def test_the_accuracy_is_shown(whole_run):
     assert {workload["accuracy"] for workload in figures["workloads"][1:]} == {None}
 
 
-@pytest.mark.full
 def test_the_chart_is_a_picture_with_the_three_colours_in_it(whole_run):
     *_, path = whole_run
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -195,7 +195,7 @@ def test_an_allocator_that_cannot_be_made_is_an_error():
 
 @pytest.mark.parametrize("made_by", [bytearray, lambda nbytes: np.empty(nbytes, "u1")])
 @pytest.mark.parametrize("start", [1, 2])
-@pytest.mark.sampled
+@pytest.mark.sampled(full=3)  # each start and each maker once
 def test_buffers_of_no_bytes_are_nowhere(made_by, start, monkeypatch):
     monkeypatch.setattr(
         crashing, "made_here", lambda: SimpleNamespace(alloc=made_by), raising=False
