@@ -33,6 +33,7 @@ from arenapy import (
 )
 from arenapy.commands.replay import loop
 from arenapy.linux import vm
+from arenapy.memory import reservation as reservations
 from arenapy.memory.reservation import reserve
 
 __all__ = ["OPERATIONS", "fault_allocators"]
@@ -202,6 +203,7 @@ def commit_operation(name, host):
 
     @operation(f"commit {name}")
     def commit():
+        reservations.AHEAD = 0  # so that each part takes a call of mprotect
         reserved = reserve(host, 6 * MIB)
         reserved.commit(0, 2 * MIB)
         done = []
