@@ -136,10 +136,11 @@ asan_runtime() {
     clang -print-file-name="libclang_rt.asan-$(uname -m).so"
 }
 
-# Installs what one extra of the package asks for, without building the package again:
+# Installs what one extra of the package asks for, without building the package again. One at a time:
+# the steps of both workers use the environment of the README.
 # install_extra PYTHON EXTRA
 install_extra() {
-    "$1" - "$2" <<'PYTHON' | "$1" -m pip install --quiet --requirement /dev/stdin
+    "$1" - "$2" <<'PYTHON' | flock "$WORK" "$1" -m pip install --quiet --requirement /dev/stdin
 import sys, tomllib
 with open("pyproject.toml", "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]], sep="\n")

@@ -55,7 +55,7 @@ step_suite() {
 # NumPy's own tests with the handler, against the same without: those that allocate most. Its tests
 # of memory policies build a module with meson.
 step_numpy_suite() {
-    "$PYTHON" -m pip install --quiet meson ninja
+    flock "$WORK" "$PYTHON" -m pip install --quiet meson ninja
     cd "$README_TREE"
     PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_handler/numpy_suite.py --quick
 }
@@ -68,16 +68,19 @@ step_lint() {
 }
 
 step_cython_lint() {
+    install_extra "$PYTHON" lint
     cd "$README_TREE"
     PATH=$PWD/.venv/bin:$PATH cython-lint arenapy tests    # it runs pycodestyle by name
 }
 
 step_types() {
+    install_extra "$PYTHON" lint
     cd "$README_TREE"
     "$PYTHON" -m mypy
 }
 
 step_stubs() {
+    install_extra "$PYTHON" lint
     cd "$README_TREE"
     "$PYTHON" -m mypy.stubtest arenapy --mypy-config-file pyproject.toml \
         --allowlist .ci/stubtest-allowlist.txt
