@@ -138,9 +138,16 @@ class Reservation:
             return True
         if end <= self._open:
             return False
-        start, end = self._open, min(end + AHEAD, self.nbytes)
-        vm.protect(self.region.address + start, end - start, True)
-        self._open = max(self._open, end)
+        start, stop = self._open, min(end + AHEAD, self.nbytes)
+        try:
+            vm.protect(self.region.address + start, stop - start, True)
+        except OSError:  # a limit that counts what is accessible, and has room for the part maybe
+            if (start, stop) == (offset, end):
+                raise
+            self._failed = True
+            vm.protect(self.region.address + offset, nbytes, True)
+        else:
+            self._open = max(self._open, stop)
         return True
 
     def _give_back(self, address: int, nbytes: int, opened: bool) -> None:

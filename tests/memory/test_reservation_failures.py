@@ -3,11 +3,13 @@
 import errno
 import gc
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
 
 import pytest
+from children import in_child
 from kernel_view import OWN_FAULTS, is_mapped, vm_flags
 from reserved import MIB, SIZE, accessible, read, reserve, rss, write
 
@@ -146,3 +148,18 @@ def test_too_many_mappings(run_script):
         assert f"mappings of at most {MAX_MAPPINGS}" in line
         assert "2 MiB" in line
         assert "vm.max_map_count" in line
+
+
+def test_a_limit_that_has_room_for_the_part_alone():
+    """RLIMIT_DATA counts what is accessible, also what is not committed yet."""
+
+    def grow():
+        reservation = reserve()
+        status = Path("/proc/self/status").read_text()
+        room = (int(status.partition("VmData:")[2].split()[0]) << 10) + 16 * MIB
+        resource.setrlimit(resource.RLIMIT_DATA, (room, room))
+        for offset in range(0, 8 * MIB, 2 * MIB):
+            reservation.commit(offset, 2 * MIB)
+            write(reservation, offset, 2 * MIB, 7)
+
+    assert in_child(grow) == 0
