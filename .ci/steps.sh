@@ -145,7 +145,7 @@ step_instructions() {
 }
 
 # Of the package's folders, those with extension modules in them.
-COMPILED="base linux diagnostics buffer memory allocator bump slab pool numpy_handler cuda"
+COMPILED="base linux diagnostics buffer memory allocator bump slab pool numpy_handler cuda interop"
 
 # Other CPythons: the newest one, what is compiled; in the tier long all of them, everything. Of
 # `cuda`, which has no line for a version of Python, the tier long runs all, too.

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING
 
 if getattr(sys, "argv", [""])[:1] == ["-m"] and not sys.flags.safe_path:
     # ``python -m arenapy`` and the like: the modules of the current folder, which Python puts
-    # first, are the program's that a command runs, and not for us.
-    del sys.path[0]
+    # first, are the program's that a command runs, and not for us. (In ``python -m package`` whose
+    # __init__.py imports this, they are the package's. Python's own arguments end with the name.)
+    _named = "".join(sys.orig_argv[-len(sys.argv) :][:1])
+    if _named.startswith("-"):  # -mNAME
+        _named = _named.partition("m")[2]
+    if _named.partition(".")[0] == "arenapy":
+        del sys.path[0]
 
 from arenapy._platform import explain_source_tree, require_supported
 
@@ -43,13 +48,14 @@ if TYPE_CHECKING:
     from arenapy import plot, trace
     from arenapy.linux.limits import MemoryInfo, memory_info
     from arenapy.measurement import Measurement, measure
-    from arenapy.numpy_handler.numpy_memory import Handle, NumpyMemoryStats, handles, numpy_memory
+    from arenapy.numpy_handler.numpy_memory import Handle, handles, numpy_memory
     from arenapy.per_thread import PerThread
     from arenapy.stats import (
         BlockInfo,
         BumpStats,
         ClassStats,
         Defragmented,
+        NumpyMemoryStats,
         PoolStats,
         SlabStats,
     )
@@ -101,7 +107,6 @@ _LATER = {
     "Measurement": "measurement",
     "measure": "measurement",
     "Handle": "numpy_handler.numpy_memory",
-    "NumpyMemoryStats": "numpy_handler.numpy_memory",
     "handles": "numpy_handler.numpy_memory",
     "numpy_memory": "numpy_handler.numpy_memory",
     "PerThread": "per_thread",
@@ -109,6 +114,7 @@ _LATER = {
     "BumpStats": "stats",
     "ClassStats": "stats",
     "Defragmented": "stats",
+    "NumpyMemoryStats": "stats",
     "PoolStats": "stats",
     "SlabStats": "stats",
 }

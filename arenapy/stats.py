@@ -13,7 +13,10 @@ from typing import Any, TypeAlias
 
 from arenapy.base.text import format_bytes
 
-__all__ = ["BlockInfo", "BumpStats", "ClassStats", "Defragmented", "PoolStats", "SlabStats"]
+__all__ = [
+    "BlockInfo", "BumpStats", "ClassStats", "Defragmented", "NumpyMemoryStats", "PoolStats",
+    "SlabStats",
+]  # fmt: skip
 
 Bytes: TypeAlias = int  # an annotation that says the unit, to the reader and to the tables below
 
@@ -294,6 +297,29 @@ class PoolStats(Reuse):
     largest_free_block: Bytes
     regions: int
     classes: tuple[ClassStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyMemoryStats(Figures):
+    """What a pool did not serve of the arrays made under its handler.
+
+    Attributes
+    ----------
+    system_allocations, system_bytes
+        Ever served by libc: the pool was exhausted, closed (in a forked child), or over a file that
+        shrank.
+    lazy_allocations, lazy_bytes
+        Zeros of 32 MiB or more, which get their memory when they are touched.
+    system_live, lazy_live
+        Blocks of each that are alive now.
+    """
+
+    system_allocations: int
+    system_bytes: Bytes
+    system_live: int
+    lazy_allocations: int
+    lazy_bytes: Bytes
+    lazy_live: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ cdef extern from *:
     #ifndef ARENAPY_BIASED_H
     #define ARENAPY_BIASED_H
     #include <errno.h>
+    #include <pthread.h>
     #include <sched.h>
+    #include <signal.h>
     #include <stdint.h>
     #include <time.h>
     #include <unistd.h>
@@ -43,12 +45,35 @@ cdef extern from *:
     static int arenapy_membarrier(int command) {
         return syscall(SYS_membarrier, command, 0, 0) == 0;
     }
+    static void *arenapy_register(void *unused) {
+        (void)unused;
+        arenapy_membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
+        return 0;
+    }
+    /* To register takes 10 to 20 ms in a process that has threads, and OpenBLAS starts some when
+       NumPy is imported. So a thread does it there, and nobody waits but who is earlier. */
+    extern char __libc_single_threaded __attribute__((weak));    /* glibc 2.32 */
+    static void arenapy_register_soon(void) {
+        sigset_t all, before;
+        pthread_t thread;
+        if (&__libc_single_threaded == 0 || __libc_single_threaded) {
+            arenapy_register(0);
+            return;
+        }
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (pthread_create(&thread, 0, arenapy_register, 0) == 0) pthread_detach(thread);
+        pthread_sigmask(SIG_SETMASK, &before, 0);
+    }
     static int arenapy_may_own(void) {
         static int may = -1;
         int known = __atomic_load_n(&may, __ATOMIC_RELAXED);
         if (known < 0) {
-            known = arenapy_membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
+            long commands = syscall(SYS_membarrier, MEMBARRIER_CMD_QUERY, 0, 0);
+            known = commands > 0 && (commands & MEMBARRIER_CMD_PRIVATE_EXPEDITED) != 0;
             __atomic_store_n(&may, known, __ATOMIC_RELAXED);
+            if (known && !arenapy_membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED))
+                arenapy_register_soon();
         }
         return known;
     }
@@ -124,6 +149,11 @@ cdef extern from *:
         else
             arenapy_spin_release(&l->lock);
     }
+    static inline void arenapy_biased_alone(arenapy_biased *l) {
+        l->owner = 0;
+        l->busy = 0;
+        (void)arenapy_spin_try(&l->lock);
+    }
     #endif
     """
     # The owner of a lock that no thread can enter.
@@ -135,6 +165,9 @@ cdef extern from *:
     void acquire_as "arenapy_biased_acquire" (BiasedLock* l, uint64_t me) noexcept nogil
     void release_as "arenapy_biased_release" (BiasedLock* l, uint64_t me) noexcept nogil
     void leave_as_owner "arenapy_biased_leave" (BiasedLock* l) noexcept nogil
+    # In a forked child, which holds it: another thread may have waited for it in the parent, and
+    # have said so in here. It is released as ever.
+    void biased_alone "arenapy_biased_alone" (BiasedLock* l) noexcept nogil
 
 
 cdef inline void rank_biased(BiasedLock* l, int rank) noexcept nogil:

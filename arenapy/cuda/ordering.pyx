@@ -32,8 +32,8 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.buffer.block cimport (
-    Block, Hold, MemoryOwner, StreamHooks, acquire, drop_use, note_use, pin, root_of, unpin,
-    uses_of,
+    HOLD_IDLE, Block, Hold, MemoryOwner, StreamHooks, acquire, drop_use, note_use, pin, root_of,
+    unpin, uses_of,
 )
 from arenapy.memory.region cimport Region
 
@@ -355,7 +355,8 @@ cdef class Ordering(StreamHooks):
         PyErr_Fetch(&kind, &value, &trace)   # an exception may be on its way
         if isinstance(<object>owner, AllocatorCore):
             self.capacity = (<AllocatorCore>owner).capacity
-        fix_uses(<list>h.uses)
+        if not h.flags & HOLD_IDLE:          # else a stream that captures is asked after that
+            fix_uses(<list>h.uses)
         head = arenapy_load_ptr(&self.arrived)
         h.ended_next = <Hold*>head
         while not arenapy_cas_ptr(&self.arrived, &head, h):

@@ -159,7 +159,8 @@ cdef int state_of(void* context, void* handle) noexcept:
     # callbacks or user objects' destructors that run, nor for threads that allocate, free or
     # synchronize (driver 580; tests/gpu/test_gpu_gil.py).
     cdef int status = 0, result
-    if <uintptr_t>handle > PER_THREAD:       # it has its context
+    cdef bint may_go = <uintptr_t>handle > PER_THREAD    # a default stream is always there
+    if may_go:                               # it has its context
         result = driver.cuStreamIsCapturing(handle, &status)
         forget(result)
     else:
@@ -171,7 +172,7 @@ cdef int state_of(void* context, void* handle) noexcept:
             forget(result)
     if result == CAPTURE_IMPLICIT:
         return BARRED
-    if not is_done(result) and not is_gone(result):
+    if not is_done(result) and not (may_go and is_gone(result)):
         return UNKNOWN
     return CAPTURING if result == SUCCESS and status else FREE_TO_USE
 
@@ -208,7 +209,12 @@ cdef object handle_of(object stream):
                 "name the legacy default stream by 1"
             )
         return handle
-    for name in ("cuda_stream", "ptr", "handle"):       # torch, CuPy, numba-cuda
+    # torch, CuPy, numba-cuda; torch's of any device, whose number may mean something else there.
+    for name in ("cuda_stream", "ptr", "handle", "native_handle"):
+        if name == "native_handle":
+            device = getattr(stream, "device", None)
+            if getattr(device, "type", None) != "cuda":
+                continue
         handle = getattr(stream, name, None)
         if hasattr(handle, "value"):                    # a ctypes pointer, whose 0 is None
             handle = handle.value or 0
@@ -252,6 +258,7 @@ def numba_ends_it(stream):
 #: their subclasses. An object of cuda.core does not say whether it does.
 OWNERS = {
     ("torch.cuda.streams", "Stream"): of_torchs_pool,
+    ("torch", "Stream"): of_torchs_pool,
     ("cupy.cuda.stream", "Stream"): cupy_made_it,
     ("numba.cuda.cudadrv.driver", "Stream"): numba_ends_it,
 }

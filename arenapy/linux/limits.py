@@ -163,7 +163,7 @@ def _memory_info(proc: Folder) -> MemoryInfo:
 
 def check_request(
     nbytes: int, what: str, turn: str, *, numa_node: int | None = None, private: bool = True
-) -> None:
+) -> int:
     """Refuse a request that cannot be faulted in.
 
     Parameters
@@ -178,6 +178,11 @@ def check_request(
         The only node to take it from.
     private : bool
         Whether ``RLIMIT_DATA``, which counts private writable memory only, applies.
+
+    Returns
+    -------
+    int
+        Bytes that are free, the request's among them.
 
     Raises
     ------
@@ -196,6 +201,7 @@ def check_request(
             f"its page tables, and {binding.name} has {format_bytes(binding.available)} free of "
             f"{format_bytes(binding.nbytes)}. Ask for less, {turn}or {binding.remedy}."
         )
+    return binding.available
 
 
 def read_limits(proc: Folder = PROC) -> Iterator[Limit]:

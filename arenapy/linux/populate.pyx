@@ -217,15 +217,16 @@ def prefault(size_t address, size_t nbytes, *, bint writable=True, int threads=0
     job.address, job.nbytes, job.slice_nbytes = address, nbytes, slice_nbytes
     job.next, job.writable, job.stop, job.error = 0, writable, 0, 0
     try:
-        with nogil:
-            # Signals are for Python's threads; a helper would only delay their handling.
-            sigfillset(&everything)
-            pthread_sigmask(SIG_SETMASK, &everything, &before)
-            # No thread to be had: fewer helpers, same result.
-            while n_helpers < threads - 1 and not pthread_create(
-                    &helpers[n_helpers], NULL, work, &job):
-                n_helpers += 1
-            pthread_sigmask(SIG_SETMASK, &before, NULL)
+        if threads > 1:
+            with nogil:
+                # Signals are for Python's threads; a helper would only delay their handling.
+                sigfillset(&everything)
+                pthread_sigmask(SIG_SETMASK, &everything, &before)
+                # No thread to be had: fewer helpers, same result.
+                while n_helpers < threads - 1 and not pthread_create(
+                        &helpers[n_helpers], NULL, work, &job):
+                    n_helpers += 1
+                pthread_sigmask(SIG_SETMASK, &before, NULL)
         while more:
             with nogil:
                 deadline = now_ns() + SIGNAL_CHECK_NS

@@ -56,21 +56,25 @@ class Request:
         self.wants_thp = options.huge_pages == "auto" and nbytes >= THP_SIZE
         self.align = THP_SIZE if self.wants_thp else self.page_size
 
-    def check(self) -> None:
-        """Refuse what would fail or be killed, before anything is mapped."""
+    def check(self) -> int:
+        """Refuse what would fail or be killed, before anything is mapped. Bytes that are free.
+
+        0: it was not asked how many there are.
+        """
         if sys.is_finalizing():
-            return  # to look at /proc takes modules that may not be there any more
+            return 0  # to look at /proc takes modules that may not be there any more
         if self.hugetlb:
             self._check_pool()
         elif self.options.prefault or self.options.lock:
             turn = "pass prefault=False to take pages only as they are touched"
-            check_request(
+            return check_request(
                 self.mapped,
                 self.what,
                 turn if not self.options.lock else "pass lock=False and prefault=False",
                 numa_node=self.options.numa_node,
                 private=self.private,
             )
+        return 0
 
     def _check_pool(self, failure: str = "") -> None:
         """Refuse if hugetlbfs has too few pages, or, after a `failure`, in any case."""

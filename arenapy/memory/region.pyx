@@ -381,7 +381,7 @@ cdef class Region(MemoryOwner):
         if held:
             raise BufferError(
                 f"{self!r} has Buffers that were exported and are alive, or that streams still "
-                "use; drop them first"
+                "use, or a Pool keeps some for streams; drop them first, and trim() the Pool"
             )
         self._unmap()
         self.owner = None

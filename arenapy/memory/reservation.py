@@ -8,6 +8,7 @@ What holds for the whole range, NUMA node, huge pages, guard pages and fork, is 
 there is a page; access, locks and pages come with each commit.
 """
 
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from arenapy.memory.sources import Host
 
 WHAT = "a Host region"  # in messages; their sizes are those of the part
+MOMENT = 0.1  # seconds
+SHARE = 16
+AHEAD = 256 << 20  # bytes
 
 
 def reserve(host: "Host", nbytes: int) -> "Reservation | None":
@@ -48,7 +52,7 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
 
 
 class Reservation:
-    """A region that cannot be accessed but where parts of it are committed.
+    """A region that cannot be accessed but where parts of it are committed, and shortly behind.
 
     Attributes
     ----------
@@ -63,10 +67,12 @@ class Reservation:
     the region is being closed.
     """
 
-    __slots__ = ("_host", "nbytes", "page_size", "region")
+    __slots__ = ("_failed", "_host", "_open", "_room", "_until", "nbytes", "page_size", "region")
 
     def __init__(self, host: "Host", region: Region) -> None:
         self._host = host
+        self._room, self._until = 0, 0.0
+        self._open, self._failed = 0, False
         self.region = region
         self.nbytes = region.nbytes
         self.page_size = region.page_size
@@ -83,15 +89,16 @@ class Reservation:
         """
         address = self._address(offset, nbytes)
         request = Request(self._host, WHAT, nbytes)
-        request.check()
+        self._check(request)
+        opened = False
         try:
             try:
-                vm.protect(address, nbytes, True)
+                opened = self._make_accessible(offset, nbytes)
             except OSError as error:
                 raise request.explain_map(error) from error
             request.take(address, self._host.threads or 0)
         except BaseException:
-            self._give_back(address, nbytes)
+            self._give_back(address, nbytes, opened)
             raise
 
     def decommit(self, offset: int, nbytes: int) -> None:
@@ -108,12 +115,42 @@ class Reservation:
         """
         vm.decommit(self._address(offset, nbytes), nbytes)
 
-    def _give_back(self, address: int, nbytes: int) -> None:
+    def _check(self, request: Request) -> None:
+        """`request.check()`, unless what was free a moment ago is far more than was taken since.
+
+        A program that begins commits several parts at once. To read all limits takes longer than
+        to fault in one of them, and a dozen turns of the interpreter's lock.
+        """
+        now = time.monotonic()
+        if request.mapped > self._room or now > self._until:
+            self._room, self._until = request.check() // SHARE, now + MOMENT
+        self._room -= request.mapped
+
+    def _make_accessible(self, offset: int, nbytes: int) -> bool:
+        """A part; and what lies behind it, if this is how the reservation grows. False: it was so.
+
+        mprotect waits for all threads that are faulting pages in, and they wait for it: a call for
+        each part would let no two threads fault in at once.
+        """
+        end = offset + nbytes
+        if self._failed or offset > self._open:
+            vm.protect(self.region.address + offset, nbytes, True)
+            return True
+        if end <= self._open:
+            return False
+        start, end = self._open, min(end + AHEAD, self.nbytes)
+        vm.protect(self.region.address + start, end - start, True)
+        self._open = max(self._open, end)
+        return True
+
+    def _give_back(self, address: int, nbytes: int, opened: bool) -> None:
         vm.decommit(address, nbytes)
         with suppress(OSError):  # of either, if splitting the mapping needs one too many
             if self._host.lock:
                 vm.unlock(address, nbytes)
-            vm.protect(address, nbytes, False)
+            if opened:
+                self._failed = True  # from now on not all that lies before `_open` is accessible
+                vm.protect(address, nbytes, False)
 
     def _address(self, offset: int, nbytes: int) -> int:
         """Where a part begins, if it is one."""

@@ -13,10 +13,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.linux.libc_malloc import foreign_malloc
@@ -26,35 +25,16 @@ from arenapy.memory.sources import BASES
 from arenapy.numpy_handler.contexts import Context, PoolHandler
 from arenapy.numpy_handler.handler import buffer_block, handler_block, make_handler
 from arenapy.pool.pool import Pool
-from arenapy.stats import Bytes, Figures
 
-__all__ = ["Handle", "NumpyMemoryStats", "handles", "numpy_memory"]
+if TYPE_CHECKING:  # they are slow to import, and a program's start waits for this module
+    from numpy.typing import NDArray
+
+    from arenapy.stats import Bytes, NumpyMemoryStats
+
+__all__ = ["Handle", "handles", "numpy_memory"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLICIES = ("system", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class NumpyMemoryStats(Figures):
-    """What a pool did not serve of the arrays made under its handler.
-
-    Attributes
-    ----------
-    system_allocations, system_bytes
-        Ever served by libc: the pool was exhausted, closed (in a forked child), or over a file that
-        shrank.
-    lazy_allocations, lazy_bytes
-        Zeros of 32 MiB or more, which get their memory when they are touched.
-    system_live, lazy_live
-        Blocks of each that are alive now.
-    """
-
-    system_allocations: int
-    system_bytes: Bytes
-    system_live: int
-    lazy_allocations: int
-    lazy_bytes: Bytes
-    lazy_live: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +232,8 @@ class numpy_memory(Context):
 
     def stats(self) -> NumpyMemoryStats:
         """What this pool did not serve, with this policy, since it was used so first."""
+        from arenapy.stats import NumpyMemoryStats
+
         (count, nbytes, live), (lazy, lazy_nbytes, lazy_live) = self._handler.counts.as_tuple()
         return NumpyMemoryStats(count, nbytes, live, lazy, lazy_nbytes, lazy_live)
 

@@ -3,7 +3,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
-from arenapy.base.atomic cimport arenapy_lock, arenapy_lock_acquire, arenapy_lock_release, likely
+from arenapy.base.atomic cimport arenapy_spin, arenapy_spin_acquire, arenapy_spin_release, likely
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
@@ -78,7 +78,7 @@ cdef class PoolCore(ThreadCaches):
 
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
     cdef Lent* lent          # of each other stream; under lent_lock, as is what those that are gone
-    cdef arenapy_lock lent_lock          # did: allocations beyond `taken`, and their bytes
+    cdef arenapy_spin lent_lock          # did: allocations beyond `taken`, and their bytes
     cdef size_t lent_idle    # bytes of all that is idle there
     cdef uint64_t lent_before[N_CLASSES]
     cdef uint64_t lent_bytes_before
@@ -110,6 +110,7 @@ cdef class PoolCore(ThreadCaches):
     # A live block is pending until `finish_free` takes its hold. False: it is not live.
     cdef bint set_aside(self, Hold* hold) noexcept nogil
     cdef void add_lent(self, PoolFigures* r) noexcept nogil
+    cdef bint lent_away(self) noexcept nogil     # are blocks of streams in chains?
 
 
 # The short ways, in C. The core is passed as an argument, so that it is loaded once, and not after
@@ -134,11 +135,11 @@ cdef inline int lent_bucket(int s) noexcept nogil:
 
 
 cdef inline void lent_enter(PoolCore c) noexcept nogil:
-    arenapy_lock_acquire(&c.lent_lock)
+    arenapy_spin_acquire(&c.lent_lock)
 
 
 cdef inline void lent_leave(PoolCore c) noexcept nogil:
-    arenapy_lock_release(&c.lent_lock)
+    arenapy_spin_release(&c.lent_lock)
 
 
 # -- batches of blocks

@@ -11,12 +11,13 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, rank_lock,
+    arenapy_count, arenapy_fence, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
+    rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total
-from arenapy.base.biased_lock cimport biased_acquire, biased_release
+from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (
     MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later,
     scatter,
@@ -55,7 +56,7 @@ cdef class PoolCore(ThreadCaches):
         self.what = "pool"
         self.recycles = True
         self.timed = -1
-        rank_lock(&self.lent_lock, RANK_STREAMS)
+        rank_spin(&self.lent_lock, RANK_STREAMS)
         self.shut = self.fast_path_off = True  # until `ready`
 
     def __dealloc__(self):
@@ -73,8 +74,12 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.fast_path_off = (self.shut or self.debug or self.may_lease or self.timed >= 0
-                              or self.files or self.recorder != NULL)
+        cdef bint off
+        while True:
+            self.fast_path_off = off = is_fast_path_off(self)
+            arenapy_fence()                  # a fork, without the GIL, may have said so just now
+            if off == is_fast_path_off(self):
+                return
 
     cdef char* alloc_block(
         self, size_t n, size_t align, bint miss, uint64_t* block_id
@@ -346,6 +351,17 @@ cdef class PoolCore(ThreadCaches):
             lent = lent.next
         lent_leave(self)
 
+    cdef bint lent_away(self) noexcept nogil:
+        cdef Lent* lent
+        cdef bint found = False
+        lent_enter(self)
+        lent = self.lent
+        while lent != NULL and not found:
+            found = lent.away != 0
+            lent = lent.next
+        lent_leave(self)
+        return found
+
     cdef size_t largest_of(self, int k) noexcept nogil:
         """Bytes of the largest free block of a class, cached ones included; all locks held."""
         cdef size_t most = 0
@@ -463,9 +479,13 @@ cdef class PoolCore(ThreadCaches):
         lent_enter(self)
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
+        cdef int i
         if child and (self.busy_pages or self.in_transit):
             self.in_transit = 0
             self.forget_growth()
+        for i in range(1, self.top_slot + 1 if child else 0):
+            if self.caches[i] != NULL:
+                biased_alone(&self.caches[i].lock)
         lent_leave(self)
         self.unlock_all()
         arenapy_spin_release(&self.array_growth)
@@ -504,6 +524,11 @@ cdef class PoolCore(ThreadCaches):
 
 
 seal(PoolCore)
+
+
+cdef bint is_fast_path_off(PoolCore c) noexcept nogil:
+    return (c.shut or c.debug or c.may_lease or c.timed >= 0 or c.files
+            or c.recorder != NULL)
 
 
 cdef bint leased(PoolCore c, char* ptr, uint64_t block_id) noexcept nogil:

@@ -93,6 +93,8 @@ cdef class PoolMemory:
     cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1:
         """Reserve memory for `pages` in one piece. False: the limit, by `missing` pages."""
         wished = max(wished, pages)
+        # Afterwards, that is.
+        self.core.tight = self.left() <= self.core.reserved_pages + 2 * wished
         if self.may_reserve:
             return self.grow_reservation(pages, wished, missing)
         return self.grow_region(pages, wished, missing)
@@ -250,7 +252,7 @@ cdef class PoolMemory:
         """Pages that could be given back now, once everything is merged."""
         cdef PoolCore c = self.core
         cdef size_t pages
-        c.flush_all()
+        c.flush_all(True)
         c.lock_all()
         pages = c.idle_pages()
         c.unlock_all()
@@ -346,7 +348,7 @@ cdef class PoolMemory:
         cdef size_t pages
         if not c.stale_tick(seconds, &tick):
             return 0
-        c.flush_all()
+        c.flush_all(True)
         pages = c.stale_pages(tick)
         return self.shrink(pages, False) if pages else 0
 

@@ -31,6 +31,7 @@ from arenapy.memory.region cimport Region
 
 cdef enum:
     ARRAY_STEP = 64 << 10    # bytes that the descriptor array grows by, or an eighth of it
+    MAP_AHEAD = 32 << 8      # pages: 32 MiB of them, whose part of a map is 32 KiB
 
 
 @cython.no_gc_clear
@@ -429,6 +430,8 @@ cdef class Segments(Pages):
                 upto = min(self.descriptors[s.frontier].page + pages + 2, <size_t>s.pages)
             arenapy_spin_release(&self.heap_lock)
             if upto * sizeof(uint32_t) > s.array.ready:
+                # More than that: mprotect waits for all threads that are faulting pages in.
+                upto = min(upto + MAP_AHEAD, <size_t>s.pages)
                 grown = grown and array_grow(&s.array, upto * sizeof(uint32_t))
                 s.mapped = mapped(s)
                 if i == self.hot_index:

@@ -45,3 +45,6 @@ cdef class Pool(Allocator):
     cdef size_t growth(self) noexcept
     cdef str full(self, size_t n, str why)
     cdef int take_batch(self, BlockBatch batch) except -1
+    # Another thread asks streams whether they are done with blocks, which are in no list then: wait
+    # until it has them where they belong. False: none does.
+    cdef bint wait_for_chains(self) except -1

@@ -5,6 +5,7 @@ where blocks come from and go to (core, page_heap), the source (memory), arrays 
 calls in C (c_api).
 """
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -36,6 +37,9 @@ from arenapy.pool.check import extents, listing, stats_of, verify
 from arenapy.memory.sources import Existing, File, Host, Shared
 from arenapy.pool.trimming import start_trimming
 
+cdef extern from "<unistd.h>":
+    int usleep(unsigned int microseconds) nogil
+
 cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(list items, Py_ssize_t i) noexcept
     void PyObject_GC_Track(PyObject* o)
@@ -66,6 +70,8 @@ cdef enum:
     FEW_GONE = 8
     MOST_GONE = 32
     IDLE_BYTES = 32 << 20    # streams keep so much that is idle together, before a pool grows
+    MOMENT = 200             # microseconds
+    PATIENCE = 5000          # moments
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -406,6 +412,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """If its stream is gone, and it has no block."""
         if (cache.lent.blocks == 0 and self.core.hooks.ended(named)
                 and self.stream_caches.pop(named, None) is not None):
+            cache.forgotten = True
             self.recent_streams = [
                 known for known in self.recent_streams if known[1] is not cache]
         return 0
@@ -450,6 +457,15 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             else:
                 cache.defer_chain(chain)
         return any
+
+    cdef bint wait_for_chains(self) except -1:
+        cdef int n = 0
+        while self.core.lent_away() and n < PATIENCE:
+            with nogil:
+                usleep(MOMENT)
+            PyErr_CheckSignals()
+            n += 1
+        return 0 < n < PATIENCE              # it may be this very thread, in a destructor
 
     cdef size_t trim_old(self) except? 0:
         cdef StreamCache cache
@@ -613,7 +629,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.give_back_all(False, 0)
             self.settle_gone(None)
         c.settle_streams(False)
-        c.flush_all()
+        c.flush_all(True)
         idle = c.figures().all.idle
         freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
         return freed << PAGE_BITS
@@ -689,6 +705,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             return False
         # What other streams keep, or are still at work on; in the order of the pool's own.
         if (self.give_back_all(False, 0) or c.settle_streams(True) or self.give_back_all(True, 0)
+                or self.wait_for_chains()
                 or (hooks and self.on_oom is not None and self.on_oom(n))):
             c.settle_streams(True)
             return False
@@ -730,7 +747,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 got = batch.take(c, miss)
                 miss = False
                 if got == 0:                 # what is free may do once it is merged
-                    c.flush_all()
+                    c.flush_all(True)
                     got = batch.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):

@@ -17,8 +17,8 @@ was told of a block.
 Why it is light: all there is of a stream is one `Lent` of some 2 KiB, and a node for each block
 that it has. Streams share the spans and the regions of the pool, block by block.
 
-Locks: `lent_lock` of the pool's core guards all its `Lent`s, on builds without a GIL. Nothing else
-is taken under it.
+Locks: `lent_lock` of the pool's core guards all its `Lent`s. Nothing else is taken under it. (The
+GIL does not: libraries that allocate in C take the quick way without it, see interop/raw_blocks.)
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -30,7 +30,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_count, arenapy_load
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport N_CLASSES, N_SMALL, rounded, step_bytes, step_of
-from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner, init_freelists
+from arenapy.buffer.block cimport HELD, HOLD_IDLE, Block, Hold, MemoryOwner, init_freelists
 from arenapy.diagnostics.recorder cimport EVENT_FREE
 from arenapy.memory.region cimport register_core, unregister_core
 from arenapy.pool.core cimport (
@@ -63,8 +63,8 @@ cdef class StreamCache(MemoryOwner):
         unregister_core(self)
         if lent == NULL:
             return
-        # The pool is gone, or it has forgotten this cache, which then has no block.
-        self.hooks.finish(<PyObject*>self, self.core.regions)
+        if lent.blocks or not self.forgotten:    # else no block waits, and nobody has to
+            self.hooks.finish(<PyObject*>self, self.core.regions)
         try:
             self.defer_chain(self.detach(0))
         except Exception:
@@ -256,7 +256,7 @@ cdef class StreamCache(MemoryOwner):
             hold.start = <uintptr_t>ptr
             hold.end = hold.start + named(self.core, block_id).size
             hold.tag = block_id
-            hold.pad = hold.flags = 0
+            hold.pad, hold.flags = 0, HOLD_IDLE
             hold.uses = <PyObject*>uses
             count_up(hold.uses)
             self.core.set_aside(hold)        # which counts it in n_held, too

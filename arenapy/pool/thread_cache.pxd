@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from arenapy.base.atomic cimport arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
-from arenapy.pool.page_heap cimport Segments
+from arenapy.pool.page_heap cimport Descriptor, Segments
 from arenapy.base.sizes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
 from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport N_SLOTS
@@ -102,6 +102,7 @@ cdef class ThreadCaches(Segments):
     cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
+    cdef bint tight          # more than half of what may be reserved is; a glance
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
     cdef Asked asked
@@ -123,8 +124,13 @@ cdef class ThreadCaches(Segments):
     cdef void heap_alloc_undo(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
                               const int64_t* peaks) noexcept nogil
     cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil
+    # The same of blocks above 32 KiB, past the thread's cache: for those that another thread frees,
+    # whose cache would keep what this one's misses. NULL: the heap has none, or it is a small one.
+    cdef char* uncached_alloc(self, size_t n, uint64_t* block_id) noexcept nogil
+    cdef bint uncached_free_at(self, char* ptr) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
-    cdef void flush_all(self) noexcept nogil
+    cdef bint others_keep_much(self) noexcept nogil
+    cdef void flush_all(self, bint others) noexcept nogil
     # The short ways, for a thread that does not own the lock of its cache.
     cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil
     cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil
@@ -132,6 +138,8 @@ cdef class ThreadCaches(Segments):
     # internal
     cdef char* from_heap(self, ThreadCache* f, int s, size_t n, size_t pages, size_t align,
                          bint miss, Asked* asked, uint64_t* block_id) noexcept nogil
+    cdef bint free_to_heap(self, ThreadCache* f, Descriptor* d, char* ptr,
+                           uint64_t block_id) noexcept nogil
     cdef bint refill(self, ThreadCache* f, int s, bint miss, Asked* asked) noexcept nogil
     cdef void count_asked(self, int k, bint miss, Asked* asked) noexcept nogil
     cdef void add_up(self, ThreadCache* f, int k, bint others) noexcept nogil

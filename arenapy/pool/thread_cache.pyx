@@ -54,6 +54,10 @@ from arenapy.base.thread_slot cimport (
 
 cdef enum:
     STAGGER = 1024           # not on the cache lines that other arrays begin on
+    # Before a pool grows for one thread, others keep what is free in their caches if it is no more
+    # than this part of what is live, and so many bytes for each cache.
+    KEPT_SHARE = 8
+    KEPT_EACH = 8 << 20
 
 # In the place of a cache that is not there. Nobody enters its lock, and no more of it is read.
 cdef BiasedLock no_cache
@@ -260,8 +264,40 @@ cdef class ThreadCaches(Segments):
                 permit(self, <uintptr_t>ptr, n)
                 return ptr
             if attempt == 0:
-                self.flush_all()
+                self.flush_all(self.others_keep_much())
         return NULL
+
+    cdef char* uncached_alloc(self, size_t n, uint64_t* block_id) noexcept nogil:
+        cdef ThreadCache* f = self.own_cache()
+        cdef size_t size = rounded(n, self.rounding) if self.rounding else n
+        cdef int s = step_of(size)
+        cdef char* ptr
+        if s < N_SMALL or not have_spare(self):
+            return NULL
+        biased_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        ptr = self.from_heap(f, s, n, self.block_pages(size), 1, False, NULL, block_id)
+        arenapy_spin_release(&self.heap_lock)
+        biased_release(&f.lock)
+        if ptr != NULL:
+            permit(self, <uintptr_t>ptr, n)
+        return ptr
+
+    cdef bint uncached_free_at(self, char* ptr) noexcept nogil:
+        cdef ThreadCache* f = self.own_cache()
+        cdef Descriptor* d
+        cdef uint64_t block_id
+        cdef bint was_live
+        biased_acquire(&f.lock)
+        block_id = tag_at(self, ptr, &d)
+        if block_id == 0:
+            was_live = False
+        elif d.state == SPAN:
+            was_live = push(self, f, d, ptr, block_id)
+        else:
+            was_live = self.free_to_heap(f, d, ptr, block_id)
+        biased_release(&f.lock)
+        return was_live
 
     cdef Py_ssize_t take_batch(
         self, const size_t* sizes, Py_ssize_t n, bint miss, Entry* out, Asked* asked
@@ -426,6 +462,12 @@ cdef class ThreadCaches(Segments):
                 self.flush_small(f, s, self.steps[s].depth // 2)
                 arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)
+        return self.free_to_heap(f, d, ptr, block_id)
+
+    cdef bint free_to_heap(
+        self, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
+    ) noexcept nogil:
+        """The same of a block above 32 KiB."""
         if not d.live.block:
             return False
         d.live.block = 0
@@ -605,14 +647,36 @@ cdef class ThreadCaches(Segments):
         for i in range(n):
             self.heap_free(ids[i])
 
-    cdef void flush_all(self) noexcept nogil:
-        """Everything that is free goes to the heap and is merged there."""
+    cdef bint others_keep_much(self) noexcept nogil:
+        """Whether growth would be a waste, since caches have so much that is free."""
+        cdef int64_t taken = 0, live = 0
+        cdef ThreadCache* f
+        cdef int i
+        if self.n_caches == 1 or self.tight or self.merges_first:
+            return True
+        arenapy_spin_acquire(&self.heap_lock)
+        for i in range(N_CLASSES):
+            taken += <int64_t>self.taken[i] << PAGE_BITS
+        live = self.totals[N_CLASSES].live
+        for i in range(1, self.top_slot + 1):
+            f = self.caches[i]
+            live += f.live if f != NULL else 0           # a glance: its thread counts on
+        arenapy_spin_release(&self.heap_lock)
+        return taken - live > live // KEPT_SHARE + self.n_caches * <int64_t>KEPT_EACH
+
+    cdef void flush_all(self, bint others) noexcept nogil:
+        """Everything that is free goes to the heap and is merged there.
+
+        If not `others`, what the caches of other threads have stays theirs: they are at work, would
+        miss it at once, and their locks would be taken from them.
+        """
+        cdef ThreadCache* own = self.own_cache()
         cdef ThreadCache* f
         cdef Depot* depot
         cdef int i, s
         for i in range(1, self.top_slot + 1):
             f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
-            if f == NULL or is_empty(f):
+            if f == NULL or is_empty(f) or not (others or f == own):
                 continue
             biased_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)

@@ -19,7 +19,9 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, EVENT_GROW, EVENT_TRIM
-from arenapy.base.biased_lock cimport NOBODY, biased_acquire, biased_release, rank_biased
+from arenapy.base.biased_lock cimport (
+    NOBODY, biased_acquire, biased_alone, biased_release, rank_biased,
+)
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport (
@@ -553,8 +555,13 @@ cdef class SlabCore(Items):
 
     cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        self.set_fast_path_off(self.shut or self.debug or self.may_lease or self.checked
-                               or self.recorder != NULL)
+        cdef bint off
+        while True:
+            off = is_fast_path_off(self)
+            self.set_fast_path_off(off)
+            arenapy_fence()                  # a fork, without the GIL, may have said so just now
+            if off == is_fast_path_off(self):
+                return
 
     # -- items
 
@@ -757,9 +764,14 @@ cdef class SlabCore(Items):
             self.lock_all()
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
+        cdef int i
         if self.depot != NULL:
             if child:
                 self.forget_growth()
+                biased_alone(&self.depot.lock)
+                for i in range(1, self.top_slot + 1):
+                    if self.caches[i] != NULL:
+                        biased_alone(&self.caches[i].lock)
             self.unlock_all()
         AllocatorCore.fork_unlock(self, child)
 
@@ -794,3 +806,7 @@ cdef class SlabCore(Items):
 
 
 seal(SlabCore)
+
+
+cdef bint is_fast_path_off(SlabCore c) noexcept nogil:
+    return c.shut or c.debug or c.may_lease or c.checked or c.recorder != NULL

@@ -8,6 +8,7 @@ describes the same for others. What does not: what a trace is good for (trace.py
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -174,6 +175,12 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
 def read(path: str | os.PathLike[str], make: type[ContentsT]) -> ContentsT:
     """Read a file. The errors are those of `arenapy.trace.load`."""
     name = os.fspath(path)
+    mode = os.stat(path).st_mode  # before a pipe without a writer is opened
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(
+            f"{name!r} is a pipe or a device, and a trace's length is its file's: save it to a "
+            "file first"
+        )
     with open(path, "rb") as file:
         text = file.read(HEADER.itemsize)
         if text[: len(MAGIC)] != MAGIC or len(text) < HEADER.itemsize:

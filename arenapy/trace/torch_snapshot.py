@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ class _Plain(pickle.Unpickler):
 
 
 def is_pickle(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as pickles of this century do."""
+    """Whether a file begins as pickles of this century do. (A pipe cannot be read twice.)"""
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        return False
     with open(path, "rb") as file:
         return file.read(1) == pickle.PROTO
 

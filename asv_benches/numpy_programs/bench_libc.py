@@ -8,10 +8,17 @@ What this does not show: what it takes in memory that nothing of what was freed 
 """
 
 import statistics
-from contextlib import ExitStack
 
 from asv_benches.numpy_programs.bench_numpy import FAULT_RUNS, Figures
-from asv_benches.numpy_programs.rivals import ALONE, DEFAULT, OURS, Program, Ratios, here
+from asv_benches.numpy_programs.rivals import (
+    ALONE,
+    DEFAULT,
+    OURS,
+    Program,
+    Ratios,
+    here,
+    programs,
+)
 from asv_benches.support.process import Loop
 from asv_benches.support.rounds import Line, Way, enough, named, samples
 
@@ -44,13 +51,12 @@ def call(setup, statement, rivals, generations, rounds):
     """{rival: Figures} of one of `CALLS`."""
     found = {rival: Figures() for rival in rivals}
     for generation in range(generations):
-        with ExitStack() as stack:
-            programs = {rival: stack.enter_context(Program(rival, setup)) for rival in rivals}
-            loops = {rival: Loop(program, Way(statement)) for rival, program in programs.items()}
+        with programs(rivals, setup) as started:
+            loops = {rival: Loop(program, Way(statement)) for rival, program in started.items()}
             runs = max(2, enough(loops[DEFAULT], TURN))
             for rival, seconds in samples(loops, runs, rounds).items():
                 found[rival].seconds += seconds
-            for rival, program in programs.items():
+            for rival, program in started.items():
                 if generation == 0:
                     faults = program.value(f"faults_of({statement!r}, {FAULT_RUNS})")
                     found[rival].faults = faults / FAULT_RUNS

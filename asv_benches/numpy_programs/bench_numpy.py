@@ -11,14 +11,12 @@ What this does not show: programs that do something else than making temporaries
 
 import math
 import statistics
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 
 import arenapy
-from asv_benches.numpy_programs.rivals import DEFAULT, OURS, Program, Ratios, here
+from asv_benches.numpy_programs.rivals import DEFAULT, OURS, Program, Ratios, here, programs
 from asv_benches.support.process import Loop
 from asv_benches.support.rounds import CLOCK, Line, Way, enough, named, samples, turns
 
@@ -44,17 +42,12 @@ def expression(n, rivals, generations, rounds):
     """{rival: Figures} of the expression with sides of n."""
     found = {rival: Figures() for rival in rivals}
     for generation in range(generations):
-        with ExitStack() as stack, ThreadPoolExecutor() as together:  # they start
-            started = together.map(lambda rival: Program(rival, MATRICES.format(n=n)), rivals)
-            programs = {
-                rival: stack.enter_context(program)
-                for rival, program in zip(rivals, started, strict=True)
-            }
-            loops = {rival: Loop(program, EXPRESSION) for rival, program in programs.items()}
+        with programs(rivals, MATRICES.format(n=n)) as started:
+            loops = {rival: Loop(program, EXPRESSION) for rival, program in started.items()}
             runs = max(2, enough(loops[DEFAULT], TURN))
             for rival, seconds in samples(loops, runs, rounds).items():
                 found[rival].seconds += seconds
-            for rival, program in programs.items():
+            for rival, program in started.items():
                 if generation == 0:
                     faults = program.value(f"faults_of({EXPRESSION.statement!r}, {FAULT_RUNS})")
                     found[rival].faults = faults / FAULT_RUNS

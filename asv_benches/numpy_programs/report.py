@@ -17,7 +17,7 @@ if not __package__:  # run as a script; behind what is installed
 from rich import print as rich_print
 from rich.table import Table
 
-from asv_benches.numpy_programs import bench_libc, bench_numpy, bench_workloads, traces
+from asv_benches.numpy_programs import bench_libc, bench_numpy, bench_workloads, table, traces
 from asv_benches.numpy_programs.rivals import ALONE, DEFAULT, OURS, Ratios
 from asv_benches.support import report
 from asv_benches.support.report import figure
@@ -102,6 +102,28 @@ def libc_table(found):
     return head, rows
 
 
+def wide_table(found):
+    """How many times as fast as the default everything is; means of what is faster than what."""
+    rivals = [rival for rival in table.here() if rival != DEFAULT]
+    others = [rival for rival in rivals if rival != OURS]
+    head = ["over default", "default, ms", *rivals, "arenapy over the best"]
+    rows = []
+    for name, seconds in found.items():
+        medians = {rival: statistics.median(one) for rival, one in seconds.items()}
+        ratio = Ratios.of(seconds)
+        cells = [f"{medians[DEFAULT] / medians[rival]:.2f}" for rival in rivals]
+        best = f"{ratio.best:.2f} ({ratio.who})"
+        rows.append([name, figure(medians[DEFAULT] * 1e3), *cells, best])
+    means, slower = table.summary(found)
+    over = [f"{means[rival]:.3f}" for rival in (DEFAULT, *others, "the best")]
+    rows.append(["geometric mean, arenapy over each", "", *over])
+    fewest = min(len(one) for seconds in found.values() for one in seconds.values())
+    said = "; ".join(slower) or "none"
+    rows.append([f"below {table.LEAST} of the default: {said}", *[""] * (len(head) - 1)])
+    rows.append([f"samples of a row, at least: {fewest}", *[""] * (len(head) - 1)])
+    return head, rows
+
+
 def trace_table(found):
     """Peak reserved over peak live, and what of it was in no live block."""
     names = [one.name for one in next(iter(found.values()))]
@@ -134,6 +156,9 @@ def section(measure, promised, table, title):
 
 
 SECTIONS = {
+    "table": section(
+        table.rows, table.row_lines, wide_table, "Beside every malloc, how many times the default"
+    ),
     "expression": section(
         bench_numpy.expressions,
         bench_numpy.expression_lines,

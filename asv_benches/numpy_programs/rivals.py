@@ -4,8 +4,8 @@
         program.loop(Way("c = a * a")).timeit(10)
         program.value("faults_of('c = a * a', 10)")
 
-The rivals are what a user can have by setting environment variables, each tuned for large arrays,
-where it has a setting for that. Only arenapy's process imports arenapy. BLAS and OpenMP have one
+The rivals are what a user can have by setting environment variables, each tuned for large arrays.
+Only arenapy's process imports arenapy. BLAS and OpenMP have one
 thread: the allocators are compared, and not how the machine's other processor is doing.
 """
 
@@ -13,7 +13,10 @@ import os
 import resource
 import statistics
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,8 +47,16 @@ RIVALS = {
         "jemalloc",
         {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"},
     ),
-    "mimalloc": Rival("mimalloc"),
-    "tcmalloc": Rival("tcmalloc"),
+    "mimalloc": Rival(
+        "mimalloc", {"MIMALLOC_ALLOW_DECOMMIT": "0", "MIMALLOC_RESERVE_OS_MEMORY": "4GiB"}
+    ),
+    "tcmalloc": Rival(
+        "tcmalloc",
+        {
+            "TCMALLOC_DISABLE_MEMORY_RELEASE": "1",
+            "TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": f"{1 << 30}",
+        },
+    ),
     "glibc": Rival(
         tuning={
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:"
@@ -76,21 +87,38 @@ class Program(Process):
         self.run(setup)
 
 
+@contextmanager
+def programs(rivals, setup):
+    """{rival: Program}, which start together, and end together."""
+    with ExitStack() as stack, ThreadPoolExecutor() as together:
+        started = together.map(lambda rival: Program(rival, setup), rivals)
+        yield {
+            rival: stack.enter_context(program)
+            for rival, program in zip(rivals, started, strict=True)
+        }
+
+
 @dataclass(frozen=True)
 class Ratios:
-    """Our speed-up over the default and over the best of the rest, from seconds of each rival."""
+    """Our speed-up over each of the rest, and over the best of them, from seconds of each rival."""
 
-    default: float
+    over: dict[str, float]
     best: float
     who: str
+
+    @property
+    def default(self):
+        """Over NumPy's default."""
+        return self.over[DEFAULT]
 
     @classmethod
     def of(cls, seconds):
         """Of {rival: a list of seconds}: medians are compared."""
         medians = {rival: statistics.median(found) for rival, found in seconds.items()}
         ours = medians.pop(OURS)
-        who = min(medians, key=medians.get)
-        return cls(medians[DEFAULT] / ours, medians[who] / ours, who)
+        over = {rival: median / ours for rival, median in medians.items()}
+        who = min(over, key=over.get)
+        return cls(over, over[who], who)
 
 
 # ---- in the process -----------------------------------------------------------------------
@@ -154,6 +182,30 @@ def main(rival, file):
             exec(code, names)
         return faults() - before
 
+    def rate(statement, threads, seconds):
+        """Runs a second, by the clock, in so many seconds from when all threads begin.
+
+        Of the last run of a thread, which ends later, the part counts that lies before the end.
+        """
+        code = compile(statement, "<statement>", "exec")
+        starts = []
+        ready = threading.Barrier(threads, lambda: starts.append(time.perf_counter()))
+
+        def work(_):
+            own, runs, before, now = dict(names), 0, 0.0, 0.0
+            ready.wait()
+            while now < seconds:
+                before = now
+                exec(code, own)
+                runs += 1
+                now = time.perf_counter() - starts[0]
+            return runs - (now - seconds) / (now - before)
+
+        if threads == 1:  # the first one, which mallocs may treat otherwise
+            return work(0) / seconds
+        with ThreadPoolExecutor(threads) as executor:
+            return sum(executor.map(work, range(threads))) / seconds
+
     names = {
         "np": np,
         "os": os,
@@ -161,6 +213,7 @@ def main(rival, file):
         "faults": faults,
         "faults_of": faults_of,
         "peak": peak,
+        "rate": rate,
         "Steps": Steps,
     }
     serve(names, time.thread_time)

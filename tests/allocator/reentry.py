@@ -489,6 +489,8 @@ def attempt(kind, door, acts):
         world.made += made_by(result)
     del result
     world.end()
+    world.arrays.clear()
+    world.allocator = None  # whose source has the world: the collector cannot see that cycle
     return world.entered
 
 

@@ -11,6 +11,8 @@ from helpers import peek, poke
 from hypothesis import settings
 
 from arenapy import Bump, Host, Pool, Slab
+from arenapy.linux import limits
+from arenapy.memory import host_request, reservation
 
 PLAIN = Host(huge_pages=None)
 STEPS = 60
@@ -118,8 +120,16 @@ ACTS = {
 }
 
 
+@pytest.fixture
+def limits_of_now(monkeypatch):
+    """They are read once: every growth reads them, which takes most of a walk of a pool."""
+    now = list(limits.read_limits())
+    for module in limits, host_request, reservation:
+        monkeypatch.setattr(module, "read_limits", lambda *proc: now)
+
+
 @pytest.mark.parametrize("name", ACTS)
-def test_walks(name):
+def test_walks(name, limits_of_now):
     make, acts = ACTS[name]
     acts = [Walk.alloc, Walk.array, Walk.see, Walk.release, Walk.drop, *acts]
     for seed in range(100 * settings().max_examples):

@@ -44,6 +44,31 @@ def test_version():
     assert done.stdout == f"arenapy {arenapy.__version__}\n"
 
 
+@pytest.mark.parametrize("words", [["-m", "package"], ["-mpackage", "-m"], ["-B", "-mpackage.sub"]])
+def test_a_package_that_imports_arenapy_keeps_its_folder(tmp_path, words):
+    """`python -m package` imports the package first, with the arguments that a command has."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import arenapy\n")
+    for name in "__main__", "sub":
+        (tmp_path / "package" / f"{name}.py").write_text("import beside; print(beside.X)\n")
+    (tmp_path / "beside.py").write_text("X = 7\n")
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
+
+
+@pytest.mark.parametrize("words", [["-m", "arenapy"], ["-marenapy"]])
+def test_a_folder_with_modules_named_like_pythons(tmp_path, words):
+    for name in "json", "numpy":
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the folder')\n")
+    done = subprocess.run(
+        [sys.executable, *words, "info"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_info_says_something_without_control_codes():
     done = run("info")
     assert (done.returncode, done.stderr) == (0, "")

@@ -319,6 +319,7 @@ class Acting(StreamMachine):
             if not self.borrowed:
                 self.borrow(self.arrays[0], 2)
             self.use_loan(self.borrowed[-1], 0, False)  # on the legacy stream
+        self.join()  # a thread that is about to use the legacy stream would make it invalid
         self.driver.begin_capture(stream.handle_, mode)
         copied = True
         try:

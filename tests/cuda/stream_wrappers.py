@@ -53,6 +53,17 @@ class _CudaStreamBase:
 
 TorchStream = named("torch.cuda.streams", "Stream", _CudaStreamBase)
 TorchExternalStream = named("torch.cuda.streams", "ExternalStream", TorchStream)
+
+
+class _TorchBase:
+    """What ``torch.accelerator`` gives, of any device."""
+
+    def __init__(self, stream_id, handle, kind="cuda"):
+        self.stream_id, self.native_handle, self.device_index = stream_id, handle, 0
+        self.device = type("device", (), {"type": kind, "index": 0})()
+
+
+TorchAnyStream = named("torch", "Stream", _TorchBase)
 TorchSubclass = named("somebody", "Stream", TorchStream)
 
 
@@ -214,6 +225,7 @@ class Opaque:
 #: Of a stream that the object keeps alive, and of which arenapy knows that.
 KNOWN_OWNERS = {
     "torch": lambda driver, handle: TorchStream(3, handle),  # which nobody destroys
+    "torch.Stream": lambda driver, handle: TorchAnyStream(3, handle),
     "CuPy": CupyStream,
     "numba": lambda driver, handle: NumbaStream(Handle(handle), finalized(driver, handle)),
     "older numba": lambda driver, handle: OldNumbaStream(
@@ -234,6 +246,7 @@ NOT_OWNERS = {
     "property": lambda driver, handle: Property(handle),
     "torch ExternalStream": lambda driver, handle: TorchExternalStream(handle, handle),
     "torch external": lambda driver, handle: TorchStream(handle, handle),
+    "torch.Stream external": lambda driver, handle: TorchAnyStream(handle, handle),
     "torch subclass": lambda driver, handle: TorchSubclass(3, handle),
     "CuPy ExternalStream": lambda driver, handle: CupyExternalStream(handle),
     "CuPy subclass": lambda driver, handle: CupySubclass(handle),

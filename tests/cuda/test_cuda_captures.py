@@ -464,3 +464,29 @@ def test_a_capture_that_begins_before_an_event_is_recorded(gpu, named, ends):
     if ends == "at once":
         assert gpu.errors.count("cuEventQuery: the event was recorded in a capture") <= 1
         gpu.errors.clear()
+
+
+@pytest.mark.parametrize("point", range(1, 9))
+@pytest.mark.parametrize("result", [201, 400, UNKNOWN])
+@pytest.mark.parametrize("use", ["released", "filled", "allocated", "lent"])
+def test_the_legacy_stream_is_not_gone_if_its_context_cannot_be_entered(gpu, use, result, point):
+    """Whether a capture bars it is not known then; to use it would make the capture invalid."""
+    pool, other = Pool(4 * MIB, cuda.Device()), cuda.Stream()
+    mine = Pool(4 * MIB, cuda.Device(), stream=cuda.Stream())
+    block, told = pool.alloc(4096), mine.alloc(4096)
+    told.record_stream(LEGACY)
+    captured = new_stream(gpu, 0)
+    gpu.begin_capture(captured.handle_, RELAXED)
+    gpu.fail_at("cuCtxPushCurrent", point, result)
+    with contextlib.suppress(cuda.CudaError):
+        if use == "released":
+            told.release(), mine.stats()
+        elif use == "filled":
+            block.fill(1)
+        elif use == "allocated":
+            pool.alloc(4096, stream=other)
+        else:
+            told.__dlpack__(stream=other.handle)
+    gpu.plan.clear()
+    gpu.destroy_graph(graph_of(gpu, captured))
+    assert not gpu.errors

@@ -2,11 +2,14 @@
 
 import gc
 import random
+import threading
 
 import pytest
-from cuda_support import MIB, backwards, content, new_stream, samples, slowly_fill, until
+from capsules import Array
+from cuda_support import MIB, backwards, content, graph_of, new_stream, samples, slowly_fill, until
+from simulated_gpu import RELAXED
 
-from arenapy import Pool, cuda
+from arenapy import OutOfMemory, Pool, cuda
 
 KIB = 1 << 10
 MANY = 120  # streams
@@ -319,3 +322,122 @@ def test_what_a_stream_has_under_work_serves_nobody(large):
     assert set(content(block)) == {2}, "the first one wrote last"
     assert not large.errors
     pool.check()
+
+
+# ---- what is idle while a stream is captured, asked or gone
+
+
+def trim(pool):
+    pool.trim()
+
+
+def need_it(pool):
+    with pytest.raises(OutOfMemory, match="6291456 pending"):
+        pool.alloc(6 * MIB, stream=cuda.Stream())
+
+
+def let_time_pass(pool):
+    for _ in range(20):
+        pool._trim_stale()
+
+
+WAYS = {"trim": (trim, None), "limit": (need_it, None), "trim_after": (let_time_pass, 0)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_idle_is_not_the_graphs(gpu, way):
+    """Taken from a stream that is captured, it is free after the capture, and not only after the
+    graph."""
+    take, trim_after = WAYS[way]
+    pool = Pool(8 * MIB, cuda.Device(), trim_after=trim_after, stream=cuda.Stream())
+    stream = cuda.Stream()
+    graphs = []
+    for _ in range(3):
+        pool.alloc(6 * MIB, stream=stream).release()
+        gpu.drain()
+        gpu.begin_capture(stream.handle, RELAXED)
+        take(pool)
+        graphs.append(graph_of(gpu, stream.handle))
+        pool.stats(), gpu.drain()
+        assert pool.stats().pending_bytes == 0
+    pool.check()
+    for graph in graphs:
+        gpu.destroy_graph(graph)
+
+
+def test_what_is_idle_goes_with_its_pool(gpu):
+    """Also in a capture of the stream that has it: after that, whatever becomes of the graph."""
+    pool, stream, other = Pool(None, cuda.Device()), cuda.Stream(), Pool(None, cuda.Device())
+    pool.alloc(6 * MIB, stream=stream).release()
+    gpu.begin_capture(stream.handle, RELAXED)
+    del pool
+    graph = graph_of(gpu, stream.handle)
+    for _ in range(2):
+        other.stats(), gpu.drain()
+    assert gpu.memory.used[0] == 0
+    gpu.destroy_graph(graph)
+
+
+@pytest.mark.parametrize("point", range(1, 16))
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("whose", ["its own", "another"])
+def test_memory_is_there_while_another_thread_asks(gpu, whose, busy, point):
+    """What a thread takes from a stream to ask for it is in no list: who needs it waits."""
+    pool, stream = Pool(8 * MIB, cuda.Device(), stream=cuda.Stream()), cuda.Stream()
+    block = pool.alloc(6 * MIB, stream=stream)
+    if busy:
+        slowly_fill(gpu, stream.handle, block, 1)
+    del block
+    user = stream if whose == "its own" else cuda.Stream()
+    errors, left, main = [], [point], threading.get_ident()
+
+    def elsewhere():
+        try:
+            with gpu.on(0):
+                pool.alloc(6 * MIB, stream=user)
+        except BaseException as error:
+            errors.append(error)
+
+    def interrupt(name):
+        left[0] -= threading.get_ident() == main
+        if left[0] == 0 and not threads[0].ident:
+            threads[0].start()
+            threads[0].join(0.02)
+
+    threads = [threading.Thread(target=elsewhere)]
+    gpu.before_call = interrupt
+    pool.trim()
+    gpu.before_call = None
+    if threads[0].ident:
+        threads[0].join()
+    assert not errors
+    pool.check()
+
+
+def test_a_new_stream_waits_for_nobody_on_the_host(gpu):
+    """Though streams that are gone copy arrays of other libraries, which are kept meanwhile."""
+    gpu.memory.sizes = (8 << 30, 8 << 30)
+    pool, far = Pool(None, cuda.Device()), cuda.Device().region(MIB).buffer()
+    seen = []
+    for i in range(40):
+        stream = cuda.Stream()
+        block = pool.alloc(MIB, stream=stream)
+        block.copy_from(Array(far.address, (MIB,)), stream=stream)
+        slowly_fill(gpu, stream.handle, block, i)
+        seen.append((i, samples(gpu, stream.handle, block)))
+        del block, stream
+    assert not {"cuEventSynchronize", "cuStreamSynchronize"} & set(gpu.calls)
+    assert pool.stats().reserved_bytes <= 32 * MIB, "nobody has waited"
+    backwards(gpu)
+    assert all(found == [{byte}] for byte, found in seen)
+
+
+def test_a_region_of_what_is_idle_is_closed_once_the_pool_is_trimmed(gpu):
+    pool, stream = Pool(2 * MIB, cuda.Device(), 2 * MIB), cuda.Stream()
+    pool.alloc(4096, stream=stream).release()
+    (region,) = pool.regions
+    with pytest.raises(BufferError, match=r"keeps some for streams.*trim\(\) the Pool"):
+        region.close()
+    gpu.drain()
+    pool.trim()
+    region.close()

@@ -304,3 +304,16 @@ def test_a_pool_goes_with_its_lanes(gpu):
     del b
     gc.collect()
     assert gpu.memory.used[0] == 0
+
+
+def test_a_region_can_be_closed_after_streams_have_read_it(gpu, reusing):
+    """A use of a stream's counts as one that holds the region, until it ends."""
+    block = take(reusing)
+    block.record_stream(new_stream(gpu))
+    block.release()
+    with pytest.raises(BufferError, match="streams still use"):
+        reusing.regions[0].close()
+    gpu.drain()
+    (region,) = reusing.regions
+    region.close()
+    assert region.closed

@@ -28,6 +28,7 @@ from stream_wrappers import (
     OTHER_OWNERS,
     CoreStream,
     OldCoreStream,
+    TorchAnyStream,
     core_own,
     destroy,
     new_handle,
@@ -112,7 +113,7 @@ def test_an_owner_is_kept_until_its_stream_is_done(gpu, who, way):
     # By then there is an event for what was released.
     ended = gone() is None
     assert way == "released" or not ended, "its stream was destroyed under the block"
-    assert who == "torch" or gpu.calls["cuStreamDestroy"] == ended
+    assert who.startswith("torch") or gpu.calls["cuStreamDestroy"] == ended
     block.release()
     del block
     again = allocator.alloc()
@@ -133,11 +134,11 @@ def test_a_hit_of_a_known_owner_asks_only_whether_it_captures(gpu, who):
     for _ in range(10):
         pool.alloc(5000, stream=stream).release()
     asked = gpu.calls - before
-    if not GIL and who == "torch":  # what was named last is not remembered there
+    if not GIL and who.startswith("torch"):  # what was named last is not remembered there
         for name in ("cuStreamGetCtx", "cuStreamGetId", "cuCtxGetDevice"):
             assert asked.pop(name) == 10
         asked -= Counter({"cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10, "cuStreamIsCapturing": 10})
-    if GIL or who == "torch":
+    if GIL or who.startswith("torch"):
         assert asked == {"cuStreamIsCapturing": 10}
 
 
@@ -300,3 +301,12 @@ def test_a_default_stream_of_cuda_core(gpu, number, asked_on, device, thread):
         block.record_stream(LEGACY)
     backwards(gpu)
     assert sample(content(block)) == {4}
+
+
+def test_torchs_stream_of_another_device_than_cudas(gpu):
+    """Whose number is no handle of the driver's, or raises when it is asked for."""
+    pool = Pool(2 * MIB, cuda.Device())
+    for kind in ("xpu", "cpu"):
+        with pytest.raises(TypeError, match="is no stream: give an object"):
+            pool.alloc(100, stream=TorchAnyStream(3, new_handle(gpu), kind))
+    assert pool.alloc(100, stream=TorchAnyStream(0, 0)).nbytes == 100  # its default stream

@@ -18,7 +18,7 @@ import evidence_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-ELSEWHERE = ("cuda", "streams", "overlap", "larger")  # test_gpu_docs.py
+ELSEWHERE = ("cuda", "streams", "overlap", "larger", "ecosystem")  # test_gpu_{docs,torch}.py
 PROGRAMS = [
     pytest.param(code, id=f"{page.stem} {number}")
     for page in DOCS

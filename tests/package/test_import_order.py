@@ -32,6 +32,7 @@ ORDER = (
     "pool",
     "numpy_handler",
     "cuda",
+    "interop",
     "measurement",
     "plot",
     "per_thread",

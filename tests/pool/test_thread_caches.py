@@ -6,6 +6,7 @@ On free-threaded builds threads also keep Buffers of their own.
 import ctypes
 import gc
 import queue
+import subprocess
 import threading
 import weakref
 
@@ -145,6 +146,39 @@ def test_a_thread_that_only_drops_and_then_allocates(heap):
     mine[-1].fill(1)
     del mine
     assert source.mapped() == 0
+
+
+@pytest.mark.parametrize("max_bytes", [None, 2 << 20])
+def test_a_thread_keeps_its_cache_when_others_grow_unless_the_limit_is_near(max_bytes):
+    pool = Pool(max_bytes=max_bytes)
+    mine = pool.alloc(1 << 20)
+    ask, answer = queue.Queue(), queue.Queue()
+
+    def other():
+        while ask.get():
+            block = pool.alloc(1 << 20)
+            address = block.address
+            block.release()
+            answer.put(address)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        ask.put(True)
+        theirs = answer.get(timeout=60)
+        before = pool.stats().reserved_bytes
+        more = pool.alloc(1 << 20)
+        if max_bytes:
+            assert more.address == theirs and pool.stats().reserved_bytes == before
+        else:
+            assert more.address != theirs and pool.stats().reserved_bytes > before
+            ask.put(True)
+            assert answer.get(timeout=60) == theirs
+    finally:
+        ask.put(False)
+        thread.join()
+    del mine, more
+    pool.check()
 
 
 @pytest.mark.parametrize("heap", HEAPS)
@@ -309,3 +343,63 @@ def test_one_thread_allocates_what_another_drops(make, nbytes, kept):
     allocator.trim()  # what is in all caches and depots, too
     allocator.check()
     assert isinstance(allocator, Slab) or allocator.stats().reserved_bytes == 0
+
+
+LATE = r"""
+#include <pthread.h>
+#include <stddef.h>
+#include <unistd.h>
+
+static volatile int go;
+/* Registered before arenapy's: it is called when arenapy has taken its locks. */
+static void before(void) { go = 1; usleep(200000); }
+void prepare(void) { pthread_atfork(before, NULL, NULL); }
+/* Without the GIL: the first use of a pool by a second thread, amid a fork. */
+void *late(void *(*alloc)(void *, size_t, size_t), void *pool) {
+    while (!go) usleep(100);
+    return alloc(pool, 100, 64);
+}
+"""
+
+
+def test_a_fork_while_another_thread_waits_for_a_lock_of_this_one(run_script, tmp_path):
+    """The lock is as that thread left it: as if it was about to be taken away."""
+    source, library = tmp_path / "late.c", tmp_path / "late.so"
+    source.write_text(LATE)
+    subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True)
+    run_script(f"""
+        import ctypes, os, signal, threading
+        late = ctypes.CDLL({str(library)!r})
+        late.prepare()
+
+        import arenapy
+        from arenapy.pool import c_api
+
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        name = ctypes.pythonapi.PyCapsule_GetName
+        name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        capsule = c_api.__pyx_capi__["pool_alloc"]
+        late.late.argtypes = [ctypes.c_void_p, ctypes.py_object]
+        late.late.restype = ctypes.c_void_p
+
+        pool = arenapy.Pool(max_bytes=1 << 20)
+        pool.alloc(100).release()
+        found = []
+        alloc = pointer(capsule, name(capsule))
+        thread = threading.Thread(target=lambda: found.append(late.late(alloc, pool)))
+        thread.start()
+        child = os.fork()
+        if not child:
+            signal.alarm(10)                 # which ends it, if it waits
+            pool.alloc(100).release()
+            pool.check()
+            more = threading.Thread(target=lambda: pool.alloc(100).release())
+            more.start()
+            more.join()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        assert found[0]
+        pool.check()
+    """)

@@ -133,6 +133,21 @@ def test_files_that_are_no_trace(tmp_path, capsys, form):
     assert not (tmp_path / "out.html").exists()
 
 
+@pytest.mark.parametrize("command", ["trace", "replay"])
+def test_a_pipe_is_no_file(tmp_path, recorded, command):
+    """Not that it is no trace, nor that the trace is empty; and nobody waits for its writer."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = run(command, pipe)
+    assert done.returncode == 2 and "is a pipe or a device" in done.stderr
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "wb") as file:
+        file.write(recorded.read_bytes()[:4096])
+        file.flush()
+        with pytest.raises(ValueError, match="is a pipe or a device"):
+            trace.load(f"/dev/fd/{reader}")
+
+
 def test_what_else_is_refused(tmp_path, recorded, capsys):
     empty = tmp_path / "empty.trace"
     trace.Trace(np.zeros(0, trace.EVENT)).save(empty)

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+# Now, and not when the report is made: its dataclasses are made by exec() of a string, after which
+# Python has forgotten that Ctrl-C ended the program, and its status would be another one.
+import arenapy.stats  # noqa: F401
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
 from arenapy.diagnostics.recorder import Recorder

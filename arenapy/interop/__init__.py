@@ -1,0 +1,1 @@
+"""arenapy for other libraries, a module each. Each needs its library when it is used."""

@@ -1,0 +1,246 @@
+"""torch with arenapy's memory: one line gives a program's tensors to a Pool.
+
+What lives here: torch's side, which is its CUDAPluggableAllocator. What does not: the functions
+that it calls (raw_blocks).
+
+torch keeps its own figures only for its own allocator, so its `memory_stats`, on which the others
+are built, shows the Pool's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from arenapy.interop import raw_blocks
+from arenapy.pool.pool import Pool
+
+__all__ = ["mem_pool", "use"]
+
+LEGACY = 1  # the legacy default stream, torch's default, whose handle is 0
+OLDEST = (2, 6)
+
+_allocator: Any = None  # torch's object for our functions
+
+
+def use(*pools: Pool) -> None:
+    """Let torch allocate all its CUDA tensors from Pools, until the program ends.
+
+    Call it before the first CUDA tensor is made.
+
+    Parameters
+    ----------
+    *pools : Pool
+        One for each device that the program uses, over ``cuda.Device(n)`` or ``cuda.DriverPool``.
+
+    Raises
+    ------
+    ImportError
+        There is no torch, or one without CUDA; the message says what to install.
+    TypeError, ValueError
+        For what is no Pool, a Pool that is not over memory of a device, or two of one device.
+    RuntimeError
+        torch has allocated already, or other Pools are in use; nothing has changed then.
+
+    Notes
+    -----
+    A tensor that is dropped goes back in the order of its stream, and is reused on that stream at
+    once; ``tensor.record_stream`` is honoured. ``torch.cuda.empty_cache`` trims the Pools.
+    ``torch.cuda.memory_stats`` and what is built on it show their figures; only ``requested_bytes``
+    and those of the small and large pool of torch's own allocator are 0. A request that does not
+    fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Capture into a graph:
+    tensors that exist are used as ever, but allocation in a capture raises RuntimeError, so
+    ``torch.cuda.graph`` works if the captured code makes no tensors.
+
+    Thread-safety: torch's threads allocate and free without the GIL. A Pool that records, or has
+    ``trim_after=`` or ``debug=True``, takes the GIL each time.
+
+    Examples
+    --------
+    >>> import arenapy                                                     # doctest: +SKIP
+    >>> from arenapy import cuda
+    >>> from arenapy.interop import torch as arenapy_torch
+    >>> arenapy_torch.use(arenapy.Pool(source=cuda.Device()))              # doctest: +SKIP
+    """
+    by_device = _by_device(pools)
+    if raw_blocks.pools_in_use() == by_device and _in_use():
+        return
+    torch = _torch()
+    _serve(torch, by_device)
+    try:
+        torch.cuda.memory.change_current_allocator(_allocator)
+    except RuntimeError as error:
+        raw_blocks.withdraw(by_device)
+        raise RuntimeError(
+            "torch has allocated CUDA memory already, and then cannot change its allocator: call "
+            "use() before the first CUDA tensor is made"
+        ) from error
+    torch._C._cuda_memoryStats = _memory_stats
+    torch._C._cuda_resetPeakMemoryStats = _reset_peak
+    torch._C._cuda_resetAccumulatedMemoryStats = _keep_totals
+
+
+def mem_pool(pool: Pool) -> Any:
+    """Let torch allocate from a Pool within a scope, with its own allocator in front.
+
+    Parameters
+    ----------
+    pool : Pool
+        Over memory of a device. The program keeps it.
+
+    Returns
+    -------
+    torch.cuda.MemPool
+        For ``with torch.cuda.use_mem_pool(...)``. torch takes segments of 2 and 20 MiB and more
+        from the Pool, and gives them back when the MemPool is gone.
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError, RuntimeError
+        As :func:`use` does.
+
+    Examples
+    --------
+    >>> scope = arenapy_torch.mem_pool(pool)                               # doctest: +SKIP
+    >>> with torch.cuda.use_mem_pool(scope):                               # doctest: +SKIP
+    ...     x = torch.zeros(1000, device="cuda")
+    """
+    by_device = _by_device((pool,))
+    torch = _torch()
+    if _in_use():
+        raise RuntimeError("use() has given all of torch's memory to Pools; it needs no MemPool")
+    if raw_blocks.pools_in_use() != by_device:
+        _serve(torch, by_device)
+    return torch.cuda.MemPool(_allocator.allocator())
+
+
+def _by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
+    by_device: dict[int, Pool] = {}
+    if not pools:
+        raise TypeError("no pool was given; give one for each device that the program uses")
+    for pool in pools:
+        if not isinstance(pool, Pool):
+            raise TypeError(f"{pool!r} is no Pool; give arenapy.Pool(source=arenapy.cuda.Device())")
+        # Of managed memory, whose kind the host sees, no stream has the blocks.
+        if pool.kind != "device":
+            raise ValueError(
+                f"{pool!r} is over {pool.kind} memory, and torch wants memory of a device; give "
+                "arenapy.Pool(source=arenapy.cuda.Device())"
+            )
+        device = raw_blocks.device_of(pool)
+        if device in by_device:
+            raise ValueError(f"two pools are given for device {device}; give one for each device")
+        by_device[device] = pool
+    return by_device
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "arenapy.interop.torch needs torch, which is not installed: pip install torch"
+        ) from error
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(
+            f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST))}, the oldest "
+            "that arenapy.interop.torch supports: pip install --upgrade torch"
+        )
+    if not torch.backends.cuda.is_built():
+        raise ImportError(f"torch {torch.__version__} was built without CUDA; install one with it")
+    return torch
+
+
+def _in_use() -> bool:
+    import sys
+
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._cuda_memoryStats is _memory_stats
+
+
+def _serve(torch: Any, by_device: dict[int, Pool]) -> None:
+    global _allocator
+    if others := raw_blocks.pools_in_use():
+        raise RuntimeError(
+            f"torch allocates from {list(others.values())} already; a program has one Pool for "
+            "each device: give all of them to the first call"
+        )
+    if _allocator is None:
+        _allocator = _plug(torch)
+
+    def named(device: int, handle: int) -> Any:
+        # An object keeps its stream for sure, which a number does not.
+        if handle in (0, LEGACY):
+            return LEGACY
+        current = torch.cuda.current_stream(device)
+        return current if current.cuda_stream == handle else handle
+
+    raw_blocks.serve(by_device, named)
+
+
+def _plug(torch: Any) -> Any:
+    """torch's object for the functions of raw_blocks."""
+    library = raw_blocks.__file__
+    lib = Path(torch.__file__).parent / "lib"
+    plugged = torch.cuda.memory.CUDAPluggableAllocator(
+        library, "arenapy_interop_alloc", "arenapy_interop_free"
+    )
+    if not raw_blocks.raise_as_torch(str(lib / "libc10.so"), str(lib / "libc10_cuda.so")):
+        raise ImportError(
+            f"torch {torch.__version__} does not have the function by which errors are raised; "
+            "tell the developers of arenapy"
+        )
+    inner = plugged.allocator()
+    for setter, function in {
+        "set_record_stream_fn": "record_stream",
+        "set_reset_fn": "trim",
+        "set_begin_allocate_to_pool": "capture_begins",
+        "set_end_allocate_to_pool_fn": "capture_ends",
+    }.items():
+        getattr(inner, setter)(raw_blocks.address(function))
+    return plugged
+
+
+# ---- torch's figures ------------------------------------------------------------------------
+
+
+def _memory_stats(device: int) -> dict[str, Any]:
+    pool = raw_blocks.pools_in_use().get(device)
+    figures: dict[str, Any] = {}
+    stats = pool.stats() if pool is not None else None
+
+    def stat(current: int = 0, peak: int = 0, allocated: int = 0, freed: int = 0) -> dict[str, Any]:
+        none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        every = {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
+        return {"all": every, "small_pool": none, "large_pool": dict(none)}
+
+    if stats is None:
+        live = blocks = total = peak = reserved = idle = regions = 0
+    else:
+        live, peak = stats.allocated_bytes, stats.peak_bytes
+        blocks, total = stats.active_allocations, stats.total_allocations
+        reserved, idle, regions = stats.reserved_bytes, stats.idle_bytes, stats.regions
+        live += stats.pending_bytes
+    figures["allocation"] = stat(blocks, blocks, total, total - blocks)
+    figures["allocated_bytes"] = figures["active_bytes"] = stat(live, max(peak, live))
+    figures["active"] = figures["allocation"]
+    figures["reserved_bytes"] = stat(reserved, reserved)
+    figures["inactive_split_bytes"] = stat(idle, idle)
+    figures["segment"] = stat(regions, regions)
+    figures["inactive_split"] = figures["requested_bytes"] = stat()
+    for name in ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
+                 "num_device_free"):  # fmt: skip
+        figures[name] = 0
+    figures["max_split_size"] = -1
+    for name in ("oversize_allocations", "oversize_segments"):
+        figures[name] = stat()["all"]
+    return figures
+
+
+def _reset_peak(device: int) -> None:
+    pool = raw_blocks.pools_in_use().get(device)
+    if pool is not None:
+        pool.reset_peak()
+
+
+def _keep_totals(device: int) -> None:
+    """A Pool counts from its beginning."""

@@ -1,0 +1,111 @@
+"""The tables that allocators keep beside the memory: they grow to their end, and go with it."""
+
+import gc
+from pathlib import Path
+
+import pytest
+from helpers import PAGE, in_threads
+from sources import Adjacent, Regions
+
+from arenapy import Bump, Pool, Slab, trace
+
+PLACES = 4096 // 8  # of a table of words, one in so many lengths ends with a page
+
+
+def address_space():
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+
+def used(allocator):
+    """It has grown, and all is free again."""
+    kept = [allocator.alloc(PAGE) for _ in range(20)]
+    kept.clear()
+
+
+ALLOCATORS = {
+    "bump": lambda: Bump(4 * PAGE, Regions(), max_bytes=1 << 20),
+    "slab": lambda: Slab(PAGE, 4, Regions(), max_count=256),
+    "pool": lambda: Pool(1 << 20, Regions(), 4 * PAGE),
+}
+
+
+@pytest.mark.parametrize("kind", ALLOCATORS)
+def test_nothing_is_left_of_a_dropped_allocator(kind):
+    for _ in range(5):
+        used(ALLOCATORS[kind]())
+    gc.collect()
+    before = address_space()
+    for _ in range(40):
+        used(ALLOCATORS[kind]())
+    gc.collect()
+    assert address_space() < before + 40 * PAGE
+
+
+@pytest.mark.parametrize("kind", ["slab", "pool"])
+def test_every_threads_table_counts(kind):
+    allocator = ALLOCATORS[kind]()
+    used(allocator)
+    before = allocator.stats().metadata_bytes
+    in_threads(*[lambda: allocator.alloc(PAGE)] * 8)
+    assert allocator.stats().metadata_bytes >= before + 5 * PAGE
+
+
+def test_a_slabs_tables_end_anywhere_in_a_page():
+    for count in range(600, 600 + PLACES):
+        slab = Slab(16, count)
+        for _ in range(2):
+            slab.alloc_many(count).clear()
+            slab.check()
+
+
+def test_a_bump_in_many_pieces():
+    """Held Buffers split its memory, and each piece in use is an entry of a table."""
+    arena = Bump(64 * PAGE)
+    blocks = [arena.alloc(64) for _ in range(200)]
+    kept = [memoryview(block) for block in blocks[::2]]
+    del blocks
+    arena.reset()
+    for _ in range(100):
+        arena.alloc(64)
+        arena.check()
+    kept.clear()
+    arena.reset()
+    arena.check()
+    assert arena.alloc(64 * PAGE)
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_the_region_that_was_idle_longest_goes_first(first):
+    pool = Pool(64 << 20, Adjacent(), 2 << 20)
+    blocks = [pool.alloc(2 << 20) for _ in range(3)]
+    begins = [block.address for block in blocks]
+    small = pool.alloc(64)
+    for i in range(3):
+        blocks[(first + i) % 3].release()
+        pool.alloc(64).release()
+    assert len(pool.regions) == 4, small
+    pool.trim(pool.stats().idle_bytes - (2 << 20))
+    left = [region.address for region in pool.regions]
+    gone = [begin for begin in begins if not any(at <= begin < at + (2 << 20) for at in left)]
+    assert gone == [begins[first]]
+
+
+def test_a_pools_growth_is_recorded(tmp_path):
+    pool = Pool(16 << 20, Regions(), 2 << 20)
+    with trace.record(pool, tmp_path / "trace"):
+        kept = pool.alloc(4 << 20)
+    events = trace.load(tmp_path / "trace").events
+    grown = events[events["operation"] == trace.OPERATIONS["grow"]]
+    assert sorted(grown["address"].tolist()) == sorted(one.address for one in pool.regions), kept
+
+
+def test_a_thread_keeps_the_blocks_that_it_frees():
+    """Sixty small ones fit into its magazine, so that another thread gets none of them."""
+    pool = Pool(1 << 20)
+    blocks = [pool.alloc(64) for _ in range(60)]
+    places = {block.address for block in blocks}
+    blocks.clear()
+    [[*others]] = in_threads(lambda: [pool.alloc(64) for _ in range(60)])
+    assert not places & {block.address for block in others}
+    assert {pool.alloc(64).address for _ in range(60)} <= places

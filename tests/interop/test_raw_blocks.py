@@ -1,0 +1,246 @@
+"""The C functions that torch calls: blocks by device and stream, without Buffers and the GIL."""
+
+import ctypes
+import random
+import threading
+import weakref
+from typing import ClassVar
+
+import pytest
+from cuda_machine import StreamMachine, Wrapped
+from hypothesis.stateful import run_state_machine_as_test
+from simulated_driver import simulated
+from simulated_gpu import RELAXED
+
+from arenapy import OutOfMemory, Pool, cuda
+from arenapy.interop import raw_blocks
+
+MIB = 1 << 20
+LEGACY = 1  # torch's default stream, by the handle 0
+
+library = ctypes.CDLL(raw_blocks.__file__)
+alloc = library.arenapy_interop_alloc
+alloc.restype = ctypes.c_void_p
+alloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+free = library.arenapy_interop_free
+free.restype = None
+free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+record_stream = library.arenapy_interop_record_stream
+record_stream.restype = None
+record_stream.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+
+
+class RawBuffer:
+    """A tensor's memory: freed with the stream that it was allocated for, when it is dropped."""
+
+    def __init__(self, nbytes, handle):
+        self.address, self.nbytes, self.handle = alloc(nbytes, 0, handle), nbytes, handle
+        if not self.address:
+            raise OutOfMemory(nbytes)
+
+    def record_stream(self, stream):
+        record_stream(self.address, handle_of(stream))
+
+    release = record_stream  # it is dropped next
+
+    def drop(self):
+        if self.address:
+            free(self.address, self.nbytes, 0, self.handle)
+            self.address = None
+
+    __del__ = drop
+
+
+def handle_of(stream):
+    return stream if isinstance(stream, int) else stream.handle_
+
+
+class Served:
+    """A Pool as the machines use an allocator."""
+
+    def __init__(self, pool):
+        self.out = weakref.WeakSet()
+        self.check, self.stats, self.trim = pool.check, pool.stats, pool.trim
+
+    def alloc(self, nbytes, stream=None):
+        buffer = RawBuffer(nbytes, 0 if stream is None else handle_of(stream))
+        self.out.add(buffer)
+        return buffer
+
+
+class RawMachine(StreamMachine):
+    """Kernels on any streams. The objects of two streams keep them, as torch's do."""
+
+    OPTIONS: ClassVar = {}
+
+    def make(self):
+        self.by_device = {0: Pool(4 * MIB, cuda.Device(), **self.OPTIONS)}
+        raw_blocks.serve(self.by_device, lambda device, handle: self.objects[handle or LEGACY])
+        return Served(self.by_device[0])
+
+    def copy(self, block, stream, keep):
+        """There is no Buffer to copy."""
+
+    def end(self):
+        try:
+            super().end()
+        finally:
+            for buffer in list(self.allocator.out):  # in a cycle with a traceback
+                buffer.drop()
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            raw_blocks.withdraw(self.by_device)
+            del self.by_device
+
+
+@pytest.mark.parametrize("options", [{}, {"trim_after": 0}, {"debug": True}])
+def test_streams(options):
+    run_state_machine_as_test(type("Raw", (RawMachine,), {"OPTIONS": options}))
+
+
+@pytest.fixture
+def driver():
+    with simulated() as one, one.on(0):
+        yield one
+
+
+@pytest.fixture
+def serve():
+    served = []
+
+    def begin(pool, named=lambda device, handle: handle or LEGACY):
+        by_device = {0: pool}
+        raw_blocks.serve(by_device, named)
+        served.append(by_device)
+        return pool
+
+    yield begin
+    for by_device in served:
+        raw_blocks.withdraw(by_device)
+
+
+def test_no_memory(driver, serve, capfd):
+    """Without torch nothing raises its exception; the message says what the Pool's would."""
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    blocks = [alloc(2 * MIB, 0, 0) for _ in range(2)]
+    assert all(blocks)
+    assert alloc(2 * MIB, 0, 0) is None
+    assert "2097152 bytes do not fit into the pool" in capfd.readouterr().err
+    for block in blocks:
+        free(block, 2 * MIB, 0, 0)
+    assert pool.stats().allocated_bytes == 0
+    free(alloc(2 * MIB, 0, 0), 2 * MIB, 0, 0)
+    pool.check()
+
+
+def test_a_device_without_a_pool(driver, serve, capfd):
+    serve(Pool(4 * MIB, cuda.Device()))
+    assert alloc(64, 3, 0) is None
+    assert "no pool was given for device 3, only for [0]" in capfd.readouterr().err
+
+
+def test_nothing_is_no_block(driver, serve):
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    assert alloc(0, 0, 0) is None
+    free(None, 0, 0, 0)
+    assert pool.stats().total_allocations == 0
+
+
+def test_what_is_no_block_is_refused(driver, serve, capfd):
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    block = alloc(64, 0, 0)
+    free(block, 64, 0, 0)
+    free(block, 64, 0, 0)
+    assert "is no live block of a pool in use" in capfd.readouterr().err
+    free(alloc(64, 0, 0) + 8, 64, 0, 0)
+    assert "is no live block of a pool in use" in capfd.readouterr().err
+    assert pool.stats().active_allocations == 1
+    pool.check()
+
+
+def test_no_block_while_a_graph_is_captured(driver, serve, capfd):
+    """Each launch would use it. The quick way does not ask the driver, so it is not taken then."""
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    stream = cuda.Stream()
+    handle = stream.__cuda_stream__()[1]
+    raw_blocks.withdraw({0: pool})
+    raw_blocks.serve({0: pool}, lambda device, handle: stream if handle else LEGACY)
+    free(alloc(64, 0, handle), 64, 0, handle)
+    free(alloc(64, 0, 0), 64, 0, 0)
+    driver.begin_capture(handle, RELAXED)
+    library.arenapy_interop_capture_begins(0)
+    try:
+        assert alloc(64, 0, handle) is None
+        assert "is being captured into a graph" in capfd.readouterr().err
+    finally:
+        library.arenapy_interop_capture_ends(0)
+        assert driver.end_capture(handle)
+    free(alloc(64, 0, handle), 64, 0, handle)
+    assert pool.stats().active_allocations == 0
+
+
+def test_a_recording_has_the_blocks(driver, serve, tmp_path):
+    import arenapy.trace
+
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    free(alloc(4096, 0, 0), 4096, 0, 0)
+    with arenapy.trace.record(pool, tmp_path / "t.trace"):
+        free(alloc(4096, 0, 0), 4096, 0, 0)
+    events = arenapy.trace.load(tmp_path / "t.trace").events
+    assert [event["operation"] for event in events[-2:]] == [1, 2]
+    assert events[-1]["address"] == events[-2]["address"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_threads_without_the_gil(driver, serve, kept):
+    """ctypes calls without it. Each thread's blocks have its bytes until it frees them, and others
+    free some of them."""
+    stream = driver.got("cuStreamCreate", ctypes.c_void_p, 1)
+    objects = {stream: Wrapped(stream)}
+    pool = serve(Pool(64 * MIB, cuda.Device()), lambda device, handle: objects.get(handle, LEGACY))
+    handle = stream if kept else 0
+    given, wrong = [], []
+    lock = threading.Lock()
+
+    def work(number):
+        rng = random.Random(number)
+        mine = []
+        for i in range(1500):
+            nbytes = rng.choice((256, 4096, 40_000, 300_000))
+            block = alloc(nbytes, 0, handle)
+            pattern = bytes([number]) * 64
+            ctypes.memmove(block, pattern, 64)
+            mine.append((block, nbytes, pattern))
+            if len(mine) > 20:
+                block, nbytes, pattern = mine.pop(rng.randrange(len(mine)))
+                if ctypes.string_at(block, 64) != pattern:
+                    wrong.append(block)
+                if i % 3:
+                    free(block, nbytes, 0, handle)
+                else:
+                    with lock:
+                        given.append((block, nbytes))
+                        block, nbytes = given.pop(0)
+                    free(block, nbytes, 0, handle)
+        for block, nbytes, _ in mine:
+            free(block, nbytes, 0, handle)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for block, nbytes in given:
+        free(block, nbytes, 0, handle)
+    assert not wrong
+    assert pool.stats().active_allocations == 0
+    pool.check()
+
+
+def test_one_thing_is_no_pool():
+    with pytest.raises(TypeError):
+        raw_blocks.serve({0: object()}, None)
+    assert raw_blocks.pools_in_use() == {}
