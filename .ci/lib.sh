@@ -90,7 +90,7 @@ packages() {
 # The package is built several times: what was translated by Cython once, or compiled alike, is not
 # again.
 cache_compiler() {
-    export CC='ccache gcc' CCACHE_DIR=$WORK/ccache CCACHE_NOHASHDIR=1 CYTHON_CACHE_DIR=$WORK/cython
+    export CC='ccache gcc' CCACHE_DIR=$WORK/ccache CCACHE_NOHASHDIR=1 ARENAPY_TRANSLATED=$WORK/translated
 }
 
 # Copies what git would commit (and has not been told to ignore) into a new directory.

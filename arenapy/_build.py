@@ -5,9 +5,12 @@ yet. What lives here: the platform check, the flags and Cython directives that e
 module shares, NumPy's headers for the one module that may see them, and where generated files go.
 """
 
+import contextlib
+import hashlib
 import importlib.metadata
 import os
 import runpy
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,14 @@ class build_ext(_build_ext):  # type: ignore[misc]
     def cythonize(self) -> None:
         """Replace each extension's sources by the generated ones, current with every .pxd."""
         generated = Path("build", f"cython-{importlib.metadata.version('cython')}")
+        kept = kept_translation(generated.name)
+        if kept is not None and kept.exists():
+            shutil.copytree(kept, generated, dirs_exist_ok=True)
+            for extension in self.extensions:
+                extension.sources = [
+                    str(generated / Path(source).with_suffix(".c")) for source in extension.sources
+                ]
+            return
         hook_changed = any(
             c_file.stat().st_mtime < Path(__file__).stat().st_mtime
             for c_file in generated.rglob("*.c")
@@ -125,11 +136,16 @@ class build_ext(_build_ext):  # type: ignore[misc]
             compiler_directives=DIRECTIVES,
             force=self.force or hook_changed,
             nthreads=CORES,
-            cache=os.environ.get("CYTHON_CACHE_DIR", False),  # several trees share what it makes
         )
         for extension, new in zip(self.extensions, translated, strict=True):
             extension.sources = new.sources
             extension.depends = [*new.depends, __file__]
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_name(f"{kept.name}.{os.getpid()}")
+            shutil.copytree(generated, part)
+            with contextlib.suppress(OSError):  # another build was quicker
+                part.rename(kept)
 
 
 class sdist(_sdist):  # type: ignore[misc]
@@ -145,6 +161,21 @@ class sdist(_sdist):  # type: ignore[misc]
         for product in ("asv_benches/.asv", "docs/_build", "tests/downstream/build"):
             self.filelist.prune(product)
         super().make_distribution()
+
+
+def kept_translation(cython: str) -> Path | None:
+    """Where builds of the same sources in several trees share their C files, if they are to.
+
+    Cython's own cache is for one path of Cython, and each of pip's isolated builds has another.
+    """
+    folder = os.environ.get("ARENAPY_TRANSLATED")
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for source in sorted([*HERE.rglob("*.pyx"), *HERE.rglob("*.pxd"), Path(__file__)]):
+        digest.update(f"{source.relative_to(HERE)} {source.stat().st_size} ".encode())
+        digest.update(source.read_bytes())
+    return Path(folder, f"{cython}-{digest.hexdigest()[:16]}")
 
 
 def compile_time(extension: Any) -> int:
