@@ -298,11 +298,11 @@ def test_ctrl_c_stops_all_threads(mapping, populate_error):
     address = mapping(64 * MIB)
     populate_error(errno.EINTR)
     timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     start = time.monotonic()
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
         vm.prefault(address, 64 * MIB, threads=4)
-    assert 0.1 < time.monotonic() - start < 5
+    assert 0.1 < time.monotonic() - start < 30  # s: other programs may have the cores
     timer.join()
     assert all_ended_beyond(before)
 

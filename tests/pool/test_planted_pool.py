@@ -146,10 +146,11 @@ def test_time_takes_what_was_not_used_and_nothing_else():
     (old, new), fences = fenced(pool, [3 * MIB, 4 * MIB])
     pool.trim()
     where = new.address
-    old.release()
-    assert pool._trim_stale() == 0 and idle_blocks(pool), "it was used just now"
     begun = time.monotonic()
-    freed = None
+    old.release()
+    kept_for_now = pool._trim_stale() == 0 and idle_blocks(pool)
+    assert kept_for_now or time.monotonic() > begun + 0.3, "it was used just now"
+    freed = None  # unless other programs had the cores meanwhile
     while 3 * MIB in idle_blocks(pool).values():  # others come and go meanwhile
         assert time.monotonic() < begun + 20, "it is never given back"
         pool.alloc(100).release()
@@ -158,7 +159,8 @@ def test_time_takes_what_was_not_used_and_nothing_else():
             freed = time.monotonic()
             new.release()
     assert time.monotonic() > begun + 0.2, "too early"
-    assert idle_blocks(pool) == {where: 4 * MIB} or time.monotonic() > freed + 0.3
+    if freed is not None:
+        assert idle_blocks(pool) == {where: 4 * MIB} or time.monotonic() > freed + 0.3
     del fences, kept
 
 
