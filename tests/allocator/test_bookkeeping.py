@@ -30,16 +30,17 @@ ALLOCATORS = {
 }
 
 
+@pytest.mark.no_sanitizer  # which maps memory of its own
 @pytest.mark.parametrize("kind", ALLOCATORS)
 def test_nothing_is_left_of_a_dropped_allocator(kind):
-    for _ in range(5):
-        used(ALLOCATORS[kind]())
-    gc.collect()
-    before = address_space()
-    for _ in range(40):
-        used(ALLOCATORS[kind]())
-    gc.collect()
-    assert address_space() < before + 40 * PAGE
+    growth = []
+    for _ in range(4):  # malloc may take some memory once
+        before = address_space()
+        for _ in range(40):
+            used(ALLOCATORS[kind]())
+        gc.collect()
+        growth.append(address_space() - before)
+    assert min(growth) < 40 * PAGE
 
 
 @pytest.mark.parametrize("kind", ["slab", "pool"])
