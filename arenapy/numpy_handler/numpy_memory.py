@@ -29,7 +29,7 @@ from arenapy.pool.pool import Pool
 if TYPE_CHECKING:  # they are slow to import, and a program's start waits for this module
     from numpy.typing import NDArray
 
-    from arenapy.stats import Bytes, NumpyMemoryStats
+    from arenapy.stats import NumpyMemoryStats
 
 __all__ = ["Handle", "handles", "numpy_memory"]
 
@@ -56,7 +56,7 @@ class Handle:
     allocator: Any
     region: Region
     address: int
-    nbytes: Bytes
+    nbytes: int
     offset: int
 
 
