@@ -25,9 +25,7 @@ cdef extern from *:
     #ifndef ARENAPY_BIASED_H
     #define ARENAPY_BIASED_H
     #include <errno.h>
-    #include <pthread.h>
     #include <sched.h>
-    #include <signal.h>
     #include <stdint.h>
     #include <time.h>
     #include <unistd.h>
@@ -45,26 +43,8 @@ cdef extern from *:
     static int arenapy_membarrier(int command) {
         return syscall(SYS_membarrier, command, 0, 0) == 0;
     }
-    static void *arenapy_register(void *unused) {
-        (void)unused;
-        arenapy_membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
-        return 0;
-    }
-    /* To register takes 10 to 20 ms in a process that has threads, and OpenBLAS starts some when
-       NumPy is imported. So a thread does it there, and nobody waits but who is earlier. */
-    extern char __libc_single_threaded __attribute__((weak));    /* glibc 2.32 */
-    static void arenapy_register_soon(void) {
-        sigset_t all, before;
-        pthread_t thread;
-        if (&__libc_single_threaded == 0 || __libc_single_threaded) {
-            arenapy_register(0);
-            return;
-        }
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        if (pthread_create(&thread, 0, arenapy_register, 0) == 0) pthread_detach(thread);
-        pthread_sigmask(SIG_SETMASK, &before, 0);
-    }
+    /* Asks only. To register takes 10 to 20 ms in a process that has threads, and OpenBLAS starts
+       some when NumPy is imported: whoever takes a lock from its owner first does it. */
     static int arenapy_may_own(void) {
         static int may = -1;
         int known = __atomic_load_n(&may, __ATOMIC_RELAXED);
@@ -72,8 +52,6 @@ cdef extern from *:
             long commands = syscall(SYS_membarrier, MEMBARRIER_CMD_QUERY, 0, 0);
             known = commands > 0 && (commands & MEMBARRIER_CMD_PRIVATE_EXPEDITED) != 0;
             __atomic_store_n(&may, known, __ATOMIC_RELAXED);
-            if (known && !arenapy_membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED))
-                arenapy_register_soon();
         }
         return known;
     }
