@@ -64,7 +64,7 @@ def test_it_is_kept_while_anybody_wants_it(run_script):
     run_script(
         PRELUDE
         + f"""
-        from hypothesis import event, given, settings, strategies as st
+        from hypothesis import HealthCheck, event, given, settings, strategies as st
 
         OPTIONS = [{{}}, {{"libc": "keep"}}, {{"libc": "keep", "threads": True}},
                    {{"libc": "keep", "on_full": "error"}}, {{"threads": True}}]
@@ -74,7 +74,7 @@ def test_it_is_kept_while_anybody_wants_it(run_script):
             pass
 
         @settings(max_examples={4 * settings().max_examples}, deadline=None, database=None,
-                  derandomize=True)
+                  derandomize=True, suppress_health_check=list(HealthCheck))
         @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, len(OPTIONS) - 1))))
         def programs(steps):
             pool = Pool(1 << 20)
