@@ -14,9 +14,11 @@ scripts from.
 """
 
 import argparse
+import collections
 import functools
 import http.server
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from asv_benches.dashboard import history, offline
+from asv_benches.dashboard import history, look, offline
 
 HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parent
@@ -35,6 +37,7 @@ CONF = HERE / "asv.conf.json"
 RESULTS = HERE / "dashboard" / "results"
 SITE = HERE / ".asv" / "html"
 MEASURED = ("arenapy", "pyproject.toml")  # a commit that touches nothing else has the same figures
+LEAST_COMMITS = 3  # of a graph
 #: Minutes a commit; the others (curves, layouts, programs, threads, traces) take an hour.
 USUAL = "bench_(instructions|import|latency|export|faults|lifetime|numpy|prefault)"
 #: asv's own are for machines that nobody waits for. Two rounds, one up the commits and one down, so
@@ -112,11 +115,43 @@ def configuration(folder, **changes):
     paths = {"repo": str(ROOT), "benchmark_dir": str(HERE), "env_dir": str(HERE / ".asv" / "env")}
     path = Path(folder, "asv.conf.json")
     path.write_text(json.dumps(json.loads(CONF.read_text()) | paths | changes))
-    return path
+    return str(path)
+
+
+def of_machine(results, name, folder):
+    """A copy, in `folder`, of one machine's results, and of the benchmarks that it can draw.
+
+    asv would show every benchmark for every machine: empty tiles, files that are not there, and
+    the machine's properties in front of each line of a legend.
+    """
+    copy = Path(folder, name)
+    shutil.copytree(Path(results, name), copy / name)
+    ran = collections.Counter(
+        (benchmark, row[2])
+        for path in (copy / name).glob("*-*.json")
+        for benchmark, row in json.loads(path.read_text())["results"].items()
+        if any(isinstance(value, int | float) for value in row[0] or [])
+    )
+    known = json.loads(Path(results, "benchmarks.json").read_text())
+    list_version = {"version": known.pop("version")}
+    commits = {key: ran[key, one["version"]] for key, one in known.items()}
+    if few := [key for key, count in commits.items() if 0 < count < LEAST_COMMITS]:
+        print(f"note: {name} has measured {len(few)} benchmarks at fewer than {LEAST_COMMITS} "
+              f"commits, and they have no graph: {', '.join(few)}")  # fmt: skip
+    kept = {key: one for key, one in known.items() if commits[key] >= LEAST_COMMITS}
+    (copy / "benchmarks.json").write_text(json.dumps(list_version | kept))
+    return copy
+
+
+def machines(results):
+    """The names of the machines that have results, that with the most commits first."""
+    count = {path.parent.name: len(list(path.parent.glob("*-*.json")))
+             for path in Path(results).glob("*/machine.json")}  # fmt: skip
+    return sorted(count, key=lambda name: (-count[name], name))
 
 
 def publish(site=SITE, online=False, results=RESULTS):
-    """Make the site of all results."""
+    """Make the site of all results: the first machine's pages, and a folder for each other one."""
     if not online and (absent := offline.missing()):
         raise Refusal(
             f"the pages need files of Debian's packages: apt-get install {' '.join(absent)} "
@@ -124,12 +159,21 @@ def publish(site=SITE, online=False, results=RESULTS):
         )
     with tempfile.TemporaryDirectory() as folder:
         repository, copy = shown(results, folder)
-        path = configuration(
-            folder, repo=str(repository), results_dir=str(copy), html_dir=str(site)
-        )
-        asv("publish", "--no-pull", "--config", str(path))
-    if not online:
-        offline.localize(site)
+        first, *others = machines(copy)
+        places = {first: "."} | {name: name for name in others}
+        for name, place in places.items():
+            part = Path(site, place)
+            path = configuration(
+                folder, repo=str(repository), html_dir=str(part),
+                results_dir=str(of_machine(copy, name, folder)),
+                # What a peer does is no regression.
+                regressions_first_commits={f"^(?!.*({look.OURS}))": None},
+            )  # fmt: skip
+            asv("publish", "--no-pull", "--config", path)
+            if not online:
+                offline.localize(part)
+            folders = {other: os.path.relpath(at, place) for other, at in places.items()}
+            look.finish(part, name, folders)
     print(f"published: {site}")
 
 
@@ -197,11 +241,12 @@ def run(last, bench, name, commits=()):
         raise Refusal(f"no commit here touches {' or '.join(MEASURED)}")
     python = "{}.{}".format(*sys.version_info)
     start = time.perf_counter()
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(commits) + "\n")
-        file.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "commits.txt")
+        file.write_text("\n".join(commits) + "\n")
         asv(
-            "run", f"HASHFILE:{file.name}", "-E", f"virtualenv:{python}",
+            "run", f"HASHFILE:{file}", "--config", configuration(folder, results_dir=str(RESULTS)),
+            "-E", f"virtualenv:{python}",
             "--skip-existing-successful", "--show-stderr", *FEW_SAMPLES,
             *(["--bench", bench] if bench else []), *machine_arguments(name),
         )  # fmt: skip
@@ -224,7 +269,7 @@ def write_list():
     with tempfile.TemporaryDirectory() as folder:
         path = configuration(folder, results_dir=folder)
         asv(
-            "run", "--config", str(path), "-E", f"existing:{sys.executable}",
+            "run", "--config", path, "-E", f"existing:{sys.executable}",
             "--bench", "just-discover", *machine_arguments("list"),
         )  # fmt: skip
         shutil.copy(Path(folder, "benchmarks.json"), RESULTS)
@@ -234,10 +279,12 @@ def write_list():
 def gpu(name):
     """Measure the GPU with the packages of this Python; elsewhere everything is skipped."""
     commit = git("rev-parse", "HEAD").strip()
-    asv(
-        "run", "-E", f"existing:{sys.executable}", "--set-commit-hash", commit, "--show-stderr",
-        "--bench", "bench_gpu", *machine_arguments(name),
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        asv(
+            "run", "--config", configuration(folder, results_dir=str(RESULTS)),
+            "-E", f"existing:{sys.executable}", "--set-commit-hash", commit, "--show-stderr",
+            "--bench", "bench_gpu", *machine_arguments(name),
+        )  # fmt: skip
     tidy()
     for path in RESULTS.glob(f"*/{commit[:8]}-existing-*.json"):
         forget_place(path)

@@ -74,7 +74,7 @@ def measured(name, title, ways):
     def setup(self, counts, allocator, size):
         look_up(counts, name, allocator, size)
 
-    @named(title, "us", version=version(ways))
+    @named(title, "μs", version=version(ways))
     def track_block(self, counts, allocator, size):
         """Made and dropped, the loop included."""
         return look_up(counts, name, allocator, size)

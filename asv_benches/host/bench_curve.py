@@ -162,13 +162,13 @@ class PythonCurve:
 
 
 class EachCall:
-    """asv: the dearest single call, and bytes of bookkeeping a block."""
+    """asv: the slowest single call, and bytes of bookkeeping a block."""
 
     params = (COUNTS[3:], tuple(KINDS))
     param_names = ("live", "sizes")
     timeout = 600
 
-    @named("The dearest single call of a Pool", "ns")
+    @named("The slowest single call of a Pool", "ns")
     def track_worst_call(self, live, sizes):
         """Of filling, freeing and filling again."""
         found = each_call(live, KINDS[sizes])

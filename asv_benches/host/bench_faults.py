@@ -144,7 +144,9 @@ class MixedFaults:
         return mixed_faults(empty, MIXED_ITERATIONS, largest)
 
 
-FirstTouch = timed("FirstTouch", "64 MiB made, a byte of each page written", TOUCH, namespace, 1)
+FirstTouch = timed(
+    "FirstTouch", "64 MiB made, a byte of each page written", TOUCH, namespace, 1, unit="ms"
+)
 
 
 def lines(quick):

@@ -244,7 +244,7 @@ def pool_lines(quick):
             )
     ours = [found[name] for name in POOL.values()]
     yield Line(
-        "pool", "pool.alloc, the dearest size / the cheapest", max(ours) / min(ours), limit=1.3
+        "pool", "pool.alloc, the slowest size / the quickest", max(ours) / min(ours), limit=1.3
     )
     for shape in SHAPES:
         ratio = found[f"pool.empty({shape})"] / found[f"np.empty({shape})"]

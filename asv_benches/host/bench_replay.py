@@ -17,7 +17,7 @@ from arenapy.commands.replay.command import replay
 from arenapy.commands.replay.loop import NoHeap, PoolHeap, run
 from arenapy.diagnostics.recorder import Recorder
 from asv_benches.gpu import traces as gpu_traces
-from asv_benches.support.rounds import CLOCK, Line, Way, medians, named
+from asv_benches.support.rounds import Line, Way, medians, named, turns
 
 EVENTS = 200_000
 NBYTES = 4096
@@ -98,12 +98,10 @@ def traced(name):
 
 
 class Recording:
-    """asv: 200,000 allocations and frees."""
+    """asv: an allocation or a free, recorded or not."""
 
     params = tuple(WAYS)
     param_names = ("way",)
-    number = 1
-    timer = CLOCK
 
     def setup(self, way):
         """A file, and a new recording into it."""
@@ -115,10 +113,10 @@ class Recording:
         """Remove the file."""
         self.folder.cleanup()
 
-    @named("Recording a trace: 200,000 allocations and frees")
-    def time_200_000(self, way):
-        """Do them all."""
-        self.loop.timeit(1)
+    @named("An allocation or a free while a trace is recorded", "ns")
+    def track_event(self, way):
+        """The median of rounds, each with a file of its own if it is recorded."""
+        return turns({"": self.loop}, 1, 5)[""] / EVENTS * 1e9
 
 
 class Replay:

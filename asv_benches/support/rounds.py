@@ -65,12 +65,12 @@ class Line:
 
 
 class Ways:
-    """What asv times: 10,000 operations of one of `ways`, or more. `timed` makes classes of it."""
+    """What asv times: a call of each of `ways`. `timed` makes classes of it."""
 
     CALLS = 10_000
+    ROUNDS = 15
+    PER_SECOND: ClassVar[dict[str, float]] = {"ns": 1e9, "ms": 1e3}
     param_names = ("way",)
-    number = 1
-    repeat = (5, 50, 2.0)
     timeout = 300
     timer = CLOCK
     ways: ClassVar[dict[str, Way]]
@@ -86,31 +86,37 @@ class Ways:
         way = self.ways[way]
         for name in way.missing(names):
             raise NotImplementedError(f"{name} is not installed")
-        self.runs = max(1, self.CALLS // way.operations)
-        self.loop = way.loop(names, self.timer)
-        self.loop.timeit(self.runs)  # what happens once is not in the figure
+        self.loop, self.operations = way.loop(names, self.timer), way.operations
+
+    def call(self, unit):
+        """The time of a call: the median of rounds of at least `CALLS` calls."""
+        runs = max(1, self.CALLS // self.operations)
+        seconds = turns({"": self.loop}, runs, self.ROUNDS)[""]
+        return seconds / self.operations * self.PER_SECOND[unit]
 
 
-def timed(name, pretty_name, ways, namespace, calls=Ways.CALLS, timer=CLOCK):
-    """An asv class of that name: a graph with a line for each of `ways`, of at least `calls`."""
+def timed(name, pretty_name, ways, namespace, calls=Ways.CALLS, timer=CLOCK, unit="ns"):
+    """An asv class of that name: a graph with a line for each of `ways`, in this unit a call.
 
-    def time_calls(self, way):
+    A round has at least so many calls. asv's own `time_` would show the time of a round.
+    """
+
+    def track_call(self, way):
         """Run them."""
-        self.loop.timeit(self.runs)
+        return self.call(unit)
 
-    calls = max(calls, *(way.operations for way in ways.values()))
-    time_calls.pretty_name = pretty_name if calls == 1 else f"{pretty_name}: {calls:,} times"
+    track_call.pretty_name, track_call.unit = pretty_name, unit
     return type(
         name,
         (Ways,),
         {
             "__doc__": f"asv: {pretty_name}.",
             "ways": ways,
-            "CALLS": calls,
+            "CALLS": max(calls, *(way.operations for way in ways.values())),
             "params": tuple(ways),
             "namespace": staticmethod(namespace),
             "timer": staticmethod(timer),
-            "time_calls": time_calls,
+            "track_call": track_call,
             "version": version(ways),
         },
     )
