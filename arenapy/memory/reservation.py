@@ -2,7 +2,7 @@
 
 What lives here: `Reservation`, how a pool over `Host` grows in one range of addresses and gives
 parts of it back. What does not: which parts (the pool), the checks and explanations that every
-request shares (`request.py`), and the mapping, which its `Region` owns.
+request shares (`host_request.py`), and the mapping, which its `Region` owns.
 
 What holds for the whole range, NUMA node, huge pages, guard pages and fork, is set once, before
 there is a page; access, locks and pages come with each commit.

@@ -2,7 +2,7 @@
 
 What lives here: how a Buffer or a Region over a memfd goes through multiprocessing's pickler,
 and what the receiver makes of it. What does not: the mapping itself (sources, vm), fork
-(region), what a leased range means for an allocator (bump/arena, pool/page_heap, slab/core).
+(region), what a leased range means for an allocator (bump/core, pool/page_heap, slab/core).
 
 A lease is a read lock on the Buffer's bytes of the memfd, taken through an open file
 description of its own, whose descriptor is what travels. Whoever has that descriptor, or has

@@ -9,11 +9,9 @@ from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport N_SLOTS
 
 cdef enum:
-    # What a thread cache holds of one step up to 32 KiB: so many bytes, within two bounds.
-    MAGAZINE_BYTES = 256 << 10
-    MAGAZINE_LEAST = 8       # slots
     MAGAZINE_MOST = 64       # slots
-    LARGE_MOST = 256         # blocks above 32 KiB in a thread cache, at most
+    # Blocks above 32 KiB in a thread cache, at most. Callers have it compiled in: ARENAPY_ABI.
+    LARGE_MOST = 256
     DEPOT_MOST = 4 * MAGAZINE_MOST   # slots
     SLOTS_LEAST = 8          # in a span
     SLOTS_MOST = 64          # in a span: the bits of a word

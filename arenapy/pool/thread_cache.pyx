@@ -53,6 +53,9 @@ from arenapy.base.thread_slot cimport (
 )
 
 cdef enum:
+    # What a thread cache holds of one step up to 32 KiB: so many bytes, within two bounds.
+    MAGAZINE_BYTES = 256 << 10
+    MAGAZINE_LEAST = 8       # slots; the other bound is MAGAZINE_MOST
     STAGGER = 1024           # not on the cache lines that other arrays begin on
     # Before a pool grows for one thread, others keep what is free in their caches if it is no more
     # than this part of what is live, and so many bytes for each cache.

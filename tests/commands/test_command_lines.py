@@ -5,6 +5,7 @@ The options are read off the parsers themselves: a new one is in these tests by 
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -21,25 +22,22 @@ from arenapy import trace
 from arenapy.base.text import printable, printable_lines
 from arenapy.commands import cli, demo, fuzz, info, testing
 from arenapy.commands import command_line as common
-from arenapy.commands import trace as trace_command
 from arenapy.commands.compare import command as compare
 from arenapy.commands.compare.table import Run
 from arenapy.commands.compare.table import show as show_comparison
 from arenapy.commands.replay import command as replay
-from arenapy.commands.run import command as run
 from arenapy.testing import Program, Step
 
 TIMEOUT = 120
-#: Every program with options, and a command line for it that is complete.
+#: Every program with options, and a complete command line for it: `LINES` has what it needs.
+LINES = {
+    "run": ["x.py"], "compare": ["x.py"], "trace": ["x.trace"], "fuzz": ["a:b"],
+}  # fmt: skip
 PROGRAMS = {
-    "run": (run.main, ["x.py"]),
-    "compare": (compare.main, ["x.py"]),
-    "demo": (demo.main, []),
+    name: (importlib.import_module(module).main, LINES.get(name, []))
+    for name, (module, _) in cli.COMMANDS.items()
+} | {
     "demo --gpu": (demo.main, ["--gpu"]),
-    "info": (info.main, []),
-    "trace": (trace_command.main, ["x.trace"]),
-    "replay": (replay.main, []),
-    "fuzz": (fuzz.main, ["a:b"]),
     "guided": (testing.main, ["guided", "a:b", "--corpus", "c"]),
 }
 #: Numbers as nobody should write them.
