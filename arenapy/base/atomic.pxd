@@ -105,28 +105,6 @@ cdef extern from *:
     #else
     #define arenapy_finalizing() _Py_IsFinalizing()
     #endif
-    /* One bit of a word, by number, so that compilers use the instructions for bits. Atomic on
-       free-threaded builds only: elsewhere the GIL, or the lock of the word, orders the changes. */
-    static inline void arenapy_set_bit(uint64_t *p, uint64_t i) {
-        uint64_t bit = (uint64_t)1 << (i & 63);
-    #ifdef Py_GIL_DISABLED
-        __atomic_fetch_or(p, bit, __ATOMIC_RELAXED);
-    #else
-        uint64_t was = *p;
-        *p = was | bit;
-    #endif
-    }
-    static inline int arenapy_clear_bit(uint64_t *p, uint64_t i) {
-        uint64_t bit = (uint64_t)1 << (i & 63);
-    #ifdef Py_GIL_DISABLED
-        return (__atomic_fetch_and(p, ~bit, __ATOMIC_RELAXED) & bit) != 0;
-    #else
-        uint64_t was = *p;
-        if (!(was >> (i & 63) & 1)) return 0;
-        *p = was & ~bit;
-        return 1;
-    #endif
-    }
     /* A count that only threads with the GIL change, and others read: no locked instruction. */
     static inline void arenapy_count(uint64_t *p, int64_t n) {
     #ifdef Py_GIL_DISABLED
@@ -167,8 +145,6 @@ cdef extern from *:
     void spin_acquire "arenapy_spin_acquire" (arenapy_spin* lock) noexcept nogil
     void spin_release "arenapy_spin_release" (arenapy_spin* lock) noexcept nogil
     bint arenapy_finalizing() noexcept nogil
-    void set_bit "arenapy_set_bit" (uint64_t* p, uint64_t i) noexcept nogil
-    bint clear_bit "arenapy_clear_bit" (uint64_t* p, uint64_t i) noexcept nogil
 
 
 # What has no rank is the last in the order. (The lock of an object is checked on builds with a GIL,
