@@ -2,8 +2,9 @@
 
 A source is an immutable recipe; ``region(nbytes)`` carries it out. What lives here: their options,
 and the order of taking things and of giving them back should a later step fail. What may not:
-system calls (`vm`), what `Host` and `Shared` check and explain alike (`host_request.py`), and ownership,
-which `Region` takes over once everything has worked; which bytes are somebody's already (`claims`).
+system calls (`vm`), what `Host` and `Shared` check and explain alike (`host_request.py`), and
+ownership, which `Region` takes over once everything has worked; which bytes are somebody's already
+(`claims`).
 
 Thread-safety: sources may be used from any thread.
 """
