@@ -25,6 +25,22 @@ cimport cython
 from arenapy.base.sealed cimport seal
 from arenapy.linux.libc_malloc cimport keep, keep_no_more
 
+cdef extern from *:
+    """
+    /* Before 3.12 an allocation may collect garbage, also that of ContextVar.set, which holds no
+       reference to what it changes. A finalizer that sets a variable too, as the end of a
+       decorated generator does, would free it. */
+    #if PY_VERSION_HEX < 0x030C0000
+    #define arenapy_no_collection() PyGC_Disable()
+    #define arenapy_collection_again() PyGC_Enable()
+    #else
+    #define arenapy_no_collection() 0
+    #define arenapy_collection_again() 0
+    #endif
+    """
+    bint no_collection "arenapy_no_collection" () noexcept
+    int collection_again "arenapy_collection_again" () noexcept
+
 cdef extern from "numpy/arrayobject.h":
     object PyDataMem_SetHandler(object handler)
     object PyDataMem_GetHandler()
@@ -116,12 +132,18 @@ _stack = ContextVar("arenapy_numpy_memory", default=())
 
 cdef int put_in_force(tuple stack) except -1:
     """The last of these is what arrays are made under from now on; if it fails, nothing changes."""
-    before = PyDataMem_SetHandler((<Entry>stack[len(stack) - 1]).capsule)
+    cdef tuple _old = _stack.get()   # kept until then, so that nothing ends in between
+    cdef bint collects = no_collection()
     try:
-        _stack.set(stack if len(stack) > 1 else ())
-    except BaseException:
-        PyDataMem_SetHandler(before)
-        raise
+        before = PyDataMem_SetHandler((<Entry>stack[len(stack) - 1]).capsule)
+        try:
+            _stack.set(stack if len(stack) > 1 else ())
+        except BaseException:
+            PyDataMem_SetHandler(before)
+            raise
+    finally:
+        if collects:
+            collection_again()
     return 0
 
 

@@ -309,3 +309,43 @@ def test_an_object_is_made_once():
             memory.__init__(Pool(1 << 20), threads=False)
         assert memory.pool is pool
     assert threading.Thread.start is start
+
+
+# Garbage -----------------------------------------------------------------------------------------
+
+
+def test_garbage_that_leaves_is_not_collected_while_another_one_enters(run_script):
+    """Before Python 3.12 `ContextVar.set` may collect it, and then use what its end has freed."""
+    run_script(
+        """
+        import contextvars
+        import gc
+        from arenapy import Pool, numpy_memory
+        memory = numpy_memory(Pool(1 << 20))
+
+        @memory
+        def numbers():
+            yield 1
+            yield 2
+
+        def leave_unfinished():
+            others = [contextvars.ContextVar("other") for _ in range(40)]
+            for one in others:  # so that the variables are a tree
+                one.set(None)
+            gc.enable()
+            for threshold in range(1, 60):
+                gc.set_threshold(threshold)
+                unfinished = [numbers()]
+                next(unfinished[0])
+                unfinished.append(unfinished)
+                del unfinished
+                with memory:
+                    pass
+            gc.disable()  # what others set is theirs to guard
+
+        gc.disable()
+        for _ in range(1000):
+            contextvars.Context().run(leave_unfinished)
+        """,
+        env={"PYTHONMALLOC": "debug"},
+    )
