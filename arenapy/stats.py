@@ -73,8 +73,8 @@ class Figures:
 
     def _repr_html_(self) -> str:
         """Lay out a table for a notebook."""
-        rows = [(_words(name), shown) for name, shown in _shown(self)]
-        text = html_table(type(self).__name__, rows)
+        figures = [(_words(name), shown) for name, shown in _shown(self)]
+        text = html_table(type(self).__name__, figures)
         if by_class := _class_rows(self):
             rows = [html_row("th", CLASS_COLUMNS.values())]
             rows += [html_row("td", row) for row in by_class]

@@ -194,7 +194,8 @@ cdef class Allocator:
     def zeros(self, shape, dtype="f8", order="C"):
         """An array of zeros in this allocator's memory, 64-byte aligned.
 
-        The bytes are zero also where the memory was used before. Returns and raises as :meth:`empty`.
+        The bytes are zero also where the memory was used before. It returns and raises as
+        :meth:`empty`.
 
         Parameters
         ----------

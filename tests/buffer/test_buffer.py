@@ -84,7 +84,8 @@ def test_repr_is_short():
     assert repr(slab) == "<Slab host 2,000 items of 4 KiB, 1 live>"
     del item
     pool = arenapy.Pool(initial_bytes=4 * MIB)
-    x = pool.empty(MIB, "u1")
+    block = pool.alloc(MIB)
+    assert block.nbytes == MIB
     assert repr(pool) == "<Pool host 4 MiB, 1 MiB live, 3 MiB idle>"
 
 
