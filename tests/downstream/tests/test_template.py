@@ -1,8 +1,9 @@
 """The package of docs/cython_template, once it is built and installed: its result is NumPy's."""
 
-import arenapy
 import numpy as np
 import pytest
+
+import arenapy
 
 running_median = pytest.importorskip("running_median").running_median
 
