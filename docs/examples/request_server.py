@@ -28,23 +28,23 @@ class Handler(socketserver.StreamRequestHandler):  # of one client, in a thread 
     def handle(self):
         """Answer requests until the client goes, or one is refused."""
         head = bytearray(HEAD.size)
-        while self.rfile.readinto(head) == HEAD.size and self.answer(*HEAD.unpack(head)):
-            pass
+        going_on = True
+        while going_on and self.rfile.readinto(head) == HEAD.size:
+            with scratch.scope() as arena:  # at its end, nobody has the arrays of answer() any more
+                going_on = self.answer(*HEAD.unpack(head), arena)
 
-    def answer(self, count):
+    def answer(self, count, arena):
         """Answer one request; False if that cannot be. Its item is free again at the end."""
         try:
             item = requests.alloc(4 * count)
         except (ValueError, arenapy.OutOfMemory):  # negative, large; all items taken
             return self.request.sendall(REFUSED)
-        with scratch.scope() as arena:
-            if self.rfile.readinto(item) < item.nbytes:
-                return False
-            row = arena.copy(item.array(dtype="f4"))
-            row.sort()
-            self.request.sendall(HEAD.pack(count))
-            self.request.sendall(row)
-            del row  # what is held outlives the scope
+        if self.rfile.readinto(item) < item.nbytes:
+            return False
+        row = arena.copy(item.array(dtype="f4"))
+        row.sort()
+        self.request.sendall(HEAD.pack(count))
+        self.request.sendall(row)
         return True
 
 

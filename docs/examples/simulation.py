@@ -30,30 +30,29 @@ def particles(arena, n, seed=1):
 def accelerate(cloud, arena, seconds):
     """Change the speeds by what all particles do to each other."""
     n = len(cloud["x"])
-    with arena.scope():
-        dx, dy, pull = arena.empty((3, n, n))
-        np.subtract(cloud["x"], cloud["x"][:, None], out=dx)
-        np.subtract(cloud["y"], cloud["y"][:, None], out=dy)
-        square = arena.empty((n, n))
-        np.multiply(dx, dx, out=pull)
-        np.multiply(dy, dy, out=square)
-        pull += square
-        pull += SOFT**2
-        np.power(pull, -1.5, out=pull)
-        pull *= cloud["mass"]
-        for speed, distance in (("vx", dx), ("vy", dy)):
-            distance *= pull
-            change = distance.sum(axis=1, out=arena.empty(n))
-            change *= seconds
-            cloud[speed] += change
-        del dx, dy, pull, square, distance, change  # what is held outlives the scope
+    dx, dy, pull = arena.empty((3, n, n))
+    np.subtract(cloud["x"], cloud["x"][:, None], out=dx)
+    np.subtract(cloud["y"], cloud["y"][:, None], out=dy)
+    square = arena.empty((n, n))
+    np.multiply(dx, dx, out=pull)
+    np.multiply(dy, dy, out=square)
+    pull += square
+    pull += SOFT**2
+    np.power(pull, -1.5, out=pull)
+    pull *= cloud["mass"]
+    for speed, distance in (("vx", dx), ("vy", dy)):
+        distance *= pull
+        change = distance.sum(axis=1, out=arena.empty(n))
+        change *= seconds
+        cloud[speed] += change
 
 
 def step(cloud, arena, seconds=1e-3):
     """One step, by the leapfrog method."""
     for place, speed in (("x", "vx"), ("y", "vy")):
         cloud[place] += seconds / 2 * cloud[speed]
-    accelerate(cloud, arena, seconds)
+    with arena.scope():  # at its end, nobody has the arrays of accelerate() any more
+        accelerate(cloud, arena, seconds)
     for place, speed in (("x", "vx"), ("y", "vy")):
         cloud[place] += seconds / 2 * cloud[speed]
 
