@@ -113,7 +113,8 @@ step_downstream() {
         "$WORK/$way-venv/bin/pip" install --quiet "$WORK/$way-template" pytest
         "$WORK/$way-venv/bin/python" -m pytest -ra test_template.py
     done
-    "$WORK/setuptools-venv/bin/pip" install --quiet "$WORK/downstream"
+    # Its tests compile, too.
+    "$WORK/setuptools-venv/bin/pip" install --quiet "$WORK/downstream" 'setuptools>=80' 'cython>=3.1'
     ARENAPY_SOURCE=$ROOT/arenapy "$WORK/setuptools-venv/bin/python" -m pytest -ra
 }
 
