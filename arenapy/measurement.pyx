@@ -26,7 +26,7 @@ from typing import NamedTuple, Self
 
 from arenapy.linux import vm
 from arenapy.allocator.allocator import Allocator, call_at_end, live_allocators
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, html_table
 
 __all__ = ["Measurement", "measure"]
 
@@ -60,6 +60,15 @@ class Measurement:
     Notes
     -----
     Thread-safety: may be read from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool()
+    >>> with arenapy.measure(pool) as m:
+    ...     block = pool.alloc(1000)
+    >>> m.allocations, m.bytes
+    (1, 1024)
     """
 
     __slots__ = ("_allocators", "_at_first", "_began", "_faults", "_figures", "_gone")
@@ -138,6 +147,22 @@ class Measurement:
             f"<Measurement {seconds:.6f} s, {faults:,} faults, {allocations:,} allocations of "
             f"{format_bytes(nbytes)}, peak {format_bytes(peak)}"
             f"{', running' if self._figures is None else ''}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Lay out a table for a notebook."""
+        if self._began is None:
+            return html_table("Measurement", [("has not begun", "")])
+        seconds, faults, allocations, nbytes, peak = self._read()
+        return html_table(
+            "Measurement" if self._figures else "Measurement, running",
+            [
+                ("seconds", f"{seconds:.6f}"),
+                ("page faults", f"{faults:,}"),
+                ("allocations", f"{allocations:,}"),
+                ("bytes allocated", format_bytes(nbytes)),
+                ("peak", format_bytes(peak)),
+            ],
         )
 
     def _measured(self) -> Sequence[Allocator]:

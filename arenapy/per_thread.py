@@ -49,7 +49,14 @@ class PerThread(Generic[A]):
         self._local = threading.local()
 
     def get(self) -> A:
-        """The calling thread's allocator."""
+        """The calling thread's allocator.
+
+        Examples
+        --------
+        >>> arena = arenapy.PerThread(lambda: arenapy.Bump(1 << 20))
+        >>> arena.get() is arena.get()
+        True
+        """
         try:
             allocator: A = self._local.allocator
         except AttributeError:

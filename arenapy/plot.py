@@ -102,6 +102,15 @@ def memory_map(
     -----
     Thread-safety: as ``allocator.blocks()``, which is called once; matplotlib wants one thread
     at a time.
+
+    Examples
+    --------
+    >>> import arenapy, matplotlib
+    >>> matplotlib.use("agg")                # a picture for a file, and no window
+    >>> from arenapy.plot import memory_map
+    >>> pool = arenapy.Pool()
+    >>> blocks = pool.alloc_many([1 << 20, 2 << 20])
+    >>> memory_map(pool).figure.savefig("pool.png")
     """
     if not (callable(getattr(allocator, "blocks", None)) and hasattr(allocator, "regions")):
         raise TypeError(f"{allocator!r} has no blocks to draw; give a Pool or a Slab")

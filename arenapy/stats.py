@@ -7,11 +7,11 @@ not: counting, which every allocator does itself.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, html_row, html_table
 
 __all__ = [
     "BlockInfo", "BumpStats", "ClassStats", "Defragmented", "NumpyMemoryStats", "PoolStats",
@@ -37,12 +37,23 @@ CLASS_COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Figures:
     """What all dataclasses of figures have in common: they are shown, and become dicts."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures by name, the derived ones and those by class included, as plain data."""
+        """All figures by name, the derived ones and those by class included, as plain data.
+
+        Returns
+        -------
+        dict of str to int or float
+            Of a Pool also ``classes``, a list of such dicts.
+
+        Examples
+        --------
+        >>> arenapy.Slab(4096, count=8).stats().as_dict()["capacity"]
+        8
+        """
         values = {name: getattr(self, name) for name in _names(self)}
         if isinstance(self, PoolStats):
             values["classes"] = [one.as_dict() for one in self.classes]
@@ -50,6 +61,10 @@ class Figures:
 
     def __str__(self) -> str:
         """Lay out a table of plain text, the same on every terminal."""
+        return repr(self)
+
+    def __repr__(self) -> str:
+        """Show the table: these are read, seldom copied."""
         text = _grid([[_words(name), shown] for name, shown in _shown(self)], left=1)
         text = f"{type(self).__name__}\n{text}"
         if rows := _class_rows(self):
@@ -58,17 +73,16 @@ class Figures:
 
     def _repr_html_(self) -> str:
         """Lay out a table for a notebook."""
-        rows = [_html_row("th", [type(self).__name__, ""])]
-        rows += [_html_row("td", [_words(name), shown]) for name, shown in _shown(self)]
-        text = f"<table>{''.join(rows)}</table>"
+        figures = [(_words(name), shown) for name, shown in _shown(self)]
+        text = html_table(type(self).__name__, figures)
         if by_class := _class_rows(self):
-            rows = [_html_row("th", CLASS_COLUMNS.values())]
-            rows += [_html_row("td", row) for row in by_class]
+            rows = [html_row("th", CLASS_COLUMNS.values())]
+            rows += [html_row("td", row) for row in by_class]
             text += f"<table>{''.join(rows)}</table>"
         return text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class BumpStats(Figures):
     """The figures of a Bump at one moment.
 
@@ -105,6 +119,15 @@ class BumpStats(Figures):
     metadata_bytes : int
         Of the bookkeeping, which lies elsewhere and is not in `capacity`. Grows with the held
         Buffers, the marks and the free extents that there are at once, and does not shrink.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.Bump(1 << 20)
+    >>> block = arena.alloc(1000)
+    >>> stats = arena.stats()                # at a prompt, its name alone shows a table
+    >>> stats.live_bytes, stats.capacity
+    (1000, 1048576)
     """
 
     capacity: Bytes
@@ -122,7 +145,7 @@ class BumpStats(Figures):
     metadata_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SlabStats(Figures):
     """The figures of a Slab at one moment.
 
@@ -158,6 +181,16 @@ class SlabStats(Figures):
         Of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
     regions : int
         Regions, the first and those added by growth.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> print(arenapy.Slab(1000, count=8).stats())
+    SlabStats
+      item size           1000 bytes
+      stride                   1 KiB
+      capacity                     8
+    ...
     """
 
     item_size: Bytes
@@ -196,7 +229,7 @@ class Reuse(Figures):
         return 1 - self.largest_free_block / self.idle_bytes if self.idle_bytes else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ClassStats(Reuse):
     """The figures of one of a Pool's size classes.
 
@@ -221,6 +254,14 @@ class ClassStats(Reuse):
         different times: these do not add up to the pool's.
     hit_rate, fragmentation : float
         As in :class:`PoolStats`.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool()
+    >>> x = pool.empty(100, "u1")
+    >>> pool.stats().classes[arenapy.size_class(100)]
+    <ClassStats 0, up to 4 KiB: 1 allocations, 0.0% hits, 1 active, 128 bytes allocated>
     """
 
     index: int
@@ -237,8 +278,21 @@ class ClassStats(Reuse):
     peak_bytes: Bytes
     largest_free_block: Bytes
 
+    def __str__(self) -> str:
+        """Lay out the table, since a class's `repr` is a line: there are 21 in a tuple."""
+        return Figures.__repr__(self)
 
-@dataclass(frozen=True, slots=True)
+    def __repr__(self) -> str:
+        shown = dict(_shown(self))
+        bound = shown["upper_bound"]
+        return (
+            f"<ClassStats {self.index}, {bound if bound == 'no bound' else f'up to {bound}'}: "
+            f"{shown['total_allocations']} allocations, {shown['hit_rate']} hits, "
+            f"{shown['active_allocations']} active, {shown['allocated_bytes']} allocated>"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class PoolStats(Reuse):
     """The figures of a Pool at one moment.
 
@@ -281,6 +335,16 @@ class PoolStats(Reuse):
         ``pool_hits / total_allocations``; 0.0 before the first allocation.
     fragmentation : float
         ``1 - largest_free_block / idle_bytes``; 0.0 when nothing is free.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool()
+    >>> for _ in range(10):
+    ...     pool.alloc(1 << 20).release()
+    >>> stats = pool.stats()                 # at a prompt, its name alone shows a table
+    >>> stats.total_allocations, stats.hit_rate
+    (10, 0.9)
     """
 
     total_allocations: int
@@ -299,7 +363,7 @@ class PoolStats(Reuse):
     classes: tuple[ClassStats, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class NumpyMemoryStats(Figures):
     """What a pool did not serve of the arrays made under its handler.
 
@@ -312,6 +376,15 @@ class NumpyMemoryStats(Figures):
         Zeros of 32 MiB or more, which get their memory when they are touched.
     system_live, lazy_live
         Blocks of each that are alive now.
+
+    Examples
+    --------
+    >>> import arenapy, numpy as np
+    >>> memory = arenapy.numpy_memory(arenapy.Pool())
+    >>> with memory:
+    ...     x = np.zeros(1 << 23)            # 64 MiB
+    >>> memory.stats().lazy_bytes
+    67108864
     """
 
     system_allocations: int
@@ -340,6 +413,14 @@ class BlockInfo:
         another process still sees it.
     age : int
         Operations of the allocator since the state changed.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> slab = arenapy.Slab(4096, count=2)
+    >>> item = slab.alloc()
+    >>> [(block.state, block.nbytes) for block in slab.blocks()]
+    [('live', 4096), ('idle', 4096)]
     """
 
     address: int
@@ -359,6 +440,12 @@ class Defragmented:
         Given back to the source.
     milliseconds : float
         That it took.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arenapy.Pool().defragment().bytes
+    0
     """
 
     bytes: Bytes
@@ -417,10 +504,3 @@ def _grid(rows: list[list[str]], left: int = 0) -> str:
     console = Console(file=text, width=WIDTH, color_system=None, force_jupyter=False)
     console.print(table)
     return "\n".join("  " + line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _html_row(tag: str, texts: Iterable[str]) -> str:
-    import html
-
-    cells = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
-    return f"<tr>{cells}</tr>"

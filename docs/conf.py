@@ -46,6 +46,7 @@ numpydoc_validation_checks = {"PR02", "PR03"}
 intersphinx_mapping: dict[str, tuple[str, str | None]] = {}
 
 doctest_global_setup = "import arenapy\nimport numpy as np"
+doctest_test_doctest_blocks = ""  # tests/package/test_reference.py runs those of docstrings
 
 # Properties among the attributes of a dataclass, which numpydoc refers to from the class.
 nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]

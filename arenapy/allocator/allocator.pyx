@@ -75,7 +75,16 @@ cdef int hide(Allocator one) except -1:
 
 
 cdef class Allocator:
-    """The base of all allocators. Not to be made: use Bump, Slab or Pool."""
+    """The base class of :class:`Bump`, :class:`Slab` and :class:`Pool`, for ``isinstance``.
+
+    It is not made by calling the class.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> isinstance(arenapy.Pool(), arenapy.Allocator)
+    True
+    """
 
     def __cinit__(self, *args, **kwargs):
         PyObject_GC_UnTrack(<PyObject*>self)     # until it is whole: see `complete`
@@ -163,6 +172,13 @@ cdef class Allocator:
             For a dtype that holds Python objects.
         OutOfMemory
             If the allocator cannot serve it; nothing has changed then.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> x = pool.empty((1000, 3), "f4")
+        >>> x.shape, x.dtype.name, x.ctypes.data % 64
+        ((1000, 3), 'float32', 0)
         """
         cdef Spec spec
         descr = parse(shape, dtype, order, &spec)
@@ -176,7 +192,27 @@ cdef class Allocator:
         return self.block(spec.nbytes, self.base.block_align, False).view(shape, descr)
 
     def zeros(self, shape, dtype="f8", order="C"):
-        """Like :meth:`empty`, but zero, on recycled memory too."""
+        """An array of zeros in this allocator's memory, 64-byte aligned.
+
+        The bytes are zero also where the memory was used before. It returns and raises as
+        :meth:`empty`.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Lengths.
+        dtype : dtype-like
+            Any NumPy dtype without Python objects.
+        order : {"C", "F"}
+            Memory order.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> arena.zeros((2, 3), "i4")
+        array([[0, 0, 0],
+               [0, 0, 0]], dtype=int32)
+        """
         cdef Spec spec
         cdef Buffer b
         cdef char* ptr
@@ -202,6 +238,22 @@ cdef class Allocator:
         """A copy of an array (or anything ``numpy.asarray`` takes) in this allocator's memory.
 
         The memory order is kept if it is Fortran's, and is C's otherwise.
+
+        Parameters
+        ----------
+        array_like : array-like
+            What to copy. A list becomes an array first.
+
+        Returns
+        -------
+        numpy.ndarray or Buffer
+            As of :meth:`empty`, which also says what is raised.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> arena.copy([1.5, 2.5])
+        array([1.5, 2.5])
         """
         cdef Spec spec
         source = as_array(array_like, &spec)
@@ -228,6 +280,13 @@ cdef class Allocator:
         -------
         dict of str to numpy.ndarray
             In the order of `fields`. The block is held while any of them is alive.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> particles = arena.struct_of_arrays({"mass": "f4", "id": "i8"}, 1000)
+        >>> particles["mass"].shape, particles["id"].dtype.name
+        ((1000,), 'int64')
         """
         cdef Spec spec
         cdef size_t total = 0

@@ -1,6 +1,8 @@
 """Text for people: sizes in their units, and what is safe for a terminal."""
 
-__all__ = ["format_bytes", "printable", "printable_lines"]
+from collections.abc import Iterable
+
+__all__ = ["format_bytes", "html_row", "html_table", "printable", "printable_lines"]
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -31,6 +33,20 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same of a text of several lines, which stay lines; tabs become spaces."""
     return "\n".join(map(printable, text.expandtabs().split("\n")))
+
+
+def html_row(tag: str, texts: Iterable[str]) -> str:
+    """A row of a table of HTML, of cells ``td`` or ``th``."""
+    import html  # here: only notebooks need it
+
+    cells = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells}</tr>"
+
+
+def html_table(title: str, rows: Iterable[Iterable[str]]) -> str:
+    """A table of two columns, under its title."""
+    body = "".join(html_row("td", row) for row in rows)
+    return f"<table>{html_row('th', [title, ''])}{body}</table>"
 
 
 def format_bytes(nbytes: int) -> str:

@@ -46,6 +46,12 @@ class Buffer(Block):  # type: ignore[misc]
     def __getitem__(
         self, key: slice[SupportsIndex | None, SupportsIndex | None, SupportsIndex | None], /
     ) -> View: ...
+    def __setitem__(
+        self,
+        key: slice[SupportsIndex | None, SupportsIndex | None, SupportsIndex | None],
+        value: _Array,
+        /,
+    ) -> None: ...
     def view(self, shape: _Shape | None = None, dtype: DTypeLike | None = None) -> View: ...
     @overload
     def array(

@@ -33,6 +33,8 @@ from arenapy.buffer.block cimport (
 )
 from arenapy.base.sealed cimport seal
 
+from arenapy.base.text import format_bytes
+
 cdef enum:
     NOGIL_BYTES = 1 << 18     # a copy of this size and more runs without the GIL
 
@@ -140,6 +142,17 @@ cdef class Buffer(Block):
 
     Thread-safety: every method may be called from any thread; what the bytes hold is the
     caller's to order.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool()
+    >>> with pool.alloc(4096) as block:
+    ...     block.fill(7)
+    ...     x = block.array((64, 16), "f4")
+    ...     memoryview(block)[0], x.shape
+    (7, (64, 16))
+    >>> del x                                # the memory goes back to the pool
     """
 
     # -- facts
@@ -207,7 +220,8 @@ cdef class Buffer(Block):
         if self.root is not None and not ((<View>self).ndim == 1 and (<View>self).typestr == "|u1"):
             layout = f" {(<View>self).shape} {(<View>self).typestr!r}"
         return (
-            f"<Buffer {self.kind} {self.size} bytes{layout} at {<uintptr_t>self.ptr:#x}{of}, "
+            f"<Buffer {self.kind} {format_bytes(self.size)}{layout} at "
+            f"{<uintptr_t>self.ptr:#x}{of}, "
             f"{state}{place_of(self)}>"
         )
 
@@ -220,12 +234,22 @@ cdef class Buffer(Block):
         exported, else when the Buffer object is gone. On a slice or view: closes that one
         only.
 
-        A `stream` is as for :meth:`record_stream`.
+        Parameters
+        ----------
+        stream : stream, optional
+            A stream that still uses the block, as for :meth:`record_stream`.
 
         Raises
         ------
         BufferError
             If exports of it (or of anything below the root) are alive. Nothing changes.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=1)
+        >>> slab.alloc().release()               # and the item is free
+        >>> slab.count
+        0
         """
         cdef uint64_t word
         cdef bint done = False, mine = False
@@ -278,9 +302,25 @@ cdef class Buffer(Block):
                 raise
 
     def record_stream(self, stream):
-        """Once it is released, hold the block until `stream` has done what it was given by then.
+        """Keep the block, once it is released, until `stream` has finished its work by then.
 
-        Raises ValueError or TypeError on memory that no stream orders, or for what is no stream.
+        Parameters
+        ----------
+        stream : stream
+            A stream of any library that uses the block.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If no stream orders this memory, or `stream` is none.
+
+        Examples
+        --------
+        >>> from arenapy import cuda
+        >>> block = arenapy.Pool(source=cuda.Device()).alloc(4096)
+        >>> with cuda.Stream() as other:
+        ...     block.record_stream(other)       # a kernel on `other` uses the block
+        ...     block.release()                  # its bytes wait for `other`
         """
         check_open(self)
         if stream is None:
@@ -315,6 +355,30 @@ cdef class Buffer(Block):
             v.format, v.sealed,
         )
 
+    def __setitem__(self, key, value):
+        """``buffer[start:stop] = value`` copies bytes, as ``buffer[start:stop].copy_from(value)``.
+
+        `value` is a buffer of the same size. A typed view refuses: which values its array would
+        convert, and which bytes it would copy, look alike.
+        """
+        cdef Buffer part
+        if self.root is not None and (<View>self).descr is not None:
+            raise TypeError(
+                f"{name_of(self)} is typed {(<View>self).typestr!r}: write array()[...] = values, "
+                "or view[start:stop].copy_from(data) to copy bytes"
+            )
+        if not isinstance(key, slice):
+            raise TypeError(
+                f"a Buffer is sliced, not indexed: got {key!r}; memoryview(buffer)[i] = value "
+                "writes a byte"
+            )
+        if isinstance(value, int):
+            raise TypeError(
+                f"value={value!r} has no bytes: buffer[start:stop].fill({value!r}) sets each byte"
+            )
+        part = self[key]
+        copy_in(part, value, None)
+
     def view(self, shape=None, dtype=None):
         """This memory with a shape and a type, as DLPack and the array interfaces report it.
 
@@ -332,6 +396,13 @@ cdef class Buffer(Block):
             If the shape takes in more bytes than the Buffer has, or -1 does not come out even.
         TypeError
             If the dtype holds Python objects.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool().alloc(4096)
+        >>> image = block.view((32, 32), "f4")
+        >>> image.shape, image.dtype.name, image.nbytes
+        ((32, 32), 'float32', 4096)
         """
         check_open(self)
         return _numpy().view(self, shape, dtype)
@@ -339,7 +410,31 @@ cdef class Buffer(Block):
     def array(self, shape=None, dtype=None):
         """This memory as an ndarray, without copying (host-accessible memory only).
 
-        Parameters and errors as for :meth:`view`; BufferError on device memory.
+        Parameters
+        ----------
+        shape : int or tuple of int, optional
+            As for :meth:`view`.
+        dtype : dtype-like, default "u1"
+            As for :meth:`view`.
+
+        Returns
+        -------
+        numpy.ndarray
+            It keeps the memory: the block goes back when the last array over it is gone.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As :meth:`view`.
+        BufferError
+            If the memory is on a device.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool().alloc(4096)
+        >>> x = block.array((-1, 4), "f4")
+        >>> x.shape, x.ctypes.data == block.address
+        ((256, 4), True)
         """
         host_only(self)
         if shape is None and dtype is None and self.root is not None:
@@ -349,10 +444,23 @@ cdef class Buffer(Block):
     # -- contents
 
     def fill(self, value, stream=None):
-        """Set every byte to `value`, a whole number from 0 to 255.
+        """Set every byte to `value`.
 
-        Large fills run without the GIL. With a `stream` (memory of arenapy.cuda), it does it, in
-        its order.
+        Large fills run without the GIL.
+
+        Parameters
+        ----------
+        value : int
+            From 0 to 255.
+        stream : stream, optional
+            For memory of arenapy.cuda: the stream that fills it, in its order.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool().alloc(4)
+        >>> block.fill(255)
+        >>> bytes(block)
+        b'\\xff\\xff\\xff\\xff'
         """
         fill_bytes(self, value, stream)
 
@@ -373,12 +481,42 @@ cdef class Buffer(Block):
             If the sizes differ; nothing is copied.
         BufferError
             If this Buffer is read-only.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool().alloc(5)
+        >>> bytes(block.copy_from(b"hello"))
+        b'hello'
         """
         copy_in(self, source, stream)
         return self
 
     def copy_to(self, target, stream=None):
-        """Copy the bytes into `target`, a writable buffer; sizes and errors as in copy_from."""
+        """Copy the bytes into `target`, a writable buffer.
+
+        Parameters
+        ----------
+        target : buffer
+            Writable and contiguous, of the same size; else as `source` of :meth:`copy_from`.
+        stream : stream, optional
+            As for :meth:`copy_from`.
+
+        Returns
+        -------
+        buffer
+            `target`.
+
+        Raises
+        ------
+        ValueError, BufferError
+            As :meth:`copy_from`.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool().alloc(5).copy_from(b"hello")
+        >>> block.copy_to(bytearray(5))
+        bytearray(b'hello')
+        """
         copy_out(self, target, stream)
         return target
 

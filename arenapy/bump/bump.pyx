@@ -35,6 +35,7 @@ from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
 from arenapy.memory.region cimport Region
 
+from arenapy.base.text import format_bytes
 from arenapy.bump.check import verify
 from arenapy.memory.sources import Host
 from arenapy.errors import OutOfMemory
@@ -87,10 +88,13 @@ cdef class Bump(Allocator):
     (16.0, 0)
     """
 
-    def __cinit__(self, nbytes, source=None, max_bytes=None, strict=False, debug=None, *,
+    def __cinit__(self, nbytes=None, source=None, max_bytes=None, strict=False, debug=None, *,
                   stream=None):
         cdef BumpCore core = BumpCore.__new__(BumpCore)
-        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef Py_ssize_t n
+        if nbytes is None:
+            raise TypeError("nbytes=None: a Bump needs its size in bytes, like Bump(1 << 20)")
+        n = as_size(nbytes, "nbytes")
         self.base = self.core = core
         if n == 0:
             raise ValueError("nbytes=0: an arena needs room; give its size in bytes")
@@ -134,6 +138,13 @@ cdef class Bump(Allocator):
             For a size or an alignment out of range.
         OutOfMemory
             If it does not fit; nothing has changed then.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> block = arena.alloc(4096, align=4096)
+        >>> block.nbytes, block.address % 4096, arena.used
+        (4096, 0, 4096)
         """
         # The usual call, with a GIL: no lock, no call but arena_alloc_slow's, and borrowed
         # references, since counting them takes as long as moving the cursor.
@@ -207,7 +218,25 @@ cdef class Bump(Allocator):
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
 
-        Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
+        Parameters
+        ----------
+        sizes : iterable of int
+            Bytes of each block.
+
+        Returns
+        -------
+        list of Buffer
+
+        Raises
+        ------
+        ValueError, TypeError, OutOfMemory
+            As :meth:`alloc`; nothing has changed then.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> [block.nbytes for block in arena.alloc_many([100, 200, 300])]
+        [100, 200, 300]
         """
         cdef list wanted, blocks = []
         cdef BumpCore c = self.core
@@ -244,6 +273,13 @@ cdef class Bump(Allocator):
     def grow(self, Buffer buffer not None, nbytes):
         """Make `buffer`, a block of this arena, `nbytes` large in all, keeping its contents.
 
+        Parameters
+        ----------
+        buffer : Buffer
+            What :meth:`alloc` of this arena returned.
+        nbytes : int
+            The size in bytes that it shall have, no less than it has.
+
         Returns
         -------
         Buffer
@@ -257,7 +293,18 @@ cdef class Bump(Allocator):
             If it has to move and has live exports. Nothing changes.
         CudaError
             If it has to move while a stream that uses it is captured. Nothing changes.
-        ValueError, OutOfMemory
+        ValueError
+            If `buffer` is no block of this arena, or larger than `nbytes`.
+        OutOfMemory
+            If it does not fit; nothing has changed then.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> block = arena.alloc(5).copy_from(b"hello")
+        >>> block = arena.grow(block, 4096)      # in place: it is the newest block
+        >>> block.nbytes, bytes(block[:5])
+        (4096, b'hello')
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
@@ -333,7 +380,21 @@ cdef class Bump(Allocator):
     # -- marks
 
     def mark(self):
-        """Remember the position, for :meth:`reset`. Marks nest."""
+        """Remember the position, for :meth:`reset`. Marks nest.
+
+        Returns
+        -------
+        Mark
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> mark = arena.mark()
+        >>> block = arena.alloc(1000)
+        >>> arena.reset(mark)
+        >>> arena.used, block.closed
+        (0, True)
+        """
         return self.enter()
 
     cdef Mark enter(self):
@@ -373,6 +434,17 @@ cdef class Bump(Allocator):
             For a mark that has ended, or is of another arena.
         BufferError
             In a strict arena, if blocks are held, naming them. Nothing changes.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> x = arena.zeros(100)                 # an array holds its block,
+        >>> arena.reset()                        # which outlives the reset
+        >>> arena.used, arena.retired
+        (0, 800)
+        >>> del x
+        >>> arena.retired
+        0
         """
         if mark is not None and type(mark) is not Mark:
             raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
@@ -459,7 +531,16 @@ cdef class Bump(Allocator):
     def scope(self):
         """A context manager that marks on entry and resets to that mark on exit.
 
-        It gives the arena, masks no exception, and is void once an older mark was reset to.
+        ``as`` gives the arena. Exceptions pass. The scope ends early if an older mark is reset to.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> for _ in range(3):
+        ...     with arena.scope():
+        ...         _ = arena.alloc(1000)
+        >>> arena.used, arena.peak
+        (0, 1000)
         """
         cdef Scope scope = Scope.__new__(Scope)
         scope.arena = self
@@ -503,7 +584,15 @@ cdef class Bump(Allocator):
         return self.core.kind
 
     def stats(self):
-        """The figures of this moment, as a :class:`arenapy.stats.BumpStats`."""
+        """The figures of this moment, as a :class:`arenapy.stats.BumpStats`.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> block = arena.alloc(1000)
+        >>> arena.stats().live_bytes
+        1000
+        """
         from arenapy.stats import BumpStats
 
         cdef Figures f = self.core.figures()
@@ -540,6 +629,11 @@ cdef class Bump(Allocator):
         """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong.
 
         In debug mode free memory too: MemoryCorruption then names who wrote to it.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20)
+        >>> arena.check()                        # nothing is wrong
         """
         verify(self.core)
         self.core.check_free()
@@ -547,7 +641,8 @@ cdef class Bump(Allocator):
     def __repr__(self):
         cdef Figures f = self.core.figures()
         return (
-            f"<Bump {self.core.kind} {f.capacity} bytes, {f.used} used, {f.retired} retired"
+            f"<Bump {self.core.kind} {format_bytes(f.capacity)}, {format_bytes(f.used)} used"
+            f"{f', {format_bytes(f.retired)} retired' if f.retired else ''}"
             f"{', closed' if self.core.shut else ''}>"
         )
 

@@ -794,7 +794,20 @@ seal(BumpCore)
 @cython.freelist(64)
 @cython.no_gc_clear          # the core is needed to the last
 cdef class Mark:
-    """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`."""
+    """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.Bump(1 << 20)
+    >>> outer = arena.mark()
+    >>> inner = arena.mark()
+    >>> arena.reset(outer)                   # ends the marks that are newer
+    >>> arena.reset(inner)
+    Traceback (most recent call last):
+        ...
+    ValueError: <Mark ..., ended> was ended by a reset to an older one; take a new mark
+    """
 
     def __dealloc__(self):
         if self.core is not None:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, html_row
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.copies import copy_batch
 from arenapy.cuda.device import memory_info
 from arenapy.cuda.sources import Device, Pinned
 from arenapy.cuda.stream import Stream, elapsed
 from arenapy.memory.host_request import checked_index, checked_size
-from arenapy.stats import _grid, _html_row
+from arenapy.stats import _grid
 
 __all__ = ["Bandwidth", "CopySpeed", "bandwidth"]
 
@@ -50,6 +50,13 @@ class CopySpeed:
         How many were timed together.
     to_device_seconds, from_device_seconds : float
         All of them took, in the fastest run.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> pinned = cuda.bandwidth(nbytes=1 << 20).pinned
+    >>> pinned.nbytes, pinned.to_device > 0
+    (1048576, True)
     """
 
     memory: str
@@ -69,9 +76,9 @@ class CopySpeed:
         return _rate(self.nbytes * self.copies, self.from_device_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Bandwidth:
-    """What :func:`bandwidth` measures. ``print()`` and notebooks show it as a table.
+    """What :func:`bandwidth` measures. A prompt and notebooks show it as a table.
 
     Attributes
     ----------
@@ -85,6 +92,13 @@ class Bandwidth:
         The same in pinned memory, so many bytes into a page.
     small : CopySpeed
         Many small copies in pinned memory.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> speed = cuda.bandwidth(nbytes=1 << 20)   # at a prompt, its name alone shows a table
+    >>> speed.small.copies
+    256
     """
 
     device_id: int
@@ -157,14 +171,14 @@ class Bandwidth:
     def _title(self) -> str:
         return f"Copies between the host and device {self.device_id} ({self.name})"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Lay out a table of plain text, the same on every terminal."""
         table = _grid([[*COLUMNS], *self._table()], left=1)
         return f"{self._title()}\n{table}\n{self.verdict}"
 
     def _repr_html_(self) -> str:
         """Lay out a table for a notebook."""
-        rows = [_html_row("th", COLUMNS), *(_html_row("td", row) for row in self._table())]
+        rows = [html_row("th", COLUMNS), *(html_row("td", row) for row in self._table())]
         title, verdict = html.escape(self._title()), html.escape(self.verdict)
         return f"<p>{title}</p><table>{''.join(rows)}</table><p>{verdict}</p>"
 
@@ -201,6 +215,12 @@ def bandwidth(device_id: int = 0, nbytes: int = 64 * MIB, repeat: int = 5) -> Ba
     -----
     Takes about `repeat` times 12 copies of `nbytes`. Thread-safety: may be called from any thread;
     what else copies at the time makes it slower.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> cuda.bandwidth(nbytes=1 << 20, repeat=1).pageable.copies
+    1
     """
     nbytes = checked_size(nbytes)
     if nbytes < SMALL:

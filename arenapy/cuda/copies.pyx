@@ -449,7 +449,10 @@ def copy_batch(pairs, stream=None):
 
     Examples
     --------
-    >>> cuda.copy_batch(zip(blocks, arrays))                 # doctest: +SKIP
+    >>> import arenapy, numpy as np
+    >>> from arenapy import cuda
+    >>> blocks = arenapy.Pool(source=cuda.Device()).alloc_many([4000, 8000])
+    >>> cuda.copy_batch(zip(blocks, [np.ones(1000, "f4"), np.ones(1000)]))
     """
     cdef list found = [], sides = []
     cdef set joined = set()
@@ -588,6 +591,14 @@ def prefetch(buffer, device_id, stream=None):
     Notes
     -----
     Thread-safety: may be called from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> block = arenapy.Pool(source=cuda.Managed()).alloc(4096)
+    >>> cuda.prefetch(block, 0)              # to the device
+    >>> cuda.prefetch(block, -1)             # and back
     """
     cdef Side side = managed_block(buffer, "prefetch")
     cdef Location to = place(device_id)
@@ -642,6 +653,13 @@ def advise(buffer, advice, device_id=0):
     -----
     Thread-safety: may be called from any thread. It holds for the pages, also once the Buffer is
     released, until their region is gone or it is unset.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> block = arenapy.Pool(source=cuda.Managed()).alloc(4096)
+    >>> cuda.advise(block, "preferred_location", device_id=-1)
     """
     cdef Side side = managed_block(buffer, "advise")
     cdef Location where

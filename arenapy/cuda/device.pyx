@@ -32,6 +32,13 @@ class DeviceMemory:
     reserved_bytes, allocated_bytes : int
         What this process's allocators of arenapy have of it (`Device`, `DriverPool`, `Managed`),
         and what of that is in blocks: as torch names them.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> memory = cuda.memory_info(0)
+    >>> memory.free_bytes <= memory.total_bytes
+    True
     """
 
     device_id: int
@@ -76,6 +83,12 @@ def memory_info(device_id=0):
     -----
     Thread-safety: may be called from any thread. The first call makes the device's primary context,
     which takes memory there (some hundred MiB) and some 100 ms.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> cuda.memory_info().reserved_bytes    # no allocator has any yet
+    0
     """
     device_id = ordinal_of(device_id)
     name, free_bytes, total_bytes = driver_memory(device_id)
@@ -141,6 +154,12 @@ def device_heap_limit(nbytes=None, device_id=0):
     Notes
     -----
     Thread-safety: may be called from any thread; the limit is the process's.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> cuda.device_heap_limit(64 << 20) >= 64 << 20
+    True
     """
     cdef void* context
     cdef size_t limit = 0 if nbytes is None else as_size(nbytes, "nbytes")
@@ -160,5 +179,18 @@ def device_heap_limit(nbytes=None, device_id=0):
 
 
 def devices():
-    """Memory of every device, a list of :class:`DeviceMemory`; raises as :func:`memory_info`."""
+    """Memory of every device.
+
+    It raises as :func:`memory_info`.
+
+    Returns
+    -------
+    list of DeviceMemory
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> [memory.device_id for memory in cuda.devices()][0]
+    0
+    """
     return [memory_info(ordinal) for ordinal in range(device_count())]

@@ -2,7 +2,16 @@
 
 
 class Unavailable(RuntimeError):
-    """There is no CUDA here: no driver, no device, or no cuda-python. The message says which."""
+    """There is no CUDA here: no driver, no device, or no cuda-python. The message says which.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> try:
+    ...     gpus = cuda.devices()
+    ... except cuda.Unavailable:
+    ...     gpus = []
+    """
 
 
 class CudaError(RuntimeError):
@@ -14,6 +23,15 @@ class CudaError(RuntimeError):
         The driver's ``CUresult``.
     name : str
         Its name, such as ``"CUDA_ERROR_INVALID_VALUE"``.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> stream = cuda.Stream()
+    >>> try:
+    ...     stream.synchronize()
+    ... except cuda.CudaError as error:      # a kernel failed, say
+    ...     print(error.name)
     """
 
     def __init__(self, message: str, result: int = 0, name: str = "") -> None:

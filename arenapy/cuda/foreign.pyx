@@ -355,6 +355,15 @@ def asbuffer(obj, stream=None):
     done with it: those given here, to copies and to ``record_stream``, and those of its consumers.
     This processor may look at managed and pinned memory at any time: synchronize before.
     Thread-safety: may be called from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> array = arenapy.Pool(source=cuda.Device()).empty((8, 8), "f4")   # or of CuPy, torch, ...
+    >>> block = cuda.asbuffer(array)
+    >>> block.address == array.address, block.shape
+    (True, (8, 8))
     """
     array = of_interface(obj, stream)
     if array is not None:
@@ -397,6 +406,14 @@ def from_dlpack(obj, stream=None):
     Notes
     -----
     As of :func:`asbuffer`.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> array = arenapy.Pool(source=cuda.Device()).empty(100, "f4")      # or of torch, ...
+    >>> cuda.from_dlpack(array).nbytes
+    400
     """
     if not hasattr(obj, "__dlpack__") or not hasattr(obj, "__dlpack_device__"):
         raise TypeError(

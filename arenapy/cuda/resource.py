@@ -48,6 +48,9 @@ def memory_resource(allocator: Allocator) -> Any:
 
     Examples
     --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> pool = arenapy.Pool(source=cuda.Device())
     >>> resource = cuda.memory_resource(pool)                # doctest: +SKIP
     >>> buffer = resource.allocate(1 << 20, stream=stream)   # doctest: +SKIP
     """

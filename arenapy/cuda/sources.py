@@ -49,6 +49,15 @@ class Device:
     Blocks are ordered by streams: an allocator's belong to its `stream` (the legacy default stream
     unless another is given), and to what `alloc`, `record_stream` and copies name besides.
     Thread-safety: immutable; may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> pool = arenapy.Pool(source=cuda.Device(0), max_bytes=8 << 20)
+    >>> block = pool.alloc(4096)
+    >>> block.kind, block.device_id
+    ('device', 0)
     """
 
     ordinal: int = 0
@@ -65,6 +74,15 @@ class Device:
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes of device memory.
 
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OutOfMemory
@@ -75,6 +93,11 @@ class Device:
             The driver refused something else.
         ValueError, TypeError
             `nbytes` is not a size, or there is no such device.
+
+        Examples
+        --------
+        >>> cuda.Device().region(1 << 20).kind
+        'device'
         """
         return backing.device_region(self.hooks, checked_size(nbytes))
 
@@ -105,6 +128,15 @@ class Pinned:
     -----
     In a forked child the memory is not there, and allocators over it are closed.
     Thread-safety: immutable; may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy, numpy as np
+    >>> from arenapy import cuda
+    >>> staging = arenapy.Slab(4096, count=2, source=cuda.Pinned())
+    >>> item = staging.alloc()
+    >>> item.array(dtype="f4")[:] = 1        # ordinary memory to this processor
+    >>> block = arenapy.Pool(source=cuda.Device()).alloc(4096).copy_from(item)
     """
 
     huge_pages: HugePages = "auto"
@@ -145,6 +177,15 @@ class Pinned:
     def region(self, nbytes: int) -> Region:
         """Map, fault in and register `nbytes` bytes.
 
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OutOfMemory
@@ -153,6 +194,11 @@ class Pinned:
             As `Device.region`.
         OSError, ValueError, TypeError
             As `Host.region`; with `mapped` also if the device does not see this memory.
+
+        Examples
+        --------
+        >>> cuda.Pinned().region(1 << 20).kind
+        'pinned'
         """
         return backing.pinned_region(
             self.hooks,
@@ -186,6 +232,14 @@ class Managed:
     The host may look at it at any time only where the device has concurrent managed access; where
     it has not, as on Windows and WSL, Buffers export no host memory. Copy then.
     Thread-safety: immutable; may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> block = arenapy.Pool(source=cuda.Managed()).alloc(4096)
+    >>> block.kind
+    'managed'
     """
 
     ordinal: int = 0
@@ -204,12 +258,26 @@ class Managed:
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes, which have pages where they are touched first.
 
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OutOfMemory
             The device has not that much free, and `oversubscribe` is not set.
         Unavailable, CudaError, ValueError, TypeError
             As `Device.region`.
+
+        Examples
+        --------
+        >>> cuda.Managed().region(1 << 20).kind
+        'managed'
         """
         nbytes = checked_size(nbytes)
         memory = self.hooks
@@ -224,12 +292,34 @@ class Managed:
 
     @staticmethod
     def prefetch(buffer: Buffer, device_id: SupportsIndex, stream: object = None) -> None:
-        """As `arenapy.cuda.prefetch`."""
+        """Move pages to where they are used next: `arenapy.cuda.prefetch`.
+
+        Parameters
+        ----------
+        buffer, device_id, stream
+            As for `arenapy.cuda.prefetch`.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool(source=cuda.Managed()).alloc(4096)
+        >>> cuda.Managed.prefetch(block, 0)
+        """
         _prefetch(buffer, device_id, stream)
 
     @staticmethod
     def advise(buffer: Buffer, advice: str, device_id: SupportsIndex = 0) -> None:
-        """As `arenapy.cuda.advise`."""
+        """Say how the memory is going to be used: `arenapy.cuda.advise`.
+
+        Parameters
+        ----------
+        buffer, advice, device_id
+            As for `arenapy.cuda.advise`.
+
+        Examples
+        --------
+        >>> block = arenapy.Pool(source=cuda.Managed()).alloc(4096)
+        >>> cuda.Managed.advise(block, "read_mostly")
+        """
         _advise(buffer, advice, device_id)
 
 
@@ -253,6 +343,14 @@ class DriverPool:
     -----
     The pool is made with the first region, and lives as long as this source or a region of it.
     Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> pool = arenapy.Pool(source=cuda.DriverPool(0, release_threshold=1 << 30))
+    >>> pool.alloc(4096).kind
+    'device'
     """
 
     ordinal: int = 0
@@ -278,11 +376,41 @@ class DriverPool:
         return self._made[0]
 
     def region(self, nbytes: int) -> Region:
-        """Allocate `nbytes` bytes from the driver's pool; raises as `Device.region`."""
+        """Allocate `nbytes` bytes from the driver's pool.
+
+        It raises as `Device.region`.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
+        Examples
+        --------
+        >>> cuda.DriverPool().region(1 << 20).kind
+        'device'
+        """
         return backing.pooled_region(self.hooks, self._pool(), checked_size(nbytes))
 
     def trim(self, keep_bytes: int = 0) -> None:
-        """Let the driver give back what it keeps beyond `keep_bytes`."""
+        """Let the driver give back what it keeps beyond `keep_bytes`.
+
+        Parameters
+        ----------
+        keep_bytes : int
+            How much the driver may keep.
+
+        Examples
+        --------
+        >>> source = cuda.DriverPool()
+        >>> region = source.region(1 << 20)
+        >>> region.close()
+        >>> source.trim()                        # the device has all of it back
+        """
         if checked_index("keep_bytes", keep_bytes) < 0:
             raise ValueError(f"keep_bytes={keep_bytes!r}: need bytes, 0 or more")
         if self._made:

@@ -225,8 +225,17 @@ def chunks(
 
     Examples
     --------
-    >>> for chunk in cuda.chunks("data.f4", 64 << 20, "f4"):     # doctest: +SKIP
-    ...     total += cupy.asarray(chunk).sum()
+    >>> import numpy as np
+    >>> from arenapy import cuda
+    >>> np.arange(1000, dtype="f4").tofile("data.f4")
+    >>> last = np.empty(1, "f4")
+    >>> for chunk in cuda.chunks("data.f4", 1000, "f4"):     # of 1000 bytes, on the device
+    ...     _ = chunk[-1:].copy_to(last)                     # or cupy.asarray(chunk).sum(), say
+    ...     print(chunk.shape, last[0])
+    (250,) 249.0
+    (250,) 499.0
+    (250,) 749.0
+    (250,) 999.0
     """
     chunk_bytes = checked_size(chunk_bytes)
     depth = checked_index("depth", depth)

@@ -40,6 +40,15 @@ cdef class Event:
     Notes
     -----
     Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> stream = cuda.Stream()
+    >>> event = stream.record()
+    >>> event.synchronize()
+    >>> event.done
+    True
     """
 
     cdef Fence fence
@@ -56,7 +65,17 @@ cdef class Event:
         return over
 
     def synchronize(self):
-        """Wait until the stream has done it; raises CudaError if that cannot be."""
+        """Wait until the stream has done it.
+
+        Raises
+        ------
+        CudaError
+            If the event cannot be waited for.
+
+        Examples
+        --------
+        >>> cuda.Stream().record().synchronize()
+        """
         need()
         if not self.fence.wait(None):
             raise CudaError("the event cannot be waited for: was it recorded during a capture?")
@@ -98,8 +117,11 @@ cdef class Stream(OwnStream):
 
     Examples
     --------
-    >>> with cuda.Stream() as stream:                        # doctest: +SKIP
-    ...     block.copy_from(array, stream=stream)
+    >>> import arenapy, numpy as np
+    >>> from arenapy import cuda
+    >>> block = arenapy.Pool(source=cuda.Device()).alloc(4096)
+    >>> with cuda.Stream() as stream:
+    ...     _ = block.copy_from(np.ones(1024, "f4"), stream=stream)
     ...     stream.synchronize()
     """
 
@@ -135,12 +157,29 @@ cdef class Stream(OwnStream):
             It is closed.
         CudaError
             The driver refused, or something that the stream did has failed.
+
+        Examples
+        --------
+        >>> stream = cuda.Stream()
+        >>> stream.synchronize()
         """
         synchronize(self.open_stream())
         look(True)
 
     def record(self):
-        """An :class:`Event` for all that it was given so far; raises as `synchronize`."""
+        """An :class:`Event` for all that it was given so far.
+
+        It raises as `synchronize`.
+
+        Returns
+        -------
+        Event
+
+        Examples
+        --------
+        >>> event = cuda.Stream().record()
+        >>> event.synchronize()
+        """
         return event_on(self, -1)
 
     def wait(self, other):
@@ -157,6 +196,11 @@ cdef class Stream(OwnStream):
             `other` is neither.
         ValueError, CudaError
             As `synchronize`.
+
+        Examples
+        --------
+        >>> copies, kernels = cuda.Stream(), cuda.Stream()
+        >>> kernels.wait(copies)         # what `kernels` is given now comes after the copies
         """
         if isinstance(other, Event):
             wait_on(self, other, -1)
@@ -164,7 +208,15 @@ cdef class Stream(OwnStream):
             join_streams(self.open_stream(), stream_of(other, self.stream.device_id))
 
     def close(self):
-        """Take no more work; what it was given is done all the same. A second call does nothing."""
+        """Take no more work; what it was given is done all the same. A second call does nothing.
+
+        Examples
+        --------
+        >>> stream = cuda.Stream()
+        >>> stream.close()
+        >>> stream.closed
+        True
+        """
         self.shut = True
 
     def __enter__(self):

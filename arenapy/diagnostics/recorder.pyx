@@ -362,6 +362,17 @@ cdef class Recorder:
     -----
     Thread-safety: any thread may add events at any time. A forked child records nothing: its copy
     is stopped, and the file is its parent's.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> recorder = trace.Recorder("mine.trace", "my allocator")
+    >>> recorder.start()
+    >>> recorder.add("alloc", 0x1000, 100)
+    >>> recorder.add("free", 0x1000)
+    >>> recorder.stop()
+    >>> trace.load("mine.trace")
+    <Trace of my allocator: 2 events>
     """
 
     def __cinit__(self, path, kind="", sites=0):
@@ -401,6 +412,13 @@ cdef class Recorder:
             If there is no memory for the buffers.
         ValueError
             If this recorder was started before.
+
+        Examples
+        --------
+        >>> recorder = arenapy.trace.Recorder("mine.trace")
+        >>> recorder.start()
+        >>> recorder.recording
+        True
         """
         cdef Tape* tape = self.tape
         cdef Header header
@@ -470,6 +488,12 @@ cdef class Recorder:
             Size of the block as asked for.
         stream : int
             Handle of the stream that the operation is ordered by, 0 for none.
+
+        Examples
+        --------
+        >>> recorder = arenapy.trace.Recorder("mine.trace")
+        >>> recorder.start()
+        >>> recorder.add("alloc", address=0x1000, nbytes=100)
         """
         if operation not in OPERATIONS:
             raise ValueError(f"operation={operation!r}: one of {', '.join(OPERATIONS)}")
@@ -488,6 +512,15 @@ cdef class Recorder:
         ------
         OSError
             If a write failed, now or before.
+
+        Examples
+        --------
+        >>> recorder = arenapy.trace.Recorder("mine.trace")
+        >>> recorder.start()
+        >>> recorder.add("alloc", 0x1000, 100)
+        >>> recorder.flush()
+        >>> len(arenapy.trace.load("mine.trace"))
+        1
         """
         self.check_started()
         with nogil:
@@ -503,6 +536,14 @@ cdef class Recorder:
         ------
         OSError
             If a write failed, now or before: what is in the file is then the part before it.
+
+        Examples
+        --------
+        >>> recorder = arenapy.trace.Recorder("mine.trace")
+        >>> recorder.start()
+        >>> recorder.stop()
+        >>> arenapy.trace.load("mine.trace").complete
+        True
         """
         cdef Header header                   # where its fields are
         cdef uint32_t complete = 1
@@ -562,11 +603,25 @@ cdef class Recorder:
 
 @cython.final
 cdef class Recording:
-    """An allocator being recorded: what :func:`arenapy.trace.record` returns.
+    """Recording(allocator, path, sites=0)\n--\n
+    An allocator being recorded: what :func:`arenapy.trace.record` returns.
+
+    Parameters
+    ----------
+    allocator, path, sites
+        As of :func:`arenapy.trace.record`.
 
     Notes
     -----
     Thread-safety: any thread may use the allocator meanwhile.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> pool = arenapy.Pool()
+    >>> with trace.record(pool, "pool.trace") as recorder:
+    ...     pool.alloc(100).release()
+    ...     recorder.flush()
     """
 
     # Compiled, as is all that these two call: a signal's exception comes before or after.

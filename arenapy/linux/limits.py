@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, html_table
 from arenapy.errors import OutOfMemory
 
 __all__ = [
@@ -57,7 +57,7 @@ class Limit(NamedTuple):
         return max(self.nbytes - self.used, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MemoryInfo:
     """Memory as this process can use it. All figures are bytes.
 
@@ -75,6 +75,13 @@ class MemoryInfo:
         ``RLIMIT_MEMLOCK``, how much may be locked; None: no limit.
     swap_total, swap_free : int
         Swap of the machine.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> info = arenapy.memory_info()
+    >>> info.available <= info.total
+    True
     """
 
     total: int
@@ -86,22 +93,31 @@ class MemoryInfo:
     swap_total: int
     swap_free: int
 
-    def __str__(self) -> str:
-        """A few lines to read."""
-        lines = [
+    def _head(self) -> str:
+        return (
             f"{format_bytes(self.available)} available of {format_bytes(self.total)}, "
             f"limited by {self.limit.name}"
-        ]
-        lines += [
-            f"  {limit.name}: {format_bytes(limit.available)} free of {format_bytes(limit.nbytes)}"
+        )
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            (limit.name, f"{format_bytes(limit.available)} free of {format_bytes(limit.nbytes)}")
             for limit in self.limits
         ]
         memlock = "no limit" if self.memlock is None else format_bytes(self.memlock)
-        lines.append(f"  lockable memory (RLIMIT_MEMLOCK): {memlock}")
-        lines.append(
-            f"  swap: {format_bytes(self.swap_free)} free of {format_bytes(self.swap_total)}"
-        )
-        return "\n".join(lines)
+        swap = f"{format_bytes(self.swap_free)} free of {format_bytes(self.swap_total)}"
+        return [*rows, ("lockable memory (RLIMIT_MEMLOCK)", memlock), ("swap", swap)]
+
+    def __repr__(self) -> str:
+        return f"<MemoryInfo {self._head()}>"
+
+    def __str__(self) -> str:
+        """A few lines to read."""
+        return "\n".join([self._head(), *(f"  {name}: {text}" for name, text in self._rows())])
+
+    def _repr_html_(self) -> str:
+        """Lay out a table for a notebook."""
+        return html_table(self._head(), self._rows())
 
 
 class HugePool(NamedTuple):
@@ -141,6 +157,12 @@ def memory_info() -> MemoryInfo:
     Notes
     -----
     Thread-safety: may be called from any thread; the figures are read one after the other.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arenapy.memory_info().available > 1 << 20
+    True
     """
     return _memory_info(PROC)
 

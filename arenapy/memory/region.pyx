@@ -50,6 +50,8 @@ from arenapy.linux.vm cimport (
 from arenapy.linux.reserved_space cimport Mapping, vm_occupy
 from libc.stdlib cimport free
 
+from arenapy.base.text import format_bytes
+
 cdef extern from "<pthread.h>" nogil:
     int pthread_atfork(
         void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
@@ -117,6 +119,13 @@ cdef class Region(MemoryOwner):
     Notes
     -----
     Thread-safety: all methods may be called from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> region = arenapy.Host().region(1 << 20)
+    >>> region.kind, region.nbytes, region.host_accessible
+    ('host', 1048576, True)
     """
 
     def __cinit__(self):
@@ -172,6 +181,17 @@ cdef class Region(MemoryOwner):
         An integer owns nothing: an exception that a signal's handler raises between the system call
         and this one (``KeyboardInterrupt``, say) leaks the range or the descriptor. An `owner` that
         gives the memory back when it goes, and that exists before the memory does, has no such gap.
+
+        Examples
+        --------
+        >>> import ctypes
+        >>> class Heap:
+        ...     def region(self, nbytes):
+        ...         memory = ctypes.create_string_buffer(nbytes)
+        ...         return arenapy.Region.from_address(
+        ...             ctypes.addressof(memory), nbytes, kind="heap", owner=memory)
+        >>> arenapy.Bump(4096, Heap()).alloc(100).kind
+        'heap'
         """
         cdef Region self
         cdef OpenFile file
@@ -310,7 +330,9 @@ cdef class Region(MemoryOwner):
 
     def __repr__(self):
         state = ", closed" if self.gone else ""
-        return f"<Region {self.kind} {self.size} bytes at {<uintptr_t>self.ptr:#x}{state}>"
+        return (
+            f"<Region {self.kind} {format_bytes(self.size)} at {<uintptr_t>self.ptr:#x}{state}>"
+        )
 
     # -- use
 
@@ -330,6 +352,12 @@ cdef class Region(MemoryOwner):
             If the range is not inside the region, or the region is closed.
         BufferError
             If an allocator manages the region: its bytes may be handed out again.
+
+        Examples
+        --------
+        >>> region = arenapy.Host().region(1 << 20)
+        >>> region.buffer(4096, 100).address - region.address
+        4096
         """
         cdef Py_ssize_t at = as_size(offset, "offset")
         cdef Py_ssize_t n
@@ -363,6 +391,13 @@ cdef class Region(MemoryOwner):
         ------
         BufferError
             If a Buffer that was ever exported is alive. Nothing changes.
+
+        Examples
+        --------
+        >>> region = arenapy.Host().region(1 << 20)
+        >>> region.close()
+        >>> region.closed
+        True
         """
         cdef MemoryOwner user = <MemoryOwner>self.user if self.user != NULL else None
         cdef MemoryOwner guard = self if user is None else user

@@ -53,15 +53,49 @@ BASES = 100  # of an array, at most, that are looked at in search of a Buffer
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything that makes regions; write your own with `Region.from_address`."""
+    """Anything with a method ``region(nbytes)``: where an allocator gets its memory.
+
+    A class of yours need not inherit from it. `Region.from_address` makes a region of any memory.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> class Counting:
+    ...     count = 0
+    ...     def region(self, nbytes):
+    ...         self.count += 1
+    ...         return arenapy.Host().region(nbytes)
+    >>> source = Counting()
+    >>> arena = arenapy.Bump(1 << 20, source)
+    >>> isinstance(source, arenapy.Source), source.count
+    (True, 1)
+    """
+
+    def __init__(self) -> None:
+        if type(self) is Source:
+            raise TypeError(
+                "Source says what a source has, and is none; give Host(), or an object of yours "
+                "with a method region(nbytes)"
+            )
 
     def region(self, nbytes: int) -> Region:
         """A new region of `nbytes` bytes that overlaps no other that is alive.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
 
         Raises
         ------
         OutOfMemory
             There is not that much. Allocators pass it on.
+
+        Examples
+        --------
+        >>> region = arenapy.Host().region(1 << 20)
+        >>> region.nbytes
+        1048576
         """
         ...
 
@@ -101,6 +135,13 @@ class Host:
     Notes
     -----
     Thread-safety: immutable; may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> arena = arenapy.Bump(1 << 20, arenapy.Host(huge_pages=None, guard=True))
+    >>> arena.kind
+    'host'
     """
 
     huge_pages: HugePages = "auto"
@@ -131,6 +172,15 @@ class Host:
     def region(self, nbytes: int) -> Region:
         """Map, place and (by default) fault in `nbytes` bytes.
 
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OutOfMemory
@@ -139,6 +189,12 @@ class Host:
             The kernel refused something else.
         ValueError, TypeError
             `nbytes` is not a size.
+
+        Examples
+        --------
+        >>> with arenapy.Host().region(1 << 20).buffer(0, 100) as part:
+        ...     part.nbytes, part.kind
+        (100, 'host')
         """
         nbytes = checked_size(nbytes)
         request = Request(self, "a Host region", nbytes)
@@ -193,6 +249,14 @@ class Shared:
     -----
     In a forked child the memory stays mapped, and allocators over it are closed.
     Thread-safety: immutable; may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool(source=arenapy.Shared())
+    >>> block = pool.alloc(4096)             # send it through a multiprocessing.Queue or Pipe:
+    >>> block.kind                           # the receiver maps the same bytes
+    'shared'
     """
 
     name: str = "arenapy"
@@ -215,10 +279,24 @@ class Shared:
     def region(self, nbytes: int) -> Region:
         """Make, map and (by default) fault in `nbytes` bytes of shared memory.
 
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OutOfMemory, OSError, ValueError, TypeError
             As `Host.region` does.
+
+        Examples
+        --------
+        >>> arenapy.Shared().region(1 << 20).kind
+        'shared'
         """
         nbytes = checked_size(nbytes)
         from arenapy.memory import shared
@@ -288,6 +366,14 @@ class File:
     What the child inherited is not reused here until it ends. On hugetlbfs, pages are that file
     system's huge pages, and in mode "c" a forked child does not have them (see `Host`).
     Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> x = arenapy.File("data.f4", "w+").region(4000).buffer().array(dtype="f4")
+    >>> x[:] = 1                             # goes to the file
+    >>> x.size
+    1000
     """
 
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -304,6 +390,15 @@ class File:
     def region(self, nbytes: int | None = None) -> Region:
         """Map the first `nbytes` bytes of the file, by default all; in mode "w+", that many.
 
+        Parameters
+        ----------
+        nbytes : int, optional
+            Size in bytes, more than 0. Mode "w+" needs it.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OSError
@@ -314,6 +409,13 @@ class File:
             The file is empty, shorter than `nbytes` or no regular file; "w+" without `nbytes`.
         OutOfMemory
             Another region has these bytes of the file, and one of the two can be written to.
+
+        Examples
+        --------
+        >>> np.arange(1000.0).tofile("data.f8")
+        >>> x = arenapy.File("data.f8").region().buffer().array(dtype="f8")
+        >>> float(x[-1]), x.flags.writeable
+        (999.0, False)
         """
         if nbytes is not None:
             nbytes = checked_size(nbytes)
@@ -548,6 +650,15 @@ class Existing:
     ``SharedMemory``) stays the parent's, and allocators over it are closed in the child; what the
     child inherited is not reused here until it ends.
     Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> memory = bytearray(4096)
+    >>> arena = arenapy.Bump(4000, arenapy.Existing(memory))
+    >>> arena.alloc(3000).fill(255)
+    >>> memory.count(255)
+    3000
     """
 
     obj: Any
@@ -569,6 +680,15 @@ class Existing:
     def region(self, nbytes: int | None = None) -> Region:
         """The first `nbytes` bytes of the object, by default all.
 
+        Parameters
+        ----------
+        nbytes : int, optional
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
         Raises
         ------
         OutOfMemory
@@ -578,6 +698,12 @@ class Existing:
             As at construction (the object may have changed), or `nbytes` is not a size.
         OSError
             Which file the memory is of cannot be seen: no ``/proc``, or no free descriptor.
+
+        Examples
+        --------
+        >>> region = arenapy.Existing(bytearray(100)).region()
+        >>> region.nbytes
+        100
         """
         view = viewed(self.obj, self.readonly)
         nbytes = view.nbytes if nbytes is None else checked_size(nbytes)

@@ -51,6 +51,15 @@ class Handle:
         Of the block.
     offset
         Of the array's first element in the block, in bytes.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> pool = arenapy.Pool()
+    >>> x = pool.empty(100)
+    >>> handle = arenapy.handles(x)
+    >>> handle.allocator is pool, handle.address == x.ctypes.data
+    (True, True)
     """
 
     allocator: Any
@@ -151,13 +160,34 @@ class numpy_memory(Context):
         """Put it in force in this context, below every ``with``, until :meth:`uninstall`.
 
         With ``threads=True`` it is the default of all threads that are started from now on.
+
+        Returns
+        -------
+        numpy_memory
+            Itself.
+
+        Examples
+        --------
+        >>> memory = arenapy.numpy_memory(arenapy.Pool())
+        >>> memory = memory.install()
+        >>> arenapy.handles(np.ones(1000)) is not None
+        True
+        >>> memory.uninstall()
         """
         if not self._install():
             raise ValueError(f"{self!r} is installed already; uninstall it first")
         return self
 
     def uninstall(self) -> None:
-        """End what :meth:`install` began, in the same context. Arrays stay valid."""
+        """End what :meth:`install` began, in the same context. Arrays stay valid.
+
+        Examples
+        --------
+        >>> memory = arenapy.numpy_memory(arenapy.Pool()).install()
+        >>> memory.uninstall()
+        >>> print(arenapy.handles(np.ones(1000)))
+        None
+        """
         if not self._uninstall():
             raise ValueError(f"{self!r} is not installed in this context")
 
@@ -231,14 +261,41 @@ class numpy_memory(Context):
     # -- what happened
 
     def stats(self) -> NumpyMemoryStats:
-        """What this pool did not serve, with this policy, since it was used so first."""
+        """Allocations that the pool did not serve, since a handler with this policy was first made.
+
+        Returns
+        -------
+        NumpyMemoryStats
+
+        Examples
+        --------
+        >>> memory = arenapy.numpy_memory(arenapy.Pool(max_bytes=1 << 20))
+        >>> with memory:
+        ...     x = np.ones(1_000_000)           # 8 MB do not fit
+        >>> memory.stats().system_allocations
+        1
+        """
         from arenapy.stats import NumpyMemoryStats
 
         (count, nbytes, live), (lazy, lazy_nbytes, lazy_live) = self._handler.counts.as_tuple()
         return NumpyMemoryStats(count, nbytes, live, lazy, lazy_nbytes, lazy_live)
 
     def unreached(self) -> list[str]:
-        """Names of the threads that run Python code without this handler now."""
+        """Names of the threads that run Python code without this handler now.
+
+        Returns
+        -------
+        list of str
+
+        Examples
+        --------
+        >>> memory = arenapy.numpy_memory(arenapy.Pool())
+        >>> "MainThread" in memory.unreached()
+        True
+        >>> with memory:
+        ...     "MainThread" in memory.unreached()
+        False
+        """
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         idents = sys._current_frames().keys() - self._handler.reached()
         return sorted(names.get(ident, f"thread {ident}") for ident in idents)

@@ -31,6 +31,7 @@ from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.pool.stream_cache cimport StreamCache, new_stream_cache
 from arenapy.memory.region cimport ask_source
 
+from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
 from arenapy.pool.check import extents, listing, stats_of, verify
@@ -236,6 +237,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             For a size or an alignment out of range.
         OutOfMemory
             If it cannot be served; nothing has changed then.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> block = pool.alloc(100_000, align=4096)
+        >>> block.nbytes, block.address % 4096
+        (100000, 0)
         """
         # The usual call. References are borrowed, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
@@ -529,8 +537,29 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def alloc_many(self, sizes):
         """Allocate a block for each size, 64-byte aligned: all of them, or none.
 
-        Takes an iterable of sizes in bytes, returns a list of Buffers, raises as :meth:`alloc`.
+        Parameters
+        ----------
+        sizes : iterable of int
+            Bytes of each block.
+
+        Returns
+        -------
+        list of Buffer
+
+        Raises
+        ------
+        ValueError, TypeError, OutOfMemory
+            As :meth:`alloc`; nothing has changed then.
+
+        Notes
+        -----
         It locks once, and so costs less than as many calls of :meth:`alloc`.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> [block.nbytes for block in pool.alloc_many([100, 200, 300])]
+        [100, 200, 300]
         """
         cdef PoolCore c = self.core
         cdef list wanted, blocks = []
@@ -582,6 +611,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             For what is no size or no count.
         OutOfMemory
             If it does not fit; nothing has changed then.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> pool.prewarm({1 << 20: 8, 4096: 100})
+        >>> blocks = [pool.alloc(1 << 20) for _ in range(8)]
+        >>> pool.stats().pool_misses             # none asked the source
+        0
         """
         cdef BlockBatch batch
         if not isinstance(counts, Mapping):
@@ -618,6 +655,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         -------
         int
             Bytes given back.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> pool.alloc(1 << 20).release()
+        >>> pool.trim() >= 1 << 20, pool.stats().idle_bytes
+        (True, 0)
         """
         cdef PoolCore c = self.core
         cdef size_t keep = as_size(keep_bytes, "keep_bytes")
@@ -641,6 +685,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         -------
         Defragmented
             Bytes given back, and the milliseconds that it took.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> pool.alloc(1 << 20).release()
+        >>> pool.defragment().bytes >= 1 << 20
+        True
         """
         from arenapy.stats import Defragmented
 
@@ -773,6 +824,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """The figures of this moment, as a :class:`arenapy.stats.PoolStats`.
 
         On a device, `peak_bytes` has all that streams other than the pool's own kept, too.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> x = pool.empty(1000)
+        >>> stats = pool.stats()
+        >>> stats.active_allocations, stats.allocated_bytes
+        (1, 8192)
         """
         if self.core.may_lease:
             self.core.settle_sends()
@@ -783,7 +842,16 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return stats_of(self.core)
 
     def reset_peak(self):
-        """Begin `peak_bytes` anew, here and in the classes."""
+        """Begin `peak_bytes` anew, here and in the classes.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> pool.alloc(1 << 20).release()
+        >>> pool.reset_peak()
+        >>> pool.stats().peak_bytes
+        0
+        """
         self.core.reset_peaks()
 
     def blocks(self):
@@ -794,6 +862,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         iterator of BlockInfo
             As they were at one moment, that of the call. Blocks of up to 32 KiB tell the age of the
             span of pages that they share.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> x = pool.empty(1 << 20, "u1")
+        >>> [block.nbytes for block in pool.blocks() if block.state == "live"]
+        [1048576]
         """
         return listing(self.core)
 
@@ -812,15 +887,21 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return extents(self.core)
 
     def check(self):
-        """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong."""
+        """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> pool.check()                         # nothing is wrong
+        """
         verify(self.core)
         self.core.check_free()
 
     def __repr__(self):
         cdef PoolFigures f = self.core.figures()
         return (
-            f"<Pool {self.core.kind} {f.reserved} bytes, {f.all.live} live, {f.all.idle} idle"
-            f"{', closed' if self.core.shut else ''}>"
+            f"<Pool {self.core.kind} {format_bytes(f.reserved)}, {format_bytes(f.all.live)} live, "
+            f"{format_bytes(f.all.idle)} idle{', closed' if self.core.shut else ''}>"
         )
 
     def __reduce__(self):

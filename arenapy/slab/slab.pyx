@@ -23,6 +23,7 @@ from arenapy.memory.region cimport Region
 from arenapy.slab.core cimport SlabCore, SlabFigures, Stack
 from arenapy.slab.hot_path cimport cache_alloc, forbid_from
 
+from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
 from arenapy.memory.sources import Host
@@ -92,13 +93,24 @@ cdef class Slab(Allocator):
     True
     """
 
-    def __cinit__(self, item_size, count, source=None, align=None, max_count=None, debug=None, *,
-                  stream=None):
+    def __cinit__(self, item_size=None, count=None, source=None, align=None, max_count=None,
+                  debug=None, *, stream=None):
         cdef SlabCore core = SlabCore.__new__(SlabCore)
-        cdef size_t size = as_size(item_size, "item_size")
-        cdef uint64_t items = as_count(count, "count")
+        cdef size_t size
+        cdef uint64_t items
         cdef Py_ssize_t a
         cdef Region region
+        if item_size is None:
+            raise TypeError(
+                "item_size=None: a Slab needs the bytes of an item, and count, how many items to "
+                "make room for, like Slab(4096, count=64)"
+            )
+        if count is None:
+            raise TypeError(
+                "count=None: a Slab needs count, how many items to make room for, like "
+                f"Slab({item_size!r}, count=64)"
+            )
+        size, items = as_size(item_size, "item_size"), as_count(count, "count")
         self.base = self.core = core
         self.shards = init_freelists(core)
         self.most = items if max_count is None else as_count(max_count, "max_count")
@@ -156,6 +168,12 @@ cdef class Slab(Allocator):
             For more than an item, or an alignment that items do not have.
         OutOfMemory
             If no item is free and the slab cannot grow; nothing has changed then.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=8)
+        >>> slab.alloc().nbytes, slab.alloc(100).nbytes
+        (4096, 100)
         """
         # The usual call. References are borrowed, as in Bump.alloc.
         cdef PyObject* core = <PyObject*>self.core
@@ -251,6 +269,13 @@ cdef class Slab(Allocator):
         Notes
         -----
         It locks once, and so costs less than as many calls of :meth:`alloc`.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=8)
+        >>> items = slab.alloc_many(5)
+        >>> len(items), slab.count
+        (5, 5)
         """
         cdef SlabCore c = self.core
         cdef list blocks
@@ -266,7 +291,7 @@ cdef class Slab(Allocator):
             sizes = None
         c.open_check()
         if <uint64_t>count > self.most:
-            raise OutOfMemory(self.full(count, "that is more than it may ever have"))
+            raise OutOfMemory(self._full(count, "that is more than it may ever have"))
         blocks = []
         PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         for i in range(count):
@@ -310,7 +335,7 @@ cdef class Slab(Allocator):
             return 0
         if not c.begin_growth():
             if arenapy_finalizing():         # that thread has ended, in its source
-                raise OutOfMemory(self.full(wanted, "the interpreter is ending"))
+                raise OutOfMemory(self._full(wanted, "the interpreter is ending"))
             with nogil:
                 usleep(MOMENT)
             return 0
@@ -319,7 +344,7 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
-                raise OutOfMemory(self.full(wanted, "it may not have more"))
+                raise OutOfMemory(self._full(wanted, "it may not have more"))
             known = c.items
             items = min(known, self.most - known)
             while region is None:
@@ -331,7 +356,7 @@ cdef class Slab(Allocator):
                     if c.settle_streams(True) or c.idle() >= wanted:
                         return 0
                     raise OutOfMemory(
-                        self.full(wanted, f"its source has no more ({error})")) from error
+                        self._full(wanted, f"its source has no more ({error})")) from error
                 if region is None:
                     items //= 2              # perhaps it has fewer
             if (c.items == known or c.idle() < wanted) and c.add_part(region, items, self.most):
@@ -343,7 +368,7 @@ cdef class Slab(Allocator):
     cdef Region region_for(self, uint64_t items):
         return aligned_region(self.core, self.source, items * self.core.stride, self.core.align)
 
-    def full(self, wanted, why):
+    def _full(self, wanted, why):
         """Why a request failed, and what to do."""
         cdef SlabFigures f = self.core.figures()
         limit = "no growth" if self.max_count is None else f"max_count={self.max_count}"
@@ -360,6 +385,14 @@ cdef class Slab(Allocator):
         -------
         int
             Bytes given back.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=8, max_count=64)
+        >>> items = slab.alloc_many(30)          # it grows
+        >>> del items
+        >>> slab.trim() > 0, slab.capacity
+        (True, 8)
         """
         cdef SlabCore c = self.core
         cdef size_t freed = 0
@@ -408,7 +441,16 @@ cdef class Slab(Allocator):
         return self.core.listed()
 
     def stats(self):
-        """The figures of this moment, as a :class:`arenapy.stats.SlabStats`."""
+        """The figures of this moment, as a :class:`arenapy.stats.SlabStats`.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(1000, count=8)
+        >>> item = slab.alloc()
+        >>> stats = slab.stats()
+        >>> stats.active_allocations, stats.allocated_bytes, stats.idle_bytes
+        (1, 1024, 7168)
+        """
         from arenapy.stats import SlabStats
 
         cdef SlabCore c = self.core
@@ -436,7 +478,16 @@ cdef class Slab(Allocator):
         )
 
     def reset_peak(self):
-        """Begin `peak_bytes` anew."""
+        """Begin `peak_bytes` anew.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=8)
+        >>> slab.alloc().release()
+        >>> slab.reset_peak()
+        >>> slab.stats().peak_bytes
+        0
+        """
         self._exchange_peak(None)
 
     def _tally(self):
@@ -458,19 +509,32 @@ cdef class Slab(Allocator):
         -------
         iterator of BlockInfo
             As they were at one moment, that of the call. 64 neighbours tell the same age.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=3)
+        >>> item = slab.alloc()
+        >>> [block.state for block in slab.blocks()]
+        ['live', 'idle', 'idle']
         """
         return listing(self.core)
 
     def check(self):
-        """Verify the bookkeeping, O(items), in debug mode free memory too; raise what is wrong."""
+        """Verify the bookkeeping, O(items), in debug mode free memory too; raise what is wrong.
+
+        Examples
+        --------
+        >>> slab = arenapy.Slab(4096, count=8)
+        >>> slab.check()                         # nothing is wrong
+        """
         verify(self.core)
         self.core.check_free()
 
     def __repr__(self):
         cdef SlabFigures f = self.core.figures()
         return (
-            f"<Slab {self.core.kind} {f.items} items of {self.core.item_size} bytes, {f.active} "
-            f"live{', closed' if self.core.shut else ''}>"
+            f"<Slab {self.core.kind} {f.items:,} items of {format_bytes(self.core.item_size)}, "
+            f"{f.active:,} live{', closed' if self.core.shut else ''}>"
         )
 
     def __reduce__(self):

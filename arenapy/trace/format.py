@@ -80,6 +80,13 @@ class Frame(NamedTuple):
         0: not known.
     function : str
         Its qualified name.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> frame = trace.Frame("program.py", 12, "load")
+    >>> f"{frame.file}:{frame.line}"
+    'program.py:12'
     """
 
     file: str

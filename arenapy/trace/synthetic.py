@@ -17,7 +17,20 @@ __all__ = ["PHASES", "Phase", "draw"]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Part of a synthetic trace: sizes log-uniform between two bounds, in bytes."""
+    """Part of a synthetic trace: sizes log-uniform between two bounds, in bytes.
+
+    Parameters
+    ----------
+    smallest, largest : int
+        Bytes of the smallest and the largest allocation of the phase.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> small = trace.Phase(64, 4096)
+    >>> trace.synthetic(1, 100, phases=[small]).summary().largest <= 4096
+    True
+    """
 
     smallest: int
     largest: int

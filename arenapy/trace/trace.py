@@ -110,6 +110,12 @@ class Summary:
         False if the recording did not end in good order: the last events may be missing.
     earlier : int
         Frees of blocks that were allocated before the recording began; a replay leaves them out.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> print(trace.synthetic(seed=1, allocations=100).summary())
+    synthetic, seed 1: 100 alloc, 100 free; ...
     """
 
     kind: str
@@ -135,7 +141,7 @@ class Summary:
         return text if self.complete else f"{text}; cut: the last events are missing"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trace(Contents):
     """Events, in the order in which they were recorded.
 
@@ -158,13 +164,36 @@ class Trace(Contents):
         What told the time: ``"tsc"``, ``"cntvct"`` or ``"kernel"``.
     sites : tuple of tuple of Frame
         The callers of allocations, the innermost first. The first one is empty: not known.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> made = trace.synthetic(seed=1, allocations=100)
+    >>> made
+    <Trace of synthetic, seed 1: 200 events>
+    >>> made.events.dtype.names
+    ('time', 'address', 'nbytes', 'stream', 'site', 'thread', 'operation')
     """
 
     def __len__(self) -> int:
         return len(self.events)
 
+    def __repr__(self) -> str:
+        cut = "" if self.complete else ", cut: the last events are missing"
+        return f"<Trace of {self.kind or 'events'}: {len(self.events):,} events{cut}>"
+
     def summary(self) -> Summary:
-        """The figures of the trace."""
+        """The figures of the trace.
+
+        Returns
+        -------
+        Summary
+
+        Examples
+        --------
+        >>> arenapy.trace.synthetic(seed=1, allocations=100).summary().operations["free"]
+        100
+        """
         events = self.events
         sizes = events["nbytes"][events["operation"] == OPERATIONS["alloc"]]
         counts = np.bincount(events["operation"], minlength=max(OPERATIONS.values()) + 1)
@@ -196,10 +225,21 @@ class Trace(Contents):
 
         An earlier trace is overwritten, once all of the new one is on the disk.
 
+        Parameters
+        ----------
+        path : path-like
+            The file.
+
         Raises
         ------
         OSError
             If it cannot be written; if the file is there and no trace, or is being recorded into.
+
+        Examples
+        --------
+        >>> arenapy.trace.synthetic(seed=1, allocations=100).save("made.trace")
+        >>> len(arenapy.trace.load("made.trace"))
+        200
         """
         write(path, self)
 
@@ -223,6 +263,15 @@ def load(path: str | os.PathLike[str]) -> Trace:
         If it is no trace file, or of a version that is not known here, or damaged.
     OSError
         If it cannot be read.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> pool = arenapy.Pool()
+    >>> with trace.record(pool, "pool.trace"):
+    ...     x = pool.empty(1000)
+    >>> trace.load("pool.trace").summary().allocated_bytes
+    8000
     """
     return read(path, Trace)
 
@@ -258,6 +307,15 @@ def from_torch(snapshot: Snapshot, device: int | None = None) -> Trace:
     Notes
     -----
     torch need not be installed. Thread-safety: any thread.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> block = {"addr": 0x7F0000000000, "size": 4096, "stream": 0}
+    >>> history = [block | {"action": "alloc"}, block | {"action": "free_completed"}]
+    >>> snapshot = {"device_traces": [history]}              # as torch.cuda.memory._snapshot() has
+    >>> trace.from_torch(snapshot)
+    <Trace of torch, device 0: 2 events>
     """
     found = history(snapshot, device)
     events = np.zeros(len(found.operations), EVENT)
@@ -296,6 +354,12 @@ def synthetic(
     -------
     Trace
         Every block in it is freed.
+
+    Examples
+    --------
+    >>> from arenapy import trace
+    >>> trace.synthetic(seed=1, allocations=100).summary().operations["alloc"]
+    100
     """
     out = draw(seed, allocations, live_bytes, phases)
     events = np.zeros(len(out), EVENT)

@@ -44,6 +44,20 @@ def test_sizes_out_of_range(arena, nbytes):
     assert not block.closed
 
 
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: Bump(), r"Bump\(1 << 20\)"),
+        (lambda: Slab(), r"Slab\(4096, count=64\)"),
+        (lambda: Slab(1000), r"Slab\(1000, count=64\)"),
+        (lambda: arenapy.Source(), r"Host\(\)"),
+    ],
+)
+def test_a_missing_argument_is_named_with_one_that_does(make, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        make()
+
+
 @pytest.mark.parametrize("nbytes", [1.5, "64", None, b"64", [64], 64j, object()])
 def test_sizes_that_are_no_integers(arena, nbytes):
     refuse(arena, TypeError, lambda: arena.alloc(nbytes))

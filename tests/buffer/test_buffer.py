@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from helpers import exact, peek, poke, readonly_buffer
 
+import arenapy
 from arenapy import Buffer
 
+MIB = 1 << 20
 PATTERN = bytes(range(100))
 
 
@@ -64,6 +66,72 @@ def test_repr_says_the_layout_of_what_is_no_row_of_bytes(buffer):
 def test_repr_does_not_export(buffer):
     repr(buffer), str(buffer), len(buffer), buffer.nbytes, buffer.__dlpack_device__()
     assert not buffer.held
+
+
+def test_repr_is_short():
+    """Sizes with their unit, on one line."""
+    arena = exact(64 * MIB)
+    block = arena.alloc(3 * MIB // 2)
+    assert repr(block).startswith(f"<Buffer host 1.5 MiB at {block.address:#x} of Bump, ")
+    assert repr(arena) == "<Bump host 64 MiB, 1.5 MiB used>"
+    x = arena.empty(1 << 20, "u1")
+    arena.reset()
+    assert repr(arena) == "<Bump host 64 MiB, 0 bytes used, 1 MiB retired>"
+    del x
+    assert repr(arena.regions[0]) == f"<Region host 64 MiB at {arena.regions[0].address:#x}>"
+    slab = arenapy.Slab(4096, count=2000)
+    item = slab.alloc()
+    assert repr(slab) == "<Slab host 2,000 items of 4 KiB, 1 live>"
+    del item
+    pool = arenapy.Pool(initial_bytes=4 * MIB)
+    block = pool.alloc(MIB)
+    assert block.nbytes == MIB
+    assert repr(pool) == "<Pool host 4 MiB, 1 MiB live, 3 MiB idle>"
+
+
+# Assigned slices -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [slice(0, 5), slice(None, 5), slice(-95, -90), slice(95, None)])
+@pytest.mark.parametrize("make", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, "u1")])
+def test_an_assigned_slice_has_the_bytes_and_no_other_changes(buffer, key, make):
+    buffer.fill(1)
+    expected = bytearray(b"\1" * 100)
+    expected[key] = b"hello"
+    buffer[key] = make(b"hello")
+    assert bytes(buffer) == expected
+    buffer[:][key] = make(b"world")
+    expected[key] = b"world"
+    assert bytes(buffer) == expected
+
+
+def test_an_assigned_slice_may_be_of_the_same_buffer(buffer):
+    buffer[:] = bytes(range(100))
+    buffer[1:] = buffer[:-1]
+    assert bytes(buffer) == bytes([0, *range(99)])
+
+
+@pytest.mark.parametrize(
+    ("assign", "error", "remedy"),
+    [
+        (lambda b: b.__setitem__(0, 5), TypeError, r"memoryview\(buffer\)\[i\] = value"),
+        (lambda b: b.__setitem__(slice(0, 5), 7), TypeError, r"\.fill\(7\)"),
+        (lambda b: b.__setitem__(slice(0, 5), b"four"), ValueError, "5 bytes.*has 4"),
+        (lambda b: b.__setitem__(slice(0, 9, 2), b"hello"), ValueError, "step=2"),
+        (lambda b: b.view(dtype="f4").__setitem__(slice(0, 1), np.ones(1, "i4")), TypeError,
+         r"array\(\)"),
+        (lambda b: b.__setitem__(slice(0, 1), np.array([None])), (TypeError, ValueError), "object"),
+        (lambda b: b.__delitem__(slice(0, 1)), (TypeError, NotImplementedError), "delet"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_assigned_changes_nothing(buffer, assign, error, remedy):
+    buffer.fill(3)
+    with pytest.raises(error, match=remedy):
+        assign(buffer)
+    assert bytes(buffer) == b"\3" * 100
+    buffer.release()
+    with pytest.raises(ValueError, match="closed"):
+        buffer[0:5] = b"hello"
 
 
 # Slices and views ------------------------------------------------------------------------------

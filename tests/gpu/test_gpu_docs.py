@@ -1,8 +1,10 @@
 """The programs in the guides about CUDA run as printed: on the simulated driver, and on a GPU."""
 
 import re
+import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cuda_support import a_gpu
 from real_gpu import need_gpu
@@ -34,3 +36,13 @@ def test_on_a_gpu(code, tmp_path, monkeypatch):
     need_gpu()
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "a guide", "exec"), {})
+
+
+def test_the_reduction_of_a_file_on_a_gpu(cupy, tmp_path):
+    values = np.random.default_rng(3).standard_normal(3_000_001, "f4") * 2 - 5
+    values.tofile(tmp_path / "data.f4")
+    moments = runpy.run_path(str(DOCS / "examples/out_of_core_gpu.py"))["moments"]
+    count, *found = moments(str(tmp_path / "data.f4"), 1 << 20)
+    assert count == len(values)
+    wanted = (values.mean(dtype="f8"), values.std(dtype="f8"), values.max())
+    assert found == pytest.approx(wanted, abs=1e-6)

@@ -1,5 +1,6 @@
 """Limits are read from fake /proc, /sys and cgroup trees, and once from the real ones."""
 
+import html
 import os
 import resource
 import subprocess
@@ -292,6 +293,10 @@ def test_the_real_machine() -> None:
     assert info.limit.name in text
     assert "RLIMIT_MEMLOCK" in text
     assert "swap" in text
+    assert repr(info) == f"<MemoryInfo {text.splitlines()[0]}>"
+    for line in text.splitlines()[1:]:
+        name, _, value = line.strip().rpartition(": ")
+        assert f"<td>{html.escape(name)}</td><td>{value}</td>" in info._repr_html_()
 
 
 def test_without_meminfo_the_machine_bounds_requests(tree, monkeypatch):

@@ -386,13 +386,14 @@ def test_it_is_used_once():
     m = measure(one)
     with pytest.raises(RuntimeError, match=r"write `with arenapy\.measure\(\) as m:`"):
         _ = m.faults
-    assert "not begun" in repr(m)
+    assert "not begun" in repr(m) and "not begun" in m._repr_html_()
     with m:
         one.alloc(1)
         with pytest.raises(RuntimeError, match="begun already; call measure"):
             m.__enter__()
-        assert "running" in repr(m)
+        assert "running" in repr(m) and "running" in m._repr_html_()
     assert "1 allocations of 1 bytes" in repr(m) and "running" not in repr(m)
+    assert "<td>bytes allocated</td><td>1 bytes</td>" in m._repr_html_()
     with pytest.raises(RuntimeError, match="begun already"), m:
         pass
     assert m.allocations == 1

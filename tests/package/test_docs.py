@@ -50,21 +50,27 @@ def test_programs_run_as_printed(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_cython_example_compiles(tmp_path):
-    """Against what is installed; that such a module also runs is shown by tests/downstream."""
+def test_the_cython_template_compiles(tmp_path):
+    """To C, against what is installed; .ci/run's step downstream builds and runs it."""
     if not importlib.util.find_spec("Cython"):
         pytest.skip("needs Cython")
-    (code,) = re.findall(
-        r"^```cython\n(.*?)^```", (ROOT / "docs/c_api.md").read_text(), re.DOTALL | re.M
-    )
-    (tmp_path / "example.pyx").write_text(code)
+    source = ROOT / "docs/cython_template/running_median/median.pyx"
     done = subprocess.run(
-        [sys.executable, "-m", "cython", "-3", "example.pyx"],
+        [sys.executable, "-m", "cython", "-3", "-Werror", source, "-o", tmp_path / "median.c"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_file_of_the_cython_template_is_shown():
+    folder = ROOT / "docs/cython_template"
+    shown = re.findall(
+        r"^```\{literalinclude\} cython_template/(\S+)$", (ROOT / "docs/c_api.md").read_text(), re.M
+    )
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {*shown} == {path for path in there if "__pycache__" not in path}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)

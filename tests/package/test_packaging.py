@@ -117,10 +117,12 @@ def test_import_is_lean():
 
 
 def test_what_is_imported_later_is_there_from_the_start():
-    """All names in `dir`, each at its first use, and no name that is none."""
+    """The names in `dir` are the public ones, each is made at its first use, and no other is."""
     program = """
-import arenapy
-assert {*arenapy.__all__} <= {*dir(arenapy)}
+import sys, arenapy
+before = [*sys.modules]
+assert dir(arenapy) == sorted(arenapy.__all__)
+assert [*sys.modules] == before, "dir imports nothing"
 assert "plot" not in vars(arenapy)
 for name in arenapy.__all__:
     assert getattr(arenapy, name) is getattr(arenapy, name) is vars(arenapy)[name], name
