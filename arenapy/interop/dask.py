@@ -28,6 +28,7 @@ else:
 __all__ = ["ArenaPlugin"]
 
 PREFIX = "pool_"  # of the metrics
+ROOM = 32  # of this part of the limit
 FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes", "hit_rate")
 
 
@@ -146,8 +147,9 @@ class ArenaPlugin(WorkerPlugin):
     def _trimmed(self) -> int:
         """The memory of the process, after the Pool has given back what it can of an excess."""
         rss: int = self._rss()
-        excess = 0 if self._limit is None else rss - self._limit
-        if excess > 0:
+        if self._limit is not None and rss > self._limit:
+            # Somewhat more, since spilling goes on while a single page is too much.
+            excess = rss - self._limit + self._limit // ROOM
             given_back = self.pool.trim(max(0, self.pool.stats().idle_bytes - excess))
             if given_back:
                 self.trimmed_bytes += given_back

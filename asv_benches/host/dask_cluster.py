@@ -43,7 +43,7 @@ def one_round(way, work):
     dask.config.set({"distributed.diagnostics.nvml": False})
     with (
         LocalCluster(
-            n_workers=2, threads_per_worker=1, memory_limit=limit, dashboard_address=None
+            n_workers=2, threads_per_worker=1, memory_limit=limit, dashboard_address=":0"
         ) as cluster,
         Client(cluster) as client,
     ):
