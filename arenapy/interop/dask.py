@@ -3,9 +3,9 @@
 What lives here: the places of a worker that the Pool has to reach. What does not: NumPy's handler
 (numpy_handler), and the Pool.
 
-A worker runs a task in a copy of the context of its coroutine `execute`, and so does neither the
-context in which a plugin is set up nor that of the thread count: the coroutine is what is
-decorated. Threads that do without a context (actors, those of tasks) get the handler at their start.
+A task runs in a copy of the context of the worker's coroutine `execute`. Neither the context in
+which a plugin is set up nor that of the thread matters, so the coroutine is decorated. Threads in
+which no such copy runs (actors', and those that tasks start) get the handler as they start.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ __all__ = ["ArenaPlugin"]
 
 PREFIX = "pool_"  # of the metrics
 ROOM = 32  # of this part of the limit
-FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes", "hit_rate")
+FIGURES = (
+    "allocated_bytes",
+    "idle_bytes",
+    "reserved_bytes",
+    "peak_bytes",
+)  # the dashboard adds them up
 
 
 class ArenaPlugin(WorkerPlugin):
     """Give every worker a Pool, for the arrays of its tasks and those it receives.
 
-    Register it with ``Client.register_plugin``. Workers that are there have their Pool from then on,
-    workers that come, or are restarted, from their start.
+    Register it with ``Client.register_plugin``. Workers that are there have their Pool from then
+    on, and workers that come or are restarted have it from their start.
 
     Parameters
     ----------
@@ -63,7 +68,7 @@ class ArenaPlugin(WorkerPlugin):
         As :class:`arenapy.Pool` and :class:`arenapy.numpy_memory` raise them, before anything is
         sent to a worker.
     RuntimeError
-        By ``register_plugin``: two workers are in one process; neither has two Pools then.
+        By ``register_plugin``: two workers are in one process, of which one has its Pool now.
 
     Notes
     -----
@@ -71,9 +76,8 @@ class ArenaPlugin(WorkerPlugin):
     Pool first gives back as much idle memory as lies above the lowest of them.
 
     The metrics of a worker have ``pool_allocated_bytes``, ``pool_idle_bytes``,
-    ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_hit_rate``, ``pool_trimmed_bytes`` and
-    ``pool_system_bytes``, what libc served instead. Dask's dashboard shows them on the page of its
-    workers.
+    ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``,
+    what libc served instead. Dask's dashboard shows them on the page of its workers.
 
     Thread-safety: a worker calls it in the thread of its event loop.
 
@@ -98,7 +102,11 @@ class ArenaPlugin(WorkerPlugin):
         trim_after: float | None = None,
     ) -> None:
         _tcp()
-        self._options = {"max_bytes": max_bytes, "source": source, "trim_after": trim_after}
+        self._options: dict[str, Any] = {
+            "max_bytes": max_bytes,
+            "source": source,
+            "trim_after": trim_after,
+        }
         numpy_memory(Pool(**self._options))
 
     def setup(self, worker: Any) -> None:
@@ -185,8 +193,7 @@ def _tcp() -> Any:
 
 def _lowest_limit(manager: Any) -> int | None:
     """The bytes from which a worker spills or pauses, and to which it spills; None: it does not."""
-    fractions = (
-        manager.memory_target_fraction, manager.memory_spill_fraction, manager.memory_pause_fraction,
-    )  # fmt: skip
+    names = ("target", "spill", "pause")
+    fractions = [getattr(manager, f"memory_{name}_fraction") for name in names]
     lowest = min((fraction for fraction in fractions if fraction), default=None)
     return int(lowest * manager.memory_limit) if lowest and manager.memory_limit else None

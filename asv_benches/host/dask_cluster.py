@@ -69,9 +69,7 @@ def one_round(way, work):
         sum(after[one][i] - before[one][i] for one in before) / repeats for i in (0, 1)
     )
     spilled, peak = sum(now[2] for now in after.values()), max(now[3] for now in after.values())
-    figures = dict(
-        zip(FIGURES, (seconds / repeats, processor, faults, spilled, peak), strict=True)
-    )
+    figures = dict(zip(FIGURES, (seconds / repeats, processor, faults, spilled, peak), strict=True))
     return {**figures, "result": ",".join(sorted(found))}
 
 
