@@ -29,12 +29,8 @@ __all__ = ["ArenaPlugin"]
 
 PREFIX = "pool_"  # of the metrics
 ROOM = 32  # of this part of the limit
-FIGURES = (
-    "allocated_bytes",
-    "idle_bytes",
-    "reserved_bytes",
-    "peak_bytes",
-)  # the dashboard adds them up
+# The dashboard adds those of all workers up, so no rates.
+FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes")
 
 
 class ArenaPlugin(WorkerPlugin):

@@ -1,8 +1,8 @@
 """An asyncio echo server of 1,000 connections: a Slab beside bytearrays and asyncio's own bytes.
 
 The server is a process, the client another one, with a request on each connection at a time. Ways
-take turns. What the kernel says of the server, of a time after a warm-up: faults and processor time;
-and its most memory, at the end.
+take turns. The kernel says of the server, after a warm-up, its faults and its processor time, and
+its most memory.
 
 What this does not show: networks. Client and server share the processors of this machine, and most
 of the server's time is asyncio's and the kernel's.
