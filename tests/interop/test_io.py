@@ -58,6 +58,36 @@ def test_a_peer_that_does_not_read_gets_every_byte_as_it_was():
     assert slab.count == 0
 
 
+def test_a_slab_that_is_full_closes_the_connection_and_no_other():
+    slab = arenapy.Slab(ITEM, 1, max_count=1)
+    senders = [Sender(slab) for _ in range(2)]
+    told = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: told.append(context["exception"]))
+        pairs = []
+        for sender in senders:
+            ours, theirs = socket.socketpair()
+            theirs.setblocking(False)
+            pairs.append(theirs)
+            await loop.connect_accepted_socket(lambda sender=sender: sender, ours)
+        taken = slab.alloc()
+        await loop.sock_sendall(pairs[0], b"ping")
+        with pytest.raises(ConnectionResetError):
+            await loop.sock_recv(pairs[0], 10)
+        del taken
+        await loop.sock_sendall(pairs[1], b"ping")
+        assert await loop.sock_recv(pairs[1], 10) == b"ping"
+        for sender, theirs in zip(senders, pairs, strict=True):
+            sender.transport.abort()
+            theirs.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert [type(error) for error in told] == [arenapy.OutOfMemory]
+
+
 def test_what_a_transport_takes():
     """The guide's table; where this fails, asyncio takes Buffers, and the guide is out of date."""
     item = arenapy.Slab(ITEM, 1).alloc()
