@@ -42,6 +42,8 @@ step_suite() {
     need chromedriver chromium-driver
     packages libjs-jquery libjs-jquery-flot libjs-jquery-stupidtable libjs-bootstrap node-blueimp-md5
     install_extra "$PYTHON" pages
+    install_extra "$PYTHON" dask
+    install_extra "$PYTHON" http
     install_extra "$PYTHON" bench
     rm -rf "$README_TREE/.git"
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
@@ -49,7 +51,7 @@ step_suite() {
     "$PYTHON" -m pytest -q -n 2 --tier full --durations 20 "--once=$WORK/once" | tee "$WORK/suite.log"
     mkdir -p "$ROOT/.artifacts"
     cp .artifacts/*.png "$ROOT/.artifacts/"
-    ! grep -E '^[0-9]+ skipped: could not import .(asv|bokeh|selenium|pandas|pyarrow)' "$WORK/suite.log"
+    ! grep -E '^[0-9]+ skipped: (could not import .|needs )(asv|bokeh|selenium|pandas|pyarrow|distributed|aiohttp|uvicorn)' "$WORK/suite.log"
 }
 
 # NumPy's own tests with the handler, against the same without: those that allocate most. Its tests

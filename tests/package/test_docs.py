@@ -19,6 +19,7 @@ import evidence_page
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 ELSEWHERE = ("cuda", "streams", "overlap", "larger", "ecosystem")  # test_gpu_{docs,torch}.py
+NEEDED = ("matplotlib", "torch", "dask", "distributed", "aiohttp", "uvicorn")
 PROGRAMS = [
     pytest.param(code, id=f"{page.stem} {number}")
     for page in DOCS
@@ -31,7 +32,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("code", PROGRAMS)
 def test_programs_run_as_printed(code, tmp_path):
-    needed = [name for name in ("matplotlib", "torch") if name in code]
+    needed = [name for name in NEEDED if re.search(rf"^ *(import|from) {name}\b", code, re.M)]
     needed += ["matplotlib"] * ("arenapy.plot" in code)
     for name in needed:
         if not importlib.util.find_spec(name):

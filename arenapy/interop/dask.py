@@ -1,0 +1,195 @@
+"""Dask with arenapy's memory: one line gives every worker of a cluster a Pool.
+
+What lives here: the places of a worker that the Pool has to reach. What does not: NumPy's handler
+(numpy_handler), and the Pool.
+
+A task runs in a copy of the context of the worker's coroutine `execute`. Neither the context in
+which a plugin is set up nor that of the thread matters, so the coroutine is decorated. Threads in
+which no such copy runs (actors', and those that tasks start) get the handler as they start.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import TYPE_CHECKING, Any
+
+from arenapy.memory.sources import Source
+from arenapy.numpy_handler.numpy_memory import numpy_memory
+from arenapy.pool.pool import Pool
+
+if TYPE_CHECKING:
+    WorkerPlugin = object
+else:
+    try:
+        from distributed import WorkerPlugin
+    except ImportError:
+        WorkerPlugin = object
+
+__all__ = ["ArenaPlugin"]
+
+PREFIX = "pool_"  # of the metrics
+ROOM = 32  # of this part of the limit
+# The dashboard adds those of all workers up, so no rates.
+FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes")
+
+
+class ArenaPlugin(WorkerPlugin):
+    """Give every worker a Pool, for the arrays of its tasks and those it receives.
+
+    Register it with ``Client.register_plugin``. Workers that are there have their Pool from then
+    on, and workers that come or are restarted have it from their start.
+
+    Parameters
+    ----------
+    max_bytes : int, optional
+        Of each worker's Pool. What does not fit is taken from libc. By default there is no limit
+        but the worker's own, at which the Pool gives back what is idle.
+    source : Source, optional
+        Of host memory, for each Pool; it is pickled. By default ``arenapy.Host()``.
+    trim_after : float, optional
+        Seconds after which unused memory is given back, as in :class:`arenapy.Pool`.
+
+    Attributes
+    ----------
+    pool : arenapy.Pool
+        Of the worker that the plugin is set up in: ``get_worker().plugins["arenapy"].pool``.
+    trimmed_bytes : int
+        What the Pool gave back, because the worker had more memory than it shall have.
+
+    Raises
+    ------
+    ImportError
+        There is no distributed, or one that is too old; the message says what to install.
+    TypeError, ValueError, BufferError
+        As :class:`arenapy.Pool` and :class:`arenapy.numpy_memory` raise them, before anything is
+        sent to a worker.
+    RuntimeError
+        By ``register_plugin``: two workers are in one process, of which one has its Pool now.
+
+    Notes
+    -----
+    Where a worker compares its memory with the limits from which it spills, pauses or resumes, the
+    Pool first gives back as much idle memory as lies above the lowest of them.
+
+    The metrics of a worker have ``pool_allocated_bytes``, ``pool_idle_bytes``,
+    ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``,
+    what libc served instead. Dask's dashboard shows them on the page of its workers.
+
+    Thread-safety: a worker calls it in the thread of its event loop.
+
+    Examples
+    --------
+    >>> from distributed import Client                                     # doctest: +SKIP
+    >>> from arenapy.interop.dask import ArenaPlugin
+    >>> client = Client()                                                  # doctest: +SKIP
+    >>> client.register_plugin(ArenaPlugin())                              # doctest: +SKIP
+    """
+
+    name = "arenapy"  # one for each worker: a second one takes the place of the first
+    _of_process: ArenaPlugin | None = None
+
+    pool: Pool
+    trimmed_bytes: int
+
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        source: Source | None = None,
+        trim_after: float | None = None,
+    ) -> None:
+        _tcp()
+        self._options: dict[str, Any] = {
+            "max_bytes": max_bytes,
+            "source": source,
+            "trim_after": trim_after,
+        }
+        numpy_memory(Pool(**self._options))
+
+    def setup(self, worker: Any) -> None:
+        """Give the worker its Pool; distributed calls it."""
+        tcp = _tcp()
+        if ArenaPlugin._of_process is not None:
+            raise RuntimeError(
+                "another worker of this process has an ArenaPlugin, and they would share their "
+                "memory; give each worker a process: LocalCluster(processes=True)"
+            )
+        from distributed.protocol import utils
+
+        self.pool = Pool(**self._options)
+        self.trimmed_bytes = 0
+        self._memory = numpy_memory(self.pool, threads=True)
+        self._frames = [(tcp, tcp.host_array), (utils, utils.host_array)]
+        self._rss = worker.monitor.get_process_memory
+        self._limit = _lowest_limit(worker.memory_manager)
+        # Its own, since a plugin is set up in another context than it is torn down in.
+        self._context = contextvars.copy_context()
+        self._context.run(self._memory.install)
+        ArenaPlugin._of_process = self
+
+        worker.execute = self._memory(worker.execute)
+        worker.monitor.get_process_memory = self._trimmed
+        for module, function in self._frames:
+            module.host_array = self._memory(function)
+        for name, figure in self._metrics().items():
+            worker.metrics[PREFIX + name] = figure
+
+    def teardown(self, worker: Any) -> None:
+        """Take it back. Arrays stay valid, and running tasks go on with the Pool."""
+        if ArenaPlugin._of_process is not self:
+            return
+        for name in self._metrics():
+            del worker.metrics[PREFIX + name]
+        for module, function in self._frames:
+            module.host_array = function
+        del worker.monitor.get_process_memory, worker.execute
+        ArenaPlugin._of_process = None
+        self._context.run(self._memory.uninstall)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_options": self._options}
+
+    def _trimmed(self) -> int:
+        """The memory of the process, after the Pool has given back what it can of an excess."""
+        rss: int = self._rss()
+        if self._limit is not None and rss > self._limit:
+            # Somewhat more, since spilling goes on while a single page is too much.
+            excess = rss - self._limit + self._limit // ROOM
+            given_back = self.pool.trim(max(0, self.pool.stats().idle_bytes - excess))
+            if given_back:
+                self.trimmed_bytes += given_back
+                rss = self._rss()
+        return rss
+
+    def _metrics(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            name: lambda worker, name=name: getattr(self.pool.stats(), name) for name in FIGURES
+        }
+        figures["trimmed_bytes"] = lambda worker: self.trimmed_bytes
+        figures["system_bytes"] = lambda worker: self._memory.stats().system_bytes
+        return figures
+
+
+def _tcp() -> Any:
+    """distributed's module that receives frames."""
+    try:
+        import distributed
+        from distributed.comm import tcp
+    except ImportError as error:
+        raise ImportError(
+            "arenapy.interop.dask needs distributed, which is not installed: "
+            "pip install 'arenapy-memory[dask]'"
+        ) from error
+    if not hasattr(tcp, "host_array"):
+        raise ImportError(
+            f"distributed {distributed.__version__} is older than arenapy.interop.dask supports: "
+            "pip install --upgrade 'arenapy-memory[dask]'"
+        )
+    return tcp
+
+
+def _lowest_limit(manager: Any) -> int | None:
+    """The bytes from which a worker spills or pauses, and to which it spills; None: it does not."""
+    names = ("target", "spill", "pause")
+    fractions = [getattr(manager, f"memory_{name}_fraction") for name in names]
+    lowest = min((fraction for fraction in fractions if fraction), default=None)
+    return int(lowest * manager.memory_limit) if lowest and manager.memory_limit else None

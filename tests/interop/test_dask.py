@@ -1,0 +1,343 @@
+"""Clusters of Dask whose workers have a Pool, in worker processes of their own."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from browser import browser, keep, needs_browser
+from simulated_driver import simulated
+
+import arenapy
+from arenapy import cuda
+from arenapy.interop import dask as arenapy_dask
+from arenapy.interop.dask import ArenaPlugin
+
+MIB = 1 << 20
+KEPT = "arenapy"  # the plugin's name among a worker's plugins
+
+
+@pytest.fixture
+def distributed():
+    return pytest.importorskip("distributed")
+
+
+@pytest.fixture
+def cluster(distributed):
+    """Make clusters of so many workers of one thread: `cluster(2, memory_limit=...)`."""
+    import dask
+
+    made = []
+
+    def make(workers, config=(), **options):
+        scope = dask.config.set({"distributed.diagnostics.nvml": False, **dict(config)})
+        made.append(scope)
+        options = {"dashboard_address": ":0", **options}
+        one = distributed.LocalCluster(n_workers=workers, threads_per_worker=1, **options)
+        made.append(one)
+        client = distributed.Client(one)
+        made.append(client)
+        return client
+
+    yield make
+    for one in reversed(made):
+        one.__exit__(None, None, None)
+
+
+# ---- what tasks do, in the workers ------------------------------------------------------------
+
+
+def pool():
+    from distributed import get_worker
+
+    return get_worker().plugins[KEPT].pool
+
+
+def in_pool(*arrays):
+    return [
+        where is not None and where.allocator is pool()
+        for where in map(arenapy.handles, (*arrays, np.ones(1000)))
+    ]
+
+
+class Actor:
+    def array_in_pool(self):
+        return arenapy.handles(np.ones(1000)) is not None
+
+
+async def a_coroutine():
+    await asyncio.sleep(0)
+    return in_pool()
+
+
+def block(number, nbytes):
+    # Whole numbers, whose sum is exact: NumPy adds what came through the network in another order,
+    # because it does not lie at a multiple of 8 in its frame.
+    return np.random.default_rng(number).integers(0, 1000, nbytes // 8).astype("f8")
+
+
+def step(array, other):
+    return array * array + other * 3 - array
+
+
+def total(*arrays):
+    return sum(float(array.sum()) for array in arrays)
+
+
+def map_reduce(client, count, nbytes):
+    """Futures: blocks, a step on each and its neighbour, the sum of all."""
+    blocks = client.map(block, range(count), nbytes=nbytes, pure=False)
+    steps = client.map(step, blocks, blocks[1:] + blocks[:1], pure=False)
+    sums = [client.submit(total, *steps[at : at + 4], pure=False) for at in range(0, count, 4)]
+    return blocks, steps, sums
+
+
+# ---- what is in the pool ----------------------------------------------------------------------
+
+
+def test_arrays_of_tasks_and_of_the_network_are_in_the_pool(cluster):
+    client = cluster(2)
+    before = client.submit(np.ones, 1 << 17).result()  # some threads are there already
+    answers = client.register_plugin(ArenaPlugin(max_bytes=64 * MIB))
+    assert [answer["status"] for answer in answers.values()] == ["OK", "OK"]
+    first, second = answers
+
+    made = client.submit(np.ones, 1 << 17, workers=[first])
+    assert client.submit(in_pool, made, workers=[first]).result() == [True, True]
+    fetched = client.submit(in_pool, made, workers=[second])  # by gather_dep
+    assert fetched.result() == [True, True]
+    sent = client.scatter(before, workers=[second])
+    assert client.submit(in_pool, sent, workers=[second]).result() == [True, True]
+    assert client.submit(a_coroutine).result() == [True]
+    assert client.submit(Actor, actor=True).result().array_in_pool().result()
+
+    def metrics():
+        return client.scheduler_info()["workers"][first]["metrics"]
+
+    until(lambda: metrics().get("pool_allocated_bytes", 0) >= MIB)
+    assert {name for name in metrics() if name.startswith("pool_")} == {
+        "pool_allocated_bytes", "pool_idle_bytes", "pool_reserved_bytes", "pool_peak_bytes",
+        "pool_trimmed_bytes", "pool_system_bytes",
+    }  # fmt: skip
+    large = client.submit(np.ones, 16 << 20, workers=[first])  # more than the pool may have
+    until(lambda: metrics()["pool_system_bytes"] == 128 * MIB)
+    del large
+
+    # A second registration takes the place of the first; an array of the first one lives on.
+    client.register_plugin(ArenaPlugin())
+    assert client.submit(in_pool, made, workers=[first], pure=False).result() == [False, True]
+    client.unregister_worker_plugin(KEPT)
+    assert client.run(untouched) == {first: True, second: True}
+    assert np.array_equal(made.result(), before)
+    until(lambda: "pool_idle_bytes" not in metrics())
+
+
+def untouched(dask_worker):
+    from distributed import worker
+    from distributed.comm import tcp
+    from distributed.protocol import utils
+
+    # vars() of the instances: what stands in for methods of their classes.
+    replaced = vars(dask_worker).keys() | vars(dask_worker.monitor).keys()
+    frames = tcp.host_array is utils.host_array and not hasattr(tcp.host_array, "__wrapped__")
+    memory = arenapy.handles(np.ones(1000)) is None
+    return (
+        frames and memory and isinstance(dask_worker, worker.Worker)
+        and not replaced & {"execute", "get_process_memory"} and ArenaPlugin._of_process is None
+    )  # fmt: skip
+
+
+def until(probe):
+    end = time.monotonic() + 20
+    while not probe():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# ---- more than there is memory, and workers that die ------------------------------------------
+
+
+@pytest.mark.full
+def test_more_than_a_worker_may_have_and_a_worker_killed(cluster):
+    count, nbytes = 12, 8 * MIB
+    client = cluster(2, memory_limit=200 * MIB)  # of which an empty worker has 100
+    answers = client.register_plugin(ArenaPlugin())
+    blocks, steps, sums = map_reduce(client, count, nbytes)
+    until(lambda: sum(one.done() for one in steps) >= 4)
+    doomed = client.run(os.getpid)
+    address = next(iter(doomed))
+    os.kill(doomed[address], signal.SIGKILL)
+    got = client.gather(sums)
+    here = [block(number, nbytes) for number in range(count)]
+    there = [step(here[at], here[(at + 1) % count]) for at in range(count)]
+    assert got == [total(*there[at : at + 4]) for at in range(0, count, 4)]
+
+    client.wait_for_workers(2)
+    now = client.run(lambda dask_worker: dask_worker.plugins[KEPT].pool.stats().total_allocations)
+    assert answers.keys() - now.keys() == {address} and len(now) == 2
+    assert min(now.values()) > 0, "the new one has a pool, too"
+    spilled = client.run(lambda dask_worker: dask_worker.data.spilled_total[1])
+    assert sum(spilled.values()) > 0, "it did not need to spill"
+    del blocks
+
+
+LIMIT = 512 * MIB
+FRACTIONS = {
+    "distributed.worker.memory.target": 0.7,
+    "distributed.worker.memory.spill": 0.75,
+    "distributed.worker.memory.pause": 0.8,
+    "distributed.worker.memory.terminate": False,
+    "distributed.worker.memory.monitor-interval": "1h",  # the test says when it looks
+}
+
+
+async def look(dask_worker):
+    """Let the worker look at its memory: what it does, and what it has."""
+    await dask_worker.memory_manager.memory_monitor(dask_worker)
+    plugin = dask_worker.plugins[KEPT]
+    return types.SimpleNamespace(
+        status=dask_worker.status.name,
+        share=dask_worker.monitor.proc.memory_info().rss / LIMIT,
+        in_memory=len(dask_worker.data.fast),
+        on_disk=len(dask_worker.data.slow),
+        idle=plugin.pool.stats().idle_bytes / LIMIT,
+        trimmed=plugin.trimmed_bytes / LIMIT,
+    )
+
+
+def hold_for_a_moment(nbytes):
+    np.ones(nbytes // 8)
+
+
+@pytest.mark.full
+def test_idle_memory_is_given_back_before_a_worker_spills_or_pauses(cluster):
+    client = cluster(1, FRACTIONS, memory_limit=LIMIT)
+    client.register_plugin(ArenaPlugin())
+
+    def seen():
+        (one,) = client.run(look).values()
+        return one
+
+    kept = [client.submit(block, 0, 40 * MIB)]
+    client.submit(hold_for_a_moment, 400 * MIB).result()  # above all limits, if it stayed
+    one = seen()
+    assert (one.status, one.on_disk) == ("running", 0)
+    assert one.trimmed > 0.2 and one.idle > 0.1, "it gives back no more than it has to"
+    assert one.share < 0.7
+
+    # What lives is too much: it pauses, spills as much as it has to, and goes on.
+    more = int((0.85 - one.share + one.idle) * LIMIT / (16 * MIB))
+    kept += client.map(block, range(1, 1 + more), nbytes=16 * MIB)
+    client.gather([client.submit(len, array) for array in kept])
+    first, second = seen(), seen()
+    assert first.status == "paused" and second.status == "running"
+    assert 0 < second.on_disk <= 8 < second.in_memory
+    assert second.share < 0.7
+    sums = [client.submit(total, array).result() for array in kept]
+    assert sums[1:] == [total(block(n, 16 * MIB)) for n in range(1, 1 + more)]
+
+
+# ---- the dashboard ----------------------------------------------------------------------------
+
+# Bokeh's widgets have shadow trees, which no selector reaches.
+TEXTS = """
+const texts = [], walk = node => {
+    for (const one of node.querySelectorAll("*")) {
+        if (one.shadowRoot) walk(one.shadowRoot);
+        if (one.matches(".slick-column-name, .slick-cell")) texts.push(one.textContent.trim());
+    }
+};
+walk(document);
+return texts;
+"""
+
+
+@pytest.mark.full
+@needs_browser
+def test_the_dashboard_shows_the_pools_figures(cluster):
+    pytest.importorskip("selenium")
+    pytest.importorskip("bokeh")
+    client = cluster(2)
+    answers = client.register_plugin(ArenaPlugin())
+    arrays = [client.submit(np.ones, 1 << 20, workers=[one], pure=False) for one in answers]
+    client.gather([client.submit(len, one) for one in arrays])
+
+    def allocated():
+        workers = client.scheduler_info()["workers"].values()
+        return [one["metrics"].get("pool_allocated_bytes", 0) for one in workers]
+
+    until(lambda: min(allocated()) >= 8 * MIB)
+    port = client.scheduler_info()["services"]["dashboard"]
+    with browser(1800, 1000) as driver:
+        driver.get(f"http://127.0.0.1:{port}/workers")
+        until(lambda: "pool_allocated_bytes" in driver.execute_script(TEXTS))
+        until(lambda: {str(one) for one in allocated()} <= {*driver.execute_script(TEXTS)})
+        texts = driver.execute_script(TEXTS)
+        assert {"pool_idle_bytes", "pool_reserved_bytes"} <= {*texts}
+        assert str(sum(allocated())) in texts  # the line of totals
+        keep(driver, "dask-workers")
+
+
+# ---- bad input --------------------------------------------------------------------------------
+
+
+def test_no_distributed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ImportError, match=r"pip install 'arenapy-memory\[dask\]'"):
+        ArenaPlugin()
+
+
+def test_a_distributed_that_is_too_old(monkeypatch):
+    old = types.ModuleType("distributed")
+    old.__version__, old.comm = "2.30.1", types.ModuleType("distributed.comm")
+    old.comm.tcp = types.ModuleType("distributed.comm.tcp")
+    for module in (old, old.comm, old.comm.tcp):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ImportError, match=r"distributed 2\.30\.1 is older than .* --upgrade"):
+        ArenaPlugin()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_bytes": -1}, ValueError, "max_bytes=-1"),
+        ({"max_bytes": "1 GiB"}, TypeError, "max_bytes='1 GiB'"),
+        ({"source": "host"}, TypeError, "source='host'"),
+        ({"trim_after": -1}, ValueError, "trim_after=-1"),
+        ({"source": cuda.Device()}, BufferError, "device"),
+    ],
+)
+def test_options_are_checked_before_a_worker_sees_them(distributed, options, error, text):
+    with simulated() as driver, driver.on(0), pytest.raises(error, match=text):
+        ArenaPlugin(**options)
+
+
+def test_two_workers_in_one_process(cluster):
+    client = cluster(2, processes=False)
+    with pytest.raises(RuntimeError, match="give each worker a process"):
+        client.register_plugin(ArenaPlugin())
+    assert client.submit(lambda: 1 + 1).result() == 2
+    client.unregister_worker_plugin(KEPT)
+    assert all(client.run(untouched).values())
+
+
+@pytest.mark.parametrize(
+    ("limit", "target", "spill", "pause", "lowest"),
+    [
+        (1000, 0.6, 0.7, 0.8, 600),
+        (1000, False, 0.7, 0.8, 700),
+        (1000, False, False, 0.8, 800),
+        (1000, False, False, False, None),
+        (None, 0.6, 0.7, 0.8, None),
+    ],
+)
+def test_the_lowest_limit(limit, target, spill, pause, lowest):
+    manager = types.SimpleNamespace(
+        memory_limit=limit, memory_target_fraction=target, memory_spill_fraction=spill,
+        memory_pause_fraction=pause,
+    )  # fmt: skip
+    assert arenapy_dask._lowest_limit(manager) == lowest
