@@ -11,19 +11,16 @@ which no such copy runs (actors', and those that tasks start) get the handler as
 from __future__ import annotations
 
 import contextvars
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arenapy.memory.sources import Source
 from arenapy.numpy_handler.numpy_memory import numpy_memory
 from arenapy.pool.pool import Pool
 
-if TYPE_CHECKING:
+try:
+    from distributed import WorkerPlugin
+except ImportError:
     WorkerPlugin = object
-else:
-    try:
-        from distributed import WorkerPlugin
-    except ImportError:
-        WorkerPlugin = object
 
 __all__ = ["ArenaPlugin"]
 
@@ -33,7 +30,7 @@ ROOM = 32  # of this part of the limit
 FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes")
 
 
-class ArenaPlugin(WorkerPlugin):
+class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
     """Give every worker a Pool, for the arrays of its tasks and those it receives.
 
     Register it with ``Client.register_plugin``. Workers that are there have their Pool from then
