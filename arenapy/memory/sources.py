@@ -335,9 +335,7 @@ class File:
             if region is not None:
                 return region
 
-    def _region(
-        self, file: vm.Descriptor, nbytes: int | None, path: str | bytes
-    ) -> Region | None:
+    def _region(self, file: vm.Descriptor, nbytes: int | None, path: str | bytes) -> Region | None:
         """None: another process has made the file, failed, and removed it meanwhile."""
         fd = file.fileno()
         huge = vm.huge_page(fd)

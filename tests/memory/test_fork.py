@@ -138,7 +138,7 @@ def child():
     pool.check()
 
 in_child(child)
-assert pool.alloc(100).nbytes == 128
+assert not bytes(pool.alloc(100)).strip(b"\\0")
 pool.check()
 """)
 
