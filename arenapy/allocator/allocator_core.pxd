@@ -21,6 +21,9 @@ cdef class AllocatorCore(MemoryOwner):
     cdef Ledger ledger       # debug mode, else None; what debug mode verifies with
     cdef object verifier
     cdef bint files          # a region is of a file, which may shrink
+    # A forked child is to have none of its source's memory, even if there is no region now: the
+    # next one may have the bytes that the last one had.
+    cdef bint parents
     cdef str what            # for messages: "arena", "pool", "slab"
     cdef object allocator    # weakref to what the user holds
     cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording

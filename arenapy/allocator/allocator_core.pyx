@@ -23,7 +23,7 @@ from arenapy.diagnostics.ledger cimport Ledger
 from arenapy.diagnostics.call_sites cimport NO_SITE, allocated_at, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.diagnostics.recorder cimport Recorder, record_event
-from arenapy.memory.region cimport Region, register_core, unregister_core
+from arenapy.memory.region cimport FORK_CLOSED, Region, register_core, unregister_core
 from arenapy.base.sealed cimport seal
 
 import sys
@@ -194,6 +194,8 @@ cdef class AllocatorCore(MemoryOwner):
                 self.foreign = True
             if region.checked:
                 self.checked = self.files = True
+            if region.fork == FORK_CLOSED:
+                self.parents = True
 
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil:
         """Index of the region that `at`, an address of ours, is in."""
@@ -365,6 +367,8 @@ cdef class AllocatorCore(MemoryOwner):
     cdef void fork_unlock(self, bint child) noexcept nogil:
         if child:
             self.n_recording = 0             # of threads that it does not have
+        if child and self.parents:
+            self.forked(False)
         if self.debug:
             arenapy_spin_release(&self.ledger.lock)
         MemoryOwner.fork_unlock(self, child)

@@ -424,17 +424,22 @@ class File:
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
         path = os.path.abspath(path)
-        file, is_new = self._open(path)
-        with file:
-            try:
-                return self._region(file, nbytes)
-            except BaseException:
-                with suppress(OSError):
-                    if is_new and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                        os.unlink(path)
-                raise
+        while True:
+            file, is_new = self._open(path)
+            with file:
+                try:
+                    region = self._region(file, nbytes, path)
+                except BaseException:
+                    with suppress(OSError):
+                        # Only with the lock, or it may be another's by now.
+                        if is_new and vm.lock_file(file.fileno(), True) and _names(path, file):
+                            os.unlink(path)
+                    raise
+            if region is not None:
+                return region
 
-    def _region(self, file: vm.Descriptor, nbytes: int | None) -> Region:
+    def _region(self, file: vm.Descriptor, nbytes: int | None, path: str | bytes) -> Region | None:
+        """None: another process has made the file, failed, and removed it meanwhile."""
         fd = file.fileno()
         huge = vm.huge_page(fd)
         writes = self.mode in ("r+", "w+")
@@ -448,6 +453,8 @@ class File:
             vm.renewal(file) if self.mode == "w+" else nullcontext() as renewal,
         ):
             self._lock(fd, writes)
+            if self.mode == "w+" and not _names(path, file):
+                return None
             if renewal is not None:
                 self._reserved(nbytes, huge, renewal.reserve)
             elif writes:
@@ -552,6 +559,14 @@ def _why_locked(holder: int | None, mode: str) -> str:
         "Unlock it before it is mapped, or lock only bytes that it has: "
         "fcntl.lockf(file, fcntl.LOCK_EX, nbytes)"
     )
+
+
+def _names(path: str | bytes, file: vm.Descriptor) -> bool:
+    """Whether a path leads to an open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _has_hole(fd: int, nbytes: int) -> bool:

@@ -16,17 +16,20 @@ TIMES = 4  # that it looks in the seconds after which something is given back
 
 def start_trimming(pool: Pool, seconds: float) -> threading.Thread:
     """Trim the pool until it is gone, or closed. The thread keeps neither it nor the process."""
-    gone = threading.Event()
-    reference = weakref.ref(pool, lambda _: gone.set())
+    # Not an Event, whose set() waits for a lock: the collector may end the pool in this very thread
+    # while it has that lock, and would collect nothing ever after.
+    there = threading.Lock()
+    there.acquire()
+    reference = weakref.ref(pool, lambda _: there.release())
     thread = threading.Thread(
-        target=_trim, args=(reference, gone, seconds / TIMES), name="arenapy-trim", daemon=True
+        target=_trim, args=(reference, there, seconds / TIMES), name="arenapy-trim", daemon=True
     )
     thread.start()
     return thread
 
 
-def _trim(reference: weakref.ref[Pool], gone: threading.Event, seconds: float) -> None:
-    while not gone.wait(min(max(seconds, 0.001), threading.TIMEOUT_MAX)):
+def _trim(reference: weakref.ref[Pool], there: threading.Lock, seconds: float) -> None:
+    while not there.acquire(timeout=min(max(seconds, 0.001), threading.TIMEOUT_MAX)):
         pool = reference()
         if pool is None:
             return

@@ -205,6 +205,38 @@ def figures(tmp_path, *arguments):
     return json.loads((tmp_path / "figures.json").read_text()), done.stdout
 
 
+def test_a_fork_while_another_thread_notes_what_it_got(run_script):
+    """The child has no such thread, which would let go of the lock."""
+    run_script("""
+        import os, threading, time
+        from arenapy import Host
+        from arenapy.commands.run.report import TimedHost
+
+        source, held = TimedHost(Host()), threading.Event()
+
+        def note():
+            with source._lock:
+                held.set()
+                time.sleep(0.2)
+
+        thread = threading.Thread(target=note)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            source.region(1 << 16)
+            os._exit(0)
+        deadline = time.monotonic() + 10
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        thread.join()
+        assert ended == (child, 0), "the child waits for ever"
+    """)
+
+
 def test_figures_are_those_of_the_program(script, tmp_path):
     script(
         """

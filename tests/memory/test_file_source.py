@@ -193,6 +193,37 @@ def test_only_the_new_file_is_removed(tmp_path):
     assert [*tmp_path.iterdir()] == [precious]
 
 
+def once_it_is_open(monkeypatch, act):
+    """Have somebody do this when the next `File` has opened its file, and no more."""
+    opened = File._open
+
+    def open_it(self, path):
+        monkeypatch.setattr(File, "_open", opened)
+        file = opened(self, path)
+        act()
+        return file
+
+    monkeypatch.setattr(File, "_open", open_it)
+
+
+def test_a_new_file_that_another_region_has_by_then_is_not_removed(tmp_path, monkeypatch):
+    path = tmp_path / "new"
+    regions = []
+    once_it_is_open(monkeypatch, lambda: regions.append(File(path, "w+").region(PAGE)))
+    with pytest.raises((OutOfMemory, BlockingIOError)):
+        File(path, "w+").region(PAGE)
+    assert os.path.samestat(path.stat(), os.fstat(regions[0].fd))
+
+
+def test_a_file_that_its_maker_removes_is_made_again(tmp_path, monkeypatch):
+    """It was opened when it was there. What is written to it then would be in no file."""
+    path = tmp_path / "new"
+    path.touch()
+    once_it_is_open(monkeypatch, path.unlink)
+    region = File(path, "w+").region(PAGE)
+    assert os.path.samestat(path.stat(), os.fstat(region.fd))
+
+
 def sparse(path, nbytes, written):
     """A file of holes, but for some bytes."""
     path.write_bytes(b"")

@@ -121,6 +121,28 @@ assert arena.retired == 100
 """)
 
 
+@pytest.mark.parametrize("source", ["Existing(mmap.mmap(-1, 1 << 20))", "File(path, 'r+')"])
+def test_a_pool_that_has_given_its_memory_back_is_closed_in_the_child(program, tmp_path, source):
+    """Both would ask the source again, and get the same bytes."""
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(1 << 20))
+    program(f"""
+import mmap
+path = {str(path)!r}
+pool = arenapy.Pool(1 << 20, {source})
+pool.alloc(100).release()
+assert pool.trim() and not pool.regions
+
+def child():
+    refuses(lambda: pool.alloc(100), ValueError)
+    pool.check()
+
+in_child(child)
+assert not bytes(pool.alloc(100)).strip(b"\\0")
+pool.check()
+""")
+
+
 def test_dropping_everything_in_the_child_leaves_the_parent_alone(program):
     program("""
 arenas = [Bump(1 << 16), Bump(1 << 16, source=Host(fork="skip")), Bump(1 << 16, source=Shared()),

@@ -209,6 +209,37 @@ def test_a_trimming_thread_that_waits_for_ever(seconds, monkeypatch):
     assert not thread.is_alive() and not died
 
 
+def test_the_collector_ends_a_pool_in_its_trimming_thread(run_script):
+    """Which waited for itself then, and nothing was collected ever after."""
+    run_script("""
+        import gc, threading, time, weakref
+        from arenapy import Pool
+
+        class Owner:
+            pass
+
+        def in_a_cycle(**kept):
+            owner = Owner()
+            owner.itself, owner.kept = owner, kept
+            return weakref.ref(owner)
+
+        gc.set_threshold(1)
+        for _ in range(20):
+            gc.disable()
+            in_a_cycle(pool=Pool(1 << 22, trim_after=0.004, trim_thread=True))
+            gc.enable()
+            time.sleep(0.02)                 # the next to allocate is that thread
+        gc.disable()
+        owner = in_a_cycle()
+        gc.collect()
+        assert owner() is None
+        deadline = time.monotonic() + 10
+        while threading.active_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == 1
+    """)
+
+
 def test_trim_after_works_over_every_source():
     pool = Pool(source=Shared(), trim_after=0.05)
     blocks = [pool.alloc(3 * MIB) for _ in range(4)]

@@ -54,7 +54,11 @@ class TimedHost:
         self.seconds = 0.0
         self.nbytes = self.peak = 0
         self.pool: weakref.ref[Pool] | None = None
-        self._lock = threading.Lock()
+        self._lock = lock = threading.RLock()
+        # A child would find it held by a thread that it does not have.
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        )
 
     def region(self, nbytes: int) -> Region:
         """As that of `Host`."""
