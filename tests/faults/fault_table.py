@@ -219,7 +219,7 @@ TABLE = [
     row("use of leased memory", "malloc", NO_MEMORY, FINE),  # they are not handed out again
     row("unlock", "munlock", "ENOMEM", "OSError: Cannot allocate memory"),
     # Files.
-    row("region of .*File.*", "fstat|fstatfs", "EIO", FINE, "OSError: Input/output error"),
+    row("region of .*File.*", "fstat|fstatfs|os.fstat", "EIO", FINE, "OSError: Input/output error"),
     row("region of .*File.*", "fallocate", "ENOSPC", "OSError: cannot reserve"),
     row("use of a file's region", "fstat", "EIO", "OSError: size of the file behind"),
     row("close .*|use of leased memory|fork", "fstat", "EIO", FINE),  # leased, and closed
