@@ -34,7 +34,12 @@ def cluster(distributed):
     made = []
 
     def make(workers, config=(), **options):
-        scope = dask.config.set({"distributed.diagnostics.nvml": False, **dict(config)})
+        scope = dask.config.set({
+            "distributed.diagnostics.nvml": False,
+            # It drops one of two copies, and a test may want that one.
+            "distributed.scheduler.active-memory-manager.start": False,
+            **dict(config),
+        })  # fmt: skip
         made.append(scope)
         options = {"dashboard_address": ":0", **options}
         one = distributed.LocalCluster(n_workers=workers, threads_per_worker=1, **options)
@@ -112,7 +117,6 @@ def test_arrays_of_tasks_and_of_the_network_are_in_the_pool(cluster):
     def metrics():
         return client.scheduler_info()["workers"][first]["metrics"]
 
-    # Now, since Dask keeps one of two copies, and it may be that of the other worker.
     until(lambda: metrics().get("pool_allocated_bytes", 0) >= MIB)
     fetched = client.submit(in_pool, made, workers=[second])  # by gather_dep
     assert fetched.result() == [True, True]
