@@ -131,8 +131,10 @@ _stack = ContextVar("arenapy_numpy_memory", default=())
 
 
 cdef int put_in_force(tuple stack) except -1:
-    """The last of these is what arrays are made under from now on; if it fails, nothing changes."""
-    cdef tuple _old = _stack.get()   # kept until then, so that nothing ends in between
+    """The last of these is what arrays are made under from now on; if it fails, nothing changes.
+
+    The caller keeps the stack that was in force, so nothing ends in here.
+    """
     cdef bint collects = no_collection()
     try:
         before = PyDataMem_SetHandler((<Entry>stack[len(stack) - 1]).capsule)
@@ -186,15 +188,16 @@ cdef class Context:
     cdef int enter(self, bint installed, bint asked) except -1:
         cdef bint cover = asked and (self.threads or self._keeps)
         cdef Presence mine
-        cdef tuple stack = _stack.get() or (new_entry(PyDataMem_GetHandler(), None, False),)
-        cdef Py_ssize_t at = len(stack)
+        cdef tuple old = _stack.get() or (new_entry(PyDataMem_GetHandler(), None, False),)
+        cdef tuple stack
+        cdef Py_ssize_t at = len(old)
         if self._handler is None:
             raise TypeError(f"this {type(self).__name__} was never initialized; call the class")
         mine = self._handler.here()
-        while installed and at > 1 and not (<Entry>stack[at - 1]).installed:
+        while installed and at > 1 and not (<Entry>old[at - 1]).installed:
             at -= 1
         entry = new_entry(self._handler.capsule, self, installed)
-        stack = (*stack[:at], entry, *stack[at:])
+        stack = (*old[:at], entry, *old[at:])
         if cover:
             with cython.critical_section(starts):
                 if self.threads:

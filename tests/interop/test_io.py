@@ -6,26 +6,19 @@ import socket
 import pytest
 
 import arenapy
+from asv_benches.host.echo_server import BUFFER, OfSlab
 
-ITEM = 64 << 10
+ITEM = BUFFER
 
 
-class Sender(asyncio.BufferedProtocol):
-    """Sends back what it reads, each message in an item of its own, as the guide's server does."""
+class Sender(OfSlab):
+    """Sends back what it reads, and notes how much waited to be sent."""
 
     def __init__(self, slab):
         self.slab, self.most = slab, 0
 
-    def connection_made(self, transport):
-        self.transport = transport
-
-    def get_buffer(self, sizehint):
-        self.item = self.slab.alloc()
-        return self.item
-
     def buffer_updated(self, nbytes):
-        self.transport.write(memoryview(self.item)[:nbytes])
-        self.item = None
+        super().buffer_updated(nbytes)
         self.most = max(self.most, self.transport.get_write_buffer_size())
 
 
