@@ -19,6 +19,7 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,20 @@ def of_machine(results, name, folder):
     return copy
 
 
+def peers(results):
+    """For asv, regular expressions of those lines whose regressions are not arenapy's.
+
+    A benchmark without a line of arenapy's measures nothing else.
+    """
+    known = json.loads(Path(results, "benchmarks.json").read_text())
+    known.pop("version")
+    return [
+        rf"{re.escape(name)}\((?!.*({look.OURS}))"
+        for name, one in known.items()
+        if any(re.search(look.OURS, value) for values in one["params"] for value in values)
+    ]
+
+
 def machines(results):
     """The names of the machines that have results, that with the most commits first."""
     count = {path.parent.name: len(list(path.parent.glob("*-*.json")))
@@ -163,11 +178,10 @@ def publish(site=SITE, online=False, results=RESULTS):
         places = {first: "."} | {name: name for name in others}
         for name, place in places.items():
             part = Path(site, place)
+            part_results = of_machine(copy, name, folder)
             path = configuration(
-                folder, repo=str(repository), html_dir=str(part),
-                results_dir=str(of_machine(copy, name, folder)),
-                # What a peer does is no regression.
-                regressions_first_commits={f"^(?!.*({look.OURS}))": None},
+                folder, repo=str(repository), html_dir=str(part), results_dir=str(part_results),
+                regressions_first_commits=dict.fromkeys(peers(part_results)),
             )  # fmt: skip
             asv("publish", "--no-pull", "--config", path)
             if not online:

@@ -310,6 +310,19 @@ def test_arenapys_lines_come_first_and_stand_out(shown):
         assert not ours.search(line), line
 
 
+def test_what_only_a_peer_does_is_no_regression():
+    """And a benchmark without a line of arenapy's is judged: it measures nothing else."""
+    ignored = [re.compile(one) for one in dashboard.peers(RESULTS)]
+
+    def judged(line):
+        return not any(one.match(line) for one in ignored)
+
+    assert judged("gpu.bench_gpu.Block.track_block('arenapy.Pool', '4 KiB')")
+    assert not judged("gpu.bench_gpu.Block.track_block('torch.empty', '4 KiB')")
+    assert judged("host.bench_lifetime.Kept.track_bytes_over_kept_bytes")
+    assert judged("host.bench_lifetime.Lifetime.track_reach('equal sizes')")
+
+
 def test_what_is_written_about_a_machine_is_told_to_asv(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "machine.json").write_text('{"machine": "mine", "cpu": "a fast one"}')
