@@ -7,7 +7,8 @@ Draws lines of the core's .pyx files and changes each in one place: a comparison
 constant, or a statement that is left out. Every mutant is built alone, beside a copy of the
 installed package, and attacked by the tests of its part. It is killed if one of them fails, crashes
 or does not end; a survivor is shown with its line, again at the end. What does not compile is drawn
-again. Install and run it with CFLAGS=-DARENAPY_ASSERT: CI runs the tests with assertions, too. Tests that fail without a mutant are named, and left out. Run it on many cores: a mutant
+again. Install the package and run this with CFLAGS=-DARENAPY_ASSERT: CI has the assertions on, too.
+Tests that fail without a mutant are named, and left out. Run it on many cores: a mutant
 takes one about half a minute. The exit status is 0 whatever survives: a survivor is to be looked
 at, and may change nothing that anybody could see.
 """
@@ -31,8 +32,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "arenapy"
 COMMON = [
-    "test_bookkeeping", "test_stats", "test_thread_caches", "test_debug", "test_trace_blocks", "test_steady",
-    "test_shared", "test_fork", "test_leases", "test_every_allocator", "test_reentry", "test_walks",
+    "test_bookkeeping", "test_stats", "test_thread_caches", "test_debug", "test_trace_blocks",
+    "test_steady", "test_shared", "test_fork", "test_leases", "test_every_allocator",
+    "test_reentry", "test_walks",
 ]  # fmt: skip
 BUMP = ["test_bump_machine", "test_planted", "test_bump_growth", "test_bump", "test_buffer_held"]
 SLAB = ["test_slab_machine", "test_planted_slab", "test_slab_basics"]
