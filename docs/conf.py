@@ -54,7 +54,8 @@ nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]
 nitpick_ignore_regex = [
     ("py:class", r"(collections|os|socket|numpy|hypothesis|st)\..*"),
     ("py:class", "NDArray|DTypeLike|Axes|View|Scope|Events|HasBlocks|Site"),
-    ("py:class", r"(arenapy\.(\w+\.)*)?(A|Connection|Descriptor|Limit|Operation|Recordable|Reservation)"),
+    ("py:class", r"arenapy\.memory\.messages\.Connection"),
+    ("py:class", r"(arenapy\.(\w+\.)*)?(A|Descriptor|Limit|Operation|Recordable|Reservation)"),
 ]
 
 
