@@ -146,8 +146,9 @@ def bytes_of(array):
     root = root_of(<Buffer>base)
     if _region_of(<Buffer>root) is None or not is_open(root):
         return None
+    # C code may give an array any base, to keep it alive.
     low, high = np.lib.array_utils.byte_bounds(array)
-    if low < <uintptr_t>root.ptr or high > <uintptr_t>root.ptr + root.size:      # as_strided
+    if low < <uintptr_t>root.ptr or high > <uintptr_t>root.ptr + root.size:
         return None
     first = array.__array_interface__["data"][0]
     return (<Buffer>root)[low - <uintptr_t>root.ptr : high - <uintptr_t>root.ptr], first - low
@@ -157,9 +158,9 @@ _warned = False
 
 _COPIED = (
     "an array of {} bytes in Shared memory was copied into a message, so the receiver's writes are "
-    "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or another library "
-    "made the array. To share it, allocate it with empty(), zeros() or copy() of an allocator over "
-    "Shared(). This is said once"
+    "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or stride tricks or "
+    "another library made the array. To share it, allocate it with empty(), zeros() or copy() of an "
+    "allocator over Shared(), and make such views in the receiver. This is said once"
 )
 
 

@@ -5,6 +5,7 @@ step is known to have happened before the next; nothing here waits for a time to
 """
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing as mp
 import os
@@ -19,6 +20,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
+from numpy._core import multiarray
 
 from arenapy import Buffer, Bump, Host, Pool, Shared, numpy_memory
 from arenapy.linux import vm
@@ -533,6 +535,21 @@ def test_arrays_that_are_not_shared_cross_as_copies(arena):
         assert not x.any()
 
 
+def test_an_array_that_a_buffer_does_not_have_crosses_as_a_copy(arena):
+    """C code may give an array any base, to keep it alive."""
+    capsule = ctypes.pythonapi.PyCapsule_GetPointer
+    capsule.restype, capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    functions = ctypes.cast(capsule(multiarray._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+    set_base = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object)(functions[282])
+    x, block = np.arange(10), arena.alloc(100)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))  # which it takes
+    assert set_base(x, block) == 0 and x.base is block
+    ours, theirs = mp.Pipe()
+    ours.send(x)
+    y = theirs.recv()
+    assert (x == y).all() and y.base is None
+
+
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_other_arrays_cross_with_every_protocol(arena, protocol):
     for x in (np.arange(10), np.asfortranarray(np.ones((2, 3)))[:, ::2], np.array([None])):
@@ -561,12 +578,13 @@ def of_a_closed_buffer(pool):
     return x
 
 
-def of_two_blocks(pool):
-    block = pool.alloc(64)
-    return np.lib.stride_tricks.as_strided(block.array(), (1000,))
+def of_stride_tricks(pool):
+    return np.lib.stride_tricks.sliding_window_view(pool.zeros(100), 10)  # its base is no array
 
 
-@pytest.mark.parametrize("make", [of_numpy, of_another_library, of_a_closed_buffer, of_two_blocks])
+@pytest.mark.parametrize(
+    "make", [of_numpy, of_another_library, of_a_closed_buffer, of_stride_tricks]
+)
 def test_an_array_of_shared_memory_that_is_copied_is_told_of_once(make, not_warned):
     pool = Pool(source=Shared())
     x = make(pool)
