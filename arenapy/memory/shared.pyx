@@ -158,9 +158,9 @@ _warned = False
 
 _COPIED = (
     "an array of {} bytes in Shared memory was copied into a message, so the receiver's writes are "
-    "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or stride tricks or "
-    "another library made the array. To share it, allocate it with empty(), zeros() or copy() of an "
-    "allocator over Shared(), and make such views in the receiver. This is said once"
+    "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or it was made by "
+    "stride tricks or another library. To share it, allocate it with empty(), zeros() or copy() of "
+    "an allocator over Shared(), and make such views in the receiver. This is said once"
 )
 
 
