@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from arenapy import plot, trace
     from arenapy.linux.limits import MemoryInfo, memory_info
     from arenapy.measurement import Measurement, measure
+    from arenapy.memory.messages import receive, send
     from arenapy.numpy_handler.numpy_memory import Handle, handles, numpy_memory
     from arenapy.per_thread import PerThread
     from arenapy.stats import (
@@ -93,6 +94,8 @@ __all__ = [
     "memory_info",
     "numpy_memory",
     "plot",
+    "receive",
+    "send",
     "size_class",
     "trace",
 ]
@@ -106,6 +109,8 @@ _LATER = {
     "memory_info": "linux.limits",
     "Measurement": "measurement",
     "measure": "measurement",
+    "receive": "memory.messages",
+    "send": "memory.messages",
     "Handle": "numpy_handler.numpy_memory",
     "handles": "numpy_handler.numpy_memory",
     "numpy_memory": "numpy_handler.numpy_memory",

@@ -52,8 +52,9 @@ doctest_test_doctest_blocks = ""  # tests/package/test_reference.py runs those o
 nitpick_ignore = [("py:obj", "hit_rate"), ("py:obj", "fragmentation")]
 # Types in signatures that are other projects', or too small for an entry of their own.
 nitpick_ignore_regex = [
-    ("py:class", r"(collections|os|numpy|hypothesis|st)\..*"),
+    ("py:class", r"(collections|os|socket|numpy|hypothesis|st)\..*"),
     ("py:class", "NDArray|DTypeLike|Axes|View|Scope|Events|HasBlocks|Site"),
+    ("py:class", r"arenapy\.memory\.messages\.Connection"),
     ("py:class", r"(arenapy\.(\w+\.)*)?(A|Descriptor|Limit|Operation|Recordable|Reservation)"),
 ]
 

@@ -733,6 +733,20 @@ cdef Region region_behind(Block block):
     return <Region?>root.owner.region_at(root.ptr)
 
 
+def in_shared_memory(uintptr_t at):
+    """Is there a region of shared memory that this process allocates from at an address?"""
+    cdef PyObject* p
+    cdef bint found = False
+    arenapy_registry_lock()
+    p = regions
+    while p != NULL and not found:
+        found = (<Region>p).messages and (<Region>p).user != NULL and (
+            at - <uintptr_t>(<Region>p).ptr < (<Region>p).size)
+        p = (<Region>p).next
+    arenapy_registry_unlock()
+    return found
+
+
 def claim_behind(Block block not None):
     """The number of the claim on a user's object that a Buffer is a part of; 0: there is none."""
     cdef Region region = region_behind(block)

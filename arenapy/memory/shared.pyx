@@ -1,8 +1,9 @@
 """Shared memory in other processes: handles, leases, and what keeps sent bytes from reuse.
 
-What lives here: how a Buffer or a Region over a memfd goes through multiprocessing's pickler,
-and what the receiver makes of it. What does not: the mapping itself (sources, vm), fork
-(region), what a leased range means for an allocator (bump/core, pool/page_heap, slab/core).
+What lives here: how a Buffer, an array or a Region over a memfd goes through multiprocessing's
+pickler, and what the receiver makes of it. What does not: messages of our own (messages), the
+mapping itself (sources, vm), fork (region), what a leased range means for an allocator (bump/core,
+pool/page_heap, slab/core).
 
 A lease is a read lock on the Buffer's bytes of the memfd, taken through an open file
 description of its own, whose descriptor is what travels. Whoever has that descriptor, or has
@@ -14,16 +15,21 @@ description locks").
 """
 cimport cython
 import os
+import warnings
 import weakref
 from contextlib import suppress
 from multiprocessing import context, reduction
+
+import numpy as np
 
 from arenapy.linux import vm
 from arenapy.buffer.buffer import View as _View
 from arenapy.memory.claims import claim
 from arenapy.memory.host_request import explain_map, refusal
+from arenapy.memory.region import in_shared_memory
 from libc.errno cimport EBADF, errno
-from arenapy.buffer.block cimport MemoryOwner, acquire, check_open, root_of
+from libc.stdint cimport uintptr_t
+from arenapy.buffer.block cimport Block, MemoryOwner, acquire, check_open, is_open, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.pickling import layout_of
 from arenapy.memory.region cimport Region, region_behind
@@ -66,9 +72,10 @@ cdef ReceivedFile _file_of(Descriptor received):
 
 
 def install():
-    """Teach multiprocessing's pickler Buffers and Regions. Done again, it does nothing."""
+    """Teach multiprocessing's pickler Buffers, arrays and Regions. Again, it does nothing."""
     for kind in (Buffer, _View):
         reduction.ForkingPickler.register(kind, reduce_buffer)
+    reduction.ForkingPickler.register(np.ndarray, reduce_array)
     reduction.ForkingPickler.register(Region, reduce_region)
 
 
@@ -80,24 +87,99 @@ cdef Region _region_of(Buffer buffer):
     return region
 
 
-def reduce_buffer(Buffer buffer not None):
-    """A handle if the memory is shared (the bytes are leased from now on), else a copy."""
+def leased_file(Buffer buffer not None):
+    """The Buffer's memory, leased for as long as somebody has the descriptor.
+
+    Returns
+    -------
+    tuple[Descriptor, int, Region] or None
+        The descriptor, where the Buffer's bytes begin in the file, and their region. None if the
+        memory is not shared, or there are no bytes.
+    """
     cdef Region region = _region_of(buffer)
-    cdef MemoryOwner owner = root_of(buffer).owner
     cdef long long offset
     check_open(buffer)
     if region is None or buffer.size == 0:
-        return buffer.__reduce_ex__(2)
+        return None
     acquire(buffer, False)
-    owner.expect_leases()
+    root_of(buffer).owner.expect_leases()
     region.sent = True
     offset = buffer.ptr - region.ptr + region.file_offset
-    with region.reopened() as file:
+    file = region.reopened()
+    try:
         vm.lease(file.fileno(), offset, buffer.size)
+    except BaseException:
+        file.close()
+        raise
+    return file, offset, region
+
+
+def reduce_buffer(Buffer buffer not None):
+    """A handle if the memory is shared (the bytes are leased from now on), else a copy."""
+    leased = leased_file(buffer)
+    if leased is None:
+        return buffer.__reduce_ex__(2)
+    file, offset, region = leased
+    with file:
         handle = _send(file)
     return receive_buffer, (
         handle, _identity(region), offset, buffer.size, region.page_size, buffer.readonly,
         layout_of(buffer),
+    )
+
+
+def bytes_of(array):
+    """The Buffer of exactly the bytes that an array lies in, and where in it the first item is.
+
+    Returns
+    -------
+    tuple[Buffer, int] or None
+        None if they are not in a Buffer over shared memory: to send them, they are copied.
+    """
+    cdef Block root
+    cdef uintptr_t low, high
+    base = array
+    while isinstance(base, (np.ndarray, memoryview)):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    if not isinstance(base, Buffer) or array.nbytes == 0:
+        return None
+    root = root_of(<Buffer>base)
+    if _region_of(<Buffer>root) is None or not is_open(root):
+        return None
+    # C code may give an array any base, to keep it alive.
+    low, high = np.lib.array_utils.byte_bounds(array)
+    if low < <uintptr_t>root.ptr or high > <uintptr_t>root.ptr + root.size:
+        return None
+    first = array.__array_interface__["data"][0]
+    return (<Buffer>root)[low - <uintptr_t>root.ptr : high - <uintptr_t>root.ptr], first - low
+
+
+_warned = False
+
+_COPIED = (
+    "an array of {} bytes in Shared memory was copied into a message, so the receiver's writes are "
+    "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or it was made by "
+    "stride tricks or another library. To share it, allocate it with empty(), zeros() or copy() of "
+    "an allocator over Shared(), and make such views in the receiver. This is said once"
+)
+
+
+def reduce_array(array):
+    """A handle if a Buffer over shared memory keeps the array's bytes, else a copy."""
+    global _warned
+    found = bytes_of(array)
+    if found is None:
+        if not _warned and array.nbytes and in_shared_memory(
+            array.__array_interface__["data"][0]
+        ):
+            _warned = True
+            warnings.warn(_COPIED.format(array.nbytes), RuntimeWarning, stacklevel=3)
+        # The pickler does not say its protocol. This form goes with every one.
+        return array.__reduce_ex__(2)
+    buffer, at = found
+    received = reduce_buffer(buffer)[1]
+    return receive_array, (
+        received[:6], array.shape, array.strides, at, array.dtype, array.flags.writeable
     )
 
 
@@ -147,12 +229,20 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
     cdef ReceivedFile kept
     cdef Region region
     install()                                  # so that it can be sent on
-    file.own(handle.detach())
+    try:
+        fd = handle.detach()
+    except (ConnectionError, FileNotFoundError, EOFError) as error:
+        raise ConnectionError(
+            f"the {nbytes} bytes of Shared memory in this message cannot be reached: their sender "
+            "has ended, or is on another machine. It has to live until the message is read. "
+            "arenapy.send() needs no living sender, nor does a copy (numpy.array(x))"
+        ) from error
+    file.own(fd)
     start = offset // page_size * page_size
     what = "received shared memory"
     with file:
         os.set_inheritable(file.fileno(), False)
-        if (file.file.device, file.file.inode) != identity:
+        if identity is not None and (file.file.device, file.file.inode) != identity:
             raise OSError(
                 EBADF, "what was received is not the memory that was sent: code of the sender "
                 "closed descriptors that it did not open, while the message was under way"
@@ -190,6 +280,16 @@ def receive_buffer(handle, identity, offset, nbytes, page_size, readonly, layout
     if layout is not None:
         buffer = buffer.view(*layout)
     return buffer
+
+
+def receive_array(received, shape, strides, at, dtype, writeable):
+    """The receiver's array over the same memory."""
+    buffer = receive_buffer(*received, None)
+    # Not the Buffer itself: if its export fails, NumPy asks again for one that is read-only.
+    array = np.ndarray(shape, dtype, buffer.array(), at, strides)
+    if not writeable:
+        array.flags.writeable = False
+    return array
 
 
 def receive_region(handle, identity, offset, nbytes, page_size):

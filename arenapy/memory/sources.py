@@ -254,8 +254,8 @@ class Shared:
     --------
     >>> import arenapy
     >>> pool = arenapy.Pool(source=arenapy.Shared())
-    >>> block = pool.alloc(4096)             # send it through a multiprocessing.Queue or Pipe:
-    >>> block.kind                           # the receiver maps the same bytes
+    >>> block = pool.alloc(4096)             # send it through a multiprocessing.Queue or Pipe,
+    >>> block.kind                           # or by arenapy.send: the receiver maps the same bytes
     'shared'
     """
 

@@ -10,6 +10,7 @@ import gc
 import mmap
 import os
 import pickle
+import socket
 import threading
 from multiprocessing import reduction
 from unittest import mock
@@ -18,6 +19,7 @@ import fault_allocators  # adds its own
 import numpy as np
 from injection import MIB, OPERATIONS, Act, operation
 
+import arenapy
 from arenapy import (
     Bump,
     Existing,
@@ -249,6 +251,27 @@ def send():
 def send_region():
     region = Shared().region(5000)
     return Act(lambda: receive(region).buffer(), python=True)
+
+
+@operation("send a Shared array")
+def send_array():
+    blocks = Pool(max_bytes=8 * MIB, source=Shared())
+    array = blocks.zeros((50, 100))
+    return Act(lambda: receive(array[::2, ::-1]), view=blocks.check, python=True)
+
+
+@operation("send over a Unix socket")
+def send_by_socket():
+    blocks = Pool(max_bytes=8 * MIB, source=Shared())
+    array = blocks.zeros((50, 100))
+
+    def act():
+        here, there = socket.socketpair()
+        with here, there:
+            arenapy.send(here, array)
+            return arenapy.receive(there)
+
+    return Act(act, view=blocks.check, python=True)
 
 
 @operation("use of leased memory")

@@ -187,6 +187,7 @@ TABLE = [
     row("send a Shared Region", "mmap", "EACCES", NOT_MAPPED, "PermissionError: cannot lease"),
     row("send.*", "os.dup", "EMFILE", "OSError: Too many open files"),
     row("send.*", r"fcntl\(OFD_SETLK\)", "ENOLCK", "OSError: No locks available"),
+    row("send over a Unix socket", "fstatfs", "EIO", "OSError: Input/output error"),
     # Memory of the system's.
     row("trace .*", r"mmap|madvise\(.*FORK\)", NO_MEMORY, "MemoryError: memory to record in"),
     row("trace .*", "mmap", "EACCES", "PermissionError: memory to record in"),

@@ -5,6 +5,7 @@ step is known to have happened before the next; nothing here waits for a time to
 """
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing as mp
 import os
@@ -12,13 +13,18 @@ import pickle
 import resource
 import signal
 import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
+from numpy._core import multiarray
 
-from arenapy import Bump, Host, Shared
+from arenapy import Buffer, Bump, Host, Pool, Shared, numpy_memory
 from arenapy.linux import vm
+from arenapy.memory import shared
 
 pytestmark = pytest.mark.sampled
 
@@ -39,6 +45,14 @@ def receiver(pipe):
         elif command == "write":
             kept[arguments[0]].fill(arguments[1])
             pipe.send(None)
+        elif command == "add":
+            array, more = arguments
+            array += more
+            kept["array"] = array
+            del array
+            pipe.send(None)
+        elif command == "return":
+            pipe.send(kept["array"][::2])
         elif command == "faults":
             np.frombuffer(bytes(1 << 20), "u1")[::4096].sum()  # the code itself is faulted in
             start = vm.minor_faults()
@@ -467,3 +481,165 @@ def test_a_receiver_of_more_buffers_than_descriptors(arena):
     assert freed(arena)
     pipe.send(None)
     process.join(60)
+
+
+# ---- arrays --------------------------------------------------------------------------------
+
+
+def test_what_a_worker_writes_to_an_array_is_seen(arena, other):
+    x = arena.zeros((10, 10))
+    other("add", x, 1)
+    assert (x == 1).all()
+    other("add", x[2:4, ::-3], 2)
+    assert x.sum() == 100 + 2 * 8 and (x[2, ::-3] == 3).all()
+    back = other("return")
+    back[:] = 50
+    assert x.sum() == 100 + 2 * 8 - 4 * 3 + 4 * 50
+    del back
+    address = x.__array_interface__["data"][0]
+    del x
+    arena.reset()
+    # From the first byte of the view to its last.
+    assert account(arena).pending_bytes == 8 + (80 + 72)
+    assert not overlaps(arena, address + 160, 8 + 80 + 72)
+    other.kill()
+    assert freed(arena)
+
+
+def add_one(x):
+    x += 1
+    return x[:1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_arrays_as_arguments_and_results(method):
+    pool = Pool(source=Shared())
+    arrays = [pool.zeros(100) for _ in range(8)]
+    with ProcessPoolExecutor(2, mp.get_context(method)) as executor:
+        for result, x in zip(executor.map(add_one, arrays), arrays, strict=True):
+            assert (x == 1).all()
+            result[:] = 5
+            assert x[0] == 5
+
+
+def test_arrays_that_are_not_shared_cross_as_copies(arena):
+    ours, theirs = mp.Pipe()
+    for x in (np.arange(10), Pool().zeros(10), arena.zeros(0), np.array([None, "a"])):
+        ours.send(x)
+        y = theirs.recv()
+        assert (x == y).all() and y.dtype == x.dtype and not np.shares_memory(x, y)
+        assert not isinstance(y.base, Buffer)
+    x = arena.zeros(10)
+    for y in (pickle.loads(pickle.dumps(x)), pickle.loads(pickle.dumps(x, 5)), x.copy()):
+        y += 1
+        assert not x.any()
+
+
+def test_an_array_that_a_buffer_does_not_have_crosses_as_a_copy(arena):
+    """C code may give an array any base, to keep it alive."""
+    capsule = ctypes.pythonapi.PyCapsule_GetPointer
+    capsule.restype, capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    functions = ctypes.cast(capsule(multiarray._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+    set_base = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object)(functions[282])
+    x, block = np.arange(10), arena.alloc(100)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))  # which it takes
+    assert set_base(x, block) == 0 and x.base is block
+    ours, theirs = mp.Pipe()
+    ours.send(x)
+    y = theirs.recv()
+    assert (x == y).all() and y.base is None
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_other_arrays_cross_with_every_protocol(arena, protocol):
+    for x in (np.arange(10), np.asfortranarray(np.ones((2, 3)))[:, ::2], np.array([None])):
+        y = pickle.loads(ForkingPickler.dumps(x, protocol))
+        assert (x == y).all()
+
+
+@pytest.fixture
+def not_warned(monkeypatch):
+    monkeypatch.setattr(shared, "_warned", False)
+
+
+def of_numpy(pool):
+    with numpy_memory(pool):
+        return np.ones(1000)
+
+
+def of_another_library(pool):
+    return np.from_dlpack(pool.zeros(1000))
+
+
+def of_a_closed_buffer(pool):
+    block = pool.alloc(800)
+    x = block.array()
+    block.release()
+    return x
+
+
+def of_stride_tricks(pool):
+    return np.lib.stride_tricks.sliding_window_view(pool.zeros(100), 10)  # its base is no array
+
+
+@pytest.mark.parametrize(
+    "make", [of_numpy, of_another_library, of_a_closed_buffer, of_stride_tricks]
+)
+def test_an_array_of_shared_memory_that_is_copied_is_told_of_once(make, not_warned):
+    pool = Pool(source=Shared())
+    x = make(pool)
+    ours, theirs = mp.Pipe()
+    says = rf"{x.nbytes} bytes in Shared .* copied.*empty\(\)"
+    with pytest.warns(RuntimeWarning, match=says) as said:
+        ours.send(x)
+    assert said[0].filename == __file__
+    assert (theirs.recv() == x).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.send(x)
+        ours.send(pool.copy(x))
+
+
+def test_nothing_is_said_of_arrays_elsewhere(not_warned):
+    pool = Pool(source=Shared())
+    host = Pool()
+    ours, _theirs = mp.Pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with numpy_memory(host):
+            ours.send(np.ones(1000))
+        ours.send(np.ones(1000))
+        ours.send(pool.zeros(10))
+        ours.send(pool.zeros(0))
+
+
+def put_and_end(pipe):
+    pipe.send(Pool(source=Shared()).zeros(100))
+
+
+def test_the_sender_of_an_array_has_ended():
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=put_and_end, args=(theirs,))
+    process.start()
+    process.join()
+    with pytest.raises(ConnectionError, match=r"800 bytes.*sender has ended.*arenapy.send\(\)"):
+        ours.recv()
+
+
+def test_a_forked_child_returns_what_it_inherited(arena):
+    x = arena.zeros(100)
+    ours, theirs = mp.Pipe()
+    process = mp.get_context("fork").Process(target=return_inherited, args=(theirs, x))
+    process.start()
+    y = ours.recv()
+    y += 1
+    assert (x == 1).all()
+    ours.send("end")
+    process.join()
+    assert process.exitcode == 0
+
+
+def return_inherited(pipe, x):
+    pipe.send(x)
+    pipe.recv()

@@ -3,7 +3,11 @@
     python tests/numpy_handler/numpy_suite.py               all of them
     python tests/numpy_handler/numpy_suite.py --quick       those that allocate most, in minutes
     python tests/numpy_handler/numpy_suite.py numpy.fft ... these modules
+    python tests/numpy_handler/numpy_suite.py pandas.tests.reshape sklearn.svm ...  of others
     python tests/numpy_handler/numpy_suite.py --debug ...   over a pool in debug mode
+
+Any library whose wheel has its tests is named like this, NumPy's neighbours in site-packages. The
+wheels of Pillow and OpenCV have none.
 
 A test that passes with the default allocator and does not with the handler fails the run. So does a
 handler that served next to nothing, and a run that did not get to the end. Needs pytest >= 8.2 and
@@ -117,7 +121,7 @@ class Run:
         command = [
             sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", "-p", "numpy_suite",
             "-p", "no:cacheprovider", "-c", str(directory / "pytest.ini"),
-            f"--rootdir={NUMPY}", f"--memory={memory}",
+            f"--rootdir={PACKAGES}", f"--memory={memory}",
             f"--outcomes={outcomes}", f"--basetemp={directory / 'files'}", *selection,
         ]  # fmt: skip
         # Tests that need more are left out of both runs, whatever else the machine is doing.
@@ -220,7 +224,7 @@ def main():
         again = suspects(ours)
         if again and not wrong:
             arguments = directory / "suspects"
-            arguments.write_text("".join(f"{NUMPY / name}\n" for name in again))
+            arguments.write_text("".join(f"{PACKAGES / name}\n" for name in again))
             default = Run("default", [f"@{arguments}"], directory)
             print(default, flush=True)
             wrong = compare(default, ours)
@@ -229,7 +233,7 @@ def main():
 
 
 HERE = Path(__file__).parent
-NUMPY = Path(np.__file__).parent
+PACKAGES = Path(np.__file__).parents[1]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,336 @@
+"""Buffers and arrays over Unix sockets, also between programs that nothing else connects.
+
+What lives here: the message. It has a head of fixed size, the layout of what was sent, and the
+descriptor of the memory, which travels with the head's first byte. What does not: the lease that
+the descriptor carries (shared).
+
+The kernel keeps the descriptor while the message is under way. So neither side depends on the
+other's life: a message of a sender that was killed is received, and the memory of a message that
+nobody receives is free when the socket is closed. Nothing has a name that could be left behind.
+
+A message is data alone, no pickle: a peer that lies gets an error, and runs no code here.
+"""
+
+from __future__ import annotations
+
+import array
+import ast
+import errno
+import fcntl
+import os
+import socket
+import struct
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from arenapy.buffer.buffer import Buffer, View
+from arenapy.linux import vm
+from arenapy.memory import shared
+
+__all__ = ["receive", "send"]
+
+MAGIC = b"arenapy1"
+#: Magic, what it is, read-only or not, dimensions, bytes of the dtype's text, then of the memory:
+#: where the bytes begin in the file, how many they are, and where in them the first item is.
+HEAD = struct.Struct("<8sBBHIQQQ")
+PLAIN, TYPED, ARRAY = range(3)
+ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
+MAX_DIMS = 64  # NumPy's limit
+MAX_DTYPE = 1 << 16
+
+
+class Connection(Protocol):
+    """A socket, a connection of multiprocessing's, or anything else with a descriptor."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+
+
+class _Arrived:
+    """A descriptor that came with a message; closed at the end unless somebody took it."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+
+    def detach(self) -> int:
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self.fd >= 0:
+            os.close(self.detach())
+
+
+def _unix_socket(connection: socket.socket | Connection) -> socket.socket:
+    """The socket of a connection, blocking or with its timeout. It is closed by `_let_go`."""
+    if isinstance(connection, socket.socket):
+        kept = connection
+    else:
+        fileno = getattr(connection, "fileno", None)
+        if not callable(fileno):
+            raise TypeError(
+                f"{connection!r} is no connection: give a Unix socket or multiprocessing's "
+                "Connection over one"
+            )
+        fd = os.dup(fileno())
+        try:
+            kept = socket.socket(fileno=fd)
+        except OSError as error:
+            os.close(fd)
+            raise ValueError(
+                f"{connection!r} is not a socket, and only those carry descriptors (queues and "
+                "Pipe(duplex=False) are pipes): use Pipe(), socket.socketpair() or a Unix socket"
+            ) from error
+    if kept.family != socket.AF_UNIX or kept.type != socket.SOCK_STREAM:
+        _let_go(kept, connection)
+        raise ValueError(
+            f"{connection!r} is not a Unix stream socket: memory is shared within one machine, "
+            "over AF_UNIX, SOCK_STREAM; send a copy over others"
+        )
+    return kept
+
+
+def _let_go(sock: socket.socket, connection: socket.socket | Connection) -> None:
+    """Close the socket if it is not the user's own."""
+    if sock is not connection:
+        sock.close()
+
+
+def _dtype_text(dtype: np.dtype[Any]) -> bytes:
+    """What `_dtype_of` reads: its name, or of a structured one its fields."""
+    text = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
+    return text.encode()
+
+
+def _dtype_of(text: bytes) -> np.dtype[Any]:
+    """The dtype of a text of a peer's, which may be anything."""
+    try:
+        if text[:1] in b"[{(":
+            dtype = np.lib.format.descr_to_dtype(ast.literal_eval(text.decode()))
+        else:
+            dtype = np.dtype(text.decode())
+    except Exception as error:
+        raise ValueError(f"dtype={text[:100]!r} cannot be understood") from error
+    if dtype.hasobject:
+        raise ValueError(f"dtype={dtype} holds references to Python objects")
+    return dtype
+
+
+def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any, Any]) -> None:
+    """Send a Buffer or an array to another process, which then sees the same memory.
+
+    The memory must be of an allocator over :class:`Shared`. It is not reused until the receiver
+    drops it or ends, also if the sender drops it. The message outlives the sender. Whoever
+    receives it can map, read and write the whole region that the bytes are in, so the two sides
+    trust each other as threads do: let only your own programs connect.
+
+    Parameters
+    ----------
+    connection : socket.socket or multiprocessing.connection.Connection
+        A connected Unix stream socket, blocking or with a timeout. Of multiprocessing's
+        connections that are those of ``Pipe()``, and of a ``Listener`` and ``Client`` with a path.
+    thing : Buffer or numpy.ndarray
+        An array may be any view: strided, reversed, read-only.
+
+    Raises
+    ------
+    BufferError
+        If the bytes are not in shared memory, or there are none. Nothing is sent.
+    TypeError, ValueError
+        For anything else than a Buffer or an array, a connection that carries no descriptors, or
+        a closed Buffer. Nothing is sent.
+    OSError
+        If the other side is gone, no descriptor is free, or too many that nobody has received are
+        under way (``ETOOMANYREFS``). After a timeout in the middle of a message close the
+        connection.
+
+    Examples
+    --------
+    >>> import socket
+    >>> here, there = socket.socketpair()        # or a socket with a path, in another program
+    >>> pool = arenapy.Pool(source=arenapy.Shared())
+    >>> x = pool.zeros(4)
+    >>> arenapy.send(here, x)
+    >>> arenapy.receive(there)[:] = 7            # the same memory
+    >>> x
+    array([7., 7., 7., 7.])
+    >>> here.close(), there.close()
+    (None, None)
+    """
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    dtype, at, kind = b"", 0, PLAIN
+    if isinstance(thing, Buffer):
+        buffer, readonly = thing, thing.readonly
+        if isinstance(thing, View):
+            kind, shape, dtype = TYPED, thing.shape, _dtype_text(np.dtype(thing.dtype))
+    elif isinstance(thing, np.ndarray):
+        found = shared.bytes_of(thing)
+        if found is None:
+            raise _not_shared(thing)
+        buffer, at = found
+        readonly = not thing.flags.writeable
+        kind, shape, strides, dtype = ARRAY, thing.shape, thing.strides, _dtype_text(thing.dtype)
+    else:
+        raise TypeError(f"{type(thing).__name__} cannot be sent: give a Buffer or an ndarray")
+    sock = _unix_socket(connection)
+    try:
+        leased = shared.leased_file(buffer)
+        if leased is None:
+            raise _not_shared(thing)
+        file, offset, _ = leased
+        with file:
+            message = b"".join(
+                (
+                    HEAD.pack(
+                        MAGIC, kind, readonly, len(shape), len(dtype), offset, buffer.nbytes, at
+                    ),
+                    struct.pack(f"<{len(shape) + len(strides)}q", *shape, *strides),
+                    dtype,
+                )
+            )
+            fds = array.array("i", [file.fileno()])
+            sent = sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            if sent < len(message):
+                sock.sendall(message[sent:])
+    finally:
+        _let_go(sock, connection)
+
+
+def _not_shared(thing: Buffer | np.ndarray[Any, Any]) -> BufferError:
+    if thing.nbytes == 0:
+        return BufferError("there is nothing to share: it has no bytes")
+    return BufferError(
+        f"{thing.nbytes} bytes are not in memory that can be shared: copy them into it with "
+        "Pool(source=Shared()).copy(x), or allocate them there with empty() or alloc()"
+    )
+
+
+def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, Any]:
+    """Receive what :func:`send` sent at the other end of a connection.
+
+    Parameters
+    ----------
+    connection : socket.socket or multiprocessing.connection.Connection
+        As for :func:`send`.
+
+    Returns
+    -------
+    Buffer or numpy.ndarray
+        Of the same shape, strides and type, over the same memory, mapped and populated. It keeps
+        the memory until it is dropped. Its `allocator` is None.
+
+    Raises
+    ------
+    EOFError
+        If the other side closed the connection, or ended in the middle of a message.
+    ValueError
+        If something else arrives than a whole message of :func:`send`'s. Close the connection.
+    OutOfMemory, OSError
+        If no address space or descriptor is left, or the connection fails or times out.
+
+    Examples
+    --------
+    >>> import socket
+    >>> here, there = socket.socketpair()
+    >>> arenapy.send(here, arenapy.Bump(1 << 16, arenapy.Shared()).alloc(100))
+    >>> arenapy.receive(there).nbytes
+    100
+    >>> here.close(), there.close()
+    (None, None)
+    """
+    sock = _unix_socket(connection)
+    try:
+        with _Arrived() as arrived:
+            return _received(sock, arrived)
+    finally:
+        _let_go(sock, connection)
+
+
+def _received(sock: socket.socket, arrived: _Arrived) -> Buffer | np.ndarray[Any, Any]:
+    head = _first(sock, arrived)
+    magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
+    if (
+        magic != MAGIC
+        or kind > ARRAY
+        or readonly > 1
+        or ndim > MAX_DIMS
+        or n_dtype > MAX_DTYPE
+        or not 0 < nbytes < 1 << 62
+        or offset >= 1 << 62
+        or at >= nbytes
+    ):
+        raise ValueError(
+            f"{head[:16]!r} is not the head of a message of arenapy.send(): the other side sends "
+            "something else, or another version; close the connection"
+        )
+    n = 2 * ndim if kind == ARRAY else ndim
+    rest = _exactly(sock, 8 * n + n_dtype)
+    layout = struct.unpack_from(f"<{n}q", rest)
+    if arrived.fd < 0:
+        raise ValueError("the message has no descriptor of shared memory; close the connection")
+    _check_memory(arrived.fd, offset, nbytes)
+    page_size = vm.huge_page(arrived.fd) or vm.PAGE_SIZE
+    received = (arrived, None, offset, nbytes, page_size, bool(readonly))
+    if kind == PLAIN:
+        return shared.receive_buffer(*received, None)
+    dtype = _dtype_of(rest[8 * n :])
+    if kind == TYPED:
+        return shared.receive_buffer(*received, (layout, dtype))
+    return shared.receive_array(
+        received, layout[:ndim], layout[ndim:], at, dtype, writeable=not readonly
+    )
+
+
+def _first(sock: socket.socket, arrived: _Arrived) -> bytes:
+    """The head, and the descriptor that comes with its first byte."""
+    head, ancillary, flags, _ = sock.recvmsg(HEAD.size, ROOM, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, what, data in ancillary:
+        if level == socket.SOL_SOCKET and what == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    for fd in fds[1:]:  # padding has room for a second one
+        os.close(fd)
+    if fds:
+        arrived.fd = fds[0]
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(
+            errno.EMFILE,
+            "the descriptor of a message was lost: this process has none free (RLIMIT_NOFILE); "
+            "drop some, and close the connection",
+        )
+    if not head:
+        raise EOFError("the other side has closed the connection")
+    return head + _exactly(sock, HEAD.size - len(head))
+
+
+def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        part = sock.recv(nbytes - len(data))
+        if not part:
+            raise EOFError("the other side ended in the middle of a message")
+        data += part
+    return bytes(data)
+
+
+def _check_memory(fd: int, offset: int, nbytes: int) -> None:
+    """Refuse what would kill whoever touches it: memory that its owner can cut off."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # not a memfd
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError(
+            "the descriptor of the message is not shared memory of fixed size; close the connection"
+        )
+    there = vm.file_nbytes(fd)
+    if offset + nbytes > there:
+        raise ValueError(
+            f"the message names {nbytes} bytes at {offset} of a memory of {there}; "
+            "close the connection"
+        )
