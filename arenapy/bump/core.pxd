@@ -23,7 +23,7 @@ cdef class Arena(AllocatorCore):
     cdef int add_region(self, Region region, tuple regions) except -1
     cdef int record_into(self, object recorder) except -1
     cdef Py_ssize_t in_use(self, Py_ssize_t keep) noexcept nogil
-    cdef tuple drop_regions(self, Py_ssize_t keep)
+    cdef list drop_regions(self, Py_ssize_t keep)
     cdef void free_or_lease(self, Hold* hold) noexcept nogil
     cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
     cdef void settle_leases(self, Py_ssize_t most) noexcept nogil

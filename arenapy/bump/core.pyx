@@ -117,13 +117,14 @@ cdef class Arena(AllocatorCore):
             n -= 1
         return n
 
-    cdef tuple drop_regions(self, Py_ssize_t keep):
+    cdef list drop_regions(self, Py_ssize_t keep):
         """Undo growth: give up the last regions, if they are free, but `keep` of all.
 
-        The caller detaches and drops them. Tuples are made without the lock, since to make them may
+        The caller detaches and drops them. Lists are made without the lock, since to make them may
         run code that uses the allocator.
         """
-        cdef tuple before, after, dropped
+        cdef tuple before, after
+        cdef list dropped
         cdef Py_ssize_t n, _i
         cdef bint done = False
         while not done:
@@ -131,7 +132,7 @@ cdef class Arena(AllocatorCore):
             n = self.in_use(keep)
             arenapy_lock_release(&self.lock)
             before = self.listed()
-            after, dropped = before[:n], before[n:]
+            after, dropped = before[:n], list(before[n:])
             arenapy_lock_acquire(&self.lock)
             done = self.regions is before and self.in_use(keep) == n
             if done:
