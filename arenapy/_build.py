@@ -60,7 +60,9 @@ if "-g" not in os.environ.get("CFLAGS", ""):
 
 DIRECTIVES: dict[str, Any] = {
     "language_level": 3,
-    "boundscheck": False,
+    # Indices of lists and tuples are checked (C arrays are not): while a call runs code of the
+    # user, that code can find the call's own lists through the collector, and shorten them.
+    "boundscheck": True,
     "wraparound": False,
     "freethreading_compatible": True,
     # No method that sets the fields of an object from outside, and no None where a method expects

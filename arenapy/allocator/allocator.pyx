@@ -292,6 +292,7 @@ cdef class Allocator:
         cdef size_t total = 0
         cdef Buffer b
         layout = []
+        PyObject_GC_UnTrack(<PyObject*>layout)   # so that nobody changes it meanwhile
         if type(fields) is not dict and not isinstance(fields, Mapping):
             raise TypeError(f"fields={fields!r} is not a mapping of names to dtypes")
         if not fields:

@@ -79,18 +79,20 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, An
     """
     report, written = folder / "report.json", folder / "steps.jsonl"
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
-        env={**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    hangs, errors = False, None
+    # Not a pipe, which has no end while a process that the attacked code started has it, too.
+    errors = folder / "errors"
+    with errors.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
+            env={**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables},
+            stderr=file,
+        )
+    hangs = False
     seen, since = -1, time.monotonic()
     try:
-        while errors is None:
+        while process.returncode is None:
             try:
-                errors = process.communicate(timeout=1)[1]
+                process.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 # Each step is written before it runs.
                 now = written.stat().st_mtime_ns if written.exists() else -1
@@ -104,7 +106,8 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, An
         process.wait()
     found = json.loads(report.read_text()) if report.exists() else {}
     lines = written.read_text().splitlines() if written.exists() else []
-    return None if hangs else process.returncode, found, lines, errors.strip()
+    said = errors.read_text(errors="replace").strip()
+    return None if hangs else process.returncode, found, lines, said
 
 
 def _tables(found: dict[str, Any]) -> Table:

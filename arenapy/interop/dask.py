@@ -115,32 +115,44 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         self.pool = Pool(**self._options)
         self.trimmed_bytes = 0
         self._memory = numpy_memory(self.pool, threads=True)
-        self._frames = [(tcp, tcp.host_array), (utils, utils.host_array)]
         self._rss = worker.monitor.get_process_memory
         self._limit = _lowest_limit(worker.memory_manager)
         # Its own, since a plugin is set up in another context than it is torn down in.
         self._context = contextvars.copy_context()
         self._context.run(self._memory.install)
         ArenaPlugin._of_process = self
-
-        worker.execute = self._memory(worker.execute)
-        worker.monitor.get_process_memory = self._trimmed
-        for module, function in self._frames:
-            module.host_array = self._memory(function)
-        for name, figure in self._metrics().items():
-            worker.metrics[PREFIX + name] = figure
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        try:
+            self._replace(worker, "execute", self._memory(worker.execute))
+            self._replace(worker.monitor, "get_process_memory", self._trimmed)
+            for module in (tcp, utils):
+                self._replace(module, "host_array", self._memory(module.host_array))
+            for name, figure in self._metrics().items():
+                worker.metrics[PREFIX + name] = figure
+        except BaseException:
+            self.teardown(worker)
+            raise
 
     def teardown(self, worker: Any) -> None:
         """Take it back. Arrays stay valid, and running tasks go on with the Pool."""
         if ArenaPlugin._of_process is not self:
             return
-        for name in self._metrics():
-            del worker.metrics[PREFIX + name]
-        for module, function in self._frames:
-            module.host_array = function
-        del worker.monitor.get_process_memory, worker.execute
+        for place, name, before, ours in self._replaced:
+            if vars(place).get(name) is not ours:
+                continue  # somebody else has replaced it since, and calls ours or does not
+            if before is None:
+                delattr(place, name)
+            else:
+                setattr(place, name, before)
         ArenaPlugin._of_process = None
         self._context.run(self._memory.uninstall)
+        for name in self._metrics():
+            worker.metrics.pop(PREFIX + name, None)
+
+    def _replace(self, place: Any, name: str, ours: Any) -> None:
+        """Ours instead of what an object has there, or its class."""
+        self._replaced.append((place, name, vars(place).get(name), ours))
+        setattr(place, name, ours)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}

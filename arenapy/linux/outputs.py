@@ -40,6 +40,8 @@ LOOKED_AT = 1024  # bytes of a file that tell its kind
 STANDARD = {1: "standard output", 2: "standard error"}
 #: What a folder or a mount says where a file cannot be replaced, but may be written.
 IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV)
+#: What a file system says that has no hard links.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Kind(NamedTuple):
@@ -137,16 +139,19 @@ def write(path: Path, data: bytes, kind: Kind) -> None:
         As `check`, or it cannot be written. What was there is then still there, unless neither the
         folder nor a mount lets it be replaced.
     """
-    with _held(path, kind) as old:
-        if old is not None and not stat.S_ISREG(old.st_mode):  # a pipe, a terminal, /dev/null
-            _write_over(path, data)
-            return
-        try:
-            _replace(os.path.realpath(path), data, old)
-        except OSError as error:
-            if old is None or error.errno not in IN_PLACE:
-                raise
-            _write_over(path, data)
+    done = False
+    while not done:  # until the file that was looked at is the one that is replaced
+        with _held(path, kind) as old:
+            if old is not None and not stat.S_ISREG(old.st_mode):  # a pipe, a terminal, /dev/null
+                _write_over(path, data)
+                return
+            try:
+                done = _replace(os.path.realpath(path), data, old)
+            except OSError as error:
+                if old is None or error.errno not in IN_PLACE:
+                    raise
+                _write_over(path, data)
+                return
 
 
 def begin(path: Path, kind: Kind) -> vm.Descriptor:
@@ -252,7 +257,8 @@ def _check_access(path: Path, mode: int) -> None:
         raise PermissionError(f"{os.fspath(path)!r} may not be written by this process")
 
 
-def _replace(place: str, data: bytes, old: os.stat_result | None) -> None:
+def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
+    """Put a new file in the place of an old one, or of none; False: another is there by now."""
     beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -260,11 +266,32 @@ def _replace(place: str, data: bytes, old: os.stat_result | None) -> None:
             if old is not None:
                 os.fchmod(fd, stat.S_IMODE(old.st_mode))
             file.write(data)
+        if old is None:
+            return _appear(beside, place, data)
+        if not _is_at(place, old):
+            return False
         os.replace(beside, place)
-    except BaseException:
-        with suppress(OSError):
+        return True
+    finally:
+        with suppress(OSError):  # it has taken the place
             os.unlink(beside)
-        raise
+
+
+def _appear(beside: str, place: str, data: bytes) -> bool:
+    """Give a file a name that none has; unlike a rename, a link replaces nothing."""
+    try:
+        os.link(beside, place)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        try:
+            with open(place, "xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+    return True
 
 
 def _write_over(path: Path, data: bytes) -> None:

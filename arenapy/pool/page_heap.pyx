@@ -38,6 +38,11 @@ cdef enum:
 cdef class Pages(AllocatorCore):
     """A heap of pages. Internal."""
 
+    def __cinit__(self):
+        # Now: a fork takes the locks of an allocator that is still being made.
+        rank_spin(&self.heap_lock, RANK_HEAP)
+        rank_spin(&self.array_growth, RANK_GROWTH)
+
     def __dealloc__(self):
         cdef int i
         cdef ReservedArray array
@@ -56,8 +61,6 @@ cdef class Pages(AllocatorCore):
         cdef size_t wanted = most
         cdef bint done
         cdef size_t order = MAX_SEGMENTS * sizeof(Segment)
-        rank_spin(&self.heap_lock, RANK_HEAP)
-        rank_spin(&self.array_growth, RANK_GROWTH)
         if not array_open(&array, order + MAX_SEGMENTS * sizeof(uint16_t)):
             return False
         done = array_grow(&array, array.reserved)

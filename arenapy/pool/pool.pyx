@@ -45,7 +45,7 @@ cdef extern from "<unistd.h>":
     int usleep(unsigned int microseconds) nogil
 
 cdef extern from "Python.h":
-    PyObject* PyList_GET_ITEM(list items, Py_ssize_t i) noexcept
+    PyObject* PyTuple_GET_ITEM(tuple items, Py_ssize_t i) noexcept
     void PyObject_GC_Track(PyObject* o)
     void PyObject_GC_UnTrack(PyObject* o)
 
@@ -569,17 +569,18 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         [100, 200, 300]
         """
         cdef PoolCore c = self.core
-        cdef list wanted, blocks = []
+        cdef list blocks = []
+        cdef tuple wanted                    # which code of the user cannot change meanwhile
         cdef BlockBatch batch
         cdef Buffer b
         cdef Py_ssize_t i, n
         PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         if not isinstance(sizes, Iterable):
             raise TypeError(f"sizes={sizes!r} is not iterable; alloc() takes a single size")
-        wanted = list(sizes)
+        wanted = tuple(sizes)
         batch = BlockBatch(len(wanted))
         for i in range(batch.n):
-            n = quick_size(PyList_GET_ITEM(wanted, i))
+            n = quick_size(PyTuple_GET_ITEM(wanted, i))
             batch.sizes[i] = n if n >= 0 else as_size(wanted[i], "sizes")
             b = new_block(c, batch.sizes[i])
             b.tag = 0                        # until there is a block

@@ -104,6 +104,9 @@ cdef void drop_cache(ThreadCache* f) noexcept nogil:
 cdef class ThreadCaches(Segments):
     """Blocks from pages, through thread caches. Internal."""
 
+    def __cinit__(self):
+        rank_spin(&self.births, RANK_BIRTHS)
+
     def __dealloc__(self):
         cdef int i
         for i in range(1, self.top_slot + 1):
@@ -132,7 +135,6 @@ cdef class ThreadCaches(Segments):
             self.steps[s].depth = max(
                 MAGAZINE_LEAST, min(<size_t>MAGAZINE_MOST, MAGAZINE_BYTES // size))
         self.rounding = rounding
-        rank_spin(&self.births, RANK_BIRTHS)
         self.slot_offset = slot_offset()
         for i in range(N_SLOTS + 1):
             self.quick[i] = <ThreadCache*>&no_cache

@@ -29,8 +29,14 @@ def crashes(lines: list[str]) -> bool:
         command = [sys.executable, "-m", "arenapy.testing", "reproduce", path]
         environment = {**os.environ, "ARENAPY_STEPS": os.path.join(folder, "again.jsonl")}
         try:
+            # Not pipes, which may have no end: a process that the steps start has them, too.
             done = subprocess.run(
-                command, env=environment, capture_output=True, timeout=PATIENCE, check=False
+                command,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=PATIENCE,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return False

@@ -136,18 +136,19 @@ def _process(
         files = {"corpus": str(corpus), "figures": str(left), "modules": str(named)}
         job = {"target": target, "minimize": False, "by_chance": None, **files, **job}
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", PROCESS, json.dumps(job), *options],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        # Not a pipe, which has no end while a process that the attacked code started has it, too.
+        with (folder / "output").open("wb") as file:
+            done = subprocess.run(
+                [sys.executable, "-m", PROCESS, json.dumps(job), *options],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
         seconds = time.monotonic() - began
+        output = (folder / "output").read_text(errors="replace")
         if not left.exists():
-            raise RuntimeError(f"it ended before the first input:\n{done.stdout}")
+            raise RuntimeError(f"it ended before the first input:\n{output}")
         figures = np.fromfile(left, "u1")
         modules, start = {}, EXECUTIONS
         for module, total in json.loads(named.read_text()).items():
@@ -155,7 +156,7 @@ def _process(
             start += total
         sizes = [path.stat().st_size for path in Path(corpus).iterdir()]
         executions = int(figures[:EXECUTIONS].view("u8")[0])
-        found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=done.stdout)
+        found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=output)
         if done.returncode:
             steps = Path(environment["ARENAPY_STEPS"])
             found.lines = smaller(steps.read_text().splitlines(), SMALLER_SECONDS, _fails)
@@ -170,7 +171,8 @@ def _fails(lines: list[str]) -> bool:
         done = subprocess.run(
             [sys.executable, "-m", "arenapy.testing", "reproduce", str(path)],
             env=_environment(Path(name)),
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             check=False,
         )
     return done.returncode not in (0, 2)

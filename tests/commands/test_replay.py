@@ -328,6 +328,7 @@ def test_a_trace_that_fits_an_arena(tmp_path):
 def test_the_command_refuses(tmp_path, small):
     for arguments, status, message in [
         ([tmp_path / "none"], 1, "No such file"),
+        ([""], 1, "No such file"),
         ([__file__], 2, "no trace"),
         ([small, "--with", "best"], 2, "'best' is none of bump"),
         ([small, "--with", ","], 2, "at least one"),

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 import types
 
@@ -331,6 +332,56 @@ def test_two_workers_in_one_process(cluster):
     assert client.submit(lambda: 1 + 1).result() == 2
     client.unregister_worker_plugin(KEPT)
     assert all(client.run(untouched).values())
+
+
+def a_worker():
+    manager = types.SimpleNamespace(
+        memory_limit=None, memory_target_fraction=0.6, memory_spill_fraction=0.7,
+        memory_pause_fraction=0.8,
+    )  # fmt: skip
+    monitor = types.SimpleNamespace(get_process_memory=lambda: 0)
+    return types.SimpleNamespace(
+        execute=lambda: 1, monitor=monitor, memory_manager=manager, metrics={}
+    )
+
+
+def of_process():
+    """What of this process a plugin changes."""
+    from distributed.comm import tcp
+    from distributed.protocol import utils
+
+    return tcp.host_array, utils.host_array, threading.Thread.start, ArenaPlugin._of_process
+
+
+def test_what_others_changed_meanwhile_stays_theirs(distributed, monkeypatch):
+    from distributed.comm import tcp
+
+    worker, plugin, before = a_worker(), ArenaPlugin(), of_process()
+    execute, memory = worker.execute, worker.monitor.get_process_memory
+    plugin.setup(worker)
+    theirs = types.SimpleNamespace(execute=lambda: 2, host_array=lambda nbytes: None)
+    worker.metrics.pop("pool_idle_bytes")
+    worker.execute = theirs.execute
+    monkeypatch.setattr(tcp, "host_array", theirs.host_array)
+    plugin.teardown(worker)
+    assert (worker.execute, tcp.host_array) == (theirs.execute, theirs.host_array)
+    assert (worker.monitor.get_process_memory, worker.metrics) == (memory, {})
+    assert of_process()[1:] == before[1:]
+    monkeypatch.setattr(tcp, "host_array", before[0])
+
+    worker.execute = execute  # what was an attribute of its own is one again
+    plugin.setup(worker)
+    assert worker.execute is not execute
+    plugin.teardown(worker)
+    assert (worker.execute, of_process()) == (execute, before)
+
+
+def test_a_worker_that_lacks_something_has_no_plugin(distributed):
+    worker, before = a_worker(), of_process()
+    execute, worker.metrics = worker.execute, ()
+    with pytest.raises((TypeError, AttributeError)):
+        ArenaPlugin().setup(worker)
+    assert (worker.execute, of_process()) == (execute, before)
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,48 @@ def test_where_files_cannot_be_replaced_they_are_written(tmp_path, monkeypatch, 
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("there", [None, b"arenatrc old"])
+@pytest.mark.parametrize("comes", [SCRIPT, b"arenatrc other"])
+def test_a_file_that_comes_while_an_output_is_written(tmp_path, monkeypatch, comes, there, links):
+    """It is looked at, too: as if it had been there from the start."""
+    path, other = tmp_path / "a", tmp_path / "other"
+    if there is not None:
+        path.write_bytes(there)
+    other.write_bytes(comes)
+    tries = []
+
+    def name(nbytes):
+        if not tries:  # the new file is being made beside
+            os.rename(other, path)
+        tries.append(nbytes)
+        return urandom(nbytes)
+
+    def link(*_arguments):
+        raise OSError(errno.EPERM, "no links here")
+
+    urandom = os.urandom
+    monkeypatch.setattr(os, "urandom", name)
+    if not links:
+        monkeypatch.setattr(os, "link", link)
+    refused = comes == SCRIPT
+    with pytest.raises(FileExistsError) if refused else contextlib.nullcontext():
+        outputs.write(path, b"arenatrc new", outputs.TRACE)
+    assert path.read_bytes() == (SCRIPT if refused else b"arenatrc new")
+    assert os.listdir(tmp_path) == ["a"]
+    assert len(tries) == (1 if refused else 2)
+
+
+def test_a_new_file_where_there_are_no_links(tmp_path, monkeypatch):
+    def link(*_arguments):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    outputs.write(tmp_path / "a", b"arenatrc new", outputs.TRACE)
+    assert (tmp_path / "a").read_bytes() == b"arenatrc new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_readers_see_whole_outputs(tmp_path):
     path, done = tmp_path / "a", threading.Event()
     texts = [b"arenatrc" + bytes([n]) * (100_000 * (n + 1)) for n in range(4)]

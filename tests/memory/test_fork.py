@@ -305,6 +305,39 @@ pool.check()
     )
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "Pool(1 << 24, Host(), Forking(1 << 20))",
+        "Pool(1 << 24, Host(), 1 << 20, Forking(5))",
+        "arenapy.Slab(Forking(64), 10)",
+        "arenapy.Slab(64, 10, max_count=Forking(20))",
+        "Bump(Forking(1 << 16))",
+        "Bump(1 << 16, max_bytes=Forking(1 << 20))",
+    ],
+)
+def test_a_fork_amid_a_constructor(program, made):
+    """An assertion build knows the order of its locks by then."""
+    program(
+        """
+from arenapy import Pool
+class Forking:
+    def __init__(self, value):
+        self.value = value
+    def __index__(self):
+        in_child(lambda: Pool(1 << 24).alloc(10).fill(1))
+        return self.value
+    __float__ = lambda self: float(self.__index__())
+one = """
+        + made
+        + """
+in_child(lambda: one.alloc(10).fill(1))
+one.alloc(10).fill(1)
+one.check()
+"""
+    )
+
+
 @pytest.mark.parametrize("kind", ["Rooms", "Regions"])
 def test_a_source_that_forks_serves_both_processes(run_script, kind):
     run_script(

@@ -1,7 +1,10 @@
 """Machines, and makers of allocators, that tests attack in other processes."""
 
 import ctypes
+import functools
 import os
+import subprocess
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -83,3 +86,15 @@ def pool():
 
 def nothing():
     return 3
+
+
+@functools.cache
+def helper():
+    """A process that keeps standard error, and outlives the attack."""
+    process = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+    Path(os.environ["HELPER"]).write_text(str(process.pid))
+
+
+def bump_with_a_helper():
+    helper()
+    return bump()

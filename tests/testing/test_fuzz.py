@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,15 @@ def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "a step did not end within 10 s" in out and "allocate" in out
     assert (tmp_path / "kept.jsonl").read_text().count("\n") >= 2
+
+
+def test_a_process_that_the_attacked_code_started_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("HELPER", str(tmp_path / "helper"))
+    try:
+        done = fuzz("crashing:bump_with_a_helper", "--examples", "2", "--steps", "5")
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    finally:
+        os.kill(int((tmp_path / "helper").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

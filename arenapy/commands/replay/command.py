@@ -230,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        trace = _read(options.file) if options.file else synthetic(options.synthetic)
+        seed = options.synthetic
+        trace = _read(options.file) if seed is None else synthetic(seed)
         results = replay(trace, options.names)
     except ValueError as error:
         parser.error(str(error))

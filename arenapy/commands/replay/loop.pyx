@@ -153,6 +153,7 @@ def resident(int statm):
     return found
 
 
+@cython.boundscheck(False)           # of the arrays: every slot is looked at before the first step
 def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::1] sizes not None,
         Py_ssize_t n_slots, touch="nothing", int statm=-1, Recorder recorder=None):
     """Drive a heap through a program; what is live at its end is freed, off the record.
