@@ -147,11 +147,13 @@ class Devices:
 
         Parameters
         ----------
-        nbytes, align, stream
+        nbytes, align
             As for `arenapy.Pool.alloc`.
         device : int, optional
             Ordinal of the device; by default the one of `stream`, or, without a stream, the one
             that is current in this thread.
+        stream
+            As for `arenapy.Pool.alloc`.
 
         Returns
         -------
