@@ -210,8 +210,6 @@ class Devices:
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle memory back to the devices, and pinned memory that copies went through.
 
-        Every Pool is trimmed, also if one of them raises: that is raised in the end.
-
         Parameters
         ----------
         keep_bytes : int
@@ -224,8 +222,6 @@ class Devices:
 
         Raises
         ------
-        CudaError
-            As `arenapy.Pool.trim`.
         ValueError, TypeError
             `keep_bytes` is no size.
 
@@ -236,16 +232,8 @@ class Devices:
         >>> gpus.trim() >= 1 << 20
         True
         """
-        freed, failed = 0, None
-        for pool in self.pools.values():
-            try:
-                freed += pool.trim(keep_bytes)
-            except CudaError as error:
-                failed = failed or error
         peers.trim_relays()
-        if failed is not None:
-            raise failed
-        return freed
+        return sum(pool.trim(keep_bytes) for pool in self.pools.values())
 
     def check(self) -> None:
         """Verify the bookkeeping of every Pool, as `arenapy.Pool.check`.

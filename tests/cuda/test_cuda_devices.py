@@ -18,7 +18,7 @@ from cuda_support import (
     slowly_fill,
 )
 from helpers import peek
-from simulated_driver import LOST, OUT_OF_MEMORY, PEER_UNSUPPORTED, UNKNOWN
+from simulated_driver import OUT_OF_MEMORY, PEER_UNSUPPORTED, UNKNOWN
 
 import arenapy
 from arenapy import OutOfMemory, Pool, cuda
@@ -503,12 +503,7 @@ def test_a_device_that_fails_takes_down_its_own_pool_alone(gpu):
     with pytest.raises(cuda.CudaError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         gpus.alloc(64, device=1).copy_from(block[:64])
     del block
-    reserved = gpus[0].stats().reserved_bytes
-    try:
-        gpus.trim()
-    except cuda.CudaError as error:
-        assert error.result == LOST
-    assert reserved and gpus[0].stats().reserved_bytes == 0
+    assert gpus.trim() > 0 == gpus[0].stats().reserved_bytes
     for _ in range(3):
         assert gpus.alloc(MIB, device=0).device_id == 0
 
