@@ -46,7 +46,7 @@ cdef enum:
 
 # {(device, other, generation of the driver): None, or why it cannot access the other one's memory}.
 cdef dict answers = {}
-cdef set staged = set()      # pairs that are not to use the access that they have
+cdef set staged = set()      # as these keys: pairs that are not to use the access that they have
 # {(source, target, generation): the Relays to which no call is queueing}.
 cdef dict relays = {}
 cdef list lost = []          # Relays of which nobody can tell whether they are in use
@@ -54,7 +54,7 @@ cdef list lost = []          # Relays of which nobody can tell whether they are 
 
 # ---- access ------------------------------------------------------------------------------
 
-def why_no_access(int device, int other):
+cpdef object why_no_access(int device, int other):
     """Internal: let a device access another one's memory; None: it can, else the reason."""
     cdef void* here
     cdef void* there
@@ -91,11 +91,11 @@ def why_no_access(int device, int other):
 
 def stage(devices, bint on):
     """Internal: whether copies between these go through the host even where they need not."""
-    for pair in itertools.permutations(devices, 2):
+    for device, other in itertools.permutations(devices, 2):
         if on:
-            staged.add(pair)
+            staged.add((device, other, generation))
         else:
-            staged.discard(pair)
+            staged.discard((device, other, generation))
 
 
 # ---- relays ------------------------------------------------------------------------------
@@ -179,8 +179,9 @@ cdef Relay new_relay(int source, int to):
 
 
 cdef bint goes_by_host(StreamRef s, int source, int to, size_t nbytes) except -1:
-    refused = why_no_access(to, source), why_no_access(source, to)
-    if None in refused and (source, to) not in staged:
+    there = why_no_access(to, source)
+    back = why_no_access(source, to)         # which is enabled, too, whichever device copies
+    if (there is None or back is None) and (source, to, generation) not in staged:
         return False
     return nbytes >= RELAYED_LEAST and not s.captures()  # a graph's copy would need slots for good
 

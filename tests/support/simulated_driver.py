@@ -270,6 +270,7 @@ class SimulatedDriver(gpu.Gpu):
         put(out, ctypes.c_size_t, self.heap)
 
     def cuCtxEnablePeerAccess(self, context, flags):
+        self.unsafe()
         pair = (self.device(), context // 0x1000 - 1)
         if pair in self.enabled or pair not in self.peers:
             return PEER_ALREADY_ENABLED if pair in self.enabled else PEER_UNSUPPORTED
