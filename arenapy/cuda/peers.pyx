@@ -179,10 +179,11 @@ cdef Relay new_relay(int source, int to):
 
 
 cdef bint goes_by_host(StreamRef s, int source, int to, size_t nbytes) except -1:
-    there = why_no_access(to, source)
-    back = why_no_access(source, to)         # which is enabled, too, whichever device copies
-    if (there is None or back is None) and (source, to, generation) not in staged:
-        return False
+    if (source, to, generation) not in staged:
+        there = why_no_access(to, source)
+        back = why_no_access(source, to)     # both are enabled, whichever device copies
+        if there is None or back is None:
+            return False
     return nbytes >= RELAYED_LEAST and not s.captures()  # a graph's copy would need slots for good
 
 

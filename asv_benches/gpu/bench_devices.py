@@ -37,27 +37,30 @@ NEAR, FAR = 0, 1
 
 
 class Batch:
-    """So many copies and a wait, whose `timeit` gives the seconds of all."""
+    """So many copies and a wait, whose `timeit` gives the seconds of one."""
 
-    def __init__(self, copy, wait, nbytes):
+    def __init__(self, copy, wait, nbytes, before=lambda: None):
         self.n = max(1, min(BATCH_MOST, BATCH_BYTES // nbytes))
-        self.copy, self.wait, self.timer = copy, wait, timeit.Timer(self.run)
+        self.copy, self.wait, self.before = copy, wait, before
+        self.timer = timeit.Timer(self.run)
 
     def run(self):
+        """All of them."""
+        self.before()
         for _ in range(self.n):
             self.copy()
         self.wait()
 
     def timeit(self, runs):
-        """Seconds of so many copies, in batches."""
+        """Seconds of so many batches, for each copy of one."""
         return self.timer.timeit(runs) / self.n
 
 
-def driver_copy(near, far, stream):
-    """cuMemcpyPeerAsync alone; None without cuda.bindings."""
+def driver_alone(near, far, stream):
+    """{name: Batch} of cuMemcpyPeerAsync; empty without cuda.bindings."""
     cu = imported("cuda.bindings.driver")
     if cu is None:
-        return None
+        return {}
     contexts = [cu.cuDevicePrimaryCtxRetain(cu.cuDeviceGet(i)[1])[1] for i in (NEAR, FAR)]
     handle = cu.CUstream(stream.handle)
     to, source, nbytes = far.address, near.address, near.nbytes
@@ -67,7 +70,11 @@ def driver_copy(near, far, stream):
         (error,) = memcpy(to, contexts[1], source, contexts[0], nbytes, handle)
         assert error == 0, error
 
-    return copy
+    def before():
+        (error,) = cu.cuCtxSetCurrent(contexts[stream.device_id])
+        assert error == 0, error
+
+    return {"driver": Batch(copy, stream.synchronize, nbytes, before)}
 
 
 def direct_ways(gpus, nbytes):
@@ -80,9 +87,8 @@ def direct_ways(gpus, nbytes):
         ways[f"arenapy, {name}"] = Batch(
             lambda s=s: far.copy_from(near, stream=s), s.synchronize, nbytes
         )
-        alone = driver_copy(near, far, s)
-        if alone is not None:
-            ways[f"driver, {name}"] = Batch(alone, s.synchronize, nbytes)
+        for alone, batch in driver_alone(near, far, s).items():
+            ways[f"{alone}, {name}"] = batch
     ways["arenapy, source's stream"].run()
     assert same(far), "the copy is not what was copied"
     torch = imported("torch")
@@ -178,10 +184,7 @@ def staged_ways(nbytes):
     }
     ways["arenapy"].run()
     assert same(far), "the copy is not what was copied"
-    alone = driver_copy(near, far, ns)
-    if alone is not None:
-        ways["driver without access"] = Batch(alone, ns.synchronize, nbytes)
-    return ways
+    return ways | driver_alone(near, far, ns)
 
 
 def staged_rates(quick):

@@ -47,7 +47,7 @@ def program(text):
 
 
 def test_a_pool_for_each(two):
-    gpus = cuda.Devices(max_bytes=64 * MIB)
+    gpus = cuda.Devices([0, 1], max_bytes=64 * MIB)
     for device in gpus:
         block = gpus.alloc(MIB, device=device)
         block.fill(device + 1)
@@ -63,7 +63,7 @@ def test_a_pool_for_each(two):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_from_threads_without_a_context(two, way):
-    gpus = cuda.Devices(max_bytes=256 * MIB, peer_access=WAYS[way])
+    gpus = cuda.Devices([0, 1], max_bytes=256 * MIB, peer_access=WAYS[way])
     wrong = []
 
     def work(number):
@@ -89,7 +89,7 @@ def test_from_threads_without_a_context(two, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("source", [cuda.Device, cuda.DriverPool])
 def test_all_bytes_arrive(two, source, way):
-    gpus = cuda.Devices(source=source, peer_access=WAYS[way])
+    gpus = cuda.Devices([0, 1], source=source, peer_access=WAYS[way])
     rng = np.random.default_rng(3)
     for nbytes in (1, MIB - 1, MIB, 16 * MIB + 12345, 64 * MIB + 1):
         data = rng.integers(0, 256, nbytes, np.uint8)
@@ -110,7 +110,7 @@ def test_all_bytes_arrive(two, source, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_dropped_while_it_is_copied(two, way):
     """Both ends at once, and others get their memory: no byte of a copy is theirs."""
-    gpus = cuda.Devices(max_bytes=POOL, initial_bytes=POOL, peer_access=WAYS[way])
+    gpus = cuda.Devices([0, 1], max_bytes=POOL, initial_bytes=POOL, peer_access=WAYS[way])
     copied = BLOCK if way == "direct" else MIB  # smaller copies the driver makes
     streams = [cuda.Stream(device) for device in gpus]
     others = [cuda.Stream(device) for device in gpus]
@@ -146,7 +146,9 @@ def test_dropped_while_it_is_copied(two, way):
 @pytest.mark.parametrize("end", ["source", "target"])
 def test_a_copy_of_which_nobody_was_told_is_overwritten(two, end):
     """The twin of the test above, which the driver's call alone makes: it finds corruption."""
-    gpus = cuda.Devices(max_bytes=POOL, initial_bytes=POOL)
+    gpus = cuda.Devices([0, 1], max_bytes=POOL, initial_bytes=POOL)
+    if gpus.refused:
+        pytest.skip("the driver would wait on the host for a stream that is held")
     stream = cuda.Stream(1)
     n = 20
     for i in range(n):
@@ -157,9 +159,10 @@ def test_a_copy_of_which_nobody_was_told_is_overwritten(two, end):
             two[0].synchronize()
         with current_in(two[1]):
             two[1].hold(stream)
-        done(two[0].driver.cuMemcpyPeerAsync(
-            target.address, two[1].context, source.address, two[0].context, BLOCK, stream.handle,
-        ))  # fmt: skip
+            done(two[1].driver.cuMemcpyPeerAsync(
+                target.address, two[1].context, source.address, two[0].context, BLOCK,
+                stream.handle,
+            ))  # fmt: skip
         if end == "source":
             with current_in(two[1]):
                 two[1].count_wrong(stream, target.address, BLOCK, i)
@@ -186,7 +189,7 @@ def test_a_copy_of_which_nobody_was_told_is_overwritten(two, end):
 @pytest.mark.parametrize("way", WAYS)
 def test_random_programs(two, way):
     """Many blocks on both devices, copied from one to the other; each holds its pattern."""
-    gpus = cuda.Devices(max_bytes=64 * MIB, peer_access=WAYS[way])
+    gpus = cuda.Devices([0, 1], max_bytes=64 * MIB, peer_access=WAYS[way])
     rng = np.random.default_rng(20)
     streams = [[cuda.Stream(i) for _ in range(2)] for i in gpus]
     live = []
@@ -235,7 +238,7 @@ def test_a_context_that_fails_takes_down_its_own_pool_alone():
     need_gpu(2)
     program("""
         from cuda.bindings import driver as cu
-        gpus = cuda.Devices()
+        gpus = cuda.Devices([0, 1])
         here = [gpus.alloc(1 << 20, device=0) for _ in range(3)]
         there = gpus.alloc(1 << 20, device=1)
         s = cuda.Stream(1)
@@ -274,7 +277,7 @@ def test_a_context_that_fails_takes_down_its_own_pool_alone():
 
 def test_cupy_on_two(two):
     cupy = pytest.importorskip("cupy")
-    gpus = cuda.Devices()
+    gpus = cuda.Devices([0, 1])
     arrays = []
     for device in gpus:
         with cupy.cuda.Device(device):
@@ -293,7 +296,7 @@ def test_cupy_on_two(two):
 TORCH = """
     import torch
     from arenapy.interop import torch as arenapy_torch
-    gpus = cuda.Devices()
+    gpus = cuda.Devices([0, 1])
     arenapy_torch.use(gpus)
 """
 
@@ -408,5 +411,7 @@ def test_the_benchmark_runs():
     need_gpu(2)
     from asv_benches.gpu import bench_devices
 
+    if cuda.Devices([0, 1]).refused:
+        pytest.skip("no device reaches the other one's memory")
     lines = list(itertools.islice(bench_devices.direct(quick=True), 8))
     assert lines and all(line.value > 0 for line in lines)
