@@ -79,9 +79,9 @@ def driver_alone(near, far, stream):
 
 def direct_ways(gpus, nbytes):
     """{name: Batch} of copies from device 0 to device 1."""
-    near, far = gpus.alloc(nbytes, device=NEAR), gpus.alloc(nbytes, device=FAR)
-    pattern(near)
     streams = {"source's stream": cuda.Stream(NEAR), "target's stream": cuda.Stream(FAR)}
+    near, far = (gpus.alloc(nbytes, stream=s) for s in streams.values())  # each for its device's
+    pattern(near)
     ways = {}
     for name, s in streams.items():
         ways[f"arenapy, {name}"] = Batch(
