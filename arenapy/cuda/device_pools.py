@@ -53,7 +53,8 @@ class Devices:
     Attributes
     ----------
     pools : mapping of int to Pool
-        The Pools, by ordinal of their device; ``devices[ordinal]`` is one of them.
+        The Pools, by ordinal of their device. ``devices[ordinal]`` is one of them, and iteration
+        gives them all: ``arenapy.interop.torch.use(*devices)``.
     refused : mapping of (int, int) to str
         The pairs (device, other one) of which the first cannot access the memory of the second, and
         the reason. Empty if every device reaches every other one.
@@ -202,10 +203,10 @@ class Devices:
         >>> blocks = [gpus.alloc(1 << 20, device=i) for i in (0, 1)]
         >>> gpus.stats().allocated_bytes
         2097152
-        >>> {i: gpus[i].stats().allocated_bytes for i in gpus}
+        >>> {i: pool.stats().allocated_bytes for i, pool in gpus.pools.items()}
         {0: 1048576, 1: 1048576}
         """
-        return sum_of([pool.stats() for pool in self.pools.values()])
+        return sum_of([pool.stats() for pool in self])
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle memory back to the devices, and pinned memory that copies went through.
@@ -233,7 +234,7 @@ class Devices:
         True
         """
         peers.trim_relays()
-        return sum(pool.trim(keep_bytes) for pool in self.pools.values())
+        return sum(pool.trim(keep_bytes) for pool in self)
 
     def check(self) -> None:
         """Verify the bookkeeping of every Pool, as `arenapy.Pool.check`.
@@ -247,7 +248,7 @@ class Devices:
         --------
         >>> cuda.Devices().check()
         """
-        for pool in self.pools.values():
+        for pool in self:
             pool.check()
 
     def __getitem__(self, device: SupportsIndex) -> Pool:
@@ -260,8 +261,9 @@ class Devices:
                 f"device={ordinal}: there are Pools of {sorted(self.pools)} here"
             ) from None
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.pools)
+    def __iter__(self) -> Iterator[Pool]:
+        """Iterate over the Pools, in the order in which the devices were given."""
+        return iter(self.pools.values())
 
     def __len__(self) -> int:
         return len(self.pools)

@@ -7,11 +7,9 @@ torch keeps its own figures only for its own allocator, so its `memory_stats`, o
 are built, shows the Pool's.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arenapy.cuda.device_pools import Devices
 from arenapy.interop import raw_blocks
 from arenapy.pool.pool import Pool
 
@@ -23,17 +21,15 @@ OLDEST = (2, 6)
 _allocator: Any = None  # torch's object for our functions
 
 
-def use(*pools: Pool | Devices) -> None:
+def use(*pools: Pool) -> None:
     """Let torch allocate all its CUDA tensors from Pools, until the program ends.
 
     Call it before the first CUDA tensor is made.
 
     Parameters
     ----------
-    *pools : Pool or Devices
-        A Pool for each device that the program uses, over ``cuda.Device(n)`` or
-        ``cuda.DriverPool``; or `arenapy.cuda.Devices`, which has them. A tensor is in the Pool of
-        the device that torch names.
+    *pools : Pool
+        One for each device that the program uses, over ``cuda.Device(n)`` or ``cuda.DriverPool``.
 
     Raises
     ------
@@ -120,7 +116,7 @@ def _by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
     by_device: dict[int, Pool] = {}
     if not pools:
         raise TypeError("no pool was given; give one for each device that the program uses")
-    for pool in _each(pools):
+    for pool in pools:
         if not isinstance(pool, Pool):
             raise TypeError(f"{pool!r} is no Pool; give arenapy.Pool(source=arenapy.cuda.Device())")
         # Of managed memory, whose kind the host sees, no stream has the blocks.
@@ -134,14 +130,6 @@ def _by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
             raise ValueError(f"two pools are given for device {device}; give one for each device")
         by_device[device] = pool
     return by_device
-
-
-def _each(pools: tuple[Any, ...]) -> Iterator[Any]:
-    for one in pools:
-        if isinstance(one, Devices):
-            yield from one.pools.values()
-        else:
-            yield one
 
 
 def _torch() -> Any:

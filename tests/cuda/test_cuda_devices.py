@@ -36,7 +36,7 @@ def gpus(gpu):
 
 
 def blocks_on(gpus, nbytes=N):
-    return [gpus.alloc(nbytes, device=device) for device in gpus]
+    return [gpus.alloc(nbytes, device=device) for device in gpus.pools]
 
 
 def queue(gpu, stream, call, block):
@@ -69,11 +69,11 @@ def in_any_order(gpu, rng):
 
 def test_there_is_a_pool_for_each(gpu):
     gpus = cuda.Devices()
-    assert list(gpus) == [0, 1] and len(gpus) == 2
-    for device in gpus:
+    assert list(gpus) == [gpus[0], gpus[1]] and len(gpus) == 2
+    for device in gpus.pools:
         block = gpus.alloc(4096, device=device)
         assert block.device_id == device and block.allocator is gpus[device]
-    assert list(cuda.Devices([1])) == [1]
+    assert list(cuda.Devices([1]).pools) == [1]
     gpus.check()
 
 
@@ -123,7 +123,7 @@ def test_figures_in_sum(gpu):
     gpus = cuda.Devices()
     kept = [gpus.alloc(MIB, device=0), gpus.alloc(2 * MIB, device=1)]
     gpus.alloc(64, device=1).release()
-    each, total = [gpus[device].stats() for device in gpus], gpus.stats()
+    each, total = [pool.stats() for pool in gpus], gpus.stats()
     for field in fields(total):
         if field.name == "classes":
             continue
@@ -139,7 +139,7 @@ def test_figures_in_sum(gpu):
 
 def test_trim_gives_back_on_all(gpu):
     gpus = cuda.Devices()
-    for device in gpus:
+    for device in gpus.pools:
         gpus.alloc(MIB, device=device).release()
     reserved = gpus.stats().reserved_bytes
     assert gpus.trim() == reserved > 0 == gpus.stats().reserved_bytes

@@ -150,7 +150,7 @@ def between_devices(gpu):
 def between_devices_by_the_host(gpu, how):
     gpu.peers = set()
     gpus = cuda.Devices(max_bytes=4 * MIB)
-    here, there = (gpus.alloc(SENT, device=device) for device in gpus)
+    here, there = (gpus.alloc(SENT, device=device) for device in gpus.pools)
     here.fill(7)
     s = WITH[how](gpu)
 

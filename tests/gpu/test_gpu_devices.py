@@ -48,7 +48,7 @@ def program(text):
 
 def test_a_pool_for_each(two):
     gpus = cuda.Devices([0, 1], max_bytes=64 * MIB)
-    for device in gpus:
+    for device in gpus.pools:
         block = gpus.alloc(MIB, device=device)
         block.fill(device + 1)
         assert block.device_id == device
@@ -57,7 +57,7 @@ def test_a_pool_for_each(two):
             gpus.alloc(65 * MIB, device=device)
     with current_in(two[1]):
         assert gpus.alloc(MIB).device_id == 1
-    assert gpus.stats().total_allocations == sum(gpus[i].stats().total_allocations for i in gpus)
+    assert gpus.stats().total_allocations == sum(pool.stats().total_allocations for pool in gpus)
     gpus.check()
 
 
@@ -70,7 +70,7 @@ def test_from_threads_without_a_context(two, way):
         rng = np.random.default_rng(number)
         for i in range(50):
             data = rng.integers(0, 256, 3 * MIB + i, np.uint8)
-            blocks = [gpus.alloc(len(data), device=device) for device in gpus]
+            blocks = [gpus.alloc(len(data), device=device) for device in gpus.pools]
             near, far = rng.permutation(2)
             blocks[near].copy_from(data)
             blocks[far].copy_from(blocks[near])
@@ -112,8 +112,8 @@ def test_dropped_while_it_is_copied(two, way):
     """Both ends at once, and others get their memory: no byte of a copy is theirs."""
     gpus = cuda.Devices([0, 1], max_bytes=POOL, initial_bytes=POOL, peer_access=WAYS[way])
     copied = BLOCK if way == "direct" else MIB  # smaller copies the driver makes
-    streams = [cuda.Stream(device) for device in gpus]
-    others = [cuda.Stream(device) for device in gpus]
+    streams = [cuda.Stream(device) for device in gpus.pools]
+    others = [cuda.Stream(device) for device in gpus.pools]
     for i in range(ROUNDS):
         near = i % 2
         far = 1 - near
@@ -191,7 +191,7 @@ def test_random_programs(two, way):
     """Many blocks on both devices, copied from one to the other; each holds its pattern."""
     gpus = cuda.Devices([0, 1], max_bytes=64 * MIB, peer_access=WAYS[way])
     rng = np.random.default_rng(20)
-    streams = [[cuda.Stream(i) for _ in range(2)] for i in gpus]
+    streams = [[cuda.Stream(i) for _ in range(2)] for i in gpus.pools]
     live = []
     for i in range(5000):
         if live and rng.random() < 0.5:
@@ -279,12 +279,12 @@ def test_cupy_on_two(two):
     cupy = pytest.importorskip("cupy")
     gpus = cuda.Devices([0, 1])
     arrays = []
-    for device in gpus:
+    for device in gpus.pools:
         with cupy.cuda.Device(device):
             array = cupy.asarray(gpus.alloc(4 * MIB, device=device).view(dtype="f4"))
             array[...] = device + 1
             arrays.append(array)
-    for array, device in zip(arrays, gpus, strict=True):
+    for array, device in zip(arrays, gpus.pools, strict=True):
         assert array.device.id == device
         with cupy.cuda.Device(device):
             assert float(array.sum()) == (device + 1) * MIB
@@ -297,7 +297,7 @@ TORCH = """
     import torch
     from arenapy.interop import torch as arenapy_torch
     gpus = cuda.Devices([0, 1])
-    arenapy_torch.use(gpus)
+    arenapy_torch.use(*gpus)
 """
 
 
@@ -360,7 +360,7 @@ import torch.distributed as dist
 from arenapy import cuda
 from arenapy.interop import torch as arenapy_torch
 gpus = cuda.Devices([rank])
-arenapy_torch.use(gpus)
+arenapy_torch.use(*gpus)
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=2)
 for i in range(200):

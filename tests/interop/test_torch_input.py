@@ -63,10 +63,10 @@ def test_the_pools_of_several_devices(driver, monkeypatch):
     monkeypatch.setattr(arenapy_torch, "_allocator", object())
     torch = stand_in(monkeypatch)
     torch.cuda.memory.change_current_allocator = lambda allocator: None
-    arenapy_torch.use(gpus)
+    arenapy_torch.use(*gpus)
     assert served == [{0: gpus[0], 1: gpus[1]}]
     with pytest.raises(ValueError, match="two pools are given for device 1"):
-        arenapy_torch.use(gpus, arenapy.Pool(4 * MIB, cuda.Device(1)))
+        arenapy_torch.use(*gpus, arenapy.Pool(4 * MIB, cuda.Device(1)))
 
 
 def test_no_torch(driver, monkeypatch):
