@@ -35,7 +35,7 @@ UNKNOWN = "CudaError: whether the stream"
 FULL = "OutOfMemory: fit into the "
 NO_ROOM = "OutOfMemory: are free; ask for less"
 EXCHANGE = "cuThreadExchangeStreamCaptureMode"
-BY_THE_HOST = "copy between devices by way of the host.*"
+BY_THE_HOST = "copy between devices by way of the host"
 GONE = "was unregistered while|which is not the driver's"
 
 

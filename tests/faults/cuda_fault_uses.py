@@ -146,13 +146,13 @@ def between_devices(gpu):
     return Act(act, good=good, view=lambda: [in_use(pool) for pool in pools])
 
 
-@for_each(WITH, "copy between devices by way of the host{}")
-def between_devices_by_the_host(gpu, how):
+@operation("copy between devices by way of the host")
+def between_devices_by_the_host(gpu):
     gpu.peers = set()
     gpus = cuda.Devices(max_bytes=4 * MIB)
     here, there = (gpus.alloc(SENT, device=device) for device in gpus.pools)
     here.fill(7)
-    s = WITH[how](gpu)
+    s = new_stream(gpu)
 
     def end():
         nonlocal here, there

@@ -293,6 +293,35 @@ def test_cupy_on_two(two):
     assert (content(block, "f4") == 1).all()
 
 
+def test_cupys_arrays_on_two():
+    need_gpu(2)
+    pytest.importorskip("cupy")
+    pytest.importorskip("arenapy.interop.cupy")
+    program("""
+        import cupy
+        from arenapy.interop import cupy as arenapy_cupy
+        gpus = cuda.Devices([0, 1])
+        arenapy_cupy.use(*gpus)
+        arrays = []
+        for device in (0, 1):
+            with cupy.cuda.Device(device):
+                arrays.append(cupy.full(1 << 20, device + 1, "f4"))
+                used = cupy.get_default_memory_pool().used_bytes()
+                assert used == gpus[device].stats().allocated_bytes == 4 << 20
+        with cupy.cuda.Device(1):
+            there = cupy.asarray(arrays[0])
+            assert there.device.id == 1
+            assert float((there + arrays[1]).sum()) == 3 << 20
+            del there
+        arrays.clear()
+        gpus.check()
+        for device in (0, 1):
+            with cupy.cuda.Device(device):
+                cupy.cuda.get_current_stream().synchronize()
+        assert gpus.stats().allocated_bytes == 0
+    """)
+
+
 TORCH = """
     import torch
     from arenapy.interop import torch as arenapy_torch
