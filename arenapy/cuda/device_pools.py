@@ -17,6 +17,7 @@ from arenapy.buffer.buffer import Buffer
 from arenapy.cuda import peers
 from arenapy.cuda.driver import device_count
 from arenapy.cuda.errors import CudaError
+from arenapy.cuda.ordering import memory_of
 from arenapy.cuda.sources import Device
 from arenapy.cuda.stream_ref import device_meant
 from arenapy.memory.host_request import checked_index
@@ -107,6 +108,22 @@ class Devices:
         if isinstance(devices, (int, str)):
             raise TypeError(f"devices={devices!r}: need ordinals, like [0, 1]")
         ordinals = _checked(range(device_count()) if devices is None else devices)
+        options: dict[str, Any] = {
+            "initial_bytes": initial_bytes,
+            "trim_after": trim_after,
+            "on_oom": on_oom,
+            "rounding": rounding,
+            "debug": debug,
+            "trim_thread": trim_thread,
+        }
+        pools = {one: Pool(max_bytes, source(one), **options) for one in ordinals}
+        for one, pool in pools.items():
+            memory, _ = memory_of(pool)
+            if (memory.kind, memory.device_id) != ("device", one):
+                raise ValueError(
+                    f"source({one}) gives {memory.kind} memory of device {memory.device_id}; give "
+                    "cuda.Device or cuda.DriverPool, which take the ordinal"
+                )
         refused = {}
         if peer_access is not False:
             for pair in ((one, other) for one in ordinals for other in ordinals if one != other):
@@ -118,20 +135,6 @@ class Devices:
                 f"peer_access=True: {'; '.join(refused.values())}. Leave the option out, and "
                 "copies between these go through pinned memory of the host"
             )
-        options: dict[str, Any] = {
-            "initial_bytes": initial_bytes,
-            "trim_after": trim_after,
-            "on_oom": on_oom,
-            "rounding": rounding,
-            "debug": debug,
-            "trim_thread": trim_thread,
-        }
-        pools = {one: Pool(max_bytes, source(one), **options) for one in ordinals}
-        for one, pool in pools.items():
-            if pool.kind != "device":
-                raise ValueError(
-                    f"source({one}) gives {pool.kind} memory; give cuda.Device or cuda.DriverPool"
-                )
         self.pools: Mapping[int, Pool] = MappingProxyType(pools)
         self.refused: Mapping[tuple[int, int], str] = MappingProxyType(refused)
         peers.stage(ordinals, peer_access is False)

@@ -157,6 +157,7 @@ def test_trim_gives_back_on_all(gpu):
         ({"devices": "01"}, TypeError, "devices='01': need ordinals"),
         ({"peer_access": "auto"}, TypeError, "peer_access='auto': need True, False or None"),
         ({"source": lambda i: cuda.Managed(i)}, ValueError, r"source\(0\) gives managed memory"),
+        ({"source": lambda i: cuda.Device()}, ValueError, r"source\(1\) .* memory of device 0"),
         ({"max_bytes": -1}, ValueError, "max_bytes"),
     ],
 )
@@ -164,7 +165,7 @@ def test_bad_input(gpu, arguments, error, text):
     before = gpu.memory.used.copy()
     with pytest.raises(error, match=text):
         cuda.Devices(**arguments)
-    assert gpu.memory.used == before
+    assert gpu.memory.used == before and not gpu.enabled
 
 
 def test_a_device_that_it_does_not_have(gpu):
