@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from arenapy.base.text import format_bytes, html_row, html_table
@@ -450,6 +450,26 @@ class Defragmented:
 
     bytes: Bytes
     milliseconds: float
+
+
+# ---- figures in sum --------------------------------------------------------------------------
+
+
+def sum_of(pools: list[PoolStats]) -> PoolStats:
+    """Internal: of several pools, at least one. The largest free block is that of any of them."""
+    values = _sums(pools)
+    values["classes"] = tuple(
+        replace(same[0], **_sums(list(same)))
+        for same in zip(*(pool.classes for pool in pools), strict=True)
+    )
+    return PoolStats(**values)
+
+
+def _sums(many: list[Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(many[0])} - {"classes", "index", "upper_bound"}
+    values: dict[str, Any] = {name: sum(getattr(one, name) for one in many) for name in names}
+    values["largest_free_block"] = max(one.largest_free_block for one in many)
+    return values
 
 
 # ---- how figures are shown -------------------------------------------------------------------

@@ -5,6 +5,7 @@ without them, and says what to install.
 from arenapy.cuda.bandwidth import Bandwidth, CopySpeed, bandwidth
 from arenapy.cuda.copies import advise, copy_batch, prefetch
 from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory_info
+from arenapy.cuda.device_pools import Devices
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.cuda.foreign import asbuffer, from_dlpack
 from arenapy.cuda.resource import memory_resource
@@ -18,6 +19,7 @@ __all__ = [
     "CudaError",
     "Device",
     "DeviceMemory",
+    "Devices",
     "DriverPool",
     "Event",
     "Managed",

@@ -24,10 +24,11 @@ from arenapy.buffer.block cimport (
 from arenapy.buffer.dlpack cimport KIND_CPU, as_pair
 from arenapy.buffer.buffer cimport copy_bytes, move_bytes
 from arenapy.cuda.driver cimport (
-    SUCCESS, Location, checked, driver, enter, forget, generation, leave, primary,
+    SUCCESS, Location, checked, driver, enter, forget, leave, primary,
 )
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport told_to
+from arenapy.cuda.peers cimport Relay, goes_by_host, take_relay
 from arenapy.cuda.stream_ref cimport StreamRef, free_to_use, handle_here
 from arenapy.cuda.fence cimport (
     Retained, follow, give_up, look, park, retain, retain_until, synchronize,
@@ -40,14 +41,11 @@ from arenapy.memory.host_request import checked_index
 
 cdef enum:
     INVALID_VALUE = 1
-    PEER_ALREADY_ENABLED = 704
     MAX_VIEWS = 16           # of one another that are looked through
     MEMORY_TYPE = 2          # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     HOST = -1                # as arenapy and CUDA 12 have it
     AT_DEVICE = 1            # CU_MEM_LOCATION_TYPE_*
     AT_HOST = 2
-
-cdef set peers = set()       # pairs of devices that were asked for access
 
 
 @cython.final
@@ -117,6 +115,8 @@ cdef class CudaMemory(Ordering):
         cdef void* to_context = NULL
         cdef void* source_context = NULL
         cdef void* handle = handle_here(s)
+        cdef Relay relay
+        cdef bint by_host = False
         cdef int result
         if to.nbytes == 0:
             return 0
@@ -125,32 +125,39 @@ cdef class CudaMemory(Ordering):
                 f"{said(to.thing)} and {said(source.thing)} overlap, which no device copies; copy "
                 "by way of another Buffer"
             )
+        can_be_used(s, now)
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
             to_context, source_context = primary(to.device_id), primary(source.device_id)
-            allow_access(to_context, to.device_id, source_context, source.device_id)
-        can_be_used(s, now)
+            by_host = goes_by_host(s, source.device_id, to.device_id, to.nbytes)
         for side in (to, source):
             prepare(side, s, now, joined)
         for side in (to, source):
             if side.foreign and not now:
                 kept.append(retain((side.thing, side.view), <void*>self))
-        with nogil:
-            result = enter(s.context)
-            if result == SUCCESS:
-                if to_context != NULL:
-                    result = driver.cuMemcpyPeerAsync(
-                        to.address, to_context, source.address, source_context, to.nbytes,
-                        handle)
-                else:
-                    result = driver.cuMemcpyAsync(
-                        to.address, source.address, to.nbytes, handle)
-                leave()
-        for one in kept:
-            if result == SUCCESS:
-                retain_until(<Retained>one, s)
+        try:
+            relay = take_relay(s, source.device_id, to.device_id) if by_host else None
+            if relay is not None:
+                relay.copy(s, to.address, source.address, to.nbytes)
             else:
+                with nogil:
+                    result = enter(s.context)
+                    if result == SUCCESS:
+                        if to_context != NULL:
+                            result = driver.cuMemcpyPeerAsync(
+                                to.address, to_context, source.address, source_context, to.nbytes,
+                                handle)
+                        else:
+                            result = driver.cuMemcpyAsync(
+                                to.address, source.address, to.nbytes, handle)
+                        leave()
+                checked(result, "cuMemcpyAsync")
+        except BaseException:
+            for one in kept:
                 give_up(<Retained>one)       # nobody uses it
-        return checked(result, "cuMemcpyAsync")
+            raise
+        for one in kept:
+            retain_until(<Retained>one, s)
+        return 0
 
     cdef int fill(self, object block, int byte, object stream) except -1:
         cdef Side side
@@ -388,24 +395,6 @@ cdef bint pageable(uint64_t address, void* context) noexcept:
             leave()
         forget(result)
     return result == INVALID_VALUE or result == SUCCESS and kind == 0
-
-
-cdef int allow_access(void* to, int to_device, void* source, int source_device) except -1:
-    """Let the device that copies reach the other one's memory, if it can; else it is staged."""
-    cdef int can = 0, result
-    if (to_device, source_device, generation) in peers:
-        return 0
-    with nogil:
-        result = driver.cuDeviceCanAccessPeer(&can, to_device, source_device)
-        if result == SUCCESS and can:
-            result = enter(to)
-            if result == SUCCESS:
-                result = driver.cuCtxEnablePeerAccess(source, 0)
-                leave()
-    if result != PEER_ALREADY_ENABLED:
-        checked(result, "cuCtxEnablePeerAccess")
-    peers.add((to_device, source_device, generation))
-    return 0
 
 
 # ---- many copies as one ------------------------------------------------------------------

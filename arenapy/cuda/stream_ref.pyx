@@ -307,6 +307,11 @@ cdef int current_device() except -1:
     return device
 
 
+def device_meant(stream):
+    """Internal: the ordinal of a stream's device; None: that of the current context."""
+    return current_device() if stream is None else stream_of(stream, -1).device_id
+
+
 cdef StreamRef stream_of(object stream, int device_id):
     cdef StreamRef found
     cdef void* context = NULL

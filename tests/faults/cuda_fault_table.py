@@ -35,6 +35,7 @@ UNKNOWN = "CudaError: whether the stream"
 FULL = "OutOfMemory: fit into the "
 NO_ROOM = "OutOfMemory: are free; ask for less"
 EXCHANGE = "cuThreadExchangeStreamCaptureMode"
+BY_THE_HOST = "copy between devices by way of the host"
 GONE = "was unregistered while|which is not the driver's"
 
 
@@ -96,6 +97,9 @@ TABLE = [
     row(".*pinned|a bit .*", "cuCtxGetDevice", FINE, TOLD),  # of no context: device 0
     row("copy.*", "cuPointerGetAttribute", results="INVALID_VALUE"),  # an answer: it is pageable
     row("copy.*", "cuPointerGetAttribute", FINE),
+    # If there is no memory for the way through the host, the driver copies.
+    row(BY_THE_HOST, f"{FOR_A_REGION}|{EVENTS}|cuCtxGetDevice", FINE, TOLD),
+    row(BY_THE_HOST, WAITS, TOLD, *NO_WAIT),
     # A pool that gets no memory asks for less.
     row("pool alloc, first.*", FOR_A_REGION, FINE, results="OUT_OF_MEMORY"),
     row("pool alloc on another stream", EVENTS, FINE, TOLD, results="OUT_OF_MEMORY"),

@@ -23,8 +23,10 @@ from injection import Act
 from simulated_driver import INVALID_VALUE
 
 from arenapy import Pool, cuda
+from arenapy.cuda import peers
 from arenapy.cuda.stream import elapsed
 
+SENT = 5 * MIB // 4  # bytes that go through the host in more pieces than it has slots
 MANY_EVENTS = 260  # more than are kept for the next ones
 
 
@@ -142,6 +144,26 @@ def between_devices(gpu):
         assert gpu.enabled == gpu.peers, "it goes by way of the host"
 
     return Act(act, good=good, view=lambda: [in_use(pool) for pool in pools])
+
+
+@operation("copy between devices by way of the host")
+def between_devices_by_the_host(gpu):
+    gpu.peers = set()
+    gpus = cuda.Devices(max_bytes=4 * MIB)
+    here, there = (gpus.alloc(SENT, device=device) for device in gpus.pools)
+    here.fill(7)
+    s = new_stream(gpu)
+
+    def end():
+        nonlocal here, there
+        gpu.drain()
+        here = there = None
+        peers.trim_relays()
+
+    def good(result):
+        drained(gpu, filled(7, there))
+
+    return Act(lambda: there.copy_from(here, stream=s), good=good, end=end)
 
 
 @for_each(WITH, "copy_batch{}")

@@ -55,6 +55,20 @@ def test_two_pools_or_none(driver):
         arenapy_torch.use(*(arenapy.Pool(4 * MIB, cuda.Device()) for _ in range(2)))
 
 
+def test_the_pools_of_several_devices(driver, monkeypatch):
+    """Each serves the device that torch names."""
+    gpus = cuda.Devices()
+    served = []
+    monkeypatch.setattr(arenapy_torch, "_serve", lambda torch, pools: served.append(pools))
+    monkeypatch.setattr(arenapy_torch, "_allocator", object())
+    torch = stand_in(monkeypatch)
+    torch.cuda.memory.change_current_allocator = lambda allocator: None
+    arenapy_torch.use(*gpus)
+    assert served == [{0: gpus[0], 1: gpus[1]}]
+    with pytest.raises(ValueError, match="two pools are given for device 1"):
+        arenapy_torch.use(*gpus, arenapy.Pool(4 * MIB, cuda.Device(1)))
+
+
 def test_no_torch(driver, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match="pip install torch"):

@@ -28,10 +28,17 @@ from arenapy.cuda import driver
 
 DEINITIALIZED, INVALID_DEVICE, PEER_UNSUPPORTED, UNKNOWN = 4, 101, 217, 999
 PEER_ALREADY_ENABLED, ALREADY_REGISTERED, NOT_REGISTERED = 704, 712, 713
+LOST = 700  # CUDA_ERROR_ILLEGAL_ADDRESS, after which a context says nothing else
+WITHOUT_CONTEXT = {  # they succeed all the same
+    "cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxGetDevice", "cuDeviceGet", "cuDeviceGetCount",
+    "cuGetErrorName", "cuGetErrorString", "cuThreadExchangeStreamCaptureMode",
+}  # fmt: skip
 ERRORS = {
     INVALID_VALUE: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
     OUT_OF_MEMORY: (b"CUDA_ERROR_OUT_OF_MEMORY", b"out of memory"),
     INVALID_HANDLE: (b"CUDA_ERROR_INVALID_HANDLE", b"invalid resource handle"),
+    LOST: (b"CUDA_ERROR_ILLEGAL_ADDRESS", b"an illegal memory access was encountered"),
+    PEER_UNSUPPORTED: (b"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", b"peer access is not supported"),
     gpu.CAPTURE_UNSUPPORTED: (b"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", b"stream is capturing"),
 }
 C_TYPES = {
@@ -84,6 +91,7 @@ class SimulatedDriver(gpu.Gpu):
         self.hooked = set()  # threads that are in it
         self.closed = False
         self.retained = set()  # devices
+        self.lost = set()  # devices whose context has failed
         self.raised = None  # by before_call, or by a kernel that a call has run
         self.heap = 8 << 20
         self.attributes.update({UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1})
@@ -134,6 +142,8 @@ class SimulatedDriver(gpu.Gpu):
         planned = self.plan.pop((name, self.calls[name]), self.fails.get(name, SUCCESS))
         if planned:
             return planned
+        if self.lost and name not in WITHOUT_CONTEXT and self._of_a_lost_device(name, arguments):
+            return LOST
         try:
             if threading.get_native_id() in self.destroying:
                 raise Refused(gpu.NOT_PERMITTED, "called by the destructor of a user object")
@@ -173,6 +183,20 @@ class SimulatedDriver(gpu.Gpu):
     def current(self):
         """This thread's contexts, the last one current."""
         return self.stacks.setdefault(threading.get_native_id(), [])
+
+    def lose(self, device):
+        """Its context fails: what is queued there never runs, and every call says so."""
+        with self.exclusive():
+            self.lost.add(device)
+            for one in [one for one in self.queue if one.device == device]:
+                self.queue.remove(one)
+                one.done, one.needs = True, ()
+
+    def _of_a_lost_device(self, name, arguments):
+        handle = arguments[0] if name.startswith("cuStream") and arguments else None
+        if handle in self.stream_handles.things:
+            return self.stream_handles.things[handle].device in self.lost
+        return bool(self.current) and self.device() in self.lost
 
     def close(self):
         """Forget what is queued, and unmap all memory."""
@@ -246,6 +270,7 @@ class SimulatedDriver(gpu.Gpu):
         put(out, ctypes.c_size_t, self.heap)
 
     def cuCtxEnablePeerAccess(self, context, flags):
+        self.unsafe()
         pair = (self.device(), context // 0x1000 - 1)
         if pair in self.enabled or pair not in self.peers:
             return PEER_ALREADY_ENABLED if pair in self.enabled else PEER_UNSUPPORTED

@@ -1,0 +1,218 @@
+"""Copies between two devices: who reaches whose memory, and relays where nobody does.
+
+What lives here: peer access, for which the driver is asked once for each pair, and the relay, by
+which bytes go through the host. What does not: what is copied, and what it waits for (copies).
+
+A device reaches another one's memory itself where the driver allows it: then a copy is one call.
+Else the bytes go through pinned memory, a piece at a time. A stream of the source's device fills a
+slot, and a stream of the target's device empties it while the next slot is being filled. So both
+links are busy at once, and the copy takes about as long as the slower of them. The host waits for
+nothing: events say when a slot is full and when it is empty.
+
+The stream that used a relay last may use it again at once, another stream only when that copy is
+over. Otherwise the second stream would wait for the first one, of which its user knows nothing. If
+all relays of a pair are in use, the driver copies in its own way.
+
+Thread-safety: everything here may be called from any thread.
+"""
+cimport cython
+from libc.stdint cimport uint64_t
+
+import itertools
+import weakref
+
+from arenapy.base.sealed cimport seal
+from arenapy.buffer.block cimport Block
+from arenapy.cuda.driver cimport (
+    SUCCESS, checked, driver, enter, generation, leave, primary,
+)
+from arenapy.cuda.fence cimport EventFence, Fence, join_streams, new_event, synchronize
+from arenapy.cuda.stream_ref cimport StreamRef, made_stream, relax, restore_capture_mode
+
+from arenapy.cuda.errors import CudaError
+from arenapy.errors import OutOfMemory
+
+cdef enum:
+    NON_BLOCKING = 1         # CU_STREAM_NON_BLOCKING
+    PEER_UNSUPPORTED = 217   # CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
+    PEER_ALREADY_ENABLED = 704
+    TOO_MANY_PEERS = 711
+    PAGE = 4096
+    PIECES = 16              # at least, of a copy: the first fills a slot while nothing empties one
+    PIECE_LEAST = 256 << 10  # bytes: smaller ones cost more calls than they overlap
+    PIECE_MOST = 4 << 20     # bytes of a slot
+    RELAYED_LEAST = 1 << 20  # bytes of a copy: smaller ones the driver copies
+    RELAYS = 4               # of a pair of devices
+
+# {(device, other, generation of the driver): None, or why it cannot access the other one's memory}.
+cdef dict answers = {}
+cdef set staged = set()      # as these keys: pairs that are not to use the access that they have
+# {(source, target, generation): the Relays to which no call is queueing}.
+cdef dict relays = {}
+cdef list lost = []          # Relays of which nobody can tell whether they are in use
+
+
+# ---- access ------------------------------------------------------------------------------
+
+cpdef object why_no_access(int device, int other):
+    """Internal: let a device access another one's memory; None: it can, else the reason."""
+    cdef void* here
+    cdef void* there
+    cdef int can = 0, result, mode
+    key = (device, other, generation)
+    try:
+        return answers[key]
+    except KeyError:
+        pass
+    here, there = primary(device), primary(other)
+    with nogil:
+        result = driver.cuDeviceCanAccessPeer(&can, device, other)
+        if result == SUCCESS and can:
+            result = relax(here, &mode)
+            if result == SUCCESS:
+                result = driver.cuCtxEnablePeerAccess(there, 0)
+                restore_capture_mode(&mode)
+    why = None
+    if result == PEER_UNSUPPORTED or result == TOO_MANY_PEERS:
+        try:
+            checked(result, "cuCtxEnablePeerAccess")
+        except CudaError as error:
+            why = f"device {device} cannot access the memory of device {other}: {error}"
+    elif result != PEER_ALREADY_ENABLED:
+        checked(result, "cuCtxEnablePeerAccess" if can else "cuDeviceCanAccessPeer")
+        if not can:
+            why = (
+                f"device {device} cannot access the memory of device {other}: the driver says that "
+                "no link allows it (see nvidia-smi topo -p2p r)"
+            )
+    answers[key] = why
+    return why
+
+
+def stage(devices, bint on):
+    """Internal: whether copies between these go through the host even where they need not."""
+    for device, other in itertools.permutations(devices, 2):
+        if on:
+            staged.add((device, other, generation))
+        else:
+            staged.discard((device, other, generation))
+
+
+# ---- relays ------------------------------------------------------------------------------
+
+@cython.final
+@cython.no_gc_clear                  # its memory is unpinned to the last
+cdef class Relay:
+    """The way of a copy through pinned memory. Internal."""
+
+    cdef int copy(self, StreamRef s, uint64_t to, uint64_t source, size_t nbytes) except -1:
+        cdef Fence over
+        cdef int result
+        try:
+            join_streams(self.near, s)
+            with nogil:
+                result = self.queue(to, source, nbytes)
+            checked(result, "cuMemcpyAsync")
+            over = new_event(self.far)       # which has waited for all of `near`
+            if not over.wait(s):
+                raise CudaError(f"cuStreamWaitEvent failed: {s!r} cannot wait for the copy")
+        except BaseException:
+            for stream in (self.near, self.far):
+                try:
+                    synchronize(<StreamRef>stream)
+                except Exception:
+                    lost.append(self)        # it may be in use for ever
+            raise
+        self.over, self.user = over, weakref.ref(s)
+        (<list>relays[self.near.device_id, self.far.device_id, generation]).append(self)
+        return 0
+
+    cdef int queue(self, uint64_t to, uint64_t source, size_t nbytes) noexcept nogil:
+        cdef size_t piece = (nbytes // PIECES + PAGE) // PAGE * PAGE
+        cdef size_t at = 0, n
+        cdef uint64_t slot_address
+        cdef int slot = 0, result = SUCCESS
+        piece = min(max(piece, <size_t>PIECE_LEAST), <size_t>PIECE_MOST)
+        while at < nbytes and result == SUCCESS:
+            n = min(piece, nbytes - at)
+            slot_address = self.address + <uint64_t>slot * PIECE_MOST
+            result = enter(self.near.context)
+            if result == SUCCESS:
+                result = driver.cuStreamWaitEvent(self.near.handle, self.emptied_events[slot], 0)
+                if result == SUCCESS:
+                    result = driver.cuMemcpyAsync(slot_address, source + at, n, self.near.handle)
+                if result == SUCCESS:
+                    result = driver.cuEventRecord(self.filled_events[slot], self.near.handle)
+                leave()
+            if result == SUCCESS:
+                result = enter(self.far.context)
+                if result == SUCCESS:
+                    result = driver.cuStreamWaitEvent(
+                        self.far.handle, self.filled_events[slot], 0)
+                    if result == SUCCESS:
+                        result = driver.cuMemcpyAsync(to + at, slot_address, n, self.far.handle)
+                    if result == SUCCESS:
+                        result = driver.cuEventRecord(self.emptied_events[slot], self.far.handle)
+                    leave()
+            at += n
+            slot = (slot + 1) % SLOTS
+        return result
+
+
+seal(Relay)
+
+
+cdef Relay new_relay(int source, int to):
+    from arenapy.cuda.sources import Pinned  # which imports copies
+    cdef Relay relay = Relay.__new__(Relay)
+    cdef int slot
+    relay.pinned = Pinned(mapped=False).region(SLOTS * PIECE_MOST).buffer()
+    relay.address = <uint64_t>(<Block>relay.pinned).ptr
+    relay.near = made_stream(primary(source), source, NON_BLOCKING)
+    relay.far = made_stream(primary(to), to, NON_BLOCKING)
+    relay.filled = [new_event(relay.near) for _ in range(SLOTS)]
+    relay.emptied = [new_event(relay.far) for _ in range(SLOTS)]
+    for slot in range(SLOTS):
+        relay.filled_events[slot] = (<EventFence>relay.filled[slot]).event
+        relay.emptied_events[slot] = (<EventFence>relay.emptied[slot]).event
+    return relay
+
+
+cdef bint goes_by_host(StreamRef s, int source, int to, size_t nbytes) except -1:
+    if (source, to, generation) not in staged:
+        there = why_no_access(to, source)
+        back = why_no_access(source, to)     # both are enabled, whichever device copies
+        if there is None or back is None:
+            return False
+    return nbytes >= RELAYED_LEAST and not s.captures()  # a graph's copy would need slots for good
+
+
+cdef Relay take_relay(StreamRef s, int source, int to):
+    cdef list kept = <list>relays.setdefault((source, to, generation), [])
+    cdef Relay relay
+    for relay in kept.copy():
+        if relay.user() is s or relay.over.passed():
+            try:
+                kept.remove(relay)
+            except ValueError:               # another thread has it
+                continue
+            return relay
+    if len(kept) >= RELAYS:
+        return None
+    try:
+        return new_relay(source, to)
+    except OutOfMemory:
+        return None
+
+
+def trim_relays():
+    """Internal: give back the pinned memory of all relays that are not in use."""
+    cdef list kept
+    cdef Relay relay
+    for key, kept in list(relays.items()):
+        for relay in kept.copy():
+            if key[2] != generation or relay.over.passed():
+                try:
+                    kept.remove(relay)
+                except ValueError:           # another thread has it
+                    pass
