@@ -283,6 +283,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return self.buffer_for(
             n, self.core.block_align if align is None else as_align(align), stream)
 
+    cdef object usual_alloc(self, object nbytes):
+        return quick_alloc(<PyObject*>self.core, nbytes)
+
     cdef object stream_cache_of(self, object stream):
         """The cache of a stream's blocks; this pool, if it is its own; None: any stream's."""
         cdef tuple known
