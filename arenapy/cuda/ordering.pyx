@@ -690,6 +690,16 @@ def hold(Block block not None):
     acquire(block, False)
 
 
+def used_untold(Block block not None):
+    """Streams use a block of a device and nobody says which: it waits for all blocking ones."""
+    cdef Ordering order = <Ordering?>root_of(block).owner.hooks
+    pin(block)
+    try:
+        order.use(block, barrier_stream(order.device_id))
+    finally:
+        unpin(block)
+
+
 def let_wait(Block block not None, stream):
     """Let a stream wait for all streams that were told of a block, whose memory is CUDA's."""
     cdef Ordering order = <Ordering?>root_of(block).owner.hooks

@@ -8,7 +8,7 @@ from arenapy.pool.pool import Pool
 
 INSTALL = {
     "cupy": "pip install cupy-cuda13x, or cupy-cuda12x",
-    "numba.cuda": "pip install numba-cuda",
+    "numba_cuda": "pip install 'numba-cuda[cu13]', or 'numba-cuda[cu12]'",
     "rmm": "pip install rmm-cu13, or rmm-cu12",
 }
 
@@ -37,7 +37,7 @@ def by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
 def library(name: str, oldest: tuple[int, int]) -> Any:
     """The module. ImportError: it is not there, or too old."""
     install = INSTALL[name]
-    ours = f"arenapy.interop.{name.partition('.')[0]}"
+    ours = f"arenapy.interop.{name.partition('_')[0]}"
     try:
         module = importlib.import_module(name)
     except ImportError as error:

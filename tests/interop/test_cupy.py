@@ -191,6 +191,7 @@ def test_bytes_come_back_in_the_order_of_their_stream(arenapy_cupy, pool, driver
     x = allocator(2 * MIB)
     address = x.ptr
     slowly_fill(driver, one.ptr, types.SimpleNamespace(address=address, nbytes=2 * MIB), 7)
+    driver.drain()
     del x
     x = allocator(2 * MIB)
     assert x.ptr == address
