@@ -9,6 +9,7 @@ import pytest
 from cuda_support import LEGACY, PER_THREAD, a_gpu, new_stream, reads, slowly_fill
 
 from arenapy import Pool, cuda
+from arenapy.interop import cupy as arenapy_cupy
 from arenapy.interop import numba as arenapy_numba
 from arenapy.interop import rmm as arenapy_rmm
 
@@ -219,20 +220,27 @@ def test_as_an_upstream(rmm, pool):
     assert live(pool) == []
 
 
-# ---- both --------------------------------------------------------------------------------------
+# ---- these and CuPy ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [arenapy_numba.manager, arenapy_numba.use, arenapy_rmm.resource])
+@pytest.mark.parametrize(
+    "make",
+    [
+        arenapy_cupy.allocator, arenapy_cupy.use,
+        arenapy_numba.manager, arenapy_numba.use,
+        arenapy_rmm.resource,
+    ],
+)  # fmt: skip
 def test_what_is_refused(driver, make, monkeypatch):
     with pytest.raises(TypeError, match="is no Pool"):
         make(object())
     with pytest.raises(ValueError, match="is over host memory"):
         make(Pool(MIB))
-    for name in ("numba_cuda", "rmm"):
+    for name in ("cupy", "numba_cuda", "rmm"):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(__version__="0.1.0"))
     with pytest.raises(ImportError, match=r"0.1.0 is older than .*: pip install"):
         make(Pool(MIB, cuda.Device()))
-    for name in ("numba_cuda", "rmm"):
+    for name in ("cupy", "numba_cuda", "rmm"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="which is not installed: pip install"):
         make(Pool(MIB, cuda.Device()))
