@@ -44,8 +44,7 @@ def resource(pool: Pool) -> Any:
     functions here, which take the GIL: for many small allocations, put an
     ``rmm.mr.PoolMemoryResource`` in front.
 
-    RMM does not keep the resource for blocks that exist: keep it as long as they live, or leave it
-    to RMM as the current one.
+    A DeviceBuffer keeps the resource. Keep it yourself for an address that its ``allocate`` gave.
 
     Examples
     --------

@@ -31,9 +31,9 @@ def test_buffers_are_in_the_pool(rmm, pool):
     (block,) = [other for other in pool.blocks() if other.state == "live"]
     assert block.address == one.ptr
     two = one.copy()
-    assert bytes(two.copy_to_host()) == bytes(range(250)) * 4
+    assert two.tobytes() == bytes(range(250)) * 4
     two.resize(5 * MIB)
-    assert bytes(two.copy_to_host()[:1000]) == bytes(range(250)) * 4
+    assert two.tobytes()[:1000] == bytes(range(250)) * 4
     del one, two
     gc.collect()
     assert pool.stats().active_allocations == 0
@@ -81,7 +81,7 @@ def test_threads(rmm, pool):
         try:
             for i in range(300):
                 data = bytes([number]) * (1000 + i)
-                if bytes(rmm.DeviceBuffer.to_device(data).copy_to_host()) != data:
+                if rmm.DeviceBuffer.to_device(data).tobytes() != data:
                     wrong.append((number, i))
         except BaseException as error:
             wrong.append(error)
