@@ -40,7 +40,7 @@ HOT = {
         "commands.replay": "loop",
         "cuda": "fence ordering stream_ref",
         "diagnostics": "call_sites recorder",
-        "interop": "raw_blocks",
+        "interop": "cupy_blocks raw_blocks",
         "numpy_handler": "handler",
         "pool": "c_api core page_heap pool thread_cache",
         "slab": "core slab",

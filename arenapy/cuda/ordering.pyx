@@ -35,6 +35,7 @@ from arenapy.buffer.block cimport (
     HOLD_IDLE, Block, Hold, MemoryOwner, StreamHooks, acquire, drop_use, note_use, pin, root_of,
     unpin, uses_of,
 )
+from arenapy.buffer.buffer cimport Buffer
 from arenapy.memory.region cimport Region
 
 from arenapy.cuda.driver cimport callable_, generation, need, primary
@@ -43,8 +44,8 @@ from arenapy.cuda.fence cimport (
     late_work_of, look, new_graph_fence, park, synchronize, wait_for_those, wait_here, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, free_to_use, handle_of,
-    named_now, number_of, spread, stream_of,
+    CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, device_of, free_to_use,
+    handle_of, named_now, number_of, spread, stream_of,
 )
 from arenapy.base.sealed cimport seal
 
@@ -148,11 +149,18 @@ cdef class Ordering(StreamHooks):
         cdef StreamRef found
         if isinstance(stream, (StreamRef, OwnStream)):
             return stream_of(stream, self.device_id)
-        if ARENAPY_GIL and self.recent:
+        if ARENAPY_GIL:
             for known in self.recent:
                 if known[0] is stream and not (<StreamRef>known[1]).gone():
                     return known[1]
-            handle = handle_of(stream)
+        handle = handle_of(stream)
+        if 0 <= handle <= LEGACY and self.own is not None:    # the usual stream of both, perhaps
+            found = <StreamRef>self.own
+            if <uintptr_t>found.handle == LEGACY and (
+                    isinstance(stream, int) or device_of(stream) in (None, self.device_id)):
+                need()
+                return found
+        if ARENAPY_GIL:
             for known in self.recent:        # whose owner sees to it that it still is
                 found = <StreamRef>known[1]
                 if handle == <uintptr_t>found.handle and not found.gone():
@@ -688,6 +696,31 @@ def memory_of(Allocator allocator not None):
 def hold(Block block not None):
     """Somebody has its address: no reset and no closed region takes its bytes while it is there."""
     acquire(block, False)
+
+
+def give_back(Buffer block not None, stream):
+    """``block.release(stream)``, which notes no other use if the block was allocated for `stream`.
+
+    Another object may name the stream now, and would stand for a stream of its own. Of the same
+    handle is the same event at release.
+    """
+    cdef StreamRef s
+    told = told_to(block)
+    if len(told) == 1 and isinstance(told[0], StreamRef):
+        s = <StreamRef>told[0]
+        if not s.fence and not s.gone() and handle_of(stream) == <uintptr_t>s.handle:
+            stream = None
+    block.release(stream)
+
+
+def used_untold(Block block not None):
+    """Streams use a block of a device and nobody says which: it waits for all blocking ones."""
+    cdef Ordering order = <Ordering?>root_of(block).owner.hooks
+    pin(block)
+    try:
+        order.use(block, barrier_stream(order.device_id))
+    finally:
+        unpin(block)
 
 
 def let_wait(Block block not None, stream):

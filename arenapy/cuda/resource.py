@@ -12,7 +12,7 @@ from typing import Any
 from arenapy.allocator.allocator import Allocator
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.errors import Unavailable
-from arenapy.cuda.ordering import hold, memory_of
+from arenapy.cuda.ordering import give_back, hold, memory_of
 
 __all__ = ["memory_resource"]
 
@@ -99,7 +99,10 @@ class _Resource:
         if block is None:
             raise ValueError(f"{int(ptr):#x} is no block of {self._allocator!r} (any more)")
         try:
-            block.release(stream if self._streams else None)
+            if self._streams:
+                give_back(block, stream)
+            else:
+                block.release()
         except BaseException:
             self._blocks[int(ptr)] = block  # for good: nobody can tell what `stream` still does
             raise

@@ -60,6 +60,8 @@ cdef StreamRef made_stream(void* context, int device_id, unsigned int flags)
 cdef StreamRef stream_of(object stream, int device_id)
 # The handle that an object stands for, as an int.
 cdef object handle_of(object stream)
+# The ordinal of the device that an object says it is on; None: it does not say.
+cdef object device_of(object stream)
 # The ordinal of the current context's device; 0 if there is none.
 cdef int current_device() except -1
 # The legacy stream, for what is used on nobody knows which of the blocking streams: an event on it

@@ -280,7 +280,6 @@ cdef bint ends_with(object stream) noexcept:
 
 
 cdef object device_of(object stream):
-    """The ordinal of the device that an object says it is on; None: it does not say."""
     # Not `device`: cuda.core's default streams say there which context was current at first.
     for name in ("device_index", "device_id"):               # torch, CuPy
         device = getattr(stream, name, None)
@@ -366,8 +365,8 @@ cdef StreamRef stream_of(object stream, int device_id):
         found.handle, found.context, found.id = handle, context, id
         found.device_id, found.thread = device, thread
         found.lasting = <uintptr_t>handle == LEGACY
-    with knowing:
-        found = known.setdefault(key, found)
+        with knowing:
+            found = known.setdefault(key, found)
     if keeps is not None and found.owner is None:
         keep(found, stream)
         found.lasting = keeps

@@ -284,7 +284,7 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
     block = pool.alloc(n, stream=name)
     if route_of(device, stream) == NULL:
         cache = pool.stream_cache_of(name)
-        if cache is not None:
+        if cache is pool or isinstance(cache, StreamCache):
             add_route(pool, device, stream, cache)
     owner = owner_for(device, stream)
     ptr = block.ptr

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arenapy.interop import raw_blocks
+from arenapy.interop.device_pools import by_device
 from arenapy.pool.pool import Pool
 
 __all__ = ["mem_pool", "use"]
@@ -60,15 +61,15 @@ def use(*pools: Pool) -> None:
     >>> from arenapy.interop import torch as arenapy_torch
     >>> arenapy_torch.use(arenapy.Pool(source=cuda.Device()))              # doctest: +SKIP
     """
-    by_device = _by_device(pools)
-    if raw_blocks.pools_in_use() == by_device and _in_use():
+    pools_of = by_device(pools)
+    if raw_blocks.pools_in_use() == pools_of and _in_use():
         return
     torch = _torch()
-    _serve(torch, by_device)
+    _serve(torch, pools_of)
     try:
         torch.cuda.memory.change_current_allocator(_allocator)
     except RuntimeError as error:
-        raw_blocks.withdraw(by_device)
+        raw_blocks.withdraw(pools_of)
         raise RuntimeError(
             "torch has allocated CUDA memory already, and then cannot change its allocator: call "
             "use() before the first CUDA tensor is made"
@@ -103,33 +104,13 @@ def mem_pool(pool: Pool) -> Any:
     >>> with torch.cuda.use_mem_pool(scope):                               # doctest: +SKIP
     ...     x = torch.zeros(1000, device="cuda")
     """
-    by_device = _by_device((pool,))
+    pools_of = by_device((pool,))
     torch = _torch()
     if _in_use():
         raise RuntimeError("use() has given all of torch's memory to Pools; it needs no MemPool")
-    if raw_blocks.pools_in_use() != by_device:
-        _serve(torch, by_device)
+    if raw_blocks.pools_in_use() != pools_of:
+        _serve(torch, pools_of)
     return torch.cuda.MemPool(_allocator.allocator())
-
-
-def _by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
-    by_device: dict[int, Pool] = {}
-    if not pools:
-        raise TypeError("no pool was given; give one for each device that the program uses")
-    for pool in pools:
-        if not isinstance(pool, Pool):
-            raise TypeError(f"{pool!r} is no Pool; give arenapy.Pool(source=arenapy.cuda.Device())")
-        # Of managed memory, whose kind the host sees, no stream has the blocks.
-        if pool.kind != "device":
-            raise ValueError(
-                f"{pool!r} is over {pool.kind} memory, and torch wants memory of a device; give "
-                "arenapy.Pool(source=arenapy.cuda.Device())"
-            )
-        device = raw_blocks.device_of(pool)
-        if device in by_device:
-            raise ValueError(f"two pools are given for device {device}; give one for each device")
-        by_device[device] = pool
-    return by_device
 
 
 def _torch() -> Any:
@@ -157,7 +138,7 @@ def _in_use() -> bool:
     return torch is not None and torch._C._cuda_memoryStats is _memory_stats
 
 
-def _serve(torch: Any, by_device: dict[int, Pool]) -> None:
+def _serve(torch: Any, pools_of: dict[int, Pool]) -> None:
     global _allocator
     if others := raw_blocks.pools_in_use():
         raise RuntimeError(
@@ -174,7 +155,7 @@ def _serve(torch: Any, by_device: dict[int, Pool]) -> None:
         current = torch.cuda.current_stream(device)
         return current if current.cuda_stream == handle else handle
 
-    raw_blocks.serve(by_device, named)
+    raw_blocks.serve(pools_of, named)
 
 
 def _plug(torch: Any) -> Any:

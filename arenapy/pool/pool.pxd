@@ -48,3 +48,5 @@ cdef class Pool(Allocator):
     # Another thread asks streams whether they are done with blocks, which are in no list then: wait
     # until it has them where they belong. False: none does.
     cdef bint wait_for_chains(self) except -1
+    # The usual allocation on the pool's own stream; None if it is not that.
+    cdef object usual_alloc(self, object nbytes)

@@ -283,26 +283,32 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 if block is None:
                     block = self.stream_block(<StreamCache>cache, nbytes, align)
                 return <Buffer>block
-            if cache is not None:            # the pool's own stream, which needs none
+            if cache is self:                # the pool's own stream, which needs none
                 block = None if align is not None else quick_alloc(<PyObject*>self.core, nbytes)
                 if block is not None:
                     return <Buffer>block
-                stream = None
+                cache = None
+            stream = cache
         n = as_size(nbytes, "nbytes")
         return self.buffer_for(
             n, self.core.block_align if align is None else as_align(align), stream)
 
+    cdef object usual_alloc(self, object nbytes):
+        return quick_alloc(<PyObject*>self.core, nbytes)
+
     cdef object stream_cache_of(self, object stream):
-        """The cache of a stream's blocks; this pool, if it is its own; None: any stream's."""
+        """The cache of a stream's blocks; this pool, if it is its own; or what names the stream."""
         cdef tuple known
         for known in self.recent_streams if ARENAPY_GIL else []:
             if known[0] is stream:
                 self.core.hooks.may_begin(self.core.hooks.named(stream))   # it may be closed
                 return known[1]
         known = None                         # a stream may end when it is no longer recent
-        named = self.core.hooks.stream_cache(stream)
-        if named is None or named is self.core.hooks.own:
-            return None if named is None else self
+        named = self.core.hooks.named(stream)
+        if self.core.hooks.stream_cache(named) is None:
+            return named                     # the blocks are any stream's
+        if named is self.core.hooks.own:
+            return self
         cache = self.stream_caches.get(named)
         fresh = cache is None
         if fresh:

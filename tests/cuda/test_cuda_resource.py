@@ -176,6 +176,35 @@ def test_streams_order_it(gpu, monkeypatch):
     assert not resource._blocks
 
 
+def test_another_object_for_its_stream_costs_no_event_more(gpu, monkeypatch):
+    """cuda.core makes one for each deallocation, and says of none whether it owns its stream."""
+
+    class Named:
+        def __init__(self, handle):
+            self.handle = handle
+
+        def __cuda_stream__(self):
+            return 0, self.handle
+
+    fake_core(monkeypatch)
+    pool = arenapy.Pool(1 << 20, cuda.Device())
+    resource = cuda.memory_resource(pool)
+    first, other = (gpu.got("cuStreamCreate", ctypes.c_void_p, NON_BLOCKING) for _ in range(2))
+    events = {}
+    for name, handle in {"its own": first, "another": other}.items():
+        buffer = resource.allocate(4 * KIB, stream=Named(first))
+        for one in {first, handle}:
+            gpu.launch(one, None, [(buffer.handle, 4 * KIB)])
+        before = gpu.calls["cuEventRecord"]
+        buffer.close(Named(handle))
+        events[name] = gpu.calls["cuEventRecord"] - before
+        for one in {first, handle}:
+            assert pool.stats().pending_bytes == 4 * KIB
+            gpu.call("cuStreamSynchronize", one)
+        assert pool.stats().pending_bytes == 0
+    assert events == {"its own": 1, "another": 2}
+
+
 SOURCES = {
     "host": arenapy.Host,
     "device": cuda.Device,

@@ -21,7 +21,7 @@ from cuda_support import (
 from helpers import peek, poke
 from test_cuda_foreign import N, memory
 
-from arenapy import cuda
+from arenapy import Pool, cuda
 
 BLOCKING = 0
 
@@ -100,6 +100,32 @@ def test_a_block_for_a_stream_of_another_device(gpu, allocator, source, name):
         del block
         gpu.drain()
         assert one.stats().pending_bytes == 0
+
+
+class NullStream:
+    """As torch's default stream of the second device, while the first one is current."""
+
+    device_index = 1
+
+    def __cuda_stream__(self):
+        return 0, 0
+
+
+def test_the_default_stream_of_another_device(gpu):
+    """It has the number of this device's, on which a pool's own blocks are reused at once."""
+    pool = Pool(1 << 20, cuda.Device())
+    block = pool.alloc(4096)
+    block.record_stream(NullStream())
+    with gpu.on(1):
+        gpu.launch(1, None)
+    block.release()
+    assert pool.stats().pending_bytes == 4096
+    gpu.drain()
+    assert pool.stats().pending_bytes == 0
+    block = pool.alloc(4096)
+    block.record_stream(1)
+    block.release()
+    assert pool.stats().pending_bytes == 0
 
 
 class Torch(Tensor):

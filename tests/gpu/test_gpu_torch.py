@@ -1,10 +1,8 @@
 """torch's tensors in a Pool: each test is a program of its own, whose allocator is the Pool's."""
 
-import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -28,13 +26,6 @@ def program(text, limit=None):
     assert done.returncode == 0, done.stderr
     assert "arenapy:" not in done.stderr, done.stderr
     return done.stdout.strip()
-
-
-def test_the_guide():
-    code = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", code, re.DOTALL | re.MULTILINE)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 def test_tensors_are_in_the_pool():

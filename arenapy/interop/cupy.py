@@ -1,0 +1,164 @@
+"""CuPy with arenapy's memory: one line gives a program's arrays to a Pool.
+
+What lives here: what CuPy's users call. What does not: the allocator that CuPy calls for each array
+(cupy_blocks).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from arenapy.interop.device_pools import by_device, library
+from arenapy.pool.pool import Pool
+
+__all__ = ["allocator", "pinned_allocator", "use"]
+
+OLDEST = (13, 0)
+
+
+def allocator(*pools: Pool) -> Any:
+    """Give CuPy an allocator of Pools' memory.
+
+    Parameters
+    ----------
+    *pools : Pool
+        One for each device that the program uses, over ``cuda.Device(n)`` or ``cuda.DriverPool``.
+        The process keeps them.
+
+    Returns
+    -------
+    callable
+        For ``cupy.cuda.set_allocator`` or ``cupy.cuda.using_allocator``. It has the methods of
+        ``cupy.cuda.MemoryPool`` (``used_bytes()``, ``total_bytes()``, ``free_bytes()``,
+        ``n_free_blocks()``, ``free_all_blocks()``, ``get_limit()``), with the figures of the
+        current device's Pool.
+
+    Raises
+    ------
+    ImportError
+        There is no CuPy, or it is too old or unknown; the message says what to install.
+    TypeError, ValueError
+        For what is no Pool, a Pool that is not over memory of a device, or two of one device.
+
+    Notes
+    -----
+    An array is allocated for CuPy's current stream, and given back in the order of that stream,
+    which reuses its bytes at once. As with CuPy's own pool, let another stream that works on an
+    array finish, or make the array's stream wait for it, before the array is dropped.
+
+    A request that does not fit raises ``cupy.cuda.memory.OutOfMemoryError`` with the Pool's
+    figures, after a garbage collection and a second try. While the current stream is captured into
+    a graph, an allocation raises CudaError: make arrays before the capture. If the current device
+    has no Pool, RuntimeError says so. Arrays of the per-thread default stream, and of a stream that
+    CuPy did not make (``ExternalStream``), are right, too, but each costs an event. CuPy's memory
+    hooks are not called.
+
+    Thread-safety: any thread may allocate.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy import cuda
+    >>> from arenapy.interop import cupy as arenapy_cupy
+    >>> pool = arenapy.Pool(source=cuda.Device())
+    >>> cupy.cuda.set_allocator(arenapy_cupy.allocator(pool))              # doctest: +SKIP
+    """
+    pools_of = by_device(pools)
+    return _blocks().Allocator(pools_of)
+
+
+def use(*pools: Pool) -> None:
+    """Let CuPy allocate all its arrays from Pools.
+
+    Parameters
+    ----------
+    *pools : Pool
+        As for :func:`allocator`.
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError
+        As :func:`allocator` does; nothing has changed then.
+
+    Notes
+    -----
+    This calls ``cupy.cuda.set_allocator``, and makes ``cupy.get_default_memory_pool()`` give that
+    allocator, so that what prints its figures, or calls ``free_all_blocks()``, means the Pool's.
+
+    Examples
+    --------
+    >>> arenapy_cupy.use(pool)                                             # doctest: +SKIP
+    >>> x = cupy.zeros(1000)                                               # doctest: +SKIP
+    >>> cupy.get_default_memory_pool().used_bytes()                        # doctest: +SKIP
+    8192
+    """
+    ours = allocator(*pools)
+    cupy = library("cupy", OLDEST)
+    cupy.cuda.set_allocator(ours)
+    cupy._default_memory_pool = ours
+
+
+def pinned_allocator(pool: Pool) -> Callable[[int], Any]:
+    """Give CuPy an allocator of pinned host memory.
+
+    Parameters
+    ----------
+    pool : Pool
+        Over ``cuda.Pinned()``.
+
+    Returns
+    -------
+    callable
+        For ``cupy.cuda.set_pinned_memory_allocator``. It keeps the Pool.
+
+    Raises
+    ------
+    ImportError
+        As :func:`allocator` does.
+    TypeError, ValueError
+        For what is no Pool, or one of other memory.
+
+    Notes
+    -----
+    CuPy keeps the memory of a copy of its own until the copy is done. Memory that a program asked
+    for is given back when its last array is dropped: synchronize before that.
+
+    Examples
+    --------
+    >>> pinned = arenapy.Pool(source=cuda.Pinned())                        # doctest: +SKIP
+    >>> set_allocator = cupy.cuda.set_pinned_memory_allocator              # doctest: +SKIP
+    >>> set_allocator(arenapy_cupy.pinned_allocator(pinned))               # doctest: +SKIP
+    """
+    if not isinstance(pool, Pool):
+        raise TypeError(f"{pool!r} is no Pool; give arenapy.Pool(source=arenapy.cuda.Pinned())")
+    if pool.kind != "pinned":
+        raise ValueError(
+            f"{pool!r} is over {pool.kind} memory, which is not pinned; give "
+            "arenapy.Pool(source=arenapy.cuda.Pinned())"
+        )
+    pointer = library("cupy", OLDEST).cuda.PinnedMemoryPointer
+    return lambda size: pointer(_Pinned(pool, size), 0)
+
+
+class _Pinned:
+    """What CuPy wants of pinned memory: an address, a size, and that it lives."""
+
+    __slots__ = ("block", "ptr", "size")
+
+    def __init__(self, pool: Pool, size: int) -> None:
+        self.block = pool.alloc(size)
+        self.ptr = self.block.address if size else 0
+        self.size = size
+
+
+def _blocks() -> Any:
+    cupy = library("cupy", OLDEST)
+    from arenapy.interop import cupy_blocks
+
+    try:
+        cupy_blocks.connect()
+    except (ImportError, AttributeError, LookupError) as error:
+        raise ImportError(
+            f"CuPy {cupy.__version__} is not known to arenapy.interop.cupy ({error}); install "
+            "another version of CuPy, or one of arenapy"
+        ) from error
+    return cupy_blocks

@@ -1,0 +1,246 @@
+"""numba's memory manager and RMM's resource in a Pool: their own objects, on a simulated driver."""
+
+import ctypes
+import gc
+import sys
+import types
+
+import pytest
+from cuda_support import LEGACY, PER_THREAD, a_gpu, new_stream, reads, slowly_fill
+
+from arenapy import Pool, cuda
+from arenapy.interop import cupy as arenapy_cupy
+from arenapy.interop import numba as arenapy_numba
+from arenapy.interop import rmm as arenapy_rmm
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def driver():
+    with a_gpu(leaks=True) as one:
+        yield one
+
+
+@pytest.fixture
+def pool(driver):
+    return Pool(16 * MIB, cuda.Device())
+
+
+def live(pool):
+    return [one.address for one in pool.blocks() if one.state == "live"]
+
+
+# ---- numba -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numba_cuda():
+    pytest.importorskip("numba_cuda")
+    return pytest.importorskip("numba.cuda")
+
+
+class Context:
+    """As numba's."""
+
+    def __init__(self, device=0):
+        self.device = types.SimpleNamespace(id=device)
+
+
+@pytest.fixture
+def context():
+    return Context()
+
+
+@pytest.fixture
+def manager(numba_cuda, pool, context):
+    return arenapy_numba.manager(pool)(context=context)
+
+
+def test_a_pointer_and_its_views_keep_a_block(manager, pool, driver):
+    pointer = manager.memalloc(1000)
+    assert [pointer.device_pointer_value] == live(pool)
+    assert (pointer.size, pointer.is_managed) == (1000, False)
+    view = pointer.view(100, 300)
+    assert view.device_pointer_value == pointer.device_pointer_value + 100
+    part = view.view(50)
+    del pointer, view
+    gc.collect()
+    assert len(live(pool)) == 1
+    del part
+    gc.collect()
+    pool.trim()  # which asks; streams say so when they have been given time
+    driver.drain()
+    pool.trim()
+    assert pool.stats().reserved_bytes == 0
+
+
+@pytest.mark.parametrize("which", ["legacy", "blocking", "own"])
+def test_no_stream_finds_bytes_that_another_one_still_uses(numba_cuda, driver, context, which):
+    """numba says of no array which streams use it."""
+    own = new_stream(driver) if which == "own" else None
+    pool = Pool(2 * MIB, cuda.Device(), 2 * MIB, stream=own)
+    manager = arenapy_numba.manager(pool)(context=context)
+    user = LEGACY if which == "legacy" else new_stream(driver, flags=0).handle_
+    other = new_stream(driver, flags=0).handle_
+    for i in range(4):
+        pointer = manager.memalloc(2 * MIB)
+        where = types.SimpleNamespace(address=pointer.device_pointer_value, nbytes=2 * MIB)
+        slowly_fill(driver, user, where, i)
+        driver.drain()
+        seen = reads(driver, user, where.address, 2 * MIB)
+        del pointer, where
+        pointer = manager.memalloc(2 * MIB)  # the same bytes: there are no others
+        where = types.SimpleNamespace(address=pointer.device_pointer_value, nbytes=2 * MIB)
+        slowly_fill(driver, other, where, 100)
+        while driver.step(-1):
+            pass
+        assert seen == [bytes([i]) * (2 * MIB)]
+        del pointer, where
+
+
+def test_numbas_out_of_memory_with_our_figures(manager, numba_cuda):
+    with pytest.raises(numba_cuda.cudadrv.driver.CudaAPIError, match="bytes do not fit") as raised:
+        manager.memalloc(100 * MIB)
+    assert raised.value.code == 2
+
+
+def test_a_device_without_a_pool(numba_cuda, pool):
+    manager = arenapy_numba.manager(pool)(context=Context(1))
+    with pytest.raises(RuntimeError, match=r"current device is 1, .* only for \[0\]"):
+        manager.memalloc(100)
+
+
+def test_what_numba_asks(manager, numba_cuda, pool, monkeypatch):
+    assert manager.interface_version == 1
+    assert isinstance(manager, numba_cuda.HostOnlyCUDAMemoryManager)
+    asked = types.SimpleNamespace(cuMemGetInfo=lambda: (10 * MIB, 64 * MIB))
+    monkeypatch.setattr(numba_cuda.cudadrv.driver, "driver", asked)
+    manager.initialize()
+    assert manager.deallocations.memory_capacity == 64 * MIB
+    pool.alloc(1000).release()
+    idle = pool.stats().idle_bytes
+    assert idle > 0
+    assert manager.get_memory_info() == (10 * MIB + idle, 64 * MIB)
+    with pytest.raises(NotImplementedError, match="has no IPC handles"):
+        manager.get_ipc_handle(None)
+
+
+def test_use_reaches_contexts_that_exist(numba_cuda, pool, context, monkeypatch):
+    module = numba_cuda.cudadrv.driver
+    without = types.SimpleNamespace(primary_context=None)
+    devices = {0: types.SimpleNamespace(primary_context=context), 1: without}
+    asked = types.SimpleNamespace(cuMemGetInfo=lambda: (0, 64 * MIB), devices=devices)
+    monkeypatch.setattr(module, "driver", asked)
+    monkeypatch.setattr(module, "_memory_manager", None)
+    arenapy_numba.use(pool)
+    assert module._memory_manager.pools == {0: pool}
+    assert type(context.memory_manager) is module._memory_manager
+    assert context.memory_manager.memalloc(100).device_pointer_value in live(pool)
+
+
+def test_in_the_environment(numba_cuda, driver, monkeypatch):
+    """As numba asks for the plugin that NUMBA_CUDA_MEMORY_MANAGER names."""
+    asked = types.SimpleNamespace(get_device_count=lambda: 2)
+    monkeypatch.setattr(numba_cuda.cudadrv.driver, "driver", asked)
+    plugin = arenapy_numba._numba_memory_manager
+    assert sorted(plugin.pools) == [0, 1]
+    assert plugin(context=Context(1)).memalloc(100).size == 100
+    with pytest.raises(AttributeError, match="no attribute 'managers'"):
+        _ = arenapy_numba.managers
+
+
+# ---- RMM ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rmm():
+    return pytest.importorskip("rmm")
+
+
+@pytest.fixture
+def stream_of(rmm):
+    """RMM's object for a handle."""
+
+    class Named:
+        def __init__(self, handle):
+            self.handle = handle
+
+        def __cuda_stream__(self):
+            return 0, self.handle
+
+    from rmm.pylibrmm.stream import Stream
+
+    return lambda handle: Stream(Named(handle))
+
+
+@pytest.mark.parametrize("handle", [0, LEGACY, PER_THREAD])
+def test_a_resource(rmm, stream_of, pool, driver, handle):
+    resource = arenapy_rmm.resource(pool)
+    address = resource.allocate(1000, stream_of(handle))
+    assert [address] == live(pool)
+    resource.deallocate(address, 1000, stream_of(handle))
+    driver.drain()
+    pool.trim()
+    assert pool.stats().reserved_bytes == 0
+
+
+@pytest.mark.parametrize("allocated_on", ["the one that reads", "legacy"])
+def test_in_the_order_of_rmms_streams(rmm, stream_of, driver, allocated_on):
+    """Given back on a stream that still reads; allocated for another one that writes."""
+    resource = arenapy_rmm.resource(Pool(2 * MIB, cuda.Device(), 2 * MIB))
+    one, two = new_stream(driver).handle_, new_stream(driver).handle_
+    for i in range(4):
+        first = LEGACY if allocated_on == "legacy" else one
+        address = resource.allocate(2 * MIB, stream_of(first))
+        where = types.SimpleNamespace(address=address, nbytes=2 * MIB)
+        slowly_fill(driver, one, where, i)
+        driver.drain()
+        seen = reads(driver, one, address, 2 * MIB)
+        resource.deallocate(address, 2 * MIB, stream_of(one))
+        address = resource.allocate(2 * MIB, stream_of(two))
+        slowly_fill(driver, two, where, 100)
+        while driver.step(-1):
+            pass
+        assert seen == [bytes([i]) * (2 * MIB)]
+        resource.deallocate(address, 2 * MIB, stream_of(two))
+
+
+def test_rmms_out_of_memory_with_our_figures(rmm, pool):
+    with pytest.raises(MemoryError, match="104857600 bytes do not fit into the pool"):
+        arenapy_rmm.resource(pool).allocate(100 * MIB)
+
+
+def test_as_an_upstream(rmm, pool):
+    limited = rmm.mr.LimitingResourceAdaptor(arenapy_rmm.resource(pool), 4 * MIB)
+    address = limited.allocate(MIB)
+    ctypes.memset(address, 1, MIB)
+    assert [address] == live(pool)
+    limited.deallocate(address, MIB)
+    assert live(pool) == []
+
+
+# ---- these and CuPy ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        arenapy_cupy.allocator, arenapy_cupy.use,
+        arenapy_numba.manager, arenapy_numba.use,
+        arenapy_rmm.resource,
+    ],
+)  # fmt: skip
+def test_what_is_refused(driver, make, monkeypatch):
+    with pytest.raises(TypeError, match="is no Pool"):
+        make(object())
+    with pytest.raises(ValueError, match="is over host memory"):
+        make(Pool(MIB))
+    for name in ("cupy", "numba_cuda", "rmm"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(__version__="0.1.0"))
+    with pytest.raises(ImportError, match=r"0.1.0 is older than .*: pip install"):
+        make(Pool(MIB, cuda.Device()))
+    for name in ("cupy", "numba_cuda", "rmm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="which is not installed: pip install"):
+        make(Pool(MIB, cuda.Device()))
