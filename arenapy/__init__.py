@@ -1,9 +1,9 @@
 """arenapy: arena allocators over prefaulted memory, handed out as zero-copy buffers.
 
 A *source* (:class:`Host`, :class:`Shared`, :class:`File`, :class:`Existing`) makes
-*regions*; an *allocator* (:class:`Bump`, :class:`Slab`, :class:`Pool`) carves them up; what
-the user holds is a :class:`Buffer` or an ndarray over one. A byte that somebody can still see
-is never handed out again and never unmapped.
+*regions*. An *allocator* (:class:`Bump`, :class:`Slab`, :class:`Pool`) divides them into blocks.
+The user gets a :class:`Buffer` or an ndarray over a block. arenapy never reuses and never unmaps a
+byte that somebody can still see.
 """
 
 import importlib

@@ -15,16 +15,17 @@ __all__ = ["LiveBlock", "live_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class LiveBlock:
-    """A block that was allocated in debug mode and not given back.
+    """A block that was allocated in debug mode and not freed.
 
     Attributes
     ----------
     address : int
-        Of its first byte.
+        Address of its first byte.
     nbytes : int
-        Bytes that were asked for.
+        The requested bytes.
     place : str
-        Where it was allocated: file, line and function of the innermost frames outside arenapy.
+        The place of its allocation: file, line and function of the innermost frames outside
+        arenapy.
 
     Examples
     --------
@@ -43,25 +44,25 @@ class LiveBlock:
 
 
 def live_blocks(allocator: Allocator) -> list[LiveBlock]:
-    """All blocks of an allocator in debug mode that were not given back.
+    """All live blocks of an allocator in debug mode.
 
     Parameters
     ----------
     allocator : Allocator
-        Made with ``debug=True``, or under ``ARENAPY_DEBUG=1``.
+        An allocator made with ``debug=True``, or under ``ARENAPY_DEBUG=1``.
 
     Returns
     -------
     list of LiveBlock
-        By address. Of a Bump also blocks whose Buffers are gone, until a reset; not what C calls
-        took from a Bump.
+        Sorted by address. For a Bump, blocks whose Buffers are gone are included until a reset.
+        Blocks that C calls took from a Bump are not included.
 
     Raises
     ------
     ValueError
-        If it is not in debug mode.
+        If `allocator` is not in debug mode.
     TypeError
-        If it is no allocator.
+        If `allocator` is not an allocator.
 
     Notes
     -----

@@ -1,13 +1,13 @@
-"""The exceptions that arenapy raises beside Python's own."""
+"""The exceptions of arenapy, in addition to Python's own."""
 
 __all__ = ["MemoryCorruption", "OutOfMemory"]
 
 
 class MemoryCorruption(RuntimeError):
-    """Memory that nobody has was written to. Debug mode raises it.
+    """The program wrote to freed memory. Debug mode raises this error.
 
-    The message names the block that the memory was of, the first damaged byte, and where the
-    block was allocated and given back.
+    The message names the former block of the memory, the first damaged byte, and where the block
+    was allocated and freed.
 
     Examples
     --------
@@ -25,9 +25,9 @@ class MemoryCorruption(RuntimeError):
 
 
 class OutOfMemory(MemoryError):
-    """A request that the memory behind it cannot serve.
+    """There is not enough memory for a request.
 
-    The message names what was asked, what there was, and which option to turn.
+    The message names the request, the memory that there was, and the option to change.
 
     Examples
     --------

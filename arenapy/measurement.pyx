@@ -40,22 +40,21 @@ class _Figures(NamedTuple):
 
 
 class Measurement:
-    """What :func:`measure` gives: the figures of a block of code, so far or in all.
+    """The figures of a block of code, from :func:`measure`, up to now or at its end.
 
     Attributes
     ----------
     faults : int
         Minor page faults of the process, of all its threads.
     seconds : float
-        That it took.
+        Elapsed time.
     allocations : int
         Blocks that the allocators handed out.
     bytes : int
-        Of these blocks, as the allocator counts them: a Pool and a Slab with their padding.
+        Bytes of these blocks. A Pool and a Slab include their padding.
     peak : int
-        The sum over the allocators of the most bytes that each had live at any moment of the
-        block, those included that were live when it began. They need not have had them at the
-        same moment.
+        The sum of the allocators' peaks of live bytes during the block. Bytes that were live at
+        its beginning count, too. The peaks need not be at the same moment.
 
     Notes
     -----
@@ -85,7 +84,7 @@ class Measurement:
         """Begin."""
         with _lock:
             if self._began is not None:
-                raise RuntimeError(f"{self!r} has begun already; call measure() for another one")
+                raise RuntimeError(f"{self!r} has already begun; call measure() for another one")
             try:
                 for allocator in self._measured():
                     _watch(allocator).begin(allocator, self)
@@ -204,28 +203,27 @@ def measure(*allocators: Allocator) -> Measurement:
     Parameters
     ----------
     *allocators : Allocator
-        Whose figures to give. By default those of all allocators of the process together, also
-        of those that are made in the block, and of those that end in it.
+        The allocators to measure. The default is all allocators of the process together,
+        including those that are made or end in the block.
 
     Returns
     -------
     Measurement
-        A context manager for a ``with`` statement, once; its figures may be read in the block
-        and after it. It takes no note of an exception. Until the block ends it keeps the
-        `allocators` alive.
+        A context manager for one ``with`` statement. Its figures may be read in the block and
+        after it. Exceptions are passed on. Until the block ends, it keeps the `allocators` alive.
 
     Raises
     ------
     TypeError
-        For something that is not an allocator.
+        If an argument is not an allocator.
 
     Notes
     -----
-    Blocks nest, and may overlap. The peak that an allocator itself shows (``Bump.peak``,
-    ``stats().peak_bytes``) is that of the newest block while one runs; when none runs any more it
-    is the most that ever was, also if ``reset_peak()`` was called in a block.
+    Blocks may nest and overlap. While a block runs, the peak of an allocator itself
+    (``Bump.peak``, ``stats().peak_bytes``) is that of the newest block. After the last block it is
+    the overall peak, even if ``reset_peak()`` was called in a block.
 
-    Thread-safety: may be used from any thread; counts what all threads do.
+    Thread-safety: may be used from any thread. It counts the allocations of all threads.
 
     Examples
     --------

@@ -14,15 +14,15 @@ A = TypeVar("A", bound=Allocator)
 
 
 class PerThread(Generic[A]):
-    """Gives every thread an allocator of its own, made when the thread first asks.
+    """Gives every thread its own allocator, made at the thread's first use.
 
-    Attributes and methods are those of the calling thread's allocator. When a thread ends, so
-    does its allocator; what it handed out lives on until it is dropped.
+    Attributes and methods are those of the calling thread's allocator. When a thread ends, its
+    allocator ends, too. The blocks of this allocator live until they are dropped.
 
     Parameters
     ----------
     factory : callable
-        Makes an allocator; called once in each thread. What it raises is passed on.
+        Makes an allocator. It is called once in each thread. Its exceptions are passed on.
 
     Notes
     -----

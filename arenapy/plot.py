@@ -70,20 +70,20 @@ class _Extents(NamedTuple):
 def memory_map(
     allocator: HasBlocks, ax: Axes | None = None, *, row_bytes: int | None = None
 ) -> Axes:
-    """Draw where an allocator's blocks are: live, idle (free) and pending ones.
+    """Draw the live, idle (free) and pending blocks of an allocator in its memory.
 
-    Each region begins a row, which goes on in the next one, as text does. A region is drawn up to
-    the end of its last block. The legend says how many bytes and blocks there are of each kind,
-    and the largest blocks have their size written in.
+    The memory is drawn in rows, like lines of text. Each region begins a new row, and is drawn up
+    to the end of its last block. The legend shows the bytes and blocks of each kind. The sizes of
+    the largest blocks are written in.
 
     Parameters
     ----------
     allocator : Pool or Slab
-        Or anything else that has ``blocks()`` and ``regions``.
+        The allocator, or another object with ``blocks()`` and ``regions``.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure of pyplot's.
+        The axes to draw on. The default is a new figure of pyplot.
     row_bytes : int, optional
-        Bytes of a row; by default a power of two that makes about 32 rows.
+        Bytes of a row. The default is a power of two that makes about 32 rows.
 
     Returns
     -------
@@ -92,15 +92,15 @@ def memory_map(
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is not installed.
     TypeError
-        For something that has no blocks.
+        If `allocator` has no blocks.
     ValueError
-        For a `row_bytes` that is not positive, or makes too many rows.
+        If `row_bytes` is not positive, or makes too many rows.
 
     Notes
     -----
-    Thread-safety: as ``allocator.blocks()``, which is called once; matplotlib wants one thread
+    Thread-safety: as ``allocator.blocks()``, which is called once. Use matplotlib from one thread
     at a time.
 
     Examples

@@ -42,12 +42,12 @@ class Figures:
     """What all dataclasses of figures have in common: they are shown, and become dicts."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures by name, the derived ones and those by class included, as plain data.
+        """All figures by name as plain data, including derived figures and those by class.
 
         Returns
         -------
         dict of str to int or float
-            Of a Pool also ``classes``, a list of such dicts.
+            For a Pool, also ``classes``, a list of such dicts.
 
         Examples
         --------
@@ -84,7 +84,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BumpStats(Figures):
-    """The figures of a Bump at one moment.
+    """The statistics of a Bump at one moment.
 
     ``live_bytes + free_bytes + retired_bytes + pending_bytes + padding_bytes == capacity``.
 
@@ -93,32 +93,32 @@ class BumpStats(Figures):
     capacity : int
         Bytes of all regions.
     live_bytes : int
-        Of blocks handed out since the marks that still stand, and not moved back over. A
-        Buffer that was dropped without ever being exported counts until the next reset.
+        Bytes of live blocks. A block whose Buffer was dropped without an export counts until the
+        next reset.
     free_bytes : int
-        Of all free extents together.
+        Bytes of all free extents together.
     largest_free_extent : int
-        The largest request, in bytes, that succeeds without growth, at alignment 1.
+        The largest request in bytes that succeeds without growth, at alignment 1.
     retired_bytes : int
-        Of held blocks that outlived a reset.
+        Bytes of blocks that were held at a reset and still are.
     pending_bytes : int
-        Given back but not free yet, because another process still sees them. (Bytes that a
-        stream still uses count as live, and after a reset as retired.)
+        Bytes that were freed but cannot be reused yet, because another process still sees them.
+        (Bytes that a stream still uses count as live, and after a reset as retired.)
     padding_bytes : int
-        Lost to alignment, and one for each 0-byte block.
+        Bytes lost to alignment, and one byte for each 0-byte block.
     peak_bytes : int
-        The most that live and padding bytes were together.
+        The peak of live and padding bytes together.
     held_buffers : int
-        Buffers that were ever exported and are alive.
+        The number of live Buffers that were ever exported.
     marks : int
-        Positions that marks refer to.
+        The number of positions that marks refer to.
     regions : int
-        Regions, the first and those added by growth.
+        The number of regions, including those added by growth.
     total_allocations : int
-        Blocks ever handed out.
+        The number of blocks handed out so far.
     metadata_bytes : int
-        Of the bookkeeping, which lies elsewhere and is not in `capacity`. Grows with the held
-        Buffers, the marks and the free extents that there are at once, and does not shrink.
+        Bytes of the bookkeeping, which lies elsewhere and is not in `capacity`. It grows with the
+        held Buffers, marks and free extents at one time, and does not shrink.
 
     Examples
     --------
@@ -147,7 +147,7 @@ class BumpStats(Figures):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SlabStats(Figures):
-    """The figures of a Slab at one moment.
+    """The statistics of a Slab at one moment.
 
     ``allocated_bytes + pending_bytes + idle_bytes + padding_bytes == reserved_bytes``, and
     ``capacity * stride == reserved_bytes - padding_bytes``.
@@ -155,32 +155,32 @@ class SlabStats(Figures):
     Attributes
     ----------
     item_size : int
-        Bytes that an item has for its user.
+        Usable bytes of an item.
     stride : int
-        Bytes from one item to the next.
+        Distance in bytes from one item to the next.
     capacity : int
-        Items of all regions, live or not.
+        The number of items in all regions, live or not.
     active_allocations : int
-        Items that are live.
+        The number of live items.
     total_allocations : int
-        Items ever handed out.
+        The number of items handed out so far.
     allocated_bytes : int
-        Of live items, padding up to the stride included.
+        Bytes of live items, including padding up to the stride.
     pending_bytes : int
-        Of items that were given back but are not free yet: a stream still uses them, or another
-        process still sees them.
+        Bytes of items that were freed but cannot be reused yet: a stream still uses them, or
+        another process still sees them.
     idle_bytes : int
-        Of items that are free.
+        Bytes of free items.
     padding_bytes : int
-        Of the regions that are in no item.
+        Bytes of the regions outside of items.
     reserved_bytes : int
-        Of all regions.
+        Bytes of all regions.
     peak_bytes : int
-        The most that `allocated_bytes` was.
+        The peak of `allocated_bytes`.
     metadata_bytes : int
-        Of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
+        Bytes of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
     regions : int
-        Regions, the first and those added by growth.
+        The number of regions, including those added by growth.
 
     Examples
     --------
@@ -220,21 +220,21 @@ class Reuse(Figures):
 
     @property
     def hit_rate(self) -> float:
-        """``pool_hits / total_allocations``; 0.0 before the first allocation."""
+        """``pool_hits / total_allocations``, or 0.0 before the first allocation."""
         return self.pool_hits / self.total_allocations if self.total_allocations else 0.0
 
     @property
     def fragmentation(self) -> float:
-        """``1 - largest_free_block / idle_bytes``; 0.0 when nothing is free."""
+        """``1 - largest_free_block / idle_bytes``, or 0.0 if nothing is free."""
         return 1 - self.largest_free_block / self.idle_bytes if self.idle_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClassStats(Reuse):
-    """The figures of one of a Pool's size classes.
+    """The statistics of one size class of a Pool.
 
-    A request counts in the class of the size asked for, a block in the class of its own size,
-    whether live or free.
+    A request counts in the class of its requested size. A block, live or free, counts in the class
+    of its own size.
 
     ``pool_hits + pool_misses == total_allocations``, and
     ``allocated_bytes + pending_bytes + idle_bytes == reserved_bytes``.
@@ -244,14 +244,14 @@ class ClassStats(Reuse):
     index : int
         From 0 to 20, as :func:`arenapy.size_class` gives it.
     upper_bound : int or None
-        The largest size of the class in bytes; None for the last one, which has no bound.
+        The largest size of the class in bytes. None for the last class, which has no bound.
     total_allocations, pool_hits, pool_misses, splits, active_allocations : int
-        As in :class:`PoolStats`, of requests of this class.
+        As in :class:`PoolStats`, for requests of this class.
     allocated_bytes, pending_bytes, idle_bytes, reserved_bytes, largest_free_block : int
-        As in :class:`PoolStats`, of blocks of this class.
+        As in :class:`PoolStats`, for blocks of this class.
     peak_bytes : int
-        The most that `allocated_bytes` of this class was. The classes had theirs at
-        different times: these do not add up to the pool's.
+        The peak of `allocated_bytes` of this class. The classes have their peaks at different
+        times, so the sum is not the pool's peak.
     hit_rate, fragmentation : float
         As in :class:`PoolStats`.
 
@@ -294,47 +294,47 @@ class ClassStats(Reuse):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PoolStats(Reuse):
-    """The figures of a Pool at one moment.
+    """The statistics of a Pool at one moment.
 
     ``pool_hits + pool_misses == total_allocations``, and
     ``allocated_bytes + pending_bytes + idle_bytes == reserved_bytes``. The figures of the classes
-    add up to the pool's, but for `peak_bytes`, the shares and `largest_free_block`.
+    add up to the pool's, except `peak_bytes`, the shares and `largest_free_block`.
 
     Attributes
     ----------
     total_allocations : int
-        Blocks ever handed out.
+        The number of blocks handed out so far.
     pool_hits : int
-        Of these, served without asking the source for memory.
+        Allocations that were served without asking the source for memory.
     pool_misses : int
-        Of these, served from memory that the source had to give.
+        Allocations for which the source had to give memory.
     splits : int
-        Of the hits, served by splitting a larger free block.
+        Hits that were served by splitting a larger free block.
     active_allocations : int
-        Blocks that are live.
+        The number of live blocks.
     allocated_bytes : int
-        Of live blocks, padding included.
+        Bytes of live blocks, including padding.
     pending_bytes : int
-        Of blocks that were given back but are not free yet: a stream still uses them, or
+        Bytes of blocks that were freed but cannot be reused yet: a stream still uses them, or
         another process still sees them.
     idle_bytes : int
-        Of free memory.
+        Bytes of free memory.
     reserved_bytes : int
-        Taken from the source and not given back.
+        Bytes taken from the source and not returned.
     peak_bytes : int
-        The most that `allocated_bytes` was, since the last ``reset_peak()`` if there was one.
+        The peak of `allocated_bytes`, since the last ``reset_peak()`` if there was one.
     metadata_bytes : int
-        Of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
+        Bytes of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
     largest_free_block : int
-        Bytes of the largest block that is free.
+        Bytes of the largest free block.
     regions : int
-        Regions that the pool holds.
+        The number of regions of the pool.
     classes : tuple of ClassStats
-        The same for each size class, all 21 in order.
+        The same figures for all 21 size classes, in order.
     hit_rate : float
-        ``pool_hits / total_allocations``; 0.0 before the first allocation.
+        ``pool_hits / total_allocations``, or 0.0 before the first allocation.
     fragmentation : float
-        ``1 - largest_free_block / idle_bytes``; 0.0 when nothing is free.
+        ``1 - largest_free_block / idle_bytes``, or 0.0 if nothing is free.
 
     Examples
     --------
@@ -365,17 +365,17 @@ class PoolStats(Reuse):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NumpyMemoryStats(Figures):
-    """What a pool did not serve of the arrays made under its handler.
+    """Allocations of arrays under a handler that its pool did not serve.
 
     Attributes
     ----------
     system_allocations, system_bytes
-        Ever served by libc: the pool was exhausted, closed (in a forked child), or over a file that
-        shrank.
+        Total served by libc, because the pool was exhausted, closed (in a forked child), or over a
+        file that shrank.
     lazy_allocations, lazy_bytes
-        Zeros of 32 MiB or more, which get their memory when they are touched.
+        Total of zeros of 32 MiB or more, which get their memory when they are touched.
     system_live, lazy_live
-        Blocks of each that are alive now.
+        The number of live blocks of each kind.
 
     Examples
     --------
@@ -402,17 +402,17 @@ class BlockInfo:
     Attributes
     ----------
     address : int
-        Where it starts, padding before it included (in a Pool less than a page, so that large
-        blocks do not all begin on the same lines of a cache).
+        Its first address, including padding before it. (A Pool pads by less than a page, so that
+        large blocks do not all begin on the same cache lines.)
     nbytes : int
-        Its size in bytes, padding included.
+        Its size in bytes, including padding.
     size_class : int
         The class of `nbytes`, as :func:`arenapy.size_class` gives it.
     state : {"live", "idle", "pending"}
-        Handed out, free, or given back but not free yet: a stream still uses the block, or
+        Handed out, free, or freed but not reusable yet, because a stream still uses the block or
         another process still sees it.
     age : int
-        Operations of the allocator since the state changed.
+        The number of operations of the allocator since the state changed.
 
     Examples
     --------
@@ -432,14 +432,14 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class Defragmented:
-    """What ``Pool.defragment()`` did.
+    """The result of ``Pool.defragment()``.
 
     Attributes
     ----------
     bytes : int
-        Given back to the source.
+        Bytes returned to the source.
     milliseconds : float
-        That it took.
+        Elapsed time.
 
     Examples
     --------

@@ -21,6 +21,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build"]
@@ -31,6 +32,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = f"arenapy {version}"
+copybutton_exclude = ".linenos, .gp, .go"  # of an example with prompts, its input alone
 
 autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"

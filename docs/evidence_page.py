@@ -1,4 +1,4 @@
-"""The page evidence.md: every test that a table of these pages leads to, as it stands in tests/.
+"""The page evidence.md: the source of every test that a table of these pages links to.
 
 A link names the test, and its file too if several have one of that name, with as much of the path
 as tells them apart:
@@ -13,11 +13,11 @@ DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests"
 LINK = re.compile(r'evidence\.md#(\w+)(?: "([\w/]+)")?\)')
 HEAD = """\
-# What shows it
+# Tests behind the claims
 
-The tests that tables of these pages lead to, as they stand in the repository. A test that is told
-to take `gpu` runs on a GPU only, most others on every change. What they use from elsewhere
-(fixtures, helpers) is in the folder `tests/`, too.
+Tables of these pages link to tests. This page shows the source of these tests, as it is in the
+repository. A test with the argument `gpu` runs only on a GPU. Most others run on every change.
+Their fixtures and helpers are also in the folder `tests/`.
 """
 
 

@@ -77,7 +77,7 @@ cdef int hide(Allocator one) except -1:
 cdef class Allocator:
     """The base class of :class:`Bump`, :class:`Slab` and :class:`Pool`, for ``isinstance``.
 
-    It is not made by calling the class.
+    You cannot make one by calling the class.
 
     Examples
     --------
@@ -145,11 +145,11 @@ cdef class Allocator:
         return [(region.address, region.nbytes) for region in self.regions]
 
     def empty(self, shape, dtype="f8", order="C"):
-        """An uninitialized ndarray in this allocator's memory, 64-byte aligned.
+        """An uninitialized ndarray in this allocator's memory, aligned to 64 bytes.
 
-        While the array, or a view of it, is alive, its bytes are held. Of memory that streams of a
-        device are to use first (``cuda.Device``, ``cuda.Managed``) it is a Buffer of that shape and
-        type, which ``cupy.asarray`` and ``torch.from_dlpack`` take as it is.
+        Its bytes are held while the array, or a view of it, is alive. Over ``cuda.Device`` and
+        ``cuda.Managed`` the result is a Buffer with this shape and type, which ``cupy.asarray`` and
+        ``torch.from_dlpack`` accept.
 
         Parameters
         ----------
@@ -167,11 +167,12 @@ cdef class Allocator:
         Raises
         ------
         ValueError
-            For a negative or overflowing shape, or another order; on a device, for any but "C".
+            If the shape is negative or too large, or the order is unknown. On a device, if the
+            order is not "C".
         TypeError
-            For a dtype that holds Python objects.
+            If the dtype contains Python objects.
         OutOfMemory
-            If the allocator cannot serve it; nothing has changed then.
+            If the allocator cannot serve it. Nothing has changed then.
 
         Examples
         --------
@@ -192,9 +193,9 @@ cdef class Allocator:
         return self.block(spec.nbytes, self.base.block_align, False).view(shape, descr)
 
     def zeros(self, shape, dtype="f8", order="C"):
-        """An array of zeros in this allocator's memory, 64-byte aligned.
+        """An array of zeros in this allocator's memory, aligned to 64 bytes.
 
-        The bytes are zero also where the memory was used before. It returns and raises as
+        The bytes are zero even if the memory was used before. Results and errors are those of
         :meth:`empty`.
 
         Parameters
@@ -237,17 +238,17 @@ cdef class Allocator:
     def copy(self, array_like):
         """A copy of an array (or anything ``numpy.asarray`` takes) in this allocator's memory.
 
-        The memory order is kept if it is Fortran's, and is C's otherwise.
+        Fortran order is kept. Any other order becomes C order.
 
         Parameters
         ----------
         array_like : array-like
-            What to copy. A list becomes an array first.
+            The values. A list is converted to an array first.
 
         Returns
         -------
         numpy.ndarray or Buffer
-            As of :meth:`empty`, which also says what is raised.
+            As from :meth:`empty`, which also lists the errors.
 
         Examples
         --------
@@ -265,9 +266,9 @@ cdef class Allocator:
         return target
 
     def struct_of_arrays(self, fields, n):
-        """One array a field, in one block: the layout that loops over single fields want.
+        """One array for each field, in one block. Loops over single fields are fast in this layout.
 
-        Each array starts on a cache line of its own.
+        Each array starts on its own cache line.
 
         Parameters
         ----------
@@ -370,8 +371,8 @@ cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t
 cdef int check_unseen(AllocatorCore c, Region region) except -1:
     if region.seen_elsewhere():
         raise ValueError(
-            f"{region!r} was sent to another process, or a forked child has it, which may use its "
-            f"bytes; give a {c.what} a region of its own"
+            f"{region!r} was sent to another process or is in a forked child, which may use its "
+            f"bytes; give the {c.what} another region"
         )
     return 0
 

@@ -229,7 +229,7 @@ cdef class AllocatorCore(MemoryOwner):
         elif not isinstance(recorder, Recorder):
             raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
         elif self.recorder != NULL:
-            raise ValueError(f"this {self.what} is being recorded already; end that first")
+            raise ValueError(f"this {self.what} is already being recorded; end that first")
         else:
             self.recorders.append(recorder)
             arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)

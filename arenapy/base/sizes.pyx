@@ -39,12 +39,12 @@ def size_class(nbytes):
     Returns
     -------
     int
-        Index into ``arenapy.SIZE_CLASSES`` of the first bound that is at least `nbytes`.
+        Index in ``arenapy.SIZE_CLASSES`` of the first bound that is at least `nbytes`.
 
     Raises
     ------
     ValueError, TypeError
-        For what is no size.
+        If `nbytes` is not a valid size.
 
     Notes
     -----

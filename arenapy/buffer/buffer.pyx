@@ -136,12 +136,12 @@ cdef class Buffer(Block):
     ``memoryview``, ``numpy.frombuffer``, ``socket.recv_into``, ``file.readinto`` and
     ``struct.pack_into`` work on them in place.
 
-    A Buffer is *held* while it has a live export, and as long as the Buffer object lives
-    once it was ever exported. What is held is never handed out again nor unmapped. The one
-    boundary: an address kept after the Buffer is gone.
+    A Buffer is *held* while it has a live export. If it was ever exported, it is also held as
+    long as the Buffer object lives. Held memory is never reused and never unmapped. An address
+    that is kept after the Buffer is gone does not hold the memory.
 
-    Thread-safety: every method may be called from any thread; what the bytes hold is the
-    caller's to order.
+    Thread-safety: every method is thread-safe. Coordinating access to the bytes is up to the
+    caller.
 
     Examples
     --------
@@ -152,7 +152,7 @@ cdef class Buffer(Block):
     ...     x = block.array((64, 16), "f4")
     ...     memoryview(block)[0], x.shape
     (7, (64, 16))
-    >>> del x                                # the memory goes back to the pool
+    >>> del x                                # the memory returns to the pool
     """
 
     # -- facts
@@ -185,17 +185,17 @@ cdef class Buffer(Block):
 
     @property
     def allocator(self):
-        """The allocator, or None once that is gone (the memory lives on) or if there is none."""
+        """The allocator. None if there is none, or if it is gone (the memory lives on)."""
         return self.owner.allocator_of()
 
     @property
     def closed(self) -> bool:
-        """Whether it was released, or closed by a reset; any use then raises ValueError."""
+        """Whether it was released, or closed by a reset. Any use then raises ValueError."""
         return not is_open(self)
 
     @property
     def held(self) -> bool:
-        """Whether somebody may still see the bytes: was ever exported, or is exported now."""
+        """Whether somebody may still see the bytes: it is exported now, or ever was."""
         return arenapy_load(&root_of(self).word) & HELD != 0
 
     def __len__(self):
@@ -228,11 +228,11 @@ cdef class Buffer(Block):
     # -- release
 
     def release(self, stream=None):
-        """Give the block back. A second release does nothing.
+        """Free the block. A second release does nothing.
 
-        The handle and its slices close at once. The bytes go back at once if they were never
-        exported, else when the Buffer object is gone. On a slice or view: closes that one
-        only.
+        The Buffer and its slices close at once. The bytes are free at once if they were never
+        exported, otherwise when the Buffer object is gone. For a slice or view, only this slice or
+        view is closed.
 
         Parameters
         ----------
@@ -242,12 +242,13 @@ cdef class Buffer(Block):
         Raises
         ------
         BufferError
-            If exports of it (or of anything below the root) are alive. Nothing changes.
+            If exports of it (or of a slice or view of the block) are alive. Nothing has changed
+            then.
 
         Examples
         --------
         >>> slab = arenapy.Slab(4096, count=1)
-        >>> slab.alloc().release()               # and the item is free
+        >>> slab.alloc().release()               # the item is free again
         >>> slab.count
         0
         """
@@ -302,7 +303,7 @@ cdef class Buffer(Block):
                 raise
 
     def record_stream(self, stream):
-        """Keep the block, once it is released, until `stream` has finished its work by then.
+        """Let the block, after its release, wait for the work of `stream` up to the release.
 
         Parameters
         ----------
@@ -312,7 +313,7 @@ cdef class Buffer(Block):
         Raises
         ------
         ValueError, TypeError
-            If no stream orders this memory, or `stream` is none.
+            If streams do not order this memory, or `stream` is not a stream.
 
         Examples
         --------
@@ -331,7 +332,7 @@ cdef class Buffer(Block):
     # -- slices and views
 
     def __getitem__(self, key):
-        """A zero-copy slice along the first dimension; it keeps, and counts for, its root."""
+        """A zero-copy slice along the first dimension. It keeps the whole block alive."""
         cdef Py_ssize_t start, stop, step, n, row
         cdef View v
         check_open(self)
@@ -358,8 +359,8 @@ cdef class Buffer(Block):
     def __setitem__(self, key, value):
         """``buffer[start:stop] = value`` copies bytes, as ``buffer[start:stop].copy_from(value)``.
 
-        `value` is a buffer of the same size. A typed view refuses: which values its array would
-        convert, and which bytes it would copy, look alike.
+        `value` is a buffer of the same size. A typed view refuses this, because it would not be
+        clear whether values are converted or bytes are copied.
         """
         cdef Buffer part
         if self.root is not None and (<View>self).descr is not None:
@@ -385,15 +386,15 @@ cdef class Buffer(Block):
         Parameters
         ----------
         shape : int or tuple of int, optional
-            Lengths, in C order, of the Buffer or of its first bytes; one may be -1: as much
-            as there is. By default one dimension that takes in all.
+            Lengths in C order, of the whole Buffer or of its first bytes. One length may be -1,
+            which means all that is left. The default is one dimension over the whole Buffer.
         dtype : dtype-like, default "u1"
             Any NumPy dtype without Python objects.
 
         Raises
         ------
         ValueError
-            If the shape takes in more bytes than the Buffer has, or -1 does not come out even.
+            If the shape needs more bytes than the Buffer has, or -1 leaves a remainder.
         TypeError
             If the dtype holds Python objects.
 
@@ -420,7 +421,7 @@ cdef class Buffer(Block):
         Returns
         -------
         numpy.ndarray
-            It keeps the memory: the block goes back when the last array over it is gone.
+            It keeps the memory: the block is freed when the last array over it is gone.
 
         Raises
         ------
@@ -453,7 +454,8 @@ cdef class Buffer(Block):
         value : int
             From 0 to 255.
         stream : stream, optional
-            For memory of arenapy.cuda: the stream that fills it, in its order.
+            For memory of arenapy.cuda: the stream that fills it. By default, the fill is done on
+            return.
 
         Examples
         --------
@@ -470,15 +472,15 @@ cdef class Buffer(Block):
         Parameters
         ----------
         source : buffer
-            To and from memory of arenapy.cuda also what has __cuda_array_interface__ or DLPack.
+            For memory of arenapy.cuda, also an object with __cuda_array_interface__ or DLPack.
         stream : stream, optional
-            If this Buffer or `source` is memory of arenapy.cuda: the stream that does it, in its
-            order; both are held until it has. By default it is done when this returns.
+            If this Buffer or `source` is memory of arenapy.cuda: the stream that copies. Both are
+            held until it has finished. By default, the copy is done on return.
 
         Raises
         ------
         ValueError
-            If the sizes differ; nothing is copied.
+            If the sizes differ. Nothing is copied then.
         BufferError
             If this Buffer is read-only.
 
@@ -497,7 +499,7 @@ cdef class Buffer(Block):
         Parameters
         ----------
         target : buffer
-            Writable and contiguous, of the same size; else as `source` of :meth:`copy_from`.
+            Writable, contiguous and of the same size; otherwise as `source` of :meth:`copy_from`.
         stream : stream, optional
             As for :meth:`copy_from`.
 
@@ -597,7 +599,7 @@ cdef class Buffer(Block):
         return _dl().device(self)
 
     def __reduce_ex__(self, protocol):
-        """Plain pickle copies the bytes; protocol 5 passes them out of band when asked to."""
+        """Plain pickle copies the bytes. Protocol 5 can pass them out of band."""
         check_open(self)
         from arenapy.buffer.pickling import reduce_buffer
         return reduce_buffer(self, protocol)
@@ -615,7 +617,7 @@ arenapy_set_dealloc(Buffer, _root_dealloc)
 
 @cython.no_gc_clear
 cdef class View(Buffer):
-    """A slice or a typed view of a Buffer: same block, own layout. See :class:`Buffer`."""
+    """A slice or a typed view of a Buffer, with its own layout. See :class:`Buffer`."""
 
     def __dealloc__(self):
         PyMem_Free(self.dims)
@@ -677,7 +679,7 @@ def refuse_objects(str format not None, other):
     if not ITEMS.fullmatch(NAME.sub("", format)) or any(map(OBJECT.search, NAME.findall(format))):
         raise TypeError(
             f"this {type(other).__name__} holds Python objects, or names of fields that read so "
-            f"(format {format!r}), and bytes are no references; give an array of numbers, like "
+            f"(format {format!r}), and bytes are not references; pass an array of numbers, like "
             "array.astype(float)"
         )
 

@@ -250,7 +250,7 @@ cdef object _copied_there(
     allocator = buffer.allocator
     if allocator is None:
         raise BufferError(
-            f"copy=True: {name_of(buffer)} is of no allocator, which could give memory for a copy; "
+            f"copy=True: {name_of(buffer)} has no allocator to give memory for a copy; "
             "copy it to a Buffer of one, and pass that"
         )
     other = allocator.alloc(buffer.size)

@@ -91,7 +91,7 @@ cdef object as_dtype(object argument):
             "release at a reset; use numpy.empty for it"
         )
     if (<cnp.dtype>dtype).itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
-        raise ValueError(f"dtype={argument!r} does not say its size; give one, like 'S8'")
+        raise ValueError(f"dtype={argument!r} has no size; pass one with a size, like 'S8'")
     # A set is asked of a type only, whose hash and equality are its identity.
     if ARENAPY_GIL and (
         is_own(dtype) if argument is dtype
@@ -235,7 +235,7 @@ cdef str code_of(descr):
         field, start = descr.fields[name][:2]
         item, shape = field.subdtype or (field, ())
         if start < end or ":" in name or "\0" in name:
-            raise ValueError(f"a format has no words for {descr}")
+            raise ValueError(f"a buffer format cannot express {descr}")
         code = code_of(item)
         if code[0] not in "<>T":
             code = f"^{code}"                # of native size, wherever it lies
@@ -251,7 +251,7 @@ cdef tuple describe(object descr):
     cdef object entry = described.get(descr)
     if entry is None:
         if descr.subdtype is not None:
-            raise ValueError(f"dtype={descr} has a shape of its own; give that to `shape`")
+            raise ValueError(f"dtype={descr} has its own shape; pass that shape as `shape`")
         try:
             format = code_of(descr).encode()
         except ValueError:
@@ -343,7 +343,7 @@ def interface(Buffer buffer not None):
             fields["descr"] = (<View>buffer).descr.descr
         except ValueError:
             raise ValueError(
-                f"the array interface has no words for {(<View>buffer).descr}, whose fields "
+                f"the array interface cannot express {(<View>buffer).descr}, whose fields "
                 "overlap or are out of order; use array()"
             ) from None
     return fields | {

@@ -52,28 +52,28 @@ cdef enum:
 @cython.final
 cdef class Bump(Allocator):
     """Bump(nbytes, source=None, max_bytes=None, strict=False, debug=None, *, stream=None)\n--\n
-    An arena: allocation moves a cursor, and freeing moves it back.
+    An arena: an allocation moves a cursor, and a reset moves it back.
 
     Parameters
     ----------
     nbytes : int
         Size of the first region.
     source : source, optional
-        Where memory comes from; by default ``Host()``, prefaulted.
+        The kind of memory. By default ``Host()``, prefaulted.
     max_bytes : int, optional
-        Grow by further regions, each twice the one before, up to this many bytes in all.
-        By default the arena does not grow.
+        The arena grows by further regions, each twice as large as the previous one, up to this
+        many bytes in total. By default it does not grow.
     strict : bool
-        A reset that would retire held blocks raises BufferError instead.
+        If True, a reset raises BufferError if blocks are held, instead of retiring them.
     debug : bool, optional
-        Fill what is given back with a pattern and check it; by default as the environment
-        variable ``ARENAPY_DEBUG`` says.
+        Fill freed memory with a pattern and check it. By default, the environment variable
+        ``ARENAPY_DEBUG`` decides.
     stream : stream, optional
-        Memory of arenapy.cuda: the stream of blocks that name no other; see Pool.
+        For memory of arenapy.cuda: the stream of blocks that name no other stream; see Pool.
 
     Notes
     -----
-    Thread-safety: one thread at a time; Buffers and arrays may be dropped on any thread.
+    Thread-safety: only one thread at a time may use it. Any thread may drop Buffers and arrays.
 
     Examples
     --------
@@ -121,11 +121,12 @@ cdef class Bump(Allocator):
         Parameters
         ----------
         nbytes : int
-            Size in bytes; 0 gives a distinct empty Buffer.
+            Size in bytes. 0 gives a separate empty Buffer.
         align : int, optional
             A power of two up to 2 MiB; by default 64, on a device 256.
         stream : stream, optional
-            Memory of arenapy.cuda: the stream that is to use it. Of others than its own it is held.
+            For memory of arenapy.cuda: the stream that will use the block. If this is not the
+            allocator's own stream, the block is also held until that stream has finished.
 
         Returns
         -------
@@ -135,9 +136,9 @@ cdef class Bump(Allocator):
         Raises
         ------
         ValueError, TypeError
-            For a size or an alignment out of range.
+            If a size or an alignment is out of range.
         OutOfMemory
-            If it does not fit; nothing has changed then.
+            If it does not fit. Nothing has changed then.
 
         Examples
         --------
@@ -216,7 +217,7 @@ cdef class Bump(Allocator):
         return arena_alloc(self.core, nbytes, align, &pad)
 
     def alloc_many(self, sizes):
-        """Allocate a block for each size, 64-byte aligned: all of them, or none.
+        """Allocate a block for each size, aligned to 64 bytes: all of them, or none.
 
         Parameters
         ----------
@@ -230,7 +231,7 @@ cdef class Bump(Allocator):
         Raises
         ------
         ValueError, TypeError, OutOfMemory
-            As :meth:`alloc`; nothing has changed then.
+            As :meth:`alloc`. Nothing has changed then.
 
         Examples
         --------
@@ -271,38 +272,40 @@ cdef class Bump(Allocator):
         return blocks
 
     def grow(self, Buffer buffer not None, nbytes):
-        """Make `buffer`, a block of this arena, `nbytes` large in all, keeping its contents.
+        """Grow `buffer`, a block of this arena, to `nbytes` and keep its contents.
 
         Parameters
         ----------
         buffer : Buffer
-            What :meth:`alloc` of this arena returned.
+            A Buffer from :meth:`alloc` of this arena.
         nbytes : int
-            The size in bytes that it shall have, no less than it has.
+            The new size in bytes, at least the present size.
 
         Returns
         -------
         Buffer
-            The same one if it is the newest block, no mark is newer and there is room; else
-            a new one with the contents, and the old one is released. The streams that use the old
-            one may go on with the new one: they wait for its contents, and it for them.
+            The same Buffer if it is the newest block, no mark is newer and there is room. Otherwise
+            a new Buffer with the same contents, and the old one is released. Streams that use the
+            old Buffer may continue with the new one: they wait for its contents, and it waits for
+            them.
 
         Raises
         ------
         BufferError
-            If it has to move and has live exports. Nothing changes.
+            If the block has to move and has live exports. Nothing has changed then.
         CudaError
-            If it has to move while a stream that uses it is captured. Nothing changes.
+            If the block has to move while a stream that uses it is captured. Nothing has changed
+            then.
         ValueError
-            If `buffer` is no block of this arena, or larger than `nbytes`.
+            If `buffer` is not a block of this arena, or is larger than `nbytes`.
         OutOfMemory
-            If it does not fit; nothing has changed then.
+            If it does not fit. Nothing has changed then.
 
         Examples
         --------
         >>> arena = arenapy.Bump(1 << 20)
         >>> block = arena.alloc(5).copy_from(b"hello")
-        >>> block = arena.grow(block, 4096)      # in place: it is the newest block
+        >>> block = arena.grow(block, 4096)      # in place, because it is the newest block
         >>> block.nbytes, bytes(block[:5])
         (4096, b'hello')
         """
@@ -314,7 +317,7 @@ cdef class Bump(Allocator):
         cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
-            raise ValueError(f"{buffer!r} is not a block of this arena; give what alloc() returned")
+            raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
         if n < buffer.size:
             raise ValueError(
                 f"nbytes={n} is less than the {buffer.size} bytes it has; slice it instead"
@@ -357,7 +360,7 @@ cdef class Bump(Allocator):
             try:
                 check_open(buffer)
                 if buffer.size != size:
-                    raise ValueError(f"{buffer!r} did not grow: it was changed meanwhile")
+                    raise ValueError(f"{buffer!r} did not grow: another thread changed it")
                 c.hooks.move(new, buffer)
             except BaseException:
                 new.release()
@@ -373,14 +376,14 @@ cdef class Bump(Allocator):
         if not done:
             new.release()
             check_open(buffer)
-            raise ValueError(f"{buffer!r} did not grow: it or the arena was changed meanwhile")
+            raise ValueError(f"{buffer!r} did not grow: another thread changed it or the arena")
         buffer.release()
         return new
 
     # -- marks
 
     def mark(self):
-        """Remember the position, for :meth:`reset`. Marks nest.
+        """Return a mark of the present position, for :meth:`reset`. Marks nest.
 
         Returns
         -------
@@ -415,31 +418,32 @@ cdef class Bump(Allocator):
         return m
 
     def reset(self, mark=None, stream=None):
-        """Free everything allocated since a mark that nobody holds.
+        """Free all blocks since a mark that nobody holds.
 
-        Held blocks keep their bytes and are retired: those come back when they are dropped.
-        Buffers that were never exported are closed. Marks newer than this one end; this one
+        Held blocks keep their bytes and are retired: their bytes come back when they are dropped.
+        Buffers that were never exported are closed. Marks newer than this one end. This mark
         stays valid.
 
         Parameters
         ----------
         mark : Mark, optional
-            By default everything is freed and all marks end.
+            Without it, everything is freed and all marks end.
         stream : stream, optional
-            It may still be at work on the memory. Where the host sees that, too, this waits for it.
+            A stream that may still use the memory. If the host can access the memory, too, the call
+            waits for this stream.
 
         Raises
         ------
         ValueError
-            For a mark that has ended, or is of another arena.
+            If the mark has ended, or belongs to another arena.
         BufferError
-            In a strict arena, if blocks are held, naming them. Nothing changes.
+            In a strict arena, if blocks are held. The message names them. Nothing has changed then.
 
         Examples
         --------
         >>> arena = arenapy.Bump(1 << 20)
-        >>> x = arena.zeros(100)                 # an array holds its block,
-        >>> arena.reset()                        # which outlives the reset
+        >>> x = arena.zeros(100)                 # an array holds its block
+        >>> arena.reset()                        # so the block is retired
         >>> arena.used, arena.retired
         (0, 800)
         >>> del x
@@ -447,7 +451,7 @@ cdef class Bump(Allocator):
         0
         """
         if mark is not None and type(mark) is not Mark:
-            raise TypeError(f"mark={mark!r} is not a Mark; give what Bump.mark() returned")
+            raise TypeError(f"mark={mark!r} is not a Mark; pass a mark from Bump.mark()")
         if stream is not None:
             self.core.open_check()
             self.core.hooks.fence(named_stream(self.core, stream))
@@ -467,7 +471,7 @@ cdef class Bump(Allocator):
                 return self.rewind_watched(mark, strict)
         c.settle_sends()
         if mark is not None and <PyObject*>mark.core != <PyObject*>c:
-            raise ValueError(f"{mark!r} is of another arena; reset the arena that made it")
+            raise ValueError(f"{mark!r} belongs to another arena; reset that arena")
         arenapy_lock_acquire(&c.lock)
         if mark is not None:
             f = c.find_frame(mark.id) if mark.valid else -1
@@ -494,8 +498,8 @@ cdef class Bump(Allocator):
                 f"{names[i][1]} bytes at {names[i][0]:#x}{c.born_at(names[i][0])}"
                 for i in range(named)])
             raise BufferError(
-                f"{held} held blocks would outlive this strict reset: {blocks}"
-                f"{', ...' if held > named else ''}; drop the arrays and views of them first"
+                f"{held} blocks are held, which this strict reset refuses: {blocks}"
+                f"{', ...' if held > named else ''}; drop their arrays and views first"
             )
         record(c, EVENT_RESET, NULL if mark is None else <PyObject*>mark, 0)
         return 0
@@ -531,7 +535,8 @@ cdef class Bump(Allocator):
     def scope(self):
         """A context manager that marks on entry and resets to that mark on exit.
 
-        ``as`` gives the arena. Exceptions pass. The scope ends early if an older mark is reset to.
+        ``as`` gives the arena. Exceptions are passed on. A reset to an older mark ends the scope
+        early.
 
         Examples
         --------
@@ -560,7 +565,7 @@ cdef class Bump(Allocator):
 
     @property
     def peak(self) -> int:
-        """The most that `used` has been, in bytes."""
+        """The peak of `used`, in bytes."""
         return self.core.figures().peak
 
     @property
@@ -570,7 +575,7 @@ cdef class Bump(Allocator):
 
     @property
     def retired(self) -> int:
-        """Bytes of held blocks that outlived a reset."""
+        """Bytes of blocks that were held at a reset and still are."""
         return self.core.figures().retired
 
     @property
@@ -584,7 +589,7 @@ cdef class Bump(Allocator):
         return self.core.kind
 
     def stats(self):
-        """The figures of this moment, as a :class:`arenapy.stats.BumpStats`.
+        """The present figures, as a :class:`arenapy.stats.BumpStats`.
 
         Examples
         --------
@@ -626,14 +631,14 @@ cdef class Bump(Allocator):
         self.core.keep_dead_buffers(recorder is None and not self.debug)
 
     def check(self):
-        """Verify the bookkeeping, O(extents + held blocks); AssertionError names what is wrong.
+        """Verify the bookkeeping, in O(extents + held blocks); raise AssertionError on an error.
 
-        In debug mode free memory too: MemoryCorruption then names who wrote to it.
+        In debug mode, also verify free memory. MemoryCorruption then names the block.
 
         Examples
         --------
         >>> arena = arenapy.Bump(1 << 20)
-        >>> arena.check()                        # nothing is wrong
+        >>> arena.check()                        # it finds no error
         """
         verify(self.core)
         self.core.check_free()
@@ -657,7 +662,7 @@ cdef class Scope:
 
     def __enter__(self):
         if self.mark is not None:
-            raise ValueError("this scope is entered already; call arena.scope() for another one")
+            raise ValueError("this scope is already entered; call arena.scope() for another one")
         self.mark = self.arena.enter()
         return self.arena
 

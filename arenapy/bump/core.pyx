@@ -794,7 +794,7 @@ seal(BumpCore)
 @cython.freelist(64)
 @cython.no_gc_clear          # the core is needed to the last
 cdef class Mark:
-    """A position in a Bump, made by :meth:`Bump.mark` and given to :meth:`Bump.reset`.
+    """A position in a Bump, from :meth:`Bump.mark`, for :meth:`Bump.reset`.
 
     Examples
     --------

@@ -24,28 +24,28 @@ __all__ = ["main"]
 COMMANDS = {
     "info": (
         "arenapy.commands.info",
-        "what this machine offers: pages, limits, NUMA nodes, the kernel, GPUs",
+        "show what this machine offers: pages, limits, NUMA nodes, kernel, GPUs",
     ),
     "demo": (
         "arenapy.commands.demo",
-        "an arena at work: NumPy with and without page faults, measured",
+        "measure NumPy with and without page faults",
     ),
     "run": (
         "arenapy.commands.run.command",
-        "a program with its NumPy arrays in a pool, and a report at its end",
+        "run a program with its NumPy arrays in a pool, and print a report",
     ),
     "compare": (
         "arenapy.commands.compare.command",
-        "is a program faster so? measured, with a plain verdict",
+        "measure whether a program runs faster with arenapy, and say so",
     ),
-    "trace": ("arenapy.commands.trace", "what a trace tells, and as a page with charts"),
+    "trace": ("arenapy.commands.trace", "show the memory in a trace, also as a page with charts"),
     "replay": (
         "arenapy.commands.replay.command",
-        "a recorded trace with other allocators: time, memory held",
+        "replay a trace with other allocators, and measure time and memory",
     ),
     "fuzz": (
         "arenapy.commands.fuzz",
-        "attack an allocator with random programs; find the smallest",
+        "test an allocator with random programs, and shrink a failing one",
     ),
 }
 
@@ -60,8 +60,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="arenapy",
         usage="%(prog)s [--help] [--version] COMMAND ...",
-        description="Memory that was faulted in beforehand, for NumPy and friends.",
-        epilog="\n".join(["commands:", *lines, "", "arenapy COMMAND --help says more."]),
+        description="Arenas, slabs and pools of prefaulted memory for NumPy and other libraries.",
+        epilog="\n".join(["commands:", *lines, "", "arenapy COMMAND --help lists its options."]),
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"arenapy {__version__}")

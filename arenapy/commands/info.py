@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(
         prog="arenapy info",
-        description="What this machine offers arenapy, and what each fact means for you.",
+        description="Show what this machine offers arenapy, and what each fact means for you.",
     )
-    parser.add_argument("--json", action="store_true", help="as a JSON list; sizes are bytes")
+    parser.add_argument("--json", action="store_true", help="print a JSON list; sizes are in bytes")
     arguments = parser.parse_args(argv)
     found = facts()
     if arguments.json:
@@ -104,7 +104,7 @@ def table(found: list[Fact]) -> Table:
 
 def _pages(sys: Path, pools: dict[int, HugePool]) -> Iterator[Fact]:
     size = vm.PAGE_SIZE
-    meaning = "regions are mapped in whole pages, and a touch of a new one is a fault"
+    meaning = "regions consist of whole pages; the first use of a page is a page fault"
     yield Fact("pages", "page size", size, format_bytes(size), meaning)
     thp = sys / "kernel/mm/transparent_hugepage"
     mode = _chosen(thp / "enabled")
@@ -113,7 +113,7 @@ def _pages(sys: Path, pools: dict[int, HugePool]) -> Iterator[Fact]:
     elif mode == "madvise":
         meaning = "huge_pages='auto' gets them; other memory does not"
     else:
-        meaning = "huge_pages='auto' gets none; ask for 'madvise', or reserve hugetlbfs pages"
+        meaning = "huge_pages='auto' gets none; set 'madvise', or reserve hugetlbfs pages"
     yield Fact("pages", "transparent huge pages", mode, mode or "not there", meaning)
     shared = _chosen(thp / "shmem_enabled")
     if shared in ("always", "within_size", "advise", "force"):
@@ -133,7 +133,7 @@ def _pool(pool: HugePool) -> Fact:
     name = f"hugetlbfs {format_bytes(pool.page_size)}"
     shown = f"{pool.free} free of {pool.reserved}"
     if option is None:
-        meaning = "no option of arenapy asks for this size"
+        meaning = "arenapy has no option for this size"
     elif pool.free:
         room = format_bytes(pool.free * pool.page_size)
         meaning = f"huge_pages={option} works for up to {room}"
@@ -148,9 +148,9 @@ def _memory(info: MemoryInfo) -> Iterator[Fact]:
     for limit in info.limits:
         shown = f"{format_bytes(limit.available)} free of {format_bytes(limit.nbytes)}"
         meaning = (
-            "the tightest limit: more than is free is refused"
+            "the limit that applies: a request for more than is free is refused"
             if limit is info.limit
-            else "not what limits a region now"
+            else "does not limit a region now"
         )
         yield Fact("memory", limit.name, limit.available, shown, meaning)
     if not any(limit.name.startswith("cgroup") for limit in info.limits):
@@ -179,7 +179,7 @@ def _memlock(limit: int | None) -> Fact:
 def _nodes(nodes: tuple[int, ...]) -> Iterator[Fact]:
     shown = ", ".join(map(str, nodes)) or "not known"
     if len(nodes) > 1:
-        meaning = "numa_node= takes a region's pages from one of them"
+        meaning = "numa_node= takes the pages of a region from one of them"
     else:
         meaning = "all memory is equally near: numa_node= has nothing to choose"
     yield Fact("NUMA", "nodes with memory", list(nodes), shown, meaning)
@@ -187,19 +187,19 @@ def _nodes(nodes: tuple[int, ...]) -> Iterator[Fact]:
 
 def _kernel() -> Iterator[Fact]:
     release = platform.release()
-    yield Fact("kernel", "release", release, release, "features below are tried, not looked up")
+    yield Fact("kernel", "release", release, release, "the features below were tested")
     for name, probe, with_it, without in (
         (
             "MADV_POPULATE_WRITE",
             vm.can_populate,
             "prefault fills memory in large steps and reports failures",
-            "prefault touches each page: slower (Linux 5.14 has it)",
+            "prefault touches each page, which is slower (Linux 5.14 has the feature)",
         ),
         (
             "PAGEMAP_SCAN",
             vm.can_scan_pages,
             "huge_fraction is exact for any region",
-            "huge_fraction reads smaps, which cannot tell for some regions (Linux 6.7 has it)",
+            "huge_fraction reads smaps, which fails for some regions (Linux 6.7 has the feature)",
         ),
         (
             "memfd",
@@ -210,7 +210,7 @@ def _kernel() -> Iterator[Fact]:
         (
             "OFD locks",
             _has_ofd_locks,
-            "a Buffer sent to another process is leased until that process lets go",
+            "a Buffer that was sent is kept until the receiver drops it",
             "Buffers of Shared cannot be sent to other processes",
         ),
         (
@@ -244,7 +244,7 @@ def _cuda() -> Iterator[Fact]:
         return
     for info in found:
         shown = f"{format_bytes(info.free_bytes)} free of {format_bytes(info.total_bytes)}"
-        meaning = f"{info.name}: cuda.Device({info.device_id}) takes memory of it"
+        meaning = f"{info.name}: cuda.Device({info.device_id}) allocates from it"
         if info.reserved_bytes:
             shown += (
                 f", {format_bytes(info.reserved_bytes)} reserved here, "
@@ -252,7 +252,7 @@ def _cuda() -> Iterator[Fact]:
             )
         yield Fact("CUDA", f"device {info.device_id}", info.free_bytes, shown, meaning)
     pinned = backing.pinned_bytes()
-    meaning = "of the host's memory, in this process: cuda.Pinned copies at full speed"
+    meaning = "host memory of this process: copies from cuda.Pinned run at full speed"
     yield Fact("CUDA", "pinned by arenapy", pinned, format_bytes(pinned), meaning)
 
 

@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(prog="python -m arenapy.testing")
     commands = parser.add_subparsers(dest="command", required=True)
-    again = commands.add_parser("reproduce", help="do the steps of a file again")
-    again.add_argument("file", metavar="FILE", help="what a machine left behind")
-    _add_guided(commands.add_parser("guided", help="fuzz, led by coverage of C code"))
+    again = commands.add_parser("reproduce", help="repeat the steps of a file")
+    again.add_argument("file", metavar="FILE", help="a file of steps from a state machine")
+    _add_guided(commands.add_parser("guided", help="fuzz, guided by coverage of C code"))
     options = parser.parse_args(argv)
     if options.command == "guided":
         check_outputs(parser, {"--save": (options.save, outputs.STEPS)})
@@ -47,21 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_guided(parser: argparse.ArgumentParser) -> None:
     """Give a parser the options of `guided`."""
-    parser.add_argument("target", metavar="PACKAGE:MACHINE", help="or a callable: an allocator")
-    parser.add_argument("--corpus", required=True, metavar="DIR", help="inputs, kept and added")
-    parser.add_argument("--seconds", type=seconds, default=60, help="to go on for (60)")
+    parser.add_argument("target", metavar="PACKAGE:MACHINE", help="a machine, or an allocator")
+    parser.add_argument("--corpus", required=True, metavar="DIR", help="folder of inputs to extend")
+    parser.add_argument("--seconds", type=seconds, default=60, help="run for this time (60)")
     parser.add_argument(
-        "--executions", type=whole(1, guided.MAX_NUMBER), help="and at most so many"
+        "--executions", type=whole(1, guided.MAX_NUMBER), help="the most inputs to run"
     )
     parser.add_argument(
         "--seed", type=whole(0, guided.MAX_NUMBER), default=0,
-        help="of libFuzzer; 0: another every time",
+        help="seed of libFuzzer; 0 means a new one each time",
     )  # fmt: skip
-    parser.add_argument("--by-chance", action="store_true", help="programs that nothing leads")
+    parser.add_argument("--by-chance", action="store_true", help="run without guidance")
     parser.add_argument("--merge", metavar="DIR", action="append", default=[], help="add its files")
-    parser.add_argument("--minimize", action="store_true", help="of the corpus, and no more")
-    parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
-    parser.add_argument("--verbose", action="store_true", help="what libFuzzer prints, too")
+    parser.add_argument("--minimize", action="store_true", help="only minimize the corpus")
+    parser.add_argument("--save", metavar="FILE", help="write the failing program to this file")
+    parser.add_argument("--verbose", action="store_true", help="also print the output of libFuzzer")
 
 
 def _guided(options: argparse.Namespace) -> int:

@@ -24,23 +24,23 @@ __all__ = ["main"]
 def _parser() -> Parser:
     parser = Parser(
         prog="arenapy trace",
-        description="Say what a trace tells about memory: how much, when, whose, for how long. "
-        "With --html as a page with charts that zoom, one file, which needs no network.",
+        description="Show the memory in a trace: how much, when, by whom, for how long. "
+        "--html writes a page with charts, as one file that needs no network.",
     )
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
-    parser.add_argument("--html", metavar="OUT", help="write a page there")
+    parser.add_argument("--html", metavar="OUT", help="write the page to this file")
     parser.add_argument(
         "--by", choices=WAYS,
-        help="what blocks are told apart by; default: sites, if they were recorded, else sizes",
+        help="how to group the blocks (default: by site if sites were recorded, else by size)",
     )  # fmt: skip
     parser.add_argument(
-        "--events", action="store_true", help="count events on the axis of time, not seconds"
+        "--events", action="store_true", help="let the time axis count events instead of seconds"
     )
     parser.add_argument(
         "--blocks", type=whole(), default=MAX_BLOCKS, metavar="N",
-        help=f"draw so many blocks one by one, and merge the others (default: {MAX_BLOCKS})",
+        help=f"draw N blocks separately, and merge the others (default: {MAX_BLOCKS})",
     )  # fmt: skip
-    parser.add_argument("--device", type=whole(), metavar="N", help="whose history, of a snapshot")
+    parser.add_argument("--device", type=whole(), metavar="N", help="device, of a snapshot")
     return parser
 
 

@@ -208,8 +208,8 @@ cdef int count(PinnedBacking backing, size_t nbytes, double fraction) except -1:
     if before + nbytes > fraction * total:
         raise OutOfMemory(
             f"pinning {format_bytes(nbytes)} more than the {format_bytes(before)} that are "
-            f"pinned now would be above max_ram_fraction={fraction} of {format_bytes(total)}: what "
-            "is pinned is lost to everybody else. Ask for less, or give a larger fraction"
+            f"pinned now would be above max_ram_fraction={fraction} of {format_bytes(total)}: "
+            "pinned memory is lost to all other programs. Ask for less, or pass a larger fraction"
         )
 
 
@@ -226,7 +226,7 @@ def pinned_region(
     cdef int result, mode
     if mapped and not attribute(SAME_POINTER, device):
         raise ValueError(
-            "mapped=True: this device does not see the host's memory at the host's addresses; pass "
+            "mapped=True: this device cannot access host memory at the host's addresses; pass "
             "mapped=False, and copy"
         )
     count(backing, nbytes, fraction)         # before its pages are touched

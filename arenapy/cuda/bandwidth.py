@@ -38,18 +38,18 @@ COLUMNS = ("memory of the host", "a copy", "copies", "to the device", "from it",
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """Copies of one kind, timed.
+    """The time of copies of one kind.
 
     Attributes
     ----------
     memory : str
-        The kind: what memory of the host, and how.
+        The kind of host memory and of copy.
     nbytes : int
         Bytes of each copy.
     copies : int
-        How many were timed together.
+        The number of copies that were timed together.
     to_device_seconds, from_device_seconds : float
-        All of them took, in the fastest run.
+        The time of all of them, in the fastest run.
 
     Examples
     --------
@@ -78,18 +78,18 @@ class CopySpeed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Bandwidth:
-    """What :func:`bandwidth` measures. A prompt and notebooks show it as a table.
+    """The result of :func:`bandwidth`. A prompt and notebooks show it as a table.
 
     Attributes
     ----------
     device_id : int
         Ordinal of the device.
     name : str
-        What its driver calls it.
+        The driver's name of the device.
     pageable, pinned : CopySpeed
         One large copy, from and to ordinary memory and pinned memory.
     offsets : tuple of CopySpeed
-        The same in pinned memory, so many bytes into a page.
+        The same in pinned memory, for several offsets in a page.
     small : CopySpeed
         Many small copies in pinned memory.
 
@@ -184,17 +184,17 @@ class Bandwidth:
 
 
 def bandwidth(device_id: int = 0, nbytes: int = 64 * MIB, repeat: int = 5) -> Bandwidth:
-    """Measure copies between host and device: which are slow here, and why.
+    """Measure copies between host and device, and say which are slow here, and why.
 
     Parameters
     ----------
     device_id : int
         Ordinal of the device.
     nbytes : int
-        Bytes of a large copy, at least 4096. As much is taken of the device, of pinned memory and
-        of ordinary memory.
+        Bytes of a large copy, at least 4096. The measurement takes this much device memory, pinned
+        memory and ordinary memory.
     repeat : int
-        Runs of each kind, after one that does not count; the fastest is shown.
+        The number of runs of each kind, after a warm-up run. The result is the fastest run.
 
     Returns
     -------
@@ -203,18 +203,18 @@ def bandwidth(device_id: int = 0, nbytes: int = 64 * MIB, repeat: int = 5) -> Ba
     Raises
     ------
     Unavailable
-        There is no driver, no device or no cuda-python.
+        If there is no driver, no device or no cuda-python.
     OutOfMemory
-        There is not that much memory, or it may not be pinned.
+        If there is not enough memory, or it may not be pinned.
     ValueError, TypeError
-        `device_id` is no device; `nbytes` or `repeat` is too small.
+        If `device_id` is not a device, or `nbytes` or `repeat` is too small.
     CudaError
-        The driver refused.
+        If the driver refused.
 
     Notes
     -----
-    Takes about `repeat` times 12 copies of `nbytes`. Thread-safety: may be called from any thread;
-    what else copies at the time makes it slower.
+    It makes about `repeat` times 12 copies of `nbytes`. Thread-safety: may be called from any
+    thread. Other copies at the same time make it slower.
 
     Examples
     --------

@@ -122,8 +122,8 @@ cdef class CudaMemory(Ordering):
             return 0
         if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
             raise ValueError(
-                f"{said(to.thing)} and {said(source.thing)} overlap, which no device copies; copy "
-                "by way of another Buffer"
+                f"{said(to.thing)} and {said(source.thing)} overlap, which a device cannot copy; "
+                "copy through another Buffer"
             )
         can_be_used(s, now)
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
@@ -253,13 +253,13 @@ cdef int of_buffer(Side side, bint to) except -1:
         side.view = memoryview(side.thing)
     except TypeError:
         raise TypeError(
-            f"{said(side.thing)} is no Buffer, and has neither a buffer nor "
+            f"{said(side.thing)} is not a Buffer, and has neither a buffer nor "
             "__cuda_array_interface__ nor __dlpack__"
         ) from None
     refuse_objects(side.view.format, side.thing)
     if to and side.view.readonly:
         raise BufferError(
-            f"{said(side.thing)} is read-only; give something writable, like a bytearray"
+            f"{said(side.thing)} is read-only; pass a writable object, like a bytearray"
         )
     if not side.view.contiguous:
         raise BufferError(f"{said(side.thing)} is not contiguous; give a contiguous copy of it")
@@ -407,34 +407,35 @@ cdef bint pageable(uint64_t address, void* context) noexcept:
 # without a stream waits after each, `copy_batch` once.
 
 def copy_batch(pairs, stream=None):
-    """Copy many things, in their order, on one stream.
+    """Copy many pairs in their order, on one stream.
 
     Parameters
     ----------
     pairs : iterable of (target, source)
-        Buffers, or what ``Buffer.copy_from`` takes besides: contiguous host buffers, and arrays
-        with ``__cuda_array_interface__``. The two of a pair have the same number of bytes, and
-        one of them is a Buffer of memory of arenapy.cuda.
+        Buffers, contiguous host buffers, and arrays with ``__cuda_array_interface__``, as for
+        ``Buffer.copy_from``. Both members of a pair have the same number of bytes. One of them is a
+        Buffer of memory of arenapy.cuda.
     stream : stream, optional
-        That does it; what is copied is held until it has, as by ``copy_from``. By default the
-        stream of the first pair's memory, and all is done when this returns.
+        The stream that copies. All memory is held until it has finished, as in ``copy_from``. By
+        default, the stream of the first pair's memory copies, and all copies are done on return.
 
     Raises
     ------
     ValueError
-        The sizes of a pair differ, one of it is closed, or neither is memory of arenapy.cuda.
+        If the sizes of a pair differ, one of them is closed, or neither is memory of
+        arenapy.cuda.
     BufferError
-        A target is read-only, or something is not contiguous.
+        If a target is read-only, or a member of a pair is not contiguous.
     TypeError
-        Something has no memory, or `pairs` are no pairs.
+        If a member has no memory, or `pairs` does not contain pairs.
     CudaError
-        The driver refused.
+        If the driver refused.
 
     Notes
     -----
     All pairs are checked before the first is copied, and an error names the pair by its index.
-    Thread-safety: may be called from any thread; the sources may not be written to, nor the targets
-    looked at, until it is done.
+    Thread-safety: may be called from any thread. Do not write to the sources and do not read the
+    targets until the copies are done.
 
     Examples
     --------
@@ -480,7 +481,7 @@ cdef tuple checked_pair(object pair, object stream):
     try:
         to, origin = pair
     except (TypeError, ValueError):
-        raise TypeError(f"{pair!r} is no pair; give (target, source)") from None
+        raise TypeError(f"{pair!r} is not a pair; give (target, source)") from None
     memory = memory_of(to)
     if memory is None:
         memory = memory_of(origin)
@@ -526,7 +527,7 @@ cdef Side managed_block(object buffer, str what):
     cdef Block block
     cdef Side side
     if not isinstance(buffer, Block):
-        raise TypeError(f"{what}: this {type(buffer).__name__} is no Buffer")
+        raise TypeError(f"{what}: this {type(buffer).__name__} is not a Buffer")
     block = <Block>buffer
     side = side_of(block, False, None, None)
     if root_of(block).owner.kind != "managed":
@@ -554,28 +555,29 @@ cdef int in_12(Location location) noexcept nogil:
 
 
 def prefetch(buffer, device_id, stream=None):
-    """Move the pages of managed memory to where they are used next.
+    """Move the pages of managed memory to the place of their next use.
 
-    Without it, each page moves when it is touched first, at the price of a fault.
+    Without it, each page moves when it is first touched, which costs a page fault.
 
     Parameters
     ----------
     buffer : Buffer
-        Of `Managed` memory; of a slice, the pages that it has a part of.
+        A Buffer of `Managed` memory. For a slice, all pages that it touches.
     device_id : int
-        Ordinal of a device; -1: the host.
+        Ordinal of a device. -1 is the host.
     stream : stream, optional
-        That does it, in its order; the Buffer is held until it has. By default it is done when
-        this returns.
+        The stream that moves the pages. The Buffer is held until it has finished. By default, the
+        move is done on return.
 
     Raises
     ------
     BufferError
-        It is other memory.
+        If it is other memory.
     ValueError, TypeError
-        It is closed or no Buffer, or there is no such device.
+        If it is closed or not a Buffer, or there is no such device.
     CudaError
-        The driver refused, as where a device has no concurrent managed access (Windows, WSL).
+        If the driver refused, for example because the device has no concurrent managed access
+        (Windows, WSL).
 
     Notes
     -----
@@ -616,32 +618,32 @@ def prefetch(buffer, device_id, stream=None):
 
 
 def advise(buffer, advice, device_id=0):
-    """Say how managed memory is going to be used, so that the driver places it well.
+    """Tell the driver how managed memory will be used, so that it places the pages well.
 
     Parameters
     ----------
     buffer : Buffer
-        Of `Managed` memory; of a slice, the pages that it has a part of.
+        A Buffer of `Managed` memory. For a slice, all pages that it touches.
     advice : {"read_mostly", "preferred_location", "accessed_by"}
-        Copies of its pages may be everywhere at once, since it is seldom written to; its pages
-        are to stay at `device_id`; `device_id` accesses it, and is to have it mapped. With
-        ``"unset_"`` before it: no longer.
+        "read_mostly": it is seldom written, so copies of its pages may be in several places.
+        "preferred_location": its pages should stay at `device_id`. "accessed_by": `device_id`
+        accesses it, so it should be mapped there. The prefix ``"unset_"`` ends an advice.
     device_id : int
-        Ordinal of a device; -1: the host. Does not matter to ``"read_mostly"``.
+        Ordinal of a device. -1 is the host. ``"read_mostly"`` ignores it.
 
     Raises
     ------
     BufferError
-        It is other memory.
+        If it is other memory.
     ValueError, TypeError
-        There is no such advice or device, or the Buffer is closed or none.
+        If there is no such advice or device, or `buffer` is closed or not a Buffer.
     CudaError
-        The driver refused.
+        If the driver refused.
 
     Notes
     -----
-    Thread-safety: may be called from any thread. It holds for the pages, also once the Buffer is
-    released, until their region is gone or it is unset.
+    Thread-safety: may be called from any thread. The advice stays with the pages after the Buffer
+    is released, until their region is gone or the advice is unset.
 
     Examples
     --------
@@ -657,7 +659,7 @@ def advise(buffer, advice, device_id=0):
     cdef size_t nbytes = side.nbytes
     cdef int number, result
     if not isinstance(advice, str) or advice not in ADVICE:
-        raise ValueError(f"advice={advice!r} is none of {', '.join(map(repr, ADVICE))}")
+        raise ValueError(f"advice={advice!r} is not one of {', '.join(map(repr, ADVICE))}")
     number = ADVICE[advice]
     where = place(device_id)
     context = primary(side.device_id)

@@ -19,19 +19,19 @@ cdef enum:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device, in bytes, as its driver counts it.
+    """The memory of one device in bytes, as its driver counts it.
 
     Attributes
     ----------
     device_id : int
         Ordinal of the device.
     name : str
-        What the driver calls it.
+        The driver's name of the device.
     free_bytes, total_bytes : int
-        Free for any process, and all that it has.
+        Memory that is free for any process, and all memory of the device.
     reserved_bytes, allocated_bytes : int
-        What this process's allocators of arenapy have of it (`Device`, `DriverPool`, `Managed`),
-        and what of that is in blocks: as torch names them.
+        Memory that the allocators of arenapy in this process reserved (`Device`, `DriverPool`,
+        `Managed`), and the part of it in blocks. The names are those of torch.
 
     Examples
     --------
@@ -54,12 +54,12 @@ cdef object ordinal_of(object device_id):
         return operator.index(device_id)
     except TypeError:
         raise TypeError(
-            f"device_id={device_id!r} is no ordinal of a device; give 0, 1, ..."
+            f"device_id={device_id!r} is not an ordinal of a device; give 0, 1, ..."
         ) from None
 
 
 def memory_info(device_id=0):
-    """Free and total memory of a device, and what allocators here have of it.
+    """Free and total memory of a device, and the memory of allocators in this process.
 
     Parameters
     ----------
@@ -73,16 +73,16 @@ def memory_info(device_id=0):
     Raises
     ------
     Unavailable
-        There is no driver, no device or no cuda-python.
+        If there is no driver, no device or no cuda-python.
     ValueError, TypeError
-        `device_id` is no device.
+        If `device_id` is not a device.
     CudaError
-        The driver refused.
+        If the driver refused.
 
     Notes
     -----
     Thread-safety: may be called from any thread. The first call makes the device's primary context,
-    which takes memory there (some hundred MiB) and some 100 ms.
+    which takes some hundred MiB of its memory and some 100 ms.
 
     Examples
     --------
@@ -135,25 +135,25 @@ def device_heap_limit(nbytes=None, device_id=0):
     Parameters
     ----------
     nbytes : int, optional
-        What it is to be. It can only be set before the first kernel that uses the heap is loaded.
+        The new size. It can only be set before the first kernel that uses the heap is loaded.
     device_id : int
         Ordinal of the device.
 
     Returns
     -------
     int
-        What it is now, which may be more than `nbytes`.
+        The present size, which may be more than `nbytes`.
 
     Raises
     ------
     ValueError, TypeError
-        For what is no size or no device.
+        If an argument is not a size or not a device.
     Unavailable, CudaError
-        As :func:`memory_info`; also if it is too late to set it.
+        As :func:`memory_info`. CudaError also if it is too late to set the size.
 
     Notes
     -----
-    Thread-safety: may be called from any thread; the limit is the process's.
+    Thread-safety: may be called from any thread. The limit applies to the process.
 
     Examples
     --------
@@ -179,9 +179,9 @@ def device_heap_limit(nbytes=None, device_id=0):
 
 
 def devices():
-    """Memory of every device.
+    """The memory of every device.
 
-    It raises as :func:`memory_info`.
+    Errors are those of :func:`memory_info`.
 
     Returns
     -------

@@ -210,7 +210,7 @@ cdef int need() except -1:
     global starting
     if forked:
         raise Unavailable(
-            "this process was forked from one that had used CUDA, which cannot be used here then: "
+            "this process was forked from one that had used CUDA, so CUDA cannot be used here: "
             "start it with multiprocessing's 'spawn'"
         )
     if not ready:
@@ -290,7 +290,7 @@ cdef void* primary(object index) except NULL:
     need()
     if not 0 <= index < n_devices:
         raise ValueError(
-            f"ordinal={index} is no CUDA device; there {'is' if n_devices == 1 else 'are'} "
+            f"ordinal={index} is not a CUDA device; there {'is' if n_devices == 1 else 'are'} "
             f"{n_devices}, counted from 0"
         )
     ordinal = index

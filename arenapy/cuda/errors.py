@@ -2,7 +2,7 @@
 
 
 class Unavailable(RuntimeError):
-    """There is no CUDA here: no driver, no device, or no cuda-python. The message says which.
+    """CUDA is not available: no driver, no device, or no cuda-python. The message says which.
 
     Examples
     --------
@@ -15,7 +15,7 @@ class Unavailable(RuntimeError):
 
 
 class CudaError(RuntimeError):
-    """The driver refused something.
+    """The CUDA driver refused a call.
 
     Attributes
     ----------

@@ -65,7 +65,7 @@ cdef int fit(Foreign array, object thing, object strides, Py_ssize_t itemsize, u
             raise BufferError(f"{named(thing)} says that its shape is {array.shape}")
         nbytes *= n
     if nbytes > <Py_ssize_t>(<size_t>-1 >> 1):
-        raise BufferError(f"{named(thing)} says that it has {nbytes} bytes, which nothing has")
+        raise BufferError(f"{named(thing)} says that it has {nbytes} bytes, which is impossible")
     array.nbytes = nbytes
     if strides is None or not nbytes:
         return 0
@@ -115,11 +115,11 @@ cdef Foreign as_described(object thing, object described):
             if fields.itemsize == array.dtype.itemsize:
                 array.dtype = fields
         if described.get("mask") is not None:
-            raise BufferError(f"{named(thing)} is masked; give its data and its mask one by one")
+            raise BufferError(f"{named(thing)} is masked; pass its data and its mask separately")
         fit(array, thing, described.get("strides"), array.dtype.itemsize, 1)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise BufferError(
-            f"{named(thing)} describes itself by a __cuda_array_interface__ that is none: "
+            f"{named(thing)} has an invalid __cuda_array_interface__: "
             f"{described!r} ({type(error).__name__}: {error})"
         ) from error
     array.kind = "device"
@@ -229,7 +229,7 @@ cdef object exported(object thing, object stream, bint wait):
         arguments["stream"] = number_of(there) if wait else NO_WAIT
     elif kind == KIND_CPU and stream is not None:
         raise ValueError(
-            f"stream={stream!r}: {named(thing)} is on the host, where no stream orders anything; "
+            f"stream={stream!r}: {named(thing)} is on the host, where streams order nothing; "
             "pass None"
         )
     if kind not in KINDS:
@@ -275,8 +275,8 @@ cdef Foreign taken_over(object capsule, object thing):
         PyCapsule_SetName(capsule, "used_dltensor")
     else:
         raise BufferError(
-            f"{named(thing)}.__dlpack__() returned {capsule!r}, which is no capsule of DLPack or "
-            "one that was used"
+            f"{named(thing)}.__dlpack__() returned {capsule!r}, which is not an unused DLPack "
+            "capsule"
         )
     taken.old, taken.new, taken.generation = old, new, generation
     taken.of_device = array.kind != "existing"
@@ -323,37 +323,37 @@ cdef Foreign of_tensor(DLTensor* tensor, object thing):
 
 
 def asbuffer(obj, stream=None):
-    """A Buffer of another library's array, in its memory.
+    """A Buffer over the memory of another library's array.
 
     Parameters
     ----------
     obj : object
-        An array in C order with ``__cuda_array_interface__``, such as one of CuPy, torch or numba;
-        or, with no such thing, one for :func:`from_dlpack`.
+        An array in C order with ``__cuda_array_interface__``, such as one of CuPy, torch or numba.
+        Without this interface, an array for :func:`from_dlpack`.
     stream : stream, optional
-        On which it is to be used; by default the legacy default stream. It waits for the one that
-        the array's library works on, as far as the interface says which.
+        The stream that will use it, by default the legacy default stream. It waits for the stream
+        of the array's library, if the interface names that stream.
 
     Returns
     -------
     Buffer
-        A view with the array's shape and type, read-only if that is. It has no allocator, and
-        keeps the array's memory, as far as its library lets it: `obj`, and by DLPack its storage.
+        A view with the array's shape and type, read-only if the array is. It has no allocator. It
+        keeps the array's memory, as far as its library allows: `obj`, and with DLPack its storage.
 
     Raises
     ------
     TypeError
-        It has no such interface.
+        If it has no such interface.
     BufferError
-        It is not contiguous, or masked; the message says what to do.
+        If it is not contiguous, or masked. The message says what to do.
     ValueError, Unavailable, CudaError
-        `stream` is none; there is no driver; the driver does not know the memory.
+        If `stream` is not a stream, there is no driver, or the driver does not know the memory.
 
     Notes
     -----
-    When the last Buffer of it is gone, this thread waits until the streams that it was used on are
-    done with it: those given here, to copies and to ``record_stream``, and those of its consumers.
-    This processor may look at managed and pinned memory at any time: synchronize before.
+    When the last Buffer over the memory is dropped, the dropping thread waits until all its streams
+    are done: those given here, to copies and to ``record_stream``, and those of its consumers. If
+    you access managed or pinned memory from the host, synchronize before.
     Thread-safety: may be called from any thread.
 
     Examples
@@ -377,7 +377,7 @@ def asbuffer(obj, stream=None):
 
 
 def from_dlpack(obj, stream=None):
-    """A Buffer of another library's array, in its memory, by DLPack.
+    """A Buffer over the memory of another library's array, by DLPack.
 
     Parameters
     ----------
@@ -385,27 +385,27 @@ def from_dlpack(obj, stream=None):
         An array in C order with ``__dlpack__`` and ``__dlpack_device__``, on a device of CUDA or
         on the host.
     stream : stream, optional
-        As for :func:`asbuffer`; for an array on the host None.
+        As for :func:`asbuffer`. None for an array on the host.
 
     Returns
     -------
     Buffer
-        As of :func:`asbuffer`. It keeps what the producer's deleter ends, which is called once,
-        when the last Buffer is gone and the streams that it was used on are done with it.
+        As from :func:`asbuffer`. It keeps the producer's memory. The producer's deleter is called
+        once, when the last Buffer is gone and its streams are done.
 
     Raises
     ------
     TypeError
-        It has no such methods.
+        If it has no such methods.
     BufferError
-        It is not contiguous, of a type that NumPy has not, or on another device; or its DLPack is
-        too new.
+        If it is not contiguous, has a type that NumPy does not have, or is on another device; or if
+        its DLPack version is too new.
     ValueError, Unavailable, CudaError
-        As of :func:`asbuffer`.
+        As for :func:`asbuffer`.
 
     Notes
     -----
-    As of :func:`asbuffer`.
+    As for :func:`asbuffer`.
 
     Examples
     --------

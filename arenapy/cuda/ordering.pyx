@@ -104,7 +104,7 @@ cdef class Ordering(StreamHooks):
         cdef Ordering made
         if stream is not None and self.host_accessible:
             raise ValueError(
-                f"stream={stream!r}: {self.kind} memory, which the host sees, belongs to no "
+                f"stream={stream!r}: {self.kind} memory, which the host can access, belongs to no "
                 "stream; name it at alloc(stream=...), or by record_stream"
             )
         if stream is not None:

@@ -23,27 +23,27 @@ def memory_resource(allocator: Allocator) -> Any:
     Parameters
     ----------
     allocator : Bump, Slab or Pool
-        Over any source: with one of arenapy.cuda, blocks are allocated and released in the order of
-        the streams that cuda.core names; with others, they are memory of the host, and streams do
-        not matter.
+        An allocator over any source. With a source of arenapy.cuda, blocks are allocated and
+        released in the order of the streams that cuda.core names. With other sources, blocks are
+        host memory, and streams do not matter.
 
     Returns
     -------
     cuda.core.MemoryResource
-        ``Device.set_current``, ``Buffer`` and the rest of cuda.core take it.
+        ``Device.set_current``, ``Buffer`` and the rest of cuda.core accept it.
         It keeps the allocator alive.
 
     Raises
     ------
     Unavailable
-        There is no cuda.core; the message says what to install.
+        If there is no cuda.core. The message says what to install.
     TypeError
-        `allocator` is none.
+        If `allocator` is not an allocator.
 
     Notes
     -----
-    A block that cuda.core has counts as held: a reset of a Bump keeps it, and no region is closed
-    under it. `allocate` raises what ``allocator.alloc`` does: OutOfMemory, and CudaError on a
+    A block of cuda.core counts as held: a reset of a Bump keeps it, and its region cannot be
+    closed. `allocate` raises the errors of ``allocator.alloc``: OutOfMemory, and CudaError on a
     stream that is being captured. Thread-safety: that of the allocator.
 
     Examples
@@ -55,7 +55,7 @@ def memory_resource(allocator: Allocator) -> Any:
     >>> buffer = resource.allocate(1 << 20, stream=stream)   # doctest: +SKIP
     """
     if not isinstance(allocator, Allocator):
-        raise TypeError(f"{allocator!r} is no allocator; give a Bump, Slab or Pool")
+        raise TypeError(f"{allocator!r} is not an allocator; give a Bump, Slab or Pool")
     try:
         core = importlib.import_module("cuda.core")
         base, handed_out = core.MemoryResource, core.Buffer
@@ -97,7 +97,7 @@ class _Resource:
         """Give a block back, once `stream` has done what it was given by then."""
         block = self._blocks.pop(int(ptr), None)
         if block is None:
-            raise ValueError(f"{int(ptr):#x} is no block of {self._allocator!r} (any more)")
+            raise ValueError(f"{int(ptr):#x} is not a block of {self._allocator!r} (any more)")
         try:
             if self._streams:
                 give_back(block, stream)

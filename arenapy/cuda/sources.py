@@ -37,17 +37,17 @@ class Device:
     Parameters
     ----------
     ordinal : int
-        Which device, as the driver counts them.
+        The number of the device, as the driver counts.
 
     Raises
     ------
     ValueError, TypeError
-        `ordinal` cannot be one.
+        If `ordinal` is invalid.
 
     Notes
     -----
-    Blocks are ordered by streams: an allocator's belong to its `stream` (the legacy default stream
-    unless another is given), and to what `alloc`, `record_stream` and copies name besides.
+    Streams order the blocks. The blocks of an allocator belong to its `stream` (by default the
+    legacy default stream), and to the streams that `alloc`, `record_stream` and copies name.
     Thread-safety: immutable; may be used from any thread.
 
     Examples
@@ -86,13 +86,13 @@ class Device:
         Raises
         ------
         OutOfMemory
-            The device has not that much free; the message says how much it has.
+            If the device does not have enough free memory. The message says how much it has.
         Unavailable
-            There is no driver, no device or no cuda-python.
+            If there is no driver, no device or no cuda-python.
         CudaError
-            The driver refused something else.
+            If the driver refused something else.
         ValueError, TypeError
-            `nbytes` is not a size, or there is no such device.
+            If `nbytes` is not a size, or there is no such device.
 
         Examples
         --------
@@ -104,29 +104,29 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Memory of the host that devices reach themselves: copies run at full speed.
+    """Host memory that devices can access directly, so copies run at full speed.
 
-    It is a region of `Host`, faulted in and then registered with ``cuMemHostRegister``.
+    It is a region of `Host` that is faulted in and then registered with ``cuMemHostRegister``.
 
     Parameters
     ----------
     huge_pages, lock, numa_node, guard, threads
         As for `Host`.
     portable : bool
-        Pinned for every device, not only the first.
+        Pin the memory for every device, not only for the first.
     mapped : bool
-        Kernels may read and write it in place.
+        Let kernels read and write the memory in place.
     max_ram_fraction : float
-        The most of the machine's memory that arenapy pins in this process, all in all.
+        The largest share of the machine's memory that arenapy pins in this process, in total.
 
     Raises
     ------
     ValueError, TypeError
-        An option that cannot be.
+        If an option is invalid.
 
     Notes
     -----
-    In a forked child the memory is not there, and allocators over it are closed.
+    A forked child does not have the memory, and allocators over it are closed there.
     Thread-safety: immutable; may be used from any thread.
 
     Examples
@@ -155,8 +155,8 @@ class Pinned:
         check_flag("mapped", self.mapped)
         if not 0 < float(self.max_ram_fraction) <= 1:
             raise ValueError(
-                f"max_ram_fraction={self.max_ram_fraction!r} is no part of the memory: give more "
-                "than 0, and at most 1"
+                f"max_ram_fraction={self.max_ram_fraction!r} is not a valid share of the memory: "
+                "give more than 0, and at most 1"
             )
 
     def _host(self) -> Host:
@@ -189,11 +189,11 @@ class Pinned:
         Raises
         ------
         OutOfMemory
-            As `Host.region`; also beyond `max_ram_fraction`.
+            As `Host.region`; also if the request exceeds `max_ram_fraction`.
         Unavailable, CudaError
             As `Device.region`.
         OSError, ValueError, TypeError
-            As `Host.region`; with `mapped` also if the device does not see this memory.
+            As `Host.region`; with `mapped`, also if the device cannot access this memory.
 
         Examples
         --------
@@ -212,25 +212,25 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """Memory that moves between host and device by pages, as it is touched (unified memory).
+    """Memory whose pages move between host and device when they are touched (unified memory).
 
     Parameters
     ----------
     ordinal : int
-        The device whose free memory bounds it.
+        The device whose free memory is the limit.
     oversubscribe : bool
-        Allow more than the device has free. A device that runs out of memory that way swaps with
-        the host, and has been seen to hang.
+        Allow more than the free memory of the device. A device that runs out of memory in this way
+        swaps with the host, and may hang (we have seen this).
 
     Raises
     ------
     ValueError, TypeError
-        An option that cannot be.
+        If an option is invalid.
 
     Notes
     -----
-    The host may look at it at any time only where the device has concurrent managed access; where
-    it has not, as on Windows and WSL, Buffers export no host memory. Copy then.
+    The host may access it at any time only if the device has concurrent managed access. Otherwise
+    (on Windows and WSL) Buffers export no host memory, and you have to copy.
     Thread-safety: immutable; may be used from any thread.
 
     Examples
@@ -256,7 +256,7 @@ class Managed:
         return backing.managed_memory(self.ordinal)
 
     def region(self, nbytes: int) -> Region:
-        """Allocate `nbytes` bytes, which have pages where they are touched first.
+        """Allocate `nbytes` bytes. Each page is placed where it is first touched.
 
         Parameters
         ----------
@@ -270,7 +270,7 @@ class Managed:
         Raises
         ------
         OutOfMemory
-            The device has not that much free, and `oversubscribe` is not set.
+            If the device does not have enough free memory, and `oversubscribe` is not set.
         Unavailable, CudaError, ValueError, TypeError
             As `Device.region`.
 
@@ -284,7 +284,7 @@ class Managed:
         _, free, _ = driver_memory(self.ordinal)
         if nbytes > free and not self.oversubscribe:
             raise OutOfMemory(
-                f"{format_bytes(nbytes)} of managed memory are more than the "
+                f"{format_bytes(nbytes)} of managed memory is more than the "
                 f"{format_bytes(free)} that device {self.ordinal} has free: ask for less, or pass "
                 "oversubscribe=True and let it swap with the host"
             )
@@ -292,7 +292,7 @@ class Managed:
 
     @staticmethod
     def prefetch(buffer: Buffer, device_id: SupportsIndex, stream: object = None) -> None:
-        """Move pages to where they are used next: `arenapy.cuda.prefetch`.
+        """Move pages to the place of their next use, as `arenapy.cuda.prefetch`.
 
         Parameters
         ----------
@@ -308,7 +308,7 @@ class Managed:
 
     @staticmethod
     def advise(buffer: Buffer, advice: str, device_id: SupportsIndex = 0) -> None:
-        """Say how the memory is going to be used: `arenapy.cuda.advise`.
+        """Tell the driver how the memory will be used, as `arenapy.cuda.advise`.
 
         Parameters
         ----------
@@ -325,23 +325,23 @@ class Managed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DriverPool:
-    """Memory of a device, from a stream-ordered pool of the driver (``cuMemPoolCreate``).
+    """Device memory from a stream-ordered pool of the driver (``cuMemPoolCreate``).
 
     Parameters
     ----------
     ordinal : int
-        Which device.
+        The number of the device.
     release_threshold : int, optional
-        Bytes that the driver keeps when they are given back to it; by default all.
+        Bytes that the driver keeps when they are returned to it. By default all.
 
     Raises
     ------
     ValueError, TypeError
-        An option that cannot be.
+        If an option is invalid.
 
     Notes
     -----
-    The pool is made with the first region, and lives as long as this source or a region of it.
+    The first region creates the pool. It lives as long as this source or a region of it.
     Thread-safety: may be used from any thread.
 
     Examples
@@ -378,7 +378,7 @@ class DriverPool:
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes from the driver's pool.
 
-        It raises as `Device.region`.
+        Errors are those of `Device.region`.
 
         Parameters
         ----------
@@ -397,12 +397,12 @@ class DriverPool:
         return backing.pooled_region(self.hooks, self._pool(), checked_size(nbytes))
 
     def trim(self, keep_bytes: int = 0) -> None:
-        """Let the driver give back what it keeps beyond `keep_bytes`.
+        """Let the driver return the memory that it keeps beyond `keep_bytes`.
 
         Parameters
         ----------
         keep_bytes : int
-            How much the driver may keep.
+            The number of bytes that the driver may keep.
 
         Examples
         --------

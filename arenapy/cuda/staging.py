@@ -80,7 +80,7 @@ class _Path:
         self.path = os.fspath(path)
         if not os.path.isfile(self.path):
             os.stat(self.path)  # which says why, if it is not there
-            raise ValueError(f"{self.path!r} is no regular file: its size is not known")
+            raise ValueError(f"{self.path!r} is not a regular file: its size is not known")
         self.nbytes = os.stat(self.path).st_size
         self.file: vm.Descriptor | None = None
 
@@ -134,7 +134,7 @@ def _bytes_of(source: Any) -> np.ndarray[Any, Any]:
         view = memoryview(source)
     except TypeError:
         raise TypeError(
-            f"source: this {type(source).__name__} is no path, Buffer, Region, File or array of "
+            f"source: this {type(source).__name__} is not a path, Buffer, Region, File or array of "
             "the host"
         ) from None
     if not view.c_contiguous:
@@ -142,7 +142,7 @@ def _bytes_of(source: Any) -> np.ndarray[Any, Any]:
             f"this {type(source).__name__} is not C-contiguous; give a contiguous copy of it"
         )
     if "O" in re.sub(":[^:]*:", "", view.format):  # but for the names of fields
-        raise TypeError("source holds Python objects, which mean nothing on a device")
+        raise TypeError("source holds Python objects, which have no meaning on a device")
     return np.frombuffer(source, np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
@@ -165,63 +165,63 @@ def chunks(
     stream: Any = None,
     progress: bool | Progress | None = None,
 ) -> Generator[Buffer, None, None]:
-    """Iterate over data on a device, chunk by chunk, while the next ones are read and copied.
+    """Iterate over data on a device in chunks, while the next chunks are read and copied.
 
     Parameters
     ----------
     source : path, File, Region, Buffer or array
-        What to read, from its beginning to its end. A path (``str`` or ``os.PathLike``), also that
-        of a `File`, is opened and read, not mapped. Else a C-contiguous object with a buffer,
-        larger than the device's memory if need be; of memory of arenapy.cuda, nothing is staged.
-        It may not change meanwhile.
+        The data. A path (``str`` or ``os.PathLike``) or a `File` is opened and read, not mapped.
+        Any other source is a C-contiguous object with a buffer. The data may be larger than the
+        device's memory. Memory of arenapy.cuda is not staged. The data must not change during the
+        iteration.
     chunk_bytes : int
-        Bytes of a chunk; the last one may have fewer.
+        Bytes of a chunk. The last chunk may have fewer.
     dtype : dtype-like, optional
-        Each chunk is one dimension of this; by default of bytes.
+        The type of the elements of a chunk, which has one dimension. By default bytes.
     depth : int
-        Chunks that are read and copied ahead, at least 1. Takes `depth` times `chunk_bytes` of
-        pinned memory, and one chunk more than that of the device.
+        The number of chunks to read and copy ahead, at least 1. This needs `depth` times
+        `chunk_bytes` of pinned memory, and one chunk more of device memory.
     pool : Pool or Slab, optional
-        The allocator, over `Device` or `Managed` memory, that the chunks come from. It is used by
-        the thread that iterates. By default one is made, and gone in the end.
+        The allocator of the chunks, over `Device` or `Managed` memory. The iterating thread uses
+        it. By default, one is made and dropped at the end.
     device_id : int
         Ordinal of the device, also of `pool`.
     stream : stream, optional
-        That the consumer works on: it waits for each chunk's copy before what it is given next. By
-        default the legacy default stream.
+        The stream of your work. It waits for the copy of each chunk before it continues. By default
+        the legacy default stream.
     progress : bool or callable, optional
-        True: show a bar (rich) on the terminal. A callable: ``progress(done_bytes, total_bytes)``
-        is called after each chunk.
+        If True, show a progress bar (rich) on the terminal. A callable is called after each chunk
+        as ``progress(done_bytes, total_bytes)``.
 
     Yields
     ------
     Buffer
-        One dimension of `dtype`, on the device. It is closed when the next one is asked for: have
-        what you need of it given to `stream` by then. Of another stream that uses it, tell it with
-        ``record_stream``. Arrays made from it (CuPy, torch) may live on, and keep its memory; if
-        all of it is kept, OutOfMemory says so.
+        A chunk on the device: one dimension of `dtype`. It is closed when you ask for the next
+        chunk. Before that, give all work with it to `stream`. If another stream uses it, call
+        ``record_stream``. Arrays made from it (CuPy, torch) may live longer, and keep its memory.
+        If all memory is kept, OutOfMemory is raised.
 
     Raises
     ------
     ValueError
-        `chunk_bytes` or the size of `source` is no multiple of `dtype`'s; `depth` is less than 1; a
-        file is not regular.
+        If `chunk_bytes` or the size of `source` is not a multiple of the size of `dtype`, `depth`
+        is less than 1, or a file is not a regular file.
     TypeError
-        `source` or an option is none.
+        If `source` or an option has the wrong type.
     BufferError
-        An array is not contiguous, or `pool` is not on a device.
+        If an array is not contiguous, or `pool` is not on a device.
     OSError
-        The file cannot be read, also raised while iterating.
+        If the file cannot be read. This may also be raised during the iteration.
     OutOfMemory, Unavailable, CudaError
-        As by `Device`, `Pinned` and copies, while iterating.
+        As from `Device`, `Pinned` and copies, during the iteration.
 
     Notes
     -----
-    The iterator is a generator: ``close()``, an early ``break`` and its end stop the thread that
-    reads, wait for what it does at the time, and close the file. Without `pool` they also wait for
-    what streams still do with chunks.
+    The iterator is a generator. ``close()``, an early ``break`` and its end stop the reading
+    thread, wait for its present operation, and close the file. Without `pool` they also wait for
+    the streams that still use chunks.
 
-    Thread-safety: one thread at a time may iterate; several iterators may be used at once.
+    Thread-safety: one thread at a time may iterate. Several iterators may be used at once.
 
     Examples
     --------
@@ -246,13 +246,13 @@ def chunks(
     for name, nbytes in (("chunk_bytes", chunk_bytes), ("source has", data.nbytes)):
         if kind.itemsize == 0 or nbytes % kind.itemsize:
             raise ValueError(
-                f"{name} {nbytes} bytes, which is no multiple of the {kind.itemsize} of "
+                f"{name} {nbytes} bytes, which is not a multiple of the {kind.itemsize} of "
                 f"dtype={kind}: an item would be in two chunks"
             )
     if kind.hasobject:
-        raise TypeError(f"dtype={kind} holds Python objects, which mean nothing on a device")
+        raise TypeError(f"dtype={kind} holds Python objects, which have no meaning on a device")
     if pool is not None and not isinstance(pool, (Pool, Slab)):
-        raise TypeError(f"pool={pool!r} is no Pool or Slab")
+        raise TypeError(f"pool={pool!r} is not a Pool or Slab")
     device_id = checked_index("device_id", device_id)
     if pool is not None:
         memory, _ = memory_of(pool)

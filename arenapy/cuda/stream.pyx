@@ -35,7 +35,7 @@ cdef double MILLI = 1e-3
 
 @cython.final
 cdef class Event:
-    """All that a stream was given before :meth:`Stream.record`, which made it.
+    """Marks all work that a stream received before :meth:`Stream.record`.
 
     Notes
     -----
@@ -65,12 +65,12 @@ cdef class Event:
         return over
 
     def synchronize(self):
-        """Wait until the stream has done it.
+        """Wait until the stream has done this work.
 
         Raises
         ------
         CudaError
-            If the event cannot be waited for.
+            If it is not possible to wait for the event.
 
         Examples
         --------
@@ -91,11 +91,11 @@ seal(Event, "an Event is made by Stream.record()")
 @cython.final
 cdef class Stream(OwnStream):
     """Stream(device_id=0)\n--\n
-    A stream of a device: what it is given is done in order, beside what others are given.
+    A stream of a device: its work runs in order, and concurrently with other streams.
 
-    Every argument ``stream=`` of arenapy takes it, and so does every library that knows
-    ``__cuda_stream__``. It is non-blocking: neither it nor the legacy default stream waits for the
-    other, so let one :meth:`wait` where they share memory.
+    Every argument ``stream=`` of arenapy accepts it, and so does every library with
+    ``__cuda_stream__``. It is non-blocking: it and the legacy default stream do not wait for each
+    other. If they share memory, call :meth:`wait`.
 
     Parameters
     ----------
@@ -105,15 +105,15 @@ cdef class Stream(OwnStream):
     Raises
     ------
     Unavailable
-        There is no driver, no device or no cuda-python.
+        If there is no driver, no device or no cuda-python.
     ValueError, TypeError
-        `device_id` is no device.
+        If `device_id` is not a device.
     CudaError
-        The driver refused.
+        If the driver refused.
 
     Notes
     -----
-    A context manager, which closes it. Thread-safety: may be used from any thread.
+    It is a context manager that closes the stream. Thread-safety: may be used from any thread.
 
     Examples
     --------
@@ -149,14 +149,14 @@ cdef class Stream(OwnStream):
         return self.shut
 
     def synchronize(self):
-        """Wait until it has done all that it was given.
+        """Wait until the stream has done all its work.
 
         Raises
         ------
         ValueError
-            It is closed.
+            If it is closed.
         CudaError
-            The driver refused, or something that the stream did has failed.
+            If the driver refused, or work of the stream has failed.
 
         Examples
         --------
@@ -167,9 +167,9 @@ cdef class Stream(OwnStream):
         look(True)
 
     def record(self):
-        """An :class:`Event` for all that it was given so far.
+        """Return an :class:`Event` for all work that the stream received so far.
 
-        It raises as `synchronize`.
+        Errors are those of `synchronize`.
 
         Returns
         -------
@@ -183,17 +183,17 @@ cdef class Stream(OwnStream):
         return event_on(self, -1)
 
     def wait(self, other):
-        """Let what it is given from now on come after `other`; this call waits for nothing.
+        """Let all later work of this stream come after `other`. The call itself does not wait.
 
         Parameters
         ----------
         other : Event or stream
-            An event, or a stream of any library: all that it was given so far.
+            An event, or a stream of any library with all its work so far.
 
         Raises
         ------
         TypeError
-            `other` is neither.
+            If `other` is neither.
         ValueError, CudaError
             As `synchronize`.
 
@@ -208,7 +208,7 @@ cdef class Stream(OwnStream):
             join_streams(self.open_stream(), stream_of(other, self.stream.device_id))
 
     def close(self):
-        """Take no more work; what it was given is done all the same. A second call does nothing.
+        """Accept no more work. Work that it received is still done. A second call does nothing.
 
         Examples
         --------

@@ -221,7 +221,7 @@ cdef object handle_of(object stream):
         if isinstance(handle, int) and "stream" in kind.lower():
             return handle
     raise TypeError(
-        f"stream={stream!r} is no stream: give an object with __cuda_stream__, such as one of "
+        f"stream={stream!r} is not a stream: give an object with __cuda_stream__, such as one of "
         "cuda.core, CuPy, torch or numba, or a handle as an int"
     )
 
@@ -325,7 +325,7 @@ cdef StreamRef stream_of(object stream, int device_id):
         return (<OwnStream>stream).open_stream()
     number = handle_of(stream)
     if not 0 <= number < 1 << 64:
-        raise ValueError(f"stream={stream!r} is no handle of a stream")
+        raise ValueError(f"stream={stream!r} is not a handle of a stream")
     handle = <void*><uintptr_t>number
     if <uintptr_t>handle <= PER_THREAD:
         said = device_of(stream)

@@ -176,9 +176,9 @@ cdef class CallStacks:
         try:
             depth = operator.index(depth)
         except TypeError:
-            raise TypeError(f"sites={depth!r}: need an int, how many callers to note") from None
+            raise TypeError(f"sites={depth!r}: need an int, a number of callers") from None
         if not 1 <= depth <= MAX_DEPTH:
-            raise ValueError(f"sites={depth}: how many callers to note, 0 to {MAX_DEPTH}")
+            raise ValueError(f"sites={depth}: need a number of callers from 0 to {MAX_DEPTH}")
         self.depth = depth
         self.numbers = {}
         self.codes = []

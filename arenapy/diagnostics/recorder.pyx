@@ -346,22 +346,22 @@ cdef class Recorder:
     """Recorder(path, kind="", sites=0)\n--\n
     Writes events to a trace file.
 
-    `arenapy.trace.record` makes one and hands it to an allocator. Code that wants the events of
-    an allocator that is not arenapy's in a file of the same form calls `add` itself.
+    `arenapy.trace.record` makes one and passes it to an allocator. To record another allocator than
+    arenapy's in a file of the same format, call `add` yourself.
 
     Parameters
     ----------
     path : path-like
-        The file, which `start` makes, or overwrites if it is empty or a trace. A regular file.
+        A regular file. `start` makes it, or overwrites it if it is empty or a trace.
     kind : str
-        What is recorded, at most 31 bytes: the name of the allocator's class.
+        The name of the allocator's class, at most 31 bytes.
     sites : int
-        How many callers of each allocation to note, the innermost first: 0 to 64.
+        The number of callers to record for each allocation, the innermost first: 0 to 64.
 
     Notes
     -----
     Thread-safety: any thread may add events at any time. A forked child records nothing: its copy
-    is stopped, and the file is its parent's.
+    is stopped, and the file belongs to the parent.
 
     Examples
     --------
@@ -401,13 +401,13 @@ cdef class Recorder:
             munmap(self.tape, sizeof(Tape))
 
     def start(self):
-        """Make the file, and record from now on.
+        """Make the file, and begin to record.
 
         Raises
         ------
         OSError
-            If the file cannot be made, or is no regular one; if it is there and no trace; if
-            another recorder, of this process or of another one, is writing it.
+            If the file cannot be made, is not a regular file, exists and is not a trace, or if
+            another recorder writes it, in this process or another one.
         MemoryError
             If there is no memory for the buffers.
         ValueError
@@ -476,18 +476,18 @@ cdef class Recorder:
         return 0
 
     def add(self, operation, address, nbytes=0, stream=0):
-        """Record one operation, now, of this thread.
+        """Record one operation of this thread, with the present time.
 
         Parameters
         ----------
         operation : {"alloc", "free", "mark", "reset", "trim", "grow", "keep"}
         address : int
-            Of the block, or of the memory that went to or came from the source; of a mark and of a
-            reset to it the number of the mark, not 0.
+            The address of the block, or of the memory from or to the source. For a mark, and for a
+            reset to it, the number of the mark, which is not 0.
         nbytes : int
-            Size of the block as asked for.
+            The requested size of the block.
         stream : int
-            Handle of the stream that the operation is ordered by, 0 for none.
+            Handle of the stream that orders the operation, 0 for none.
 
         Examples
         --------
@@ -506,7 +506,7 @@ cdef class Recorder:
         record_event(<PyObject*>self, OPERATIONS[operation], start, size, handle)
 
     def flush(self):
-        """Write what was recorded so far to the file, so that it outlives this process.
+        """Write all events so far to the file, so that they are kept if this process dies.
 
         Raises
         ------
@@ -535,7 +535,7 @@ cdef class Recorder:
         Raises
         ------
         OSError
-            If a write failed, now or before: what is in the file is then the part before it.
+            If a write failed, now or before. The file then has the events before that.
 
         Examples
         --------
@@ -604,16 +604,16 @@ cdef class Recorder:
 @cython.final
 cdef class Recording:
     """Recording(allocator, path, sites=0)\n--\n
-    An allocator being recorded: what :func:`arenapy.trace.record` returns.
+    The recording of an allocator, from :func:`arenapy.trace.record`.
 
     Parameters
     ----------
     allocator, path, sites
-        As of :func:`arenapy.trace.record`.
+        As for :func:`arenapy.trace.record`.
 
     Notes
     -----
-    Thread-safety: any thread may use the allocator meanwhile.
+    Thread-safety: any thread may use the allocator during the recording.
 
     Examples
     --------
@@ -631,7 +631,7 @@ cdef class Recording:
 
     def __cinit__(self, allocator, path, sites=0):
         if not hasattr(allocator, "_record"):
-            raise TypeError(f"allocator={allocator!r} is none; give a Bump, a Slab or a Pool")
+            raise TypeError(f"{allocator!r} is not an allocator; pass a Bump, Slab or Pool")
         self.allocator = allocator
         self.recorder = Recorder(path, type(allocator).__name__, sites)
 

@@ -31,46 +31,46 @@ FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes")
 
 
 class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Give every worker a Pool, for the arrays of its tasks and those it receives.
+    """Give every worker a Pool for the arrays of its tasks and the arrays that it receives.
 
-    Register it with ``Client.register_plugin``. Workers that are there have their Pool from then
-    on, and workers that come or are restarted have it from their start.
+    Register it with ``Client.register_plugin``. Existing workers get their Pool at that time. New
+    and restarted workers get it when they start.
 
     Parameters
     ----------
     max_bytes : int, optional
-        Of each worker's Pool. What does not fit is taken from libc. By default there is no limit
-        but the worker's own, at which the Pool gives back what is idle.
+        The limit of each worker's Pool. Requests beyond it are served by libc. By default there is
+        only the worker's own limit, at which the Pool returns idle memory.
     source : Source, optional
-        Of host memory, for each Pool; it is pickled. By default ``arenapy.Host()``.
+        The source of host memory for each Pool. It is pickled. By default ``arenapy.Host()``.
     trim_after : float, optional
-        Seconds after which unused memory is given back, as in :class:`arenapy.Pool`.
+        Seconds after which unused memory is returned, as in :class:`arenapy.Pool`.
 
     Attributes
     ----------
     pool : arenapy.Pool
-        Of the worker that the plugin is set up in: ``get_worker().plugins["arenapy"].pool``.
+        The Pool of this worker: ``get_worker().plugins["arenapy"].pool``.
     trimmed_bytes : int
-        What the Pool gave back, because the worker had more memory than it shall have.
+        Bytes that the Pool returned because the worker was above its memory limit.
 
     Raises
     ------
     ImportError
-        There is no distributed, or one that is too old; the message says what to install.
+        If distributed is missing or too old. The message says what to install.
     TypeError, ValueError, BufferError
-        As :class:`arenapy.Pool` and :class:`arenapy.numpy_memory` raise them, before anything is
-        sent to a worker.
+        As from :class:`arenapy.Pool` and :class:`arenapy.numpy_memory`, before anything is sent to
+        a worker.
     RuntimeError
-        By ``register_plugin``: two workers are in one process, of which one has its Pool now.
+        From ``register_plugin``, if two workers are in one process. One of them has its Pool then.
 
     Notes
     -----
-    Where a worker compares its memory with the limits from which it spills, pauses or resumes, the
-    Pool first gives back as much idle memory as lies above the lowest of them.
+    A worker compares its memory with the limits at which it spills, pauses or resumes. Before each
+    comparison, the Pool returns the idle memory above the lowest of these limits.
 
-    The metrics of a worker have ``pool_allocated_bytes``, ``pool_idle_bytes``,
-    ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``,
-    what libc served instead. Dask's dashboard shows them on the page of its workers.
+    The metrics of a worker include ``pool_allocated_bytes``, ``pool_idle_bytes``,
+    ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``
+    (served by libc). Dask's dashboard shows them on the page of its workers.
 
     Thread-safety: a worker calls it in the thread of its event loop.
 
@@ -107,7 +107,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         tcp = _tcp()
         if ArenaPlugin._of_process is not None:
             raise RuntimeError(
-                "another worker of this process has an ArenaPlugin, and they would share their "
+                "another worker in this process has an ArenaPlugin, and they would share their "
                 "memory; give each worker a process: LocalCluster(processes=True)"
             )
         from distributed.protocol import utils

@@ -340,7 +340,7 @@ cdef void refuse(void* block) noexcept nogil:
 
 
 cdef void say_refused(uintptr_t block) noexcept with gil:
-    print(f"arenapy: {block:#x} is no live block of a pool in use; it was not freed",
+    print(f"arenapy: {block:#x} is not a live block of a pool in use; it was not freed",
           file=sys.stderr)
 
 

@@ -30,19 +30,18 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a 
 
 
 class Limit(NamedTuple):
-    """One bound on the memory of this process. All figures are bytes.
+    """One limit on the memory of this process. All figures are bytes.
 
     Attributes
     ----------
     name : str
-        What sets it, e.g. ``cgroup /a/b (memory.max)``.
+        The origin of the limit, e.g. ``cgroup /a/b (memory.max)``.
     nbytes, used : int
-        The bound, and what counts against it now, without what the kernel can reclaim from cached
-        files.
+        The limit, and the bytes that count against it now, without reclaimable cached files.
     remedy : str
-        What raises it.
+        How to raise the limit.
     counts_mappings : bool
-        Whether it counts memory that is mapped, rather than what has been touched of it.
+        Whether it counts mapped memory, and not only touched memory.
     """
 
     name: str
@@ -59,20 +58,20 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MemoryInfo:
-    """Memory as this process can use it. All figures are bytes.
+    """The memory that this process can use. All figures are bytes.
 
     Attributes
     ----------
     total, used : int
-        RAM of the machine, and how much of it cannot be had.
+        RAM of the machine, and the part of it that is not available.
     available : int
-        What can still be faulted in: the smallest of what `limits` have free.
+        The bytes that can still be faulted in: the smallest free amount of all `limits`.
     limit : Limit
-        The one that binds.
+        The limit with the smallest free amount.
     limits : tuple[Limit, ...]
-        All that apply: the machine, the cgroup and its ancestors, resource limits.
+        All limits that apply: the machine, the cgroup and its ancestors, resource limits.
     memlock : int or None
-        ``RLIMIT_MEMLOCK``, how much may be locked; None: no limit.
+        ``RLIMIT_MEMLOCK``, the bytes that may be locked. None means no limit.
     swap_total, swap_free : int
         Swap of the machine.
 
@@ -142,21 +141,21 @@ class HugePool(NamedTuple):
 
 
 def memory_info() -> MemoryInfo:
-    """What memory this process can have now, and what limits it.
+    """The memory that this process can get now, and its limits.
 
     Returns
     -------
     MemoryInfo
-        Figures in bytes; print it for a summary.
+        The figures, in bytes. Print it for a summary.
 
     Raises
     ------
     OSError
-        ``/proc`` is not mounted.
+        If ``/proc`` is not mounted.
 
     Notes
     -----
-    Thread-safety: may be called from any thread; the figures are read one after the other.
+    Thread-safety: may be called from any thread. The figures are read one after the other.
 
     Examples
     --------
@@ -368,7 +367,7 @@ def _cgroup_name(proc: Folder, version: _Version) -> str | None:
 
 def _cgroup_limit(group: str, version: _Version) -> Limit | None:
     """The limit of one group; None if it has none or it cannot be read."""
-    nbytes = _number(f"{group}/{version.limit}")  # "max" is no number
+    nbytes = _number(f"{group}/{version.limit}")  # "max" is not a number
     stat = _pairs(f"{group}/memory.stat")
     if version is _V1 and nbytes is not None:
         # In a container the ancestors may be invisible; their tightest limit is told here.

@@ -172,7 +172,7 @@ def begin(path: Path, kind: Kind) -> vm.Descriptor:
     Raises
     ------
     OSError
-        As `check`, or it is no regular file.
+        As `check`, or it is not a regular file.
     """
     while True:
         file = vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
@@ -180,7 +180,7 @@ def begin(path: Path, kind: Kind) -> vm.Descriptor:
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise OSError(f"{os.fspath(path)!r} is no regular file; name one")
+                raise OSError(f"{os.fspath(path)!r} is not a regular file; name one")
             _examine(fd, path, kind)
             if _is_at(path, found):
                 return file
@@ -197,7 +197,7 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
         found = os.stat(path)
     except FileNotFoundError:
         if not os.path.basename(path):
-            raise FileNotFoundError(f"{os.fspath(path)!r} is no name of a file") from None
+            raise FileNotFoundError(f"{os.fspath(path)!r} is not a name of a file") from None
         folder = os.path.dirname(os.path.realpath(path))
         if not os.path.isdir(folder):
             raise FileNotFoundError(
@@ -211,7 +211,7 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
     _check_access(path, os.W_OK)
     if not stat.S_ISREG(found.st_mode):
         if kind is TRACE:  # a recorder writes its header last
-            raise OSError(f"{os.fspath(path)!r} is no regular file; name one")
+            raise OSError(f"{os.fspath(path)!r} is not a regular file; name one")
         yield found
         return
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -234,7 +234,7 @@ def _examine(fd: int, path: Path, kind: Kind) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(
-            f"{name!r} is being written by somebody else: wait for that, or name another file"
+            f"{name!r} is in use by another recording: wait for it, or name another file"
         ) from None
     except OSError:
         pass  # a file system without locks

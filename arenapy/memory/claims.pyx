@@ -363,17 +363,17 @@ def claim(ranges not None, str label not None, *, view=None, bint anyway=False, 
     refused = f"{label} already" if first == label else f"{label} is refused: {first} already"
     if not outlived:
         raise OutOfMemory(
-            f"{refused} has a region of these bytes, and only regions that leave them as they are "
-            "go together. Drop that region with everything that uses it, or use another source"
+            f"{refused} has a region of these bytes, and only read-only regions may "
+            "overlap. Drop that region with everything that uses it, or use another source"
         )
     if leased:
         raise OutOfMemory(
-            f"{refused} had a region of these bytes, of which a forked child still sees some. Wait "
-            "until that process has ended, or use another source"
+            f"{refused} had a region of these bytes, and a forked child still sees some of them. "
+            "Wait until that process has ended, or use another source"
         )
     raise OutOfMemory(
-        f"{refused} had a region of these bytes, of which another process may still see some: the "
-        "one that this one was forked from, or a forked child that could not be given a lease. Use "
+        f"{refused} had a region of these bytes, and another process may still see some of them: "
+        "the one that this one was forked from, or a forked child that has no lease. Use "
         "another source"
     )
 

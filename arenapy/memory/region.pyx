@@ -98,9 +98,9 @@ seal(Backing, "a Backing is internal; make a source's region")
 @cython.no_gc_clear               # the end of a Buffer's streams needs `hooks`
 @cython.trashcan(True)            # owners in chains, of any length, end one after the other
 cdef class Region(MemoryOwner):
-    """One contiguous address range that allocators carve up.
+    """One contiguous address range, which an allocator divides into blocks.
 
-    Made by a source's ``region(nbytes)``; sources of your own use :meth:`from_address`.
+    A source makes it with ``region(nbytes)``. Your own sources use :meth:`from_address`.
     It is unmapped when the last Buffer and allocator over it are gone.
 
     Attributes
@@ -108,13 +108,13 @@ cdef class Region(MemoryOwner):
     address, nbytes : int
         Where it starts, and its size in bytes.
     kind : str
-        "host", "shared", "file", "existing", or what a user's source calls it.
+        "host", "shared", "file", "existing", or the name that a user's source gives.
     device_id : int
         Ordinal of the device it is on; -1 for the host.
     page_size : int
-        Bytes of a page as it was mapped (huge pages given by THP are in `huge_fraction`).
+        Bytes of a page as it was mapped (`huge_fraction` covers transparent huge pages).
     readonly, host_accessible, device_accessible : bool
-        What may be done with the memory, and from where.
+        Allowed access to the memory.
 
     Notes
     -----
@@ -139,27 +139,27 @@ cdef class Region(MemoryOwner):
         str fork="inherit", fd=-1, file_offset=0, map_address=0, map_nbytes=0,
         Mapping mapping=None, Descriptor descriptor=None,
     ):
-        """Make a region of memory that something else has allocated: how sources are written.
+        """Make a region of memory from another allocator. Your own sources use this.
 
         Parameters
         ----------
         address, nbytes : int
-            The range, in bytes; it must stay valid until the region is gone.
+            The range, in bytes. It must stay valid until the region is gone.
         kind : str
-            What Buffers report as their kind.
+            The `kind` of its Buffers.
         owner : object, optional
             Kept alive until the region is gone.
         readonly : bool
-            Whether allocators and exports have to leave it alone.
+            If True, allocators refuse it, and exports are read-only.
         device_id : int
             Ordinal of the device, -1 for the host.
         host_accessible, device_accessible : bool
-            From where it may be read and written.
+            Whether the host and devices may read and write it.
         page_size : int
             Bytes of a page.
         fork : {"inherit", "skip", "closed"}
-            What a forked child has: its own copy; nothing; the same memory, whose allocators
-            are closed there.
+            The memory in a forked child: "inherit" is its own copy, "skip" is nothing, and "closed"
+            is the same memory with closed allocators.
         fd : int
             A file descriptor that the region takes over and closes at its end.
         file_offset : int
@@ -172,15 +172,15 @@ cdef class Region(MemoryOwner):
         Raises
         ------
         ValueError, TypeError
-            For a value out of range. Nothing is taken over then.
+            If a value is out of range. Nothing is taken over then.
         OSError
             If `fd` is not open. Nothing is taken over then.
 
         Notes
         -----
-        An integer owns nothing: an exception that a signal's handler raises between the system call
-        and this one (``KeyboardInterrupt``, say) leaks the range or the descriptor. An `owner` that
-        gives the memory back when it goes, and that exists before the memory does, has no such gap.
+        An integer owns nothing. If a signal handler raises an exception between the system call
+        and this call (for example ``KeyboardInterrupt``), the range or the descriptor leaks. To
+        avoid this, pass an `owner` that exists before the memory, and that frees it at its end.
 
         Examples
         --------
@@ -209,13 +209,13 @@ cdef class Region(MemoryOwner):
         if number_of_file >= 0:
             number = vm_identify(number_of_file, &file)
             if number < 0:
-                raise OSError(-number, f"fd={fd} is no open file")
+                raise OSError(-number, f"fd={fd} is not an open file")
         self = Region.__new__(Region)
         map_start = _address(map_address)
         map_size = as_size(map_nbytes, "map_nbytes")
         self.page_size = as_size(page_size, "page_size")
         if self.page_size == 0:
-            raise ValueError("page_size=0 is no size of a page; give 4096, or what it is")
+            raise ValueError("page_size=0 is not a size of a page; give 4096, or what it is")
         self.ptr = <char*>start
         self.size = n
         self.kind = kind
@@ -313,12 +313,12 @@ cdef class Region(MemoryOwner):
 
     @property
     def huge_fraction(self) -> float:
-        """The part of it that huge pages back now, from 0 to 1, as the kernel says.
+        """The share of the region in huge pages, from 0 to 1, as the kernel reports it.
 
         Raises
         ------
         OSError
-            If the kernel does not say.
+            If the kernel does not report it.
         """
         from arenapy.linux import vm
         if self.gone:
@@ -344,14 +344,14 @@ cdef class Region(MemoryOwner):
         offset : int
             First byte, counted from the start of the region.
         nbytes : int, optional
-            Size; by default all that follows.
+            Size. The default is the rest of the region.
 
         Raises
         ------
         ValueError
             If the range is not inside the region, or the region is closed.
         BufferError
-            If an allocator manages the region: its bytes may be handed out again.
+            If an allocator manages the region, because it may reuse the bytes.
 
         Examples
         --------
@@ -385,12 +385,12 @@ cdef class Region(MemoryOwner):
     def close(self):
         """Unmap now. A second close does nothing.
 
-        Buffers over it that were never exported are closed with it, and so is an allocator.
+        Its allocator and its Buffers that were never exported are closed, too.
 
         Raises
         ------
         BufferError
-            If a Buffer that was ever exported is alive. Nothing changes.
+            If a Buffer that was ever exported is alive. Nothing has changed then.
 
         Examples
         --------
@@ -487,7 +487,7 @@ cdef class Region(MemoryOwner):
             )
         if self.received:
             raise ValueError(
-                f"{self!r} belongs to the process that sent it, which alone allocates from it; "
+                f"{self!r} belongs to the process that sent it, and only that one allocates; "
                 "view it with Region.buffer()"
             )
         if self.readonly:
@@ -497,11 +497,11 @@ cdef class Region(MemoryOwner):
             )
         if self.shared:
             raise ValueError(
-                f"{self!r} was unpickled or received, and others may see its bytes: it is viewed, "
-                "not to be allocated from; give an allocator a source of its own"
+                f"{self!r} was unpickled or received, and others may see its bytes: it can be "
+                "viewed, but not allocated from; use another source for an allocator"
             )
         if arenapy_load(&self.holds):
-            raise ValueError(f"{self!r} has Buffers of its own that are held; give another region")
+            raise ValueError(f"{self!r} has held Buffers of its own; pass another region")
         self.user = <PyObject*>core
         if self.newborn:                     # of forks from here on, the allocator is told
             self.newborn = self.lease_lost = False

@@ -244,7 +244,7 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
         os.set_inheritable(file.fileno(), False)
         if identity is not None and (file.file.device, file.file.inode) != identity:
             raise OSError(
-                EBADF, "what was received is not the memory that was sent: code of the sender "
+                EBADF, "the received memory is not the memory that was sent: code of the sender "
                 "closed descriptors that it did not open, while the message was under way"
             )
         try:

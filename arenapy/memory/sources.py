@@ -53,9 +53,9 @@ BASES = 100  # of an array, at most, that are looked at in search of a Buffer
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything with a method ``region(nbytes)``: where an allocator gets its memory.
+    """An object with a method ``region(nbytes)``, from which an allocator gets its memory.
 
-    A class of yours need not inherit from it. `Region.from_address` makes a region of any memory.
+    Your class need not inherit from it. `Region.from_address` makes a region of any memory.
 
     Examples
     --------
@@ -74,12 +74,12 @@ class Source(Protocol):
     def __init__(self) -> None:
         if type(self) is Source:
             raise TypeError(
-                "Source says what a source has, and is none; give Host(), or an object of yours "
-                "with a method region(nbytes)"
+                "Source only describes a source; pass Host(), or your own object with "
+                "a method region(nbytes)"
             )
 
     def region(self, nbytes: int) -> Region:
-        """A new region of `nbytes` bytes that overlaps no other that is alive.
+        """A new region of `nbytes` bytes that overlaps no other live region.
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class Source(Protocol):
         Raises
         ------
         OutOfMemory
-            There is not that much. Allocators pass it on.
+            If there is not enough memory. Allocators pass the error on.
 
         Examples
         --------
@@ -107,30 +107,31 @@ class Host:
     Parameters
     ----------
     huge_pages : {"auto", "2M", "1G", None}
-        "auto": aligned to 2 MiB and transparent huge pages asked for, without a promise (see
-        `Region.huge_fraction`). "2M", "1G": pages reserved in hugetlbfs, or an error; they are
-        always faulted in, because one that is missing later would be a SIGBUS.
+        "auto": align to 2 MiB and ask for transparent huge pages, without a guarantee (see
+        `Region.huge_fraction`). "2M", "1G": use pages reserved in hugetlbfs, or raise an error.
+        These are always faulted in, because a page that is missing later would cause a SIGBUS.
     prefault : bool
-        Fault every page in now. A request beyond what is free is refused.
+        Fault in every page now. A request for more than the free memory is refused.
     lock : bool
-        Keep pages from being swapped out, from when they are faulted in (``mlock2``).
+        Never swap out a page once it was faulted in (``mlock2``).
     numa_node : int, optional
         Take the pages from this node only.
     guard : bool
-        A page on both ends whose access is a SIGSEGV. The upper one follows the last page: bytes
-        between `nbytes` and the next page boundary are not guarded.
+        Put a page on both ends that causes a SIGSEGV on access. The upper one follows the last
+        page, so bytes between `nbytes` and the next page boundary are not guarded.
     fork : {"inherit", "skip"}, optional
-        Whether a forked child has a copy. While it lives, a copy makes every page of the parent
-        fault again on write; "skip" avoids that, and allocators over the region are closed there.
-        By default "inherit", but "skip" in hugetlbfs, where a copy whose pages run out would be a
-        SIGBUS.
+        Whether a forked child has a copy. While a child with a copy lives, each first write of
+        the parent to a page faults again. "skip" avoids this: the child has no copy, and its
+        allocators over the region are closed. The default is "inherit", and "skip" in hugetlbfs,
+        where a copy may run out of pages and cause a SIGBUS.
     threads : int, optional
-        How many fault pages in; by default as many as CPUs may be used, at most 8.
+        The number of threads that fault in pages. The default is the number of usable CPUs, at
+        most 8.
 
     Raises
     ------
     ValueError, TypeError
-        An option that cannot be.
+        If an option is invalid.
 
     Notes
     -----
@@ -184,11 +185,12 @@ class Host:
         Raises
         ------
         OutOfMemory
-            Memory, huge pages or a limit do not suffice; the message says which and what to do.
+            If memory, huge pages or a limit are not sufficient. The message says which, and what to
+            do.
         OSError
-            The kernel refused something else.
+            If the kernel refused something else.
         ValueError, TypeError
-            `nbytes` is not a size.
+            If `nbytes` is not a size.
 
         Examples
         --------
@@ -235,15 +237,15 @@ class Shared:
     Parameters
     ----------
     name : str
-        Shown in ``/proc/<pid>/maps`` and ``/proc/<pid>/fd``; need not be unique.
+        The name in ``/proc/<pid>/maps`` and ``/proc/<pid>/fd``. It need not be unique.
     huge_pages, prefault, lock, numa_node
-        As for `Host`; "auto" has an effect where ``shmem_enabled`` in
+        As for `Host`. "auto" has an effect if ``shmem_enabled`` in
         ``/sys/kernel/mm/transparent_hugepage`` allows it.
 
     Raises
     ------
     ValueError, TypeError
-        An option that cannot be.
+        If an option is invalid.
 
     Notes
     -----
@@ -328,7 +330,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A mapped file, for data larger than memory; pages are read when they are touched.
+    """A mapped file, for data larger than memory. Pages are read when they are touched.
 
     Parameters
     ----------
@@ -336,42 +338,43 @@ class File:
         A regular file.
     mode : {"r", "r+", "c", "w+"}
         "r": read-only. "r+": writes go to the file. "c": copy on write, the file never changes.
-        "w+": make the file, or empty it. What is written to is reserved on disk (a mapped file that
-        runs out of disk later would be a SIGBUS).
+        "w+": make the file, or empty it. Disk space for writes is reserved at once, because a
+        mapped file that runs out of disk space later would cause a SIGBUS.
 
     Raises
     ------
     ValueError, TypeError
-        An option that cannot be.
+        If an option is invalid.
 
     Notes
     -----
-    A region that can be written to ("r+", "w+") has its bytes of the file to itself: another region
-    of the same file is refused while it lives, through whatever path, and before the file is
-    changed. Regions in the modes "r" and "c" go together. Other processes are kept off by a lock on
-    the open file (``fcntl(2)``, open file description locks), which all that use arenapy ask for;
-    where the file system has no such locks, two processes can map one file for writing.
+    A writable region ("r+", "w+") has its bytes of the file for itself. While it lives, another
+    region of the same file is refused, by whatever path, and before the file is changed. Regions in
+    the modes "r" and "c" may coexist. A lock on the open file keeps other processes away
+    (``fcntl(2)``, open file description locks), if they also use arenapy. If the file system has no
+    such locks, two processes can map one file for writing.
 
-    That lock lies on one byte far beyond the file's. ``lockf`` without a length locks it too. The
-    region is refused while any process holds such a lock, and such a lock fails or waits while the
-    region lives, in this process too: give ``lockf`` the file's length. (A shared lock and the
-    modes "r" and "c" go together.) ``flock`` does not conflict, except on NFS, where it locks the
-    whole file. While a forked child sees bytes that can be written to, these have a shared lock.
+    The lock is on one byte far beyond the end of the file. ``lockf`` without a length locks this
+    byte, too. While any process holds such a lock, the region is refused. While the region lives,
+    such a lock fails or waits, in this process too. Pass the file's length to ``lockf``. (A shared
+    lock is compatible with the modes "r" and "c".) ``flock`` does not conflict, except on NFS,
+    where it locks the whole file. Bytes that a forked child can still write to have a shared lock.
 
-    "r+" reserves what the file lacks on disk, as "w+" does. Where the file system cannot reserve
-    (``fallocate(2)``), writing to a hole on a full disk is a SIGBUS. On tmpfs, where reading a hole
-    takes memory, "r" and "c" fault in a file with holes (Linux 5.14; a SIGBUS may come before).
+    "r+" reserves missing disk space, as "w+" does. If the file system cannot reserve it
+    (``fallocate(2)``), a write to a hole on a full disk causes a SIGBUS. On tmpfs, even a read of a
+    hole takes memory, so "r" and "c" fault in a file with holes (Linux 5.14; on older kernels a
+    SIGBUS is possible).
 
-    In a forked child a file that can be written to stays mapped, and allocators over it are closed.
-    What the child inherited is not reused here until it ends. On hugetlbfs, pages are that file
-    system's huge pages, and in mode "c" a forked child does not have them (see `Host`).
+    In a forked child, a writable file stays mapped, and allocators over it are closed. The parent
+    does not reuse blocks that the child inherited until the child ends. On hugetlbfs, the pages are
+    that file system's huge pages, and a forked child does not have them in mode "c" (see `Host`).
     Thread-safety: may be used from any thread.
 
     Examples
     --------
     >>> import arenapy
     >>> x = arenapy.File("data.f4", "w+").region(4000).buffer().array(dtype="f4")
-    >>> x[:] = 1                             # goes to the file
+    >>> x[:] = 1                             # the writes go to the file
     >>> x.size
     1000
     """
@@ -388,12 +391,12 @@ class File:
         check_choice("mode", self.mode, ("r", "r+", "c", "w+"))
 
     def region(self, nbytes: int | None = None) -> Region:
-        """Map the first `nbytes` bytes of the file, by default all; in mode "w+", that many.
+        """Map the first `nbytes` bytes of the file. The default is all of it.
 
         Parameters
         ----------
         nbytes : int, optional
-            Size in bytes, more than 0. Mode "w+" needs it.
+            Size in bytes, more than 0. Required in mode "w+".
 
         Returns
         -------
@@ -402,13 +405,13 @@ class File:
         Raises
         ------
         OSError
-            The file cannot be opened or mapped, or the disk is full. A ``BlockingIOError``: another
-            process has it mapped in a way that does not go together with this one, or a program
-            has locked all of it.
+            If the file cannot be opened or mapped, or the disk is full. ``BlockingIOError`` if
+            another process has mapped it in a conflicting mode, or a program has locked all of it.
         ValueError, TypeError
-            The file is empty, shorter than `nbytes` or no regular file; "w+" without `nbytes`.
+            If the file is empty, shorter than `nbytes` or not a regular file; or if `nbytes` is
+            missing in mode "w+".
         OutOfMemory
-            Another region has these bytes of the file, and one of the two can be written to.
+            If another region has these bytes of the file, and one of the two is writable.
 
         Examples
         --------
@@ -612,11 +615,11 @@ def _encoded(what: str, name: str | bytes) -> bytes:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
         raise ValueError(
-            f"{what}={name!r} has characters that no name of a file can have here "
-            f"({sys.getfilesystemencoding()}); give another one"
+            f"{what}={name!r} has characters that are not allowed in file names here "
+            f"({sys.getfilesystemencoding()}); pass another name"
         ) from None
     if b"\0" in encoded:
-        raise ValueError(f"{what}={name!r} has a NUL in it, which ends names; give another one")
+        raise ValueError(f"{what}={name!r} contains a NUL character; pass another name")
     return encoded
 
 
@@ -639,31 +642,31 @@ class Existing:
     Parameters
     ----------
     obj : buffer
-        A non-empty C-contiguous buffer. It stays exported while the region lives: a ``bytearray``
-        cannot be resized then.
+        A non-empty C-contiguous buffer. It stays exported while the region lives, so a
+        ``bytearray`` cannot be resized.
     readonly : bool
-        Make a region to look at only; allocators refuse it. Needed if `obj` is read-only.
+        Make a read-only region, which allocators refuse. Required if `obj` is read-only.
 
     Raises
     ------
     TypeError
-        `obj` has no buffer, or one of references to Python objects.
+        If `obj` has no buffer, or its buffer contains references to Python objects.
     BufferError
-        It is read-only, or not contiguous.
+        If it is read-only, or not contiguous.
     ValueError
-        It is empty.
+        If it is empty.
 
     Notes
     -----
-    A region that can be written to has its bytes to itself: another region of any of them is
-    refused while it lives, whether through this source, another view of the memory or another
-    mapping of the same file. Regions with ``readonly=True`` go together. A Buffer may be given, and
-    an array over one: its bytes are then managed by two allocators, one within the other. The
-    object itself, and other processes that map the same memory, are not kept off.
+    A writable region has its bytes for itself. While it lives, another region over any of these
+    bytes is refused, by this source, by another view of the memory or by another mapping of the
+    same file. Regions with ``readonly=True`` may coexist. `obj` may be a Buffer, or an array over a
+    Buffer: then one allocator works inside a block of another. Writes through the object itself,
+    and by other processes that map the same memory, are not prevented.
 
     A forked child has a copy of private memory. Shared memory (``MAP_SHARED``: an ``mmap``,
-    ``SharedMemory``) stays the parent's, and allocators over it are closed in the child; what the
-    child inherited is not reused here until it ends.
+    ``SharedMemory``) stays the parent's, and allocators over it are closed in the child. The parent
+    does not reuse blocks that the child inherited until the child ends.
     Thread-safety: may be used from any thread.
 
     Examples
@@ -693,7 +696,7 @@ class Existing:
         return f"Existing(<{type(self.obj).__name__}{size}>{', readonly=True' * self.readonly})"
 
     def region(self, nbytes: int | None = None) -> Region:
-        """The first `nbytes` bytes of the object, by default all.
+        """A region of the first `nbytes` bytes of the object. The default is all of it.
 
         Parameters
         ----------
@@ -707,12 +710,12 @@ class Existing:
         Raises
         ------
         OutOfMemory
-            The object has fewer bytes; or another region has some of these, and one of the two can
-            be written to.
+            If the object has fewer bytes, or if another region has some of these bytes and one of
+            the two is writable.
         TypeError, BufferError, ValueError
-            As at construction (the object may have changed), or `nbytes` is not a size.
+            As for the constructor (the object may have changed), or if `nbytes` is not a size.
         OSError
-            Which file the memory is of cannot be seen: no ``/proc``, or no free descriptor.
+            If the file of the memory cannot be found: no ``/proc``, or no free descriptor.
 
         Examples
         --------
@@ -724,8 +727,8 @@ class Existing:
         nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
         if nbytes > view.nbytes:
             raise OutOfMemory(
-                f"Existing has {view.nbytes} bytes, and {nbytes} were asked for: "
-                "ask for less, or give it a larger object"
+                f"Existing has {view.nbytes} bytes, and the request is for {nbytes}: "
+                "ask for less, or pass a larger object"
             )
         return region_of(view, nbytes, self.readonly, not self.readonly, repr(self))
 
@@ -736,14 +739,14 @@ def viewed(obj: Any, readonly: bool) -> memoryview:
         view = memoryview(obj)
     except TypeError:
         raise TypeError(
-            f"Existing needs an object with a buffer, and {type(obj).__name__} has none"
+            f"Existing needs an object with a buffer, but {type(obj).__name__} has none"
         ) from None
     refuse_objects(view.format, obj)
     name = type(obj).__name__
     if view.readonly and not readonly:
         raise BufferError(
             f"this {name} is read-only: copy it into a bytearray, or pass readonly=True for a "
-            "region to look at"
+            "read-only region"
         )
     if not view.c_contiguous:
         raise BufferError(f"this {name} is not C-contiguous: pass a contiguous copy of it")
@@ -770,7 +773,7 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
             if (alone or readonly) and not claimed_file:  # of a file, perhaps, which others map
                 raise OSError(
                     error.errno,
-                    f"cannot see which file the memory of {label} is of, so that nobody else gets "
+                    f"cannot find the file of the memory of {label}, to protect "
                     "its bytes: /proc/self/maps and a free descriptor are needed. Close files, or "
                     "give a bytearray",
                 ) from error

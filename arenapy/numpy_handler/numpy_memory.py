@@ -39,18 +39,18 @@ POLICIES = ("system", "error")
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Where the memory of an array is.
+    """The block that holds the memory of an array.
 
     Attributes
     ----------
     allocator
-        Of this process; None if it is gone, or the memory is a region's own.
+        The allocator in this process. None if it is gone, or if the block is a Buffer of a region.
     region
-        The region that the block lies in.
+        The region of the block.
     address, nbytes
-        Of the block.
+        Address and size of the block.
     offset
-        Of the array's first element in the block, in bytes.
+        Position of the array's first element in the block, in bytes.
 
     Examples
     --------
@@ -75,52 +75,54 @@ _handlers: dict[weakref.ref[Pool], dict[str, PoolHandler]] = {}
 
 
 class numpy_memory(Context):
-    """NumPy arrays made in a context have their data in a pool.
+    """Put the data of NumPy arrays that are made in a context into a pool.
 
-    Use it in a ``with`` statement, as a decorator of functions, generators and coroutines, or
-    (``.install()``) for good. An array stays valid after the context and after the pool.
+    Use it in a ``with`` statement, as a decorator of functions, generators and coroutines, or for
+    the rest of the program with ``.install()``. An array stays valid after the context and after
+    the pool.
 
     Parameters
     ----------
     pool : Pool
-        Of host-accessible memory.
+        A pool over host-accessible memory.
     on_full : {"system", "error"}
-        When the pool is exhausted, or over a file that shrank: take the memory from libc, and count
-        it; or let NumPy raise ``MemoryError``.
+        If the pool is exhausted, or over a file that shrank: "system" takes the memory from libc
+        and counts it, and "error" lets NumPy raise ``MemoryError``.
     threads : bool
-        A thread begins with NumPy's own handler. True: those that ``threading.Thread.start`` (and
-        so an executor) starts in this context get this one.
+        If True, threads that ``threading.Thread.start`` (and therefore an executor) starts in this
+        context get this handler. Other threads begin with NumPy's own handler.
     libc : {None, "keep"}
-        What else the program takes from ``malloc``: workspaces of LAPACK, hash tables of pandas,
-        strings. "keep": glibc is told (``mallopt``) to keep what is freed, in all threads, so that
-        it is not faulted in anew. It does nothing where ``malloc`` is not glibc's: musl's, or
-        another one that is preloaded; ``repr`` says so.
+        Treatment of other memory from ``malloc``: workspaces of LAPACK, hash tables of pandas,
+        strings. "keep" tells glibc (``mallopt``) to keep freed memory in all threads, so that it is
+        not faulted in again. This has no effect if ``malloc`` is not glibc's (musl, or a preloaded
+        one). ``repr`` says so then.
 
     Raises
     ------
     TypeError, BufferError
-        `pool` is no Pool; the host cannot access its memory.
+        If `pool` is not a Pool, or the host cannot access its memory.
     ValueError
-        For another policy, or a pool that is closed; `libc` is another word.
+        If `on_full` or `libc` has another value, or the pool is closed.
 
     Notes
     -----
-    Thread-safety: one object may be used by any number of threads at once, and in itself.
+    Thread-safety: any number of threads may use one object at once, also nested in itself.
 
-    Every array is 64-byte aligned. ``np.zeros`` of 32 MiB or more is mapped lazily, outside the
-    pool.
+    Every array is aligned to 64 bytes. ``np.zeros`` of 32 MiB or more is mapped lazily, outside
+    the pool.
 
-    ``libc="keep"`` holds for the process, from the first object that is entered or installed with
-    it to the last that is left. Memory that is freed meanwhile stays with the process, however
-    large it was. Leaving cannot undo all: glibc adapts its thresholds no longer, and has those that
-    it adapts to at most, whatever was set before: blocks above 32 MiB are mapped, and the free end
-    of the heap goes back if it is larger than 64 MiB. What was kept goes back as it comes to lie
-    there, or by ``malloc_trim``. Enter it for long, not for each call.
+    ``libc="keep"`` applies to the process. It begins when the first such object is entered or
+    installed, and ends when the last one is left. Memory that is freed in this time stays with the
+    process, whatever its size. The end does not restore everything: glibc no longer adapts its
+    thresholds, and keeps their highest values, whatever was set before. Blocks above 32 MiB are
+    mapped, and the free end of the heap is returned if it is larger than 64 MiB. The kept memory is
+    returned when it reaches that end, or by ``malloc_trim``. Enter the object once for a long time,
+    not for each call.
 
-    A generator whose ``with`` is suspended leaves the handler to its caller, as with
-    ``numpy.errstate``; decorate the generator instead.
+    A generator that is suspended inside its ``with`` leaves the handler in force for its caller, as
+    with ``numpy.errstate``. Decorate the generator instead.
 
-    NumPy's side of it is NEP 49.
+    The interface of NumPy for this is NEP 49.
 
     Examples
     --------
@@ -157,9 +159,9 @@ class numpy_memory(Context):
         self.pool, self.on_full, self.libc = pool, on_full, libc
 
     def install(self) -> numpy_memory:
-        """Put it in force in this context, below every ``with``, until :meth:`uninstall`.
+        """Put it in force in this context until :meth:`uninstall`. A ``with`` takes precedence.
 
-        With ``threads=True`` it is the default of all threads that are started from now on.
+        With ``threads=True`` it is the default of all threads that start from now on.
 
         Returns
         -------
@@ -175,11 +177,11 @@ class numpy_memory(Context):
         >>> memory.uninstall()
         """
         if not self._install():
-            raise ValueError(f"{self!r} is installed already; uninstall it first")
+            raise ValueError(f"{self!r} is already installed; uninstall it first")
         return self
 
     def uninstall(self) -> None:
-        """End what :meth:`install` began, in the same context. Arrays stay valid.
+        """Undo :meth:`install`, in the same context. Arrays stay valid.
 
         Examples
         --------
@@ -261,7 +263,7 @@ class numpy_memory(Context):
     # -- what happened
 
     def stats(self) -> NumpyMemoryStats:
-        """Allocations that the pool did not serve, since a handler with this policy was first made.
+        """Allocations outside the pool since this handler was first made.
 
         Returns
         -------
@@ -281,7 +283,7 @@ class numpy_memory(Context):
         return NumpyMemoryStats(count, nbytes, live, lazy, lazy_nbytes, lazy_live)
 
     def unreached(self) -> list[str]:
-        """Names of the threads that run Python code without this handler now.
+        """Names of the threads that now run Python code without this handler.
 
         Returns
         -------
@@ -318,27 +320,27 @@ def _handler_of(pool: Pool, on_full: str) -> PoolHandler:
 
 
 def handles(array: NDArray[Any]) -> Handle | None:
-    """Where the memory of an array is: which allocator, region and block.
+    """Return the allocator, region and block of an array's memory.
 
     Parameters
     ----------
     array : numpy.ndarray
-        An array or view, made by any allocator of arenapy, or by NumPy under its handler.
+        An array or view, made by any allocator of arenapy, or by NumPy under :class:`numpy_memory`.
 
     Returns
     -------
     Handle or None
-        None if its memory is none of arenapy's.
+        None if its memory is not arenapy's.
 
     Raises
     ------
     TypeError
-        `array` is no ndarray.
+        If `array` is not an ndarray.
 
     Notes
     -----
-    Thread-safety: may be called from any thread. The array keeps its block alive, so that what
-    is said stays true as long as the array lives.
+    Thread-safety: may be called from any thread. The array keeps its block alive, so the result
+    stays valid as long as the array lives.
 
     Examples
     --------

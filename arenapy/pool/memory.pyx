@@ -240,7 +240,7 @@ cdef class PoolMemory:
 
     cdef int add_region(self, Region region) except -1:
         if region is None:
-            raise TypeError(f"{self.source!r}.region() returned None, which is no Region")
+            raise TypeError(f"{self.source!r}.region() returned None, which is not a Region")
         check_unseen(self.core, region)
         self.core.add_segment(region, False, self.max_pages, self.core.own_cache().tick)
         if region.checked:                   # a file may shrink

@@ -124,38 +124,38 @@ cdef bint has_run(PoolCore c, size_t pages) noexcept:
 cdef class Pool(Allocator):
     """Pool(max_bytes=None, source=None, initial_bytes=0, trim_after=None, on_oom=None, \
 rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
-    A pool: blocks of 21 size classes, kept for reuse when they are given back.
+    A pool: blocks of any size, in 21 size classes. Freed blocks are kept for reuse.
 
     Parameters
     ----------
     max_bytes : int, optional
-        The most that it reserves, in bytes; by default as much as there is.
+        The most bytes that the pool reserves. By default there is no limit.
     source : source, optional
-        Where memory comes from; by default ``Host()``, prefaulted.
+        The kind of memory. By default ``Host()``, prefaulted.
     initial_bytes : int
-        Reserve this much at once, and at least a page of 4 KiB.
+        Bytes to reserve at the beginning, at least a page of 4 KiB.
     trim_after : float, optional
-        Give back what nobody has used for this many seconds, whenever the pool is used; infinity
-        is never.
+        At each use of the pool, return memory that was not used for this many seconds. Infinity
+        means never.
     on_oom : callable, optional
-        ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served; if it
-        returns True, having freed something, the request is tried again.
+        ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served. If it
+        frees something and returns True, the pool tries the request again.
     rounding : {"step", "class"}
-        "step": blocks are rounded to an eighth of a doubling, of a device to pages. "class": to
-        the bound of their class, which wastes up to half.
+        "step": blocks are rounded up to an eighth of a doubling, or to pages on a device. "class":
+        blocks are rounded up to the bound of their class, which wastes up to half.
     debug : bool, optional
-        Fill what is given back with a pattern and check it; by default as the environment
-        variable ``ARENAPY_DEBUG`` says.
+        Fill freed memory with a pattern and check it. By default, the environment variable
+        ``ARENAPY_DEBUG`` decides.
     trim_thread : bool
-        Give back after `trim_after` seconds in a thread, too, also while the pool is not used.
+        Also return memory after `trim_after` seconds while the pool is not used, from a thread.
     stream : stream, optional
-        Memory of arenapy.cuda: the stream of blocks that name no other; by default the legacy
-        default stream on a device, and none where the host sees the memory too.
+        For memory of arenapy.cuda: the stream of blocks that name no other stream. The default is
+        the legacy default stream on a device, and no stream if the host can access the memory.
 
     Notes
     -----
-    Thread-safety: every method may be called from any thread, and any thread may release what
-    another allocated.
+    Thread-safety: every method is thread-safe. Any thread may release a block that another
+    thread allocated.
 
     Examples
     --------
@@ -184,7 +184,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if trim_after is not None:
             trim_after = as_seconds(trim_after)
         if trim_thread and trim_after is None:
-            raise ValueError("trim_thread=True needs trim_after, the seconds that it waits")
+            raise ValueError("trim_thread=True needs trim_after, the number of seconds to wait")
         if source is None:
             source = Host()
         check_source(source)
@@ -229,24 +229,24 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Parameters
         ----------
         nbytes : int
-            Size in bytes; 0 gives a distinct empty Buffer.
+            Size in bytes. 0 gives a separate empty Buffer.
         align : int, optional
             A power of two up to 2 MiB; by default 64, on a device 256.
         stream : stream, optional
-            Memory of arenapy.cuda: the stream that is to use it.
+            For memory of arenapy.cuda: the stream that will use the block.
 
         Returns
         -------
         Buffer
-            Uninitialized. Its block returns to the pool when it is released or dropped, or, once
-            it was exported, when the Buffer is gone.
+            Uninitialized. Its block returns to the pool when the Buffer is released or dropped. If
+            it was exported, the block returns when the Buffer object is gone.
 
         Raises
         ------
         ValueError, TypeError
-            For a size or an alignment out of range.
+            If a size or an alignment is out of range.
         OutOfMemory
-            If it cannot be served; nothing has changed then.
+            If it cannot be served. Nothing has changed then.
 
         Examples
         --------
@@ -548,7 +548,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return self.source_alloc(nbytes, align, False, &block_id)
 
     def alloc_many(self, sizes):
-        """Allocate a block for each size, 64-byte aligned: all of them, or none.
+        """Allocate a block for each size, aligned to 64 bytes: all of them, or none.
 
         Parameters
         ----------
@@ -562,11 +562,11 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Raises
         ------
         ValueError, TypeError, OutOfMemory
-            As :meth:`alloc`; nothing has changed then.
+            As :meth:`alloc`. Nothing has changed then.
 
         Notes
         -----
-        It locks once, and so costs less than as many calls of :meth:`alloc`.
+        It takes the lock once, so it costs less than many calls of :meth:`alloc`.
 
         Examples
         --------
@@ -611,26 +611,26 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return blocks
 
     def prewarm(self, counts):
-        """Reserve memory such that so many blocks can be allocated without asking the source.
+        """Reserve memory for these blocks, so that later allocations need not ask the source.
 
         Parameters
         ----------
         counts : mapping of int to int
-            Sizes in bytes, and how many blocks of each will be live at once.
+            For each size in bytes, the number of blocks that will be live at the same time.
 
         Raises
         ------
         ValueError, TypeError
-            For what is no size or no count.
+            If a size or a count is invalid.
         OutOfMemory
-            If it does not fit; nothing has changed then.
+            If it does not fit. Nothing has changed then.
 
         Examples
         --------
         >>> pool = arenapy.Pool()
         >>> pool.prewarm({1 << 20: 8, 4096: 100})
         >>> blocks = [pool.alloc(1 << 20) for _ in range(8)]
-        >>> pool.stats().pool_misses             # none asked the source
+        >>> pool.stats().pool_misses             # no request went to the source
         0
         """
         cdef BlockBatch batch
@@ -655,19 +655,19 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     # -- giving memory back
 
     def trim(self, keep_bytes=0):
-        """Give idle memory back to the source, what was unused longest first.
+        """Return idle memory to the source, starting with the memory that was idle for longest.
 
-        Over Host it goes page by page, over other sources region by region.
+        Over Host, single pages are returned. Over other sources, whole regions are returned.
 
         Parameters
         ----------
         keep_bytes : int
-            Stop when so many idle bytes are left.
+            Stop when this many idle bytes are left.
 
         Returns
         -------
         int
-            Bytes given back.
+            The number of returned bytes.
 
         Examples
         --------
@@ -692,12 +692,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return freed << PAGE_BITS
 
     def defragment(self):
-        """Merge what is free, and give all of it back to the source. No live block moves.
+        """Merge all free memory and return it to the source. No live block moves.
 
         Returns
         -------
         Defragmented
-            Bytes given back, and the milliseconds that it took.
+            The number of returned bytes, and the time in milliseconds.
 
         Examples
         --------
@@ -835,13 +835,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     @property
     def regions(self) -> tuple:
-        """The regions; over Host, ranges of addresses that have memory in parts."""
+        """The regions. Over Host, these are address ranges that are partly backed by memory."""
         return self.core.listed()
 
     def stats(self):
-        """The figures of this moment, as a :class:`arenapy.stats.PoolStats`.
+        """The present figures, as a :class:`arenapy.stats.PoolStats`.
 
-        On a device, `peak_bytes` has all that streams other than the pool's own kept, too.
+        On a device, `peak_bytes` includes all memory kept by streams other than the pool's own.
 
         Examples
         --------
@@ -860,7 +860,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return stats_of(self.core)
 
     def reset_peak(self):
-        """Begin `peak_bytes` anew, here and in the classes.
+        """Restart `peak_bytes` from the present value, for the pool and each class.
 
         Examples
         --------
@@ -878,8 +878,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Returns
         -------
         iterator of BlockInfo
-            As they were at one moment, that of the call. Blocks of up to 32 KiB tell the age of the
-            span of pages that they share.
+            The state at the moment of the call. Blocks of up to 32 KiB have the age of the span of
+            pages that they share.
 
         Examples
         --------
@@ -905,12 +905,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return extents(self.core)
 
     def check(self):
-        """Verify the bookkeeping, O(blocks), in debug mode free memory too; raise what is wrong.
+        """Verify the bookkeeping, in O(blocks), and raise an error that says what is wrong.
+
+        In debug mode, also verify free memory.
 
         Examples
         --------
         >>> pool = arenapy.Pool()
-        >>> pool.check()                         # nothing is wrong
+        >>> pool.check()                         # it finds no error
         """
         verify(self.core)
         self.core.check_free()

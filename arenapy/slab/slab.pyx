@@ -45,40 +45,40 @@ cdef enum:
 cdef class Slab(Allocator):
     """Slab(item_size, count, source=None, align=None, max_count=None, debug=None, *, stream=None)\
 \n--\n
-    A slab: items of one size, the one given back last handed out first.
+    A slab: items of one size. The item that was freed last is handed out first.
 
     Parameters
     ----------
     item_size : int
         Bytes of an item.
     count : int
-        Items to make room for at once, from 1 to 2**31.
+        The number of items at the beginning, from 1 to 2**31.
     source : source, optional
-        Where memory comes from; by default ``Host()``, prefaulted.
+        The kind of memory. By default ``Host()``, prefaulted.
     align : int, optional
-        Alignment of every item, a power of two up to 2 MiB; by default 64, so that no two items
-        share a cache line. Items are `item_size` bytes apart, rounded up to a multiple of it: a
-        smaller one packs small items.
+        Alignment of every item, a power of two up to 2 MiB. The default is 64, so that no two
+        items share a cache line. The distance between items is `item_size`, rounded up to a
+        multiple of `align`. So a smaller alignment packs small items.
     max_count : int, optional
-        Grow up to so many items, by further regions with as many items as there are; by default
-        not at all.
+        The slab grows up to this many items. Each further region doubles the number of items. By
+        default it does not grow.
     debug : bool, optional
-        Fill what is given back with a pattern and check it; by default as the environment
-        variable ``ARENAPY_DEBUG`` says.
+        Fill freed memory with a pattern and check it. By default, the environment variable
+        ``ARENAPY_DEBUG`` decides.
     stream : stream, optional
-        Memory of arenapy.cuda: the stream of blocks that name no other; see Pool.
+        For memory of arenapy.cuda: the stream of blocks that name no other stream; see Pool.
 
     Raises
     ------
     ValueError, TypeError
-        For an argument out of range, or if the source's memory is not large enough.
+        If an argument is out of range, or if the source's memory is not large enough.
     OutOfMemory
         If the source has no memory for `count` items.
 
     Notes
     -----
-    Thread-safety: every method may be called from any thread, and any thread may release what
-    another allocated.
+    Thread-safety: every method is thread-safe. Any thread may release a block that another
+    thread allocated.
 
     Examples
     --------
@@ -145,29 +145,29 @@ cdef class Slab(Allocator):
     # -- allocation
 
     def alloc(self, nbytes=None, align=None, stream=None):
-        """Allocate an item, or the first bytes of one.
+        """Allocate an item, or the first bytes of an item.
 
         Parameters
         ----------
         nbytes : int, optional
-            Size in bytes, up to `item_size`, which is also the default.
+            Size in bytes, at most `item_size`, which is also the default.
         align : int, optional
-            A power of two up to the alignment that all items have.
+            A power of two up to the alignment of the items.
         stream : stream, optional
-            Memory of arenapy.cuda: the stream that is to use it.
+            For memory of arenapy.cuda: the stream that will use the item.
 
         Returns
         -------
         Buffer
-            Uninitialized. Its item returns to the slab when it is released or dropped, or, once
-            it was exported, when the Buffer is gone.
+            Uninitialized. Its item returns to the slab when the Buffer is released or dropped. If
+            it was exported, the item returns when the Buffer object is gone.
 
         Raises
         ------
         ValueError, TypeError
-            For more than an item, or an alignment that items do not have.
+            If the size is larger than an item, or the alignment is larger than that of the items.
         OutOfMemory
-            If no item is free and the slab cannot grow; nothing has changed then.
+            If no item is free and the slab cannot grow. Nothing has changed then.
 
         Examples
         --------
@@ -253,7 +253,7 @@ cdef class Slab(Allocator):
         Parameters
         ----------
         n_or_sizes : int or iterable of int
-            How many whole items, or the size of each in bytes.
+            The number of whole items, or the size of each item in bytes.
 
         Returns
         -------
@@ -262,11 +262,11 @@ cdef class Slab(Allocator):
         Raises
         ------
         ValueError, TypeError, OutOfMemory
-            As :meth:`alloc`; nothing has changed then.
+            As :meth:`alloc`. Nothing has changed then.
 
         Notes
         -----
-        It locks once, and so costs less than as many calls of :meth:`alloc`.
+        It takes the lock once, so it costs less than many calls of :meth:`alloc`.
 
         Examples
         --------
@@ -376,17 +376,17 @@ cdef class Slab(Allocator):
         )
 
     def trim(self):
-        """Give regions without a live item back to the source, but for the first one.
+        """Return regions without a live item to the source, except the first region.
 
         Returns
         -------
         int
-            Bytes given back.
+            The number of returned bytes.
 
         Examples
         --------
         >>> slab = arenapy.Slab(4096, count=8, max_count=64)
-        >>> items = slab.alloc_many(30)          # it grows
+        >>> items = slab.alloc_many(30)          # the slab grows
         >>> del items
         >>> slab.trim() > 0, slab.capacity
         (True, 8)
@@ -438,7 +438,7 @@ cdef class Slab(Allocator):
         return self.core.listed()
 
     def stats(self):
-        """The figures of this moment, as a :class:`arenapy.stats.SlabStats`.
+        """The present figures, as a :class:`arenapy.stats.SlabStats`.
 
         Examples
         --------
@@ -475,7 +475,7 @@ cdef class Slab(Allocator):
         )
 
     def reset_peak(self):
-        """Begin `peak_bytes` anew.
+        """Restart `peak_bytes` from the present value.
 
         Examples
         --------
@@ -505,7 +505,7 @@ cdef class Slab(Allocator):
         Returns
         -------
         iterator of BlockInfo
-            As they were at one moment, that of the call. 64 neighbours tell the same age.
+            The state at the moment of the call. 64 neighbours share one age.
 
         Examples
         --------
@@ -517,12 +517,14 @@ cdef class Slab(Allocator):
         return listing(self.core)
 
     def check(self):
-        """Verify the bookkeeping, O(items), in debug mode free memory too; raise what is wrong.
+        """Verify the bookkeeping, in O(items), and raise an error that says what is wrong.
+
+        In debug mode, also verify free memory.
 
         Examples
         --------
         >>> slab = arenapy.Slab(4096, count=8)
-        >>> slab.check()                         # nothing is wrong
+        >>> slab.check()                         # it finds no error
         """
         verify(self.core)
         self.core.check_free()

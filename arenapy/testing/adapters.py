@@ -56,7 +56,8 @@ def address_of(block: Any) -> int:
         return int(np.frombuffer(block, "u1").ctypes.data) if len(block) else 0
     except (TypeError, ValueError, BufferError) as error:
         raise TypeError(
-            f"a block of {type(block).__name__} is no int, has no .address, and no buffer ({error})"
+            f"a block of {type(block).__name__} is not an int, and has no .address or buffer "
+            f"({error})"
         ) from error
 
 

@@ -33,21 +33,21 @@ _STATUS = Path("/proc/self/status")
 
 
 def tracked(unit: str, pretty_name: str | None = None, **attributes: object) -> Callable[..., Any]:
-    """Give a benchmark function its unit, and whatever else asv looks for on it.
+    """Give a benchmark function its unit and other attributes for asv.
 
     Parameters
     ----------
     unit : str
-        What asv writes at the axis: ``"faults"``, ``"bytes"``, ``"1"``.
+        The unit on the axis: ``"faults"``, ``"bytes"``, ``"1"``.
     pretty_name : str, optional
-        What asv's pages show, where the function's name would be shown.
+        The title on asv's pages, instead of the function's name.
     **attributes
-        More of them, such as ``timeout`` or ``version``.
+        Further attributes, such as ``timeout`` or ``version``.
 
     Returns
     -------
     callable
-        A decorator that gives back the function itself.
+        A decorator that returns the function itself.
 
     Examples
     --------
@@ -69,26 +69,27 @@ def tracked(unit: str, pretty_name: str | None = None, **attributes: object) -> 
 
 
 def page_faults(function: Callable[[], object], *, repeat: int = 20, warmup: int = 3) -> float:
-    """Count the page faults of a call, once it is warm.
+    """Count the page faults of a call after warm-up.
 
     Parameters
     ----------
     function : callable
-        Called without arguments. What it returns is dropped before the next call.
+        Called without arguments. Its result is dropped before the next call.
     repeat : int, default 20
-        Calls that are counted.
+        The number of counted calls.
     warmup : int, default 3
-        Calls before them, which are not: the interpreter's own memory, a malloc's thresholds.
+        The number of uncounted calls before them. They warm up the interpreter's own memory and
+        the thresholds of malloc.
 
     Returns
     -------
     float
-        Minor faults a call, of all threads of the process.
+        Minor page faults for each call, of all threads of the process.
 
     Raises
     ------
     ValueError
-        If nothing is to be counted.
+        If there is no call to count.
 
     Notes
     -----
@@ -116,32 +117,32 @@ def page_faults(function: Callable[[], object], *, repeat: int = 20, warmup: int
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Measure by how much a call raises the memory that the process has resident.
+    """Measure how much a call increases the resident memory of the process.
 
-    The kernel's account: it has what C libraries allocate, and only what is touched. What was
-    resident before the call does not count, however large it was, and neither does memory that was
-    prefaulted then: see `allocated_peak_bytes`.
+    The kernel counts this, so memory of C libraries is included, but only if it is touched. Memory
+    that was resident before the call does not count. This includes prefaulted memory: see
+    `allocated_peak_bytes`.
 
     Parameters
     ----------
     function : callable
-        Called once, without arguments. What is allocated on first use is in the figure: call it
-        beforehand if that is not the question.
+        Called once, without arguments. Memory that is allocated on first use is included. To
+        exclude it, call the function before.
 
     Returns
     -------
     int
-        Bytes, to within some hundred KiB: the kernel counts in batches, by processor.
+        Bytes, with an error of some hundred KiB, because the kernel counts in batches.
 
     Raises
     ------
     NotImplementedError
-        Where the kernel does not let a process reset its peak; asv then shows a skipped benchmark.
+        If the kernel does not let a process reset its peak. asv then skips the benchmark.
 
     Notes
     -----
-    Thread-safety: memory of other threads counts too, and the peak that the kernel keeps for the
-    process (``VmHWM``) begins anew.
+    Thread-safety: memory of other threads counts, too. The kernel's peak of the process
+    (``VmHWM``) is reset.
     """
     gc.collect()
     try:
@@ -162,7 +163,7 @@ def _status(field: str) -> int:
 
 
 def allocated_peak_bytes(allocator: Allocator, function: Callable[[], object]) -> int:
-    """Measure the most bytes that an allocator had handed out at once during a call.
+    """Measure the peak of an allocator's live bytes during a call.
 
     Parameters
     ----------
@@ -174,17 +175,17 @@ def allocated_peak_bytes(allocator: Allocator, function: Callable[[], object]) -
     Returns
     -------
     int
-        Bytes of live blocks, padding of a Pool's and a Slab's included; also of those that were
-        live before.
+        Bytes of live blocks, including blocks that were live before. A Pool and a Slab include
+        padding.
 
     Raises
     ------
     TypeError
-        For something that is not an allocator.
+        If `allocator` is not an allocator.
 
     See Also
     --------
-    arenapy.measure : The same, and more, of a block of code.
+    arenapy.measure : The same and more, for a block of code.
 
     Examples
     --------
@@ -200,26 +201,26 @@ def allocated_peak_bytes(allocator: Allocator, function: Callable[[], object]) -
 
 
 def hit_rate(pool: Pool, function: Callable[[], object], *, repeat: int = 1) -> float:
-    """Tell which share of a call's allocations a Pool served from memory that it had.
+    """Measure the share of a call's allocations that a Pool served without its source.
 
     Parameters
     ----------
     pool : Pool
-        Whose allocations to look at.
+        The pool to measure.
     function : callable
-        Called without arguments. The first call of a program mostly misses.
+        Called without arguments. In the first call of a program, most allocations miss.
     repeat : int, default 1
         Calls.
 
     Returns
     -------
     float
-        From 0 to 1; NaN, which asv leaves out, if nothing was allocated.
+        From 0 to 1. NaN, which asv leaves out, if nothing was allocated.
 
     Raises
     ------
     TypeError
-        For something that is not a Pool.
+        If `pool` is not a Pool.
 
     Notes
     -----
@@ -236,7 +237,7 @@ def hit_rate(pool: Pool, function: Callable[[], object], *, repeat: int = 1) -> 
     True
     """
     if not isinstance(pool, Pool):
-        raise TypeError(f"{pool!r} is not a Pool, and nothing else has hits and misses")
+        raise TypeError(f"{pool!r} is not a Pool, and only a Pool has hits and misses")
     before = pool.stats()
     for _ in range(repeat):
         function()
@@ -247,20 +248,20 @@ def hit_rate(pool: Pool, function: Callable[[], object], *, repeat: int = 1) -> 
 
 
 class MemorySuite:
-    """Base of an asv class that tracks what its method ``work`` does with memory.
+    """Base of an asv class that tracks the memory of its method ``work``.
 
     A subclass defines ``work(self, *params)``, and gets ``track_page_faults`` (unit "faults") and
-    ``track_peak_bytes`` ("bytes"). If it defines ``allocator(self, *params)`` too, which says whose
-    memory `work` takes (called once in each benchmark, after ``setup``), it also gets
-    ``track_allocated_peak_bytes`` ("bytes") and, of a Pool, ``track_hit_rate`` ("1"). ``params``,
-    ``param_names``, ``setup`` and everything else is as asv has it. A benchmark that is not wanted
-    is set to None in the subclass.
+    ``track_peak_bytes`` ("bytes"). It may also define ``allocator(self, *params)``, which returns
+    the allocator of `work` and is called once in each benchmark, after ``setup``. It then also gets
+    ``track_allocated_peak_bytes`` ("bytes") and, for a Pool, ``track_hit_rate`` ("1"). ``params``,
+    ``param_names``, ``setup`` and the rest are as in asv. To remove a benchmark, set it to None in
+    the subclass.
 
-    The base class itself has no benchmark: asv looks at every class that a module has imported.
+    The base class itself has no benchmark, because asv looks at every class in a module.
 
     Notes
     -----
-    The peak is that of the first call; the hit rate is that of `repeat` calls after it.
+    The peak is from the first call. The hit rate is from the `repeat` calls after it.
 
     Examples
     --------

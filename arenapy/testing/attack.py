@@ -150,25 +150,25 @@ def attack(
     seconds: float | None = None,
     start: int = 0,
 ) -> Tally:
-    """Run examples until something is found, or enough have run.
+    """Run examples until one fails, or enough have run.
 
     Parameters
     ----------
     machine : class
         A subclass of `AllocatorMachine`.
     examples : int
-        How many; without a meaning if `seconds` are given.
+        The number of examples. Ignored if `seconds` is given.
     steps : int
-        Of each example, at most.
+        The most steps of an example.
     seconds : float, optional
-        Go on for about so long.
+        Run for about this time.
     start : int
         The seed.
 
     Returns
     -------
     Tally
-        What was done; `Tally.failing` is the smallest program that failed, or None.
+        The counts. `Tally.failing` is the smallest failing program, or None.
 
     Notes
     -----

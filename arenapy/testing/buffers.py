@@ -34,10 +34,10 @@ class Exports:
 
 
 class BufferRules(AllocatorMachine):
-    """Rules about `arenapy.Buffer`, to be mixed into the machine of an allocator.
+    """Rules about `arenapy.Buffer`, as a mixin for the machine of an allocator.
 
-    A Buffer that is exported cannot be released, and survives a reset; one that was ever exported
-    keeps its bytes until the object is gone.
+    A Buffer with live exports cannot be released, and survives a reset. A Buffer that was ever
+    exported keeps its bytes until the object is gone.
 
     Notes
     -----
@@ -110,7 +110,7 @@ class BufferRules(AllocatorMachine):
 
 
 class BufferMachine(BufferRules, BumpMachine):
-    """Attack the Buffers of a `Bump`, as `BufferRules` do.
+    """Test the Buffers of a `Bump`, with `BufferRules`.
 
     Notes
     -----

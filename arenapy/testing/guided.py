@@ -284,7 +284,7 @@ def _refuse_other_files(corpus: str | os.PathLike[str]) -> None:
     for path in sorted(Path(corpus).iterdir()):
         if not (INPUT.fullmatch(path.name) and path.is_file()):
             raise RuntimeError(
-                f"{str(path)!r} is no input that was found here, and minimizing removes files: "
+                f"{str(path)!r} is not an input that was found here, and minimizing removes files: "
                 "keep it elsewhere, or give its folder with --merge to a new --corpus"
             )
 

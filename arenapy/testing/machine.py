@@ -32,46 +32,47 @@ def several(machine: Any) -> st.SearchStrategy[list[list[Any]]]:
 
 
 class AllocatorMachine(AllocatorModel):
-    """Attack an allocator: subclass, say how to make, allocate and address.
+    """Test an allocator with random programs: subclass, and define make, allocate and address.
 
-    A hook that is None switches its rules off. ``Mine.TestCase`` is a `unittest.TestCase` for
-    pytest to collect.
+    A hook that is None turns its rules off. ``Mine.TestCase`` is a `unittest.TestCase` that pytest
+    collects.
 
     Attributes
     ----------
     state : object
-        What `make` returned.
+        The result of `make`.
     config : dict
-        What it was made with.
+        The arguments of `make`.
     live : dict of int to Live
-        What somebody has, by serial number.
+        The live blocks, by serial number.
     marks : list of MarkRecord
         The marks that are valid, oldest first.
 
     sizes, alignments : strategy
-        What is asked for; an alignment of None asks for none. Class attributes, as all below.
+        The requests. An alignment of None means a request without one. These and all attributes
+        below are class attributes.
     configs : strategy
-        Of dicts: keyword arguments of `make`. Vary the capacity, if there is one.
+        A strategy of dicts, the keyword arguments of `make`. Vary the capacity, if there is one.
     default_align : int
-        What a block is aligned to that no alignment was asked for.
+        The alignment of a block that was requested without one.
     refusals : tuple of exceptions
-        How a request that cannot be served is refused.
+        The exceptions of a request that cannot be served.
     bad_request : tuple of exceptions or None
-        How sizes are refused that cannot be. None: do not try.
+        The exceptions of an invalid size. None: do not try.
     double_free, stale_mark : tuple of exceptions or None
-        How a second `free`, and a `reset` to a mark that a reset has ended, are refused. None, the
+        The exceptions of a second `free`, and of a `reset` to a mark that has ended. None, the
         default: do not try.
     smallest : int
-        Bytes of the smallest block that may be asked for.
+        The smallest size to request.
     empty_is_apart : bool
         Whether a block of 0 bytes has an address that no other live block has.
     grows : bool
         Whether more may be served than `remaining` says.
     contiguous : bool
-        Whether a request of all that is `remaining`, without an alignment, is served.
+        Whether a request for all `remaining` bytes, without an alignment, is served.
     refills : tuple of str
-        After which of ``"free"`` (of all blocks) and ``"reset"`` an allocator serves as much as a
-        new one. Of an allocator that is one of a kind and cannot be made twice: none.
+        The operations, of ``"free"`` (of all blocks) and ``"reset"``, after which an allocator
+        serves as much as a new one. Leave it empty if an allocator cannot be made twice.
 
     Notes
     -----

@@ -86,19 +86,19 @@ def _while_running(argument: Argument) -> st.SearchStrategy[Any]:
 def operation(
     *needs: str, first: bool = False, **arguments: Argument
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a method of an `AllocatorMachine` a rule whose every call is written down beforehand.
+    """Make a method of an `AllocatorMachine` a rule. Each call is recorded before it runs.
 
     Parameters
     ----------
     *needs : str
-        Attributes of the machine. The rule runs while all of them are true: a hook is not None, a
-        collection is not empty.
+        Attributes of the machine. The rule runs only if all of them are true: a hook is not None,
+        and a collection is not empty.
     first : bool
         Run it once, before all others.
     **arguments : strategy, str, OneOf or callable
-        A strategy of what JSON can say; the name of one that the machine has, for a subclass to
-        replace; `OneOf`, an index of a collection; or a function that makes a strategy, given the
-        machine or (for programs) its class.
+        A strategy of values that JSON can represent; the name of a strategy of the machine, which a
+        subclass may replace; `OneOf`, an index of a collection; or a function that makes a strategy
+        from the machine or (for programs) its class.
 
     Returns
     -------
@@ -141,7 +141,7 @@ def operation(
 
 
 def operations(machine: type[Any]) -> dict[str, Operation]:
-    """The operations of a class of machines, those that are switched off left out.
+    """The operations of a class of machines, without those that are turned off.
 
     Parameters
     ----------

@@ -69,12 +69,12 @@ class OwnMachine(AllocatorMachine):
 
 
 class BumpMachine(OwnMachine):
-    """Attack a `Bump`: blocks, zeros, marks, resets, growth.
+    """Test a `Bump`: blocks, zeros, marks, resets, growth.
 
     Attributes
     ----------
     source : Source
-        Of the arenas it makes.
+        The source of the arenas.
 
     Notes
     -----
@@ -165,7 +165,7 @@ class BumpMachine(OwnMachine):
 
 
 class SlabMachine(OwnMachine):
-    """Attack a `Slab`: items, zeros, growth, trimming, a source that fails.
+    """Test a `Slab`: items, zeros, growth, trimming, a source that fails.
 
     Notes
     -----
@@ -214,7 +214,7 @@ class SlabMachine(OwnMachine):
 
 
 class PoolMachine(OwnMachine):
-    """Attack a `Pool`: blocks, zeros, limits, trimming, merging, a source that fails.
+    """Test a `Pool`: blocks, zeros, limits, trimming, merging, a source that fails.
 
     Notes
     -----

@@ -20,20 +20,20 @@ SAMPLE = 1 << 12
 
 @dataclass(eq=False, slots=True)
 class Live:
-    """What is known of one block that somebody has.
+    """The facts about one live block.
 
     Attributes
     ----------
     block : object
-        What `allocate` returned.
+        The result of `allocate`.
     start, nbytes : int
-        Where it lies.
+        Its address and size.
     fill : int
-        The byte that all of it must read as.
+        The byte that fills all of it.
     extent : int
-        Bytes that nobody else may have: one of an empty block, where that has its own address.
+        Bytes that no other block may have. For an empty block with its own address, one byte.
     survivor : bool
-        A reset went past it while somebody saw it.
+        Whether it was in use at a reset.
     extra : object
         For a subclass.
     """

@@ -17,23 +17,23 @@ class FailingSource:
     Parameters
     ----------
     after : int
-        How many regions are made before that.
+        The number of regions before the first failure.
     source : Source, optional
-        Where they come from; by default `Host`, neither prefaulted nor with huge pages.
+        The source of the regions. By default `Host`, without prefaulting and huge pages.
     error : exception, optional
-        What is raised; by default an `OutOfMemory` that says so.
+        The exception to raise. By default an `OutOfMemory` that names the planned failure.
     times : int, optional
-        How many calls fail, after which it works again. None: all.
+        The number of failing calls, after which it works again. None: all later calls fail.
 
     Attributes
     ----------
     calls, failures : int
-        How many regions were asked for, and how often that failed.
+        The number of calls, and the number of failures.
 
     Raises
     ------
     ValueError
-        A negative number.
+        If a number is negative.
 
     Notes
     -----

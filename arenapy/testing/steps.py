@@ -41,7 +41,7 @@ class Step:
     name : str
         The method of the machine.
     arguments : mapping
-        Its keyword arguments: what JSON can say.
+        Its keyword arguments, as values that JSON can represent.
 
     Examples
     --------
@@ -58,12 +58,12 @@ class Step:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
 
     def line(self) -> str:
-        """As a line of a file of steps.
+        """The step as a line of a file.
 
         Raises
         ------
         TypeError
-            An argument is nothing that JSON can say, and could not be replayed.
+            If JSON cannot represent an argument, so that the step could not be replayed.
         """
         try:
             return json.dumps({"step": self.name, "arguments": dict(self.arguments)})
@@ -134,9 +134,9 @@ class Program:
         return cls(tuple(Step.parse(line) for line in lines))
 
     def run(self, machine: type[Any], *, echo: bool = False) -> int:
-        """Do the steps with a new machine of this class, and look after each.
+        """Run the steps with a new machine of this class, and check after each step.
 
-        A step that cannot be done at its moment (to free, where nothing is live) is left out.
+        A step that is not possible at its time (a free without a live block) is left out.
 
         Parameters
         ----------
@@ -148,12 +148,12 @@ class Program:
         Returns
         -------
         int
-            How many steps were done.
+            The number of steps that ran.
 
         Raises
         ------
         AssertionError
-            What the machine found; also whatever the allocator raised out of turn.
+            If the machine found an error. Unexpected exceptions of the allocator are passed on.
         """
         running = machine()
         running.steers = False  # towards long programs: older Hypothesis finds no end to that
@@ -172,7 +172,8 @@ class Program:
 
 
 def steps_path() -> str:
-    """Where this process writes its steps: ``ARENAPY_STEPS``, or a file named after the process.
+    """The file to which this process writes its steps: ``ARENAPY_STEPS``, or a file named after the
+    process.
 
     Examples
     --------
@@ -219,7 +220,7 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
     Parameters
     ----------
     path : path
-        A file that a machine left behind; see `steps_path`.
+        A file of steps from a machine; see `steps_path`.
 
     Returns
     -------
@@ -228,9 +229,9 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
     Raises
     ------
     ValueError
-        It is no such file, or its machine cannot be imported.
+        If it is not such a file, or its machine cannot be imported.
     OSError
-        It cannot be read.
+        If it cannot be read.
 
     Notes
     -----
@@ -254,7 +255,7 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
             raise ValueError(f"version {recipe['arenapy.testing']}, and not {VERSION}")
         program = Program.parse(rest)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no file of steps of arenapy.testing: {error!r}") from error
+        raise ValueError(f"{path} is not a file of steps of arenapy.testing: {error!r}") from error
     machine = find(recipe["machine"], recipe.get("file"))
     if "arguments" in recipe:
         machine = machine(**recipe["arguments"])
@@ -303,7 +304,7 @@ def _module(name: str, file: str | None) -> Any:
         raise ValueError(f"there is no module {name!r}, and no file {file!r}")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{file!r} is no Python module")
+        raise ValueError(f"{file!r} is not a Python module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look there
     spec.loader.exec_module(module)

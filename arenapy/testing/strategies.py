@@ -44,7 +44,7 @@ def sizes(
     classes: Iterable[int | None] = SIZE_CLASSES,
     remaining: Iterable[int] = (),
 ) -> st.SearchStrategy[int]:
-    """Numbers of bytes to ask for.
+    """Sizes of requests in bytes.
 
     Parameters
     ----------
@@ -53,19 +53,19 @@ def sizes(
     least : int
         The smallest.
     classes : iterable of int or None
-        Edges of the allocator's size classes: by default those of `arenapy.Pool`.
+        Edges of the allocator's size classes. By default those of `arenapy.Pool`.
     remaining : iterable of int
-        What is left, or how much there is in all.
+        Remaining or total bytes of the allocator.
 
     Returns
     -------
     strategy of int
-        From `least` to `most`: small ones, those within two bytes of an edge, and any.
+        Sizes from `least` to `most`: small ones, sizes within two bytes of an edge, and any.
 
     Raises
     ------
     ValueError
-        `least` is negative, or more than `most`.
+        If `least` is negative, or more than `most`.
 
     Notes
     -----
@@ -89,7 +89,7 @@ def sizes(
 
 
 def alignments(most: int = PAGE) -> st.SearchStrategy[int]:
-    """Powers of two to align to, small ones more often.
+    """Alignments: powers of two, small ones more often.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def alignments(most: int = PAGE) -> st.SearchStrategy[int]:
     Raises
     ------
     ValueError
-        `most` is no power of two.
+        If `most` is not a power of two.
 
     Notes
     -----
@@ -133,9 +133,10 @@ def shapes_and_dtypes(
     most : int
         Bytes of the largest array.
     dtypes : sequence of dtype
-        What to choose from: by default also structured, unaligned and foreign-endian ones.
+        The dtypes to choose from. The default includes structured, unaligned and foreign-endian
+        ones.
     most_dims : int
-        Dimensions of the array with the most; scalars and empty arrays are among them.
+        The largest number of dimensions. Scalars and empty arrays are included.
 
     Returns
     -------
@@ -164,17 +165,17 @@ def shapes_and_dtypes(
 
 
 def programs(machine: type[AllocatorMachine], *, most: int = 50) -> st.SearchStrategy[Program]:
-    """Whole programs for a class of machines, as data: to print, keep, replay and mutate.
+    """Whole programs for a class of machines, as data to print, keep, replay and mutate.
 
-    For a fuzzer that brings its own bytes: ``given(programs(Mine))`` around a function that runs
-    the program has ``hypothesis.fuzz_one_input``.
+    For a fuzzer with its own bytes, wrap a function that runs the program in
+    ``given(programs(Mine))``, and use its ``hypothesis.fuzz_one_input``.
 
     Parameters
     ----------
     machine : class
-        A subclass of `AllocatorMachine`, whose strategies do not ask for a running machine.
+        A subclass of `AllocatorMachine`. Its strategies must not need a running machine.
     most : int
-        Steps of the longest.
+        The largest number of steps.
 
     Returns
     -------

@@ -27,15 +27,15 @@ MANY = 15  # streams, or places in a queue, up to which numbers are drawn
 
 
 class Streams(Protocol):
-    """What a `StreamMachine` needs of streams: `SimulatedStreams` is one, a GPU's are another.
+    """The streams for a `StreamMachine`: simulated ones (`SimulatedStreams`), or those of a GPU.
 
-    A stream is named by its number, and the host by -1, which does at once what it is given. What
-    `write` and `check` return stands for that piece of work.
+    A stream is named by its number. -1 is the host, which works immediately. `write` and `check`
+    return an object that represents the work.
 
     Attributes
     ----------
     streams : sequence
-        What the allocator is given, by number.
+        The streams for the allocator, by number.
     """
 
     @property
@@ -80,38 +80,39 @@ class Uses:
 
 
 class StreamMachine(AllocatorMachine):
-    """Attack an allocator whose blocks belong to streams.
+    """Test an allocator whose blocks belong to streams.
 
-    The hooks are those of `AllocatorMachine`, but for ``allocate(state, nbytes, align, stream)``
-    and ``free(state, block, stream)`` and ``reset(state, mark, stream)``, where a `mark` of None is
-    the start; and there is ``record_stream(state, block, stream)``.
-    `stream` is one of the objects that `make_streams` brings: by default a `SimulatedStream`, whose
-    work is done when Hypothesis says so, and which an allocator under test orders by
+    The hooks are those of `AllocatorMachine`, with these differences: ``allocate(state, nbytes,
+    align, stream)``, ``free(state, block, stream)`` and ``reset(state, mark, stream)``, where a
+    `mark` of None is the start. An additional hook is ``record_stream(state, block, stream)``.
+    `stream` is one of the objects of `make_streams`. By default this is a `SimulatedStream`.
+    Hypothesis decides when its work is done. The allocator under test orders it by
     ``event = stream.record()``, ``stream.wait(event)``, ``event.query()``,
     ``event.synchronize()`` and ``event.close()``.
 
-    Found is a block whose memory another one has while work on it may still be under way: on the
-    same stream, after an event that was waited for, and after what the host has seen done, it is
-    not. With simulated streams that does not depend on what was done by then. Found is also what
-    reads other bytes than were written.
+    The machine finds a block whose memory is reused while work on it may still be under way. Work
+    is over for later work on the same stream, after a wait for an event, and after the host has
+    seen its end. With simulated streams, this check does not depend on timing. The machine also
+    finds reads of wrong bytes.
 
     Attributes
     ----------
     frees_anywhere : bool
-        Whether `free` may name another stream than `allocate` did. Class attributes, as all below.
+        Whether `free` may name another stream than `allocate`. This and all attributes below are
+        class attributes.
     keeps_home : bool
-        Whether the stream of `allocate` counts also if `free` names another one. If not, the
+        Whether the stream of `allocate` counts even if `free` names another one. If not, the
         latter waits for it.
     recording_lasts : bool
-        Whether `record_stream` counts for all that the stream is given until the block is freed,
-        and not just until then.
+        Whether `record_stream` covers all work of the stream until the block is freed, and not
+        only the work before the call.
     host_sees : bool
-        Whether the host touches the memory at once, without waiting for a stream. Then `stream` is
-        None now and then, which stands for the host.
+        Whether the host accesses the memory at once, without waiting for a stream. `stream` is then
+        sometimes None, which means the host.
 
     Notes
     -----
-    `zeroed` is not attacked, since the host does not see zeros that a stream is to write.
+    `zeroed` is not tested, because the host does not see zeros that a stream will write.
     Thread-safety: one thread runs a machine.
 
     Examples

@@ -20,15 +20,15 @@ class Tally:
     ----------
     examples : int
     rules : Counter of str
-        How often each rule ran; their sum is the number of steps.
+        The number of runs of each rule. Their sum is the number of steps.
     states : Counter of str
-        How often each rare state was reached.
+        How often each rare state occurred.
     found_at : int or None
         The number of the first example that failed.
     failing : Program or None
         The smallest program that failed.
     error : BaseException or None
-        What it failed with.
+        The exception of the failing program.
 
     Notes
     -----

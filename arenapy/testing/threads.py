@@ -25,9 +25,9 @@ RACERS = 2
 class TwoThreadMachine(AllocatorMachine):
     """An `AllocatorMachine` whose hooks run in two threads.
 
-    Steps run one after the other, but not in the same thread: what one allocates the other may
-    free. In the step `race` both allocate and free at once, and then free what the other has. It
-    leaves nothing behind, so that what the threads did to each other changes no later choice.
+    Steps run one after the other, but not in the same thread: one thread may free the blocks of the
+    other. In the step `race`, both allocate and free at the same time, and then free each other's
+    blocks. The step leaves no blocks behind, so that its timing changes no later choice.
 
     Notes
     -----

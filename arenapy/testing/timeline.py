@@ -53,7 +53,7 @@ class Work:
 
 
 class SimulatedEvent:
-    """A place in a stream, to wait for.
+    """A point in a stream to wait for.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class SimulatedEvent:
     Raises
     ------
     RuntimeError
-        Anything is done with it after `close`.
+        If it is used after `close`.
 
     Notes
     -----
@@ -114,17 +114,17 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A queue of work. Each piece is done after the one before.
+    """A queue of work, which is done in order.
 
     Attributes
     ----------
     index : int
-        Which of the streams it is.
+        The number of the stream.
 
     Notes
     -----
-    Thread-safety: as `SimulatedEvent`. Streams do not wait for each other unless they are told to:
-    there is no default stream.
+    Thread-safety: as `SimulatedEvent`. There is no default stream: streams wait for each other only
+    on request.
 
     Examples
     --------
@@ -172,10 +172,10 @@ class SimulatedStream:
 
 
 class SimulatedStreams:
-    """Some streams without a GPU, for a `StreamMachine`.
+    """Streams without a GPU, for a `StreamMachine`.
 
-    Nothing is done unless `progress` says so, or somebody waits for it; then what must be done
-    is, and nothing else.
+    Work is done only by `progress`, or when somebody waits for it. A wait does only the necessary
+    work.
 
     Parameters
     ----------
@@ -184,12 +184,12 @@ class SimulatedStreams:
     Attributes
     ----------
     streams : tuple of SimulatedStream
-        What an allocator is given.
+        The streams for the allocator.
 
     Raises
     ------
     ValueError
-        Less than one.
+        If `count` is less than 1.
 
     Notes
     -----

@@ -71,13 +71,13 @@ Events: TypeAlias = npt.NDArray[Any]
 
 
 class Frame(NamedTuple):
-    """A place in a program.
+    """A line of a program, with its function.
 
     Attributes
     ----------
     file : str
     line : int
-        0: not known.
+        The line number, or 0 if it is not known.
     function : str
         Its qualified name.
 
@@ -126,11 +126,11 @@ class Contents:
         if back.any():
             raise ValueError(f"at event {int(np.argmax(back)) + 1:,} the time goes back")
         if len(events) and events["time"][-1] >> np.uint64(TIME_BITS):
-            raise ValueError(f"a time of {events['time'][-1]} ns is more than a trace can say")
+            raise ValueError(f"a time of {events['time'][-1]} ns is more than a trace can store")
         if (events["site"] >= len(self.sites)).any():
             raise ValueError(f"site {events['site'].max()} of {len(self.sites)} sites")
         if (events["nbytes"] >> np.uint64(SIZE_BITS)).any():
-            raise ValueError(f"{events['nbytes'].max()} bytes are more than a trace can say")
+            raise ValueError(f"{events['nbytes'].max()} bytes are more than a trace can store")
         beyond = events["nbytes"] > np.uint64(2**64 - 1) - events["address"]
         if beyond.any():
             at = int(np.argmax(beyond))
@@ -185,13 +185,13 @@ def read(path: str | os.PathLike[str], make: type[ContentsT]) -> ContentsT:
     mode = os.stat(path).st_mode  # before a pipe without a writer is opened
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError(
-            f"{name!r} is a pipe or a device, and a trace's length is its file's: save it to a "
+            f"{name!r} is a pipe or a device, and a trace needs a file with a length: save it to a "
             "file first"
         )
     with open(path, "rb") as file:
         text = file.read(HEADER.itemsize)
         if text[: len(MAGIC)] != MAGIC or len(text) < HEADER.itemsize:
-            raise ValueError(f"{name!r} is no trace: it does not begin as arenapy.trace files do")
+            raise ValueError(f"{name!r} contains no trace: it does not begin like a trace file")
         header = np.frombuffer(text, HEADER)[0]
         if not 1 <= header["version"] <= VERSION:
             raise ValueError(

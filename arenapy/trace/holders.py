@@ -128,7 +128,7 @@ def grouped(found: Blocks, sites: Sequence[Site], way: str) -> Groups:
     if way == "stream":
         streams, of = np.unique(found.stream, return_inverse=True)
         return Groups(way, of, [f"stream {s:#x}" if s else "no stream" for s in streams.tolist()])
-    raise ValueError(f"{way!r} is no way to tell blocks apart; there are {', '.join(WAYS)}")
+    raise ValueError(f"{way!r} is not a way to group blocks; choose one of {', '.join(WAYS)}")
 
 
 class Holder(NamedTuple):

@@ -97,9 +97,9 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{os.fspath(path)!r} is no snapshot of torch's: {error}") from error
+        raise ValueError(f"{os.fspath(path)!r} is not a snapshot of torch's: {error}") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{os.fspath(path)!r} is no snapshot of torch's: {_kind(found)}")
+        raise ValueError(f"{os.fspath(path)!r} is not a snapshot of torch's: {_kind(found)}")
     return found
 
 
@@ -177,7 +177,7 @@ def _relevant(trace: Any, device: int) -> list[Mapping[str, Any]]:
         raise ValueError(f"device_traces[{device}] is {type(trace).__name__}, and no list")
     for number, entry in enumerate(trace):
         if not (isinstance(entry, Mapping) and isinstance(entry.get("action"), str)):
-            raise ValueError(f"device_traces[{device}][{number}] is no entry with an 'action'")
+            raise ValueError(f"device_traces[{device}][{number}] is not an entry with an 'action'")
     return [entry for entry in trace if entry["action"] in ACTIONS]
 
 
@@ -187,7 +187,7 @@ def _chosen(there: list[int], device: int | None) -> int:
         raise ValueError(f"the snapshot has no allocations of any device; {REMEDY}")
     if device is None:
         if len(there) > 1:
-            raise ValueError(f"the snapshot has histories of devices {there}: say device=, which")
+            raise ValueError(f"the snapshot has several devices, {there}: pass device=")
         return there[0]
     if device not in there:
         raise ValueError(f"device={device!r}: the snapshot has the history of devices {there}")
@@ -200,7 +200,7 @@ def _number(entry: Mapping[str, Any], name: str, device: int) -> int:
         is_long = isinstance(value, int) and value.bit_length() > MAX_BITS_SHOWN
         shown = "..." if is_long else reprlib.repr(value)
         raise ValueError(
-            f"device {device}, {entry['action']!r}: {name}={shown} is no number from 0 to "
+            f"device {device}, {entry['action']!r}: {name}={shown} is not a number from 0 to "
             f"{MOST[name]}"
         )
     return value

@@ -34,43 +34,43 @@ __all__ = [
 
 
 def record(allocator: Recordable, path: str | os.PathLike[str], *, sites: int = 0) -> Recording:
-    """Record what an allocator does while a ``with`` block runs.
+    """Record the operations of an allocator while a ``with`` block runs.
 
     Parameters
     ----------
     allocator : Bump, Slab or Pool
     path : path-like
-        The file. An empty one and an earlier trace are overwritten, anything else is refused.
+        The file. An empty file and an earlier trace are overwritten. Any other file is refused.
     sites : int
-        How many callers of each allocation to note, the innermost first, 0 to 64; 16 reach
-        through a library into the program that uses it.
+        The number of callers to record for each allocation, the innermost first, 0 to 64. 16 are
+        enough to reach through a library into the program that uses it.
 
     Returns
     -------
     Recording
-        A context manager; ``as`` gives the `Recorder`, whose `flush` writes what is recorded so
-        far. Blocks that are live at the start are known by their frees only.
+        A context manager. ``as`` gives the `Recorder`, whose `flush` writes the events so far.
+        Blocks that are live at the start appear only with their frees.
 
     Raises
     ------
     ValueError
-        On entering, if the allocator is being recorded already. At once, for other `sites`.
+        On entry, if the allocator is already being recorded. At once, if `sites` is out of range.
     OSError
-        On entering, if the file cannot be made, is there and no trace, or is being recorded into
-        by somebody else, in this process or another one. On leaving, if a write failed, because the
-        disk is full, say: the file then has the events before that. (If the block raised, its
-        exception goes on, with a note.)
+        On entry, if the file cannot be made, exists and is not a trace, or is in use by another
+        recording, in this process or another one. On exit, if a write failed, for example because
+        the disk is full: the file then has the events before that. (If the block raised an
+        exception, that exception is passed on, with a note.)
 
     Notes
     -----
     An event costs less than 60 ns and 24 bytes. With `sites`, an allocation by a thread that holds
-    the GIL costs 0.1 µs (one caller) to 0.3 µs (16) and 24 bytes more; the code on its stack lives
-    as long as the recorder. Call stacks beyond the first 65,536 different ones are not told apart.
+    the GIL costs 0.1 µs (one caller) to 0.3 µs (16 callers) and 24 bytes more. The code objects on
+    its stack live as long as the recorder. Only the first 65,536 call stacks are distinguished.
 
-    The file is written once in 10,921 events by the thread that has the last of them; what a
-    process that is killed had not written is lost. A forked child records nothing.
+    A thread writes the file once in 10,921 events. If the process is killed, unwritten events are
+    lost. A forked child records nothing.
 
-    Thread-safety: any thread.
+    Thread-safety: any thread may use the allocator during the recording.
 
     Examples
     --------
@@ -88,28 +88,28 @@ def record(allocator: Recordable, path: str | os.PathLike[str], *, sites: int = 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a trace holds, in figures.
+    """The figures of a trace.
 
     Attributes
     ----------
     kind : str
-        Of the allocator.
+        The kind of the allocator.
     operations : dict of str to int
-        How many of each there are.
+        The number of each operation.
     threads : int
-        How many took part.
+        The number of threads.
     streams : int
-        How many there were, without none.
+        The number of streams.
     seconds : float
-        From the beginning to the last event.
+        The time from the beginning to the last event.
     allocated_bytes : int
-        Of all allocations together.
+        Bytes of all allocations together.
     smallest, largest : int
         Bytes of the smallest and the largest allocation.
     complete : bool
-        False if the recording did not end in good order: the last events may be missing.
+        False if the recording did not end normally. The last events may then be missing.
     earlier : int
-        Frees of blocks that were allocated before the recording began; a replay leaves them out.
+        Frees of blocks that were allocated before the recording. A replay leaves them out.
 
     Examples
     --------
@@ -143,27 +143,28 @@ class Summary:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace(Contents):
-    """Events, in the order in which they were recorded.
+    """The events of a recording, in their order.
 
     Attributes
     ----------
     events : ndarray of EVENT
         Fields ``time`` (ns since the beginning), ``address``, ``nbytes``, ``stream`` (0: none),
-        ``site`` (a place in `sites`), ``thread`` (numbered from 1; 65535 stands for all from there
-        on), ``operation`` (a value of `OPERATIONS`). For marks and resets ``address`` is the number
-        of the mark.
+        ``site`` (an index in `sites`), ``thread`` (numbered from 1; 65535 stands for this and all
+        later ones), ``operation`` (a value of `OPERATIONS`). For marks and resets ``address`` is
+        the number of the mark.
     kind : str
-        Name of the allocator's class, or of what made the trace.
+        Name of the allocator's class, or of the program that made the trace.
     complete : bool
-        False if the recording did not end in good order.
+        False if the recording did not end normally.
     started : int
-        ns since 1970.
+        Time of the beginning, in ns since 1970.
     process : int
-        Its id.
+        The process id.
     clock : str
-        What told the time: ``"tsc"``, ``"cntvct"`` or ``"kernel"``.
+        The clock: ``"tsc"``, ``"cntvct"`` or ``"kernel"``.
     sites : tuple of tuple of Frame
-        The callers of allocations, the innermost first. The first one is empty: not known.
+        The callers of allocations, the innermost first. The first entry is empty and means that
+        the callers are not known.
 
     Examples
     --------
@@ -223,7 +224,7 @@ class Trace(Contents):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, for `load` and ``arenapy replay``.
 
-        An earlier trace is overwritten, once all of the new one is on the disk.
+        An earlier trace is replaced when the new one is completely on the disk.
 
         Parameters
         ----------
@@ -233,7 +234,7 @@ class Trace(Contents):
         Raises
         ------
         OSError
-            If it cannot be written; if the file is there and no trace, or is being recorded into.
+            If it cannot be written, exists and is not a trace, or is in use by a recording.
 
         Examples
         --------
@@ -254,13 +255,13 @@ def load(path: str | os.PathLike[str]) -> Trace:
     Returns
     -------
     Trace
-        Of a file that was cut, because the process was killed or the disk was full, what there
-        is, and ``complete`` is False.
+        If the file was cut off because the process was killed or the disk was full, the part that
+        exists. ``complete`` is False then.
 
     Raises
     ------
     ValueError
-        If it is no trace file, or of a version that is not known here, or damaged.
+        If it is not a trace file, has an unknown version, or is damaged.
     OSError
         If it cannot be read.
 
@@ -277,36 +278,36 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
 
 def from_torch(snapshot: Snapshot, device: int | None = None) -> Trace:
-    """What torch's caching allocator was asked for, as torch recorded it.
+    """The operations of torch's caching allocator, as torch recorded them.
 
     Parameters
     ----------
     snapshot : dict or path-like
-        What ``torch.cuda.memory._snapshot()`` returns after ``_record_memory_history()``, or the
+        The result of ``torch.cuda.memory._snapshot()`` after ``_record_memory_history()``, or the
         file that ``_dump_snapshot()`` writes.
     device : int, optional
-        Whose history. None: there is only one.
+        The device. It may be None if there is only one.
 
     Returns
     -------
     Trace
-        Sizes are bytes as asked for. A block is freed where torch says ``free_completed``: once the
-        streams that `record_stream` named are done with it. Blocks from before the history are
-        known by their frees only; ``summary().earlier`` counts them. Streams are their handles, and
-        torch's default stream is none; all is of thread 1. Times are 0 if torch gives none. Its
-        segments come and go as "grow" and "trim". Sites are there if torch recorded stacks.
+        Sizes are the requested bytes. A block is freed at torch's ``free_completed``, when the
+        streams of `record_stream` are done with it. Blocks from before the history appear only with
+        their frees, and ``summary().earlier`` counts them. Streams are their handles, and torch's
+        default stream counts as no stream. All events are of thread 1. Times are 0 if torch has
+        none. torch's segments become "grow" and "trim". There are sites if torch recorded stacks.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no snapshot, or has no allocation, or histories of several devices and none chosen.
-        A file that holds more than plain data is refused, and nothing in it is run.
+        If it is not a snapshot or has no allocation, or if there are several devices and `device`
+        is None. A file with more than plain data is refused, and none of its code is run.
     OSError
         If the file cannot be read.
 
     Notes
     -----
-    torch need not be installed. Thread-safety: any thread.
+    torch need not be installed. Thread-safety: may be called from any thread.
 
     Examples
     --------
@@ -335,25 +336,25 @@ def synthetic(
     live_bytes: int = 1 << 30,
     phases: Sequence[Phase] = PHASES,
 ) -> Trace:
-    """A random trace, the same for the same arguments.
+    """A random trace. The same arguments give the same trace.
 
-    Sizes are log-uniform, lifetimes exponential, in allocations. From phase to phase both change:
-    the mean lifetime is what keeps half of `live_bytes` alive at the phase's mean size. Odd seeds
-    take the phases in reverse order.
+    Sizes are log-uniform. Lifetimes are exponential, measured in allocations. Both change from
+    phase to phase: the mean lifetime keeps half of `live_bytes` live at the mean size of the phase.
+    Odd seeds use the phases in reverse order.
 
     Parameters
     ----------
     seed : int
     allocations : int
-        How many, all phases together.
+        The number of allocations in all phases together.
     live_bytes : int
-        There are never more bytes live: blocks that would end soonest end earlier.
+        The limit of live bytes. Blocks that would end soonest end earlier to keep it.
     phases : sequence of Phase
 
     Returns
     -------
     Trace
-        Every block in it is freed.
+        A trace in which every block is freed.
 
     Examples
     --------

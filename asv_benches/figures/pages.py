@@ -137,7 +137,7 @@ def claims(text, results):
         for key in text["why"]
         if key in results
     ]
-    lines += ["| said | here |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows), ""]
+    lines += ["| claim | here |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows), ""]
     for key, why in text["why"].items():
         if key not in results:
             continue
@@ -145,7 +145,7 @@ def claims(text, results):
         lines += [f"## {found['said']}", "", f"It {found['verdict']}.", why, ""]
         told = {None: "", True: "yes", False: "no"}
         rows = [(one.what, measured(one), told[one.kept]) for one in found["lines"]]
-        lines += [*table(("", "measured", "as said"), rows), ""]
+        lines += [*table(("", "measured", "as claimed"), rows), ""]
         lines += [] if same else [stamped(found["stamp"]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -167,7 +167,7 @@ def readme(text, readme_text, results):
             ratio = one.value / peer.value
             rows.append((*first, f"{name}: {measured(peer)}", f"{ratio:.2f}"))
             first = "", ""
-    lines = [*table(("", "arenapy", "beside it", "ratio"), rows), ""]
+    lines = [*table(("", "arenapy", "compared with", "ratio"), rows), ""]
     lines.append(stamped(next(iter(results.values()))["stamp"], with_gpu=False))
     before, _, rest = readme_text.partition(BEGIN)
     _, _, after = rest.partition(END)

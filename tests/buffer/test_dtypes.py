@@ -194,7 +194,7 @@ def check(one, shape, argument, order):
             with pytest.raises(expected):
                 make(shape, argument)
         elif expected.subdtype is not None:
-            with pytest.raises(ValueError, match="shape of its own"):
+            with pytest.raises(ValueError, match="its own shape"):
                 make(shape, argument)
         else:
             assert facts(make(shape, argument).dtype) == facts(expected)
@@ -248,7 +248,7 @@ def test_objects_are_refused_each_time(one, argument):
 @pytest.mark.parametrize("argument", [str, bytes, np.void, "S", "U0", np.dtype("S"), np.dtype("V")])
 def test_no_size_is_refused_each_time_by_name(one, argument):
     for _ in range(3):
-        with pytest.raises(ValueError, match="does not say its size") as caught:
+        with pytest.raises(ValueError, match="has no size") as caught:
             one.empty(2, argument)
         assert f"dtype={argument!r}" in str(caught.value)
 

@@ -451,7 +451,7 @@ def test_a_busy_machine_is_named():
         (["--json", "/"], "'/' is a directory"),
         (["--gpu", "--batches", "0"], "'0' is not a whole number from 1 to"),
         (["--gpu", "--batch-bytes", "x"], "'x'"),
-        (["--gpu", "--batch-bytes", "1000"], "1000 is no multiple of 16384"),
+        (["--gpu", "--batch-bytes", "1000"], "1000 is not a multiple of 16384"),
         (["--gpu", "--sizes", "500"], "--sizes is for the demo without --gpu"),
         (["--gpu", "--plot", "chart.png"], "--plot is for the demo without --gpu"),
         (["--gpu", "--json", "no/such/figures.json"], "no/such"),

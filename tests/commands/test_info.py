@@ -123,8 +123,8 @@ def test_limits(monkeypatch, memlock, capable, meaning):
     monkeypatch.setattr(info, "_has_capability", lambda _number: capable)
     found = by_name(facts())
     assert found[group.name].shown == "6 GiB free of 8 GiB"
-    assert "tightest" in found[group.name].meaning
-    assert "not what limits" in found["the machine"].meaning
+    assert "the limit that applies" in found[group.name].meaning
+    assert "does not limit" in found["the machine"].meaning
     assert "cgroup" not in found
     assert found["swap"].shown == "none"
     assert meaning in found["memlock limit"].meaning

@@ -267,7 +267,7 @@ def test_a_library_that_is_not_there(monkeypatch):
 
 
 def test_names_that_are_not_known():
-    with pytest.raises(ValueError, match="'best' is no allocator"):
+    with pytest.raises(ValueError, match="'best' is not an allocator"):
         replay.replay(ONE_BIG, ["best"])
 
 
@@ -330,7 +330,7 @@ def test_the_command_refuses(tmp_path, small):
         ([tmp_path / "none"], 1, "No such file"),
         ([""], 1, "No such file"),
         ([__file__], 2, "no trace"),
-        ([small, "--with", "best"], 2, "'best' is none of bump"),
+        ([small, "--with", "best"], 2, "'best' is not one of bump"),
         ([small, "--with", ","], 2, "at least one"),
         ([small, "--synthetic", "1"], 2, "not allowed"),
         ([], 2, "required"),

@@ -425,7 +425,7 @@ def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):
         (["--max-bytes", "4X", "script.py"], "'4X' is not a size"),
         (["--max-bytes", "0", "script.py"], "'0' is not a size"),
         (["--initial-bytes", "2M", "--max-bytes", "1M", "script.py"], "more than --max-bytes"),
-        (["--trace", "/dev/full", "script.py"], "'/dev/full' is no regular file"),
+        (["--trace", "/dev/full", "script.py"], "'/dev/full' is not a regular file"),
         ([], "SCRIPT"),
         (["-m"], "SCRIPT"),
         (["--nope", "script.py"], "--nope"),

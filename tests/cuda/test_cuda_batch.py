@@ -130,9 +130,9 @@ WRONG = {
     "not contiguous": (
         lambda pool: (pool.alloc(KIB), np.zeros(2 * KIB, "u1")[::2]), BufferError, "contiguous",
     ),
-    "no memory": (lambda pool: (pool.alloc(KIB), 3), TypeError, "int is no Buffer"),
-    "no pair": (lambda pool: (pool.alloc(KIB), bytes(KIB), 3), TypeError, "is no pair"),
-    "no pair at all": (lambda pool: 3, TypeError, "3 is no pair"),
+    "no memory": (lambda pool: (pool.alloc(KIB), 3), TypeError, "int is not a Buffer"),
+    "no pair": (lambda pool: (pool.alloc(KIB), bytes(KIB), 3), TypeError, "is not a pair"),
+    "no pair at all": (lambda pool: 3, TypeError, "3 is not a pair"),
     "closed": (lambda pool: (closed(pool), bytes(KIB)), ValueError, "is closed"),
     "of the host": (
         lambda pool: (arenapy.Pool(1 << 20).alloc(KIB), bytes(KIB)), ValueError, "neither is",

@@ -119,12 +119,12 @@ def test_the_heap_of_kernels(one):
 @pytest.mark.parametrize("device_id", [-1, 2, 300, 2**31, 2**63, -(2**70)])
 def test_no_such_device(one, device_id):
     for call in (cuda.memory_info, lambda i: cuda.device_heap_limit(device_id=i)):
-        with pytest.raises(ValueError, match=f"ordinal={device_id} is no CUDA device; there are 2"):
+        with pytest.raises(ValueError, match=f"={device_id} is not a CUDA device; there are 2"):
             call(device_id)
 
 
 def test_what_is_no_ordinal_and_no_size(one):
-    with pytest.raises(TypeError, match=r"device_id='0' is no ordinal"):
+    with pytest.raises(TypeError, match=r"device_id='0' is not an ordinal"):
         cuda.memory_info("0")
     with pytest.raises(ValueError, match="-1"):
         cuda.device_heap_limit(-1)

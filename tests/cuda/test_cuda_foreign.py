@@ -93,7 +93,7 @@ def test_by_dlpack_on_the_host_without_a_driver():
     assert view.kind == "existing" and view.array().tobytes() == bytes_
     view.fill(1)
     assert bytes_ == b"\1" * 100 and tensor.asked == [{"stream": None, "max_version": (1, 0)}]
-    with pytest.raises(ValueError, match="on the host, where no stream"):
+    with pytest.raises(ValueError, match="on the host, where streams"):
         cuda.from_dlpack(tensor, stream=1)
     del view
     assert tensor.deleted == 1
@@ -194,7 +194,7 @@ def test_a_used_capsule(gpu):
     capsule = tensor.capsule()
     tensor.capsule = lambda: capsule
     view = cuda.from_dlpack(tensor)
-    with pytest.raises(BufferError, match="one that was used"):
+    with pytest.raises(BufferError, match="not an unused DLPack capsule"):
         cuda.from_dlpack(tensor)
     del view
     assert tensor.deleted == 1
@@ -244,7 +244,7 @@ def test_a_device_that_is_no_pair(gpu, device):
 def test_what_is_no_capsule(gpu, capsule):
     tensor = Tensor(memory(gpu), (N,))
     tensor.capsule = lambda: capsule
-    with pytest.raises(BufferError, match="which is no capsule"):
+    with pytest.raises(BufferError, match="not an unused DLPack capsule"):
         cuda.from_dlpack(tensor)
 
 

@@ -89,18 +89,18 @@ def test_other_memory(gpu, source):
 
 
 def test_what_cannot_be(gpu, block):
-    with pytest.raises(TypeError, match="bytearray is no Buffer"):
+    with pytest.raises(TypeError, match="bytearray is not a Buffer"):
         cuda.prefetch(bytearray(8), 0)
     for device_id in (2, -2, 2**40):
-        with pytest.raises(ValueError, match=f"ordinal={device_id} is no CUDA device"):
+        with pytest.raises(ValueError, match=f"ordinal={device_id} is not a CUDA device"):
             cuda.prefetch(block, device_id)
-        with pytest.raises(ValueError, match=f"ordinal={device_id} is no CUDA device"):
+        with pytest.raises(ValueError, match=f"ordinal={device_id} is not a CUDA device"):
             cuda.advise(block, "accessed_by", device_id)
     with pytest.raises(TypeError, match="device_id='host'"):
         cuda.prefetch(block, "host")
-    with pytest.raises(ValueError, match=r"advice='often' is none of 'read_mostly', "):
+    with pytest.raises(ValueError, match=r"advice='often' is not one of 'read_mostly', "):
         cuda.advise(block, "often")
-    with pytest.raises(TypeError, match="is no stream"):
+    with pytest.raises(TypeError, match="is not a stream"):
         cuda.prefetch(block, 0, stream="s")
     block.release()
     for call in (lambda: cuda.prefetch(block, 0), lambda: cuda.advise(block, "read_mostly")):
@@ -111,5 +111,7 @@ def test_what_cannot_be(gpu, block):
 
 @pytest.mark.parametrize("advice", [[], {}, None, 1, "read"])
 def test_no_such_advice(gpu, block, advice):
-    with pytest.raises(ValueError, match=re.escape(f"advice={advice!r} is none of 'read_mostly'")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"advice={advice!r} is not one of 'read_mostly'")
+    ):
         cuda.advise(block, advice)

@@ -125,10 +125,10 @@ def test_its_signature_can_be_read():
 
 
 def test_what_is_no_stream(gpu):
-    with pytest.raises(TypeError, match="is no stream"):
+    with pytest.raises(TypeError, match="is not a stream"):
         cuda.Stream().wait("legacy")
     for device_id in (2, -1, 2**40):
-        with pytest.raises(ValueError, match=f"ordinal={device_id} is no CUDA device"):
+        with pytest.raises(ValueError, match=f"ordinal={device_id} is not a CUDA device"):
             cuda.Stream(device_id)
     for device_id in ("0", 0.0, True):
         with pytest.raises(TypeError, match="device_id"):

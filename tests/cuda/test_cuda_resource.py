@@ -281,7 +281,7 @@ def test_nobody_gets_what_cuda_core_has(gpu, monkeypatch, name, source, way):
 def test_a_strict_reset_names_what_cuda_core_has(core):
     arena = arenapy.Bump(1 << 20, strict=True)
     buffer = cuda.memory_resource(arena).allocate(KIB, stream=None)
-    with pytest.raises(BufferError, match="1 held blocks would outlive"):
+    with pytest.raises(BufferError, match="1 blocks are held"):
         arena.reset()
     buffer.close()
     arena.reset()
@@ -311,14 +311,14 @@ def test_what_goes_wrong(gpu, monkeypatch):
     buffers = [resource.allocate(KIB, stream=1) for _ in range(2)]
     with pytest.raises(arenapy.OutOfMemory):
         resource.allocate(KIB, stream=1)
-    with pytest.raises(ValueError, match="0x123 is no block of <Slab"):
+    with pytest.raises(ValueError, match="0x123 is not a block of <Slab"):
         resource.deallocate(0x123, KIB, stream=1)
     buffers.pop().close()
     monkeypatch.setattr(FakeBuffer, "from_handle", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         resource.allocate(KIB, stream=1)
     assert pool.stats().active_allocations == len(resource._blocks) == 1
-    with pytest.raises(TypeError, match="is no allocator"):
+    with pytest.raises(TypeError, match="is not an allocator"):
         cuda.memory_resource(cuda.Device())
 
 

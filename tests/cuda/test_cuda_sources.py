@@ -54,7 +54,7 @@ def test_several_devices(gpu):
     first, second = cuda.Device(0).region(MIB), cuda.Device(1).region(2 * MIB)
     assert (first.device_id, second.device_id) == (0, 1)
     assert (gpu.memory.used[0], gpu.memory.used[1]) == (MIB, 2 * MIB)
-    with pytest.raises(ValueError, match=r"ordinal=2 is no CUDA device; there are 2"):
+    with pytest.raises(ValueError, match=r"ordinal=2 is not a CUDA device; there are 2"):
         cuda.Device(2).region(MIB)
 
 

@@ -420,14 +420,14 @@ def test_a_bar(gpu, capsys):
     [
         ((b"12345678", 0), ValueError, "nbytes=0"),
         ((b"12345678", 4, None, 0), ValueError, "depth=0"),
-        ((b"12345678", 6, "i4"), ValueError, "chunk_bytes 6 bytes, .*no multiple of the 4"),
-        ((b"1234567", 4, "i4"), ValueError, "source has 7 bytes, .*no multiple of the 4"),
-        ((b"12345678", 4, "S0"), ValueError, "no multiple of the 0"),
+        ((b"12345678", 6, "i4"), ValueError, "chunk_bytes 6 bytes, .*not a multiple of the 4"),
+        ((b"1234567", 4, "i4"), ValueError, "source has 7 bytes, .*not a multiple of the 4"),
+        ((b"12345678", 4, "S0"), ValueError, "not a multiple of the 0"),
         ((b"12345678", 8, "O"), TypeError, "Python objects"),
         ((np.array([None, 1]), 8), TypeError, "Python objects"),
         ((np.zeros((4, 4))[:, :2], 8), BufferError, "not C-contiguous"),
-        ((object(), 4), TypeError, "this object is no path"),
-        (("/", 4), ValueError, "no regular file"),
+        ((object(), 4), TypeError, "this object is not a path"),
+        (("/", 4), ValueError, "not a regular file"),
         (("/no/such/file", 4), FileNotFoundError, "no/such"),
     ],
 )  # fmt: skip
@@ -438,7 +438,7 @@ def test_what_cannot_be(arguments, error, text):
 
 def test_pools_that_cannot_be(gpu):
     for pool, error, text in (
-        (arenapy.Bump(1 << 20, cuda.Device()), TypeError, "no Pool or Slab"),
+        (arenapy.Bump(1 << 20, cuda.Device()), TypeError, "not a Pool or Slab"),
         (arenapy.Pool(1 << 20), BufferError, "host memory"),
         (arenapy.Pool(1 << 20, cuda.Pinned(mapped=False)), BufferError, "pinned memory"),
         (arenapy.Pool(1 << 20, cuda.Device(1)), ValueError, "device 1, and device_id=0"),

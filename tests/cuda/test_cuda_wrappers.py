@@ -307,6 +307,6 @@ def test_torchs_stream_of_another_device_than_cudas(gpu):
     """Whose number is no handle of the driver's, or raises when it is asked for."""
     pool = Pool(2 * MIB, cuda.Device())
     for kind in ("xpu", "cpu"):
-        with pytest.raises(TypeError, match="is no stream: give an object"):
+        with pytest.raises(TypeError, match="is not a stream: give an object"):
             pool.alloc(100, stream=TorchAnyStream(3, new_handle(gpu), kind))
     assert pool.alloc(100, stream=TorchAnyStream(0, 0)).nbytes == 100  # its default stream

@@ -137,8 +137,8 @@ TABLE = [
     # Which file it is and what other processes see is asked in another way, or nothing is known.
     row("region of .*", "ioctl", ANY, FINE),
     row("region of .*", r"fcntl\(OFD_SETLK\)", "ENOLCK", FINE),  # a file system without locks
-    row("region of Existing, mapped", "open", "EMFILE", "OSError: cannot see which file"),
-    row("region of Existing, mapped", "open", "ENOENT", "FileNotFoundError: cannot see which file"),
+    row("region of Existing, mapped", "open", "EMFILE", "OSError: cannot find the file"),
+    row("region of Existing, mapped", "open", "ENOENT", "FileNotFoundError: cannot find the file"),
     row("region of Existing, mapped", "open|os.stat", ANY, FINE),
     row("region of .*File.*", "open", "EMFILE", FINE, "OSError: Too many open files"),
     row("region of .*File.*", "open", "ENOENT", FINE, "FileNotFoundError: No such file"),

@@ -154,9 +154,9 @@ def test_what_is_no_block_is_refused(driver, serve, capfd):
     block = alloc(64, 0, 0)
     free(block, 64, 0, 0)
     free(block, 64, 0, 0)
-    assert "is no live block of a pool in use" in capfd.readouterr().err
+    assert "is not a live block of a pool in use" in capfd.readouterr().err
     free(alloc(64, 0, 0) + 8, 64, 0, 0)
-    assert "is no live block of a pool in use" in capfd.readouterr().err
+    assert "is not a live block of a pool in use" in capfd.readouterr().err
     assert pool.stats().active_allocations == 1
     pool.check()
 

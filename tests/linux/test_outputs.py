@@ -169,7 +169,7 @@ def test_places_that_cannot_be_written(folder, name, capsys):
 def test_a_trace_is_a_regular_file(folder, name, capsys):
     os.mkfifo("pipe")
     for path in "pipe", "/dev/null":
-        assert "is no regular file; name one" in refused(folder, name, path, capsys)
+        assert "is not a regular file; name one" in refused(folder, name, path, capsys)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -504,7 +504,7 @@ def test_of_recordings_at_once_into_one_file_one_goes_on(tmp_path):
         for thread in threads:
             thread.join()
         assert (len(entered), len(refusals)) == (1, 3)
-        assert all("being written by somebody else" in text for text in refusals)
+        assert all("is in use by another recording" in text for text in refusals)
         found = trace.load(path)
         assert found.complete and found.summary().operations["alloc"] == turn
 

@@ -389,12 +389,12 @@ def test_it_is_used_once():
     assert "not begun" in repr(m) and "not begun" in m._repr_html_()
     with m:
         one.alloc(1)
-        with pytest.raises(RuntimeError, match="begun already; call measure"):
+        with pytest.raises(RuntimeError, match="already begun; call measure"):
             m.__enter__()
         assert "running" in repr(m) and "running" in m._repr_html_()
     assert "1 allocations of 1 bytes" in repr(m) and "running" not in repr(m)
     assert "<td>bytes allocated</td><td>1 bytes</td>" in m._repr_html_()
-    with pytest.raises(RuntimeError, match="begun already"), m:
+    with pytest.raises(RuntimeError, match="already begun"), m:
         pass
     assert m.allocations == 1
 

@@ -513,7 +513,7 @@ def test_existing_errors():
         Existing(bytearray())
     with pytest.raises(TypeError, match="readonly=1"):
         Existing(b"abc", readonly=1)
-    with pytest.raises(OutOfMemory, match="has 3 bytes, and 4"):
+    with pytest.raises(OutOfMemory, match="has 3 bytes, and the request is for 4"):
         Existing(bytearray(3)).region(4)
 
 

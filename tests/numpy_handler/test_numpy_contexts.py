@@ -122,7 +122,7 @@ def test_uninstall_is_refused_where_nothing_is_installed(pools):
     with pytest.raises(ValueError, match="not installed"):
         memory.uninstall()
     assert memory.install() is memory
-    with pytest.raises(ValueError, match="installed already"):
+    with pytest.raises(ValueError, match="already installed"):
         memory.install()
     assert where(pools) == 0
     memory.uninstall()

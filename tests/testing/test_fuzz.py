@@ -172,7 +172,7 @@ def test_addresses_go_by_their_usual_names():
     assert address_of(start) == address_of(memory) == address_of(memoryview(memory)) == start
     assert address_of(type("B", (), {"address": 5})()) == 5
     assert address_of(type("B", (), {"ptr": lambda self: 6})()) == 6
-    with pytest.raises(TypeError, match="no int"):
+    with pytest.raises(TypeError, match="not an int"):
         address_of(object())
 
 

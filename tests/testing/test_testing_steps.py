@@ -193,7 +193,7 @@ def test_a_machine_made_in_a_function_says_so(tmp_path):
 def test_other_files_are_refused(text, tmp_path):
     path = tmp_path / "other"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no file of steps"):
+    with pytest.raises(ValueError, match="not a file of steps"):
         load(path)
 
 

@@ -149,7 +149,7 @@ def survives(path, data):
     except ValueError as error:
         name = repr(str(path))
         assert str(error).startswith(
-            (f"{name} is damaged: ", f"{name} is no trace", f"{name} is a")
+            (f"{name} is damaged: ", f"{name} contains no trace", f"{name} is a")
         )
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""Traces from torch's memory history: what counts as what, and what is no snapshot."""
+"""Traces from torch's memory history: what counts as what, and what is not a snapshot."""
 
 import json
 import os
@@ -218,7 +218,7 @@ def test_the_device_is_the_one_with_a_history_or_the_one_named():
     assert trace.from_torch(torch.snapshot()).kind == "torch, device 1"
     torch.alloc(0x1000, 20, device=2)
     torch.add("snapshot", 0, 0, device=0)
-    with pytest.raises(ValueError, match=r"devices \[1, 2\]: say device="):
+    with pytest.raises(ValueError, match=r"devices, \[1, 2\]: pass device="):
         trace.from_torch(torch.snapshot())
     assert rows(trace.from_torch(torch.snapshot(), 2)) == [("alloc", 0x1000, 20, 0)]
     for device in 0, 3, -1, "1":
@@ -226,7 +226,7 @@ def test_the_device_is_the_one_with_a_history_or_the_one_named():
             trace.from_torch(torch.snapshot(), device)
 
 
-# ---- what is no snapshot
+# ---- what is not a snapshot
 
 
 def entry(**changes):
@@ -243,16 +243,16 @@ def entry(**changes):
         ({"device_traces": [[], []]}, REMEDY),
         ({"device_traces": [[{"action": "snapshot"}]]}, REMEDY),
         ({"device_traces": [5]}, r"device_traces\[0\] is int"),
-        ({"device_traces": [[entry(), 5]]}, r"device_traces\[0\]\[1\] is no entry"),
-        ({"device_traces": [[], [{"addr": 5}]]}, r"device_traces\[1\]\[0\] is no entry"),
-        ({"device_traces": [[entry(action=7)]]}, r"device_traces\[0\]\[0\] is no entry"),
-        ({"device_traces": [[entry(addr=-1)]]}, "'alloc': addr=-1 is no number"),
-        ({"device_traces": [[entry(addr=2**64)]]}, "addr=18446744073709551616 is no number"),
-        ({"device_traces": [[entry(size=2**48)]]}, "size=281474976710656 is no number"),
-        ({"device_traces": [[entry(size=None)]]}, "size=None is no number"),
-        ({"device_traces": [[entry(size=1.5)]]}, "size=1.5 is no number"),
-        ({"device_traces": [[entry(stream="x")]]}, "stream='x' is no number"),
-        ({"device_traces": [[entry(time_us=-1)]]}, "time_us=-1 is no number"),
+        ({"device_traces": [[entry(), 5]]}, r"device_traces\[0\]\[1\] is not an entry"),
+        ({"device_traces": [[], [{"addr": 5}]]}, r"device_traces\[1\]\[0\] is not an entry"),
+        ({"device_traces": [[entry(action=7)]]}, r"device_traces\[0\]\[0\] is not an entry"),
+        ({"device_traces": [[entry(addr=-1)]]}, "'alloc': addr=-1 is not a number"),
+        ({"device_traces": [[entry(addr=2**64)]]}, "addr=18446744073709551616 is not a number"),
+        ({"device_traces": [[entry(size=2**48)]]}, "size=281474976710656 is not a number"),
+        ({"device_traces": [[entry(size=None)]]}, "size=None is not a number"),
+        ({"device_traces": [[entry(size=1.5)]]}, "size=1.5 is not a number"),
+        ({"device_traces": [[entry(stream="x")]]}, "stream='x' is not a number"),
+        ({"device_traces": [[entry(time_us=-1)]]}, "time_us=-1 is not a number"),
         ({"device_traces": [[entry(time_us=1), entry(time_us=2**55)]]}, "times from 1 to"),
         ({"device_traces": [[entry(time_us=2**62)]]}, "times from"),
         ({"device_traces": [[{"action": "free_completed"}]]}, "'free_completed': addr=None"),
@@ -271,7 +271,7 @@ def test_what_is_no_dict(tmp_path, snapshot, text):
     with pytest.raises(TypeError, match=text):
         trace.from_torch(snapshot)
     (tmp_path / "other.pickle").write_bytes(pickle.dumps(snapshot))
-    with pytest.raises(ValueError, match=f"is no snapshot of torch's: .*{text}"):
+    with pytest.raises(ValueError, match=f"is not a snapshot of torch's: .*{text}"):
         trace.from_torch(tmp_path / "other.pickle")
 
 
@@ -289,7 +289,7 @@ def test_a_file_runs_nothing(tmp_path, some, protocol):
     found = some.snapshot() | {"more": Hostile(str(made))}
     path = tmp_path / "hostile.pickle"
     path.write_bytes(pickle.dumps(found, protocol))
-    with pytest.raises(ValueError, match=r"is no snapshot .*names posix\.mkdir"):
+    with pytest.raises(ValueError, match=r"is not a snapshot .*names posix\.mkdir"):
         trace.from_torch(path)
     assert not made.exists()
     pickle.loads(path.read_bytes())
@@ -303,14 +303,14 @@ def test_a_file_that_was_cut(tmp_path):
     path = tmp_path / "cut.pickle"
     for n in range(len(text)):
         path.write_bytes(text[:n])
-        with pytest.raises(ValueError, match=r"cut\.pickle' is no snapshot"):
+        with pytest.raises(ValueError, match=r"cut\.pickle' is not a snapshot"):
             trace.from_torch(path)
 
 
 def test_other_files(tmp_path):
     path = tmp_path / "a.trace"
     trace.synthetic(0, 10).save(path)
-    with pytest.raises(ValueError, match="is no snapshot"):
+    with pytest.raises(ValueError, match="is not a snapshot"):
         trace.from_torch(path)
     with pytest.raises(FileNotFoundError):
         trace.from_torch(tmp_path / "none")

@@ -384,11 +384,11 @@ def test_places_that_cannot_be_recorded_to(tmp_path):
         with pytest.raises(kind):
             recorder.start()
         assert not recorder.recording
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         Recorder("/dev/null").start()
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    with pytest.raises(OSError, match="no regular file"):  # and no waiting for a reader
+    with pytest.raises(OSError, match="not a regular file"):  # and no waiting for a reader
         Recorder(fifo).start()
 
 

@@ -135,7 +135,7 @@ def test_files_that_are_no_trace(tmp_path, capsys, form):
 
 @pytest.mark.parametrize("command", ["trace", "replay"])
 def test_a_pipe_is_no_file(tmp_path, recorded, command):
-    """Not that it is no trace, nor that the trace is empty; and nobody waits for its writer."""
+    """Not that it is not a trace, nor that the trace is empty; and nobody waits for its writer."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     done = run(command, pipe)

@@ -292,7 +292,7 @@ def test_views_that_cannot_be():
         View(traced([]))
     with pytest.raises(ValueError, match="no allocation"):
         View(traced([("free", 1), ("grow", 1, 5)]))
-    with pytest.raises(ValueError, match="'colour' is no way"):
+    with pytest.raises(ValueError, match="'colour' is not a way"):
         View(traced([("alloc", 1, 5)]), "colour")
 
 

@@ -50,11 +50,11 @@ or, in a clone of arenapy, with the extra of this package: python -m pip install
 def _parser() -> Parser:
     parser = Parser(
         prog="arenapy demo",
-        description="Train a small network on real handwritten digits, and run the classic loop "
-        "of N x N float32 temporaries, with the temporaries in three places: plain NumPy, an "
-        "arena, and buffers preallocated by hand. Shows time, page faults and when the arena has "
-        "paid for itself; checks that all three compute the same bits. With --gpu: a staging "
-        "pipeline instead (fill, copy, kernel), with and without allocators of arenapy.",
+        description="Train a small network on handwritten digits, and run a loop with N x N "
+        "float32 temporaries. The temporaries are in plain NumPy, in an arena, and in "
+        "preallocated buffers. Show the time, the page faults and when the arena has paid for "
+        "itself. Check that all three compute the same bits. With --gpu, run a staging pipeline "
+        "instead (fill, copy, kernel), with and without arenapy.",
         epilog="Exit status: 0, or 1 if the results differ, memory runs out or there is no GPU.",
     )
     parser.add_argument(
@@ -63,17 +63,17 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--rounds", type=whole(1, MAX_ROUNDS), metavar="R",
-        help=f"rounds to take the median of (default: {ROUNDS}, with --quick {QUICK_ROUNDS}; with "
+        help=f"rounds for the median (default: {ROUNDS}, with --quick {QUICK_ROUNDS}; with "
         f"--gpu {GPU_RUNS} and {QUICK_GPU_RUNS})",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="a few seconds, and noisier figures")
+    parser.add_argument("--quick", action="store_true", help="take seconds, with noisier figures")
     parser.add_argument("--json", metavar="FILE", help="also write every figure as JSON")
     parser.add_argument("--plot", metavar="FILE", help="also draw a chart, as PNG")
     gpu = parser.add_argument_group("the pipeline on a GPU")
-    gpu.add_argument("--gpu", action="store_true", help="show it instead; needs cuda-python")
+    gpu.add_argument("--gpu", action="store_true", help="run the pipeline; needs cuda-python")
     gpu.add_argument(
         "--batches", type=whole(1, MAX_ROUNDS), metavar="N",
-        help=f"batches (default: {BATCHES}, with --quick {QUICK_BATCHES})",
+        help=f"number of batches (default: {BATCHES}, with --quick {QUICK_BATCHES})",
     )  # fmt: skip
     gpu.add_argument(
         "--batch-bytes", type=whole(1, MAX_BATCH_BYTES), metavar="BYTES",
@@ -98,7 +98,7 @@ def _run_gpu(parser: Parser, options: Namespace) -> int:
 
     nbytes = options.batch_bytes or BATCH_BYTES
     if nbytes % gpu_ways.ROW_BYTES:
-        parser.error(f"--batch-bytes: {nbytes} is no multiple of {gpu_ways.ROW_BYTES}")
+        parser.error(f"--batch-bytes: {nbytes} is not a multiple of {gpu_ways.ROW_BYTES}")
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     runs = options.rounds or (QUICK_GPU_RUNS if options.quick else GPU_RUNS)
     return gpu.run(batches, nbytes, runs, options.json and Path(options.json))

@@ -235,7 +235,7 @@ class _Measurement:
             raise ResultsDiffer(
                 f"{name}: {differ.size} of {count} batches have another checksum than with plain, "
                 f"first batch {first} ({found[first]:#x}, not {self.expected[first]:#x}). No "
-                "figure is shown, since none would mean anything. This is a bug in arenapy or in "
+                "figure is shown, because none would be valid. This is a bug in arenapy or in "
                 "the driver: please report it."
             )
         self.compared += count
@@ -250,7 +250,7 @@ class _Measurement:
             if right != self.expected[number]:
                 raise ResultsDiffer(
                     f"batch {number}: the device has the checksum {self.expected[number]:#x}, and "
-                    f"NumPy {right:#x}. No figure is shown, since none would mean anything."
+                    f"NumPy {right:#x}. No figure is shown, because none would be valid."
                 )
 
     def trace(self, count: int) -> Traced:

@@ -152,8 +152,8 @@ def _compare(workload: Workload, jobs: list[tuple[Way, Job]], when: str) -> str:
         if found != expected:
             raise ResultsDiffer(
                 f"{workload.name}, {when}: the {way.name} way computed other bits than "
-                f"{first.name} (hash {found}, not {expected}). No figure is shown, since none "
-                "would mean anything. This is a bug in arenapy or in NumPy: please report it."
+                f"{first.name} (hash {found}, not {expected}). No figure is shown, because none "
+                "would be valid. This is a bug in arenapy or in NumPy: please report it."
             )
     return expected
 

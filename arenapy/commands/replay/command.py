@@ -151,7 +151,7 @@ def replay(trace: Trace, names: Sequence[str]) -> list[Result]:
     """
     for name in names:
         if name not in PEERS:
-            raise ValueError(f"{name!r} is no allocator that is known here: {', '.join(PEERS)}")
+            raise ValueError(f"{name!r} is not an allocator that is known here: {', '.join(PEERS)}")
     steps = program(trace)
     check_request(int(steps.live().max()), "a replay", "a smaller trace")
     with tempfile.TemporaryDirectory(prefix="arenapy-replay-") as folder:
@@ -184,7 +184,7 @@ def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PEERS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(PEERS)}")
     if not names:
         raise argparse.ArgumentTypeError("name at least one allocator")
     return names
@@ -195,23 +195,23 @@ def _parser() -> Parser:
     lines = [f"  {name:<{width}}  {peer.about}" for name, peer in PEERS.items()]
     parser = Parser(
         prog="arenapy replay",
-        description="Do what a trace says with other allocators: how long it takes, how much "
-        "memory they hold. Record a trace with arenapy.trace.record, or take a made-up one.",
+        description="Replay a trace with other allocators, and measure their time and memory. "
+        "Record a trace with arenapy.trace.record, or use a random one.",
         epilog="\n".join(["allocators:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("file", nargs="?", metavar="FILE", help="a trace, or torch's memory snapshot")
-    what.add_argument("--synthetic", type=whole(), metavar="SEED", help="a random trace instead")
+    what.add_argument("--synthetic", type=whole(), metavar="SEED", help="use a random trace")
     parser.add_argument(
         "--with",
         dest="names",
         type=_names,
         default=[name for name in PEERS if name != "loop" and not name.endswith("-eager")],
         metavar="NAME,...",
-        help="which allocators; by default all but the loop and the eager ones",
+        help="the allocators (default: all except the loop and the eager ones)",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON; sizes are bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     return parser
 
 
