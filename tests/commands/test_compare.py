@@ -221,7 +221,7 @@ def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""
 
     def make(ways, rounds):
-        options = compare._parser().parse_args(["-n", str(rounds), "nothing.py"])
+        options = compare._parser().parse_args(["-n", str(rounds), "x.py"], compare.Options())
         comparison = compare.Comparison(options, ways, tmp_path)
         order = []
 

@@ -32,13 +32,7 @@ from arenapy.commands.command_line import Parser, check_outputs, console, signal
 from arenapy.commands.compare.table import Run, sentences, show
 from arenapy.commands.compare.variants import OURS, OURS_ALONE, PLAIN, WAYS
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
-from arenapy.commands.run.command import (
-    add_pool_options,
-    add_program,
-    interpreter,
-    parse_program,
-    program_words,
-)
+from arenapy.commands.run import command as run
 from arenapy.linux import outputs
 from arenapy.linux.libc_malloc import foreign_malloc
 
@@ -52,6 +46,14 @@ LAST_LINES = 20  # of the errors of a program that fails
 REPORT = outputs.report("arenapy compare")
 
 
+class Options(run.Options):
+    """The options of the command, before any is given."""
+
+    rounds = ROUNDS
+    others: Sequence[str] = ()
+    show_output = False
+
+
 class Failed(Exception):
     """A run did not end with status 0; the text says which, and what it wrote."""
 
@@ -61,8 +63,7 @@ class Comparison:
 
     Parameters
     ----------
-    options : argparse.Namespace
-        As the command line gives it.
+    options : Options
     ways : sequence of str
         Keys of `WAYS`, `PLAIN` first.
     folder : Path
@@ -78,7 +79,7 @@ class Comparison:
         By way, why it is not compared.
     """
 
-    def __init__(self, options: argparse.Namespace, ways: Sequence[str], folder: Path) -> None:
+    def __init__(self, options: Options, ways: Sequence[str], folder: Path) -> None:
         self.options = options
         self.folder = folder
         self.notes = {way: note for way in ways if (note := WAYS[way].missing())}
@@ -121,8 +122,8 @@ class Comparison:
 
     def _command(self, way: str) -> list[str]:
         options = self.options
-        program = program_words(options)
-        python = interpreter()
+        program = run.program_words(options)
+        python = run.interpreter()
         if way not in (OURS, OURS_ALONE):
             return [*python, *program]
         pool = ["--initial-bytes", str(options.initial_bytes)] if options.initial_bytes else []
@@ -200,17 +201,17 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-n", dest="rounds", type=whole(1, MAX_ROUNDS), default=ROUNDS, metavar="ROUNDS",
+        "-n", dest="rounds", type=whole(1, MAX_ROUNDS), metavar="ROUNDS",
         help=f"how often each way is run (default: {ROUNDS}; a verdict needs {LEAST_ROUNDS})",
     )  # fmt: skip
     parser.add_argument(
-        "--with", dest="others", type=_ways, default=[], metavar="NAME,...",
+        "--with", dest="others", type=_ways, metavar="NAME,...",
         help="other mallocs to compare with, too",
     )  # fmt: skip
     parser.add_argument("--show-output", action="store_true", help="do not discard its output")
     parser.add_argument("--json", metavar="FILE", help="write all runs there, too; sizes are bytes")
-    add_pool_options(parser)
-    add_program(parser)
+    run.add_pool_options(parser)
+    run.add_program(parser)
     return parser
 
 
@@ -242,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     OSError
         The file of ``--json`` cannot be written.
     """
-    parser = _parser()
-    options = parse_program(parser, argv)
+    parser, options = _parser(), Options()
+    run.parse_program(parser, argv, options)
     program = None if options.module else options.program
     check_outputs(parser, {"--json": (options.json, REPORT)}, {"SCRIPT": program})
     if not options.module and not _can_be_read_again(options.program):

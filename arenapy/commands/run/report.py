@@ -7,18 +7,17 @@ the program (startup/sitecustomize.py), and the command line (run.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-# Now, and not when the report is made: its dataclasses are made by exec() of a string, after which
-# Python has forgotten that Ctrl-C ended the program, and its status would be another one.
-import arenapy.stats  # noqa: F401
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
 from arenapy.diagnostics.recorder import Recorder
@@ -75,7 +74,7 @@ class TimedHost:
     def _count(self, start: float, nbytes: int) -> None:
         seconds = time.perf_counter() - start
         pool = None if self.pool is None else self.pool()
-        before = pool.stats().reserved_bytes if pool is not None else 0
+        before = sum(size for _, size in pool._reserved()) if pool is not None else 0
         with self._lock:
             self.seconds += seconds
             self.nbytes += nbytes
@@ -155,6 +154,7 @@ class ProgramMemory:
     def figures(self) -> dict[str, Any]:
         """What happened so far, as plain data; sizes are bytes."""
         self.see_threads()
+        _import_stats()
         pool = self.pool.stats()
         peak_reserved = max(self.source.peak, pool.reserved_bytes)
         return {
@@ -224,6 +224,20 @@ class ProgramMemory:
             names = ", ".join(map(printable, figures["unreached_threads"]))
             lines.append(f"arrays of threads that the pool does not reach: {names}")
         return lines or ["nothing"]
+
+
+def _import_stats() -> None:
+    """Import the dataclasses of figures, which would make up a third of the import of arenapy.
+
+    They are made by exec() of a string, after which Python has forgotten that Ctrl-C ended the
+    program, and its status would be another one. It remembers that after exec() of code.
+    """
+    code = partial(compile, filename="<string>", mode="exec")
+    dataclasses.exec = lambda text, names, own: exec(code(text), names, own)  # type: ignore[attr-defined]
+    try:
+        import arenapy.stats  # noqa: F401
+    finally:
+        del dataclasses.exec  # type: ignore[attr-defined]
 
 
 def _count(number: int, what: str) -> str:

@@ -201,7 +201,9 @@ def _import_arenapy() -> None:
     """Import this very package, wherever the program looks for its own modules."""
     if "arenapy" in sys.modules:
         return
-    from importlib.util import module_from_spec, spec_from_file_location
+    # The parts of importlib that are frozen into Python: the module is another import.
+    from _frozen_importlib import module_from_spec
+    from _frozen_importlib_external import spec_from_file_location
 
     path = os.path.join(PACKAGE, "__init__.py")
     spec = spec_from_file_location("arenapy", path, submodule_search_locations=[PACKAGE])
