@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "compare": (
         "arenapy.commands.compare.command",
-        "is a program faster so? measured, with a plain verdict",
+        "whether a program runs faster with arenapy, why, and what to do next",
     ),
     "trace": ("arenapy.commands.trace", "what a trace tells, and as a page with charts"),
     "replay": (

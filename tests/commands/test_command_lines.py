@@ -258,8 +258,8 @@ def test_what_a_program_says_is_printable(capsys, monkeypatch, tmp_path):
     assert compare.main(["-n", "1", "x.py"]) == 1
     out, err = capsys.readouterr()
     assert clean(out) and clean(err) and "ValueError" in err
-    runs = {way: [Run(1.0, 1.0, 1, 1)] for way in ("plain", "arenapy")}
-    show_comparison(common.console(), runs, {"plain": 1}, {"tcmalloc": NASTY})
+    runs = {way: [Run(1.0, 0.0, 1.0, 0.0, 1, 1)] for way in ("plain", "arenapy")}
+    show_comparison(common.console(), runs, {"plain": 1}, {"tcmalloc": NASTY}, [NASTY])
     assert clean(capsys.readouterr().out)
     found = {
         "rules": {NASTY: 1}, "states": {NASTY: 2}, "examples": 1, "failing": None, "error": NASTY,

@@ -15,7 +15,7 @@ import sys
 TYPE_CHECKING = False  # without importing typing
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
 __all__ = ["Options", "add_pool_options", "add_program", "main"]
@@ -163,10 +163,25 @@ def command(
     sites: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment of a program in the pool that `options` want."""
+    line, environment, settings = start_of(options, os.environ)
+    settings |= {
+        "report": report,
+        "json": json_file and os.path.abspath(json_file),
+        "trace": trace and os.path.abspath(trace),
+        "sites": SITES if sites else 0,
+    }
+    environment[OPTIONS] = marshal.dumps(settings).hex()
+    return line, environment
+
+
+def start_of(
+    options: Options, variables: "Mapping[str, str]", *, pool: bool = True
+) -> tuple[list[str], dict[str, str], "dict[str, Any]"]:
+    """How a program starts: command line, environment without `OPTIONS`, and what that will say."""
     python = interpreter()
     program = program_words(options)
-    environment = dict(os.environ)
-    libc = LIBC[options.libc]
+    environment = dict(variables)
+    libc = LIBC[options.libc] if pool else None
     flags, hidden, line = {}, {"PYTHONPATH", *[TUNABLES] * bool(libc)}, python
     if sys.flags.ignore_environment:
         flags = {"ignore_environment": 1, "isolated": sys.flags.isolated}
@@ -177,6 +192,8 @@ def command(
         environment.pop("LC_CTYPE", None)  # Python set it for a C locale, and will again
     settings: dict[str, Any] = {
         "pid": os.getpid(),  # execve keeps it
+        "pool": pool,
+        "measured": None,
         "environment": kept,
         "flags": flags,
         "python": python,
@@ -187,17 +204,16 @@ def command(
         "lock": options.lock,
         "on_full": options.on_full,
         "libc": libc,
-        "report": report,
-        "json": json_file and os.path.abspath(json_file),
-        "trace": trace and os.path.abspath(trace),
-        "sites": SITES if sites else 0,
+        "report": False,
+        "json": None,
+        "trace": None,
+        "sites": 0,
     }
     others = None if flags else kept["PYTHONPATH"]
     environment["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{others}" if others else STARTUP
     if libc:  # numpy_memory does the rest; glibc reads this once, as the process starts
         environment[TUNABLES] = huge_heap(kept[TUNABLES])
-    environment[OPTIONS] = marshal.dumps(settings).hex()
-    return [*line, *program], environment
+    return [*line, *program], environment, settings
 
 
 def _parser() -> "argparse.ArgumentParser":
