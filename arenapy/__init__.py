@@ -111,6 +111,7 @@ _NOW = {
 _LATER = {
     "plot": "",
     "trace": "",
+    "load_ipython_extension": "commands.notebook",  # %load_ext arenapy
     "MemoryInfo": "linux.limits",
     "memory_info": "linux.limits",
     "Measurement": "measurement",
