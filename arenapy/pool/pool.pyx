@@ -87,7 +87,6 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     if ptr == NULL:
         return None
     (<Buffer>o).size = n
-    (<Buffer>o).align = HOST_ALIGN
     (<Buffer>o).word = 0
     return freelist_pop(core, freelist, ptr)
 
@@ -105,7 +104,6 @@ cdef inline object quick_stream_alloc(PyObject* cache, object nbytes):
     if ptr == NULL:
         return None
     (<Buffer>o).size = n
-    (<Buffer>o).align = HOST_ALIGN
     (<Buffer>o).word = 0
     return freelist_pop(cache, freelist, ptr)
 
@@ -258,7 +256,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if ptr == NULL:
             return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
-        (<Buffer>o).align = HOST_ALIGN
         (<Buffer>o).word = 0
         return freelist_pop(core, freelist, ptr)
 
@@ -315,7 +312,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef char* ptr = NULL
         b.tag = 0                            # until there is a block
         b.word = CLOSED
-        b.align = align
         if c.checked:
             c.check()
         c.open_check()
@@ -498,7 +494,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef char* ptr
         b.tag = 0                            # until there is a block, nothing is to be given back
         b.word = CLOSED
-        b.align = align
         if c.checked:
             c.check()
         if c.timed >= 0:
@@ -577,7 +572,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             b = new_block(c, batch.sizes[i])
             b.tag = 0                        # until there is a block
             b.word = CLOSED
-            b.align = <uint32_t>c.block_align
             blocks.append(b)
         if c.checked:
             c.check()
@@ -723,7 +717,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
         cdef PoolCore c = self.core
-        cdef size_t missing = 0, wished, before
+        cdef size_t missing = 0, wished, before, idle
         cdef size_t pages = c.pages_for(n, align)
         cdef object error = None
         c.open_check()
@@ -747,8 +741,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             except MemoryError as e:
                 error = e
                 missing = pages
-            # The blocks that were unused longest make room, in the limit or in the machine.
-            if missing > self.memory.trimmable() or self.memory.shrink(missing, True) == 0:
+            # The blocks that were unused longest make room, in the limit or in the machine. To find
+            # them, all caches of threads are flushed. The request may fit into what was in those.
+            # A device's memory is looked through in another way, and might refuse it again.
+            idle = self.memory.trimmable()
+            if not c.merges_first and c.has_run(pages):
+                return False
+            if missing > idle or self.memory.shrink(missing, True) == 0:
                 break
             wished = pages
         # Another thread that grows has the room meanwhile, and may have had more than it needs.

@@ -192,7 +192,6 @@ cdef class Slab(Allocator):
         if POISONS:
             forbid_from(<SlabCore>core, ptr, n, (<SlabCore>core).item_size)
         (<Buffer>o).size = n
-        (<Buffer>o).align = 1
         (<Buffer>o).word = 0
         return freelist_pop(core, freelist, ptr)
 
@@ -225,7 +224,6 @@ cdef class Slab(Allocator):
         b = new_block(c, n)
         b.word = CLOSED                      # until there is an item: the source may find it
         b.tag = 0                            # nothing is to be given back
-        b.align = align
         if c.checked:
             c.check()
         ptr = self.source_alloc(n, &name)
@@ -297,7 +295,6 @@ cdef class Slab(Allocator):
         for i in range(count):
             b = new_block(c, c.item_size if sizes is None else sizes[i])
             b.word, b.tag = CLOSED, 0        # until there is an item
-            b.align = 1
             blocks.append(b)
         if c.checked:
             c.check()

@@ -378,7 +378,7 @@ def test_any_use_of_a_closed_buffer_raises_value_error(arena, buffer, use, how):
         arena.reset()
     for handle in (buffer, part):
         assert handle.closed
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(ValueError, match="closed: it was released, or its frame was reset"):
             use(handle)
 
 

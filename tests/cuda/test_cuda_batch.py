@@ -17,6 +17,7 @@ import arenapy
 from arenapy import cuda
 
 KIB = 1 << 10
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -73,6 +74,25 @@ def test_both_sides_are_held_until_the_stream_has_done_it(gpu):
     gpu.drain()
     for pool in (pinned, device):
         assert pool.stats().pending_bytes == 0
+
+
+def test_a_frame_that_is_reset_amid_a_batch(gpu):
+    """A block of it that was pinned stays open, and its bytes come back when it is gone."""
+    arena = arenapy.Bump(MIB, cuda.Device())
+    blocks = [arena.alloc(KIB)]
+
+    def pairs():
+        yield blocks[0], b"\1" * KIB
+        arena.reset()
+        yield arena.alloc(KIB), b"\2" * KIB
+
+    cuda.copy_batch(pairs())
+    assert not blocks[0].closed
+    assert peek(blocks[0].address, KIB) == b"\1" * KIB
+    assert "1 KiB retired" in repr(arena)
+    blocks.clear()
+    assert "retired" not in repr(arena)
+    arena.check()
 
 
 def test_in_order(gpu, pool):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import arenapy
@@ -141,6 +141,40 @@ def test_an_arena_and_its_trace_agree(tmp_path_factory, program):
     live = found.at(found.moments - 1) if found.moments else np.zeros(0, bool)
     there = zip(found.address[live].tolist(), found.nbytes[live].tolist(), strict=True)
     assert sorted(there) == sorted(expected)
+
+
+REUSING = {
+    "pool": lambda: arenapy.Pool(),
+    "slab": lambda: arenapy.Slab(4000, 64),
+}
+
+
+@pytest.mark.parametrize("maker", REUSING)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4000)), max_size=40))
+@example([(what, n) for what in (0, 1, 2, 1) for n in (1, 2, 3)] + [(3, 0), (3, 5), (4, 1), (4, 2)])
+def test_an_allocator_that_reuses_and_its_trace_agree(tmp_path_factory, maker, program):
+    """Blocks that are held or not; dropped, released, or let go by their last reader."""
+    path = tmp_path_factory.getbasetemp() / "reusing.trace"
+    allocator = REUSING[maker]()
+    live = []
+    with trace.record(allocator, path):
+        for what, n in program:
+            if what == 0:
+                live.append(allocator.empty(n, "u1"))
+            elif what == 1:
+                live.append(allocator.alloc(n))
+            elif what == 2:
+                live.append(memoryview(allocator.alloc(n)))
+            elif live and what == 3:
+                del live[n % len(live)]
+            elif live and hasattr(live[n % len(live)], "release"):
+                live.pop(n % len(live)).release()
+        held = [np.asarray(one) for one in live]
+        expected = sorted((one.ctypes.data, one.nbytes) for one in held)
+    found = blocks(trace.load(path))
+    there = found.at(found.moments - 1) if found.moments else np.zeros(0, bool)
+    listed = zip(found.address[there].tolist(), found.nbytes[there].tolist(), strict=True)
+    assert sorted(listed) == expected
 
 
 def test_a_block_that_grows_in_place_ends_and_begins(tmp_path):
