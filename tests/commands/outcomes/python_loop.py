@@ -3,6 +3,6 @@
 import numpy as np
 
 total = 0
-for number in range(15_000_000):
+for number in range(8_000_000):
     total += number * number & 7
 print(np.int64(total))
