@@ -121,6 +121,7 @@ def test_too_few_rounds():
     assert (said.word, said.final) == ("probably worth it", False)
     assert str(LEAST_ROUNDS) in said.reason
     assert verdict(ratio_of([1.1] * 5, [1.0] * 5)).word == "probably not worth it"
+    assert verdict(ratio_of([0.99, 1.0, 1.02], [1.0] * 3)).word == "probably no difference"
     assert verdict(ratio_of([0.1, 0.1, 1.1], [1.0] * 3)).word == "undecided"
 
 
@@ -564,7 +565,7 @@ def test_options_of_the_pool_arrive(script, tmp_path):
     [
         (["-n", "0", "x.py"], "'0' is not a whole number from 1"),
         (["-n", "many", "x.py"], "'many'"),
-        (["--with", "jemalloc,nomalloc", "x.py"], "'nomalloc' is none of jemalloc"),
+        (["--with", "jemalloc,nomalloc", "x.py"], "'nomalloc' is none of pool-alone, jemalloc"),
         (["--with", "plain", "x.py"], "'plain'"),
         ([], "SCRIPT"),
     ],

@@ -24,7 +24,7 @@ WORTH = 0.03  # a smaller difference is none
 RIGHT = {
     "faster": {"worth it", "probably worth it"},
     "slower": {"not worth it", "probably not worth it"},
-    "same": {"no difference", "a little faster", "a little slower"},
+    "same": {"no difference", "probably no difference", "a little faster", "a little slower"},
 }
 
 

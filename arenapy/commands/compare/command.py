@@ -61,7 +61,7 @@ from arenapy.linux.libc_malloc import foreign_malloc
 __all__ = ["Comparison", "Failed", "main"]
 
 CHILD = Path(__file__).with_name("worker.py")
-SECONDS, MAX_ROUNDS = 30.0, 1_000_000
+SECONDS, MAX_ROUNDS = 35.0, 1_000_000
 OF_POOL = ("prefault", "never_used_bytes", "blocks", "served_bytes")
 FEWEST = 3  # rounds, however long they take
 LOOK_EVERY = 0.005  # seconds

@@ -66,7 +66,7 @@ class Verdict:
     ----------
     word : str
         "worth it", "not worth it", "a little faster", "a little slower", "no difference" or
-        "undecided"; before the first two "probably " if there were too few rounds to be sure.
+        "undecided"; "probably " before one of the others if there were too few rounds to be sure.
     reason : str
     final : bool
         More rounds would not change it, as far as chance allows.
@@ -136,6 +136,8 @@ def verdict(ratio: Ratio) -> Verdict:
         few = f"({bounds}; {LEAST_ROUNDS} are needed to be sure)"
         if is_large and not ratio.lowest <= 1 <= ratio.highest:
             return Verdict(f"probably {'not ' * (change > 0)}worth it", f"{takes} {few}", False)
+        if 1 - WORTH < ratio.lowest and ratio.highest < 1 + WORTH:
+            return Verdict("probably no difference", f"{takes} {few}", False)
         return Verdict("undecided", f"{takes} {few}", False)
     sure = f"({CONFIDENCE:.0%} sure: {ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})"
     is_narrow = ratio.low > 1 - WORTH and ratio.high < 1 + WORTH
