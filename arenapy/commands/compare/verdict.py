@@ -136,7 +136,7 @@ def verdict(ratio: Ratio) -> Verdict:
         few = f"({bounds}; {LEAST_ROUNDS} are needed to be sure)"
         if is_large and not ratio.lowest <= 1 <= ratio.highest:
             return Verdict(f"probably {'not ' * (change > 0)}worth it", f"{takes} {few}", False)
-        if 1 - WORTH < ratio.lowest and ratio.highest < 1 + WORTH:
+        if ratio.lowest > 1 - WORTH and ratio.highest < 1 + WORTH:
             return Verdict("probably no difference", f"{takes} {few}", False)
         return Verdict("undecided", f"{takes} {few}", False)
     sure = f"({CONFIDENCE:.0%} sure: {ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})"
