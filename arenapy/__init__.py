@@ -130,6 +130,9 @@ _LATER = {
 }
 
 
+_has_now = False
+
+
 def _import(name: str, place: str) -> object:
     import importlib
 
@@ -140,6 +143,8 @@ def _import(name: str, place: str) -> object:
 
 def _import_now() -> None:
     """Import the allocators, NumPy with them."""
+    global _has_now
+    _has_now = True
     from arenapy._platform import explain_source_tree, require_supported
 
     require_supported()
@@ -161,9 +166,10 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
         """Import what a name stands for, once."""
         if name in _LATER:
             return _import(name, _LATER[name])
-        if name in _NOW:  # of a command
+        if not name.startswith("__") and not _has_now:
             _import_now()
-            return globals()[name]
+            if name in globals():
+                return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
@@ -172,6 +178,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
 
 # The command ``arenapy run`` becomes another process, which would wait for nothing. Other commands
-# import the rest when they start (commands/cli.py), and a program of this name at first use.
-if "".join(_program).rpartition("/")[2] != "arenapy":
+# import the rest when they start (commands/cli.py), and a program of this name at its first use.
+# So does a program under ``arenapy run``, which has its pool (run/startup/sitecustomize.py).
+if "".join(_program).rpartition("/")[2] != "arenapy" and "_at_first_use" not in globals():
     _import_now()

@@ -329,6 +329,9 @@ def test_the_report_comes_last(script, tmp_path):
         "import arenapy.pool.pool, numpy",
         "import numpy, arenapy",
         "import arenapy.commands.cli",
+        "import numpy, arenapy; arenapy.bump.bump.Bump(64); arenapy.slab, arenapy.Slab",
+        "import numpy, pickle; from arenapy.pool.pool import Pool;"
+        "pickle.loads(pickle.dumps(Pool().alloc(9), 5))",
     ],
 )
 @pytest.mark.sampled

@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 
+# As every program has them, before there is a Buffer (arenapy/__init__.py).
+import arenapy.buffer.dlpack
+import arenapy.pickling  # noqa: F401
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
 from arenapy.diagnostics.recorder import Recorder

@@ -238,6 +238,7 @@ def _import_arenapy() -> None:
     spec = spec_from_file_location("arenapy", path, submodule_search_locations=[PACKAGE])
     assert spec is not None and spec.loader is not None
     sys.modules["arenapy"] = module_from_spec(spec)
+    vars(sys.modules["arenapy"])["_at_first_use"] = True
     try:
         spec.loader.exec_module(sys.modules["arenapy"])
     except BaseException:
