@@ -302,6 +302,5 @@ cdef class Segments(Pages):
         self, Region region, bint growing, size_t most, uint32_t tick) except -1
     cdef int idle_segment(self, size_t most) noexcept nogil
     cdef size_t idle_pages(self) noexcept nogil
-    cdef bint has_run(self, size_t pages) noexcept nogil
     cdef void remove_segment(self, int segment) noexcept nogil
     cdef void note_hot(self) noexcept nogil

@@ -588,14 +588,6 @@ cdef class Segments(Pages):
                 pages += s.pages
         return pages
 
-    cdef bint has_run(self, size_t pages) noexcept nogil:
-        """Is there a free extent of at least so many pages?"""
-        cdef bint found
-        arenapy_spin_acquire(&self.heap_lock)
-        found = roomy(self, &self.free_bins, pages) != 0
-        arenapy_spin_release(&self.heap_lock)
-        return found
-
     cdef void remove_segment(self, int segment) noexcept nogil:
         """Forget a region that is entirely free, or without memory; all locks held.
 

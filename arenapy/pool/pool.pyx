@@ -17,13 +17,16 @@ from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
 )
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_glance
+from arenapy.base.atomic cimport (
+    ARENAPY_GIL, arenapy_glance, arenapy_spin_acquire, arenapy_spin_release,
+)
 from arenapy.buffer.block cimport (
     CLOSED, Freelist, StreamHooks, born_held, freelist_of, init_freelists, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
+    roomy,
 )
 from arenapy.pool.hot_path cimport cache_alloc, cache_free
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
@@ -106,6 +109,15 @@ cdef inline object quick_stream_alloc(PyObject* cache, object nbytes):
     (<Buffer>o).size = n
     (<Buffer>o).word = 0
     return freelist_pop(cache, freelist, ptr)
+
+
+cdef bint has_run(PoolCore c, size_t pages) noexcept:
+    """Is there a free extent of at least so many pages?"""
+    cdef bint found
+    arenapy_spin_acquire(&c.heap_lock)
+    found = roomy(c, &c.free_bins, pages) != 0
+    arenapy_spin_release(&c.heap_lock)
+    return found
 
 
 @cython.final
@@ -745,7 +757,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             # them, all caches of threads are flushed. The request may fit into what was in those.
             # A device's memory is looked through in another way, and might refuse it again.
             idle = self.memory.trimmable()
-            if not c.merges_first and c.has_run(pages):
+            if not c.merges_first and has_run(c, pages):
                 return False
             if missing > idle or self.memory.shrink(missing, True) == 0:
                 break
