@@ -6,51 +6,41 @@ The user gets a :class:`Buffer` or an ndarray over a block. arenapy never reuses
 byte that somebody can still see.
 """
 
-import importlib
 import sys
-from typing import TYPE_CHECKING
 
-if getattr(sys, "argv", [""])[:1] == ["-m"] and not sys.flags.safe_path:
-    # ``python -m arenapy`` and the like: the modules of the current folder, which Python puts
-    # first, are the program's that a command runs, and not for us. (In ``python -m package`` whose
-    # __init__.py imports this, they are the package's. Python's own arguments end with the name.)
-    _named = "".join(sys.orig_argv[-len(sys.argv) :][:1])
-    if _named.startswith("-"):  # -mNAME
-        _named = _named.partition("m")[2]
-    if _named.partition(".")[0] == "arenapy":
+from arenapy._version import __version__
+
+TYPE_CHECKING = False  # without importing typing
+
+_program = getattr(sys, "argv", [""])[:1]
+if _program == ["-m"]:
+    # ``python -m arenapy`` and the like. Python's own arguments end with the name.
+    _program = ["".join(sys.orig_argv[-len(sys.argv) :][:1])]
+    if _program[0].startswith("-"):  # -mNAME
+        _program = [_program[0].partition("m")[2]]
+    if _program[0].partition(".")[0] == "arenapy" and not sys.flags.safe_path:
+        # The modules of the current folder, which Python puts first, are the program's that a
+        # command runs, and not for us. (In ``python -m package`` whose __init__.py imports this,
+        # they are the package's.)
         del sys.path[0]
-
-from arenapy._platform import explain_source_tree, require_supported
-
-require_supported()
-
-try:
-    from arenapy import pickling as _pickling  # noqa: F401  # it teaches Buffers to be pickled
-except ModuleNotFoundError as _error:
-    explain_source_tree(_error)
-    raise
-
-# Now, as Buffer needs it at its first export, where a callback may interrupt it and export, too.
-from arenapy.buffer import dlpack as _dlpack  # noqa: E402, F401  # isort: skip
-from arenapy._version import __version__  # noqa: E402
-from arenapy.allocator.allocator import Allocator  # noqa: E402
-from arenapy.base.sizes import SIZE_CLASSES, size_class  # noqa: E402
-from arenapy.buffer.buffer import Buffer  # noqa: E402
-from arenapy.bump.bump import Bump  # noqa: E402
-from arenapy.bump.core import Mark  # noqa: E402
-from arenapy.errors import MemoryCorruption, OutOfMemory  # noqa: E402
-from arenapy.memory.region import Region  # noqa: E402
-from arenapy.memory.sources import Existing, File, Host, Shared, Source  # noqa: E402
-from arenapy.pool.pool import Pool  # noqa: E402
-from arenapy.slab.slab import Slab  # noqa: E402
 
 if TYPE_CHECKING:
     from arenapy import plot, trace
+    from arenapy.allocator.allocator import Allocator
+    from arenapy.base.sizes import SIZE_CLASSES, size_class
+    from arenapy.buffer.buffer import Buffer
+    from arenapy.bump.bump import Bump
+    from arenapy.bump.core import Mark
+    from arenapy.errors import MemoryCorruption, OutOfMemory
     from arenapy.linux.limits import MemoryInfo, memory_info
     from arenapy.measurement import Measurement, measure
     from arenapy.memory.messages import receive, send
+    from arenapy.memory.region import Region
+    from arenapy.memory.sources import Existing, File, Host, Shared, Source
     from arenapy.numpy_handler.numpy_memory import Handle, handles, numpy_memory
     from arenapy.per_thread import PerThread
+    from arenapy.pool.pool import Pool
+    from arenapy.slab.slab import Slab
     from arenapy.stats import (
         BlockInfo,
         BumpStats,
@@ -100,11 +90,31 @@ __all__ = [
     "trace",
 ]
 
-# Half the time of the import would go to what most programs never use. It is imported at its first
-# use instead (PEP 562): a module of the package, or a name and the module that has it.
+# By name, the module of the package that has it, and "" for a module of that name.
+_NOW = {
+    "Allocator": "allocator.allocator",
+    "SIZE_CLASSES": "base.sizes",
+    "size_class": "base.sizes",
+    "Buffer": "buffer.buffer",
+    "Bump": "bump.bump",
+    "Mark": "bump.core",
+    "MemoryCorruption": "errors",
+    "OutOfMemory": "errors",
+    "Region": "memory.region",
+    "Existing": "memory.sources",
+    "File": "memory.sources",
+    "Host": "memory.sources",
+    "Shared": "memory.sources",
+    "Source": "memory.sources",
+    "Pool": "pool.pool",
+    "Slab": "slab.slab",
+}
+# Half the time of the import would go to names that most programs never use. Each of these is
+# imported at its first use instead (PEP 562).
 _LATER = {
-    "plot": None,
-    "trace": None,
+    "plot": "",
+    "trace": "",
+    "load_ipython_extension": "commands.notebook",  # %load_ext arenapy
     "MemoryInfo": "linux.limits",
     "memory_info": "linux.limits",
     "Measurement": "measurement",
@@ -124,17 +134,56 @@ _LATER = {
     "SlabStats": "stats",
 }
 
+
+_has_now = False
+
+
+def _import(name: str, place: str) -> object:
+    import importlib
+
+    module = importlib.import_module(f"{__name__}.{place or name}")
+    globals()[name] = value = getattr(module, name) if place else module
+    return value
+
+
+def _import_now() -> None:
+    """Import the allocators, NumPy with them."""
+    global _has_now
+    _has_now = True
+    from arenapy._platform import explain_source_tree, require_supported
+
+    require_supported()
+    try:
+        from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled
+    except ModuleNotFoundError as error:
+        explain_source_tree(error)
+        raise
+    # Buffer needs it at its first export, where a callback may interrupt it and export, too.
+    from arenapy.buffer import dlpack  # noqa: F401
+
+    for name, place in _NOW.items():
+        _import(name, place)
+
+
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
     def __getattr__(name):
         """Import what a name stands for, once."""
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{__name__}.{_LATER[name] or name}")
-        value = module if _LATER[name] is None else getattr(module, name)
-        globals()[name] = value
-        return value
+        if name in _LATER:
+            return _import(name, _LATER[name])
+        if not name.startswith("__") and not _has_now:
+            _import_now()
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
         """The public names, whether they were used or not; this imports nothing."""
         return sorted(__all__)
+
+
+# The command ``arenapy run`` becomes another process, which would wait for nothing. Other commands
+# import the rest when they start (commands/cli.py), and a program of this name at its first use.
+# So does a program under ``arenapy run``, which has its pool (run/startup/sitecustomize.py).
+if "".join(_program).rpartition("/")[2] != "arenapy" and "_at_first_use" not in globals():
+    _import_now()

@@ -1,7 +1,7 @@
 """Where arenapy runs. Standard library only: the build loads this file before anything is built."""
 
 import _thread
-import platform
+import os
 import sys
 
 MACHINES = ("x86_64", "aarch64")
@@ -18,7 +18,7 @@ def require_supported() -> None:
         one, before anything is imported that only one interpreter can have.
     """
     bits = sys.maxsize.bit_length() + 1
-    machine = platform.machine()
+    machine = os.uname().machine  # as platform.machine(), whose import takes long
     if sys.platform != "linux" or machine not in MACHINES or bits != POINTER_BITS:
         raise ImportError(
             "arenapy runs on 64-bit Linux on x86-64 and aarch64 only, "

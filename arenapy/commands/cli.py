@@ -2,21 +2,19 @@
 
 A subcommand is a module with ``main(argv) -> int`` and a line in `COMMANDS`. It is imported when it
 is the one asked for, so that ``arenapy --version`` costs nothing and a missing extra of one
-subcommand does not break another. What a subcommand prints is its own business; how a command ends
-is decided here: 0 for success, 1 for a failure told in one line on standard error, 2 for wrong
+subcommand does not break another. The program of ``arenapy run`` waits for what is imported here,
+which is next to nothing. What a subcommand prints is its own business; how a command ends is
+decided here: 0 for success, 1 for a failure told in one line on standard error, 2 for wrong
 arguments (argparse), 130 for Ctrl-C, and SIGPIPE when the reader has gone away.
 """
 
-import contextlib
-import importlib
-import signal
 import sys
-from argparse import SUPPRESS, RawDescriptionHelpFormatter
-from collections.abc import Sequence
 
-from arenapy._version import __version__
-from arenapy.base.text import printable_lines
-from arenapy.commands.command_line import Parser
+TYPE_CHECKING = False  # without importing typing
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from arenapy.commands.command_line import Parser
 
 __all__ = ["main"]
 
@@ -36,7 +34,7 @@ COMMANDS = {
     ),
     "compare": (
         "arenapy.commands.compare.command",
-        "measure whether a program runs faster with arenapy, and say so",
+        "whether a program runs faster with arenapy, why, and what to do next",
     ),
     "trace": ("arenapy.commands.trace", "show the memory in a trace, also as a page with charts"),
     "replay": (
@@ -51,10 +49,15 @@ COMMANDS = {
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_INTERRUPTED = 128 + 2  # SIGINT
 
 
-def _parser() -> Parser:
+def _parser() -> "Parser":
+    from argparse import SUPPRESS, RawDescriptionHelpFormatter
+
+    from arenapy._version import __version__
+    from arenapy.commands.command_line import Parser
+
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     parser = Parser(
@@ -69,12 +72,25 @@ def _parser() -> Parser:
     return parser
 
 
+def _heed_signals(words: "Sequence[str]") -> None:
+    """End as other commands on Unix do. A caller in Python keeps its signal handlers."""
+    import _signal  # type: ignore[import-not-found]  # built into Python; `signal` imports enum
+
+    _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # the reader of a pipe went away
+    if words[:1] == ["run"]:
+        return  # what else there is, is the program's
+    import signal
+
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
+
+
 def _end(number: int, frame: object) -> None:
     """Leave no temporary files and no measured program behind."""
     raise SystemExit(128 + number)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: "Sequence[str] | None" = None) -> int:
     """Run the ``arenapy`` command.
 
     Parameters
@@ -92,21 +108,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit
         From argparse: after ``--help`` and ``--version``, and with status 2 for wrong arguments.
     """
-    if argv is None:
-        # The reader of a pipe going away ends a command as it ends any other on Unix. Only for
-        # the process's own command line: a caller in Python keeps its signal handlers.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        words = list(sys.argv[1:] if argv is None else argv)
+        if argv is None:
+            _heed_signals(words)
         if not words or words[0] not in COMMANDS:
             parser = _parser()
             parser.parse_args(words[:1])  # says what there is, or what is wrong
             parser.print_help(sys.stderr)
             return EXIT_USAGE
+        if words[0] == "run":
+            from arenapy.commands.run.command import main as run
+
+            return run(words[1:])
+        import importlib
+
+        import arenapy
+
+        arenapy.Pool  # noqa: B018  # imports what a command does not import at once
         module, _ = COMMANDS[words[0]]
-        ours = argv is None and words[0] != "run"  # and not a program's
-        if ours and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _end)
         # All words are the subcommand's: argparse would keep a first "--" for itself.
         status: int = importlib.import_module(module).main(words[1:])
         if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit
@@ -115,6 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (MemoryError, OSError) as error:
-        with contextlib.suppress(OSError):
+        from arenapy.base.text import printable_lines
+
+        try:  # noqa: SIM105
             print(printable_lines(f"arenapy: {error}"), file=sys.stderr)
+        except OSError:
+            pass
         return EXIT_FAILURE

@@ -63,7 +63,7 @@ def allocator(*pools: Pool) -> Any:
     >>> cupy.cuda.set_allocator(arenapy_cupy.allocator(pool))              # doctest: +SKIP
     """
     pools_of = by_device(pools)
-    return _blocks().Allocator(pools_of)
+    return _blocks().allocator_of(pools_of)
 
 
 def use(*pools: Pool) -> None:

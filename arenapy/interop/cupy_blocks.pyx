@@ -16,6 +16,7 @@ from cpython.pycapsule cimport PyCapsule_GetName, PyCapsule_GetPointer
 from libc.stdint cimport intptr_t
 
 from arenapy.base.atomic cimport arenapy_count
+from arenapy.base.sealed cimport seal
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.cuda.stream_ref cimport StreamRef
 from arenapy.pool.pool cimport Pool
@@ -153,10 +154,12 @@ cdef class Kept:
     cdef object stream
 
 
+seal(Kept)
+
+
 @cython.final
 cdef class Allocator:
-    """Allocator(pools)\n--\n
-    CuPy's allocator of memory of these Pools, one for each device.
+    """CuPy's allocator of memory of Pools, one for each device.
 
     Its figures are those of the current device's Pool, as those of ``cupy.cuda.MemoryPool`` are.
     """
@@ -164,16 +167,6 @@ cdef class Allocator:
     cdef Pool first
     cdef int first_device
     cdef list kept                           # replaced, and never changed
-
-    def __init__(self, dict pools not None):
-        cdef Pool pool
-        for pool in pools.values():
-            if not any([pool is one for one in used]):
-                # Regions stay open, whatever happens to the Pool: CuPy knows addresses.
-                arenapy_count(&pool.core.n_held, 1)
-                used.append(pool)
-        self.pools, self.kept = pools, []
-        self.first_device, self.first = next(iter(pools.items()))
 
     def __call__(self, size):
         """Memory of `size` bytes, as CuPy wants it, for the current device and stream."""
@@ -265,3 +258,20 @@ cdef class Allocator:
             f"the limit of {self.current()!r} cannot be changed; make it with "
             "arenapy.Pool(max_bytes=...)"
         )
+
+
+seal(Allocator, "an Allocator of CuPy's memory is made by arenapy.interop.cupy.allocator")
+
+
+def allocator_of(dict pools not None):
+    """The Allocator of these Pools, by the ordinal of their device; after `connect`."""
+    cdef Allocator made = Allocator.__new__(Allocator)
+    cdef Pool pool
+    for pool in pools.values():
+        if not any([pool is one for one in used]):
+            # Regions stay open, whatever happens to the Pool: CuPy knows addresses.
+            arenapy_count(&pool.core.n_held, 1)
+            used.append(pool)
+    made.pools, made.kept = pools, []
+    made.first_device, made.first = next(iter(pools.items()))
+    return made

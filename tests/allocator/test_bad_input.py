@@ -389,7 +389,7 @@ HUGE = 10**30
         (lambda: arenapy.Region.from_address(PAGE, 8, file_offset=HUGE), ValueError, ["offset"]),
         (lambda: trace.record(Pool(), "x", sites=HUGE), ValueError, ["sites", HUGE]),
         (lambda: trace.record(Pool(), "x", sites="a"), TypeError, ["sites", "a"]),
-        (lambda: trace.record(3, "x"), TypeError, ["allocator=3"]),
+        (lambda: trace.record(3, "x"), TypeError, ["3 is not an allocator"]),
         (lambda: Pool(trim_after="abc"), TypeError, ["trim_after", "abc"]),
         (lambda: Pool(trim_after=10**400), ValueError, ["trim_after"]),
         (lambda: Pool(trim_after=-1), ValueError, ["trim_after"]),

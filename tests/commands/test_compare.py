@@ -1,5 +1,6 @@
 """``arenapy compare``: the rule of the verdict, what a run is measured by, and what is said."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -13,8 +14,15 @@ import pytest
 
 from arenapy.commands.compare import command as compare
 from arenapy.commands.compare import variants as compare_ways
-from arenapy.commands.compare.table import Run, sentences
-from arenapy.commands.compare.verdict import LEAST_ROUNDS, _rank, ratio_of, verdict
+from arenapy.commands.compare.table import Run, next_step, reasons, sentences, verdict_on
+from arenapy.commands.compare.verdict import (
+    LEAST_ROUNDS,
+    _rank,
+    chance_of,
+    next_look,
+    ratio_of,
+    verdict,
+)
 from arenapy.commands.compare.worker import main as measure_child
 from arenapy.linux.libc_malloc import foreign_malloc
 
@@ -61,7 +69,7 @@ def test_six_rounds_have_all_their_ratios_in_the_interval():
     ratios = [0.7, 0.9, 0.8, 1.1, 0.85, 0.75]
     found = ratio_of(ratios, [1.0] * 6)
     assert (found.low, found.high) == pytest.approx((0.7, 1.1))
-    assert verdict(found).word == "within noise"
+    assert verdict(found).word == "undecided"
 
 
 def scattered(generator, ratio, noise, rounds=10, drift=0.0):
@@ -75,7 +83,7 @@ def scattered(generator, ratio, noise, rounds=10, drift=0.0):
 
 @pytest.mark.parametrize(
     ("ratio", "noise", "word"),
-    [(0.8, 0.03, "worth it"), (1.2, 0.03, "not worth it"), (0.99, 0.001, "not worth it")],
+    [(0.8, 0.03, "worth it"), (1.2, 0.03, "not worth it"), (0.99, 0.001, "a little faster")],
 )
 @pytest.mark.parametrize("drift", [0, 0.2])
 def test_a_clear_difference_is_found(ratio, noise, word, drift):
@@ -96,7 +104,7 @@ def test_no_difference_is_noise_as_often_as_is_said(rounds):
         plain, ours = scattered(generator, 1, 0.1, rounds, drift=0.1)
         ratio = ratio_of(ours, plain)
         covered += ratio.low <= 1 <= ratio.high
-        found += verdict(ratio).word == "within noise"
+        found += verdict(ratio).word in ("no difference", "undecided")
     assert covered == found
     assert 0.94 <= covered / trials <= 0.99  # 95 % or, with few rounds, the next there is
 
@@ -110,8 +118,42 @@ def test_one_outlier_changes_no_verdict():
 
 def test_too_few_rounds():
     said = verdict(ratio_of([0.1] * 5, [1.0] * 5))
-    assert said.word == "too few rounds"
+    assert (said.word, said.final) == ("probably worth it", False)
     assert str(LEAST_ROUNDS) in said.reason
+    assert verdict(ratio_of([1.1] * 5, [1.0] * 5)).word == "probably not worth it"
+    assert verdict(ratio_of([0.99, 1.0, 1.02], [1.0] * 3)).word == "probably no difference"
+    assert verdict(ratio_of([0.1, 0.1, 1.1], [1.0] * 3)).word == "undecided"
+
+
+def test_all_looks_together_take_five_percent():
+    chances = [chance_of(look) for look in range(1, 1000)]
+    assert sum(chances) == pytest.approx(0.05, abs=1e-4)
+    for look in range(1, 9):
+        assert sum(chances[: look - 1]) + chance_of(look, last=True) == pytest.approx(0.05)
+    assert _rank(LEAST_ROUNDS, chance_of(1)) == 1
+
+
+def test_who_looks_often_is_not_wrong_more_often():
+    generator, trials, wrong = random.Random(3), 400, 0
+    for _ in range(trials):
+        plain, ours = scattered(generator, 1, 0.1, rounds=60)
+        look = at = 0
+        while (at := next_look(at)) <= 60:
+            look += 1
+            found = ratio_of(ours[:at], plain[:at], chance_of(look))
+            if not found.low <= 1 <= found.high:
+                wrong += 1
+                break
+    assert wrong / trials <= 0.05
+
+
+def test_no_difference_is_said_once_the_interval_is_narrow():
+    generator = random.Random(4)
+    plain, ours = scattered(generator, 1, 0.01, rounds=40)
+    said = verdict(ratio_of(ours, plain))
+    assert (said.word, said.final) == ("no difference", True)
+    small = verdict(ratio_of([time * 0.98 for time in plain], plain))
+    assert (small.word, small.final) == ("a little faster", True)
 
 
 @pytest.mark.parametrize("times", [([], []), ([1.0], []), ([0.0], [1.0]), ([1.0], [-1.0])])
@@ -122,16 +164,77 @@ def test_what_is_no_pair_of_times(times):
 
 def test_sentences_say_who_is_faster_and_what_it_takes():
     def runs(wall, peak):
-        return [Run(wall * (1 + at / 1000), 1.0, 1, peak) for at in range(8)]
+        return [Run(wall * (1 + at / 1000), 0.0, 0.1, 0.1, 1, peak) for at in range(8)]
 
-    said = sentences(
-        {"plain": runs(1, 100 * MIB), "arenapy": runs(0.5, 300 * MIB), "mimalloc": runs(0.4, 1)}
-    )
+    all_runs = {
+        "plain": runs(1, 100 * MIB), "arenapy": runs(0.5, 300 * MIB), "mimalloc": runs(0.4, 1)
+    }  # fmt: skip
+    said = sentences(all_runs)
     assert said[0].startswith("arenapy: worth it: it takes 50.0% less time")
     assert said[1].startswith("mimalloc: worth it: it takes 60.0% less")
     assert said[2].startswith("arenapy instead of mimalloc: not worth it: it takes 25.0% longer")
-    assert "a peak of 300 MiB instead of 100 MiB" in said[3]
-    assert len(sentences({"plain": runs(1, 100 * MIB), "arenapy": runs(1.2, 110 * MIB)})) == 1
+    assert len(said) == 3
+    assert "a peak of 300 MiB instead of 100 MiB" in reasons(all_runs)[-1]
+    less = {"plain": runs(1, 100 * MIB), "arenapy": runs(1.2, 110 * MIB)}
+    assert not any("more memory" in line for line in reasons(less))
+
+
+def made_up_runs(**changes):
+    """Eight runs of plain and of arenapy, which differ as is said: (plain's, arenapy's)."""
+    usual = {
+        "wall": (1.0, 1.0), "waited": (0.0, 0.0), "cpu": (0.5, 0.5), "kernel": (0.3, 0.1),
+        "faults": (98_638, 12_379), "peak_bytes": (MIB, MIB), "startup": (0.1, 0.12),
+        "startup_kernel": (0.0, 0.0), "prefault": (None, 0.02),
+    } | changes  # fmt: skip
+    return {
+        way: [Run(**{name: both[at] for name, both in usual.items()})] * 8
+        for at, way in enumerate(("plain", "arenapy"))
+    }
+
+
+def test_a_processor_that_is_kept_busy_is_judged_by_cpu_time():
+    """On a busy machine it scatters less; of threads or of waiting it says nothing."""
+    busy = made_up_runs(wall=(1.0, 1.0), cpu=(1.0, 0.96))
+    assert "CPU time" in reasons(busy)[0]
+    assert sentences(busy)[0].startswith("arenapy: worth it: it takes 4.0% less")
+    for cpu in (2.0, 1.9), (0.5, 0.4), (1.0, 0.93):
+        other = made_up_runs(wall=(1.0, 1.0), cpu=cpu)
+        assert "without the time in which" in reasons(other)[0]
+        assert sentences(other)[0].startswith("arenapy: no difference")
+
+
+def test_the_wait_for_a_processor_is_not_the_programs_time():
+    runs = made_up_runs(wall=(3.0, 1.0), waited=(2.0, 0.0))
+    assert sentences(runs)[0].startswith("arenapy: no difference")
+
+
+def test_reasons_name_faults_and_phases():
+    said = reasons(made_up_runs())
+    assert "Page faults: 98,638 -> 12,379. In the kernel: 0.30 s -> 0.10 s" in said[1]
+    assert "33% -> 11% of the time after the start" in said[1]
+    assert said[2] == (
+        "Start-up: 100.0 ms -> 120.0 ms, importing arenapy. Prefaulting: 20.0 ms. "
+        "Steady state: 900.0 ms -> 860.0 ms."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"wall": (1.0, 0.8)}, "Next: arenapy run x.py"),
+        ({"startup": (None, None)}, "did not import NumPy"),
+        ({"wall": (0.3, 0.32), "startup": (0.1, 0.2)}, "with an input that takes at least 2 times"),
+        ({"wall": (1.0, 1.4), "startup": (0.1, 0.1)}, "arenapy compare --libc none x.py"),
+        ({"kernel": (0.01, 0.01), "wall": (1.0, 1.04)}, "python -m cProfile -s tottime x.py"),
+    ],
+)
+def test_the_next_step(changes, wanted):
+    runs = made_up_runs(**changes)
+    said = verdict_on(runs)
+    assert wanted in next_step(runs, said, "x.py", 30.0)
+    unsure = dataclasses.replace(said, final=False)
+    if changes.get("startup") != (None, None):
+        assert next_step(runs, unsure, "x.py", 30.0).endswith("compare --seconds 120 x.py")
 
 
 # ---- one run
@@ -140,7 +243,7 @@ def test_sentences_say_who_is_faster_and_what_it_takes():
 def child(tmp_path, source, **how):
     spec = {"command": [sys.executable, "-c", textwrap.dedent(source)], "output": os.devnull,
             "environment": dict(os.environ), "errors": str(tmp_path / "errors"),
-            "interval": None, "library": "", **how}  # fmt: skip
+            "interval": None, "library": "", "settings": None, **how}  # fmt: skip
     (tmp_path / "spec").write_text(json.dumps(spec))
     files = [str(tmp_path / name) for name in ("spec", "r")]
     worker = [sys.executable, "-I", "-S", str(compare.CHILD), *files]
@@ -206,7 +309,7 @@ def test_the_child_is_callable_here(tmp_path):
     """What runs in a process of its own is an ordinary function."""
     spec = {"command": [sys.executable, "-c", "print(input())"], "environment": {},
             "output": str(tmp_path / "o"), "errors": str(tmp_path / "e"),
-            "interval": None}  # fmt: skip
+            "interval": None, "settings": None}  # fmt: skip
     (tmp_path / "spec").write_text(json.dumps(spec))
     measure_child(str(tmp_path / "spec"), str(tmp_path / "r"))
     assert json.loads((tmp_path / "r").read_text())["status"] == 1
@@ -220,15 +323,18 @@ def test_the_child_is_callable_here(tmp_path):
 def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""
 
-    def make(ways, rounds):
-        options = compare._parser().parse_args(["-n", str(rounds), "nothing.py"])
+    def make(ways, rounds=None, times=()):
+        options = compare.Options()
+        options.rounds = rounds
         comparison = compare.Comparison(options, ways, tmp_path)
         order = []
 
         def made_up(way, interval=None):
             order.append(way)
-            return {"wall": 1, "cpu": 1, "faults": 1, "peak_bytes": 1, "huge_bytes": 0,
-                    "loaded": way != "mimalloc"}  # fmt: skip
+            taken = dict(times).get(way, 1.0)
+            return {"wall": taken, "waited": 0.0, "cpu": taken, "kernel": 0.0, "faults": 1,
+                    "peak_bytes": 1, "huge_bytes": 0, "loaded": way != "mimalloc",
+                    "marks": []}  # fmt: skip
 
         monkeypatch.setattr(comparison, "_run", made_up)
         return comparison, order
@@ -245,6 +351,27 @@ def test_every_way_has_its_turn_in_every_round(made):
     assert all(sorted(one) == ["arenapy", "glibc-tuned", "plain"] for one in rounds)
     assert all(one == other[::-1] for one, other in zip(rounds[::2], rounds[1::2], strict=True))
     assert {way: len(runs) for way, runs in comparison.runs.items()} == dict.fromkeys(rounds[0], 8)
+
+
+@pytest.mark.parametrize(("ratio", "rounds"), [(0.5, 6), (1.0, 6), (2.0, 6)])
+def test_rounds_end_when_the_verdict_is_sure(made, ratio, rounds):
+    comparison, _ = made(["plain", "arenapy"], times={"plain": 1.0, "arenapy": ratio})
+    list(comparison.rounds())
+    assert len(comparison.runs["plain"]) == rounds
+
+
+def test_rounds_end_when_the_time_is_spent(made, monkeypatch):
+    """As many as fit into it, and three at least."""
+    clock = itertools.count()
+    monkeypatch.setattr(compare.time, "monotonic", lambda: next(clock) * 10.0)
+    comparison, _ = made(["plain", "arenapy"], times={"plain": 1.0, "arenapy": 0.5})
+    comparison.options.seconds = 60.0
+    list(comparison.rounds())
+    assert len(comparison.runs["plain"]) == 5
+    comparison, _ = made(["plain", "arenapy"], times={"plain": 1.0, "arenapy": 0.5})
+    comparison.options.seconds = 1.0
+    list(comparison.rounds())
+    assert len(comparison.runs["plain"]) == 3
 
 
 def test_a_malloc_that_is_not_installed_or_not_loaded_is_said(made, monkeypatch):
@@ -289,33 +416,69 @@ def test_a_comparison(script, tmp_path):
         for _ in range(3): a = np.ones(1 << 20)
         """
     )
-    found = run(tmp_path, "-n", "2", "--json", "found.json", "--with", "glibc-tuned,tcmalloc",
-                "script.py", "-n", "7", input="not for it")  # fmt: skip
+    others = "pool-alone,glibc-tuned,tcmalloc"
+    options = ["-n", "2", "--json", "found.json", "--with", others]
+    found = run(tmp_path, *options, "script.py", "-n", "7", input="not for it")
     assert (found.returncode, found.stderr) == (0, "")
     rows = (
-        "wall time",
+        "time",
+        "start-up",
         "prefault",
+        "steady state",
         "CPU time",
+        "in the kernel",
         "faults",
         "peak resident",
         "never used",
         "huge pages",
     )
-    for said in *rows, "/ plain", "arenapy: too few rounds":
+    for said in *rows, "/ plain", "in 2 rounds; 6 are needed":
         assert said in found.stdout, said
     assert "told" not in found.stdout
     figures = json.loads((tmp_path / "found.json").read_text())
     assert {"plain", "arenapy", "glibc-tuned"} <= set(figures["runs"])
-    assert ("pool alone" in figures["runs"]) == (foreign_malloc() is None)
+    assert ("pool-alone" in figures["runs"]) == (foreign_malloc() is None)
     assert ("tcmalloc" in figures["runs"]) != ("tcmalloc" in figures["not_compared"])
     assert all(len(runs) == 2 for runs in figures["runs"].values())
     for way, runs in figures["runs"].items():
         for one in runs:
             assert one["wall"] > 0 and one["cpu"] > 0 and one["peak_bytes"] > 8 * MIB
-            assert (one["prefault"] is None) == (way not in ("arenapy", "pool alone"))
+            assert (one["prefault"] is None) == (way not in ("arenapy", "pool-alone"))
             assert one["prefault"] is None or 0 < one["prefault"] < one["wall"]
+            assert 0 < one["startup"] < one["wall"]
     shown = run(tmp_path, "-n", "1", "--libc", "none", "--show-output", "script.py", "-n", "7")
     assert shown.stdout.count("told") == shown.stderr.count("complained") == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "phases"),
+    [
+        ("import numpy, time; time.sleep(0.3)", True),
+        ("import numpy, os; os._exit(0)", True),
+        ("import numpy, os\nif os.fork() == 0: numpy.ones(9)\nelse: os.wait()", True),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import numpy'])", False),
+        ("pass", False),
+    ],
+)
+def test_phases_are_those_of_the_program(script, tmp_path, source, phases):
+    """Its children have their own, and NumPy is there however it ends."""
+    script(source)
+    done = run(tmp_path, "-n", "1", "--json", "found.json", "script.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    for [one] in found["runs"].values():
+        assert (one["startup"] is not None) == phases
+        if "sleep" in source:
+            assert one["startup"] + 0.3 < one["wall"]
+    assert ("did not import NumPy" in done.stdout) != phases
+    assert "arenapy run" not in done.stderr
+
+
+def test_a_program_that_is_compared_sees_nothing_of_it(script, tmp_path):
+    script("import os, sys; print([name for name in os.environ if 'ARENAPY' in name], sys.path)")
+    shown = run(tmp_path, "-n", "1", "--show-output", "script.py").stdout
+    lines = [line for line in shown.splitlines() if line.startswith("[]")]
+    assert len(lines) == 4 and len(set(lines)) == 1 and "startup" not in lines[0]
 
 
 @pytest.mark.sampled
@@ -327,8 +490,7 @@ def test_both_ways_of_libc(script, tmp_path, libc):
     keeps = libc == "keep" and foreign_malloc() is None
     lines = found.stdout.splitlines()
     kept, not_kept = lines.count("1"), lines.count("0")  # of the warm-up and the round
-    assert (kept, not_kept) == (2 * (libc == "keep"), 4 if keeps or libc == "none" else 2)
-    assert ("pool alone" in found.stdout) == keeps
+    assert (kept, not_kept) == (2 * keeps, 4 - 2 * keeps)
 
 
 def test_a_module(script, tmp_path):
@@ -403,7 +565,7 @@ def test_options_of_the_pool_arrive(script, tmp_path):
     [
         (["-n", "0", "x.py"], "'0' is not a whole number from 1"),
         (["-n", "many", "x.py"], "'many'"),
-        (["--with", "jemalloc,nomalloc", "x.py"], "'nomalloc' is none of jemalloc"),
+        (["--with", "jemalloc,nomalloc", "x.py"], "'nomalloc' is none of pool-alone, jemalloc"),
         (["--with", "plain", "x.py"], "'plain'"),
         ([], "SCRIPT"),
     ],

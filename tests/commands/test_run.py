@@ -329,6 +329,9 @@ def test_the_report_comes_last(script, tmp_path):
         "import arenapy.pool.pool, numpy",
         "import numpy, arenapy",
         "import arenapy.commands.cli",
+        "import numpy, arenapy; arenapy.bump.bump.Bump(64); arenapy.slab, arenapy.Slab",
+        "import numpy, pickle; from arenapy.pool.pool import Pool;"
+        "pickle.loads(pickle.dumps(Pool().alloc(9), 5))",
     ],
 )
 @pytest.mark.sampled
@@ -461,3 +464,38 @@ def test_arguments_of_many_bytes(tmp_path):
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("61\n", "")
+
+
+@pytest.mark.parametrize("line", [["script.py", "-m"], ["-m", "this"], ["-"], ["--quiet", "x"]])
+def test_the_program_waits_for_no_import_of_ours(line):
+    """Until the process becomes the program: neither NumPy, nor what is compiled, nor argparse."""
+    code = """
+import os, sys
+def become(*what):
+    print(*set(sys.modules) - before, flush=True)
+    os._exit(0)
+before, os.execve = set(sys.modules), become
+sys.argv[:] = ["/bin/arenapy", "run", *sys.argv[1:]]
+from arenapy.commands.cli import main
+main()
+"""
+    done = alike.start([sys.executable, "-c", code, *line])
+    modules = set(done.stdout.split())
+    assert "arenapy.commands.run.command" in modules, done.stderr
+    assert not {name for name in modules if not name.startswith("arenapy")}
+    assert not modules & {"arenapy.pool.pool", "arenapy.linux.vm", "arenapy.stats"}
+
+
+def test_a_program_of_our_name_has_all_names(script, tmp_path):
+    """Where the command imports nothing yet, a program finds everything at its first use."""
+    script(
+        """
+        import arenapy
+        from arenapy import Slab
+        print(arenapy.Bump(4096).alloc(1).nbytes, Slab(64, 1).stats().capacity)
+        print(arenapy.size_class(1), arenapy.errors.OutOfMemory is arenapy.OutOfMemory)
+        """,
+        "arenapy",
+    )
+    done = alike.start([sys.executable, "arenapy"], cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("1 1\n0 True\n", "")

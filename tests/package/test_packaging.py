@@ -5,13 +5,13 @@ import importlib
 import importlib.metadata
 import os
 import pkgutil
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,7 +153,7 @@ def test_every_module_imports_on_its_own():
     [
         ("sys.platform", "darwin", "darwin"),
         ("sys.platform", "win32", "win32"),
-        ("platform.machine", lambda: "riscv64", "riscv64"),
+        ("os.uname", lambda: SimpleNamespace(machine="riscv64"), "riscv64"),
         ("sys.maxsize", 2**31 - 1, "32-bit"),
     ],
 )
@@ -169,14 +169,14 @@ def test_other_platforms_are_refused_in_one_sentence(monkeypatch, attribute, val
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_supported_platforms_are_accepted(monkeypatch, machine):
-    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
     require_supported()
 
 
 def test_import_refuses_other_platforms_before_loading_anything_compiled():
     program = """
-import platform, sys
-platform.machine = lambda: "riscv64"
+import os, sys, types
+os.uname = lambda: types.SimpleNamespace(machine="riscv64")
 try:
     import arenapy
 except ImportError as error:

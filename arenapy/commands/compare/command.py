@@ -2,54 +2,80 @@
 
 What lives here: the command, the rounds, what a failing program leads to. What does not: the ways
 (variants.py), one run (worker.py), the rule of the verdict (verdict.py), the
-table (table.py).
+table and the sentences (table.py).
 
 Every run is a fresh process. The first one of each way is not timed: it warms the caches of files,
 and it alone is watched for huge pages, because looking at them stops the program for a moment. Then
 in every round each way has its turn, in an order that is shuffled and, in the next round, reversed,
-so that a machine that becomes slower or faster favours nobody.
+so that a machine that becomes slower or faster favours nobody. There are rounds until the verdict
+is sure, or the time is spent.
+
+A program starts here as it does under ``arenapy run``, without the process of that command: what is
+measured is what the two lines in the program would cost. In all ways the start notes when NumPy was
+there.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import marshal
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
-import arenapy
 from arenapy.base.text import printable_lines
-from arenapy.commands.command_line import Parser, check_outputs, console, signal_name, whole
-from arenapy.commands.compare.table import Run, sentences, show
-from arenapy.commands.compare.variants import OURS, OURS_ALONE, PLAIN, WAYS
-from arenapy.commands.compare.verdict import LEAST_ROUNDS
-from arenapy.commands.run.command import (
-    add_pool_options,
-    add_program,
-    interpreter,
-    parse_program,
-    program_words,
+from arenapy.commands.command_line import (
+    Parser,
+    check_outputs,
+    console,
+    seconds,
+    signal_name,
+    whole,
 )
+from arenapy.commands.compare.table import (
+    Run,
+    next_step,
+    reasons,
+    sentences,
+    show,
+    verdict_on,
+)
+from arenapy.commands.compare.variants import OURS, OURS_ALONE, PLAIN, WAYS
+from arenapy.commands.compare.verdict import CONFIDENCE, chance_of, next_look
+from arenapy.commands.run import command as run
 from arenapy.linux import outputs
 from arenapy.linux.libc_malloc import foreign_malloc
 
 __all__ = ["Comparison", "Failed", "main"]
 
 CHILD = Path(__file__).with_name("worker.py")
-MAIN = Path(arenapy.__file__).with_name("__main__.py")
-ROUNDS, MAX_ROUNDS = 10, 1_000_000
+SECONDS, MAX_ROUNDS = 35.0, 1_000_000
+OF_POOL = ("prefault", "never_used_bytes", "blocks", "served_bytes")
+FEWEST = 3  # rounds, however long they take
 LOOK_EVERY = 0.005  # seconds
 LAST_LINES = 20  # of the errors of a program that fails
 REPORT = outputs.report("arenapy compare")
+
+
+class Options(run.Options):
+    """The options of the command, before any is given."""
+
+    rounds: int | None = None
+    seconds = SECONDS
+    others: Sequence[str] = ()
+    show_output = False
 
 
 class Failed(Exception):
@@ -61,8 +87,7 @@ class Comparison:
 
     Parameters
     ----------
-    options : argparse.Namespace
-        As the command line gives it.
+    options : Options
     ways : sequence of str
         Keys of `WAYS`, `PLAIN` first.
     folder : Path
@@ -76,15 +101,19 @@ class Comparison:
         By way, the most bytes in huge pages that were seen in the warm-up.
     notes : dict
         By way, why it is not compared.
+    chance : float
+        To be wrong, of the last verdict.
     """
 
-    def __init__(self, options: argparse.Namespace, ways: Sequence[str], folder: Path) -> None:
+    def __init__(self, options: Options, ways: Sequence[str], folder: Path) -> None:
         self.options = options
         self.folder = folder
         self.notes = {way: note for way in ways if (note := WAYS[way].missing())}
         self.ways = [way for way in ways if way not in self.notes]
         self.runs: dict[str, list[Run]] = {way: [] for way in self.ways}
         self.huge: dict[str, int] = {}
+        self.chance = 1 - CONFIDENCE
+        self.began = time.monotonic()
 
     def warm_up(self) -> Iterator[str]:
         """Run each way once; says which one comes. A malloc that is not used is dropped."""
@@ -98,9 +127,9 @@ class Comparison:
                 del self.runs[way], self.huge[way]
 
     def rounds(self) -> Iterator[str]:
-        """Run each way as often as there are rounds; says which one comes."""
-        order = list(self.ways)
-        for number in range(self.options.rounds):
+        """Run each way until the verdict is sure; says which one comes."""
+        order, number = list(self.ways), 0
+        while self._goes_on(number):
             if number % 2:
                 order.reverse()
             else:
@@ -108,54 +137,51 @@ class Comparison:
             for way in order:
                 yield way
                 found = self._run(way)
-                self.runs[way].append(
-                    Run(
-                        found["wall"],
-                        found["cpu"],
-                        found["faults"],
-                        found["peak_bytes"],
-                        found.get("prefault_seconds"),
-                        found.get("never_used_bytes"),
-                    )
-                )
+                self.runs[way].append(_as_run(found))
+            number += 1
 
-    def _command(self, way: str) -> list[str]:
-        options = self.options
-        program = program_words(options)
-        python = interpreter()
-        if way not in (OURS, OURS_ALONE):
-            return [*python, *program]
-        pool = ["--initial-bytes", str(options.initial_bytes)] if options.initial_bytes else []
-        pool += ["--max-bytes", str(options.max_bytes)] if options.max_bytes else []
-        pool += ["--huge-pages", options.huge_pages, "--on-full", options.on_full]
-        pool += ["--libc", options.libc if way == OURS else "none"]
-        pool += ["--lock"] * options.lock
-        figures = str(self.folder / "figures.json")
-        ours = [str(MAIN), "run", "--quiet", "--json", figures, *pool, *program]
-        return [*python, *ours]
+    def _goes_on(self, rounds: int) -> bool:
+        """Whether there is another round; notes how sure the verdict is."""
+        if self.options.rounds is not None:
+            return rounds < self.options.rounds
+        spent = time.monotonic() - self.began
+        ends = rounds >= FEWEST and spent * (rounds + 2) / (rounds + 1) > self.options.seconds
+        look = at = 0
+        while at < rounds:
+            look, at = look + 1, next_look(at)
+        if rounds and (at == rounds or ends):
+            self.chance = chance_of(look, last=ends)
+            ends = ends or verdict_on(self.runs, chance=self.chance).final
+        return not ends and rounds < MAX_ROUNDS
 
     def _run(self, way: str, interval: float | None = None) -> dict[str, Any]:
         """What was measured of one run."""
-        spec_file, result, errors, figures = (
-            self.folder / name for name in ("spec.json", "result.json", "errors", "figures.json")
+        spec_file, result, errors, marks = (
+            self.folder / name for name in ("spec.json", "result.json", "errors", "marks")
         )
-        for file in result, errors, figures:
+        for file in result, errors, marks:
             file.unlink(missing_ok=True)
         shown = self.options.show_output
+        options = copy.copy(self.options)
+        options.libc = "none" if way == OURS_ALONE else options.libc
+        command, environment, settings = run.start_of(
+            options, WAYS[way].environment(), pool=way in (OURS, OURS_ALONE)
+        )
         spec = {
-            "command": self._command(way),
-            "environment": WAYS[way].environment(),
+            "command": command,
+            "environment": environment,
+            "settings": {**settings, "measured": str(marks)},
             "output": None if shown else os.devnull,
             "errors": None if shown else str(errors),
             "interval": interval,
             "library": WAYS[way].library() or "",
         }
         spec_file.write_text(json.dumps(spec))  # a word of a command may have 128 KiB at most
-        command = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)]
-        with subprocess.Popen(command) as worker:
+        line = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)]
+        with subprocess.Popen(line) as worker:
             try:
                 if worker.wait():
-                    raise subprocess.CalledProcessError(worker.returncode, command)
+                    raise subprocess.CalledProcessError(worker.returncode, line)
             except BaseException:
                 worker.terminate()  # it ends the program that it measures
                 raise
@@ -163,9 +189,21 @@ class Comparison:
         if found["status"]:
             written = errors.read_text(errors="replace") if errors.exists() else ""
             raise Failed(_failure(way, found["status"], written))
-        if figures.exists():  # a program that ends by os._exit leaves none
-            found |= json.loads(figures.read_text())
+        # None of a program without NumPy; and not the last one of a program that ends by os._exit.
+        found["marks"] = marshal.loads(marks.read_bytes()) if marks.exists() else []
         return found
+
+
+def _as_run(found: dict[str, Any]) -> Run:
+    """What was measured of a run, as the table wants it."""
+    ready = next((mark for mark in found["marks"] if mark["when"] == "ready"), None)
+    taken = {field.name: found[field.name] for field in fields(Run) if field.name in found}
+    if ready is not None:
+        last = found["marks"][-1]
+        taken |= {name: last[name] for name in OF_POOL if name in last}
+        taken["startup"] = max(ready["now"] - found["start"] - ready["waited"], 1e-6)
+        taken["startup_kernel"] = ready["kernel"]
+    return Run(**taken)
 
 
 def _failure(way: str, status: int, errors: str) -> str:
@@ -176,7 +214,7 @@ def _failure(way: str, status: int, errors: str) -> str:
 
 def _ways(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
-    others = [name for name in WAYS if name not in (PLAIN, OURS, OURS_ALONE)]
+    others = [name for name in WAYS if name not in (PLAIN, OURS)]
     for name in names:
         if name not in others:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(others)}")
@@ -195,38 +233,43 @@ def _parser() -> Parser:
         prog="arenapy compare",
         usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
         description="Run a program by turns as it is and under arenapy run, and say whether that "
-        "is worth it. Its standard input is empty.",
+        "is worth it, why, and what to do next. Its standard input is empty.",
         epilog="\n".join(["ways:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-n", dest="rounds", type=whole(1, MAX_ROUNDS), default=ROUNDS, metavar="ROUNDS",
-        help=f"how often each way is run (default: {ROUNDS}; a verdict needs {LEAST_ROUNDS})",
+        "--seconds", type=seconds, metavar="SECONDS",
+        help=f"stop after this time if the verdict is not sure earlier (default: {SECONDS:.0f})",
     )  # fmt: skip
     parser.add_argument(
-        "--with", dest="others", type=_ways, default=[], metavar="NAME,...",
+        "-n", dest="rounds", type=whole(1, MAX_ROUNDS), metavar="ROUNDS",
+        help="run each way so often, however sure the verdict is",
+    )  # fmt: skip
+    parser.add_argument(
+        "--with", dest="others", type=_ways, metavar="NAME,...",
         help="other mallocs to compare with, too",
     )  # fmt: skip
     parser.add_argument("--show-output", action="store_true", help="do not discard its output")
     parser.add_argument("--json", metavar="FILE", help="write all runs there, too; sizes are bytes")
-    add_pool_options(parser)
-    add_program(parser)
+    run.add_pool_options(parser)
+    run.add_program(parser)
     return parser
 
 
 def _measure(comparison: Comparison) -> None:
     """All runs, with a progress display on standard error if that is a terminal."""
     terminal = console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    columns = TextColumn("{task.description}"), BarColumn()
     disable = not terminal.is_terminal or comparison.options.show_output
+    limit = comparison.options.rounds
     with Progress(*columns, console=terminal, transient=True, disable=disable) as progress:
-        task = progress.add_task("", total=len(comparison.ways) * (comparison.options.rounds + 1))
+        task = progress.add_task("", total=limit or comparison.options.seconds)
         for step in comparison.warm_up():
             progress.update(task, description=f"warm-up: {step}")
-            progress.advance(task)
         for step in comparison.rounds():
-            progress.update(task, description=step)
-            progress.advance(task)
+            rounds = len(comparison.runs[PLAIN])
+            spent = rounds if limit else time.monotonic() - comparison.began
+            progress.update(task, description=f"round {rounds + 1}: {step}", completed=spent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,29 +285,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     OSError
         The file of ``--json`` cannot be written.
     """
-    parser = _parser()
-    options = parse_program(parser, argv)
+    parser, options = _parser(), Options()
+    run.parse_program(parser, argv, options)
     program = None if options.module else options.program
     check_outputs(parser, {"--json": (options.json, REPORT)}, {"SCRIPT": program})
     if not options.module and not _can_be_read_again(options.program):
         parser.error(f"{options.program!r} can be read only once; name a file or a folder")
     with tempfile.TemporaryDirectory(prefix="arenapy-compare-") as folder:
         keeps = options.libc == "keep" and foreign_malloc() is None
-        ours = [OURS, OURS_ALONE] if keeps else [OURS]
-        comparison = Comparison(options, [PLAIN, *ours, *options.others], Path(folder))
+        others = [way for way in options.others if way != OURS_ALONE or keeps]
+        comparison = Comparison(options, [PLAIN, OURS, *others], Path(folder))
         try:
             _measure(comparison)
         except Failed as failed:
             print(printable_lines(f"arenapy compare: {failed}"), file=sys.stderr)
             return 1
-    show(console(), comparison.runs, comparison.huge, comparison.notes)
+    runs, said = comparison.runs, verdict_on(comparison.runs, chance=comparison.chance)
+    lines = [
+        *sentences(runs, comparison.chance),
+        *reasons(runs),
+        next_step(runs, said, shlex.join(run.program_words(options)), options.seconds),
+    ]
+    show(console(), runs, comparison.huge, comparison.notes, lines)
     if options.json is not None:
         found = {
             "report": "arenapy compare",
-            "runs": {way: [asdict(run) for run in runs] for way, runs in comparison.runs.items()},
+            "word": said.word,
+            "runs": {way: [asdict(one) for one in found] for way, found in runs.items()},
             "huge_bytes": comparison.huge,
             "not_compared": comparison.notes,
-            "verdict": sentences(comparison.runs),
+            "verdict": lines,
         }
         outputs.write(options.json, (json.dumps(found, indent=2) + "\n").encode(), REPORT)
     return 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["OURS", "OURS_ALONE", "PLAIN", "WAYS", "Way"]
 
-PLAIN, OURS, OURS_ALONE = "plain", "arenapy", "pool alone"
+PLAIN, OURS, OURS_ALONE = "plain", "arenapy", "pool-alone"
 
 #: What changes a malloc from outside: an alternative has its own only.
 TUNING = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "MIMALLOC_", "TCMALLOC_")
@@ -62,11 +62,11 @@ class Way:
         return kept | dict(self.settings) | ({"LD_PRELOAD": library} if library else {})
 
 
-#: By the name that ``--with`` takes; the first three are compared anyway.
+#: By the name that ``--with`` takes; the first two are compared anyway.
 WAYS = {
     PLAIN: Way("Python as it is, with the environment as it is"),
     OURS: Way("under arenapy run"),
-    OURS_ALONE: Way("under arenapy run --libc none; if it differs"),
+    OURS_ALONE: Way("under arenapy run --libc none"),
     "jemalloc": Way(
         "preloaded, huge pages, nothing goes back to the system",
         ("jemalloc",),

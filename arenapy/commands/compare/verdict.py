@@ -1,6 +1,7 @@
 """Whether one way of running a program is faster than another: the rule of ``arenapy compare``.
 
-What lives here: what follows from measured times. What does not: measuring.
+What lives here: what follows from measured times, and when there were enough. What does not:
+measuring.
 
 The rule. Round by round, the time of one way is divided by that of the other: both were measured
 next to each other, so that a machine that becomes slower slows both. The median of these ratios
@@ -8,8 +9,13 @@ says how much faster one is. The interval around it is that of the sign test: as
 ratios are left out at either end as chance allows to lie beyond the true median in 5 % of all
 comparisons, both ends together (of six to eight rounds none, of nine to eleven one, of twelve to
 fourteen two). It assumes nothing about how times scatter, and single rounds that something else
-disturbed do not matter. If 1 is in the interval: within noise. If not, a gain is worth it from 3 %.
-An interval needs six rounds: with five, all on one side is chance once in 16 times.
+disturbed do not matter. An interval needs six rounds: with five, all on one side is chance once in
+16 times.
+
+Whoever looks after every few rounds and stops at the first sure verdict is wrong more often than
+who looks once. So the 5 % are shared out over all looks that there may be: the first look, after
+six rounds, takes 1/32, the least that six rounds need, and the later ones share the rest. The last
+one, when the time is spent, takes what is left.
 """
 
 from __future__ import annotations
@@ -19,11 +25,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CONFIDENCE", "LEAST_ROUNDS", "WORTH", "Ratio", "Verdict", "ratio_of", "verdict"]
+__all__ = [
+    "CONFIDENCE", "LEAST_ROUNDS", "WORTH", "Ratio", "Verdict", "chance_of", "next_look", "ratio_of",
+    "verdict",
+]  # fmt: skip
 
 CONFIDENCE = 0.95
 LEAST_ROUNDS = 6
 WORTH = 0.03  # a share of the time: a smaller change is not worth a decision
+FIRST = 2.0 ** (1 - LEAST_ROUNDS)  # of the chance to be wrong, for the first look
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +45,17 @@ class Ratio:
     estimate : float
     low, high : float or None
         The bounds of the interval; None if there were too few rounds for one.
+    lowest, highest : float
+        Of all rounds.
+    rounds : int
     """
 
     estimate: float
     low: float | None
     high: float | None
+    lowest: float
+    highest: float
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +64,52 @@ class Verdict:
 
     Attributes
     ----------
-    word : {"worth it", "not worth it", "within noise", "too few rounds"}
+    word : str
+        "worth it", "not worth it", "a little faster", "a little slower", "no difference" or
+        "undecided"; "probably " before one of the others if there were too few rounds to be sure.
     reason : str
+    final : bool
+        More rounds would not change it, as far as chance allows.
     """
 
     word: str
     reason: str
+    final: bool
 
 
-def _rank(rounds: int) -> int:
+def next_look(rounds: int) -> int:
+    """After how many rounds to look again."""
+    return LEAST_ROUNDS if rounds < LEAST_ROUNDS else rounds + max(3, rounds // 4)
+
+
+def chance_of(look: int, *, last: bool = False) -> float:
+    """The chance to be wrong that the look of this number, from 1, may take; all make 5 %."""
+    later = 1 - CONFIDENCE - FIRST
+    if look == 1:
+        return 1 - CONFIDENCE if last else FIRST
+    return later / (look - 1) if last else later / (look * (look - 1))
+
+
+def _rank(rounds: int, chance: float = 1 - CONFIDENCE) -> int:
     """Which of the ordered ratios, from either end, bounds the interval; 0: there is none."""
     outside, rank = 0, 0
-    while 2 * (outside + math.comb(rounds, rank)) <= (1 - CONFIDENCE) * 2**rounds:
+    while 2 * (outside + math.comb(rounds, rank)) <= chance * 2**rounds:
         outside += math.comb(rounds, rank)
         rank += 1
     return rank
 
 
-def ratio_of(times: Sequence[float], others: Sequence[float]) -> Ratio:
+def ratio_of(
+    times: Sequence[float], others: Sequence[float], chance: float = 1 - CONFIDENCE
+) -> Ratio:
     """The ratio of paired times, with its interval.
 
     Parameters
     ----------
     times, others : sequence of float
         Positive, one of each for every round, in the same order.
+    chance : float
+        With which the true ratio may be outside of the interval.
 
     Raises
     ------
@@ -83,29 +121,31 @@ def ratio_of(times: Sequence[float], others: Sequence[float]) -> Ratio:
     if min(*times, *others) <= 0:
         raise ValueError(f"a time of {min(*times, *others)} s: all have to be positive")
     ratios = sorted(time / other for time, other in zip(times, others, strict=True))
-    estimate, rank = statistics.median(ratios), _rank(len(ratios))
-    if not rank:
-        return Ratio(estimate, None, None)
-    return Ratio(estimate, ratios[rank - 1], ratios[-rank])
+    estimate, rank = statistics.median(ratios), _rank(len(ratios), chance)
+    low, high = (ratios[rank - 1], ratios[-rank]) if rank else (None, None)
+    return Ratio(estimate, low, high, ratios[0], ratios[-1], len(ratios))
 
 
 def verdict(ratio: Ratio) -> Verdict:
     """What to do about a ratio of a way's time to the time without it."""
+    change = ratio.estimate - 1
+    takes = f"it takes {abs(change):.1%} {'less time' if change < 0 else 'longer'}"
+    is_large = abs(change) >= WORTH
     if ratio.low is None or ratio.high is None:
-        return Verdict(
-            "too few rounds", f"at least {LEAST_ROUNDS} are needed to tell a gain from noise"
-        )
-    low, high = sorted((_change(ratio.low), _change(ratio.high)))
-    sure = f"({CONFIDENCE:.0%} sure: {low:+.1%} to {high:+.1%})"
-    change = f"{abs(_change(ratio.estimate)):.1%}"
-    if ratio.low <= 1 <= ratio.high:
-        return Verdict("within noise", f"the time changes by {_change(ratio.estimate):+.1%} {sure}")
-    if ratio.low > 1:
-        return Verdict("not worth it", f"it takes {change} longer {sure}")
-    if ratio.estimate > 1 - WORTH:
-        return Verdict("not worth it", f"it takes only {change} less time {sure}")
-    return Verdict("worth it", f"it takes {change} less time {sure}")
-
-
-def _change(ratio: float) -> float:
-    return ratio - 1
+        bounds = f"{ratio.lowest - 1:+.1%} to {ratio.highest - 1:+.1%} in {ratio.rounds} rounds"
+        few = f"({bounds}; {LEAST_ROUNDS} are needed to be sure)"
+        if is_large and not ratio.lowest <= 1 <= ratio.highest:
+            return Verdict(f"probably {'not ' * (change > 0)}worth it", f"{takes} {few}", False)
+        if ratio.lowest > 1 - WORTH and ratio.highest < 1 + WORTH:
+            return Verdict("probably no difference", f"{takes} {few}", False)
+        return Verdict("undecided", f"{takes} {few}", False)
+    sure = f"({CONFIDENCE:.0%} sure: {ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})"
+    is_narrow = ratio.low > 1 - WORTH and ratio.high < 1 + WORTH
+    if not ratio.low <= 1 <= ratio.high:
+        if is_large:
+            return Verdict("not worth it" if change > 0 else "worth it", f"{takes} {sure}", True)
+        return Verdict(f"a little {'slower' if change > 0 else 'faster'}", f"{takes} {sure}",
+                       is_narrow)  # fmt: skip
+    if is_narrow:
+        return Verdict("no difference", f"{takes}, less than {WORTH:.0%} either way {sure}", True)
+    return Verdict("undecided", f"{takes} {sure}", False)

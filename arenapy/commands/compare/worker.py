@@ -3,15 +3,18 @@
     python -I -S arenapy/commands/compare/worker.py SPEC RESULT
 
 A small process on its own, because a child's peak of resident memory begins with that of the
-process which starts it. SPEC is a file of JSON: `command`, `environment`, `output` and `errors`
-(files; None: where this process's go), `interval` (None, or seconds between two looks at the huge
-pages of the command) and `library` (that should be mapped). RESULT is a file for what was found.
+process which starts it. SPEC is a file of JSON: `command`, `environment`, `settings` (what
+run/startup/sitecustomize.py is told; None: nothing), `output` and `errors` (files; None: where this
+process's go), `interval` (None, or seconds between two looks at the huge pages of the command) and
+`library` (that should be mapped). RESULT is a file for what was found.
 
 CPU time, page faults and peak are the kernel's account of the command (`wait4`): with them come
-those of its own children that it has waited for, the largest peak of any one of them.
+those of its own children that it has waited for, the largest peak of any one of them. `waited` is
+the time in which the main thread could have run and had no processor.
 """
 
 import json
+import marshal
 import os
 import signal
 import sys
@@ -43,6 +46,15 @@ def _watch(pid: int, interval: float, library: str) -> tuple[int, bool]:
     return most, loaded
 
 
+def _waited(pid: int) -> float:
+    """The seconds that a process which has ended waited for a processor, if the kernel knows."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def _stop(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
@@ -55,6 +67,10 @@ def main(spec_file: str, result: str) -> None:
     for descriptor, name in (1, spec["output"]), (2, spec["errors"]):
         if name is not None:
             actions.append((os.POSIX_SPAWN_OPEN, descriptor, name, CREATE, 0o600))
+    if spec["settings"] is not None:
+        spec["environment"]["ARENAPY_RUN"] = marshal.dumps(
+            {**spec["settings"], "pid": os.getpid()}
+        ).hex()
     found: dict[str, object] = {}
     pid = 0
     try:
@@ -68,6 +84,8 @@ def main(spec_file: str, result: str) -> None:
         )
         if spec["interval"]:
             found["huge_bytes"], found["loaded"] = _watch(pid, spec["interval"], spec["library"])
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        end, found["waited"] = time.perf_counter(), _waited(pid)
         _, status, usage = os.wait4(pid, 0)
     except SystemExit:
         try:
@@ -78,8 +96,10 @@ def main(spec_file: str, result: str) -> None:
             pass
         raise
     found |= {
-        "wall": time.perf_counter() - start,
+        "start": start,
+        "wall": end - start,
         "cpu": usage.ru_utime + usage.ru_stime,
+        "kernel": usage.ru_stime,
         "faults": usage.ru_minflt,
         "peak_bytes": usage.ru_maxrss << 10,
         "status": os.waitstatus_to_exitcode(status),

@@ -2,27 +2,26 @@
 
 What lives here: the command line, and its options that ``arenapy compare`` has, too; becoming
 ``python SCRIPT``. What does not: what happens in that process (startup/sitecustomize.py).
+
+The program waits for everything that is imported here. So NumPy and compiled modules are left to
+the process of the program, and argparse, which takes as long as Python itself, is imported only for
+a command line that has options.
 """
 
-from __future__ import annotations
-
-import argparse
 import marshal
 import os
-import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from arenapy.commands.command_line import Parser, check_outputs, size
-from arenapy.linux import outputs
+TYPE_CHECKING = False  # without importing typing
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
-__all__ = ["add_pool_options", "add_program", "main"]
+__all__ = ["Options", "add_pool_options", "add_program", "main"]
 
-STARTUP = Path(__file__).resolve().parent / "startup"
+STARTUP = os.path.join(os.path.dirname(os.path.realpath(__file__)), "startup")
 OPTIONS = "ARENAPY_RUN"  # the environment variable; startup/sitecustomize.py takes it
-REPORT = outputs.report("arenapy run")
 HUGE_PAGES = {"auto": "auto", "2M": "2M", "1G": "1G", "none": None}
 LIBC = {"keep": "keep", "none": None}
 TUNABLES = "GLIBC_TUNABLES"
@@ -30,33 +29,54 @@ HUGE_HEAP = "glibc.malloc.hugetlb"  # 1: transparent huge pages
 SITES = 16  # callers that --sites notes: through libraries, into the program
 
 
-def add_pool_options(parser: argparse.ArgumentParser) -> None:
+class Options:
+    """The options of a program in a pool, before any is given."""
+
+    max_bytes: int | None = None
+    initial_bytes = 0
+    huge_pages = "auto"
+    lock = False
+    on_full = "system"
+    libc = "keep"
+    json: str | None = None
+    trace: str | None = None
+    sites = quiet = module = False
+    words: "Sequence[str]" = ()
+    program: str
+    arguments: "Sequence[str]"
+
+
+def add_pool_options(parser: "argparse.ArgumentParser") -> None:
     """Add what the pool shall be like."""
+    from arenapy.commands.command_line import size
+
     parser.add_argument(
         "--max-bytes", type=size, metavar="SIZE", help="the most that the pool holds: 4G"
     )
     parser.add_argument(
-        "--initial-bytes", type=size, default=0, metavar="SIZE",
+        "--initial-bytes", type=size, metavar="SIZE",
         help="fault in so much at once, when NumPy is imported",
     )  # fmt: skip
     parser.add_argument(
-        "--huge-pages", choices=HUGE_PAGES, default="auto",
+        "--huge-pages", choices=HUGE_PAGES,
         help="2M and 1G: pages that were reserved in hugetlbfs (default: auto, transparent ones)",
     )  # fmt: skip
     parser.add_argument("--lock", action="store_true", help="never swap the pool out")
     parser.add_argument(
-        "--on-full", choices=("system", "error"), default="system",
+        "--on-full", choices=("system", "error"),
         help="when the pool is full: use malloc, or raise MemoryError (default: system)",
     )  # fmt: skip
     parser.add_argument(
-        "--libc", choices=LIBC, default="keep",
+        "--libc", choices=LIBC,
         help="what else is taken from glibc's malloc stays in huge pages of the process when it is "
         "freed; or none of that (default: keep)",
     )  # fmt: skip
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
+def add_program(parser: "argparse.ArgumentParser") -> None:
     """Add the program; all that follows it is its own."""
+    import argparse
+
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument(
         "words", metavar="SCRIPT", nargs=argparse.REMAINDER,
@@ -65,10 +85,10 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_program(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> argparse.Namespace:
-    """The options, with a program; what cannot be is refused before anything is run."""
-    options = parser.parse_args(argv)
+    parser: "argparse.ArgumentParser", argv: "Sequence[str] | None", options: Options
+) -> None:
+    """Read the options, with a program; what cannot be is refused before anything is run."""
+    parser.parse_args(argv, options)
     # One list of words: argparse would take a "--" that follows the program for its own.
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words:
@@ -80,14 +100,13 @@ def parse_program(
         )
     if sys.flags.no_site:
         parser.error("python -S leaves out the site module, by which the pool comes; omit -S")
-    return options
 
 
 def interpreter() -> list[str]:
     """The Python of this process, with its options: ``python -O`` of ``python -O -m arenapy``."""
     flags: list[str] = []
     rest = sys.orig_argv[1:]
-    while rest and re.match("-.", rest[0]) and rest[0] != "--":
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
         letters = _letters(word)
         if word[len(letters) : len(letters) + 1] in ("c", "m"):
@@ -101,16 +120,16 @@ def interpreter() -> list[str]:
 
 def _letters(word: str) -> str:
     """The options in a word that take no value: of ``-Im`` and ``-IWerror``, ``-I``."""
-    found = re.match("-[^-cmWX]*", word)
-    return found[0] if found else ""
+    end = next((at for at, letter in enumerate(word) if at and letter in "-cmWX"), len(word))
+    return word[:end] if word.startswith("-") else ""
 
 
-def _seeing_environment(python: Sequence[str]) -> list[str]:
+def _seeing_environment(python: "Sequence[str]") -> list[str]:
     """An interpreter's line without -E and -I, which hide the environment from Python."""
     line = [python[0]]
     for word in python[1:]:
         letters = _letters(word)
-        left = re.sub("[EI]", "", letters) + word[len(letters) :]
+        left = letters.replace("E", "").replace("I", "") + word[len(letters) :]
         line += [left] * (left != "-")
     return line + ["-s", "-P"] * sys.flags.isolated
 
@@ -128,7 +147,7 @@ def huge_heap(tunables: str | None) -> str:
     return ":".join(filter(None, [tunables, f"{HUGE_HEAP}=1"]))
 
 
-def program_words(options: argparse.Namespace) -> list[str]:
+def program_words(options: Options) -> list[str]:
     """The program and its arguments, for a command line of Python's or of ours."""
     is_like_option = options.program.startswith("-") and options.program != "-"
     ends = ["-m"] if options.module else ["--"] * is_like_option
@@ -136,7 +155,7 @@ def program_words(options: argparse.Namespace) -> list[str]:
 
 
 def command(
-    options: argparse.Namespace,
+    options: Options,
     *,
     report: bool,
     json_file: str | None,
@@ -144,10 +163,25 @@ def command(
     sites: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment of a program in the pool that `options` want."""
+    line, environment, settings = start_of(options, os.environ)
+    settings |= {
+        "report": report,
+        "json": json_file and os.path.abspath(json_file),
+        "trace": trace and os.path.abspath(trace),
+        "sites": SITES if sites else 0,
+    }
+    environment[OPTIONS] = marshal.dumps(settings).hex()
+    return line, environment
+
+
+def start_of(
+    options: Options, variables: "Mapping[str, str]", *, pool: bool = True
+) -> tuple[list[str], dict[str, str], "dict[str, Any]"]:
+    """How a program starts: command line, environment without `OPTIONS`, and what that will say."""
     python = interpreter()
     program = program_words(options)
-    environment = dict(os.environ)
-    libc = LIBC[options.libc]
+    environment = dict(variables)
+    libc = LIBC[options.libc] if pool else None
     flags, hidden, line = {}, {"PYTHONPATH", *[TUNABLES] * bool(libc)}, python
     if sys.flags.ignore_environment:
         flags = {"ignore_environment": 1, "isolated": sys.flags.isolated}
@@ -158,6 +192,8 @@ def command(
         environment.pop("LC_CTYPE", None)  # Python set it for a C locale, and will again
     settings: dict[str, Any] = {
         "pid": os.getpid(),  # execve keeps it
+        "pool": pool,
+        "measured": None,
         "environment": kept,
         "flags": flags,
         "python": python,
@@ -168,20 +204,21 @@ def command(
         "lock": options.lock,
         "on_full": options.on_full,
         "libc": libc,
-        "report": report,
-        "json": json_file and os.path.abspath(json_file),
-        "trace": trace and os.path.abspath(trace),
-        "sites": SITES if sites else 0,
+        "report": False,
+        "json": None,
+        "trace": None,
+        "sites": 0,
     }
     others = None if flags else kept["PYTHONPATH"]
-    environment["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{others}" if others else str(STARTUP)
+    environment["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{others}" if others else STARTUP
     if libc:  # numpy_memory does the rest; glibc reads this once, as the process starts
         environment[TUNABLES] = huge_heap(kept[TUNABLES])
-    environment[OPTIONS] = marshal.dumps(settings).hex()
-    return [*line, *program], environment
+    return [*line, *program], environment, settings
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> "argparse.ArgumentParser":
+    from arenapy.commands.command_line import Parser
+
     parser = Parser(
         prog="arenapy run",
         usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
@@ -203,7 +240,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _read(argv: "Sequence[str]") -> Options:
+    """The options of a command line; what cannot be is refused before anything is run."""
+    quiet = argv[:1] == ["--quiet"]
+    module = argv[quiet : quiet + 1] == ["-m"]
+    words, options = argv[quiet + module :], Options()
+    if words and (words[0] == "-" or not words[0].startswith("-")) and not sys.flags.no_site:
+        options.quiet, options.module = quiet, module
+        options.program, *options.arguments = words
+        return options  # argparse is not needed
+    from arenapy.commands.command_line import check_outputs
+    from arenapy.linux import outputs
+
+    parser = _parser()
+    parse_program(parser, argv, options)
+    report = outputs.report("arenapy run")
+    written = {"--json": (options.json, report), "--trace": (options.trace, outputs.TRACE)}
+    check_outputs(parser, written, {"SCRIPT": None if options.module else options.program})
+    if options.sites and options.trace is None:
+        parser.error("--sites are written into a trace; give --trace FILE")
+    return options
+
+
+def main(argv: "Sequence[str] | None" = None) -> int:
     """Run ``arenapy run``; the program takes the place of this process, so this does not return.
 
     Parameters
@@ -216,12 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit
         With status 2 for wrong arguments.
     """
-    parser = _parser()
-    options = parse_program(parser, argv)
-    written = {"--json": (options.json, REPORT), "--trace": (options.trace, outputs.TRACE)}
-    check_outputs(parser, written, {"SCRIPT": None if options.module else options.program})
-    if options.sites and options.trace is None:
-        parser.error("--sites are written into a trace; give --trace FILE")
+    options = _read(sys.argv[1:] if argv is None else argv)
     # Python says so if it cannot read the program; then there is nothing to report.
     there = options.module or options.program == "-" or os.access(options.program, os.R_OK)
     line, environment = command(

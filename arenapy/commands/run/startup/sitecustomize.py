@@ -3,7 +3,8 @@
 ``arenapy run SCRIPT`` becomes ``python SCRIPT``, with this folder first in PYTHONPATH. Python
 imports a module ``sitecustomize`` before it looks at the program, and so finds this one. The rest
 is Python's own business: where modules come from, what ``__main__`` is, how the program is read,
-how it ends, what a traceback shows.
+how it ends, what a traceback shows. ``arenapy compare`` starts programs so, too, without a pool as
+well, to learn when NumPy was there.
 
 What lives here: taking back what brought this module here, so that neither the program nor its
 child processes can tell; waiting for NumPy; the report at the end. What does not: the pool and the
@@ -88,6 +89,7 @@ class Session:
         self.path = sys.path[:]
         self.memory: Any = None  # a report.ProgramMemory
         self.refused = False  # it cannot be, which was said
+        self.marks: list[dict[str, Any]] = []
         self.clock = time.perf_counter
         self.began = self.clock()
         self.faults = _minor_faults()
@@ -95,7 +97,9 @@ class Session:
     def begin(self) -> None:
         """NumPy is there: from now on its arrays are in a pool."""
         try:
-            self.memory = self.apart(self._memory)
+            if self.options["pool"]:
+                self.memory = self.apart(self._memory)
+            self._measured("ready")
         except (ImportError, MemoryError, OSError, ValueError) as error:
             self.refused = True
             raise SystemExit(f"arenapy run: {error}") from None
@@ -110,6 +114,9 @@ class Session:
         """Say what there is to say. Never changes how the process ends."""
         if os.getpid() != self.options["pid"]:
             return
+        if self.options["measured"] is not None:
+            self._measured("ended")
+            return
         # The program has ended: what the report imports is no reason to begin.
         sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, AfterImport)]
         try:
@@ -120,8 +127,30 @@ class Session:
             except OSError:
                 pass
 
+    def _measured(self, when: str) -> None:
+        """Write down what was measured, for ``arenapy compare``; what fails is left out."""
+        if self.options["measured"] is None:
+            return
+        memory = self.memory.measured() if self.memory is not None else {}
+        found = {**memory, "when": when, "now": self.clock(), "kernel": os.times().system}
+        try:
+            with open("/proc/self/schedstat", "rb") as file:
+                found["waited"] = int(file.read().split()[1]) / 1e9
+        except OSError:  # a kernel without it
+            found["waited"] = 0.0
+        self.marks.append(found)
+        try:
+            with open(self.options["measured"], "wb") as file:
+                file.write(marshal.dumps(self.marks))
+        except OSError:
+            pass
+
     def _report(self) -> None:
         minor_faults = _minor_faults
+        if not self.options["report"] and self.options["json"] is None:
+            if self.memory is not None:
+                self.memory.end_trace()
+            return
         if self.memory is not None:
             self.memory.end_trace()  # first: what follows may want a descriptor, and there is none
             from arenapy.linux.vm import minor_faults
@@ -201,12 +230,15 @@ def _import_arenapy() -> None:
     """Import this very package, wherever the program looks for its own modules."""
     if "arenapy" in sys.modules:
         return
-    from importlib.util import module_from_spec, spec_from_file_location
+    # The parts of importlib that are frozen into Python: the module is another import.
+    from _frozen_importlib import module_from_spec
+    from _frozen_importlib_external import spec_from_file_location
 
     path = os.path.join(PACKAGE, "__init__.py")
     spec = spec_from_file_location("arenapy", path, submodule_search_locations=[PACKAGE])
     assert spec is not None and spec.loader is not None
     sys.modules["arenapy"] = module_from_spec(spec)
+    vars(sys.modules["arenapy"])["_at_first_use"] = True
     try:
         spec.loader.exec_module(sys.modules["arenapy"])
     except BaseException:
@@ -234,8 +266,9 @@ def _leave_no_trace() -> "dict[str, Any] | None":
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    if options["pid"] != os.getpid():
+    if options["pid"] != (os.getpid() if options["measured"] is None else os.getppid()):
         return None  # a process that a .pth file started
+    options["pid"] = os.getpid()
     if options["flags"]:
         sys.orig_argv[: options["line_words"]] = options["python"]
         _set_flags(options["flags"])

@@ -1,0 +1,101 @@
+"""``%%arenapy`` in a notebook: a cell with its arrays in a pool, and a report under it.
+
+What lives here: the magic and its report. What does not: the pool. IPython is never imported: it
+imports this when the user types ``%load_ext arenapy``, and hands itself over.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from arenapy.base.text import format_bytes, html_table
+from arenapy.commands.run.report import TimedHost
+from arenapy.linux.vm import minor_faults
+from arenapy.memory.sources import Host
+from arenapy.numpy_handler.numpy_memory import numpy_memory
+from arenapy.pool.pool import Pool
+
+__all__ = ["CellReport", "load_ipython_extension"]
+
+
+class CellReport:
+    """What a pool did for one cell: a table in a notebook, lines at a terminal.
+
+    Attributes
+    ----------
+    rows : list of tuple of str
+        Names, and what is said of each.
+    """
+
+    def __init__(self, rows: list[tuple[str, str]]) -> None:
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return "\n".join(["%%arenapy", *(f"  {name:<11}  {text}" for name, text in self.rows)])
+
+    def _repr_html_(self) -> str:
+        return html_table("%%arenapy", self.rows)
+
+
+class _Cells:
+    """The cells of one session: they share a pool, so that a cell that runs again finds it warm."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.source = TimedHost(Host())
+        self.pool = Pool(source=self.source)
+        self.source.pool = weakref.ref(self.pool)
+        self.memory = numpy_memory(self.pool)
+
+    def run(self, line: str, cell: str) -> CellReport:
+        """Run a cell with its arrays in a pool, and report."""
+        if line.strip():
+            raise ValueError(
+                f"%%arenapy takes no options, and got {line.strip()!r}; leave them out"
+            )
+        before, lacked = self.pool.stats(), self.memory.stats()
+        prefaulted, seconds = self.source.nbytes, self.source.seconds
+        self.pool.reset_peak()
+        faults, start = minor_faults(), time.perf_counter()
+        with self.memory:
+            self.shell.run_cell(cell)  # shows what fails
+        took, faults = time.perf_counter() - start, minor_faults() - faults
+        after, lacks = self.pool.stats(), self.memory.stats()
+        blocks = after.total_allocations - before.total_allocations
+        hits = after.pool_hits - before.pool_hits
+        rows = [
+            ("time", f"{took:.3f} s"),
+            ("page faults", f"{faults:,} minor"),
+            ("served", f"{_blocks(blocks)}, {hits:,} of them from memory that the pool had"),
+            ("peak", format_bytes(after.peak_bytes)),
+            (
+                "prefault",
+                f"{format_bytes(self.source.nbytes - prefaulted)} "
+                f"in {self.source.seconds - seconds:.3f} s",
+            ),
+        ]
+        if fell_back := lacks.system_allocations - lacked.system_allocations:
+            rows.append(("fell back", f"{_blocks(fell_back)} to malloc: memory ran out"))
+        return CellReport(rows)
+
+
+def _blocks(number: int) -> str:
+    return f"{number:,} block{'' if number == 1 else 's'}"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add the magic ``%%arenapy``; IPython calls this for ``%load_ext arenapy``.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+    """
+    cells = _Cells(shell)
+
+    def arenapy(line: str, cell: str) -> CellReport:
+        """Run a cell with the data of its NumPy arrays in a pool, and report."""
+        return cells.run(line, cell)
+
+    shell.register_magic_function(arenapy, magic_kind="cell", magic_name="arenapy")
