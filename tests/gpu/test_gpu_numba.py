@@ -21,6 +21,8 @@ import warnings
 warnings.simplefilter("ignore")
 import gc
 import numpy as np
+if not hasattr(np, "row_stack"):  # NumPy 2.5 is without it, which numba-cuda 0.29 wants
+    np.row_stack = np.vstack
 from numba import cuda as numba_cuda
 import arenapy
 from arenapy import cuda
@@ -130,6 +132,7 @@ def test_numbas_own_tests():
     tests = Path(importlib.util.find_spec("numba_cuda").origin).parent / "numba/cuda/tests"
     if not tests.is_dir():
         pytest.skip("this numba-cuda has no tests")
+    pytest.importorskip("filecheck")
     names = (
         "test_emm_plugins", "test_cuda_memory", "test_cuda_ndarray", "test_cuda_devicerecord",
         "test_cuda_array_slicing", "test_deallocations", "test_host_alloc", "test_managed_alloc",
@@ -138,8 +141,9 @@ def test_numbas_own_tests():
     )  # fmt: skip
     names = [one for one in names if (tests / f"cudadrv/{one}.py").is_file()]
     assert "test_emm_plugins" in names
+    code = START.partition("from numba")[0] + "import unittest\nunittest.main(module=None)"
     done = subprocess.run(
-        [sys.executable, "-m", "unittest", "-q",
+        [sys.executable, "-c", code, "-q",
          *(f"numba.cuda.tests.cudadrv.{one}" for one in names)],
         env=os.environ | {"NUMBA_CUDA_MEMORY_MANAGER": "arenapy.interop.numba"},
         capture_output=True, text=True, timeout=500, check=False,
