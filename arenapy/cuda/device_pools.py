@@ -103,7 +103,7 @@ class Devices:
         trim_thread: bool = False,
         peer_access: bool | None = None,
     ) -> None:
-        if peer_access not in (None, True, False):
+        if peer_access is not None and not isinstance(peer_access, bool):
             raise TypeError(f"peer_access={peer_access!r}: need True, False or None")
         if isinstance(devices, (int, str)):
             raise TypeError(f"devices={devices!r}: need ordinals, like [0, 1]")
@@ -236,8 +236,9 @@ class Devices:
         >>> gpus.trim() >= 1 << 20
         True
         """
-        peers.trim_relays()
-        return sum(pool.trim(keep_bytes) for pool in self)
+        freed = sum(pool.trim(keep_bytes) for pool in self)
+        peers.trim_relays()  # last: a bad keep_bytes changes nothing
+        return freed
 
     def check(self) -> None:
         """Verify the bookkeeping of every Pool, as `arenapy.Pool.check`.

@@ -47,8 +47,11 @@ cdef enum:
 # {(device, other, generation of the driver): None, or why it cannot access the other one's memory}.
 cdef dict answers = {}
 cdef set staged = set()      # as these keys: pairs that are not to use the access that they have
-# {(source, target, generation): the Relays to which no call is queueing}.
+# {(source, target, generation): the Relays that no call has, the one used longest ago first}. A call
+# takes one out before it looks at it: another call could use it, or drop it, in between.
 cdef dict relays = {}
+# As these keys: a None for each Relay that may still be made.
+cdef dict vacant = {}
 cdef list lost = []          # Relays of which nobody can tell whether they are in use
 
 
@@ -117,11 +120,12 @@ cdef class Relay:
             if not over.wait(s):
                 raise CudaError(f"cuStreamWaitEvent failed: {s!r} cannot wait for the copy")
         except BaseException:
-            for stream in (self.near, self.far):
-                try:
-                    synchronize(<StreamRef>stream)
-                except Exception:
-                    lost.append(self)        # it may be in use for ever
+            try:
+                synchronize(self.near)
+                synchronize(self.far)
+                (<list>vacant[self.near.device_id, self.far.device_id, generation]).append(None)
+            except Exception:
+                lost.append(self)            # it may be in use for ever, and none takes its place
             raise
         self.over, self.user = over, weakref.ref(s)
         (<list>relays[self.near.device_id, self.far.device_id, generation]).append(self)
@@ -188,21 +192,29 @@ cdef bint goes_by_host(StreamRef s, int source, int to, size_t nbytes) except -1
 
 
 cdef Relay take_relay(StreamRef s, int source, int to):
-    cdef list kept = <list>relays.setdefault((source, to, generation), [])
+    key = (source, to, generation)
+    cdef list kept = <list>relays.setdefault(key, [])
+    cdef list free = <list>vacant.setdefault(key, [None] * RELAYS)
     cdef Relay relay
-    for relay in kept.copy():
+    for _ in range(len(kept)):
+        try:
+            relay = kept.pop(0)
+        except IndexError:                   # other threads have them
+            break
         if relay.user() is s or relay.over.passed():
-            try:
-                kept.remove(relay)
-            except ValueError:               # another thread has it
-                continue
             return relay
-    if len(kept) >= RELAYS:
+        kept.append(relay)
+    try:
+        free.pop()
+    except IndexError:
         return None
     try:
         return new_relay(source, to)
-    except OutOfMemory:
-        return None
+    except BaseException as error:
+        free.append(None)
+        if isinstance(error, OutOfMemory):
+            return None
+        raise
 
 
 def trim_relays():
@@ -210,9 +222,13 @@ def trim_relays():
     cdef list kept
     cdef Relay relay
     for key, kept in list(relays.items()):
-        for relay in kept.copy():
-            if key[2] != generation or relay.over.passed():
-                try:
-                    kept.remove(relay)
-                except ValueError:           # another thread has it
-                    pass
+        for _ in range(len(kept)):
+            try:
+                relay = kept.pop(0)
+            except IndexError:               # other threads have them
+                break
+            if key[2] == generation and not relay.over.passed():
+                kept.append(relay)
+                continue
+            relay = None                     # before another one may be made
+            (<list>vacant[key]).append(None)

@@ -22,6 +22,7 @@ from simulated_driver import OUT_OF_MEMORY, PEER_UNSUPPORTED, UNKNOWN
 
 import arenapy
 from arenapy import OutOfMemory, Pool, cuda
+from arenapy.cuda.peers import trim_relays
 
 NO_PEERS, N = set(), 3 * MIB
 PIECES = 12  # of N bytes that go through the host
@@ -156,6 +157,7 @@ def test_trim_gives_back_on_all(gpu):
         ({"devices": 2}, TypeError, r"devices=2: need ordinals, like \[0, 1\]"),
         ({"devices": "01"}, TypeError, "devices='01': need ordinals"),
         ({"peer_access": "auto"}, TypeError, "peer_access='auto': need True, False or None"),
+        ({"peer_access": 0}, TypeError, "peer_access=0: need True, False or None"),
         ({"source": lambda i: cuda.Managed(i)}, ValueError, r"source\(0\) gives managed memory"),
         ({"source": lambda i: cuda.Device()}, ValueError, r"source\(1\) .* memory of device 0"),
         ({"max_bytes": -1}, ValueError, "max_bytes"),
@@ -471,6 +473,42 @@ def test_trim_gives_the_pinned_memory_back(gpu, gpus):
     assert gpu.memory.registered, "it is in use"
     gpu.drain()
     gpus.trim()
+    assert not gpu.memory.registered
+
+
+def test_trim_of_a_bad_size_changes_nothing(gpu, gpus):
+    near, far = blocks_on(gpus)
+    far.copy_from(near)
+    with pytest.raises(ValueError, match="keep_bytes"):
+        gpus.trim(-1)
+    assert gpu.memory.registered
+
+
+@pytest.mark.parametrize("point", range(1, 9))
+def test_trim_drops_no_relay_that_another_thread_has_begun_to_use(gpu, gpus, point):
+    """The other one copies between two calls of the driver by which a trim asks for the relay."""
+    near, far = blocks_on(gpus)
+    s = cuda.Stream(0)
+    far.copy_from(near, stream=s)
+    gpu.drain()
+    for pool in gpus:
+        pool.trim()
+    left = point
+
+    def other(name):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            far.copy_from(near, stream=s)
+
+    near.fill(5)
+    gpu.before_call = other
+    trim_relays()
+    gpu.before_call = None
+    assert left > 0 or gpu.memory.registered, "it is in use"
+    gpu.drain()
+    assert left > 0 or sample(content(far)) == {5}
+    trim_relays()
     assert not gpu.memory.registered
 
 
