@@ -8,6 +8,7 @@ it would behind numba's own cuMemFree.
 """
 
 import ctypes
+import gc
 import importlib
 import weakref
 from typing import Any
@@ -67,7 +68,8 @@ def manager(*pools: Pool) -> type:
     """
     pools_of = by_device(pools)
     base = _numba().HostOnlyCUDAMemoryManager
-    return type("ArenapyMemoryManager", (_Manager, base), {"pools": pools_of})
+    fields = {"pools": pools_of, "driver": _numba().cudadrv.driver}
+    return type("ArenapyMemoryManager", (_Manager, base), fields)
 
 
 def use(*pools: Pool) -> None:
@@ -120,19 +122,26 @@ class _Manager:
     """What `manager` gives, on top of numba's base class."""
 
     pools: dict[int, Pool]
+    driver: Any
     context: Any
     deallocations: Any
 
     def memalloc(self, size: int) -> Any:
         """Numba's pointer to a block, which keeps it."""
-        driver = _numba().cudadrv.driver
+        pool = self._pool()
         try:
-            block = self._pool().alloc(size)
-        except OutOfMemory as error:
-            raise driver.CudaAPIError(OUT_OF_MEMORY, str(error)) from error
+            block = pool.alloc(size)
+        except OutOfMemory:
+            gc.collect()  # arrays may be in cycles
+            try:
+                block = pool.alloc(size)
+            except OutOfMemory as error:
+                raise self.driver.CudaAPIError(OUT_OF_MEMORY, str(error)) from error
         used_untold(block)
         address = ctypes.c_void_p(block.address)
-        return driver.MemoryPointer(weakref.proxy(self.context), address, size, owner=block)
+        return self.driver.MemoryPointer(
+            weakref.proxy(self.context), address, size, finalizer=block.release
+        )
 
     def initialize(self) -> None:
         """A context begins to use it."""
@@ -151,7 +160,8 @@ class _Manager:
         )
 
     def _pool(self) -> Pool:
-        device = self.context.device.id
+        device = self.context.device
+        device = int(getattr(device, "id", device))  # of an attached context, the driver's object
         if device not in self.pools:
             raise RuntimeError(
                 f"numba's current device is {device}, and no pool was given for it, only for "

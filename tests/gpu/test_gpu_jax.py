@@ -78,9 +78,8 @@ def test_a_shared_array_is_not_donated(gpu, jax):
     x.block_until_ready()
     buffer = cuda.from_dlpack(x)
     assert buffer.address == x.unsafe_buffer_pointer()
-    y = jax.jit(lambda x: x * 2, donate_argnums=0)(x)
-    assert float(y[5]) == 10
-    assert y.unsafe_buffer_pointer() != buffer.address
+    with pytest.raises(jax.errors.JaxRuntimeError, match="external reference"):
+        jax.jit(lambda x: x * 2, donate_argnums=0)(x)
     assert (content(buffer, "f4") == np.arange(1 << 20)).all()
 
 

@@ -60,7 +60,7 @@ def manager(numba_cuda, pool, context):
 def test_a_pointer_and_its_views_keep_a_block(manager, pool, driver):
     pointer = manager.memalloc(1000)
     assert [pointer.device_pointer_value] == live(pool)
-    assert (pointer.size, pointer.is_managed) == (1000, False)
+    assert (pointer.size, pointer.is_managed) == (1000, True)
     view = pointer.view(100, 300)
     assert view.device_pointer_value == pointer.device_pointer_value + 100
     part = view.view(50)
