@@ -43,7 +43,7 @@ __all__ = [
     "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease",
     "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
     "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
-    "read_areas", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes", "unlock",
+    "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes", "unlock",
 ]
 
 cdef extern from * nogil:
@@ -51,9 +51,11 @@ cdef extern from * nogil:
     #include <fcntl.h>
     #include <sched.h>
     #include <stdio.h>
+    #include <string.h>
     #include <sys/ioctl.h>
     #include <sys/mman.h>
     #include <sys/resource.h>
+    #include <sys/socket.h>
     #include <sys/stat.h>
     #include <sys/statfs.h>
     #include <sys/syscall.h>
@@ -96,6 +98,32 @@ cdef extern from * nogil:
         rc = fcntl(fd, command, &lock);
         if (out) *out = lock;
         return rc;
+    }
+    /* What is there of a message; of the descriptors that came with it, the first. */
+    static ssize_t arenapy_receive(int sock, void *data, size_t nbytes, int *file, int *lost) {
+        union { struct cmsghdr head; char room[CMSG_SPACE(2 * sizeof(int))]; } control;
+        struct iovec part = {data, nbytes};
+        struct msghdr message = {0};
+        struct cmsghdr *one;
+        ssize_t got;
+        *file = -1;
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = &control;
+        message.msg_controllen = sizeof control;
+        got = recvmsg(sock, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+        if (got < 0) return got;
+        *lost = !!(message.msg_flags & MSG_CTRUNC);
+        for (one = CMSG_FIRSTHDR(&message); one; one = CMSG_NXTHDR(&message, one)) {
+            size_t i, n = (one->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS) continue;
+            for (i = 0; i < n; i++) {
+                int fd;
+                memcpy(&fd, CMSG_DATA(one) + i * sizeof fd, sizeof fd);
+                if (*file < 0) *file = fd; else close(fd);
+            }
+        }
+        return got;
     }
     /* PROCMAP_QUERY of Linux 6.11, see proc_pid_maps(5) and the kernel's linux/fs.h. */
     struct arenapy_procmap_query {
@@ -173,6 +201,7 @@ cdef extern from * nogil:
     long mlock2 "arenapy_mlock2"(size_t address, size_t nbytes, int flags)
     long mbind "arenapy_mbind"(
         size_t address, size_t nbytes, int mode, const unsigned long* nodes, unsigned long bits)
+    ssize_t arenapy_receive(int sock, void* data, size_t nbytes, int* file, int* lost)
     int lock_range "arenapy_lock_range"(
         int fd, int command, int type, long long offset, long long nbytes, flock* out)
     int c_fstat "arenapy_fstat"(int fd, uint64_t* device, uint64_t* inode, long long* nbytes)
@@ -397,6 +426,29 @@ def open_file(path, int flags, int mode=0o666):
         PyErr_SetFromErrnoWithFilenameObject(OSError, os.fspath(path))
     file.own(fd)
     return file
+
+
+def receive(int sock, size_t nbytes):
+    """Bytes that a socket has, at most so many, and the owner of the descriptor with them.
+
+    Does not wait. The third is True if a descriptor was lost, for which there was no room.
+    """
+    cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
+    cdef bytearray data = bytearray(nbytes)
+    cdef char* at = data
+    cdef int fd = -1, lost = 0
+    cdef Py_ssize_t got
+    with nogil:
+        got = arenapy_receive(sock, at, nbytes, &fd, &lost)
+    while got < 0 and errno == EINTR:
+        PyErr_CheckSignals()
+        with nogil:
+            got = arenapy_receive(sock, at, nbytes, &fd, &lost)
+    if got < 0:
+        fail()
+    if fd >= 0:
+        file.own(fd)
+    return bytes(data[:got]), file, bool(lost)
 
 
 def memfd(bytes name not None, size_t nbytes, size_t page_size=0):

@@ -20,7 +20,7 @@ import fcntl
 import os
 import socket
 import struct
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,7 +35,6 @@ MAGIC = b"arenapy1"
 #: where the bytes begin in the file, how many they are, and where in them the first item is.
 HEAD = struct.Struct("<8sBBHIQQQ")
 PLAIN, TYPED, ARRAY = range(3)
-ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
 MAX_DIMS = 64  # NumPy's limit
 MAX_DTYPE = 1 << 16
 
@@ -45,24 +44,6 @@ class Connection(Protocol):
 
     def fileno(self) -> int:
         """Its descriptor."""
-
-
-class _Arrived:
-    """A descriptor that came with a message; closed at the end unless somebody took it."""
-
-    def __init__(self) -> None:
-        self.fd = -1
-
-    def detach(self) -> int:
-        fd, self.fd = self.fd, -1
-        return fd
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        if self.fd >= 0:
-            os.close(self.detach())
 
 
 def _unix_socket(connection: socket.socket | Connection) -> socket.socket:
@@ -245,14 +226,20 @@ def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, 
     """
     sock = _unix_socket(connection)
     try:
-        with _Arrived() as arrived:
-            return _received(sock, arrived)
+        return _received(sock)
     finally:
         _let_go(sock, connection)
 
 
-def _received(sock: socket.socket, arrived: _Arrived) -> Buffer | np.ndarray[Any, Any]:
-    head = _first(sock, arrived)
+def _received(sock: socket.socket) -> Buffer | np.ndarray[Any, Any]:
+    head, file = _first(sock)
+    with file:
+        return _made(sock, head, file)
+
+
+def _made(sock: socket.socket, head: bytes, file: vm.Descriptor) -> Buffer | np.ndarray[Any, Any]:
+    """What the message says; the memory takes the descriptor over."""
+    head += _exactly(sock, HEAD.size - len(head))
     magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
     if (
         magic != MAGIC
@@ -271,11 +258,11 @@ def _received(sock: socket.socket, arrived: _Arrived) -> Buffer | np.ndarray[Any
     n = 2 * ndim if kind == ARRAY else ndim
     rest = _exactly(sock, 8 * n + n_dtype)
     layout = struct.unpack_from(f"<{n}q", rest)
-    if arrived.fd < 0:
+    if file.fileno() < 0:
         raise ValueError("the message has no descriptor of shared memory; close the connection")
-    _check_memory(arrived.fd, offset, nbytes)
-    page_size = vm.huge_page(arrived.fd) or vm.PAGE_SIZE
-    received = (arrived, None, offset, nbytes, page_size, bool(readonly))
+    _check_memory(file.fileno(), offset, nbytes)
+    page_size = vm.huge_page(file.fileno()) or vm.PAGE_SIZE
+    received = (file, None, offset, nbytes, page_size, bool(readonly))
     if kind == PLAIN:
         return shared.receive_buffer(*received, None)
     dtype = _dtype_of(rest[8 * n :])
@@ -286,18 +273,16 @@ def _received(sock: socket.socket, arrived: _Arrived) -> Buffer | np.ndarray[Any
     )
 
 
-def _first(sock: socket.socket, arrived: _Arrived) -> bytes:
-    """The head, and the descriptor that comes with its first byte."""
-    head, ancillary, flags, _ = sock.recvmsg(HEAD.size, ROOM, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, what, data in ancillary:
-        if level == socket.SOL_SOCKET and what == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    for fd in fds[1:]:  # padding has room for a second one
-        os.close(fd)
-    if fds:
-        arrived.fd = fds[0]
-    if flags & socket.MSG_CTRUNC:
+def _first(sock: socket.socket) -> tuple[bytes, vm.Descriptor]:
+    """Of the head what there is, and the descriptor that comes with its first byte."""
+    while True:
+        sock.recv(1, socket.MSG_PEEK)  # waits as long as the socket's timeout says
+        try:
+            head, file, lost = vm.receive(sock.fileno(), HEAD.size)
+        except BlockingIOError:  # another thread was faster
+            continue
+        break
+    if lost:
         raise OSError(
             errno.EMFILE,
             "the descriptor of a message was lost: this process has none free (RLIMIT_NOFILE); "
@@ -305,7 +290,7 @@ def _first(sock: socket.socket, arrived: _Arrived) -> bytes:
         )
     if not head:
         raise EOFError("the other side has closed the connection")
-    return head + _exactly(sock, HEAD.size - len(head))
+    return head, file
 
 
 def _exactly(sock: socket.socket, nbytes: int) -> bytes:

@@ -230,14 +230,16 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
     cdef Region region
     install()                                  # so that it can be sent on
     try:
-        fd = handle.detach()
+        if isinstance(handle, Descriptor):
+            (<Descriptor>handle).take(&file.file)
+        else:
+            file.own(handle.detach())
     except (ConnectionError, FileNotFoundError, EOFError) as error:
         raise ConnectionError(
             f"the {nbytes} bytes of Shared memory in this message cannot be reached: their sender "
             "has ended, or is on another machine. It has to live until the message is read. "
             "arenapy.send() needs no living sender, nor does a copy (numpy.array(x))"
         ) from error
-    file.own(fd)
     start = offset // page_size * page_size
     what = "received shared memory"
     with file:

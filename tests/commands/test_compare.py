@@ -474,7 +474,9 @@ def test_phases_are_those_of_the_program(script, tmp_path, source, phases):
     assert "arenapy run" not in done.stderr
 
 
-def test_a_program_that_is_compared_sees_nothing_of_it(script, tmp_path):
+def test_a_program_that_is_compared_sees_nothing_of_it(script, tmp_path, monkeypatch):
+    for name in [name for name in os.environ if "ARENAPY" in name]:
+        monkeypatch.delenv(name)
     script("import os, sys; print([name for name in os.environ if 'ARENAPY' in name], sys.path)")
     shown = run(tmp_path, "-n", "1", "--show-output", "script.py").stdout
     lines = [line for line in shown.splitlines() if line.startswith("[]")]

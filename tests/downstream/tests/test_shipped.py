@@ -54,9 +54,9 @@ def test_metadata():
 def test_build_hook_refuses_other_platforms():
     """In one sentence, and before anything is compiled."""
     program = f"""
-import os, runpy, types
+import os, runpy
 from setuptools import Distribution
-os.uname = lambda: types.SimpleNamespace(machine="riscv64")
+os.uname = lambda: os.uname_result(("Linux", "host", "6.1", "#1", "riscv64"))
 hook = runpy.run_path({str(INSTALLED / "_build.py")!r})["build_ext"]
 hook(Distribution()).finalize_options()
 """
