@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import Phase, seed, settings
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.stateful import run_state_machine_as_test
 
 from arenapy.linux import outputs
@@ -92,6 +92,10 @@ def search(
             except Flaky:
                 tally.restarts += 1
                 continue
+            except Unsatisfiable:
+                if not tally.findings:
+                    raise
+                break  # every example ends by a fault that is known
             if end is None:
                 break
     finally:

@@ -224,7 +224,10 @@ def test_the_smallest_program_is_small():
 @pytest.mark.parametrize("profile", ["full", "quick", "long", "fuzz"])
 @pytest.mark.sampled
 def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
-    text = "from toys import planted\n\nTestIt = planted('overlap by one byte').TestCase\n"
+    text = (
+        "from toys import planted\n\nclass It(planted('overlap by one byte')):\n    pass\n\n"
+        "TestIt = It.TestCase\n"
+    )
     (tmp_path / "test_it.py").write_text(text)
     (tmp_path / "conftest.py").write_text((HERE.parent / "conftest.py").read_text())
     folders = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
