@@ -7,10 +7,13 @@ imported without it.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import mmap
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,7 @@ from arenapy.commands.command_line import (
 )
 from arenapy.commands.replay.command import LATE
 from arenapy.linux import outputs
+from arenapy.testing.faults import Finding, check_kinds, varies, worst_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,8 +47,27 @@ __all__ = ["main"]
 EXIT_FOUND = 1
 EXIT_USAGE = 2
 HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
-TRIES_SECONDS = 60.0  # to make a crash smaller
+ABORT_SECONDS = 5.0  # in which a process that hangs writes its stack
+LONGEST_LINE = 79
+LAST_WORDS = 60  # lines of the process's standard error
+ATTACK = ("examples", "steps", "seconds", "shrink")
+PAGE = mmap.PAGESIZE
 MAX_STEPS = 1_000_000_000
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    try:
+        check_kinds(kinds)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return kinds
+
+
+def _alignment(text: str) -> int:
+    if not text.isdecimal() or int(text).bit_count() != 1 or int(text) > PAGE:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a power of two up to {PAGE}")
+    return int(text)
 
 
 def _parser() -> Parser:
@@ -52,7 +75,8 @@ def _parser() -> Parser:
         prog="arenapy fuzz",
         description="Attack an allocator with random programs: that blocks do not overlap, are "
         "aligned, keep their contents, that a refusal changes nothing. The status is 1 if "
-        "something was found, and the smallest program that shows it is printed.",
+        "something was found. Each kind of fault is listed with a small program that shows it, "
+        "the worst first.",
         epilog="make_allocator() returns an object with alloc, allocate or malloc, called with "
         "(nbytes[, align]). A block is an int, has .address or a buffer, and goes back by "
         "free(block), by its own release() or by being dropped. mark(), reset([mark]), remaining "
@@ -68,6 +92,18 @@ def _parser() -> Parser:
     parser.add_argument("--seconds", type=seconds, help="go on for so long instead of --examples")
     parser.add_argument("--threads", type=whole(1, 2), default=1, metavar="1|2")
     parser.add_argument("--seed", type=whole(-MOST), help="the same programs again")
+    parser.add_argument(
+        "--allow", type=_kinds, default=[], metavar="KIND,...",
+        help="kinds of faults that are none: negative, oversize, empty-shared, misaligned, ...",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-align", type=_alignment, default=PAGE, metavar="N",
+        help=f"the largest alignment to request ({PAGE}); 1 means none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shrink", type=seconds, default=30.0, metavar="SECONDS",
+        help="the most time to make programs smaller (30)",
+    )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
     return parser
 
@@ -88,26 +124,43 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, An
             stderr=file,
         )
     hangs = False
-    seen, since = -1, time.monotonic()
+    began = time.monotonic()
+    seen, since = -1, began
     try:
         while process.returncode is None:
             try:
                 process.wait(timeout=1)
             except subprocess.TimeoutExpired:
+                _show_progress(report, time.monotonic() - began)
                 # Each step is written before it runs.
                 now = written.stat().st_mtime_ns if written.exists() else -1
                 if now != seen:
                     seen, since = now, time.monotonic()
-                elif time.monotonic() - since > HANGS_AFTER:
+                elif time.monotonic() - since > HANGS_AFTER and not hangs:
                     hangs = True
+                    process.send_signal(signal.SIGABRT)  # faulthandler writes the stack
+                    since = time.monotonic() - HANGS_AFTER + ABORT_SECONDS
+                elif time.monotonic() - since > HANGS_AFTER:
                     process.kill()
     finally:
         process.kill()
         process.wait()
+    if sys.stderr.isatty():
+        print(end="\r\x1b[K", file=sys.stderr, flush=True)
     found = json.loads(report.read_text()) if report.exists() else {}
     lines = written.read_text().splitlines() if written.exists() else []
     said = errors.read_text(errors="replace").strip()
     return None if hangs else process.returncode, found, lines, said
+
+
+def _show_progress(report: Path, passed: float) -> None:
+    """One line on a terminal, which the next one replaces."""
+    if not sys.stderr.isatty() or not report.exists():
+        return
+    found = json.loads(report.read_text())
+    kinds = ", ".join(one["kind"] for one in found["findings"]) or "nothing found"
+    told = f"{found['examples']} programs, {passed:.0f} s: {kinds}"
+    print(f"\r\x1b[K{printable(told)[:LONGEST_LINE]}", end="", file=sys.stderr, flush=True)
 
 
 def _tables(found: dict[str, Any]) -> Table:
@@ -121,18 +174,43 @@ def _tables(found: dict[str, Any]) -> Table:
     return shown
 
 
-def _show_program(terminal: Console, lines: Sequence[str], save: str | None) -> None:
+def _show_findings(
+    terminal: Console, findings: Sequence[Finding], header: str, save: str | None
+) -> None:
+    """The worst first; a file of its program."""
     from arenapy.testing.steps import Program
 
-    if not lines:
-        terminal.print("before the first step")
-        return
-    program = Program.parse(lines[1:])
-    terminal.print(printable_lines(str(program)), soft_wrap=True)
-    if save is not None:
+    for index, one in enumerate(findings):
+        terminal.print(printable(f"{'also ' if index else ''}found: {one}"), soft_wrap=True)
+        program = str(Program.parse(one.program)) if one.program else "before the first step"
+        terminal.print(printable_lines(program), soft_wrap=True)
+        if index or save is None or not header:
+            continue
+        recipe = json.loads(header)
+        recipe["allow"] = [other.kind for other in findings[1:]]
+        lines = [json.dumps(recipe), *one.program]
         outputs.write(save, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
         again = f"again: python -m arenapy.testing reproduce {save}"
         terminal.print(printable(again), soft_wrap=True)
+
+
+def _ended(
+    status: int | None, lines: list[str], errors: str, shrink: float
+) -> tuple[list[Finding], str]:
+    """What a process that did not end by itself says: a crash or a hang, and its last words."""
+    if status is not None and status >= 0:
+        return [], errors
+    if status is None:
+        said = f"a step did not end within {HANGS_AFTER:.0f} s"
+        return [Finding("hang", said, lines[1:])], errors
+    from arenapy.testing.crashes import crashes, smaller
+
+    said = f"killed by {signal_name(-status)}"
+    if lines and crashes(lines):
+        lines = smaller(lines, shrink)
+    elif lines:
+        said += "; the same steps do not do it again: an earlier program is part of it, or luck"
+    return [Finding("crash", said, lines[1:])], errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,9 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FOUND
     check_outputs(parser, {"--save": (options.save, outputs.STEPS)})
     start = secrets.randbits(32) if options.seed is None else options.seed
+    machine = ("target", "library", "threads", "allow", "max_align")
     job = {
-        "machine": {name: getattr(options, name) for name in ("target", "library", "threads")},
-        "attack": {name: getattr(options, name) for name in ("examples", "steps", "seconds")},
+        "machine": {name: getattr(options, name) for name in machine},
+        "attack": {name: getattr(options, name) for name in ATTACK},
     }
     job["attack"]["start"] = start
     terminal = console()
@@ -163,45 +242,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, found, lines, errors = _attack(job, Path(folder))
     if status == EXIT_USAGE:
         parser.error(errors)
-    if status is None:
-        terminal.print(f"found: a step did not end within {HANGS_AFTER:.0f} s; --seed {start}")
-        _show_program(terminal, lines, options.save)
-        return EXIT_FOUND
-    if status < 0:
-        return _report_crash(terminal, -status, lines, options.save, start)
-    if status or not found:
+    ended, errors = _ended(status, lines, errors, options.shrink)
+    if not ended and (status or not found):
         print(printable_lines(errors) or f"the attack ended with status {status}", file=sys.stderr)
         return EXIT_FOUND
+    findings = [Finding(**one) for one in found.get("findings", ())]
+    findings = worst_first([*(one for one in ended if one.kind not in options.allow), *findings])
+    _show_findings(terminal, findings, lines[0] if lines else "", options.save)
     if errors:
-        print(printable_lines(errors), file=sys.stderr)
-    terminal.print(_tables(found))
-    terminal.print(
-        f"{found['examples']} programs, {sum(found['rules'].values())} steps in "
-        f"{time.monotonic() - began:.1f} s; --seed {start}"
-    )
-    if found["failing"] is None:
-        terminal.print("nothing found")
-        return 0
-    terminal.print(printable(f"found: {found['error']}"), soft_wrap=True)
-    _show_program(terminal, [lines[0], *found["failing"]], options.save)
-    return EXIT_FOUND
-
-
-def _report_crash(
-    terminal: Console, number: int, lines: list[str], save: str | None, start: int
-) -> int:
-    """What the process was doing when a signal ended it, made as small as the time allows."""
-    from arenapy.testing.crashes import crashes, smaller
-
-    terminal.print(f"found: killed by {signal_name(number)}; --seed {start}")
-    if lines and crashes(lines):
-        lines = smaller(lines, TRIES_SECONDS)
-    elif lines:
+        words = [one for one in errors.splitlines() if not one.startswith("Extension modules:")]
+        print(printable_lines("\n".join(words[-LAST_WORDS:])), file=sys.stderr)
+    if found and found["rules"]:
+        terminal.print(_tables(found))
+        if told := varies(found["restarts"], found["examples"]):
+            terminal.print(told, soft_wrap=True)
         terminal.print(
-            "the same steps do not do it again: an earlier program is part of it, or luck"
+            f"{found['examples']} programs, {sum(found['rules'].values())} steps in "
+            f"{time.monotonic() - began:.1f} s; --seed {start}"
         )
-    _show_program(terminal, lines, save)
-    return EXIT_FOUND
+    else:
+        terminal.print(f"--seed {start}")
+    if findings:
+        return EXIT_FOUND
+    terminal.print("nothing found")
+    return 0
 
 
 if __name__ == "__main__":

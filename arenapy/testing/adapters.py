@@ -125,9 +125,11 @@ class Adapter:
 
     def allocate(self, nbytes: int, align: int | None) -> tuple[Any, int]:
         """(block, its bytes)."""
-        if align is None or not self.aligns:
-            return self._allocate(nbytes), nbytes
-        return self._allocate(nbytes, align), nbytes
+        wanted = (nbytes,) if align is None or not self.aligns else (nbytes, align)
+        block = self._allocate(*wanted)
+        if block is None or (nbytes and isinstance(block, int) and not block):
+            raise MemoryError(f"{nbytes} bytes were refused")  # as malloc does it
+        return block, nbytes
 
     def free(self, block: tuple[Any, int]) -> None:
         """Give a block back."""

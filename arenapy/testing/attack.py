@@ -6,20 +6,23 @@ command line and the report (arenapy/commands/fuzz.py), which outlive a crash of
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
-from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis import HealthCheck, Verbosity, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
 from arenapy.testing.adapters import Adapter, CLibrary, address_of, explained
-from arenapy.testing.crashes import smaller
+from arenapy.testing.faults import check_kinds, worst_first
 from arenapy.testing.machine import AllocatorMachine
-from arenapy.testing.steps import Program, find
+from arenapy.testing.search import SHRINK_SECONDS, search
+from arenapy.testing.steps import find
 from arenapy.testing.strategies import PAGE, alignments
 from arenapy.testing.tally import Tally
 from arenapy.testing.threads import TwoThreadMachine
@@ -28,8 +31,8 @@ __all__ = ["AdapterMachine", "attack", "machine_for"]
 
 MODULE = "arenapy.testing.attack"  # also where this is __main__
 EXIT_USAGE = 2
-ROUND = 100  # examples between two looks at the clock
-SMALLER_SECONDS = 10.0
+ROUND = 100  # examples by default
+WRITES_EVERY = 0.5  # seconds between two reports of an attack that goes on
 C_ALIGN = 8  # what malloc() aligns even a byte to, in the libraries that are attacked
 
 
@@ -91,7 +94,11 @@ class AdapterMachine(AllocatorMachine):
 
 
 def machine_for(
-    target: str | None = None, library: str | None = None, threads: int = 1
+    target: str | None = None,
+    library: str | None = None,
+    threads: int = 1,
+    allow: Sequence[str] = (),
+    max_align: int = PAGE,
 ) -> type[AllocatorMachine]:
     """A class of machines that attacks what is named.
 
@@ -102,6 +109,10 @@ def machine_for(
     library : str, optional
         A C library instead.
     threads : {1, 2}
+    allow : sequence of str
+        The kinds of faults that are no failure.
+    max_align : int
+        The largest alignment to request, a power of two. 1: request none.
 
     Returns
     -------
@@ -110,7 +121,8 @@ def machine_for(
     Raises
     ------
     ValueError
-        It cannot be imported or loaded, does not make an allocator, or both or none are named.
+        It cannot be imported or loaded, does not make an allocator, both or none are named, or
+        there is no such kind of fault.
 
     Examples
     --------
@@ -122,6 +134,7 @@ def machine_for(
     """
     if (target is None) == (library is None):
         raise ValueError("name an allocator, or a library")
+    check_kinds(allow)
     if library is not None:
         with explained(library):
             loaded = CLibrary(library)
@@ -134,9 +147,18 @@ def machine_for(
     bases = (TwoThreadMachine, AdapterMachine) if threads > 1 else (AdapterMachine,)
     body = {
         "new": staticmethod(new),
-        "alignments": st.none() | alignments(PAGE) if first.aligns else st.none(),
+        "alignments": (
+            st.none() | alignments(max_align) if first.aligns and max_align > 1 else st.none()
+        ),
         "default_align": C_ALIGN if library is not None else 1,
-        "arguments": {"target": target, "library": library, "threads": threads},
+        "allow": tuple(allow),
+        "arguments": {
+            "target": target,
+            "library": library,
+            "threads": threads,
+            "allow": list(allow),
+            "max_align": max_align,
+        },
         "__module__": MODULE,
     }
     return type("Attacked", bases, body)
@@ -149,8 +171,10 @@ def attack(
     steps: int = 50,
     seconds: float | None = None,
     start: int = 0,
+    shrink: float = SHRINK_SECONDS,
+    watch: Callable[[Tally], None] | None = None,
 ) -> Tally:
-    """Run examples until one fails, or enough have run.
+    """Run random examples, and list each kind of fault that they show.
 
     Parameters
     ----------
@@ -164,11 +188,16 @@ def attack(
         Run for about this time.
     start : int
         The seed.
+    shrink : float
+        The most seconds in which failing programs are made smaller.
+    watch : callable, optional
+        Called with the tally before each example.
 
     Returns
     -------
     Tally
-        The counts. `Tally.failing` is the smallest failing program, or None.
+        The counts. `Tally.findings` has the smallest failing program of each kind of fault, and
+        `Tally.failing` that of the worst, or None.
 
     Notes
     -----
@@ -184,54 +213,14 @@ def attack(
     True
     """
     options = settings(
-        max_examples=examples if seconds is None else ROUND,
+        max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
         database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
         verbosity=Verbosity.quiet,
-        phases=[phase for phase in Phase if phase is not Phase.explain],
         suppress_health_check=list(HealthCheck),
     )
-    end = time.monotonic() + (seconds or 0)
-    machine.tally = Tally()  # a class may be attacked again, after it was mended
-    try:
-        while True:
-            run_state_machine_as_test(seed(start)(machine), settings=options)
-            start += 1
-            if time.monotonic() >= end:
-                return machine.tally
-    except Exception as error:
-        if machine.tally.failing is None:
-            machine.tally.error = error  # before the first step: it cannot be attacked at all
-            raise
-        machine.tally.failing = fewer_steps(machine, machine.tally.failing, type(error))
-        return machine.tally
-
-
-def fewer_steps(
-    machine: type[AllocatorMachine], program: Program, error: type[BaseException]
-) -> Program:
-    """As few steps as still fail in the same way: Hypothesis makes arguments smaller, and stops
-    at a step that does nothing if others were chosen because of it.
-    """
-    tally, machine.tally = machine.tally, Tally()  # not to be counted
-
-    def fails(lines: list[str]) -> bool:
-        try:
-            Program.parse(lines[1:]).run(machine)
-        except Exception as again:
-            return type(again) is error
-        return False
-
-    try:
-        lines = ["", *program.lines()]
-        return (
-            Program.parse(smaller(lines, SMALLER_SECONDS, fails)[1:]) if fails(lines) else program
-        )
-    finally:
-        machine.tally = tally
+    return search(machine, options, seconds=seconds, start=start, shrink=shrink, watch=watch)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -243,18 +232,31 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    tally = attack(machine, **told["attack"])
-    failing = None if tally.failing is None else tally.failing.lines()
+    wrote = [0.0, 0]
+
+    def write(tally: Tally) -> None:
+        """Now and then, and after each new kind: a crash leaves what was found so far."""
+        now, kinds = time.monotonic(), len(tally.findings)
+        if now - wrote[0] > WRITES_EVERY or kinds != wrote[1]:
+            wrote[:] = now, kinds
+            _write(report, tally)
+
+    faulthandler.enable()
+    _write(report, attack(machine, **told["attack"], watch=write))
+    return 0
+
+
+def _write(report: str, tally: Tally) -> None:
     found = {
         "examples": tally.examples,
         "rules": tally.rules,
         "states": tally.states,
-        "failing": failing,
-        "error": "" if tally.error is None else f"{type(tally.error).__name__}: {tally.error}",
+        "restarts": tally.restarts,
+        "findings": [asdict(one) for one in worst_first(tally.findings.values())],
     }
-    with open(report, "w", encoding="utf-8") as file:
+    with open(report + ".new", "w", encoding="utf-8") as file:
         json.dump(found, file)
-    return 0
+    os.replace(report + ".new", report)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class BufferRules(AllocatorMachine):
         known = self.live[serial]
         if known.extra is not None and known.extra.objects:
             self.reached("released while exported")
-            with self.refused((BufferError,), "a release of an exported buffer"):
+            with self.refused((BufferError,), "a release of an exported buffer", "early-release"):
                 self.call(self.free, self.state, known.block)
             return
         block = self.gone(serial)

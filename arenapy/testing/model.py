@@ -18,18 +18,19 @@ from typing import Any, ClassVar
 
 import hypothesis
 from hypothesis import strategies as st
-from hypothesis.errors import HypothesisException
+from hypothesis.errors import HypothesisException, UnsatisfiedAssumption
 from hypothesis.stateful import RuleBasedStateMachine
 
 from arenapy.testing import steps
+from arenapy.testing.faults import Fault, kind_of
 from arenapy.testing.operations import Operation
 from arenapy.testing.ranges import (
     Live,
-    check_aligned,
     check_apart,
     check_inside,
     check_reads,
     fill_of,
+    shared_by_empty,
     windows,
 )
 from arenapy.testing.steps import Program, Step
@@ -95,6 +96,7 @@ class AllocatorModel(RuleBasedStateMachine):
     grows: bool = False
     contiguous: bool = False
     refills: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
 
     tally: ClassVar[Tally]
 
@@ -116,11 +118,12 @@ class AllocatorModel(RuleBasedStateMachine):
         self.most_live = 0
         self.steers = True
         self.started = False
+        self.over = False  # after a fault that is allowed
         self.survivors_ever = False
         self.used_when_new: Any = None
         self.freed: dict[int, int] = {}  # start: bytes, of what was given back
         self.handled = sys.exc_info()[1]  # whatever is being handled around this machine
-        self.tally.examples += 1
+        self.tally.begin()
         steps.begin(self.recipe())
 
     # Hooks ---------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class AllocatorModel(RuleBasedStateMachine):
         if self.used is not None and self.live:
             used = self.call(self.used, self.state)
             held = sum(known.nbytes for known in self.live.values() if not known.survivor)
-            assert used >= held, f"{used} bytes are used, and {held} are live"
+            self.expect("books", used >= held, f"{used} bytes are used, and {held} are live")
 
     def call(self, hook: Any, *arguments: Any) -> Any:
         """Call a hook; where another thread shall, a subclass says so here."""
@@ -192,14 +195,29 @@ class AllocatorModel(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def failures_kept(self) -> Iterator[None]:
-        """What fails in here leaves its program in the tally."""
+        """What fails in here leaves its program in the tally; what is allowed ends the example."""
         try:
             yield
         except HypothesisException:  # an assumption, or wrong use: no failure of the allocator
             raise
         except Exception as error:
-            self.tally.failed(Program(tuple(self.program)), error)
-            raise
+            kind = kind_of(error)
+            allowed = self.allows(kind)
+            if kind not in self.allow:
+                self.tally.failed(Program(tuple(self.program)), error)
+            if not allowed:
+                raise
+            # What follows such a fault says nothing: the example ends.
+            raise UnsatisfiedAssumption from None
+
+    def allows(self, kind: str) -> bool:
+        """Whether faults of this kind are no failure: of the class's choice, or found already."""
+        return kind in self.allow or self.tally.set_aside(kind)
+
+    def expect(self, kind: str, condition: object, message: str) -> None:
+        """Fail unless the condition is true, or faults of this kind are allowed."""
+        if not condition and not self.allows(kind):
+            raise Fault(kind, message)
 
     def perform(self, step: Step) -> bool:
         """Do a step of a program, and look; False if it cannot be done now.
@@ -217,11 +235,14 @@ class AllocatorModel(RuleBasedStateMachine):
         told = getattr(function, "operation", None)
         if function is None or not isinstance(told, Operation):
             raise ValueError(f"{type(self).__name__} has no step {step.name!r}")
-        if self.started == (step.name == "start") or not told.possible(self):
+        if self.over or self.started == (step.name == "start") or not told.possible(self):
             return False
-        function(**step.arguments)
-        with self.failures_kept():
-            self.look()
+        try:
+            function(**step.arguments)
+            with self.failures_kept():
+                self.look()
+        except UnsatisfiedAssumption:
+            self.over = True
         return True
 
     def reached(self, state: str) -> None:
@@ -258,7 +279,9 @@ class AllocatorModel(RuleBasedStateMachine):
         return [self.call(hook, self.state) for hook in hooks if hook is not None]
 
     @contextlib.contextmanager
-    def refused(self, errors: tuple[type[BaseException], ...], what: str) -> Iterator[None]:
+    def refused(
+        self, errors: tuple[type[BaseException], ...], what: str, kind: str
+    ) -> Iterator[None]:
         """The body must raise one of `errors`, and change nothing."""
         with uncollected():
             before = self.snapshot()
@@ -270,12 +293,13 @@ class AllocatorModel(RuleBasedStateMachine):
                 error.__traceback__ = None
                 self.unchanged(before, what)
                 return
-        raise AssertionError(f"{what} was accepted")
+        raise Fault(kind, f"{what} was accepted")
 
     def unchanged(self, before: list[Any], what: str) -> None:
         """`snapshot` is what it was before a request that was refused."""
         after = self.snapshot()
-        assert after == before, f"{what} was refused and changed something: {before}, {after}"
+        told = f"{what} was refused and changed something: {before}, {after}"
+        self.expect("changed", after == before, told)
 
     @uncollected()
     def request(self, nbytes: int, align: int | None) -> int | None:
@@ -289,9 +313,10 @@ class AllocatorModel(RuleBasedStateMachine):
             self.unchanged(before, f"a request of {nbytes} bytes")
             needed = max(nbytes, 1) if self.empty_is_apart else nbytes
             fits = self.contiguous and align is None and room is not None and needed <= room
-            assert not fits, f"{nbytes} bytes of {room} were refused"
+            self.expect("room", not fits, f"{nbytes} bytes of {room} were refused")
             return None
-        assert self.grows or room is None or nbytes <= room, f"{nbytes} bytes of {room} were served"
+        fits = self.grows or room is None or nbytes <= room
+        self.expect("room", fits, f"{nbytes} bytes of {room} were served")
         return self.admit(block, nbytes, align)
 
     def admit(self, block: Any, nbytes: int, align: int | None = None) -> int:
@@ -310,12 +335,24 @@ class AllocatorModel(RuleBasedStateMachine):
         start = self.address(block)  # before the next line: an adapter learns from it
         extent = max(nbytes, 1) if self.empty_is_apart else nbytes
         known = Live(block, start, nbytes, 0, extent)
-        check_aligned(known.start, align or self.default_align)
+        self.expect_aligned(start, align or self.default_align)
         if extent:
             check_apart(known, self.live.items())
+            shared = shared_by_empty(known, self.live.items())
+            self.expect("empty-shared", shared is None, shared or "")
         if self.bounds is not None:
             check_inside(known, self.call(self.bounds, self.state))
         return known
+
+    def expect_aligned(self, start: int, align: int) -> None:
+        """A block starts where it was asked to."""
+        largest = start & -start if start else align
+        told = (
+            f"{start:#x} is not aligned to {align}. If the allocator promises no more than "
+            f"{largest}, set alignments = alignments({largest}), or st.none() if it takes no "
+            f"alignment (arenapy fuzz: --max-align {largest})"
+        )
+        self.expect("misaligned", start % align == 0, told)
 
     def note_what_is_rare(self, known: Live, align: int | None) -> None:
         """Count the states that a good attack reaches."""

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from arenapy.testing.faults import Fault
+
 __all__ = ["Live"]
 
 FILLS = 255  # bytes but zero
@@ -73,32 +75,39 @@ def windows(nbytes: int) -> list[tuple[int, int]]:
     return [(0, SAMPLE), (nbytes // 2, 64), (nbytes - SAMPLE, SAMPLE)]
 
 
-def check_aligned(start: int, align: int) -> None:
-    """A block starts where it was asked to."""
-    assert start % align == 0, f"{start:#x} is not aligned to {align}"
-
-
 def check_inside(new: Live, bounds: Iterable[tuple[int, int]]) -> None:
     """A block is within one of the ranges (start, nbytes) that its allocator has."""
     ranges = list(bounds)
-    assert any(a <= new.start and new.start + new.nbytes <= a + n for a, n in ranges), (
-        f"{new} is outside of " + ", ".join(f"[{a:#x}, {a + n:#x})" for a, n in ranges)
-    )
+    if not any(a <= new.start and new.start + new.nbytes <= a + n for a, n in ranges):
+        owned = ", ".join(f"[{a:#x}, {a + n:#x})" for a, n in ranges)
+        raise Fault("outside", f"{new} is outside of {owned}")
 
 
 def check_apart(new: Live, others: Iterable[tuple[int, Live]]) -> None:
     """A block shares no byte with those that are live."""
     for serial, other in others:
-        assert new.end <= other.start or other.end <= new.start, (
-            f"{new} overlaps block {serial} at {other}, which is live"
-        )
+        if new.nbytes and other.nbytes and not (new.end <= other.start or other.end <= new.start):
+            raise Fault("overlap", f"{new} overlaps block {serial} at {other}, which is live")
+
+
+def shared_by_empty(new: Live, others: Iterable[tuple[int, Live]]) -> str | None:
+    """Which two blocks have one address although one of them is empty; None if no two have."""
+    for serial, other in others:
+        if (new.nbytes and other.nbytes) or new.end <= other.start or other.end <= new.start:
+            continue
+        if not new.nbytes and not other.nbytes:
+            return f"two empty blocks, block {serial} and a new one, are both at {new.start:#x}"
+        empty, full = (other, new) if new.nbytes else (new, other)
+        return f"an empty block is at {empty.start:#x}, where {full} is live"
+    return None
 
 
 def check_reads(serial: int, known: Live, offset: int, seen: bytes) -> None:
     """What was read at `offset` of a block is what was written there."""
     if seen != bytes([known.fill]) * len(seen):
         at = next(i for i, byte in enumerate(seen) if byte != known.fill)
-        raise AssertionError(
+        raise Fault(
+            "contents",
             f"byte {offset + at} of block {serial} at {known} reads {seen[at]:#04x}, "
-            f"and {known.fill:#04x} was written"
+            f"and {known.fill:#04x} was written",
         )

@@ -259,6 +259,9 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
     machine = find(recipe["machine"], recipe.get("file"))
     if "arguments" in recipe:
         machine = machine(**recipe["arguments"])
+    if allow := recipe.get("allow"):  # the other kinds of faults that the search had set aside
+        members = {"allow": (*machine.allow, *allow), "__module__": machine.__module__}
+        machine = type(machine.__name__, (machine,), members)
     return machine, program
 
 

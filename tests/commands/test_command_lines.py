@@ -262,11 +262,12 @@ def test_what_a_program_says_is_printable(capsys, monkeypatch, tmp_path):
     show_comparison(common.console(), runs, {"plain": 1}, {"tcmalloc": NASTY}, [NASTY])
     assert clean(capsys.readouterr().out)
     found = {
-        "rules": {NASTY: 1}, "states": {NASTY: 2}, "examples": 1, "failing": None, "error": NASTY,
+        "rules": {NASTY: 1}, "states": {NASTY: 2}, "examples": 1, "restarts": 0, "findings": [],
     }  # fmt: skip
     lines = ['{"arenapy.testing": 1}', Step(NASTY, {NASTY: NASTY, "n": 1}).line()]
     for failing in None, lines[1:]:
-        found["failing"] = failing
+        one = {"kind": "overlap", "message": NASTY, "program": failing}
+        found["findings"] = [one] if failing else []
         monkeypatch.setattr(
             fuzz, "_attack", lambda *a, failing=failing: (0, {**found}, lines, NASTY)
         )

@@ -116,7 +116,7 @@ def tell(machine, capsys):
         print(f"\n{machine.__name__}: {tally.examples} examples, {tally.steps} steps")
         print("  " + ", ".join(f"{name} {count}" for name, count in sorted(tally.states.items())))
         if tally.failing is not None:
-            print(f"  FOUND {type(tally.error).__name__}: {tally.error}")
+            print(f"  FOUND {tally.worst}")
             print("    " + str(tally.failing).replace("\n", "\n    "))
     if error is not None:
         raise error

@@ -2,17 +2,24 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import crashing
 import numpy as np
+import planted_toys
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
 
-from arenapy.commands.fuzz import main
+from arenapy.commands.fuzz import _show_progress, main
+from arenapy.testing import AllocatorMachine
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
 
@@ -271,3 +278,122 @@ def test_a_module_that_cannot_be_imported_is_an_error(content, tmp_path, monkeyp
     with pytest.raises(ValueError, match="broken_target:made: "):
         machine_for("broken_target:made")
     sys.modules.pop("broken_target", None)
+
+
+def planted(name, folder):
+    """The name of a module that has the toy."""
+    if name != "Slab":
+        return "planted_toys"
+    (folder / "planted_slab.pyx").write_text("# cython: language_level=3\n" + planted_toys.SLAB)
+    command = [sys.executable, "-m", "cython", "planted_slab.pyx"]
+    subprocess.run(command, cwd=folder, check=True)
+    include = f"-I{sysconfig.get_path('include')}"
+    made = ["gcc", "-shared", "-fPIC", "-O1", include, "planted_slab.c", "-o", "planted_slab.so"]
+    subprocess.run(made, cwd=folder, check=True)
+    return "planted_slab"
+
+
+TOYS = ["Arena", "FreeList", pytest.param("Slab", marks=pytest.mark.full)]
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("name", TOYS)
+def test_the_planted_bug_is_the_first_line(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    target = f"{planted(name, tmp_path)}:{name}"
+    done = fuzz(target, "--seed", "1", "--shrink", "5")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("found: overlap: ")
+    assert "also found: " in done.stdout and "Flaky" not in done.stdout + done.stderr
+    kinds = re.findall("^also found: ([a-z-]+):", done.stdout, re.MULTILINE)
+    allowed = fuzz(target, "--seed", "1", "--shrink", "1", "--allow", ",".join(kinds))
+    assert allowed.stdout.startswith("found: overlap: ")
+    assert "also found" not in allowed.stdout
+
+
+@pytest.mark.parametrize("name", ["Arena", "FreeList"])
+def test_the_planted_bug_is_first_under_pytest(name):
+    machine = machine_for(f"planted_toys:{name}")
+    machine.TestCase.settings = settings(max_examples=100, database=None, derandomize=True)
+    with pytest.raises(AssertionError) as caught:
+        machine.TestCase("runTest").runTest()
+    assert str(caught.value).startswith("overlap: ")
+    assert "empty-shared: " in str(caught.value) or "negative: " in str(caught.value)
+
+
+def test_two_empty_blocks_at_one_address_are_no_overlap():
+    class Shared(AllocatorMachine):
+        alignments = st.none()
+        bad_request = None
+        sizes = st.just(0)
+
+        def make(self):
+            return ctypes.create_string_buffer(8)
+
+        def allocate(self, state, nbytes, align):
+            return ctypes.addressof(state)
+
+        def address(self, block):
+            return block
+
+    found = attack(Shared, examples=10)
+    assert list(found.findings) == ["empty-shared"] and "two empty blocks" in found.error
+    assert len(found.failing) <= 3  # the start, and two requests
+    Shared.allow = ("empty-shared",)
+    assert not attack(Shared, examples=10).findings
+
+
+def test_the_message_says_which_alignment_to_set():
+    class Ignoring(AllocatorMachine):
+        def make(self):
+            return []
+
+        def allocate(self, state, nbytes, align):
+            if nbytes < 0 or nbytes > 1 << 20:
+                raise MemoryError
+            state.append(ctypes.create_string_buffer(nbytes + 64 + len(state) % 3))
+            return ctypes.addressof(state[-1])
+
+        def address(self, block):
+            return block
+
+    found = attack(Ignoring, examples=50)
+    assert set(found.findings) == {"misaligned"}
+    assert "alignments = " in found.error and "--max-align" in found.error
+
+
+def test_shrinking_ends_in_time():
+    class Slow(machine_for("crashing:Overlapping")):
+        def make(self):
+            time.sleep(0.02)
+            return super().make()
+
+    began = time.monotonic()
+    found = attack(Slow, start=7, examples=60, shrink=0.1)
+    long = len(found.failing)
+    assert time.monotonic() - began < 60
+    assert len(attack(Slow, start=7, examples=60, shrink=20).failing) <= long
+
+
+def test_what_may_be_allowed_is_checked(capsys):
+    with pytest.raises(SystemExit):
+        main(["crashing:bump", "--allow", "negativ"])
+    assert "no kind of fault 'negativ'" in capsys.readouterr().err
+
+
+@pytest.mark.no_sanitizer
+def test_a_crash_shows_the_stack():
+    done = fuzz("crashing:Killed", "--seed", "5", "--shrink", "5")
+    assert done.returncode == 1
+    assert done.stdout.startswith("found: crash: killed by SIGSEGV")
+    assert "in malloc" in done.stderr and "Segmentation fault" in done.stderr
+
+
+def test_progress_is_for_terminals(monkeypatch, capsys, tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text('{"examples": 12, "findings": [{"kind": "overlap"}]}')
+    _show_progress(report, 3.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _show_progress(report, 3.0)
+    assert "12 programs, 3 s: overlap" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,8 @@ def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
         timeout=200,
     )
     assert done.returncode == 1, done.stdout
-    assert "state.start(config=" in done.stdout
-    assert "@reproduce_failure(" in done.stdout
-    assert (tmp_path / ".hypothesis/fuzz").exists() == (profile == "fuzz")
+    assert "overlap: [0x" in done.stdout and "start(config=" in done.stdout
+    file = re.search(r"testing reproduce (\S+)", done.stdout)[1]
+    with pytest.raises(AssertionError, match="overlaps block"):
+        machine, program = load(file)
+        program.run(machine)
