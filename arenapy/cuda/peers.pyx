@@ -47,7 +47,7 @@ cdef enum:
 # {(device, other, generation of the driver): None, or why it cannot access the other one's memory}.
 cdef dict answers = {}
 cdef set staged = set()      # as these keys: pairs that are not to use the access that they have
-# {(source, target, generation): the Relays that no call has, the one used longest ago first}. A call
+# {(source, target, generation): the Relays that no call has, least recently used first}. A call
 # takes one out before it looks at it: another call could use it, or drop it, in between.
 cdef dict relays = {}
 # As these keys: a None for each Relay that may still be made.
