@@ -42,6 +42,7 @@ ERRORS = {
     "fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
     "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
     "pread": ("EIO", "EINTR"),
+    "recvmsg": ("ECONNRESET", "EINTR"),
     "posix_fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
     "pwrite": ("ENOSPC", "EIO"),
     "write": ("ENOSPC", "EIO", "EINTR"),
@@ -123,7 +124,7 @@ TABLE = [
     row(ANY, r"madvise\(HUGEPAGE\)", "EAGAIN|EINVAL", FINE),
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
     row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
-    row(ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread", "EINTR", FINE),
+    row(ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg", "EINTR", FINE),
     row(ANY, "pthread_create", "EAGAIN", FINE),
     row("huge_fraction|can_scan_pages.*", "open|ioctl", ANY, FINE),  # smaps is asked then
     row("can_scan_pages.*", r"madvise\(POPULATE_WRITE\)", ANY, FINE),  # just that was the question
@@ -188,6 +189,7 @@ TABLE = [
     row("send.*", "os.dup", "EMFILE", "OSError: Too many open files"),
     row("send.*", r"fcntl\(OFD_SETLK\)", "ENOLCK", "OSError: No locks available"),
     row("send over a Unix socket", "fstatfs", "EIO", "OSError: Input/output error"),
+    row("send over a Unix socket", "recvmsg", "ECONNRESET", "ConnectionResetError: reset by peer"),
     # Memory of the system's.
     row("trace .*", r"mmap|madvise\(.*FORK\)", NO_MEMORY, "MemoryError: memory to record in"),
     row("trace .*", "mmap", "EACCES", "PermissionError: memory to record in"),
