@@ -43,7 +43,8 @@ __all__ = [
     "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease",
     "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
     "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
-    "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes", "unlock",
+    "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes",
+    "unlock",
 ]
 
 cdef extern from * nogil:

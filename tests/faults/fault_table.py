@@ -124,7 +124,9 @@ TABLE = [
     row(ANY, r"madvise\(HUGEPAGE\)", "EAGAIN|EINVAL", FINE),
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
     row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
-    row(ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg", "EINTR", FINE),
+    row(
+        ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg", "EINTR", FINE
+    ),
     row(ANY, "pthread_create", "EAGAIN", FINE),
     row("huge_fraction|can_scan_pages.*", "open|ioctl", ANY, FINE),  # smaps is asked then
     row("can_scan_pages.*", r"madvise\(POPULATE_WRITE\)", ANY, FINE),  # just that was the question
