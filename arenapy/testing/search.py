@@ -27,6 +27,7 @@ from arenapy.testing.tally import NewKind, Tally
 __all__ = ["SHRINK_SECONDS", "report", "search"]
 
 SHRINK_SECONDS = 30.0
+AFTER_FIRST = 200  # more examples after the first finding; a profile may have a million
 SEED = "_hypothesis_internal_use_seed"  # where `seed` puts it
 
 
@@ -44,6 +45,9 @@ def search(
     watch: Callable[[Tally], None] | None = None,
 ) -> Tally:
     """Run examples until enough have run, and keep a small program for each kind of fault.
+
+    Without `seconds` it ends sooner after a first finding, at twice as many examples as that took
+    and 200 more.
 
     Parameters
     ----------
@@ -65,9 +69,15 @@ def search(
     """
     tally = machine.tally = Tally()  # a class may be searched again, after it was mended
     end = None if seconds is None else time.monotonic() + seconds
+    most = options.max_examples
 
     def over() -> bool:
-        return tally.examples >= options.max_examples if end is None else time.monotonic() >= end
+        nonlocal most
+        if end is not None:
+            return time.monotonic() >= end
+        if tally.findings and most == options.max_examples:
+            most = min(most, 2 * tally.examples + AFTER_FIRST)
+        return tally.examples >= most
 
     def look() -> None:
         if watch is not None:

@@ -100,7 +100,7 @@ def test_wrong_arguments(arguments, named):
 def test_seconds_are_kept():
     done = fuzz("crashing:bump", "--seconds", "1", "--steps", "5")
     assert done.returncode == 0
-    assert int(done.stdout.split(" programs")[0].split()[-1]) > 100
+    assert int(done.stdout.split(" programs")[0].split()[-1]) > 20
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
