@@ -39,6 +39,10 @@ def receive_array(
     writeable: bool,
 ) -> np.ndarray[Any, Any]: ...
 def receive_region(
-    handle: _Handle | Descriptor, identity: tuple[int, int], offset: int, nbytes: int, page_size: int
+    handle: _Handle | Descriptor,
+    identity: tuple[int, int],
+    offset: int,
+    nbytes: int,
+    page_size: int,
 ) -> Region: ...
 def leased_window(region: Region, offset: int, nbytes: int) -> Region: ...
