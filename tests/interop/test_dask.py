@@ -116,7 +116,9 @@ def test_arrays_of_tasks_and_of_the_network_are_in_the_pool(cluster):
     assert client.submit(in_pool, made, workers=[first]).result() == [True, True]
 
     def metrics():
-        return client.scheduler_info()["workers"][first]["metrics"]
+        # A busy scheduler's information may be without a worker for a moment.
+        until(lambda: first in client.scheduler_info()["workers"])
+        return client.scheduler_info()["workers"].get(first, {"metrics": {}})["metrics"]
 
     until(lambda: metrics().get("pool_allocated_bytes", 0) >= MIB)
     fetched = client.submit(in_pool, made, workers=[second])  # by gather_dep
@@ -131,7 +133,7 @@ def test_arrays_of_tasks_and_of_the_network_are_in_the_pool(cluster):
         "pool_trimmed_bytes", "pool_system_bytes",
     }  # fmt: skip
     large = client.submit(np.ones, 16 << 20, workers=[first])  # more than the pool may have
-    until(lambda: metrics()["pool_system_bytes"] == 128 * MIB)
+    until(lambda: metrics().get("pool_system_bytes") == 128 * MIB)
     del large
 
     # A second registration takes the place of the first; an array of the first one lives on.
@@ -140,7 +142,7 @@ def test_arrays_of_tasks_and_of_the_network_are_in_the_pool(cluster):
     client.unregister_worker_plugin(KEPT)
     assert client.run(untouched) == {first: True, second: True}
     assert np.array_equal(made.result(), before)
-    until(lambda: "pool_idle_bytes" not in metrics())
+    until(lambda: (now := metrics()) and "pool_idle_bytes" not in now)
 
 
 def untouched(dask_worker):
