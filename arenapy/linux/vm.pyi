@@ -32,6 +32,7 @@ __all__ = [
     "prefault",
     "protect",
     "read_areas",
+    "receive",
     "renewal",
     "reopen",
     "reserve",

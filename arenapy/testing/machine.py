@@ -355,15 +355,13 @@ class AllocatorMachine(AllocatorModel):
         """A test that goes on after a fault, and lists each kind."""
         base = super()._to_test_case()
 
-        class TestCase(base):  # type: ignore[misc, valid-type]
-            def runTest(self) -> None:
-                tally = search(cls, self.settings)
-                if tally.findings:
-                    raise AssertionError(report(tally, cls)) from None
+        def run(self: Any) -> None:
+            tally = search(cls, self.settings)
+            if tally.findings:
+                raise AssertionError(report(tally, cls)) from None
 
-        TestCase.__name__ = TestCase.__qualname__ = base.__name__
-        TestCase.__module__ = base.__module__
-        return TestCase
+        names = {"__module__": base.__module__, "__qualname__": base.__name__}
+        return type(base.__name__, (base,), {"runTest": run, **names})
 
     # Invariants ----------------------------------------------------------------------------------
 

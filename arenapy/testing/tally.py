@@ -49,7 +49,7 @@ class Tally:
     rules: Counter[str] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
     found_at: int | None = None
-    findings: dict[str, Finding] = field(default_factory=dict)
+    findings: dict[str, Finding] = field(default_factory=dict, init=False)
     only: str | None = None
     restarts: int = 0
     watch: Callable[[], None] | None = None
