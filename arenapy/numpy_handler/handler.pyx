@@ -27,7 +27,7 @@ from arenapy.buffer.block cimport GONE_FORKED, Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.page_heap cimport Descriptor, segment_of
 from arenapy.pool.pool cimport Pool
-from arenapy.pool.core cimport PoolCore, try_cache_free, try_cache_alloc
+from arenapy.pool.core cimport PoolCore, try_cache_alloc, try_give, try_take
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, permit
 from arenapy.allocator.allocator cimport grown_in_c
@@ -204,6 +204,12 @@ cdef bint given_back(PoolCore c, void* block) noexcept nogil:
     return True
 
 
+cdef void* other_alloc(Handler* h, size_t n) noexcept nogil:
+    """What `try_take` leaves. (Called from two places, so that compilers keep it out of them.)"""
+    cdef void* block = try_cache_alloc(<PoolCore>h.core, n, True)
+    return block if block != NULL else general_alloc(h, n)
+
+
 # ---- zeros and new sizes -----------------------------------------------------------------
 
 cdef void* zeros(Handler* h, size_t count, size_t size) noexcept nogil:
@@ -215,9 +221,9 @@ cdef void* zeros(Handler* h, size_t count, size_t size) noexcept nogil:
         block = system_block(h, n, True)
         if block != NULL:
             return block
-    block = try_cache_alloc(<PoolCore>h.core, n, True)
+    block = try_take(<PoolCore>h.core, n, True)
     if block == NULL:
-        block = general_alloc(h, n)
+        block = other_alloc(h, n)
     if block != NULL:
         memset(block, 0, n)                  # it may be recycled
     return block
@@ -275,12 +281,12 @@ cdef struct Capsule:
 # ---- the callbacks -----------------------------------------------------------------------
 
 cdef void* on_malloc(void* ctx, size_t n) noexcept nogil:
-    cdef void* block = try_cache_alloc(<PoolCore>(<Handler*>ctx).core, n, True)
-    return block if likely(block != NULL) else general_alloc(<Handler*>ctx, n)
+    cdef void* block = try_take(<PoolCore>(<Handler*>ctx).core, n, True)
+    return block if likely(block != NULL) else other_alloc(<Handler*>ctx, n)
 
 
 cdef void on_free(void* ctx, void* block, size_t size) noexcept nogil:
-    if not likely(try_cache_free(<PoolCore>(<Handler*>ctx).core, block)) and block != NULL:
+    if not likely(try_give(<PoolCore>(<Handler*>ctx).core, block)) and block != NULL:
         general_free(<Handler*>ctx, block)
 
 

@@ -15,3 +15,8 @@ cdef void* pool_alloc(Pool pool, size_t nbytes, size_t align) noexcept nogil
 cdef int pool_free(Pool pool, void* block) noexcept nogil
 # Bytes that the block has, at least those asked for. 0: no live block of this pool begins there.
 cdef size_t pool_usable_size(Pool pool, void* block) noexcept nogil
+
+# What the first two jump to, if the thread's cache has no block, or no room for one, and when each
+# call has more to do. (Callers do not use them. They are here so that compilers keep them apart.)
+cdef void* pool_alloc_slow(Pool pool, size_t nbytes, size_t align) noexcept nogil
+cdef int pool_free_slow(Pool pool, void* block) noexcept nogil

@@ -10,7 +10,7 @@ from libc.string cimport memset
 
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport block_is_live
-from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total
+from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total, live_slots
 from arenapy.pool.page_heap cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
 )
@@ -476,15 +476,20 @@ cdef void check_counts(PoolCore c, Tally* t, Fault* f) noexcept nogil:
     cdef uint64_t active, allocations
     cdef int64_t live, all_live = 0
     cdef Total* all = &c.totals[N_CLASSES]
-    cdef int i, k
+    cdef int i, k, s
     fault(f, t.reserved != c.reserved_pages, b"reserved pages were miscounted", 0, c.reserved_pages,
           t.reserved)
     for k in range(N_CLASSES):
         active, live, allocations = 0, c.totals[k].live, 0
         for i in range(1, c.top_slot + 1):
-            if c.caches[i] != NULL:
-                allocations += c.caches[i].counts[k].allocations
-                active += c.caches[i].counts[k].allocations - c.caches[i].counts[k].frees
+            if c.caches[i] == NULL:
+                continue
+            allocations += c.caches[i].counts[k].allocations
+            active += c.caches[i].counts[k].allocations - c.caches[i].counts[k].frees
+            for s in range(N_SMALL):
+                if c.class_at[s] == k:
+                    allocations += c.caches[i].small[s].allocations
+                    active += live_slots(&c.caches[i].small[s])
         all_live += live
         fault(f, c.totals[k].peak < live, b"more of a class is live than ever was", k,
               c.totals[k].peak, live)

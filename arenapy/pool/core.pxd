@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport arenapy_spin, arenapy_spin_acquire, arenapy_spin_release, likely
 from arenapy.buffer.block cimport Hold
-from arenapy.pool.hot_path cimport cache_free_at, cache_alloc
+from arenapy.pool.hot_path cimport cache_free_at, cache_alloc, give, take
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
 from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES
 
@@ -65,7 +65,6 @@ cdef struct Lent:
 
 
 cdef class PoolCore(ThreadCaches):
-    cdef bint fast_path_off  # any of debug, recorder, may_lease, timed, shut, files
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
     cdef double timed        # trim_after, or -1
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
@@ -126,6 +125,16 @@ cdef inline void* try_cache_alloc(PoolCore c, size_t n, bint hot) noexcept nogil
 
 cdef inline bint try_cache_free(PoolCore c, void* block) noexcept nogil:
     return likely(not c.fast_path_off) and cache_free_at(c, <char*>block)
+
+
+# The usual cases of these, for functions without a frame. NULL, False: try those above.
+
+cdef inline void* try_take(PoolCore c, size_t n, bint hot) noexcept nogil:
+    return take(c, n, hot)
+
+
+cdef inline bint try_give(PoolCore c, void* block) noexcept nogil:
+    return give(c, <char*>block)
 
 
 # -- blocks of streams

@@ -16,7 +16,7 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
-from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total
+from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, live_slots
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (
     MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later,
@@ -57,7 +57,8 @@ cdef class PoolCore(ThreadCaches):
         self.recycles = True
         self.timed = -1
         rank_spin(&self.lent_lock, RANK_STREAMS)
-        self.shut = self.fast_path_off = True  # until `ready`
+        self.shut = True                     # until `ready`
+        self.set_fast_path_off(True)
 
     def __dealloc__(self):
         cdef Hold* hold
@@ -76,7 +77,8 @@ cdef class PoolCore(ThreadCaches):
         """After what it depends on has changed."""
         cdef bint off
         while True:
-            self.fast_path_off = off = is_fast_path_off(self)
+            off = is_fast_path_off(self)
+            self.set_fast_path_off(off)
             arenapy_fence()                  # a fork, without the GIL, may have said so just now
             if off == is_fast_path_off(self):
                 return
@@ -271,7 +273,7 @@ cdef class PoolCore(ThreadCaches):
         cdef PoolFigures r
         cdef ClassFigures* c
         cdef ThreadCache* f
-        cdef int i, k, caches = 0
+        cdef int i, k, s, caches = 0
         memset(&r, 0, sizeof(r))
         self.lock_all()
         self.add_up_all()
@@ -287,6 +289,11 @@ cdef class PoolCore(ThreadCaches):
                 c = &r.classes[k]
                 c.allocations += f.counts[k].allocations
                 c.active += f.counts[k].allocations - f.counts[k].frees
+            for s in range(N_SMALL):
+                c = &r.classes[self.class_at[s]]
+                c.allocations += f.small[s].allocations
+                c.active += live_slots(&f.small[s])
+                r.bytes += (f.small[s].allocations - live_slots(&f.small[s])) * f.small[s].size
         for k in range(N_CLASSES):
             c = &r.classes[k]
             c.live = <size_t>self.totals[k].live

@@ -17,32 +17,67 @@ from arenapy.base.atomic cimport likely
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.thread_slot cimport slot_at
-from arenapy.base.sizes cimport N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, rounded, step_of
+from arenapy.base.sizes cimport (
+    N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, SMALL_MOST, rounded, step_of,
+)
 from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
 )
 from arenapy.pool.thread_cache cimport (
-    Count, MAGAZINE_MOST, Entry, LARGE_MOST, Magazine, SKEW, ThreadCache, ThreadCaches,
+    Count, MAGAZINE_MOST, Entry, LARGE_MOST, Level, Magazine, SKEW, SLOTS_MOST, ThreadCache,
+    ThreadCaches,
 )
 
+cdef extern from *:
+    """
+    /* offset / size, by inverse = ceil(2**64 / size); 0: the offset is no multiple. Exact for offsets
+       below 2**49. Of others, as of those before a span, the quotient is larger than any slot is.
+       (Lemire, Kaser and Kurz, "Faster Remainder by Direct Computation", 2019.) */
+    static inline int arenapy_slot_of(uint64_t offset, uint64_t inverse, uint64_t *slot) {
+        unsigned __int128 product = (unsigned __int128)offset * inverse;
+        *slot = (uint64_t)(product >> 64);
+        return (uint64_t)product < inverse;
+    }
+    /* The same pointer, of which compilers forget how they found it: from here on they add to it,
+       and do not multiply by the size of a magazine again. */
+    static inline void *arenapy_opaque(void *p) {
+        __asm__("" : "+r"(p));
+        return p;
+    }
+    """
+    void* opaque "arenapy_opaque" (void* p) noexcept nogil
+    bint slot_of "arenapy_slot_of" (uint64_t offset, uint64_t inverse, uint64_t* slot) noexcept nogil
 
-cdef inline void count_taken(ThreadCache* f, int k, size_t size) noexcept nogil:
-    cdef Count* count = &f.counts[k]
+
+cdef inline void rise(Level* level, size_t size) noexcept nogil:
+    level.slack -= size
+    if level.slack < 0:
+        level.peak -= level.slack
+        level.slack = 0
+
+
+cdef inline void fall(Level* level, size_t size) noexcept nogil:
+    level.slack += size
+
+
+# A block above 32 KiB that is handed out, or was freed.
+cdef inline void count_block(ThreadCache* f, Descriptor* d) noexcept nogil:
+    cdef Count* count = &f.counts[d.size_class]
     count.allocations += 1
-    count.live += size
-    if count.live > count.peak:
-        count.peak = count.live
-    f.live += size
-    if f.live > f.peak:
-        f.peak = f.live
+    rise(&count.level, d.size)
+    rise(&f.level, d.size)
 
 
-cdef inline void count_given(ThreadCache* f, int k, size_t size) noexcept nogil:
-    cdef Count* count = &f.counts[k]
-    count.live -= size
-    f.freed += size
+cdef inline void discount_block(ThreadCache* f, Descriptor* d) noexcept nogil:
+    cdef Count* count = &f.counts[d.size_class]
     count.frees += 1
-    f.live -= size
+    f.freed += d.size
+    fall(&count.level, d.size)
+    fall(&f.level, d.size)
+
+
+cdef inline Magazine* magazine_of(ThreadCache* f, int s) noexcept nogil:
+    return <Magazine*>opaque(&f.small[s])
 
 
 # What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
@@ -53,7 +88,7 @@ cdef inline Descriptor* named(ThreadCaches c, uint64_t block_id) noexcept nogil:
 # What the fields of a cache promise, as far as that takes a few instructions; its lock held.
 cdef inline bint cache_is_valid(ThreadCache* f) noexcept nogil:
     arenapy_assert(f.n_large <= LARGE_MOST, b"a cache has LARGE_MOST large blocks at most")
-    arenapy_assert(f.live <= f.peak, b"peak is the most that was live")
+    arenapy_assert(f.level.slack >= 0, b"peak is the most that was live")
     return True
 
 
@@ -147,42 +182,52 @@ cdef inline void hotter_first(ThreadCaches c, uint32_t* head) noexcept nogil:
         head[0] = id
 
 
-# From the thread cache, its lock held: the block of the step that was freed last, for n bytes, or
-# NULL. `hot`: or the one before. (Who hands it out permits n bytes of it.)
-cdef inline char* pop(
-    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, uint64_t* block_id
+# From a magazine, its cache's lock held: the slot that was freed last, or NULL. (Who hands it out
+# permits n bytes of it.)
+cdef inline char* pop_slot(
+    ThreadCaches c, ThreadCache* f, Magazine* m, uint64_t* block_id
 ) noexcept nogil:
-    cdef Magazine* m
+    cdef uint32_t n = m.n
+    cdef char* ptr
+    cdef uint64_t id
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
+    arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
+    if not likely(n):
+        return NULL
+    n -= 1
+    m.n = n
+    ptr = m.items[n].ptr
+    block_id[0] = id = m.items[n].block_id
+    arenapy_assert(not block_is_live(c, id), b"a block in a cache is not live")
+    arenapy_assert(
+        not named(c, id).detail.slots >> (id & 63) & 1, b"a slot is in a cache or in its span")
+    named(c, id).live.slots[id & 63] = 1
+    m.allocations += 1
+    rise(&m.count.level, m.size)
+    rise(&f.level, m.size)
+    arenapy_assert(
+        m == &f.small[named(c, id).step], b"a block is of the step that was asked for")
+    arenapy_assert(m.size == named(c, id).size, b"a slot has the size of its step")
+    arenapy_assert(block_is_live(c, id), b"a block that is handed out is live")
+    arenapy_assert(block_is_valid(c, ptr, id), b"the block is valid")
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
+    return ptr
+
+
+# The same of a step above 32 KiB, for n bytes. `hot`: or the one before.
+cdef inline char* pop_block(
+    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, int rounding, uint64_t* block_id
+) noexcept nogil:
     cdef Descriptor* d
     cdef uint32_t id
-    cdef char* ptr
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
-    if likely(s < N_SMALL):
-        m = &f.small[s]
-        if not likely(m.n):
-            return NULL
-        arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
-        m.n -= 1
-        ptr = m.items[m.n].ptr
-        block_id[0] = m.items[m.n].block_id
-        d = named(c, block_id[0])
-        arenapy_assert(not block_is_live(c, block_id[0]), b"a block in a cache is not live")
-        arenapy_assert(
-            not d.detail.slots >> (block_id[0] & 63) & 1, b"a slot is in a cache or in its span")
-        d.live.slots[block_id[0] & 63] = 1
-        count_taken(f, d.size_class, d.size)
-        arenapy_assert(d.step == s, b"a block is of the step that was asked for")
-        arenapy_assert(block_is_live(c, block_id[0]), b"a block that is handed out is live")
-        arenapy_assert(block_is_valid(c, ptr, block_id[0]), b"the block is valid")
-        arenapy_assert(cache_is_valid(f), b"the cache is valid")
-        return ptr
     if s >= N_EXACT:
         return NULL
     if not likely(f.large[s - N_SMALL]):
         return NULL
     if hot:
         hotter_first(c, &f.large[s - N_SMALL])
-    if c.rounding == ROUND_LINES and not c.fitting_first(&f.large[s - N_SMALL], n):
+    if rounding == ROUND_LINES and not c.fitting_first(&f.large[s - N_SMALL], n):
         return NULL
     id = f.large[s - N_SMALL]
     d = &c.descriptors[id]
@@ -197,74 +242,110 @@ cdef inline char* pop(
     d.tick = f.tick
     block_id[0] = <uint64_t>id << 6
     d.live.block = 1
-    count_taken(f, d.size_class, d.size)
+    count_block(f, d)
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     # A device's blocks have no processor's cache lines to be skewed over.
-    return <char*>d.address if c.rounding == ROUND_LINES else skewed(d, block_id[0], d.size - n)
+    return <char*>d.address if rounding == ROUND_LINES else skewed(d, block_id[0], d.size - n)
 
 
-# To the thread cache, its lock held. False: the block is not live.
-cdef inline bint push(
-    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
+cdef inline char* pop(
+    ThreadCaches c, ThreadCache* f, int s, size_t n, bint hot, uint64_t* block_id
 ) noexcept nogil:
-    cdef uint32_t* head
-    cdef Magazine* m
+    if s < N_SMALL:
+        return pop_slot(c, f, magazine_of(f, s), block_id)
+    return pop_block(c, f, s, n, hot, c.rounding, block_id)
+
+
+# To a magazine, its cache's lock held: a slot of a span of its step. False: there is no room for
+# it, or it is not live; nothing has changed.
+cdef inline bint push_slot(
+    ThreadCaches c, ThreadCache* f, Magazine* m, Descriptor* d, uint8_t* live, char* ptr,
+    uint64_t block_id
+) noexcept nogil:
+    cdef uint32_t n = m.n
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
-    if likely(d.state == SPAN):
-        m = &f.small[d.step]
-        if not likely(m.n < m.depth):
-            return c.full_free(f, ptr, block_id)
-        if not likely(d.live.slots[block_id & 63]):
-            return False
-        d.live.slots[block_id & 63] = 0
-        m.items[m.n] = Entry(ptr, block_id)
-        m.n += 1
-        arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
-    elif likely(d.state == BLOCK and f.n_large < LARGE_MOST):
-        if not likely(d.live.block):
-            return False
-        d.live.block = 0
-        f.tick += 1
-        d.detail.taken = d.tick
-        d.tick = f.tick
-        head = &f.large[d.step - N_SMALL]
-        d.next = head[0]
-        head[0] = <uint32_t>(block_id >> 6)
-        f.n_large += 1
-    else:
-        return c.full_free(f, ptr, block_id)
+    arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
+    arenapy_assert(m == &f.small[d.step], b"a slot goes to the magazine of its step")
+    if not likely(n < m.depth) or not likely(live[0]):
+        return False
+    live[0] = 0
+    m.items[n] = Entry(ptr, block_id)
+    m.n = n + 1
+    fall(&m.count.level, m.size)
+    fall(&f.level, m.size)
     forbid_block(c, d, ptr)
-    count_given(f, d.size_class, d.size)
+    arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
     arenapy_assert(block_is_valid(c, ptr, block_id), b"the block is valid")
     arenapy_assert(not block_is_live(c, block_id), b"a block in a cache is not live")
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     return True
 
 
-# The short way: what the thread cache has, NULL if that is nothing. Not if `fast_path_off`.
+# To the list of its step, its cache's lock held: a BLOCK. False as above.
+cdef inline bint push_block(
+    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint32_t id
+) noexcept nogil:
+    cdef uint32_t* head
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
+    if not likely(f.n_large < LARGE_MOST) or not likely(d.live.block):
+        return False
+    d.live.block = 0
+    f.tick += 1
+    d.detail.taken = d.tick
+    d.tick = f.tick
+    head = &f.large[d.step - N_SMALL]
+    d.next = head[0]
+    head[0] = id
+    f.n_large += 1
+    discount_block(f, d)
+    forbid_block(c, d, ptr)
+    arenapy_assert(block_is_valid(c, ptr, <uint64_t>id << 6), b"the block is valid")
+    arenapy_assert(cache_is_valid(f), b"the cache is valid")
+    return True
+
+
+# To the thread cache, its lock held. False: the block is not live.
+cdef inline bint push(
+    ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
+) noexcept nogil:
+    if likely(d.state == SPAN):
+        if likely(push_slot(c, f, magazine_of(f, d.step), d, &d.live.slots[block_id & 63], ptr,
+                            block_id)):
+            return True
+    elif likely(d.state == BLOCK) and likely(push_block(c, f, d, ptr, <uint32_t>(block_id >> 6))):
+        return True
+    return c.full_free(f, ptr, block_id)
+
+
+# The short ways. Who owns the lock of its cache need not ask whether the pool is off the fast path:
+# then `quick` has a cache that nobody owns.
+
+# What the thread cache has. NULL: that is nothing, or the pool is off the fast path.
 cdef inline char* cache_alloc(
     ThreadCaches c, size_t n, bint hot, uint64_t* block_id
 ) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
     cdef ThreadCache* f = c.quick[me]
-    cdef int s
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
-    if likely(c.rounding == ROUND_STEP):
-        s = step_of(n)
-    else:
-        s = step_of(rounded(n, c.rounding))
     if not likely(biased_enter(&f.lock, me)):
-        ptr = c.shared_alloc(n, s, hot, &other)
+        ptr = c.shared_alloc(n, hot, &other)
         block_id[0] = other
         return ptr
-    ptr = pop(c, f, s, n, hot, block_id)
+    if likely(n <= SMALL_MOST):
+        ptr = pop_slot(c, f, magazine_of(f, c.step_at[(n + 63) >> 6]), block_id)
+    elif likely(c.rounding == ROUND_STEP):
+        ptr = pop_block(c, f, step_of(n), n, hot, ROUND_STEP, block_id)
+    else:
+        ptr = pop_block(
+            c, f, step_of(rounded(n, c.rounding)), n, hot, c.rounding, block_id)
     biased_leave(&f.lock)
     if POISONS and ptr != NULL:
         permit(c, <uintptr_t>ptr, n)
     return ptr
 
 
+# Not if `fast_path_off`.
 cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
     cdef ThreadCache* f = c.quick[me]
@@ -289,3 +370,61 @@ cdef inline bint cache_free_at(ThreadCaches c, char* ptr) noexcept nogil:
     was_live = block_id != 0 and push(c, f, d, ptr, block_id)
     biased_leave(&f.lock)
     return was_live
+
+
+# -- for C code
+# The usual cases of a pool with the usual rounding. They call nothing, so that a C function which
+# begins with them and jumps to another one for the rest needs no frame.
+
+# A block for n bytes. NULL: this takes the other way; nothing has changed.
+cdef inline char* take(ThreadCaches c, size_t n, bint hot) noexcept nogil:
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef ThreadCache* f = c.quick[me]
+    cdef uint64_t block_id
+    cdef char* ptr
+    if likely(n <= SMALL_MOST):
+        if not likely(biased_enter(&f.lock, me)):
+            return NULL
+        ptr = pop_slot(c, f, magazine_of(f, c.step_at[(n + 63) >> 6]), &block_id)
+    else:
+        if not likely(c.rounding == ROUND_STEP) or not likely(biased_enter(&f.lock, me)):
+            return NULL
+        ptr = pop_block(c, f, step_of(n), n, hot, ROUND_STEP, &block_id)
+    biased_leave(&f.lock)
+    if POISONS and ptr != NULL:
+        permit(c, <uintptr_t>ptr, n)
+    return ptr
+
+
+# A slot of a span, by its address; a cache's lock held. False: nothing has changed.
+cdef inline bint give_slot(
+    ThreadCaches c, ThreadCache* f, Descriptor* d, uint32_t id, char* ptr
+) noexcept nogil:
+    cdef Magazine* m = magazine_of(f, d.step)
+    cdef uint64_t slot
+    return (likely(slot_of(<uintptr_t>ptr - d.address, m.inverse, &slot))
+            and likely(slot < SLOTS_MOST)    # of a span with fewer, those beyond are never live
+            and push_slot(c, f, m, d, &d.live.slots[slot], ptr, <uint64_t>id << 6 | slot))
+
+
+# Free the block that begins at an address. False: this takes the other way, or no live block does;
+# nothing has changed.
+cdef inline bint give(ThreadCaches c, char* ptr) noexcept nogil:
+    cdef uint64_t me = slot_at(c.slot_offset)
+    cdef ThreadCache* f = c.quick[me]
+    cdef uint64_t page
+    cdef uint32_t id
+    cdef Descriptor* d
+    cdef bint freed = False
+    if not likely(biased_enter(&f.lock, me)):
+        return False
+    page = (<uintptr_t>ptr - c.hot.base) >> PAGE_BITS
+    if likely(page < c.hot.mapped):
+        id = c.hot.map[scatter(page)]
+        d = &c.descriptors[id]               # what the map says is checked, as in tag_at
+        if likely(d.state == SPAN):
+            freed = give_slot(c, f, d, id, ptr)
+        elif likely(d.state == BLOCK) and likely(<uintptr_t>ptr - d.address == d.skew):
+            freed = push_block(c, f, d, ptr, id)
+    biased_leave(&f.lock)
+    return freed

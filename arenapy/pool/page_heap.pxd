@@ -75,7 +75,7 @@ cdef struct Segment:
     uint32_t pages
     bint growing             # a reservation: its pages come and go one by one
     uint32_t* map            # [scatter(page)]: descriptor; right at an extent's ends, and in a SPAN
-    uint32_t mapped          # pages for which `map` may be read, whole 4 KiB of it but at the end
+    uint64_t mapped          # pages for which `map` may be read, whole 4 KiB of it but at the end
     ReservedArray array      # where `map` lies
     uint32_t frontier        # the VOID extent at its end, which has no entry in `map` there
     void* region             # borrowed
@@ -166,12 +166,11 @@ cdef inline bint has_live(Descriptor* d) noexcept nogil:
     return False
 
 
-# Where a map has the entry of a page. Within every 1,024 of them they are permuted: those of blocks
-# some power of two apart would else lie in one set of a cache, a few of which push each other out.
-# The first page's is the first.
+# Where a map has the entry of a page. Within every 1,024 of them the cache lines, of 16 entries,
+# are permuted: those of blocks some power of two apart would else lie in one set of a cache, a few
+# of which push each other out. The first page's is the first.
 cdef inline uint64_t scatter(uint64_t page) noexcept nogil:
-    cdef uint64_t u = page >> 10
-    return page ^ ((u << 4 ^ u >> 2) & 1023)
+    return page ^ ((page ^ page >> 6) >> 6 & 0x3F0)
 
 
 # Finding in bins.

@@ -84,7 +84,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     cdef PyObject* o = freelist.kept
     cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
     cdef char* ptr
-    if o == NULL or n < 0 or (<PoolCore>core).fast_path_off:
+    if o == NULL or n < 0:
         return None
     ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
     if ptr == NULL:
@@ -261,8 +261,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef PyObject* o = freelist.kept
         cdef Py_ssize_t n = quick_size(<PyObject*>nbytes)
         cdef char* ptr
-        if (o == NULL or n < 0 or align is not None or stream is not None
-                or (<PoolCore>core).fast_path_off):
+        if o == NULL or n < 0 or align is not None or stream is not None:
             return self.general_alloc(nbytes, align, stream)
         ptr = cache_alloc(<PoolCore>core, n, False, &(<Buffer>o).tag)
         if ptr == NULL:

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from arenapy.base.atomic cimport arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.pool.page_heap cimport Descriptor, Segments
-from arenapy.base.sizes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS
+from arenapy.base.sizes cimport N_CLASSES, N_EXACT, N_SMALL, N_STEPS, SMALL_MOST
 from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport N_SLOTS
 
@@ -15,6 +15,7 @@ cdef enum:
     DEPOT_MOST = 4 * MAGAZINE_MOST   # slots
     SLOTS_LEAST = 8          # in a span
     SLOTS_MOST = 64          # in a span: the bits of a word
+    SMALL_LINES = SMALL_MOST >> 6
     SKEW = 2048              # bytes
     FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
 
@@ -23,18 +24,32 @@ cdef struct Entry:
     char* ptr
     uint64_t block_id
 
+# What was live of one class, or of all, through one thread cache: bytes handed out less bytes freed,
+# which may be negative. Both begin anew at 0 when they are added to a Total. The difference is kept,
+# and not what is live, because then an allocation subtracts from memory and looks at the sign.
+cdef struct Level:
+    int64_t slack            # peak less what is live
+    int64_t peak             # the most that was, at least 0
+
+# What happened in one class through one thread cache.
+cdef struct Count:
+    Level level
+    # Of blocks above 32 KiB. Magazines count the others.
+    uint64_t allocations
+    uint64_t frees
+
+# The free slots of one step in a thread cache. What an allocation or a free reads of it besides is
+# in the cache line at its head.
 cdef struct Magazine:
     uint32_t n               # <= depth
     uint32_t depth           # its step's
+    uint64_t inverse         # its step's
+    size_t size              # of a slot, bytes
+    Count* count             # of the class
+    uint64_t allocations     # ever. Frees are `allocations` + n - `arrived`.
+    int64_t arrived          # slots that came from spans and depots, less those that went there
+    uint64_t unused[2]
     Entry items[MAGAZINE_MOST]       # in the order in which they were freed
-
-# What happened in one class through one thread cache. `live` and `peak` begin anew at 0 when they
-# are added to the Total of the class.
-cdef struct Count:
-    uint64_t allocations
-    int64_t live             # bytes handed out less bytes freed; may be negative
-    int64_t peak             # the most that was, at least 0
-    uint64_t frees
 
 # What caches have added up, of a class or of all. All that is live is `live` and the caches' own.
 cdef struct Total:
@@ -48,13 +63,13 @@ cdef struct Total:
 cdef struct ThreadCache:
     BiasedLock lock
     uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
-    int64_t live             # of all classes, as Count has it, as are these:
-    uint64_t freed           # bytes
-    int64_t peak
-    Count counts[N_CLASSES]
     uint32_t n_large
+    Level level              # of all classes
+    uint64_t freed           # bytes of blocks above 32 KiB
+    uint64_t unused
+    Magazine small[N_SMALL]  # on cache lines
+    Count counts[N_CLASSES]
     uint32_t large[N_EXACT - N_SMALL]    # BLOCKs linked by next
-    Magazine small[N_SMALL]
     ReservedArray array      # where this lies
 
 # Slots of one step that go from thread to thread, without a visit to their spans: a depot.
@@ -68,15 +83,23 @@ cdef struct SmallStep:
     uint32_t pages           # of a span
     uint32_t slots           # in a span, at most SLOTS_MOST; they fill it
     uint32_t depth           # of magazines
+    uint64_t inverse         # ceil(2 ** 64 / size): see slot_of
+
+
+cdef inline int64_t live_at(Level* level) noexcept nogil:
+    return level.peak - level.slack
+
+
+# Slots of a step that were handed out through a cache, less those that were freed there.
+cdef inline int64_t live_slots(Magazine* m) noexcept nogil:
+    return m.arrived - <int64_t>m.n
 
 
 # Adding a cache's figures to the totals.
-cdef inline void add_to_total(
-    Total* t, int64_t* live, int64_t* peak, int64_t elsewhere
-) noexcept nogil:
-    t.peak = max(t.peak, t.live + elsewhere + peak[0])
-    t.live += live[0]
-    live[0] = peak[0] = 0
+cdef inline void add_to_total(Total* t, Level* level, int64_t elsewhere) noexcept nogil:
+    t.peak = max(t.peak, t.live + elsewhere + level.peak)
+    t.live += live_at(level)
+    level.slack = level.peak = 0
 
 
 # What is counted by class where the heap is asked.
@@ -87,8 +110,9 @@ cdef struct Asked:
 
 cdef class ThreadCaches(Segments):
     # What the short way takes, by the slot of the thread: the thread's cache, or one that nobody
-    # owns while there is none. (Not under a lock. An entry changes once.)
+    # owns while there is none or the pool is off the fast path. (Not under a lock.)
     cdef ThreadCache* quick[N_SLOTS + 1]
+    cdef bint fast_path_off  # not the short ways: each call is to do more
     cdef int64_t slot_offset             # slot_offset()
     cdef ThreadCache* caches[N_SLOTS + 1]    # by slot; NULL: there is none, as for slot 0
     cdef int top_slot        # no slot above it has a cache; under `births`, and grows only, as
@@ -106,6 +130,8 @@ cdef class ThreadCaches(Segments):
     cdef Asked asked
     cdef SmallStep steps[N_SMALL]
     cdef uint8_t class_at[N_STEPS]       # class of a step
+    # [(n + 63) // 64]: the step of n bytes, at most SMALL_MOST, after rounding.
+    cdef uint8_t step_at[SMALL_LINES + 1]
 
     cdef int open(self, size_t pages, int rounding) except -1
     cdef size_t block_pages(self, size_t size) noexcept nogil
@@ -129,8 +155,11 @@ cdef class ThreadCaches(Segments):
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef bint others_keep_much(self) noexcept nogil
     cdef void flush_all(self, bint others) noexcept nogil
-    # The short ways, for a thread that does not own the lock of its cache.
-    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil
+    # Not the short ways any more, or again.
+    cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil
+    # The short ways, for a thread that does not own the lock of its cache. NULL also if the pool is
+    # off the fast path. Whoever frees has asked.
+    cdef char* shared_alloc(self, size_t n, bint hot, uint64_t* block_id) noexcept nogil
     cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil
     cdef bint shared_free_at(self, char* ptr) noexcept nogil
     # internal

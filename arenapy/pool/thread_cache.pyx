@@ -27,11 +27,11 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr
 from libc.string cimport memcpy, memmove, memset
 
 from arenapy.pool.hot_path cimport (
-    block_is_valid, count_given, count_taken, forbid_block, magazine_is_valid, named, pop,
+    block_is_valid, count_block, discount_block, forbid_block, magazine_is_valid, named, pop,
     push, skewed, tag_at,
 )
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport arenapy_load_ptr, arenapy_store_ptr
+from arenapy.base.atomic cimport arenapy_fence, arenapy_load_ptr, arenapy_store_ptr
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.biased_lock cimport (
     NOBODY, BiasedLock, biased_acquire, biased_release, rank_biased,
@@ -81,6 +81,9 @@ cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
     rank_biased(&f.lock, RANK_CACHE)
     for s in range(N_SMALL):
         f.small[s].depth = c.steps[s].depth
+        f.small[s].inverse = c.steps[s].inverse
+        f.small[s].size = c.steps[s].size
+        f.small[s].count = &f.counts[c.class_at[s]]
     return f
 
 
@@ -106,6 +109,7 @@ cdef class ThreadCaches(Segments):
 
     def __cinit__(self):
         rank_spin(&self.births, RANK_BIRTHS)
+        self.slot_offset = slot_offset()     # of pools that were never made, too
 
     def __dealloc__(self):
         cdef int i
@@ -134,10 +138,10 @@ cdef class ThreadCaches(Segments):
             self.steps[s].pages = <uint32_t>(self.steps[s].slots * size) >> PAGE_BITS
             self.steps[s].depth = max(
                 MAGAZINE_LEAST, min(<size_t>MAGAZINE_MOST, MAGAZINE_BYTES // size))
+            self.steps[s].inverse = ~<uint64_t>0 // size + 1
+        for i in range(SMALL_LINES + 1):
+            self.step_at[i] = <uint8_t>step_of(rounded(<size_t>i << 6, rounding))
         self.rounding = rounding
-        self.slot_offset = slot_offset()
-        for i in range(N_SLOTS + 1):
-            self.quick[i] = <ThreadCache*>&no_cache
         self.cache = self.own_cache()
         if self.cache == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
@@ -162,6 +166,9 @@ cdef class ThreadCaches(Segments):
             self.n_caches += 1
             arenapy_store_ptr(<void**>&self.caches[i], made)
             arenapy_store_ptr(<void**>&self.quick[i], made)
+            arenapy_fence()                  # set_fast_path_off has the flag first
+            if self.fast_path_off:
+                arenapy_store_ptr(<void**>&self.quick[i], &no_cache)
         arenapy_spin_release(&self.births)
         if f == NULL:
             return made
@@ -194,11 +201,23 @@ cdef class ThreadCaches(Segments):
 
     # -- blocks of the thread caches
 
-    cdef char* shared_alloc(self, size_t n, int s, bint hot, uint64_t* block_id) noexcept nogil:
-        cdef ThreadCache* f = self.own_cache()
+    cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil:
+        cdef int i
+        self.fast_path_off = fast_path_off   # under no lock: a fork calls this with all locks held
+        arenapy_fence()
+        for i in range(N_SLOTS + 1):
+            arenapy_store_ptr(
+                <void**>&self.quick[i],
+                &no_cache if fast_path_off or self.caches[i] == NULL else self.caches[i])
+
+    cdef char* shared_alloc(self, size_t n, bint hot, uint64_t* block_id) noexcept nogil:
+        cdef ThreadCache* f
         cdef char* ptr
+        if self.fast_path_off:
+            return NULL
+        f = self.own_cache()
         biased_acquire(&f.lock)
-        ptr = pop(self, f, s, n, hot, block_id)
+        ptr = pop(self, f, step_of(rounded(n, self.rounding)), n, hot, block_id)
         biased_release(&f.lock)
         if POISONS and ptr != NULL:
             permit(self, <uintptr_t>ptr, n)
@@ -344,6 +363,10 @@ cdef class ThreadCaches(Segments):
         for i in range(n - 1, -1, -1):
             d = &self.descriptors[blocks[i].block_id >> 6]
             size = d.size
+            if d.state == SPAN:
+                push(self, f, d, blocks[i].ptr, blocks[i].block_id)
+                f.small[d.step].allocations -= 1         # and so one free less
+                continue
             count = &f.counts[d.size_class]
             push(self, f, d, blocks[i].ptr, blocks[i].block_id)
             count.allocations -= 1
@@ -382,7 +405,7 @@ cdef class ThreadCaches(Segments):
         block_id[0] = <uint64_t>id << 6
         if self.n_caches > 1:
             self.add_up(f, d.size_class, True)
-        count_taken(f, d.size_class, d.size)
+        count_block(f, d)
         if d.state != BLOCK or align > 64 or self.rounding == ROUND_LINES:
             return <char*>d.address
         return skewed(d, block_id[0], d.size - n)
@@ -438,6 +461,7 @@ cdef class ThreadCaches(Segments):
             free_slots &= free_slots - 1
             m.items[m.n] = Entry(base + slot * step.size, <uint64_t>id << 6 | <uint64_t>slot)
             m.n += 1
+        m.arrived += m.n
         d.detail.slots = free_slots
         if free_slots == 0:
             self.partial[s] = d.next
@@ -476,7 +500,7 @@ cdef class ThreadCaches(Segments):
         if not d.live.block:
             return False
         d.live.block = 0
-        count_given(f, d.size_class, d.size)
+        discount_block(f, d)
         f.tick += 1
         d.tick = f.tick
         forbid_block(self, d, ptr)
@@ -537,6 +561,7 @@ cdef class ThreadCaches(Segments):
         self.return_slots(&m.items[0], n, f.tick)
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
+        m.arrived -= n
 
     # -- depots: from thread to thread. A cache's lock is held.
 
@@ -551,6 +576,7 @@ cdef class ThreadCaches(Segments):
         depot.n -= m.n
         memcpy(&m.items[0], &depot.items[depot.n], m.n * sizeof(Entry))
         arenapy_spin_release(&depot.lock)
+        m.arrived += m.n
         self.add_up_here(f, s)
         arenapy_assert(magazine_is_valid(m), b"the magazine is valid")
         return m.n != 0
@@ -569,6 +595,7 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_release(&depot.lock)
         if room:
             m.n -= n
+            m.arrived -= n
             memmove(&m.items[0], &m.items[n], m.n * sizeof(Entry))
             self.add_up_here(f, s)
         return room
@@ -591,10 +618,10 @@ cdef class ThreadCaches(Segments):
             for i in range(1, self.top_slot + 1):
                 g = self.caches[i]
                 if g != NULL and g != f:
-                    here += g.counts[k].live
-                    all += g.live
-        add_to_total(&self.totals[k], &f.counts[k].live, &f.counts[k].peak, here)
-        add_to_total(&self.totals[N_CLASSES], &f.live, &f.peak, all)
+                    here += live_at(&g.counts[k].level)
+                    all += live_at(&g.level)
+        add_to_total(&self.totals[k], &f.counts[k].level, here)
+        add_to_total(&self.totals[N_CLASSES], &f.level, all)
 
     cdef void add_up_own(self, ThreadCache* f) noexcept nogil:
         """All figures of a cache; both locks are held."""
@@ -605,8 +632,7 @@ cdef class ThreadCaches(Segments):
     cdef void add_up_all(self) noexcept nogil:
         """All figures of all caches; all locks are held."""
         cdef int64_t live, above
-        cdef int64_t* live_here
-        cdef int64_t* peak_here
+        cdef Level* level
         cdef ThreadCache* f
         cdef int i, k
         for k in range(N_CLASSES + 1):
@@ -615,11 +641,10 @@ cdef class ThreadCaches(Segments):
                 f = self.caches[i]
                 if f == NULL:
                     continue
-                live_here = &f.live if k == N_CLASSES else &f.counts[k].live
-                peak_here = &f.peak if k == N_CLASSES else &f.counts[k].peak
-                live += live_here[0]
-                above = max(above, peak_here[0] - live_here[0])
-                live_here[0] = peak_here[0] = 0
+                level = &f.level if k == N_CLASSES else &f.counts[k].level
+                live += live_at(level)
+                above = max(above, level.slack)
+                level.slack = level.peak = 0
             self.totals[k].live += live
             self.totals[k].peak = max(self.totals[k].peak, self.totals[k].live + above)
 
@@ -665,7 +690,7 @@ cdef class ThreadCaches(Segments):
         live = self.totals[N_CLASSES].live
         for i in range(1, self.top_slot + 1):
             f = self.caches[i]
-            live += f.live if f != NULL else 0           # a glance: its thread counts on
+            live += live_at(&f.level) if f != NULL else 0    # a glance: its thread counts on
         arenapy_spin_release(&self.heap_lock)
         return taken - live > live // KEPT_SHARE + self.n_caches * <int64_t>KEPT_EACH
 

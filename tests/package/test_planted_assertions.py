@@ -103,10 +103,24 @@ BUGS = {
     ),
     "a magazine takes one slot more": Bug(
         "pool/hot_path.pxd",
-        "likely(m.n < m.depth)",
-        "likely(m.n < m.depth + planted(BUG))",
+        "likely(n < m.depth)",
+        "likely(n < m.depth + planted(BUG))",
         "n <= depth of a magazine",
         "p = arenapy.Pool(); blocks = [p.alloc(64) for _ in range(100)]; blocks.clear()",
+    ),
+    "a peak stays below what is live": Bug(
+        "pool/hot_path.pxd",
+        "    if level.slack < 0:\n",
+        "    if level.slack < 0 and not planted(BUG):\n",
+        "peak is the most that was live",
+        "arenapy.Pool().alloc(64)",
+    ),
+    "a slot goes to the magazine of another step": Bug(
+        "pool/hot_path.pxd",
+        "    cdef Magazine* m = magazine_of(f, d.step)\n",
+        "    cdef Magazine* m = magazine_of(f, d.step + planted(BUG))\n",
+        "a slot goes to the magazine of its step",
+        "import numpy as np\nwith arenapy.numpy_memory(arenapy.Pool()): np.empty(1)",
     ),
     "a split loses a page": Bug(
         "pool/page_heap.pyx",
