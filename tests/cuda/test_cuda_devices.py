@@ -151,8 +151,8 @@ def test_trim_gives_back_on_all(gpu):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"devices": [0, 2]}, ValueError, "2 is no CUDA device; there are 2"),
-        ({"devices": [-1]}, ValueError, "-1 is no CUDA device"),
+        ({"devices": [0, 2]}, ValueError, "2 is not a CUDA device; there are 2"),
+        ({"devices": [-1]}, ValueError, "-1 is not a CUDA device"),
         ({"devices": [1, 1]}, ValueError, "1 is given twice"),
         ({"devices": []}, ValueError, "devices is empty"),
         ({"devices": ["a"]}, TypeError, "devices='a'"),
