@@ -2,7 +2,7 @@
 
     python asv_benches/gpu/bench_kernel_memory.py [--quick]
 
-A million threads allocate once each, and write a word. "each its size" is 16 to 256 bytes, by
+A million threads allocate once each, and do nothing else. "each its size" is 16 to 256 bytes, by
 thread. `malloc` is CUDA's, in the same kernel, with a heap of 2 GiB. "and free" gives the memory
 back in the same kernel. Times are those of events around the kernel; rounds take turns, and a rate
 is of the median.
@@ -30,36 +30,35 @@ HEAP = 2 << 30  # bytes, of the device's malloc
 BUMPS = 10e9  # a second
 BUMP_RATIO, SLAB_RATIO = 50, 20  # of malloc's rate
 
-SOURCE = """
+KERNEL = """
 #include "arenapy.cuh"
 typedef unsigned long long u64;
-#define KERNEL(name, alloc, give) \\
-extern "C" __global__ void name(arenapy::arena* a, arenapy::slab* s, u64* out, u64 n, u64 most) { \\
-    u64 i = blockIdx.x * blockDim.x + threadIdx.x; \\
-    if (i >= n) return; \\
-    u64 nbytes = most ? most : 16 + i * 16 % 256; \\
-    unsigned* p = (unsigned*)alloc; \\
-    if (p) p[0] = i; else atomicAdd(out, 1); \\
-    give; \\
-}
-KERNEL(bump, arenapy::arena_alloc(a, nbytes), )
-KERNEL(slab, arenapy::slab_alloc(s), )
-KERNEL(slab_and_free, arenapy::slab_alloc(s), arenapy::slab_free(s, p))
-KERNEL(malloc_, malloc(nbytes), )
-KERNEL(malloc_and_free, malloc(nbytes), free(p))
-KERNEL(nothing, out + 1, )
-extern "C" __global__ void give_all(arenapy::slab* s, u64 first, u64 stride, u64 n) {
+extern "C" __global__ void k(arenapy::arena* a, arenapy::slab* s, u64* out, u64 n, u64 most) {{
     u64 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) arenapy::slab_free(s, (char*)first + i * stride);
-}
+    if (i >= n) return;
+    u64 nbytes = most ? most : 16 + i * 16 % 256;
+    void* p = {alloc};
+    if (!p) atomicAdd(out, 1);
+    {free};
+}}
 """
+# Each in a module of its own: the driver prepares the heap for each kernel of one that has malloc.
+WAYS = {
+    "bump": KERNEL.format(alloc="arenapy::arena_alloc(a, nbytes)", free=""),
+    "slab": KERNEL.format(alloc="arenapy::slab_alloc(s)", free=""),
+    "slab and free": KERNEL.format(alloc="arenapy::slab_alloc(s)", free="arenapy::slab_free(s, p)"),
+    "malloc": KERNEL.format(alloc="malloc(nbytes)", free=""),
+    "malloc and free": KERNEL.format(alloc="malloc(nbytes)", free="free(p)"),
+    "nothing": KERNEL.format(alloc="out", free=""),
+}
 
 
 class Timed:
     """Kernels, and how long they take by the device's own clock."""
 
     def __init__(self, gpu):
-        self.driver, self.kernels = gpu.driver, Kernels(SOURCE)
+        self.driver = gpu.driver
+        self.kernels = {name: Kernels(source) for name, source in WAYS.items()}
         self.events = [done(gpu.driver.cuEventCreate(0)) for _ in range(2)]
         self.out = Pool(source=cuda.Device()).alloc(8)
 
@@ -70,7 +69,7 @@ class Timed:
         slab.reset()
         first, last = self.events
         done(self.driver.cuEventRecord(first, 0))
-        self.kernels.launch(name, n, arena.address, slab.address, self.out.address, n, nbytes)
+        self.kernels[name].launch("k", n, arena.address, slab.address, self.out.address, n, nbytes)
         done(self.driver.cuEventRecord(last, 0))
         done(self.driver.cuEventSynchronize(last))
         failed = bytearray(8)
@@ -87,26 +86,26 @@ def lines(quick):
         for nbytes in (16, 64, 256, 0):
             arena = cuda.KernelArena(N * (nbytes or 256))
             slab = cuda.KernelSlab(nbytes or 256, 2 * N)
-            rates = {"bump": [], "slab": [], "slab_and_free": [], "malloc_and_free": []}
+            rates = {name: [] for name in WAYS if name != "malloc"}
             for _ in range(3 if quick else 15):
                 for name, found in rates.items():
                     found.append(timed.allocations(name, N, arena, slab, nbytes))
             rate = {name: statistics.median(found[1:]) for name, found in rates.items()}
             # Once: nothing gives back what it takes.
-            rate["malloc"] = timed.allocations("malloc_", N // 8, arena, slab, nbytes)
+            rate["malloc"] = timed.allocations("malloc", N // 8, arena, slab, nbytes)
             yield from shown(f"{nbytes} bytes" if nbytes else "each its size", rate)
 
 
 def shown(text, rate):
     """Rates, and ratios with their limits."""
     for name, value in rate.items():
-        yield Line("kernels", f"{name.replace('_', ' ')}, {text}", value / 1e9, "G/s")
+        yield Line("kernels", f"{name}, {text}", value / 1e9, "G/s")
     yield Line("kernels", f"bump, {text}, is enough", rate["bump"] / 1e9, "G/s", BUMPS / 1e9,
                at_least=True)  # fmt: skip
     yield Line("kernels", f"bump / malloc, {text}", rate["bump"] / rate["malloc"], "x", BUMP_RATIO,
                at_least=True)  # fmt: skip
     yield Line("kernels", f"slab and free / malloc and free, {text}",
-               rate["slab_and_free"] / rate["malloc_and_free"], "x", SLAB_RATIO,
+               rate["slab and free"] / rate["malloc and free"], "x", SLAB_RATIO,
                at_least=True)  # fmt: skip
 
 

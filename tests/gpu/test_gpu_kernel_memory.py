@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels import Kernels
 from real_gpu import output_of
@@ -105,9 +105,9 @@ def source_of(program):
 class Run:
     """A program on the device, launched as often as one likes."""
 
-    def __init__(self, program, threads, arena, slab, folder=None):
+    def __init__(self, program, threads, arena, slab, kernels=None):
         self.program, self.threads, self.arena, self.slab = program, threads, arena, slab
-        self.kernels = Kernels(source_of(program), folder)
+        self.kernels = kernels or Kernels(source_of(program))
         self.n = threads * len(program)
         device = Pool(source=cuda.Device())
         self.had, self.size = device.alloc(8 * self.n), device.alloc(8 * self.n)
@@ -164,9 +164,9 @@ class Run:
         assert slab.misused == arena.misused == 0
 
 
-def run_program(program, threads, capacity, items, folder=None):
+def run_program(program, threads, capacity, items, kernels=None):
     arena, slab = cuda.KernelArena(capacity), cuda.KernelSlab(ITEM, items)
-    one = Run(program, threads, arena, slab, folder)
+    one = Run(program, threads, arena, slab, kernels)
     one.launch()
     one.check()
     return one
@@ -186,7 +186,11 @@ def give_all(one):
     capacity=st.sampled_from([1, 1000, 1 << 16, 64 << 20]),
     items=st.sampled_from([1, 31, 32, 33, 1000, 100_000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # a current context
+)
 def test_any_kernel(gpu, program, threads, capacity, items):
     one = run_program(program, threads, capacity, items)
     if all(kind != "bump" for kind, *_ in program):
@@ -199,22 +203,27 @@ HEAVY = [("take", "true"), ("bump", "true", "16 + i % 240", 16), ("give", "i % 3
          ("take", "(i & 31) > 5"), ("give", "mixed(i) % 7 < 3", 1), ("take", "i & 8")]  # fmt: skip
 PLANTS = {
     "the bump is no atomic addition": (
-        "at = atomicAdd(&a->used, all)", "{ at = a->used; *(volatile u64*)&a->used = at + all; }"),
-    "the bits are set without an atomic": (
-        "got = bits & ~atomicOr(&bitmap[word], bits)",
+        "if (all && detail::lane() == 0) at = atomicAdd(&a->used, all);",
+        "if (all && detail::lane() == 0) { at = a->used; *(volatile u64*)&a->used = at + all; }"),
+    "nor is that of one thread": (
+        "at = atomicAdd(&a->used, want);",
+        "at = *(volatile u64*)&a->used; *(volatile u64*)&a->used = at + want;"),
+    "a warp sets bits without an atomic": (
+        "got = bits & ~atomicOr(&bitmap[word], bits);",
         "{ got = bits & ~bitmap[word]; *(volatile u32*)&bitmap[word] |= bits; }"),
-    "the bits are cleared without an atomic": (
-        "freed = __popc(bits & atomicAnd(&bitmap[word], ~bits))",
-        "{ freed = __popc(bits); *(volatile u32*)&bitmap[word] &= ~bits; }"),
-    "a lane has its neighbour's place": (
-        "return n * __popc(before(mask))", "return n * (__popc(before(mask)) / 2)"),
-    "an end that is not looked at": ("want && at <= size && want <= size - at", "want != 0"),
+    "bits are cleared without an atomic": (
+        "freed = (atomicAnd(&bitmap[index / 32], ~bit) & bit) != 0;",
+        "{ freed = 1; *(volatile u32*)&bitmap[index / 32] &= ~bit; }"),
+    "a lane has its neighbour's place": ("return n * lane();", "return n * (lane() / 2);"),
+    "an end that is not looked at": (
+        "if (!want || at > size || want > size - at)", "if (!want)"),
 }  # fmt: skip
 
 
 def test_a_heavy_one(gpu):
-    for _ in range(20):
-        run_program(HEAVY, 200_000, 8 << 20, 300_000)
+    kernels = Kernels(source_of(HEAVY))
+    for _ in range(50):
+        run_program(HEAVY, 200_000, 8 << 20, 300_000, kernels)
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -223,9 +232,10 @@ def test_planted_races_are_found(gpu, plant, tmp_path):
     header = (Path(cuda.include_dir()) / "arenapy.cuh").read_text()
     assert header.count(old) == 1
     (tmp_path / "arenapy.cuh").write_text(header.replace(old, new))
+    kernels = Kernels(source_of(HEAVY), tmp_path)
     with pytest.raises(AssertionError):
         for _ in range(50):
-            run_program(HEAVY, 200_000, 8 << 20, 300_000, tmp_path)
+            run_program(HEAVY, 200_000, 8 << 20, 300_000, kernels)
 
 
 def test_a_full_arena_and_a_reset_in_stream_order(gpu):

@@ -38,10 +38,14 @@ class Kernels:
         cubin = b" " * size
         nvrtc.nvrtcGetCUBIN(program, cubin)
         self.module = done(driver.cuModuleLoadData(cubin))
+        self.functions = {}
 
     def launch(self, name, threads, *values, stream=0):
         """Values: ints, each of 64 bits in the kernel."""
-        function = done(self.driver.cuModuleGetFunction(self.module, name.encode()))
+        if name not in self.functions:
+            found = done(self.driver.cuModuleGetFunction(self.module, name.encode()))
+            self.functions[name] = found
+        function = self.functions[name]
         types = (ctypes.c_uint64,) * len(values)
         blocks = -(-threads // THREADS)
         handle = int(getattr(stream, "handle", stream))

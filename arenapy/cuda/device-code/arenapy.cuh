@@ -38,48 +38,29 @@ struct slab {
 
 namespace detail {
 
+const u32 WARP = 0xffffffff;
+
 __device__ __forceinline__ u32 lane() {
     u32 lane;
     asm("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// Lanes of `mask` before this one.
-__device__ __forceinline__ u32 before(u32 mask) { return mask & ((1u << lane()) - 1); }
-
-__device__ __forceinline__ u32 leader(u32 mask) { return __ffs(mask) - 1; }
-
-// Adds how many threads of `mask` say so.
-__device__ __forceinline__ void count(u32 mask, bool one, u64* counter) {
-    u32 ones = __ballot_sync(mask, one);
-    if (ones && lane() == leader(mask)) atomicAdd(counter, (u64)__popc(ones));
-}
-
-// The sum of `n` over the lanes of `mask` before this one, and over all of them.
-__device__ __forceinline__ u64 sum_before(u32 mask, u64 n, u64* all) {
+// The sum of `n` over the lanes of a warp before this one, and over all of them.
+__device__ __forceinline__ u64 sum_before(u64 n, u64* all) {
     int same;
-    __match_all_sync(mask, n, &same);
+    __match_all_sync(WARP, n, &same);
     if (same) {
-        *all = n * __popc(mask);
-        return n * __popc(before(mask));
+        *all = n * 32;
+        return n * lane();
     }
-    if (mask == 0xffffffff) {
-        u64 sum = n;
-        for (u32 step = 1; step < 32; step *= 2) {
-            u64 theirs = __shfl_up_sync(mask, sum, step);
-            if (lane() >= step) sum += theirs;
-        }
-        *all = __shfl_sync(mask, sum, 31);
-        return sum - n;
+    u64 sum = n;
+    for (u32 step = 1; step < 32; step *= 2) {
+        u64 theirs = __shfl_up_sync(WARP, sum, step);
+        if (lane() >= step) sum += theirs;
     }
-    u64 sum = 0, mine = 0;
-    for (u32 left = mask; left; left &= left - 1) {
-        u32 from = __ffs(left) - 1;
-        if (from == lane()) mine = sum;
-        sum += __shfl_sync(mask, n, from);
-    }
-    *all = sum;
-    return mine;
+    *all = __shfl_sync(WARP, sum, 31);
+    return sum - n;
 }
 
 // The k-th set bit of a word, from 0.
@@ -103,31 +84,88 @@ __device__ __forceinline__ u64 spot(u64 words) {
     return warp * 0x9E3779B97F4A7C15ull % words;
 }
 
+// A promise of up to `wanted` items, so that the search for them ends: there are as many clear bits
+// as items are promised.
+__device__ __forceinline__ u32 promised(slab* s, u32 wanted) {
+    u32 granted = 0;
+    if (*(volatile long long*)&s->vacant > 0) {
+        long long left = (long long)atomicAdd((u64*)&s->vacant, (u64)0 - wanted);
+        granted = left <= 0 ? 0 : left < wanted ? (u32)left : wanted;
+        if (granted < wanted) atomicAdd((u64*)&s->vacant, (u64)(wanted - granted));
+    }
+    if (granted < wanted) atomicAdd(&s->overflowed, (u64)(wanted - granted));
+    return granted;
+}
+
+// An item for each of the first lanes of a warp, as many as are granted.
+__device__ __forceinline__ u64 find_for_warp(slab* s, u32 granted) {
+    u32* const bitmap = (u32*)(s + 1);
+    const u64 words = s->words;
+    u64 index = 0, at = spot(words);
+    u32 done = 0;
+    while (done < granted) {                   // each lane looks at a word; few words are enough
+        u64 word = (at + lane()) % words, all;
+        u32 vacant = lane() < words ? ~*(volatile u32*)&bitmap[word] : 0, got = 0;
+        u64 earlier = sum_before(__popc(vacant), &all);
+        u32 needed = granted - done;
+        if (vacant && earlier < needed) {
+            u32 most = needed - (u32)earlier, have = __popc(vacant);
+            u32 bits = lowest_bits(vacant, most < have ? most : have);
+            got = bits & ~atomicOr(&bitmap[word], bits);
+        }
+        for (u32 left = __ballot_sync(WARP, got != 0); left; left &= left - 1) {
+            u32 from = __ffs(left) - 1, bits = __shfl_sync(WARP, got, from), n = __popc(bits);
+            u64 theirs = __shfl_sync(WARP, word, from);
+            if (lane() >= done && lane() - done < n)
+                index = 32 * theirs + nth_bit(bits, lane() - done);
+            done += n;
+        }
+        at = (at + 32) % words;
+    }
+    return index;
+}
+
+// An item, which is granted.
+__device__ __forceinline__ u64 find_one(slab* s) {
+    u32* const bitmap = (u32*)(s + 1);
+    const u64 words = s->words;
+    for (u64 word = (spot(words) + lane()) % words;; word = word + 1 == words ? 0 : word + 1) {
+        u32 vacant = ~*(volatile u32*)&bitmap[word];
+        if (vacant && (vacant & -vacant & ~atomicOr(&bitmap[word], vacant & -vacant)))
+            return 32 * word + __ffs(vacant) - 1;
+    }
+}
+
 }  // namespace detail
+
+// Threads of a warp share an atomic operation if all 32 of them call together. Otherwise each makes
+// its own: parts of a warp may be in one function at the same time, and a vote of one part counts
+// the lanes of the other.
 
 // `bytes` bytes at a multiple of `align`, a power of two; at least of 16. NULL: they do not fit. The
 // memory is valid until the host resets the arena; there is no free.
 __device__ __forceinline__ void* arena_alloc(arena* a, u64 bytes, u64 align = 16) {
-    const u32 mask = __activemask();
     const u64 size = a->size;
     const bool bad = align == 0 || (align & (align - 1));
-    u64 want = 0, all, at = 0;
+    u64 want = 0, all = 0, at = 0;
     if (!bad && bytes <= size && align <= size) {
         want = (bytes + (bytes == 0) + 15) & ~15ull;
         if (align > 16) want += align - 16;    // wherever it begins, an aligned address is inside
         if (want > size) want = 0;
     }
-    const u64 before = detail::sum_before(mask, want, &all);
-    if (all && detail::lane() == detail::leader(mask)) {
-        at = *(volatile u64*)&a->used;         // so that a full arena does not grow for ever
-        if (at < size) at = atomicAdd(&a->used, all);
+    if (__activemask() == detail::WARP) {
+        const u64 before = detail::sum_before(want, &all);
+        if (all && detail::lane() == 0) at = atomicAdd(&a->used, all);
+        at = __shfl_sync(detail::WARP, at, 0);
+        if (at > size && detail::lane() == 0) atomicMin(&a->used, size);
+        at += before;
+    } else if (want) {
+        at = atomicAdd(&a->used, want);
+        if (at > size) atomicMin(&a->used, size);    // still full, and it does not grow for ever
     }
-    at = __shfl_sync(mask, at, detail::leader(mask)) + before;
-    const bool fits = want && at <= size && want <= size - at;
-    if (__any_sync(mask, !fits)) {
-        detail::count(mask, !fits && !bad, &a->overflowed);
-        detail::count(mask, bad, &a->misused);
-        if (!fits) return nullptr;
+    if (!want || at > size || want > size - at) {
+        atomicAdd(bad ? &a->misused : &a->overflowed, 1);
+        return nullptr;
     }
     u64 address = (u64)(a + 1) + at;
     if (align > 16) address = (address + align - 1) & ~(align - 1);
@@ -136,46 +174,18 @@ __device__ __forceinline__ void* arena_alloc(arena* a, u64 bytes, u64 align = 16
 
 // An item. NULL: all are in use. What was written to it before it was given back is over.
 __device__ __forceinline__ void* slab_alloc(slab* s) {
-    const u32 mask = __activemask();
-    const u32 wanted = __popc(mask), rank = __popc(detail::before(mask));
-    const bool leads = detail::lane() == detail::leader(mask);
-    u32* const bitmap = (u32*)(s + 1);
-    const u64 words = s->words;
-    u32 granted = 0, done = 0;
-    u64 index = ~0ull, at = 0;
-    if (leads) {
-        // First a promise, so that the search below ends: of as many as are promised, there are bits.
-        if (*(volatile long long*)&s->vacant > 0) {
-            long long left = (long long)atomicAdd((u64*)&s->vacant, (u64)0 - wanted);
-            granted = left <= 0 ? 0 : left < wanted ? (u32)left : wanted;
-            if (granted < wanted) atomicAdd((u64*)&s->vacant, (u64)(wanted - granted));
-        }
-        if (granted < wanted) atomicAdd(&s->overflowed, (u64)(wanted - granted));
-        at = detail::spot(words);
+    u64 index = 0;
+    bool has;
+    if (__activemask() == detail::WARP) {
+        u32 granted = detail::lane() == 0 ? detail::promised(s, 32) : 0;
+        granted = __shfl_sync(detail::WARP, granted, 0);
+        has = detail::lane() < granted;
+        index = detail::find_for_warp(s, granted);
+    } else {
+        has = detail::promised(s, 1);
+        if (has) index = detail::find_one(s);
     }
-    granted = __shfl_sync(mask, granted, detail::leader(mask));
-    at = __shfl_sync(mask, at, detail::leader(mask));
-    while (done < granted) {                   // each lane looks at a word; few words are enough
-        u64 word = (at + rank) % words, all;
-        u32 vacant = rank < words ? ~*(volatile u32*)&bitmap[word] : 0, got = 0;
-        u64 earlier = detail::sum_before(mask, __popc(vacant), &all);
-        u32 needed = granted - done;
-        if (vacant && earlier < needed) {
-            u32 most = needed - (u32)earlier, have = __popc(vacant);
-            u32 bits = detail::lowest_bits(vacant, most < have ? most : have);
-            got = bits & ~atomicOr(&bitmap[word], bits);
-        }
-        for (u32 left = __ballot_sync(mask, got != 0); left; left &= left - 1) {
-            u32 from = __ffs(left) - 1, bits = __shfl_sync(mask, got, from);
-            u64 theirs = __shfl_sync(mask, word, from);
-            u32 n = __popc(bits);
-            if (rank >= done && rank - done < n)
-                index = 32 * theirs + detail::nth_bit(bits, rank - done);
-            done += n;
-        }
-        at = (at + wanted) % words;
-    }
-    if (rank >= granted) return nullptr;
+    if (!has) return nullptr;
     __threadfence();                           // after all that was written before slab_free
     return (char*)s + s->first + index * s->stride;
 }
@@ -183,28 +193,20 @@ __device__ __forceinline__ void* slab_alloc(slab* s) {
 // Give an item back, which any thread may do, in the same kernel or a later one. NULL is ignored. A
 // pointer that is not an item, or one that is not in use, is counted and ignored.
 __device__ __forceinline__ void slab_free(slab* s, void* item) {
-    if (item == nullptr) return;
-    const u32 mask = __activemask();
     u32* const bitmap = (u32*)(s + 1);
     const u64 offset = (u64)item - ((u64)s + s->first);
     const u64 index = offset / s->stride;
     const bool bad = (u64)item < (u64)s + s->first || index >= s->count || offset % s->stride;
-    const u64 word = bad ? ~0ull : index / 32;
-    const u32 bit = bad ? 0 : 1u << index % 32;
-    const u32 group = __match_any_sync(mask, word);
-    u32 bits = 0, freed = 0;
-    for (u32 left = group; left; left &= left - 1) bits |= __shfl_sync(group, bit, __ffs(left) - 1);
-    __syncwarp(mask);
+    const u32 bit = 1u << index % 32;
+    u32 freed = 0;
     __threadfence();                           // before another thread gets the item
-    const bool leads = detail::lane() == detail::leader(group);
-    if (leads && bits) freed = __popc(bits & atomicAnd(&bitmap[word], ~bits));
-    u64 all, wrong;
-    detail::sum_before(mask, freed, &all);
-    detail::sum_before(mask, leads ? __popc(group) - freed : 0, &wrong);
-    if (detail::lane() == detail::leader(mask)) {
-        if (all) atomicAdd((u64*)&s->vacant, all);
-        if (wrong) atomicAdd(&s->misused, wrong);
+    if (!bad && item) freed = (atomicAnd(&bitmap[index / 32], ~bit) & bit) != 0;
+    if (item && !freed) atomicAdd(&s->misused, 1);
+    if (__activemask() == detail::WARP) {
+        freed = __popc(__ballot_sync(detail::WARP, freed));
+        if (detail::lane()) freed = 0;
     }
+    if (freed) atomicAdd((u64*)&s->vacant, (u64)freed);
 }
 
 }  // namespace arenapy
