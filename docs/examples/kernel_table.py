@@ -3,9 +3,7 @@
 Threads insert keys, then other threads remove those that are rare. The memory of removed nodes
 serves the next insertions. Needs a GPU and CuPy.
 
-    python kernel_table.py [N]
-
-Counts N random numbers.
+    python kernel_table.py [N]        # counts N random numbers
 """
 
 import sys
@@ -15,20 +13,21 @@ import cupy
 from arenapy import cuda
 
 BUCKETS = 1 << 16
-
 CODE = """
 #include "arenapy.cuh"
 typedef unsigned long long u64;
 struct node { node* next; u64 key; unsigned count; };
 
-extern "C" __global__ void insert(arenapy::slab* slab, node** heads, u64 buckets, u64* keys, u64 n) {
+extern "C" __global__
+void insert(arenapy::slab* slab, node** heads, u64 buckets, u64* keys, u64 n) {
     u64 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     u64* head = (u64*)&heads[keys[i] * 0x9E3779B97F4A7C15ull % buckets];
     node* mine = nullptr;
     for (u64 first = *(volatile u64*)head;;) {
         node* found = (node*)first;
-        while (found && *(volatile u64*)&found->key != keys[i]) found = *(node* volatile*)&found->next;
+        while (found && *(volatile u64*)&found->key != keys[i])
+            found = *(node* volatile*)&found->next;
         if (found) {
             atomicAdd(&found->count, 1);
             arenapy::slab_free(slab, mine);     // another thread was faster; NULL is ignored
@@ -37,14 +36,15 @@ extern "C" __global__ void insert(arenapy::slab* slab, node** heads, u64 buckets
         if (!mine) mine = (node*)arenapy::slab_alloc(slab);
         if (!mine) return;                      // the host sees it in slab.overflowed
         *mine = node{(node*)first, keys[i], 1};
-        __threadfence();
+        __threadfence();                        // the node first, then the link to it
         u64 before = atomicCAS(head, first, (u64)mine);
         if (before == first) return;
         first = before;
     }
 }
 
-extern "C" __global__ void remove_rare(arenapy::slab* slab, node** heads, u64 buckets, unsigned least) {
+extern "C" __global__
+void remove_rare(arenapy::slab* slab, node** heads, u64 buckets, unsigned least) {
     u64 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= buckets) return;
     for (node** link = &heads[i]; *link;) {
