@@ -11,31 +11,26 @@ no byte is handed out again while somebody on the host can see it.
 import struct
 import weakref
 from pathlib import Path
-from typing import Protocol
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.foreign import asbuffer
-from arenapy.cuda.sources import Device
+from arenapy.cuda.sources import Device, DriverPool, Managed
 from arenapy.cuda.stream import event_on
 from arenapy.memory.host_request import checked_index, checked_size
-from arenapy.memory.region import Region
 
 __all__ = ["KernelArena", "KernelSlab", "include_dir"]
 
 LINE = 128  # bytes: counters that kernels write have a cache line of their own
 STRUCT = 2 * LINE  # bytes of arenapy::arena and arenapy::slab
-ARENA = struct.Struct("<Q120x Q Q Q 104x")  # size; used, overflowed, misused
-SLAB = struct.Struct(
-    "<QQQQ96x q Q Q 104x"
-)  # stride, count, first, words; vacant, overflowed, misused
-COUNTERS = struct.Struct("<qQQ")  # the second line of either
+#: size; used, overflowed, misused
+ARENA = struct.Struct("<Q120x Q Q Q 104x")
+#: stride, count, first, words; vacant, overflowed, misused
+SLAB = struct.Struct("<QQQQ96x q Q Q 104x")
+#: The second line of either.
+COUNTERS = struct.Struct("<qQQ")
 WORD = 32  # items in a word of the bitmap
 ALIGN = 16  # bytes
-
-
-class _Source(Protocol):
-    def region(self, nbytes: int, /) -> Region: ...
 
 
 def include_dir() -> str:
@@ -76,7 +71,7 @@ class _Window:
 class _KernelMemory:
     """What both have: a struct, whose second line has the counters, and the memory behind it."""
 
-    def __init__(self, nbytes: int, source: _Source | None) -> None:
+    def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None) -> None:
         source = Device() if source is None else source
         self._all = source.region(nbytes).buffer()
         if self._all.device_id < 0:
@@ -250,7 +245,7 @@ class KernelArena(_KernelMemory):
     (0, 0)
     """
 
-    def __init__(self, nbytes: int, source: _Source | None = None) -> None:
+    def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None = None) -> None:
         self._size = _positive("nbytes", nbytes)
         super().__init__(STRUCT + self._size, source)
         self._end = STRUCT + self._size
@@ -335,7 +330,9 @@ class KernelSlab(_KernelMemory):
     (0, 0)
     """
 
-    def __init__(self, nbytes: int, count: int, source: _Source | None = None) -> None:
+    def __init__(
+        self, nbytes: int, count: int, source: Device | DriverPool | Managed | None = None
+    ) -> None:
         size, self._count = _positive("nbytes", nbytes), _positive("count", count)
         stride = -(-size // ALIGN) * ALIGN
         words = -(-self._count // WORD)

@@ -7,12 +7,12 @@ What lives here: `arenapy.cuh` as numba's device functions. What does not: the h
 import functools
 import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from arenapy.cuda.kernel_memory import include_dir
 from arenapy.interop.device_pools import library
 
-__all__ = ["Functions", "functions"]
+__all__ = ["functions"]
 
 OLDEST = (0, 20)
 TYPES = (
@@ -42,32 +42,19 @@ extern "C" __device__ int arenapy_slab_free(
 """
 
 
-class Functions(NamedTuple):
-    """Device functions of numba-cuda. Addresses are uint64, and 0 stands for NULL.
-
-    Attributes
-    ----------
-    arena_alloc
-        ``arena_alloc(arena, nbytes, align)`` returns an address.
-    slab_alloc
-        ``slab_alloc(slab)`` returns the address of an item.
-    slab_free
-        ``slab_free(slab, item)`` gives it back.
-    """
-
-    arena_alloc: Any
-    slab_alloc: Any
-    slab_free: Any
-
-
-@functools.cache
-def functions() -> Functions:
+def functions() -> tuple[Any, Any, Any]:
     """Return device functions for kernels of numba-cuda, which allocate while they run.
 
     Returns
     -------
-    Functions
-        They take the `address` of a `KernelArena` or a `KernelSlab`.
+    arena_alloc
+        ``arena_alloc(arena, nbytes, align)`` returns an address. `arena` is the `address` of a
+        `KernelArena`. Addresses are uint64, and 0 stands for NULL.
+    slab_alloc
+        ``slab_alloc(slab)`` returns the address of an item. `slab` is the `address` of a
+        `KernelSlab`.
+    slab_free
+        ``slab_free(slab, item)`` gives an item back.
 
     Raises
     ------
@@ -81,16 +68,22 @@ def functions() -> Functions:
     Examples
     --------
     >>> from arenapy.interop import numba_kernels
-    >>> arena_alloc = numba_kernels.functions().arena_alloc              # doctest: +SKIP
+    >>> arena_alloc, _, _ = numba_kernels.functions()                    # doctest: +SKIP
     >>> # @numba.cuda.jit
     >>> # def kernel(arena, out): out[numba.cuda.grid(1)] = arena_alloc(arena, 64, 16)
     >>> arena = cuda.KernelArena(1 << 20)
     >>> kernel[1, 32](arena.address, out)                                # doctest: +SKIP
     """
+    return _functions()
+
+
+@functools.cache
+def _functions() -> tuple[Any, Any, Any]:
     library("numba_cuda", OLDEST)
     numba_cuda = importlib.import_module("numba.cuda")
     header = (Path(include_dir()) / "arenapy.cuh").read_text()
     code = numba_cuda.CUSource(header + SOURCE)
-    return Functions(
-        *(numba_cuda.declare_device(f"arenapy_{name}", types, link=code) for name, types in TYPES)
+    alloc, take, give = (
+        numba_cuda.declare_device(f"arenapy_{name}", types, link=code) for name, types in TYPES
     )
+    return alloc, take, give

@@ -427,7 +427,10 @@ class File:
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
         # Not abspath: without its last slash, the name of a folder would be that of a file.
-        path = os.path.join(os.getcwdb() if isinstance(path, bytes) else os.getcwd(), path)
+        if isinstance(path, bytes):
+            path = os.path.join(os.getcwdb(), path)
+        else:
+            path = os.path.join(os.getcwd(), path)
         while True:
             file, is_new = self._open(path)
             with file:
