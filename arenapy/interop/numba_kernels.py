@@ -4,7 +4,6 @@ What lives here: `arenapy.cuh` as numba's device functions. What does not: the h
 (arenapy.cuda.kernel_memory).
 """
 
-import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,8 @@ def functions() -> tuple[Any, Any, Any]:
 
     Notes
     -----
-    Thread-safety: may be called from any thread.
+    Call it once, when the module is imported: numba compiles a kernel for the functions that it
+    names. Thread-safety: may be called from any thread.
 
     Examples
     --------
@@ -74,11 +74,6 @@ def functions() -> tuple[Any, Any, Any]:
     >>> arena = cuda.KernelArena(1 << 20)
     >>> kernel[1, 32](arena.address, out)                                # doctest: +SKIP
     """
-    return _functions()
-
-
-@functools.cache
-def _functions() -> tuple[Any, Any, Any]:
     library("numba_cuda", OLDEST)
     numba_cuda = importlib.import_module("numba.cuda")
     header = (Path(include_dir()) / "arenapy.cuh").read_text()
