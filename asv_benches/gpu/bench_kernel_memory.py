@@ -49,7 +49,6 @@ WAYS = {
     "slab and free": KERNEL.format(alloc="arenapy::slab_alloc(s)", free="arenapy::slab_free(s, p)"),
     "malloc": KERNEL.format(alloc="malloc(nbytes)", free=""),
     "malloc and free": KERNEL.format(alloc="malloc(nbytes)", free="free(p)"),
-    "nothing": KERNEL.format(alloc="out", free=""),
 }
 
 
