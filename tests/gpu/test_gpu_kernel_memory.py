@@ -200,8 +200,14 @@ def test_any_kernel(gpu, program, threads, capacity, items):
 
 
 #: Whole warps and parts of them, with more requests than there is room for.
-HEAVY = [("take", "true"), ("bump", "true", "16 + i % 40", 16), ("give", "i % 3 == 1", 0),
-         ("bump", "i & 8", "16", 16), ("give", "mixed(i) % 7 < 3", 0), ("take", "i % 64 < 40")]  # fmt: skip
+HEAVY = [
+    ("take", "true"),
+    ("bump", "true", "16 + i % 40", 16),
+    ("give", "i % 3 == 1", 0),
+    ("bump", "i & 8", "16", 16),
+    ("give", "mixed(i) % 7 < 3", 0),
+    ("take", "i % 64 < 40"),
+]
 PLANTS = {
     "the bump is no atomic addition": (
         "if (all && detail::lane() == 0) at = atomicAdd(&a->used, all);",
