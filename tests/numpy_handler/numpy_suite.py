@@ -43,12 +43,6 @@ QUICK = {
     "numpy.linalg": ["linalg", "regression"],
     "numpy.random": ["generator_mt19937"],
 }  # fmt: skip
-# Left out too. They take a fifth of the time, for matrix products in BLAS or for one huge array.
-NOT_QUICK = (
-    "test_openblas_threading",
-    "test_dot_big_stride",
-    "test_identityless_reduction_huge_array",
-)
 NAMES = {"default": "default_allocator", "pool": "arenapy", "debug": "arenapy"}
 MAX_MEMORY = "4 GB"  # of one test, in NumPy's words
 KEPT = 1 << 30  # bytes that the pool may keep idle from one test to the next
@@ -221,8 +215,7 @@ def main():
     selection = ["--pyargs", *modules]
     if options.quick:
         quick = [f"{package}.tests.test_{name}" for package in QUICK for name in QUICK[package]]
-        names = " and ".join(f"not {name}" for name in NOT_QUICK)
-        selection = ["-m", "not slow", "-k", names, "--pyargs", *(options.modules or quick)]
+        selection = ["-m", "not slow", "--pyargs", *(options.modules or quick)]
     with tempfile.TemporaryDirectory(prefix="numpy-suite.") as directory:
         directory = Path(directory)
         ours = Run("debug" if options.debug else "pool", selection, directory)
