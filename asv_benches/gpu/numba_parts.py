@@ -9,6 +9,7 @@ may make. The driver's calls are made through numba's own bindings.
 
 import statistics
 import time
+from functools import partial
 
 import arenapy
 from arenapy import cuda
@@ -47,14 +48,14 @@ def report():
             manager.initialize()
             context.memory_manager = manager
             parts = {
-                "device_array": lambda: numba_cuda.device_array(nbytes, "u1"),
-                "memalloc": lambda: manager.memalloc(nbytes),
+                "device_array": partial(numba_cuda.device_array, nbytes, "u1"),
+                "memalloc": partial(manager.memalloc, nbytes),
                 "initialize": manager.initialize,
             }
             for part, call in parts.items():
                 print(f"{name}, {nbytes} bytes, {part}: {microseconds(call):.2f}", flush=True)
-        block = f"Pool.alloc, {nbytes} bytes"
-        print(f"{block}: {microseconds(lambda: pool.alloc(nbytes)):.2f}", flush=True)
+        time_of_block = microseconds(partial(pool.alloc, nbytes))
+        print(f"Pool.alloc, {nbytes} bytes: {time_of_block:.2f}", flush=True)
     context.memory_manager = managers["numba"]
     for name, call in {
         "cuMemGetInfo": driver.cuMemGetInfo,
