@@ -48,9 +48,9 @@ def allocator(*pools: Pool) -> Any:
     A request that does not fit raises ``cupy.cuda.memory.OutOfMemoryError`` with the Pool's
     figures, after a garbage collection and a second try. While the current stream is captured into
     a graph, an allocation raises CudaError: make arrays before the capture. If the current device
-    has no Pool, RuntimeError says so. Arrays of the per-thread default stream, and of a stream that
-    CuPy did not make (``ExternalStream``), are right, too, but each costs an event. CuPy's memory
-    hooks are not called.
+    has no Pool, RuntimeError says so. Arrays of a stream that CuPy did not make
+    (``ExternalStream``) are right, too, but each costs an event. CuPy's memory hooks are not
+    called.
 
     Thread-safety: any thread may allocate.
 
