@@ -41,6 +41,8 @@ cdef class Ordering(StreamHooks):
     # Let a stream, or this thread (None), wait for the streams that were told of a block, which is
     # pinned; not for the own one.
     cdef int after_told(self, object block, StreamRef stream) except -1
+    # `use` of a stream of which the caller knows that it does not capture.
+    cdef int use_free(self, object block, StreamRef s) except -1
     # internal
     cdef void let_own_go(self) noexcept
     cdef int fenced(self, object block) except -1

@@ -218,6 +218,9 @@ cdef class Ordering(StreamHooks):
         cdef StreamRef s = <StreamRef>stream
         if not s.fence and s.captures():
             self.note(block, new_graph_fence(s))   # as_now() looks at the order
+        return self.use_free(block, s)
+
+    cdef int use_free(self, object block, StreamRef s) except -1:
         if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
         return self.note(block, s)

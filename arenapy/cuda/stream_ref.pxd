@@ -80,6 +80,10 @@ cdef int not_closed(StreamRef stream) except -1
 # Raise, saying what to do, unless a stream can be given work, and be waited for, now. `other`: for
 # the braces in `what`.
 cdef int free_to_use(StreamRef stream, str what, object other) except -1
+# The same for a state that the caller has asked for. A question costs as much as a driver's call.
+cdef int refuse_unless_free(StreamRef stream, int state, str what, object other) except -1
+# Does a state say that the stream is being captured? CudaError if the driver does not say.
+cdef bint says_captured(int state, void* handle) except -1
 # Enter a context for what is not to disturb anybody's capture, and leave it.
 cdef int relax(void* context, int* mode) noexcept nogil
 cdef void restore_capture_mode(int* mode) noexcept nogil

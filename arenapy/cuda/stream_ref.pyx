@@ -583,10 +583,12 @@ cdef int not_closed(StreamRef stream) except -1:
 
 
 cdef int free_to_use(StreamRef stream, str what, object other) except -1:
-    cdef int state
     need()
     not_closed(stream)
-    state = state_of(stream.context, handle_here(stream))
+    return refuse_unless_free(stream, state_of(stream.context, handle_here(stream)), what, other)
+
+
+cdef int refuse_unless_free(StreamRef stream, int state, str what, object other) except -1:
     if state != FREE_TO_USE:
         what = what.format(other)            # only now: most calls end here
     if says_captured(state, handle_here(stream)):
