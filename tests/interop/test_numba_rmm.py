@@ -243,7 +243,7 @@ def test_as_an_upstream(rmm, pool):
     ],
 )  # fmt: skip
 def test_what_is_refused(driver, make, monkeypatch):
-    with pytest.raises(TypeError, match="is no Pool"):
+    with pytest.raises(TypeError, match="is not a Pool"):
         make(object())
     with pytest.raises(ValueError, match="is over host memory"):
         make(Pool(MIB))
