@@ -26,6 +26,7 @@ cdef class StreamRef:
     cdef object owner                # an object that stands for it, and may keep it
     cdef bint ends                   # when its owner does; a stream of a library's pool does not
     cdef object tells                # if the owner may destroy it before its own end: its protocol
+    cdef object namer                # weak, if the owner is not the user's: the first that named it
     cdef bint fence                  # see barrier_stream
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
     cdef object graph                # the Fence of the capture in which it last used a block
@@ -92,3 +93,5 @@ cdef bint is_gone(int result) noexcept nogil
 cdef bint is_done(int result) noexcept nogil
 # Its handle; of another thread's default stream the legacy one's, which waits for that.
 cdef void* handle_here(StreamRef stream) noexcept
+# Is it another thread's default stream?
+cdef bint elsewhere(StreamRef stream) noexcept
