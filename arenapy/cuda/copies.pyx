@@ -399,14 +399,15 @@ cdef CudaMemory leader(CudaMemory one, object to, object source):
 
 cdef bint pageable(uint64_t address, void* context) noexcept:
     """Is it memory of the host that no device can reach?"""
-    cdef int kind = 0, result
+    cdef int kind = 0, entered, result = SUCCESS
     with nogil:
-        result = enter(context)
-        if result == SUCCESS:
+        entered = enter(context)
+        if entered == SUCCESS:
             result = driver.cuPointerGetAttribute(&kind, MEMORY_TYPE, address)
             leave()
-        forget(result)
-    return result == INVALID_VALUE or result == SUCCESS and kind == 0
+        forget(entered if entered != SUCCESS else result)
+    # Only the second call says so of memory that the driver does not know.
+    return entered == SUCCESS and (result == INVALID_VALUE or result == SUCCESS and kind == 0)
 
 
 # ---- many copies as one ------------------------------------------------------------------

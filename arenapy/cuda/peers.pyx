@@ -16,7 +16,6 @@ all relays of a pair are in use, the driver copies in its own way.
 Thread-safety: everything here may be called from any thread.
 """
 cimport cython
-from libc.math cimport sqrt
 from libc.stdint cimport uint64_t
 
 import itertools
@@ -38,17 +37,16 @@ cdef enum:
     PEER_UNSUPPORTED = 217   # CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
     PEER_ALREADY_ENABLED = 704
     TOO_MANY_PEERS = 711
-    PAGE = 4096
+    # What a link carries while it does one piece more of a copy, without the piece. So a copy of n
+    # bytes in pieces of p takes as long as n + p + n / p * BYTES_A_PIECE bytes on one link, and p is
+    # best as the root of n * BYTES_A_PIECE. (Two H100: 3 us. Two streams on each side did not hide
+    # it.)
+    BYTES_A_PIECE = 200_000
     PIECE_LEAST = 256 << 10  # bytes: smaller ones cost more calls than they overlap
     PIECE_MOST = 4 << 20
     RING_BYTES = 16 << 20    # pinned memory of a Relay, which its slots share
     RELAYED_LEAST = 1 << 20  # bytes of a copy: smaller ones the driver copies
     RELAYS = 4               # of a pair of devices
-
-# What a link carries while it does one piece more of a copy, without the piece. So a copy of n bytes
-# in pieces of p takes as long as n + p + n / p * BYTES_A_PIECE bytes on one link, and p is best as
-# the root of n * BYTES_A_PIECE. (Two H100: 3 us. Two streams on each side did not hide it.)
-cdef double BYTES_A_PIECE = 200e3
 
 # {(device, other, generation of the driver): None, or why it cannot access the other one's memory}.
 cdef dict answers = {}
@@ -170,8 +168,10 @@ seal(Relay)
 
 
 cdef size_t piece_of(size_t nbytes) noexcept nogil:
-    cdef size_t piece = <size_t>(sqrt(<double>nbytes * BYTES_A_PIECE)) // PAGE * PAGE
-    return min(max(piece, <size_t>PIECE_LEAST), <size_t>PIECE_MOST)
+    cdef size_t piece = PIECE_LEAST
+    while piece < PIECE_MOST and piece * piece < nbytes * BYTES_A_PIECE:
+        piece *= 2
+    return piece
 
 
 cdef Relay new_relay(int source, int to):

@@ -25,9 +25,9 @@ from arenapy import OutOfMemory, Pool, cuda
 from arenapy.cuda.peers import trim_relays
 
 NO_PEERS, N = set(), 3 * MIB
-PIECES = 4  # of N bytes that go through the host
+PIECES = 3  # of N bytes that go through the host
 N_ROUND = 40 * MIB  # more than a relay's ring holds
-PIECES_ROUND, SLOTS = 15, 5  # of N_ROUND bytes
+PIECES_ROUND, SLOTS = 10, 4  # of N_ROUND bytes
 TOO_MANY_PEERS = 711
 
 
