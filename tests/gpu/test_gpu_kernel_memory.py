@@ -208,6 +208,8 @@ HEAVY = [
     ("give", "mixed(i) % 7 < 3", 0),
     ("take", "i % 64 < 40"),
 ]
+#: No lost bit that stays set: a search for an item that is promised would not end, and a kernel that
+#: does not end slows all other programs on the GPU.
 PLANTS = {
     "the bump is no atomic addition": (
         "if (all && detail::lane() == 0) at = atomicAdd(&a->used, all);",
@@ -218,12 +220,8 @@ PLANTS = {
     "a warp sets bits without an atomic": (
         "got = bits & ~atomicOr(&bitmap[word], bits);",
         "{ got = bits & ~bitmap[word]; *(volatile u32*)&bitmap[word] |= bits; }"),
-    "bits are cleared without an atomic": (
-        "freed = (atomicAnd(&bitmap[index / 32], ~bit) & bit) != 0;",
-        "{ freed = 1; *(volatile u32*)&bitmap[index / 32] &= ~bit; }"),
     "a lane has its neighbour's place": ("return n * lane();", "return n * (lane() / 2);"),
-    "an end that is not looked at": (
-        "if (!want || at > size || want > size - at)", "if (!want)"),
+    "an end that is 16 bytes too late": ("want > size - at)", "want > size - at + 16)"),
 }  # fmt: skip
 
 
@@ -239,10 +237,11 @@ def test_planted_races_are_found(gpu, plant, tmp_path):
     header = (Path(cuda.include_dir()) / "arenapy.cuh").read_text()
     assert header.count(old) == 1
     (tmp_path / "arenapy.cuh").write_text(header.replace(old, new))
-    kernels = Kernels(source_of(HEAVY), tmp_path)
+    program = [one for one in HEAVY if one[0] != "give"]
+    kernels = Kernels(source_of(program), tmp_path)
     with pytest.raises(AssertionError):
         for _ in range(20):
-            run_program(HEAVY, 200_000, 8 << 20, 240_000, kernels)
+            run_program(program, 200_000, 8 << 20, 240_000, kernels)
 
 
 def test_a_full_arena_and_a_reset_in_stream_order(gpu):
