@@ -208,7 +208,7 @@ HEAVY = [
     ("give", "mixed(i) % 7 < 3", 0),
     ("take", "i % 64 < 40"),
 ]
-#: No lost bit that stays set: a search for an item that is promised would not end, and a kernel that
+#: No lost bit that stays set: a search for an item that is promised would not end. A kernel that
 #: does not end slows all other programs on the GPU.
 PLANTS = {
     "the bump is no atomic addition": (
