@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import crashing
+import hypothesis
 import numpy as np
 import planted_toys
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from arenapy.commands.fuzz import MOST_DEATHS, _search, _show_progress, main
@@ -308,7 +308,9 @@ def test_the_planted_bug_is_the_first_line(name, tmp_path, monkeypatch):
 def test_the_planted_bug_is_first_under_pytest(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     machine = machine_for(f"{planted(name, tmp_path)}:{name}")
-    machine.TestCase.settings = settings(max_examples=100, database=None, derandomize=True)
+    machine.TestCase.settings = hypothesis.settings(
+        max_examples=100, database=None, derandomize=True
+    )
     with pytest.raises(AssertionError) as caught:
         machine.TestCase("runTest").runTest()
     assert str(caught.value).startswith("overlap: ")
