@@ -38,7 +38,7 @@ HOT = {
         "buffer": "block buffer dlpack ndarray",
         "bump": "bump core",
         "commands.replay": "loop",
-        "cuda": "fence ordering stream_ref",
+        "cuda": "fence ordering resource stream_ref",
         "diagnostics": "call_sites recorder",
         "interop": "cupy_blocks raw_blocks",
         "numpy_handler": "handler",

@@ -123,7 +123,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def examples(item):
-    """May the number of a test's cases depend on the tier?"""
+    """May the number of a test's cases depend on the tier?
+
+    A module that imports ``settings`` by name may look at it in any of its tests. One that imports
+    ``hypothesis`` has only those that are Hypothesis's own.
+    """
     return hasattr(item.module, "settings") or getattr(item.function, "is_hypothesis_test", False)
 
 

@@ -241,9 +241,14 @@ cdef str code_of(descr):
             code = f"^{code}"                # of native size, wherever it lies
         if shape:
             code = f"({','.join([str(n) for n in shape])}){code}"
-        parts.append(f"{'x' * (start - end)}{code}:{name}:")
+        parts.append(f"{padding(start - end)}{code}:{name}:")
         end = start + field.itemsize
-    return f"T{{{''.join(parts)}{'x' * (descr.itemsize - end)}}}"
+    return f"T{{{''.join(parts)}{padding(descr.itemsize - end)}}}"
+
+
+cdef str padding(Py_ssize_t n):
+    """A count, since NumPy reads letters in quadratic time."""
+    return "" if n == 0 else "x" if n == 1 else f"{n}x"
 
 
 cdef tuple describe(object descr):

@@ -137,8 +137,9 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     except (MemoryError, OSError) as error:
         from arenapy.base.text import printable_lines
 
-        try:  # noqa: SIM105
-            print(printable_lines(f"arenapy: {error}"), file=sys.stderr)
+        try:
+            text = str(error) or type(error).__name__  # Python's own MemoryErrors have no text
+            print(printable_lines(f"arenapy: {text}"), file=sys.stderr)
         except OSError:
             pass
         return EXIT_FAILURE

@@ -1,8 +1,8 @@
 """``arenapy fuzz``: attack an allocator, or the malloc of a C library, without writing a class.
 
 What lives here: the command and its report. The attack runs in another process, which may crash;
-its steps are in a file by then. Hypothesis is needed there and for nothing else, so this module is
-imported without it.
+its steps are in a file by then, and a new process goes on. Hypothesis is needed there and for
+nothing else, so this module is imported without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
 ABORT_SECONDS = 5.0  # in which a process that hangs writes its stack
 LONGEST_LINE = 79
 LAST_WORDS = 60  # lines of the process's standard error
+MOST_DEATHS = 40  # of processes, without --seconds: each costs the start of another one
+REPORT = "report.json"
 ATTACK = ("examples", "steps", "seconds", "shrink")
 PAGE = mmap.PAGESIZE
 MAX_STEPS = 1_000_000_000
@@ -108,12 +111,14 @@ def _parser() -> Parser:
     return parser
 
 
-def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, Any], list[str], str]:
-    """(exit status, what was found, the file of steps, standard error) of the other process.
+def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], str]:
+    """(exit status, the file of steps, standard error) of one process that attacks.
 
-    The status is None if a step did not end: the process was killed.
+    The process goes on with the report in the folder, if there is one. The status is None if a step
+    did not end: the process was killed.
     """
-    report, written = folder / "report.json", folder / "steps.jsonl"
+    report, written = folder / REPORT, folder / "steps.jsonl"
+    written.unlink(missing_ok=True)
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     # Not a pipe, which has no end while a process that the attacked code started has it, too.
     errors = folder / "errors"
@@ -147,10 +152,54 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, dict[str, An
         process.wait()
     if sys.stderr.isatty():
         print(end="\r\x1b[K", file=sys.stderr, flush=True)
-    found = json.loads(report.read_text()) if report.exists() else {}
     lines = written.read_text().splitlines() if written.exists() else []
     said = errors.read_text(errors="replace").strip()
-    return None if hangs else process.returncode, found, lines, said
+    return None if hangs else process.returncode, lines, said
+
+
+def _search(
+    job: dict[str, Any],
+    folder: Path,
+    run: Callable[[dict[str, Any], Path], tuple[int | None, list[str], str]] = _attack,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[int | None, dict[str, Any], str, str]:
+    """(exit status, report, header of a file of steps, standard error) of a whole attack.
+
+    A crash or a hang is set aside like every other fault, and a new process goes on. Without
+    --seconds, the last death or a hang ends the search: one more process makes programs smaller.
+    """
+    limits, allow, report = job["attack"], job["machine"]["allow"], folder / REPORT
+    end = None if limits["seconds"] is None else clock() + limits["seconds"]
+    header = words = ""
+    shown = set(allow)  # kinds that need no other program
+    deaths = 0
+    while True:
+        status, lines, said = run(job, folder)
+        found = json.loads(report.read_text()) if report.exists() else {}
+        header = header or "".join(lines[:1])
+        if status is not None and status >= 0:
+            return status, found, header, words or said
+        deaths += 1
+        kind = "hang" if status is None else "crash"
+        searching = bool(lines) and found.get("searching", False)
+        if searching:
+            found["examples"] += 1  # that one has not been counted
+        if kind not in shown:
+            began = clock()
+            message, program, again = _death(status, lines, limits["shrink"] / 2, clock)
+            limits["shrink"] = max(0.0, limits["shrink"] - (clock() - began))
+            others = [one for one in found.get("findings", ()) if one["kind"] != kind]
+            found["findings"] = [asdict(Finding(kind, message, program)), *others]
+            found["found_at"] = found.get("found_at") or found.get("examples")
+            words = said
+            shown.update([kind] if again else [])
+        if not searching:
+            return status, found, header, words or said
+        report.write_text(json.dumps(found))
+        if end is not None:
+            limits["seconds"] = max(0.0, end - clock())
+        elif kind == "hang" or deaths == MOST_DEATHS:
+            limits["seconds"] = 0.0
 
 
 def _show_progress(report: Path, passed: float) -> None:
@@ -194,23 +243,27 @@ def _show_findings(
         terminal.print(printable(again), soft_wrap=True)
 
 
-def _ended(
-    status: int | None, lines: list[str], errors: str, shrink: float
-) -> tuple[list[Finding], str]:
-    """What a process that did not end by itself says: a crash or a hang, and its last words."""
-    if status is not None and status >= 0:
-        return [], errors
+def _death(
+    status: int | None, lines: list[str], shrink: float, clock: Callable[[], float]
+) -> tuple[str, list[str], bool]:
+    """(message, small program, whether the program shows it again) of a crash or a hang."""
     if status is None:
-        said = f"a step did not end within {HANGS_AFTER:.0f} s"
-        return [Finding("hang", said, lines[1:])], errors
-    from arenapy.testing.crashes import crashes, smaller
+        return f"a step did not end within {HANGS_AFTER:.0f} s", lines[1:], True
+    from arenapy.testing import crashes, search
 
-    said = f"killed by {signal_name(-status)}"
-    if lines and crashes(lines):
-        lines = smaller(lines, shrink)
-    elif lines:
-        said += "; the same steps do not do it again: an earlier program is part of it, or luck"
-    return [Finding("crash", said, lines[1:])], errors
+    message = f"killed by {signal_name(-status)}"
+    header, program = lines[:1], lines[1:]
+    if not program:
+        return message, [], True
+
+    def crashes_again(program: list[str]) -> bool:
+        return crashes.crashes(header + program)
+
+    until = clock() + shrink
+    if crashes_again(program):
+        return message, search.shrink(program, crashes_again, until, clock=clock), True
+    message += "; the same steps do not do it again: an earlier program is part of it, or luck"
+    return message, program, False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -239,20 +292,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal = console()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arenapy-fuzz-") as folder:
-        status, found, lines, errors = _attack(job, Path(folder))
+        status, found, header, errors = _search(job, Path(folder))
     if status == EXIT_USAGE:
         parser.error(errors)
-    ended, errors = _ended(status, lines, errors, options.shrink)
-    if not ended and (status or not found):
+    findings = worst_first([Finding(**one) for one in found.get("findings", ())])
+    if not findings and (not found or (status is not None and status > 0)):
         print(printable_lines(errors) or f"the attack ended with status {status}", file=sys.stderr)
         return EXIT_FOUND
-    findings = [Finding(**one) for one in found.get("findings", ())]
-    findings = worst_first([*(one for one in ended if one.kind not in options.allow), *findings])
-    _show_findings(terminal, findings, lines[0] if lines else "", options.save)
+    _show_findings(terminal, findings, header, options.save)
     if errors:
         words = [one for one in errors.splitlines() if not one.startswith("Extension modules:")]
         print(printable_lines("\n".join(words[-LAST_WORDS:])), file=sys.stderr)
-    if found and found["rules"]:
+    if found.get("rules"):
         terminal.print(_tables(found))
         if told := varies(found["restarts"], found["examples"]):
             terminal.print(told, soft_wrap=True)

@@ -8,6 +8,7 @@ from arenapy.cuda.device import DeviceMemory, device_heap_limit, devices, memory
 from arenapy.cuda.device_pools import Devices
 from arenapy.cuda.errors import CudaError, Unavailable
 from arenapy.cuda.foreign import asbuffer, from_dlpack
+from arenapy.cuda.kernel_memory import KernelArena, KernelSlab, include_dir
 from arenapy.cuda.resource import memory_resource
 from arenapy.cuda.sources import Device, DriverPool, Managed, Pinned
 from arenapy.cuda.staging import chunks
@@ -22,6 +23,8 @@ __all__ = [
     "Devices",
     "DriverPool",
     "Event",
+    "KernelArena",
+    "KernelSlab",
     "Managed",
     "Pinned",
     "Stream",
@@ -34,6 +37,7 @@ __all__ = [
     "device_heap_limit",
     "devices",
     "from_dlpack",
+    "include_dir",
     "memory_info",
     "memory_resource",
     "prefetch",

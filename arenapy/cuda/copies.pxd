@@ -31,7 +31,7 @@ cdef CudaMemory new_memory(
 # What is known of one side, whose memory is to be written to or read by `stream` of `leading`, as
 # the user gave it; nothing is changed.
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
-# Raise, saying what to do, if this thread cannot wait for a stream now.
+# The state of a stream that is to copy. Raises, saying what to do, if it cannot be used now.
 cdef int can_be_used(StreamRef s, bint now) except -1
 # Wait for what a call without a stream has queued; if that raises, the sides are used until then.
 cdef int wait_or_keep(StreamRef s, list sides) except -1

@@ -24,14 +24,17 @@ from arenapy.buffer.block cimport (
 from arenapy.buffer.dlpack cimport KIND_CPU, as_pair
 from arenapy.buffer.buffer cimport copy_bytes, move_bytes
 from arenapy.cuda.driver cimport (
-    SUCCESS, Location, checked, driver, enter, forget, leave, primary,
+    SUCCESS, Location, checked, driver, enter, forget, leave, need, primary,
 )
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport told_to
 from arenapy.cuda.peers cimport Relay, goes_by_host, take_relay
-from arenapy.cuda.stream_ref cimport StreamRef, free_to_use, handle_here
+from arenapy.cuda.stream_ref cimport (
+    CAPTURING, FREE_TO_USE, StreamRef, free_to_use, handle_here, not_closed, refuse_unless_free,
+    says_captured,
+)
 from arenapy.cuda.fence cimport (
-    Retained, follow, give_up, look, park, retain, retain_until, synchronize,
+    Retained, follow, follow_as, give_up, look, park, retain, retain_until, synchronize,
 )
 from arenapy.base.sealed cimport seal
 
@@ -117,7 +120,7 @@ cdef class CudaMemory(Ordering):
         cdef void* handle = handle_here(s)
         cdef Relay relay
         cdef bint by_host = False
-        cdef int result
+        cdef int state, result
         if to.nbytes == 0:
             return 0
         if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
@@ -125,12 +128,13 @@ cdef class CudaMemory(Ordering):
                 f"{said(to.thing)} and {said(source.thing)} overlap, which a device cannot copy; "
                 "copy through another Buffer"
             )
-        can_be_used(s, now)
+        state = can_be_used(s, now)
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
             to_context, source_context = primary(to.device_id), primary(source.device_id)
-            by_host = goes_by_host(s, source.device_id, to.device_id, to.nbytes)
+            by_host = state == FREE_TO_USE and goes_by_host(
+                source.device_id, to.device_id, to.nbytes)    # a graph's would need slots for good
         for side in (to, source):
-            prepare(side, s, now, joined)
+            prepare(side, s, state, now, joined)
         for side in (to, source):
             if side.foreign and not now:
                 kept.append(retain((side.thing, side.view), <void*>self))
@@ -164,7 +168,7 @@ cdef class CudaMemory(Ordering):
         cdef Block b = <Block>block
         cdef StreamRef s
         cdef void* handle
-        cdef int result
+        cdef int state, result
         if stream is None and self.host_accessible:
             writable(b)
             self.after_told(b, None)
@@ -173,8 +177,8 @@ cdef class CudaMemory(Ordering):
         s = self.own_stream() if stream is None else <StreamRef>self.named(stream)
         if side.nbytes == 0:
             return 0
-        can_be_used(s, stream is None)
-        prepare(side, s, stream is None, set())
+        state = can_be_used(s, stream is None)
+        prepare(side, s, state, stream is None, set())
         handle = handle_here(s)
         with nogil:
             result = enter(s.context)
@@ -321,13 +325,18 @@ cdef CudaMemory memory_under(Side side):
 
 
 cdef int can_be_used(StreamRef s, bint now) except -1:
+    cdef int state
+    need()
+    state = s.state()
     if now:
-        return free_to_use(
-            s, "a call without stream= waits for it; name another one, or do this before the "
-            "capture", None)
-    if not s.captures():                     # else it becomes a part of the graph
-        free_to_use(s, "name another one, or do this before the capture", None)
-    return 0
+        not_closed(s)
+        refuse_unless_free(
+            s, state, "a call without stream= waits for it; name another one, or do this before "
+            "the capture", None)
+    elif not says_captured(state, handle_here(s)):     # else it becomes a part of the graph
+        not_closed(s)
+        refuse_unless_free(s, state, "name another one, or do this before the capture", None)
+    return state
 
 
 cdef int wait_or_keep(StreamRef s, list sides) except -1:
@@ -349,17 +358,20 @@ cdef int wait_or_keep(StreamRef s, list sides) except -1:
     return 0
 
 
-cdef int prepare(Side side, StreamRef s, bint now, set joined) except -1:
+cdef int prepare(Side side, StreamRef s, int state, bint now, set joined) except -1:
     """The stream is about to use it: let it wait, and take note of that."""
     cdef Block block = block_of(side)
     cdef CudaMemory m = memory_under(side)
     if m is not None:
         # Who had these bytes before used them on the own stream.
         if m.own is not None and m.own not in joined:
-            follow(s, m.own, True)
+            if m.own is not s:
+                follow_as(s, state, m.own, True)
             joined.add(m.own)
         if now:
             m.after_told(block, s)
+        elif state == FREE_TO_USE:
+            m.use_free(block, s)
         else:
             m.use(block, s)
     elif side.producer is not None:
@@ -367,7 +379,7 @@ cdef int prepare(Side side, StreamRef s, bint now, set joined) except -1:
     if side.under is not None:
         side.foreign = False                 # its block waits, and is not kept from its allocator
     if not now and side.foreign and side.on_host:
-        if pageable(side.address, s.context) and not s.captures():
+        if pageable(side.address, s.context) and state != CAPTURING:
             side.foreign = False             # the driver has done with it when it returns
         elif side.block:
             side.view = memoryview(side.thing)
@@ -387,14 +399,15 @@ cdef CudaMemory leader(CudaMemory one, object to, object source):
 
 cdef bint pageable(uint64_t address, void* context) noexcept:
     """Is it memory of the host that no device can reach?"""
-    cdef int kind = 0, result
+    cdef int kind = 0, entered, result = SUCCESS
     with nogil:
-        result = enter(context)
-        if result == SUCCESS:
+        entered = enter(context)
+        if entered == SUCCESS:
             result = driver.cuPointerGetAttribute(&kind, MEMORY_TYPE, address)
             leave()
-        forget(result)
-    return result == INVALID_VALUE or result == SUCCESS and kind == 0
+        forget(entered if entered != SUCCESS else result)
+    # Only the second call says so of memory that the driver does not know.
+    return entered == SUCCESS and (result == INVALID_VALUE or result == SUCCESS and kind == 0)
 
 
 # ---- many copies as one ------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Several devices of one host: a Pool for each, behind one object.
 
-What lives here: which device's Pool a call means, figures in sum, and whether peer access is to be
-used. What does not: pools, and copies between devices (copies, peers).
+What lives here: the choice of a Pool for each call, the sum of the figures, and the choice between
+peer access and copies through the host. What does not: pools, and copies between devices (copies,
+peers).
 
-Contexts and streams need no care: a Pool over a device enters that device's context for each call
-of the driver, and its default stream is that device's.
+The user need not set a context or a stream: a Pool over a device enters that device's context for
+each call of the driver, and its default stream is that device's.
 
 Thread-safety: everything here may be called from any thread.
 """
@@ -38,44 +39,44 @@ class Devices:
     Parameters
     ----------
     devices : iterable of int, optional
-        Their ordinals; by default all that the driver shows.
+        Ordinals of the devices. By default, all devices that the driver shows.
     max_bytes : int, optional
-        The most that the Pool of each device reserves; by default as much as there is.
+        Limit of the memory that the Pool of each device reserves. By default, there is no limit.
     source : callable
-        ``source(ordinal)`` is where the memory of a device comes from: `Device` or `DriverPool`.
+        ``source(ordinal)`` returns the memory source of a device: a `Device` or a `DriverPool`.
     initial_bytes, trim_after, on_oom, rounding, debug, trim_thread
-        As for `arenapy.Pool`; they hold for the Pool of each device.
+        Options of each Pool. See `arenapy.Pool`.
     peer_access : bool, optional
-        Whether devices access each other's memory themselves. By default, wherever the driver
-        allows it; other copies go through pinned memory of the host. True: it is an error if the
-        driver does not allow it between any two of them. False: all copies between them go through
-        the host.
+        By default, a device accesses the memory of another one directly wherever the driver allows
+        it, and other copies go through pinned memory of the host. True: an error is raised if the
+        driver refuses access between any two devices. False: all copies between the devices go
+        through the host.
 
     Attributes
     ----------
     pools : mapping of int to Pool
-        The Pools, by ordinal of their device. ``devices[ordinal]`` is one of them, and iteration
-        gives them all: ``arenapy.interop.torch.use(*devices)``.
+        The Pool of each device, by ordinal. ``devices[ordinal]`` is one Pool, and iteration gives
+        all Pools: ``arenapy.interop.torch.use(*devices)``.
     refused : mapping of (int, int) to str
-        The pairs (device, other one) of which the first cannot access the memory of the second, and
-        the reason. Empty if every device reaches every other one.
+        For each pair (device, other device) without access: why the first one cannot access the
+        memory of the second one. Empty if all devices access each other.
 
     Raises
     ------
     CudaError
-        The driver refused; with ``peer_access=True`` also where there is none, with the reason.
+        If the driver refused, or if ``peer_access=True`` and two devices have no access.
     Unavailable
-        There is no driver, no device or no cuda-python.
+        If there is no driver, no device or no cuda-python.
     ValueError, TypeError
-        A device or an option that cannot be.
+        If an ordinal or an option is invalid.
     OutOfMemory
-        A device has no `initial_bytes` free.
+        If a device does not have `initial_bytes` of free memory.
 
     Notes
     -----
-    The driver is asked for peer access once for each pair, and access stays enabled until the
-    process ends, since other libraries use it too. Whether copies use it is the process's: the
-    `Devices` made last decides for its devices.
+    arenapy asks the driver for peer access once for each pair of devices. Access stays enabled
+    until the process ends, because other libraries use it too. `peer_access` holds for the whole
+    process: the `Devices` that was made last decides for its devices.
 
     Thread-safety: every method may be called from any thread, whichever device is current there.
 
@@ -152,12 +153,12 @@ class Devices:
         Parameters
         ----------
         nbytes, align
-            As for `arenapy.Pool.alloc`.
+            Size and alignment in bytes. See `arenapy.Pool.alloc`.
         device : int, optional
-            Ordinal of the device; by default the one of `stream`, or, without a stream, the one
-            that is current in this thread.
-        stream
-            As for `arenapy.Pool.alloc`.
+            Ordinal of the device. By default, the device of `stream`, or without a stream the
+            current device of this thread.
+        stream : stream, optional
+            The stream that will use the block. See `arenapy.Pool.alloc`.
 
         Returns
         -------
@@ -166,9 +167,9 @@ class Devices:
         Raises
         ------
         ValueError, TypeError
-            There is no Pool of that device; else as `arenapy.Pool.alloc`.
+            If there is no Pool for that device, or `arenapy.Pool.alloc` raises it.
         OutOfMemory, CudaError
-            As `arenapy.Pool.alloc`.
+            If `arenapy.Pool.alloc` raises it.
 
         Examples
         --------
@@ -191,10 +192,11 @@ class Devices:
         return pool.alloc(nbytes, align, stream)
 
     def stats(self) -> PoolStats:
-        """Figures of all Pools in sum; ``devices[ordinal].stats()`` has those of one.
+        """Return the sum of the figures of all Pools.
 
-        `peak_bytes` is the sum of the peaks, which the Pools had at different times, and
-        `largest_free_block` is that of any device.
+        ``devices[ordinal].stats()`` has the figures of one Pool. `peak_bytes` is the sum of the
+        peaks, which the Pools had at different times. `largest_free_block` is the largest one of
+        any device.
 
         Returns
         -------
@@ -212,22 +214,22 @@ class Devices:
         return sum_of([pool.stats() for pool in self])
 
     def trim(self, keep_bytes: int = 0) -> int:
-        """Give idle memory back to the devices, and pinned memory that copies went through.
+        """Return idle memory to the devices, and the pinned memory of copies through the host.
 
         Parameters
         ----------
         keep_bytes : int
-            How much the Pool of each device may keep.
+            Bytes that the Pool of each device may keep.
 
         Returns
         -------
         int
-            Bytes that were given back on all devices.
+            Bytes that were returned, on all devices together.
 
         Raises
         ------
         ValueError, TypeError
-            `keep_bytes` is no size.
+            If `keep_bytes` is not a size.
 
         Examples
         --------
@@ -241,12 +243,12 @@ class Devices:
         return freed
 
     def check(self) -> None:
-        """Verify the bookkeeping of every Pool, as `arenapy.Pool.check`.
+        """Verify the bookkeeping of every Pool. See `arenapy.Pool.check`.
 
         Raises
         ------
         AssertionError
-            It is broken; the message names the blocks.
+            If the bookkeeping of a Pool is broken. The message names the blocks.
 
         Examples
         --------
@@ -281,7 +283,7 @@ def _checked(devices: Iterable[SupportsIndex]) -> list[int]:
     for device in devices:
         ordinal = checked_index("devices", device)
         if not 0 <= ordinal < count:
-            raise ValueError(f"devices: {ordinal} is no CUDA device; there are {count}")
+            raise ValueError(f"devices: {ordinal} is not a CUDA device; there are {count}")
         if ordinal in found:
             raise ValueError(f"devices: {ordinal} is given twice; a device has one Pool here")
         found.append(ordinal)

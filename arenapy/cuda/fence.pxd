@@ -32,10 +32,14 @@ cdef Fence new_graph_fence(StreamRef stream)
 cdef Fence graph_fence_or_never(StreamRef stream)
 # Let a stream wait for all that another was given so far.
 cdef int join_streams(StreamRef stream, StreamRef other) except -1
+# The same for streams that the caller knows to be free; `use`: a StreamRef or a Fence.
+cdef int let_wait(StreamRef stream, object use) except -1
 # The same, where one of both may be being captured; `use` is a StreamRef, or what `work_of` made of
 # one. While `stream` is captured, this thread waits in its place. CudaError if `use` is, since
 # nobody can wait for what it was given before; but if not `strict`, nothing is waited for then.
 cdef int follow(StreamRef stream, object use, bint strict) except -1
+# The same, of another stream than `stream`, whose state the caller has asked for.
+cdef int follow_as(StreamRef stream, int state, object use, bint strict) except -1
 # The same for this thread.
 cdef int wait_here(object use, bint strict) except -1
 cdef int synchronize(StreamRef stream) except -1

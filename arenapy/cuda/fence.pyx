@@ -18,7 +18,7 @@ from arenapy.cuda.driver cimport (
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, StreamRef, capture_of, free_to_use, handle_here, is_done,
-    is_gone, not_closed, relax, restore_capture_mode,
+    is_gone, not_closed, refuse_unless_free, relax, restore_capture_mode, says_captured,
 )
 from arenapy.base.sealed cimport seal
 
@@ -300,20 +300,28 @@ cdef int let_wait(StreamRef stream, object use) except -1:
 
 
 cdef int follow(StreamRef stream, object use, bint strict) except -1:
-    cdef bint captured = stream.captures()
+    return 0 if use is stream else follow_as(stream, stream.state(), use, strict)
+
+
+cdef int follow_as(StreamRef stream, int state, object use, bint strict) except -1:
+    cdef StreamRef other = <StreamRef>use if isinstance(use, StreamRef) else None
+    cdef bint captured = says_captured(state, handle_here(stream))
+    cdef int theirs = FREE_TO_USE if other is None else other.state()
     cdef void* graph = NULL
-    if use is stream:
-        return 0
-    if isinstance(use, StreamRef) and (<StreamRef>use).captures():
-        if captured and capture_of(stream, &graph) == capture_of(<StreamRef>use, &graph):
+    if other is not None and says_captured(theirs, handle_here(other)):
+        if captured and capture_of(stream, &graph) == capture_of(other, &graph):
             let_wait(stream, use)
         elif strict:
-            refuse_captured(<StreamRef>use)
+            refuse_captured(other)
         return 0
     if captured:                             # a graph is launched when all this is over
         return wait_here(use, strict)
-    free_to_use(stream, "it cannot wait for {!r}; do this before the capture", use)
-    not_barred(use)
+    not_closed(stream)
+    refuse_unless_free(
+        stream, state, "it cannot wait for {!r}; do this before the capture", use)
+    if other is not None:
+        refuse_unless_free(
+            other, theirs, "nobody can wait for it; do this before the capture", None)
     return let_wait(stream, use)
 
 

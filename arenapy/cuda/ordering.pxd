@@ -3,6 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.buffer.block cimport Block, Hold, StreamHooks
+from arenapy.buffer.buffer cimport Buffer
 
 from arenapy.cuda.stream_ref cimport StreamRef
 
@@ -40,6 +41,8 @@ cdef class Ordering(StreamHooks):
     # Let a stream, or this thread (None), wait for the streams that were told of a block, which is
     # pinned; not for the own one.
     cdef int after_told(self, object block, StreamRef stream) except -1
+    # `use` of a stream of which the caller knows that it does not capture.
+    cdef int use_free(self, object block, StreamRef s) except -1
     # internal
     cdef void let_own_go(self) noexcept
     cdef int fenced(self, object block) except -1
@@ -56,5 +59,7 @@ cdef class Ordering(StreamHooks):
     cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept
 
 
+# `block.release(stream)` for a stream that may be named by another object than at the allocation.
+cdef int give_back(Buffer block, object stream) except -1
 # The streams that were told of a block, and events of those that are gone.
 cdef list told_to(Block block)

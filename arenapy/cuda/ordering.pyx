@@ -32,7 +32,7 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.buffer.block cimport (
-    HOLD_IDLE, Block, Hold, MemoryOwner, StreamHooks, acquire, drop_use, note_use, pin, root_of,
+    HOLD_IDLE, Block, Hold, MemoryOwner, StreamHooks, drop_use, note_use, pin, root_of,
     unpin, uses_of,
 )
 from arenapy.buffer.buffer cimport Buffer
@@ -45,7 +45,7 @@ from arenapy.cuda.fence cimport (
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, device_of, free_to_use,
-    handle_of, named_now, number_of, spread, stream_of,
+    elsewhere, handle_of, named_now, number_of, spread, stream_of,
 )
 from arenapy.base.sealed cimport seal
 
@@ -187,12 +187,15 @@ cdef class Ordering(StreamHooks):
         self.may_begin(s)
         # A stream that may be gone before its memory comes back gets none. Nor does one of another
         # context, which no allocator can have as its own.
-        if self.host_accessible or not s.lasting or s.context != (<StreamRef>self.own).context:
+        if (self.host_accessible or not s.lasting and (s.thread == 0 or elsewhere(s))
+                or s.context != (<StreamRef>self.own).context):
             return None
         return s
 
     cdef bint ended(self, object stream) noexcept:
-        return nobody_else_has(<StreamRef>stream)
+        # Others may name a stream of cuda.core's, too: it gets another cache then.
+        return nobody_else_has(<StreamRef>stream) or (
+            (<StreamRef>stream).namer is not None and (<StreamRef>stream).namer() is None)
 
     cdef bint done(self, object stream) noexcept:
         return (<StreamRef>stream).idle()
@@ -215,6 +218,9 @@ cdef class Ordering(StreamHooks):
         cdef StreamRef s = <StreamRef>stream
         if not s.fence and s.captures():
             self.note(block, new_graph_fence(s))   # as_now() looks at the order
+        return self.use_free(block, s)
+
+    cdef int use_free(self, object block, StreamRef s) except -1:
         if s is self.own and not self.host_accessible and not self.borrowed:
             return 0
         return self.note(block, s)
@@ -449,8 +455,9 @@ cdef class Ordering(StreamHooks):
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
         look(True)
-        if wait and not self.host_accessible and not (<StreamRef>self.own).gone() and (
-                <StreamRef>self.own).state() == FREE_TO_USE:
+        # What waits for another thread's default stream is the legacy one, and not that stream.
+        if wait and not self.host_accessible and not (<StreamRef>self.own).gone() and not elsewhere(
+                <StreamRef>self.own) and (<StreamRef>self.own).state() == FREE_TO_USE:
             waiter = <StreamRef>self.own
         return self.advance(owner, wait, waiter)
 
@@ -693,24 +700,20 @@ def memory_of(Allocator allocator not None):
     return core, core.hooks is not None
 
 
-def hold(Block block not None):
-    """Somebody has its address: no reset and no closed region takes its bytes while it is there."""
-    acquire(block, False)
-
-
-def give_back(Buffer block not None, stream):
+cdef int give_back(Buffer block, object stream) except -1:
     """``block.release(stream)``, which notes no other use if the block was allocated for `stream`.
 
     Another object may name the stream now, and would stand for a stream of its own. Of the same
     handle is the same event at release.
     """
     cdef StreamRef s
-    told = told_to(block)
+    told = told_to(block) if uses_of(block) else ()
     if len(told) == 1 and isinstance(told[0], StreamRef):
         s = <StreamRef>told[0]
         if not s.fence and not s.gone() and handle_of(stream) == <uintptr_t>s.handle:
             stream = None
     block.release(stream)
+    return 0
 
 
 def used_untold(Block block not None):

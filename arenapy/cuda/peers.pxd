@@ -5,7 +5,7 @@ from arenapy.cuda.fence cimport Fence
 from arenapy.cuda.stream_ref cimport StreamRef
 
 cdef enum:
-    SLOTS = 4                # pieces that are on their way at once
+    MAX_SLOTS = 16           # pieces that are on their way at once
 
 
 # Pinned memory for pieces of a copy, a stream that fills it and one that empties it. One call at a
@@ -14,8 +14,8 @@ cdef class Relay:
     cdef StreamRef near              # of the source's device: it fills the slots
     cdef StreamRef far               # of the target's: it empties them
     cdef list filled, emptied        # of each slot, an EventFence on `near` and on `far`
-    cdef void* filled_events[SLOTS]  # theirs
-    cdef void* emptied_events[SLOTS]
+    cdef void* filled_events[MAX_SLOTS]      # theirs
+    cdef void* emptied_events[MAX_SLOTS]
     cdef object pinned               # the Buffer of the slots
     cdef uint64_t address            # where it is
     cdef Fence over                  # the last copy; None: there was none yet
@@ -27,7 +27,7 @@ cdef class Relay:
     cdef int queue(self, uint64_t to, uint64_t source, size_t nbytes) noexcept nogil
 
 
-# Let two devices reach each other's memory, if they can; True: a copy on `s` is to go by the host.
-cdef bint goes_by_host(StreamRef s, int source, int to, size_t nbytes) except -1
+# Let two devices reach each other's memory, if they can; True: a copy is to go by the host.
+cdef bint goes_by_host(int source, int to, size_t nbytes) except -1
 # A Relay for a copy on `s`, which is then its caller's; None: the driver is to copy.
 cdef Relay take_relay(StreamRef s, int source, int to)

@@ -26,7 +26,7 @@ from arenapy.buffer.block cimport Block
 from arenapy.cuda.driver cimport (
     SUCCESS, checked, driver, enter, generation, leave, primary,
 )
-from arenapy.cuda.fence cimport EventFence, Fence, join_streams, new_event, synchronize
+from arenapy.cuda.fence cimport EventFence, Fence, let_wait, new_event, synchronize
 from arenapy.cuda.stream_ref cimport StreamRef, made_stream, relax, restore_capture_mode
 
 from arenapy.cuda.errors import CudaError
@@ -37,10 +37,13 @@ cdef enum:
     PEER_UNSUPPORTED = 217   # CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
     PEER_ALREADY_ENABLED = 704
     TOO_MANY_PEERS = 711
-    PAGE = 4096
-    PIECES = 16              # at least, of a copy: the first fills a slot while nothing empties one
+    # What a link carries while it does one piece more of a copy, without the piece. A copy of n
+    # bytes in pieces of p takes as long as n + p + n / p * BYTES_A_PIECE bytes on one link. So p is
+    # best as the root of n * BYTES_A_PIECE. (Two H100: 3 us. Two streams on each side hid none.)
+    BYTES_A_PIECE = 200_000
     PIECE_LEAST = 256 << 10  # bytes: smaller ones cost more calls than they overlap
-    PIECE_MOST = 4 << 20     # bytes of a slot
+    PIECE_MOST = 4 << 20
+    RING_BYTES = 16 << 20    # pinned memory of a Relay, which its slots share
     RELAYED_LEAST = 1 << 20  # bytes of a copy: smaller ones the driver copies
     RELAYS = 4               # of a pair of devices
 
@@ -112,13 +115,12 @@ cdef class Relay:
         cdef Fence over
         cdef int result
         try:
-            join_streams(self.near, s)
+            let_wait(self.near, s)
             with nogil:
                 result = self.queue(to, source, nbytes)
             checked(result, "cuMemcpyAsync")
             over = new_event(self.far)       # which has waited for all of `near`
-            if not over.wait(s):
-                raise CudaError(f"cuStreamWaitEvent failed: {s!r} cannot wait for the copy")
+            let_wait(s, over)
         except BaseException:
             try:
                 synchronize(self.near)
@@ -132,63 +134,68 @@ cdef class Relay:
         return 0
 
     cdef int queue(self, uint64_t to, uint64_t source, size_t nbytes) noexcept nogil:
-        cdef size_t piece = (nbytes // PIECES + PAGE) // PAGE * PAGE
+        cdef size_t piece = piece_of(nbytes)
         cdef size_t at = 0, n
         cdef uint64_t slot_address
-        cdef int slot = 0, result = SUCCESS
-        piece = min(max(piece, <size_t>PIECE_LEAST), <size_t>PIECE_MOST)
+        cdef int slots = min(RING_BYTES // piece, <size_t>MAX_SLOTS)
+        # Both streams are used in one context: each call of the driver finds the stream's own.
+        cdef int slot = 0, result = enter(self.near.context)
+        if result != SUCCESS:
+            return result
         while at < nbytes and result == SUCCESS:
             n = min(piece, nbytes - at)
-            slot_address = self.address + <uint64_t>slot * PIECE_MOST
-            result = enter(self.near.context)
-            if result == SUCCESS:
+            slot_address = self.address + slot * piece
+            if at >= slots * piece:          # else it is empty: what had it is over, or before `s`
                 result = driver.cuStreamWaitEvent(self.near.handle, self.emptied_events[slot], 0)
-                if result == SUCCESS:
-                    result = driver.cuMemcpyAsync(slot_address, source + at, n, self.near.handle)
-                if result == SUCCESS:
-                    result = driver.cuEventRecord(self.filled_events[slot], self.near.handle)
-                leave()
             if result == SUCCESS:
-                result = enter(self.far.context)
-                if result == SUCCESS:
-                    result = driver.cuStreamWaitEvent(
-                        self.far.handle, self.filled_events[slot], 0)
-                    if result == SUCCESS:
-                        result = driver.cuMemcpyAsync(to + at, slot_address, n, self.far.handle)
-                    if result == SUCCESS:
-                        result = driver.cuEventRecord(self.emptied_events[slot], self.far.handle)
-                    leave()
+                result = driver.cuMemcpyAsync(slot_address, source + at, n, self.near.handle)
+            if result == SUCCESS:
+                result = driver.cuEventRecord(self.filled_events[slot], self.near.handle)
+            if result == SUCCESS:
+                result = driver.cuStreamWaitEvent(self.far.handle, self.filled_events[slot], 0)
+            if result == SUCCESS:
+                result = driver.cuMemcpyAsync(to + at, slot_address, n, self.far.handle)
+            if result == SUCCESS and at + slots * piece < nbytes:    # it is filled once more
+                result = driver.cuEventRecord(self.emptied_events[slot], self.far.handle)
             at += n
-            slot = (slot + 1) % SLOTS
+            slot = (slot + 1) % slots
+        leave()
         return result
 
 
 seal(Relay)
 
 
+cdef size_t piece_of(size_t nbytes) noexcept nogil:
+    cdef size_t piece = PIECE_LEAST
+    while piece < PIECE_MOST and piece * piece < nbytes * BYTES_A_PIECE:
+        piece *= 2
+    return piece
+
+
 cdef Relay new_relay(int source, int to):
     from arenapy.cuda.sources import Pinned  # which imports copies
     cdef Relay relay = Relay.__new__(Relay)
     cdef int slot
-    relay.pinned = Pinned(mapped=False).region(SLOTS * PIECE_MOST).buffer()
+    relay.pinned = Pinned(mapped=False).region(RING_BYTES).buffer()
     relay.address = <uint64_t>(<Block>relay.pinned).ptr
     relay.near = made_stream(primary(source), source, NON_BLOCKING)
     relay.far = made_stream(primary(to), to, NON_BLOCKING)
-    relay.filled = [new_event(relay.near) for _ in range(SLOTS)]
-    relay.emptied = [new_event(relay.far) for _ in range(SLOTS)]
-    for slot in range(SLOTS):
+    relay.filled = [new_event(relay.near) for _ in range(MAX_SLOTS)]
+    relay.emptied = [new_event(relay.far) for _ in range(MAX_SLOTS)]
+    for slot in range(MAX_SLOTS):
         relay.filled_events[slot] = (<EventFence>relay.filled[slot]).event
         relay.emptied_events[slot] = (<EventFence>relay.emptied[slot]).event
     return relay
 
 
-cdef bint goes_by_host(StreamRef s, int source, int to, size_t nbytes) except -1:
+cdef bint goes_by_host(int source, int to, size_t nbytes) except -1:
     if (source, to, generation) not in staged:
         there = why_no_access(to, source)
         back = why_no_access(source, to)     # both are enabled, whichever device copies
         if there is None or back is None:
             return False
-    return nbytes >= RELAYED_LEAST and not s.captures()  # a graph's copy would need slots for good
+    return nbytes >= RELAYED_LEAST
 
 
 cdef Relay take_relay(StreamRef s, int source, int to):

@@ -26,6 +26,7 @@ cdef class StreamRef:
     cdef object owner                # an object that stands for it, and may keep it
     cdef bint ends                   # when its owner does; a stream of a library's pool does not
     cdef object tells                # if the owner may destroy it before its own end: its protocol
+    cdef object namer                # weak, if the owner is not the user's: the first that named it
     cdef bint fence                  # see barrier_stream
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
     cdef object graph                # the Fence of the capture in which it last used a block
@@ -79,6 +80,10 @@ cdef int not_closed(StreamRef stream) except -1
 # Raise, saying what to do, unless a stream can be given work, and be waited for, now. `other`: for
 # the braces in `what`.
 cdef int free_to_use(StreamRef stream, str what, object other) except -1
+# The same for a state that the caller has asked for. A question costs as much as a driver's call.
+cdef int refuse_unless_free(StreamRef stream, int state, str what, object other) except -1
+# Does a state say that the stream is being captured? CudaError if the driver does not say.
+cdef bint says_captured(int state, void* handle) except -1
 # Enter a context for what is not to disturb anybody's capture, and leave it.
 cdef int relax(void* context, int* mode) noexcept nogil
 cdef void restore_capture_mode(int* mode) noexcept nogil
@@ -88,3 +93,5 @@ cdef bint is_gone(int result) noexcept nogil
 cdef bint is_done(int result) noexcept nogil
 # Its handle; of another thread's default stream the legacy one's, which waits for that.
 cdef void* handle_here(StreamRef stream) noexcept
+# Is it another thread's default stream?
+cdef bint elsewhere(StreamRef stream) noexcept

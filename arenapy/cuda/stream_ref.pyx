@@ -14,10 +14,14 @@ neither do calls about other streams, if this thread says that it knows of the c
 
 The driver crashes on the handle of a stream that was destroyed, and gives it to a later one. So a
 handle is used whenever needed only while an object is kept that is known to keep its stream
-(`owns`, or one of our own). Any other object, and an integer, stands for its stream when it is
-named, and when the block that was named for it is released. Such an object is kept until then, as
-it may own its stream without saying so; each stands for a stream of its own here, whose work then
-comes in order by events.
+(`owns`, `shared`, or one of our own). Any other object, and an integer, stands for its stream when
+it is named, and when the block that was named for it is released. Such an object is kept until
+then, as it may own its stream without saying so; each stands for a stream of its own here, whose
+work then comes in order by events.
+
+The per-thread default stream exists as long as its thread. Each thread keeps its StreamRefs
+(`thread_stream`), so their end is the end of the thread. Other threads use the legacy stream
+instead, which waits for it (`handle_here`).
 
 Thread-safety: everything here may be called from any thread.
 """
@@ -138,8 +142,14 @@ cdef class StreamRef:
 
     cdef bint idle(self) noexcept:
         cdef int result, mode = RELAXED
-        # Of one that may be gone, the handle may be another's: an event is asked, which tells.
-        if self.id == 0 or not self.lasting or self.gone() or self.state() != FREE_TO_USE:
+        # Of one that may be gone, the handle may be another's: an event is asked, which tells. So
+        # is one for another thread's default stream.
+        if self.thread:
+            if elsewhere(self):
+                return False
+        elif self.id == 0 or not self.lasting or self.gone():
+            return False
+        if self.state() != FREE_TO_USE:
             return False
         with nogil:
             result = relax(self.context, &mode)
@@ -188,9 +198,16 @@ cdef bint says_captured(int state, void* handle) except -1:
 
 cdef object handle_of(object stream):
     """The handle that an object stands for, as an int."""
-    cdef str kind = type(stream).__name__
+    cdef str kind
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
+    if is_core_stream(stream):               # the same as below, without what it does not need
+        said = stream.__cuda_stream__()
+        if type(said) is tuple and len(<tuple>said) == 2:
+            handle = (<tuple>said)[1]
+            if type(handle) is int and handle != 0:
+                return handle
+    kind = type(stream).__name__
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         said = protocol() if callable(protocol) else protocol
@@ -255,7 +272,7 @@ def numba_ends_it(stream):
 
 
 #: Classes, by module and name, some of whose objects keep their stream, and which of them do. Not
-#: their subclasses. An object of cuda.core does not say whether it does.
+#: their subclasses. For objects of cuda.core, which can be closed, see `shared`.
 OWNERS = {
     ("torch.cuda.streams", "Stream"): of_torchs_pool,
     ("torch", "Stream"): of_torchs_pool,
@@ -274,6 +291,48 @@ cdef bint owns(object stream) noexcept:
         return False
 
 
+@cython.final
+cdef class Named:
+    """An object that names a stream, for cuda.core."""
+    cdef object handle
+    cdef object __weakref__
+
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+
+seal(Named)
+
+cdef object core_type = None         # cuda.core's Stream, once one was seen
+
+
+cdef bint is_core_stream(object stream) noexcept:
+    return type(stream) is core_type and core_type is not None
+
+
+cdef object shared(object stream, object handle):
+    """A cuda.core Stream that keeps a stream of cuda.core's own, and that no user can close; None.
+
+    cuda.core counts the objects of a stream that it made: the driver's stream is destroyed with the
+    last of them. It makes another one for whatever names the handle of such a stream. If cuda.core
+    did not make the stream, its new object keeps the one that named it instead, which is looked at.
+    """
+    global core_type
+    cdef Named one
+    if type(stream).__qualname__ != "Stream" or type(stream).__module__ != "cuda.core._stream":
+        return None
+    core_type = type(stream)
+    one = Named.__new__(Named)
+    one.handle = handle
+    try:
+        found = core_type._init(one)
+        kept = weakref.ref(one)
+        one = None
+        return None if kept() is not None or handle_of(found) != handle else found
+    except Exception:                        # a version of cuda.core that is not known
+        return None
+
+
 cdef bint ends_with(object stream) noexcept:
     """Does nobody give its stream any more work when the object, which owns it, is gone?"""
     return OWNERS[type(stream).__module__, type(stream).__qualname__] is not of_torchs_pool
@@ -281,6 +340,8 @@ cdef bint ends_with(object stream) noexcept:
 
 cdef object device_of(object stream):
     # Not `device`: cuda.core's default streams say there which context was current at first.
+    if is_core_stream(stream):
+        return None
     for name in ("device_index", "device_id"):               # torch, CuPy
         device = getattr(stream, name, None)
         if isinstance(device, int) and device >= 0:
@@ -315,9 +376,10 @@ cdef StreamRef stream_of(object stream, int device_id):
     cdef StreamRef found
     cdef void* context = NULL
     cdef void* handle
-    cdef uint64_t id = 0, thread = 0
+    cdef uint64_t id = 0
     cdef int result, device = device_id
     cdef object keeps = None                 # whether the object is known to keep the stream
+    cdef object mine = None                  # one of ours that does
     if isinstance(stream, StreamRef):
         return <StreamRef>stream
     if isinstance(stream, OwnStream):
@@ -335,9 +397,8 @@ cdef StreamRef stream_of(object stream, int device_id):
             device = current_device()
         context = primary(device)
         if <uintptr_t>handle == PER_THREAD:
-            thread = number_of_thread()
-        else:
-            handle = <void*><uintptr_t>LEGACY
+            return thread_stream(device, context)
+        handle = <void*><uintptr_t>LEGACY
     else:
         need()
         with nogil:
@@ -353,25 +414,48 @@ cdef StreamRef stream_of(object stream, int device_id):
         with nogil:
             result = driver.cuStreamGetId(handle, &id)
         checked(result, "cuStreamGetId")
-    key = (generation, <uintptr_t>context, <uintptr_t>handle if id == 0 else 0, id, thread)
+    key = (generation, <uintptr_t>context, <uintptr_t>handle if id == 0 else 0, id)
     found = known.get(key)
     if id and not isinstance(stream, int) and (found is None or not found.lasting):
-        keeps = owns(stream)
+        mine = shared(stream, number)
+        keeps = mine is not None or owns(stream)
         if not keeps:                        # `found`, if any, is another object's, or nobody's
             key = (*key, <uintptr_t><void*>stream)
             found = known.get(key)
     if found is None:
         found = StreamRef.__new__(StreamRef)
         found.handle, found.context, found.id = handle, context, id
-        found.device_id, found.thread = device, thread
+        found.device_id = device
         found.lasting = <uintptr_t>handle == LEGACY
         with knowing:
             found = known.setdefault(key, found)
     if keeps is not None and found.owner is None:
+        if mine is not None:
+            found.owner, found.lasting = mine, True
+            found.namer = weakref.ref(stream)
+            return found
         keep(found, stream)
         found.lasting = keeps
         found.ends = keeps and ends_with(stream)
     return found
+
+
+cdef StreamRef thread_stream(int device, void* context):
+    """The default stream of this thread, which keeps it."""
+    cdef dict kept = getattr(this_thread, "streams", None)
+    cdef OwnStream one
+    cdef StreamRef made
+    if kept is None:
+        kept = this_thread.streams = {}
+    one = kept.get((generation, <uintptr_t>context))
+    if one is None:
+        made = StreamRef.__new__(StreamRef)
+        made.handle, made.context, made.device_id = <void*><uintptr_t>PER_THREAD, context, device
+        made.thread = number_of_thread()
+        one = OwnStream.__new__(OwnStream)
+        one.stream = made
+        kept[generation, <uintptr_t>context] = one
+    return one.stream
 
 
 cdef int keep(StreamRef found, object stream) except -1:
@@ -411,7 +495,7 @@ cdef StreamRef made_stream(void* context, int device_id, unsigned int flags):
         result = driver.cuStreamGetId(made.handle, &made.id)
     checked(result, "cuStreamGetId")
     with knowing:
-        known[generation, <uintptr_t>context, 0, made.id, 0] = made
+        known[generation, <uintptr_t>context, 0, made.id] = made
     return made
 
 
@@ -499,10 +583,12 @@ cdef int not_closed(StreamRef stream) except -1:
 
 
 cdef int free_to_use(StreamRef stream, str what, object other) except -1:
-    cdef int state
     need()
     not_closed(stream)
-    state = state_of(stream.context, handle_here(stream))
+    return refuse_unless_free(stream, state_of(stream.context, handle_here(stream)), what, other)
+
+
+cdef int refuse_unless_free(StreamRef stream, int state, str what, object other) except -1:
     if state != FREE_TO_USE:
         what = what.format(other)            # only now: most calls end here
     if says_captured(state, handle_here(stream)):
@@ -519,9 +605,11 @@ cdef int free_to_use(StreamRef stream, str what, object other) except -1:
 
 cdef void* handle_here(StreamRef stream) noexcept:
     """Its handle; of another thread's default one the legacy stream, which waits for that."""
-    if stream.thread and stream.thread != number_of_thread():
-        return <void*><uintptr_t>LEGACY
-    return stream.handle
+    return <void*><uintptr_t>LEGACY if elsewhere(stream) else stream.handle
+
+
+cdef bint elsewhere(StreamRef stream) noexcept:
+    return stream.thread and stream.thread != number_of_thread()
 
 
 cdef object number_of(StreamRef stream):

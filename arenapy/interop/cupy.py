@@ -1,7 +1,7 @@
 """CuPy with arenapy's memory: one line gives a program's arrays to a Pool.
 
-What lives here: what CuPy's users call. What does not: the allocator that CuPy calls for each array
-(cupy_blocks).
+Contents: the functions that CuPy's users call. The allocator that CuPy calls for each array is in
+`cupy_blocks`.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ def allocator(*pools: Pool) -> Any:
     Raises
     ------
     ImportError
-        There is no CuPy, or it is too old or unknown; the message says what to install.
+        If CuPy is missing, too old or unknown. The message says what to install.
     TypeError, ValueError
-        For what is no Pool, a Pool that is not over memory of a device, or two of one device.
+        If an argument is not a Pool over memory of a device, or two Pools are of one device.
 
     Notes
     -----
@@ -48,9 +48,9 @@ def allocator(*pools: Pool) -> Any:
     A request that does not fit raises ``cupy.cuda.memory.OutOfMemoryError`` with the Pool's
     figures, after a garbage collection and a second try. While the current stream is captured into
     a graph, an allocation raises CudaError: make arrays before the capture. If the current device
-    has no Pool, RuntimeError says so. Arrays of the per-thread default stream, and of a stream that
-    CuPy did not make (``ExternalStream``), are right, too, but each costs an event. CuPy's memory
-    hooks are not called.
+    has no Pool, RuntimeError says so. Arrays of a stream that CuPy did not make
+    (``ExternalStream``) are right, too, but each costs an event. CuPy's memory hooks are not
+    called.
 
     Thread-safety: any thread may allocate.
 
@@ -77,12 +77,12 @@ def use(*pools: Pool) -> None:
     Raises
     ------
     ImportError, TypeError, ValueError
-        As :func:`allocator` does; nothing has changed then.
+        As :func:`allocator` does. Nothing has changed then.
 
     Notes
     -----
-    This calls ``cupy.cuda.set_allocator``, and makes ``cupy.get_default_memory_pool()`` give that
-    allocator, so that what prints its figures, or calls ``free_all_blocks()``, means the Pool's.
+    This calls ``cupy.cuda.set_allocator``. It also makes ``cupy.get_default_memory_pool()`` return
+    that allocator, so code that prints its figures or calls ``free_all_blocks()`` uses the Pool.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def pinned_allocator(pool: Pool) -> Callable[[int], Any]:
     ImportError
         As :func:`allocator` does.
     TypeError, ValueError
-        For what is no Pool, or one of other memory.
+        If `pool` is not a Pool over pinned memory.
 
     Notes
     -----
@@ -129,7 +129,7 @@ def pinned_allocator(pool: Pool) -> Callable[[int], Any]:
     >>> set_allocator(arenapy_cupy.pinned_allocator(pinned))               # doctest: +SKIP
     """
     if not isinstance(pool, Pool):
-        raise TypeError(f"{pool!r} is no Pool; give arenapy.Pool(source=arenapy.cuda.Pinned())")
+        raise TypeError(f"{pool!r} is not a Pool; give arenapy.Pool(source=arenapy.cuda.Pinned())")
     if pool.kind != "pinned":
         raise ValueError(
             f"{pool!r} is over {pool.kind} memory, which is not pinned; give "
@@ -140,7 +140,7 @@ def pinned_allocator(pool: Pool) -> Callable[[int], Any]:
 
 
 class _Pinned:
-    """What CuPy wants of pinned memory: an address, a size, and that it lives."""
+    """Pinned memory as CuPy uses it: an address, a size, and an object that keeps the block."""
 
     __slots__ = ("block", "ptr", "size")
 

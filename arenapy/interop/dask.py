@@ -170,9 +170,16 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         return rss
 
     def _metrics(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {
-            name: lambda worker, name=name: getattr(self.pool.stats(), name) for name in FIGURES
-        }
+        found = self.pool.stats()
+
+        def figure(name: str) -> int:
+            """Of one look at the Pool for each heartbeat, which asks for these in this order."""
+            nonlocal found
+            if name == FIGURES[0]:
+                found = self.pool.stats()
+            return int(getattr(found, name))
+
+        figures: dict[str, Any] = {name: lambda worker, name=name: figure(name) for name in FIGURES}
         figures["trimmed_bytes"] = lambda worker: self.trimmed_bytes
         figures["system_bytes"] = lambda worker: self._memory.stats().system_bytes
         return figures

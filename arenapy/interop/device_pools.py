@@ -1,4 +1,4 @@
-"""What the modules of each library share: their Pools' checks and the library itself."""
+"""Code that the modules of the libraries share: the checks of their Pools, and the import."""
 
 import importlib
 from typing import Any
@@ -14,13 +14,15 @@ INSTALL = {
 
 
 def by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
-    """Pools by the ordinal of their device. TypeError, ValueError: not one for each device."""
+    """Pools by the ordinal of their device. TypeError or ValueError: not one for each device."""
     found: dict[int, Pool] = {}
     if not pools:
         raise TypeError("no pool was given; give one for each device that the program uses")
     for pool in pools:
         if not isinstance(pool, Pool):
-            raise TypeError(f"{pool!r} is no Pool; give arenapy.Pool(source=arenapy.cuda.Device())")
+            raise TypeError(
+                f"{pool!r} is not a Pool; give arenapy.Pool(source=arenapy.cuda.Device())"
+            )
         # Of managed memory, whose kind the host sees, no stream has the blocks.
         if pool.kind != "device":
             raise ValueError(
@@ -35,7 +37,7 @@ def by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
 
 
 def library(name: str, oldest: tuple[int, int]) -> Any:
-    """The module. ImportError: it is not there, or too old."""
+    """The module. ImportError if it is missing or too old."""
     install = INSTALL[name]
     ours = f"arenapy.interop.{name.partition('_')[0]}"
     try:

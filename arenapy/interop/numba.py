@@ -1,10 +1,13 @@
 """numba-cuda with arenapy's memory: its External Memory Management plugin.
 
-What lives here: numba's side. What does not: memory, and when it may be used again (the pool).
+Contents: numba's side. The memory, and the decision when it is used again, are the Pool's.
 
 numba names no stream when it allocates, and an array may be dropped while a kernel on any stream
-still uses it. So a block waits for all of its device's blocking streams before it is used again, as
-it would behind numba's own cuMemFree.
+still uses it. So a block waits for all blocking streams of its device before it is used again. The
+cuMemFree of numba's own manager waits in the same way.
+
+numba calls `initialize` in each call that takes no context from an outer one, so also for each
+array. It must not ask the driver every time: cuMemGetInfo takes longer than the rest of the call.
 """
 
 import ctypes
@@ -37,21 +40,22 @@ def manager(*pools: Pool) -> type:
     -------
     type
         A subclass of ``numba.cuda.HostOnlyCUDAMemoryManager``, for
-        ``numba.cuda.set_memory_manager``. It keeps the Pools, and so does each array.
+        ``numba.cuda.set_memory_manager``. The class and each array keep the Pools alive.
 
     Raises
     ------
     ImportError
-        There is no numba-cuda, or it is too old; the message says what to install.
+        If numba-cuda is missing or too old. The message says what to install.
     TypeError, ValueError
-        For what is no Pool, a Pool that is not over memory of a device, or two of one device.
+        If an argument is not a Pool over memory of a device, or two Pools are of one device.
 
     Notes
     -----
-    It has the device arrays (``device_array``, ``to_device``). Pinned, mapped and managed memory
-    stay numba's own. Views of an array keep its block. A dropped array's bytes are used again when
-    all blocking streams have done what they were given by then, which includes all that numba
-    makes; synchronize before an array is dropped that an external non-blocking stream uses.
+    Device arrays (``device_array``, ``to_device``) are blocks of the Pool. Pinned, mapped and
+    managed memory stay numba's own. Views of an array keep its block. The bytes of a dropped array
+    are used again when all blocking streams have done the work that they were given before the
+    drop. All streams that numba makes are blocking. If an external non-blocking stream uses an
+    array, synchronize before you drop it.
 
     A request that does not fit raises numba's ``CudaAPIError`` of code 2 with the Pool's figures.
     ``get_memory_info()`` counts idle bytes of the Pool as free. Blocks have no IPC handles:
@@ -87,9 +91,9 @@ def use(*pools: Pool) -> None:
 
     Notes
     -----
-    It can be called at any time: arrays that exist keep their memory. For a program that is not to
-    be changed, ``NUMBA_CUDA_MEMORY_MANAGER=arenapy.interop.numba`` in its environment does the
-    same, with one Pool for each device.
+    You can call it at any time. Arrays that exist keep their memory. To leave a program unchanged,
+    set ``NUMBA_CUDA_MEMORY_MANAGER=arenapy.interop.numba`` in its environment. This does the same
+    with one Pool for each device.
 
     Examples
     --------
@@ -119,7 +123,7 @@ def _numba() -> Any:
 
 
 class _Manager:
-    """What `manager` gives, on top of numba's base class."""
+    """Methods that `manager` adds to numba's base class."""
 
     pools: dict[int, Pool]
     driver: Any
@@ -127,7 +131,7 @@ class _Manager:
     deallocations: Any
 
     def memalloc(self, size: int) -> Any:
-        """Numba's pointer to a block, which keeps it."""
+        """Return numba's pointer to a new block, which it keeps."""
         pool = self._pool()
         try:
             block = pool.alloc(size)
@@ -144,17 +148,18 @@ class _Manager:
         )
 
     def initialize(self) -> None:
-        """A context begins to use it."""
-        self.deallocations.memory_capacity = self.get_memory_info().total
+        """Set the size of the device once. numba calls this again for each array."""
+        if not self.deallocations.memory_capacity:
+            self.deallocations.memory_capacity = self.get_memory_info().total
 
     def get_memory_info(self) -> Any:
-        """What the device has, and has free."""
+        """Return the total bytes of the device, and the free ones."""
         numba_cuda = _numba()
         free, total = numba_cuda.cudadrv.driver.driver.cuMemGetInfo()
         return numba_cuda.MemoryInfo(free=free + self._pool().stats().idle_bytes, total=total)
 
     def get_ipc_handle(self, memory: Any) -> Any:
-        """Refuse: other processes would see the blocks around it, too."""
+        """Refuse, because another process would also see the blocks around this one."""
         raise NotImplementedError(
             f"{self._pool()!r} has no IPC handles; copy to an array of numba's own memory manager"
         )
@@ -171,5 +176,5 @@ class _Manager:
 
     @property
     def interface_version(self) -> int:
-        """Of numba's plugins."""
+        """Return the version of numba's plugin interface."""
         return 1

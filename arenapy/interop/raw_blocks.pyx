@@ -167,6 +167,7 @@ cdef extern from *:
 
 cdef enum:
     ROUTES = 256             # of streams; others take the other way every time
+    PER_THREAD = 2           # the handle of the default stream of each thread
 
 cdef struct Route:
     void* stream
@@ -284,7 +285,7 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
     block = pool.alloc(n, stream=name)
     if route_of(device, stream) == NULL:
         cache = pool.stream_cache_of(name)
-        if cache is pool or isinstance(cache, StreamCache):
+        if <uintptr_t>stream != PER_THREAD and (cache is pool or isinstance(cache, StreamCache)):
             add_route(pool, device, stream, cache)
     owner = owner_for(device, stream)
     ptr = block.ptr

@@ -34,7 +34,7 @@ def resource(pool: Pool) -> Any:
     ImportError
         There is no RMM, or it is too old; the message says what to install.
     TypeError, ValueError
-        For what is no Pool, or a Pool that is not over memory of a device.
+        If `pool` is not a Pool over memory of a device.
 
     Notes
     -----

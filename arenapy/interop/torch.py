@@ -37,7 +37,7 @@ def use(*pools: Pool) -> None:
     ImportError
         There is no torch, or one without CUDA; the message says what to install.
     TypeError, ValueError
-        For what is no Pool, a Pool that is not over memory of a device, or two of one device.
+        If an argument is not a Pool over memory of a device, or two Pools are of one device.
     RuntimeError
         torch has allocated already, or other Pools are in use; nothing has changed then.
 

@@ -37,6 +37,11 @@ HEAD = struct.Struct("<8sBBHIQQQ")
 PLAIN, TYPED, ARRAY = range(3)
 MAX_DIMS = 64  # NumPy's limit
 MAX_DTYPE = 1 << 16
+#: What a text that is not a dtype raises.
+MALFORMED = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
+    TypeError, ValueError,
+)  # fmt: skip
 
 
 class Connection(Protocol):
@@ -94,7 +99,7 @@ def _dtype_of(text: bytes) -> np.dtype[Any]:
             dtype = np.lib.format.descr_to_dtype(ast.literal_eval(text.decode()))
         else:
             dtype = np.dtype(text.decode())
-    except Exception as error:
+    except MALFORMED as error:  # not Exception: a signal's may come here
         raise ValueError(f"dtype={text[:100]!r} cannot be understood") from error
     if dtype.hasobject:
         raise ValueError(f"dtype={dtype} holds references to Python objects")
@@ -149,7 +154,7 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
         buffer, readonly = thing, thing.readonly
         if isinstance(thing, View):
             kind, shape, dtype = TYPED, thing.shape, _dtype_text(np.dtype(thing.dtype))
-    elif isinstance(thing, np.ndarray):
+    elif type(thing) is np.ndarray:
         found = shared.bytes_of(thing)
         if found is None:
             raise _not_shared(thing)
@@ -157,7 +162,15 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
         readonly = not thing.flags.writeable
         kind, shape, strides, dtype = ARRAY, thing.shape, thing.strides, _dtype_text(thing.dtype)
     else:
-        raise TypeError(f"{type(thing).__name__} cannot be sent: give a Buffer or an ndarray")
+        raise TypeError(
+            f"{type(thing).__name__} cannot be sent: give a Buffer or an ndarray; of a subclass "
+            "numpy.asarray(x), or the parts of a masked array"
+        )
+    if len(dtype) > MAX_DTYPE:
+        raise ValueError(
+            f"a dtype of {len(dtype)} bytes as text is too long, and {MAX_DTYPE} are allowed: send "
+            "a view of bytes (x.view('u1')), or fewer fields"
+        )
     sock = _unix_socket(connection)
     try:
         leased = shared.leased_file(buffer)

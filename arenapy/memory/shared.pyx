@@ -286,12 +286,25 @@ def receive_buffer(handle, identity, offset, nbytes, page_size, readonly, layout
 
 def receive_array(received, shape, strides, at, dtype, writeable):
     """The receiver's array over the same memory."""
+    _check_inside(shape, strides, at, np.dtype(dtype).itemsize, received[3])
     buffer = receive_buffer(*received, None)
     # Not the Buffer itself: if its export fails, NumPy asks again for one that is read-only.
     array = np.ndarray(shape, dtype, buffer.array(), at, strides)
     if not writeable:
         array.flags.writeable = False
     return array
+
+
+def _check_inside(shape, strides, at, itemsize, nbytes):
+    """NumPy's own check multiplies in 64 bits, and takes a stride of 2**62 for a small one."""
+    spans = [(n - 1) * stride for n, stride in zip(shape, strides)]
+    low = at + sum(min(span, 0) for span in spans)
+    high = at + sum(max(span, 0) for span in spans) + itemsize
+    if min(shape, default=0) < 0 or (0 not in shape and (low < 0 or high > nbytes)):
+        raise ValueError(
+            f"an array of shape {shape} and strides {strides}, whose first item is at byte {at}, "
+            f"is not inside its memory of {nbytes} bytes; close the connection"
+        )
 
 
 def receive_region(handle, identity, offset, nbytes, page_size):

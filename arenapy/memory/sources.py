@@ -426,7 +426,11 @@ class File:
             raise ValueError(f'{self!r}.region() needs nbytes: mode "w+" makes a file of that size')
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
-        path = os.path.abspath(path)
+        # Not abspath: without its last slash, the name of a folder would be that of a file.
+        if isinstance(path, bytes):
+            path = os.path.join(os.getcwdb(), path)
+        else:
+            path = os.path.join(os.getcwd(), path)
         while True:
             file, is_new = self._open(path)
             with file:

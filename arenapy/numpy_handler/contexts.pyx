@@ -197,7 +197,7 @@ cdef class Context:
         while installed and at > 1 and not (<Entry>old[at - 1]).installed:
             at -= 1
         entry = new_entry(self._handler.capsule, self, installed)
-        stack = (*old[:at], entry, *old[at:])
+        stack = old[:at] + (entry,) + old[at:]    # "(*old, ...)" is a list first, which others find
         if cover:
             with cython.critical_section(starts):
                 if self.threads:
@@ -225,7 +225,7 @@ cdef class Context:
             at -= 1
         if at > 0:                   # else this is another context than the one that was entered
             mine = self._handler.here()
-            put_in_force((*stack[:at], *stack[at + 1:]))
+            put_in_force(stack[:at] + stack[at + 1:])
             (<Presence>mine).times -= 1
         elif installed:
             return False

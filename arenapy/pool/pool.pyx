@@ -735,7 +735,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
         cdef PoolCore c = self.core
-        cdef size_t missing = 0, wished, before, idle
+        cdef size_t missing = 0, wished, before, idle, least
         cdef size_t pages = c.pages_for(n, align)
         cdef object error = None
         c.open_check()
@@ -779,7 +779,15 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             return False
         if error is not None:
             raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
-        raise OutOfMemory(self.full(n, "it may not reserve more"))
+        least = pages + self.memory.unaligned
+        if least <= self.memory.max_pages:
+            raise OutOfMemory(self.full(n, "it may not reserve more"))
+        wished = least
+        if c.merges_first:                   # the driver takes such pages anyway
+            wished = (least + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
+        raise OutOfMemory(self.full(
+            n, f"a region for them takes {least << PAGE_BITS} bytes, which is more than max_bytes "
+            f"(set it to {wished << PAGE_BITS} or more)"))
 
     cdef size_t growth(self) noexcept:
         """Pages that a pool takes at once, though a request wants fewer."""

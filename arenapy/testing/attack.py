@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, Verbosity, settings
 from hypothesis import strategies as st
 
 from arenapy.testing.adapters import Adapter, CLibrary, address_of, explained
-from arenapy.testing.faults import check_kinds, worst_first
+from arenapy.testing.faults import Finding, check_kinds, worst_first
 from arenapy.testing.machine import AllocatorMachine
 from arenapy.testing.search import SHRINK_SECONDS, search
 from arenapy.testing.steps import find
@@ -32,7 +33,6 @@ __all__ = ["AdapterMachine", "attack", "machine_for"]
 MODULE = "arenapy.testing.attack"  # also where this is __main__
 EXIT_USAGE = 2
 ROUND = 100  # examples by default
-WRITES_EVERY = 0.5  # seconds between two reports of an attack that goes on
 C_ALIGN = 8  # what malloc() aligns even a byte to, in the libraries that are attacked
 
 
@@ -173,6 +173,8 @@ def attack(
     start: int = 0,
     shrink: float = SHRINK_SECONDS,
     watch: Callable[[Tally], None] | None = None,
+    before: Tally | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
     """Run random examples, and list each kind of fault that they show.
 
@@ -191,7 +193,12 @@ def attack(
     shrink : float
         The most seconds in which failing programs are made smaller.
     watch : callable, optional
-        Called with the tally before each example.
+        Called with the tally before each example, before programs are made smaller, and after each
+        of these.
+    before : Tally, optional
+        The tally of an attack that this one continues.
+    clock : callable
+        Returns the time in seconds.
 
     Returns
     -------
@@ -220,11 +227,17 @@ def attack(
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    return search(machine, options, seconds=seconds, start=start, shrink=shrink, watch=watch)
+    return search(
+        machine, options, seconds=seconds, start=start, shrink_seconds=shrink, watch=watch,
+        before=before, clock=clock,
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one attack as JSON says, write what it found as JSON."""
+    """Run one attack as JSON says, or go on with the one that left a report; write what it found.
+
+    The report is written before each example: a crash leaves what was found so far.
+    """
     job, report = argv
     told = json.loads(job)
     try:
@@ -232,17 +245,10 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    wrote = [0.0, 0]
-
-    def write(tally: Tally) -> None:
-        """Now and then, and after each new kind: a crash leaves what was found so far."""
-        now, kinds = time.monotonic(), len(tally.findings)
-        if now - wrote[0] > WRITES_EVERY or kinds != wrote[1]:
-            wrote[:] = now, kinds
-            _write(report, tally)
-
+    before = _read(report) if os.path.exists(report) else Tally()
+    told["attack"]["start"] += before.examples  # other programs
     faulthandler.enable()
-    _write(report, attack(machine, **told["attack"], watch=write))
+    attack(machine, **told["attack"], before=before, watch=lambda tally: _write(report, tally))
     return 0
 
 
@@ -252,11 +258,22 @@ def _write(report: str, tally: Tally) -> None:
         "rules": tally.rules,
         "states": tally.states,
         "restarts": tally.restarts,
+        "found_at": tally.found_at,
+        "searching": tally.watch is not None,  # and not making programs smaller
         "findings": [asdict(one) for one in worst_first(tally.findings.values())],
     }
     with open(report + ".new", "w", encoding="utf-8") as file:
         json.dump(found, file)
     os.replace(report + ".new", report)
+
+
+def _read(report: str) -> Tally:
+    with open(report, encoding="utf-8") as file:
+        found = json.load(file)
+    counts = Counter(found["rules"]), Counter(found["states"])
+    tally = Tally(found["examples"], *counts, found["found_at"], restarts=found["restarts"])
+    tally.findings.update((one["kind"], Finding(**one)) for one in found["findings"])
+    return tally
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ def crashes(lines: list[str]) -> bool:
 
 
 def smaller(
-    lines: list[str], seconds: float = 60.0, still: Callable[[list[str]], bool] = crashes
+    lines: list[str],
+    seconds: float = 60.0,
+    still: Callable[[list[str]], bool] = crashes,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """As few of the steps as still crash.
 
@@ -53,9 +56,11 @@ def smaller(
     lines : list of str
         A file of steps. The first two, the import and the start, stay.
     seconds : float
-        To be given up after.
+        The time after which no further try begins.
     still : callable
         Whether fewer lines do it, too.
+    clock : callable
+        Returns the time in seconds.
 
     Returns
     -------
@@ -71,13 +76,13 @@ def smaller(
     >>> smaller(["import", "start", "a", "b", "c", "d"], still=lambda lines: "c" in lines)
     ['import', 'start', 'c']
     """
-    end = time.monotonic() + seconds
+    end = clock() + seconds
     head, steps = lines[:2], lines[2:]
     part = max(len(steps) // 2, 1)
     while steps:
         index, before = 0, len(steps)
         while index < len(steps):
-            if time.monotonic() > end:
+            if clock() >= end:
                 return head + steps
             fewer = steps[:index] + steps[index + part :]
             if still(head + fewer):

@@ -9,15 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Fault", "Finding", "check_kinds", "kind_of", "varies", "worst_first"]
+__all__ = [
+    "ENDS_THE_PROCESS",
+    "KINDS",
+    "Fault",
+    "Finding",
+    "check_kinds",
+    "kind_of",
+    "varies",
+    "worst_first",
+]
 
 #: Each kind and its meaning, the worst first. "error" stands for every other exception.
 KINDS = {
+    "crash": "a signal ended the process",
+    "hang": "a step did not end",
     "contents": "a block does not read as it was written",
     "overlap": "two live blocks share bytes",
     "outside": "a block is outside of the allocator's memory",
-    "crash": "a signal ended the process",
-    "hang": "a step did not end",
     "misaligned": "a block is not aligned as requested",
     "error": "another exception, which goes by the name of its class",
     "changed": "a refused request changed something",
@@ -31,6 +40,8 @@ KINDS = {
     "negative": "a request of a negative size was accepted",
     "empty-shared": "an empty block has the address of another block",
 }
+
+ENDS_THE_PROCESS = ("crash", "hang")  # so another process has to look at these programs
 
 FEW = 20  # examples for each round that ended early, which are worth no word
 VARIES = (

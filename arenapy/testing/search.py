@@ -20,11 +20,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from arenapy.linux import outputs
 from arenapy.testing.crashes import smaller
-from arenapy.testing.faults import Finding, kind_of, varies, worst_first
+from arenapy.testing.faults import ENDS_THE_PROCESS, Finding, kind_of, varies, worst_first
 from arenapy.testing.steps import VERSION, Program
 from arenapy.testing.tally import NewKind, Tally
 
-__all__ = ["SHRINK_SECONDS", "report", "search"]
+__all__ = ["SHRINK_SECONDS", "report", "search", "shrink"]
 
 SHRINK_SECONDS = 30.0
 AFTER_FIRST = 200  # more examples after the first finding; a profile may have a million
@@ -41,8 +41,10 @@ def search(
     *,
     seconds: float | None = None,
     start: int | None = None,
-    shrink: float = SHRINK_SECONDS,
+    shrink_seconds: float = SHRINK_SECONDS,
     watch: Callable[[Tally], None] | None = None,
+    before: Tally | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
     """Run examples until enough have run, and keep a small program for each kind of fault.
 
@@ -58,25 +60,30 @@ def search(
         Run for about this time, and not for ``options.max_examples``.
     start : int, optional
         The seed. None: as `options` and Hypothesis choose.
-    shrink : float
+    shrink_seconds : float
         The most seconds in which programs are made smaller, all together.
     watch : callable, optional
-        Called with the tally before each example.
+        Called with the tally before each example, before programs are made smaller, and after each
+        of these.
+    before : Tally, optional
+        The tally of a search that this one continues.
+    clock : callable
+        Returns the time in seconds.
 
     Returns
     -------
     Tally
     """
-    tally = machine.tally = Tally()  # a class may be searched again, after it was mended
-    end = None if seconds is None else time.monotonic() + seconds
-    most = options.max_examples
+    # A new one: a class may be searched again, after it was mended.
+    tally = machine.tally = Tally() if before is None else before
+    end = None if seconds is None else clock() + seconds
 
     def over() -> bool:
-        nonlocal most
         if end is not None:
-            return time.monotonic() >= end
-        if tally.findings and most == options.max_examples:
-            most = min(most, 2 * tally.examples + AFTER_FIRST)
+            return clock() >= end
+        most = options.max_examples
+        if tally.found_at is not None:
+            most = min(most, 2 * tally.found_at + AFTER_FIRST)
         return tally.examples >= most
 
     def look() -> None:
@@ -87,7 +94,7 @@ def search(
 
     tally.watch = look
     phases = [phase for phase in options.phases if phase in (Phase.generate, Phase.target)]
-    before = vars(machine).get(SEED)
+    own_seed = vars(machine).get(SEED)
     try:
         while not over():
             if start is not None:
@@ -110,68 +117,110 @@ def search(
                 break
     finally:
         tally.watch = None
-        if before is not None:
-            setattr(machine, SEED, before)
+        if own_seed is not None:
+            setattr(machine, SEED, own_seed)
         elif SEED in vars(machine):
             delattr(machine, SEED)
-    _make_small(machine, tally, shrink)
     if watch is not None:
         watch(tally)
+    for _ in _make_small(machine, tally, shrink_seconds, clock):
+        if watch is not None:
+            watch(tally)
     return tally
 
 
-def _make_small(machine: type[Any], tally: Tally, seconds: float) -> None:
-    """The programs of all findings, the worst first; each gets an equal part of what is left."""
-    end = time.monotonic() + seconds
-    findings = worst_first(tally.findings.values())
-    try:
-        for index, finding in enumerate(findings):
-            until = time.monotonic() + (end - time.monotonic()) / (len(findings) - index)
-            machine.tally = Tally(only=finding.kind)  # not to be counted
-            _shrink(machine, finding, until)
-    finally:
-        machine.tally = tally
+def _make_small(
+    machine: type[Any], tally: Tally, seconds: float, clock: Callable[[], float]
+) -> Iterator[None]:
+    """The programs of all findings, the worst first; each gets an equal part of what is left.
 
-
-def _shrink(machine: type[Any], finding: Finding, until: float) -> None:
-    """Leave out steps, then make the arguments of the rest smaller."""
-
-    def fails(lines: list[str]) -> bool:
+    Those that end the process are made smaller by who started it.
+    """
+    end = clock() + seconds
+    findings = [one for one in tally.findings.values() if one.kind not in ENDS_THE_PROCESS]
+    for index, finding in enumerate(worst_first(findings)):
+        now = clock()
+        until = now + (end - now) / (len(findings) - index)
+        machine.tally = Tally(only=finding.kind)  # not to be counted
         try:
-            Program.parse(lines[1:]).run(machine)
+            _shrink(machine, finding, until, clock)
+        finally:
+            machine.tally = tally
+        yield
+
+
+def _shrink(machine: type[Any], finding: Finding, until: float, clock: Callable[[], float]) -> None:
+    """Replace the program of a finding by a small one."""
+
+    def fails(program: list[str]) -> bool:
+        try:
+            Program.parse(program).run(machine)
         except Exception as error:
             if kind_of(error) == finding.kind:
-                finding.program, finding.message = lines[1:], str(error)
+                finding.message = str(error)
                 return True
         return False
 
-    if not fails(["", *finding.program]):
+    if fails(finding.program):
+        finding.program = shrink(finding.program, fails, until, machine.smallest, clock)
+    else:
         finding.message += " (the same steps did not show it again)"
-        return
+
+
+def shrink(
+    program: list[str],
+    fails: Callable[[list[str]], bool],
+    until: float,
+    least: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[str]:
+    """Leave out steps, then make the arguments of the rest smaller, as long as it fails.
+
+    Parameters
+    ----------
+    program : list of str
+        Steps, as lines of a file of steps.
+    fails : callable
+        Whether another program fails, too.
+    until : float
+        The time of `clock` after which no further try begins.
+    least : int
+        The smallest size to request.
+    clock : callable
+        Returns the time in seconds.
+
+    Returns
+    -------
+    list of str
+    """
     before: list[str] = []
-    while finding.program != before and time.monotonic() < until:
-        before = finding.program
-        smaller(["", *before], until - time.monotonic(), fails)
-        for index in range(len(finding.program)):
-            _shrink_step(finding, index, machine.smallest, until, fails)
+    while program != before and clock() < until:
+        before = program
+        left = until - clock()
+        program = smaller(["", *program], left, lambda lines: fails(lines[1:]), clock)[1:]
+        for index in range(len(program)):
+            while step := _simpler_step(program, index, least, fails, until, clock):
+                program = [*program[:index], step, *program[index + 1 :]]
+    return program
 
 
-def _shrink_step(
-    finding: Finding, index: int, least: int, until: float, fails: Callable[[list[str]], bool]
-) -> None:
-    """Replace a step by simpler ones as long as one of them still fails."""
-    found = True
-    while found and time.monotonic() < until:
-        found = False
-        for arguments in _simpler(json.loads(finding.program[index])["arguments"], least):
-            step = {**json.loads(finding.program[index]), "arguments": arguments}
-            lines = ["", *finding.program]
-            lines[index + 1] = json.dumps(step)
-            if fails(lines):
-                found = True
-                break
-            if time.monotonic() >= until:
-                return
+def _simpler_step(
+    program: list[str],
+    index: int,
+    least: int,
+    fails: Callable[[list[str]], bool],
+    until: float,
+    clock: Callable[[], float],
+) -> str | None:
+    """A simpler step with which the program still fails."""
+    step = json.loads(program[index])
+    for arguments in _simpler(step["arguments"], least):
+        if clock() >= until:
+            return None
+        line = json.dumps({**step, "arguments": arguments})
+        if fails([*program[:index], line, *program[index + 1 :]]):
+            return line
+    return None
 
 
 def _simpler(arguments: dict[str, Any], least: int) -> Iterator[dict[str, Any]]:

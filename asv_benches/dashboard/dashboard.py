@@ -38,7 +38,8 @@ CONF = HERE / "asv.conf.json"
 RESULTS = HERE / "dashboard" / "results"
 SITE = HERE / ".asv" / "html"
 MEASURED = ("arenapy", "pyproject.toml")  # a commit that touches nothing else has the same figures
-LEAST_COMMITS = 3  # of a graph
+LEAST_COMMITS = 5  # of a graph
+LEAST_GPU_COMMITS = 3  # a machine with a GPU is there for hours only
 #: Minutes a commit; the others (curves, layouts, programs, threads, traces) take an hour.
 USUAL = "bench_(instructions|import|latency|export|faults|lifetime|numpy|prefault)"
 #: asv's own are for machines that nobody waits for. Two rounds, one up the commits and one down, so
@@ -119,6 +120,11 @@ def configuration(folder, **changes):
     return str(path)
 
 
+def least_commits(name):
+    """With how many commits a benchmark has a graph."""
+    return LEAST_GPU_COMMITS if name.startswith("gpu.") else LEAST_COMMITS
+
+
 def of_machine(results, name, folder):
     """A copy, in `folder`, of one machine's results, and of the benchmarks that it can draw.
 
@@ -136,10 +142,10 @@ def of_machine(results, name, folder):
     known = json.loads(Path(results, "benchmarks.json").read_text())
     list_version = {"version": known.pop("version")}
     commits = {key: ran[key, one["version"]] for key, one in known.items()}
-    if few := [key for key, count in commits.items() if 0 < count < LEAST_COMMITS]:
-        print(f"note: {name} has measured {len(few)} benchmarks at fewer than {LEAST_COMMITS} "
-              f"commits, and they have no graph: {', '.join(few)}")  # fmt: skip
-    kept = {key: one for key, one in known.items() if commits[key] >= LEAST_COMMITS}
+    if few := [key for key, count in commits.items() if 0 < count < least_commits(key)]:
+        print(f"note: {name} has measured {len(few)} benchmarks at too few commits for a graph: "
+              f"{', '.join(few)}")  # fmt: skip
+    kept = {key: one for key, one in known.items() if commits[key] >= least_commits(key)}
     (copy / "benchmarks.json").write_text(json.dumps(list_version | kept))
     return copy
 

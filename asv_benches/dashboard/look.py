@@ -54,9 +54,11 @@ SCRIPT = """\
 
 STYLE = """\
 @media (max-width: 700px) {
+  body { overflow-x: hidden; }
+  .row, nav .nav { margin-left: 0 !important; margin-right: 0 !important; }
   nav.navbar-fixed-top { position: static; }
   nav .navbar-text { margin: 8px; }
-  nav .nav > li { display: inline-block; }
+  nav .nav > li { display: inline-block; vertical-align: top; float: none; }
   #title { white-space: normal; overflow-wrap: anywhere; height: auto; font-size: 14px; }
   #graph-display:not([style*="none"]) {
     display: flex; flex-direction: column-reverse; height: auto;
@@ -69,7 +71,8 @@ STYLE = """\
   }
   .legendLayer { font-size: 10px; }
   .benchmark-container { width: 100%; }
-  #regressions-body, #summarylist-body { overflow-x: auto !important; }
+  #regressions-body { overflow-x: auto !important; }
+  table.table { display: block; overflow-x: auto; }
 }
 """
 

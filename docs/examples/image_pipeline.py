@@ -1,10 +1,10 @@
-"""Process a folder of images with NumPy, its arrays in a pool: no page fault after the first image.
+"""Process a folder of images with NumPy. The arrays are in a pool.
 
-    python image_pipeline.py FOLDER      # of .npy files, height x width x 3, uint8
+    python image_pipeline.py FOLDER      # .npy files of uint8, height x width x 3
     python image_pipeline.py             # makes a few images first
 
-The steps are ordinary NumPy code. They allocate about ten arrays of the image's size, which NumPy
-would take from the system and give back for each image. The pool keeps them for the next one.
+For each image, the steps allocate about ten arrays of its size. The pool keeps this memory for the
+next image. Without the pool, most of it would come from the system again, with page faults.
 """
 
 import sys
@@ -24,7 +24,7 @@ def blurred(grey):
 
 
 def edges(grey):
-    """How steep the brightness is at each pixel."""
+    """The slope of the brightness at each pixel."""
     down, right = np.gradient(grey)
     return np.hypot(down, right)
 
@@ -37,7 +37,7 @@ def thumbnail(image, factor):
 
 
 def process(path):
-    """What is kept of one image: its thumbnail, and which part of it is edges."""
+    """Return the thumbnail of an image, and the share of its pixels that are on an edge."""
     image = np.load(path)
     grey = image @ np.array([0.299, 0.587, 0.114], "f4")
     steep = edges(blurred(grey))
@@ -45,7 +45,7 @@ def process(path):
 
 
 def make_images(folder, count=8, height=480, width=640):
-    """Bright discs on a dark ground."""
+    """Write images of bright discs on a dark background."""
     random = np.random.default_rng(1)
     y, x = np.mgrid[:height, :width]
     for number in range(count):
@@ -58,13 +58,14 @@ def make_images(folder, count=8, height=480, width=640):
 
 
 def main(folder):
-    """Process all images of the folder, and say what memory that took."""
+    """Process all images of the folder, and print the allocations and page faults."""
+    (thumbnails := folder / "thumbnails").mkdir(exist_ok=True)
     pool = arenapy.Pool(max_bytes=1 << 30)
     with arenapy.numpy_memory(pool):
         for path in sorted(folder.glob("*.npy")):
             with arenapy.measure(pool) as m:
                 small, share = process(path)
-            np.save(path.with_suffix(".thumbnail"), small)
+            np.save(thumbnails / path.name, small)
             print(f"{path.name}: {share:.1%} edges; {m.allocations} arrays, {m.faults} page faults")
     print(pool)
 

@@ -1,9 +1,11 @@
-"""Reduce a file that is larger than the GPU's memory: mean, deviation and largest, chunk by chunk.
+"""Compute mean, deviation and maximum of a file that is larger than the GPU's memory.
 
-    python out_of_core_gpu.py [FILE]     # of float32; needs a GPU and CuPy
+    python out_of_core_gpu.py FILE       # a file of float32
+    python out_of_core_gpu.py            # makes a file first
 
-While a kernel works on one chunk, the next ones are read into pinned memory and copied. However
-large the file is, it takes the memory of three chunks on the host and of four on the device.
+The program needs a GPU and CuPy. It reads the file in chunks. While a kernel works on one chunk,
+the next chunks are read into pinned memory and copied to the device. A file of any size needs the
+memory of three chunks on the host and of four chunks on the device.
 """
 
 import sys
@@ -18,22 +20,22 @@ CHUNK = 64 << 20  # bytes
 
 
 def moments(path, chunk_bytes=CHUNK, progress=None):
-    """How many values a file of float32 has, their mean, deviation and largest."""
+    """Return the number of values in a file of float32, and their mean, deviation and maximum."""
     count, largest = 0, -np.inf
     total = square = 0.0
     for chunk in cuda.chunks(path, chunk_bytes, "f4", depth=3, progress=progress):
         values = cupy.asarray(chunk)  # without a copy
         count += values.size
-        total += values.sum(dtype="f8")  # each a number on the device: nothing waits for it
+        total += values.sum(dtype="f8")  # stays on the device, so the host does not wait
         square += cupy.square(values, dtype="f8").sum()
         largest = cupy.maximum(largest, values.max())
-        del values  # else it would keep the chunk
+        del values  # or the array would keep the chunk in use
     mean = float(total) / count
     return count, mean, np.sqrt(float(square) / count - mean**2), float(largest)
 
 
 def make_file(path, n=100_000_000):
-    """Normally distributed numbers around 3."""
+    """Write normally distributed numbers with the mean 3."""
     random = np.random.default_rng(1)
     with open(path, "wb") as file:
         for start in range(0, n, 1 << 22):

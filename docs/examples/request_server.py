@@ -1,9 +1,9 @@
-"""Serve requests over TCP: each is received into an item of a slab, with scratch from an arena.
+"""Serve requests over TCP. A slab has the requests, and an arena has the temporary arrays.
 
-    python request_server.py [PORT]      # by default 1,000 requests of its own, and stop
+    python request_server.py [PORT]      # without PORT, sends itself 1,000 requests, and stops
 
-A request is a count and a row of so many float32; its answer is the row, sorted. All requests
-together have the memory of the slab: beyond it, a client is refused at once.
+A request is a number n and n values of float32. The answer is the sorted values. The slab limits
+the memory of all requests: if all its items are in use, the server refuses the next request.
 """
 
 import socket
@@ -22,22 +22,22 @@ requests = arenapy.Slab(64 << 10, count=32)
 scratch = arenapy.PerThread(lambda: arenapy.Bump(1 << 20))
 
 
-class Handler(socketserver.StreamRequestHandler):  # of one client, in a thread of its own
-    disable_nagle_algorithm = True  # an answer does not wait for more to send
+class Handler(socketserver.StreamRequestHandler):  # serves one client, in a thread of its own
+    disable_nagle_algorithm = True  # send each answer at once
 
     def handle(self):
-        """Answer requests until the client goes, or one is refused."""
+        """Answer requests until the client disconnects, or the server refuses a request."""
         head = bytearray(HEAD.size)
         going_on = True
         while going_on and self.rfile.readinto(head) == HEAD.size:
-            with scratch.scope() as arena:  # at its end, nobody has the arrays of answer() any more
+            with scratch.scope() as arena:  # its end frees the arrays that answer() made
                 going_on = self.answer(*HEAD.unpack(head), arena)
 
     def answer(self, count, arena):
-        """Answer one request; False if that cannot be. Its item is free again at the end."""
+        """Answer one request, and free its item at the end. Return False on failure."""
         try:
             item = requests.alloc(4 * count)
-        except (ValueError, arenapy.OutOfMemory):  # negative, large; all items taken
+        except (ValueError, arenapy.OutOfMemory):  # invalid size, or no free item
             return self.request.sendall(REFUSED)
         if self.rfile.readinto(item) < item.nbytes:
             return False
@@ -49,7 +49,7 @@ class Handler(socketserver.StreamRequestHandler):  # of one client, in a thread 
 
 
 def ask(stream, row):
-    """The answer to one request, at a client's side."""
+    """Send one request as a client, and return the answer."""
     stream.write(HEAD.pack(len(row)) + row.tobytes())
     stream.flush()
     head, answer = bytearray(HEAD.size), np.empty_like(row)
@@ -60,7 +60,7 @@ def ask(stream, row):
 
 
 def main(port=0):
-    """Serve for ever at a port; by default, serve requests of this program's own."""
+    """Serve forever at a port. Port 0: serve 1,000 requests of this program, and stop."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", port), Handler) as server:
         if port:
             server.serve_forever()

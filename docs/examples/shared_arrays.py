@@ -1,10 +1,10 @@
-"""Share arrays between processes: workers write their part of one array, and nothing is copied.
+"""Share an array between processes. Each worker writes its part of the array without a copy.
 
     python shared_arrays.py [WORKERS]
 
-A Buffer over ``Shared`` memory goes through a queue as a handle, and the receiver maps the same
-bytes. The Mandelbrot set is the work: some of its rows take far longer than others, so workers take
-bands of rows from a queue.
+A queue sends a Buffer over ``Shared`` memory as a handle, and the receiver maps the same bytes. The
+workers compute the Mandelbrot set. Some rows of it take much longer than others. Therefore the
+workers take bands of rows from a queue until the queue is empty.
 """
 
 import multiprocessing
@@ -16,11 +16,11 @@ import arenapy
 
 HEIGHT, WIDTH, BAND = 480, 640, 16
 LEFT, RIGHT, TOP, BOTTOM = -2.2, 0.8, 1.2, -1.2
-MOST = 100  # iterations
+MOST = 100  # the largest number of iterations
 
 
 def compute(rows, first):
-    """Iterations until each point of some rows is known not to be in the set."""
+    """For each point of some rows, count the iterations until it leaves the circle."""
     x = np.linspace(LEFT, RIGHT, WIDTH)
     y = np.linspace(TOP, BOTTOM, HEIGHT)[first : first + len(rows), None]
     point = x + 1j * y
@@ -35,15 +35,15 @@ def compute(rows, first):
 
 
 def worker(bands):
-    """Fill bands until there is none."""
+    """Compute bands until there is none left."""
     while (task := bands.get()) is not None:
         block, first = task
         compute(block.array((-1, WIDTH), "u2"), first)
-        del block, task  # the bytes are the sender's alone again
+        del block, task  # from here on, only the sender has these bytes
 
 
 def mandelbrot(workers):
-    """The picture, computed by processes, in memory that an arena of this one has."""
+    """Compute the picture in worker processes, in the memory of an arena of this process."""
     arena = arenapy.Bump(HEIGHT * WIDTH * 2, arenapy.Shared())
     picture = arena.alloc(HEIGHT * WIDTH * 2)
     context = multiprocessing.get_context("spawn")

@@ -1,10 +1,11 @@
-"""Step a simulation through time, its temporaries in an arena that each step gives back at once.
+"""Simulate particles that attract each other. An arena has the temporary arrays of each step.
 
     python simulation.py [STEPS]
 
-Particles attract each other. What lives for all steps is a struct of arrays, one field after the
-other in memory. What a step needs meanwhile comes from the arena, inside a scope: to allocate is to
-move a cursor, and the end of the scope moves it back. So no step takes memory from the system.
+The particles live for all steps. They are a struct of arrays: first all x, then all y, and so on.
+The temporary arrays live for one step. The step allocates them inside a scope of the arena. An
+allocation moves a cursor, and the end of the scope moves it back. So the next step uses the same
+memory again, and takes no memory from the system.
 """
 
 import sys
@@ -14,11 +15,11 @@ import numpy as np
 import arenapy
 
 FIELDS = {"x": "f8", "y": "f8", "vx": "f8", "vy": "f8", "mass": "f8"}
-SOFT = 1e-2  # no two particles are nearer than that
+SOFT = 1e-2  # limits the force between two particles that are very close
 
 
 def particles(arena, n, seed=1):
-    """A cloud at rest."""
+    """Make a cloud of particles at rest."""
     random = np.random.default_rng(seed)
     cloud = arena.struct_of_arrays(FIELDS, n)
     cloud["x"][:], cloud["y"][:] = random.normal(size=(2, n))
@@ -28,7 +29,7 @@ def particles(arena, n, seed=1):
 
 
 def accelerate(cloud, arena, seconds):
-    """Change the speeds by what all particles do to each other."""
+    """Change the speeds by the attraction between all particles."""
     n = len(cloud["x"])
     dx, dy, pull = arena.empty((3, n, n))
     np.subtract(cloud["x"], cloud["x"][:, None], out=dx)
@@ -48,17 +49,17 @@ def accelerate(cloud, arena, seconds):
 
 
 def step(cloud, arena, seconds=1e-3):
-    """One step, by the leapfrog method."""
+    """Compute one step with the leapfrog method."""
     for place, speed in (("x", "vx"), ("y", "vy")):
         cloud[place] += seconds / 2 * cloud[speed]
-    with arena.scope():  # at its end, nobody has the arrays of accelerate() any more
+    with arena.scope():  # its end frees the arrays that accelerate() made
         accelerate(cloud, arena, seconds)
     for place, speed in (("x", "vx"), ("y", "vy")):
         cloud[place] += seconds / 2 * cloud[speed]
 
 
 def main(steps, n=400):
-    """Run it, and say how fast and with what memory."""
+    """Run the simulation, and print its time, allocations and page faults."""
     arena = arenapy.Bump(64 << 20)
     cloud = particles(arena, n)
     step(cloud, arena)

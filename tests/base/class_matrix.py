@@ -323,6 +323,7 @@ NEVER_SEEN = {
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
     "arenapy.cuda.ordering.Ordering", "arenapy.cuda.fence.Retained",
     "arenapy.cuda.stream_ref.OwnStream", "arenapy.cuda.fence.GraphFence",
+    "arenapy.cuda.stream_ref.Named", "arenapy.cuda.resource.HandedOut",
     "arenapy.cuda.fence.Fence",
     "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.block.StreamHooks",
     "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",

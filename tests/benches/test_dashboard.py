@@ -21,7 +21,6 @@ from asv.machine import MachineCollection
 
 from asv_benches.dashboard import dashboard, history, look, offline
 
-LEAST_COMMITS = dashboard.LEAST_COMMITS
 GPU = "reference-h200/index.html"  # the pages of the other machine
 #: A graph, and lines in it: ours and a peer's.
 GRAPHS = {
@@ -31,11 +30,10 @@ GRAPHS = {
         "np.empty(64, 'u1')",
     ),
     "numpy_programs.bench_numpy.Expression.track_run": ("arenapy", "mimalloc"),
-    "host.bench_prefault.Prefault.time_one_gib": ("prefault, 1 thread", "MAP_POPULATE"),
+    "host.bench_faults.Faults.track_array": ("64 KiB; arena", "64 KiB; np.empty"),
+    "host.bench_export.Export.track_call": ("memoryview(b)", "memoryview(bytearray)"),
     "gpu.bench_gpu.Block.track_block": ("arenapy.Pool", "torch.empty"),
 }
-#: Those of the commands `run` without --all, and `gpu`.
-USUAL = re.compile(f"{dashboard.USUAL}|bench_gpu")
 RESULTS = dashboard.RESULTS
 NAMES = [one.name for one in asv_suite.discover()]
 
@@ -71,12 +69,12 @@ def lacking(found):
     said = [f"{name} is not in the results" for name in NAMES if name not in found]
     said += [f"{name} is in the results and nowhere else" for name in found if name not in NAMES]
     for name, commits in found.items():
-        if USUAL.search(name) and sum(commits.values()) < LEAST_COMMITS:
+        if name in GRAPHS and sum(commits.values()) < dashboard.least_commits(name):
             said.append(f"{name} has figures of {sum(commits.values())} commits")
     return said
 
 
-def test_the_results_have_every_benchmark_and_three_commits():
+def test_the_results_have_every_benchmark_and_enough_commits_of_the_main_ones():
     """If not: `dashboard.py run`, or for what only has another name `dashboard.py list`."""
     assert lacking(figures()) == []
 
@@ -90,8 +88,22 @@ def test_what_the_results_lack_is_found(monkeypatch):
     monkeypatch.setattr("test_dashboard.NAMES", [one for one in names if one != name])
     assert lacking(found) == [f"{name} is in the results and nowhere else"]
     monkeypatch.undo()
-    found[name] = dict.fromkeys(list(found[name])[: LEAST_COMMITS - 1], True)
-    assert lacking(found) == [f"{name} has figures of 2 commits"]
+    found[name] = dict.fromkeys(list(found[name])[:4], True)
+    assert lacking(found) == [f"{name} has figures of 4 commits"]
+
+
+def test_a_graph_of_the_host_has_five_commits(tmp_path, capsys):
+    """A GPU's has three. What has fewer is named, and has no graph."""
+    for machine in dashboard.machines(RESULTS):
+        part = dashboard.of_machine(RESULTS, machine, tmp_path)
+        shown = set(json.loads((part / "benchmarks.json").read_text())) - {"version"}
+        counts = {name: sum(of.values()) for name, of in figures(machine=machine).items()}
+        least = {name: 3 if name.startswith("gpu.") else 5 for name in counts}
+        assert shown == {name for name, count in counts.items() if count >= least[name]}
+        few = {name for name, count in counts.items() if 0 < count < least[name]}
+        named = capsys.readouterr().out.rpartition(": ")[2]
+        assert few == {*filter(None, named.strip().split(", "))}
+        assert shown >= {name for name in GRAPHS if counts[name]}
 
 
 def test_the_results_are_small_and_name_no_place():
@@ -223,7 +235,7 @@ def test_a_remote_tag_is_found_and_not_published(published, tmp_path):
 def test_the_grid_shows_every_benchmark_with_a_graph(shown, machine, page):
     shown.get(shown.address + page)
     wanted = {name for name, commits in figures(machine=machine).items()
-              if sum(commits.values()) >= LEAST_COMMITS}  # fmt: skip
+              if sum(commits.values()) >= dashboard.least_commits(name)}  # fmt: skip
     assert wanted
     count = "return document.querySelectorAll('.benchmark-container').length"
     until(lambda: shown.execute_script(count) == len(wanted), "the grid is there")
@@ -251,9 +263,10 @@ def test_a_graph_has_points_of_commits_and_peers(shown, name):
         return max((n for line, n in lines.items() if label in line), default=0)
 
     for label in ours, peer:
-        until(lambda label=label: points(label) >= LEAST_COMMITS, f"{label} is drawn")
+        least = dashboard.least_commits(name)
+        until(lambda label=label, n=least: points(label) >= n, f"{label} is drawn")
     unit = json.loads((RESULTS / "benchmarks.json").read_text())[name]["unit"]
-    assert unit in ("seconds", "instructions", "ms", "μs", "ns")
+    assert unit in ("faults", "instructions", "ms", "μs", "ns")
     keep(shown, f"dashboard-{name.split('.')[1]}")
 
 
@@ -287,6 +300,33 @@ def test_nothing_was_asked_of_a_network(shown):
     for name in GRAPHS:
         go_to(shown, name)
     assert messages(shown) == []
+
+
+@has_packages
+@needs_browser
+@pytest.mark.parametrize("page", ["", "#summarylist", "#regressions", f"#{next(iter(GRAPHS))}"])
+def test_a_phone_shows_the_whole_menu_and_nothing_beside_the_page(shown, page):
+    phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        shown.get("about:blank")
+        shown.get(shown.address + page)
+        drawn = "return document.querySelectorAll('canvas, table td').length"
+        until(lambda: shown.execute_script(drawn), "there is something to see")
+        keep(shown, f"dashboard-phone-{page.strip('#').partition('.')[0] or 'grid'}")
+        widths = "return [document.documentElement.scrollWidth, innerWidth]"
+        assert shown.execute_script(widths) == [390, 390]
+        boxes = shown.execute_script("""
+            return [...document.querySelectorAll("nav li")].map(e => e.getBoundingClientRect());
+        """)
+        for box in boxes:
+            assert 0 <= box["left"] < box["right"] <= 390
+            others = [one for one in boxes if one["top"] > box["top"]]
+            assert all(one["top"] >= box["bottom"] for one in others)
+        below = "return document.querySelector('nav').getBoundingClientRect().bottom"
+        assert boxes[-1]["bottom"] <= shown.execute_script(below)
+    finally:
+        shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @has_packages

@@ -187,6 +187,18 @@ def test_a_name_that_no_format_can_say(name):
         assert array.dtype.names == (name, "c") and array.dtype.itemsize == 12
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("padding", [1, 2, 4097, 1 << 30])
+def test_padding_is_a_count(padding, before):
+    """NumPy reads a letter for each byte in quadratic time."""
+    offsets, size = ([0, 4 + padding], 8 + padding) if before else ([0, 4], 8 + padding)
+    dtype = np.dtype({"names": "ab", "formats": ["i4"] * 2, "offsets": offsets, "itemsize": size})
+    view = exact(4096).alloc(64).view((0,), dtype)
+    assert np.asarray(view).dtype == view.array().dtype == dtype
+    assert memoryview(view).itemsize == size
+    assert len(memoryview(view).format) < 40
+
+
 @pytest.mark.parametrize("dtype", LEAVES)
 def test_a_plain_type_has_numpys_own_format(dtype):
     view = exact(4096).alloc(96).view((), dtype)

@@ -123,14 +123,21 @@ def test_arguments_and_status_pass_through(command):
     assert seen == [["--option", "-x", "--", "--version"]]
 
 
-@pytest.mark.parametrize("error", [MemoryError("too much"), OSError("no such thing")])
-def test_failures_are_one_line(command, capsys, error):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError("too much"), "too much"),
+        (MemoryError(), "MemoryError"),
+        (OSError("no such thing"), "no such thing"),
+    ],
+)
+def test_failures_are_one_line(command, capsys, error, says):
     def fail(argv):
         raise error
 
     command(fail)
     assert cli.main(["probe"]) == 1
-    assert capsys.readouterr() == ("", f"arenapy: {error}\n")
+    assert capsys.readouterr() == ("", f"arenapy: {says}\n")
 
 
 def test_a_bug_is_not_hidden(command):

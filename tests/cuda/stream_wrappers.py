@@ -137,41 +137,54 @@ OldNumbaStream = named("numba.cuda.cudadrv.driver", "Stream", _OldNumba)
 # ---- cuda.core ----
 
 
+class CoreBox:
+    """A handle that several objects share. The driver's stream ends with the last of them."""
+
+    def __init__(self, handle, owner=None):
+        self.handle, self.owner = handle, owner
+
+
+core_made = weakref.WeakValueDictionary()  # by handle: boxes of streams that cuda.core made
+
+
 class _Core:
     """Whether it owns its stream it does not say: see `core_own` and `core_from_handle`."""
 
-    def __init__(self, handle, end=None):
-        self._handle, self._end = handle, end
+    def __init__(self, handle):
+        self._box = CoreBox(handle)
+
+    @classmethod
+    def _init(cls, obj):
+        """Another object for a stream that cuda.core made; else it keeps what names the stream."""
+        handle = obj.__cuda_stream__()[1]
+        stream = cls(handle)
+        stream._box = core_made.get(handle) or CoreBox(handle, obj)
+        return stream
 
     def __cuda_stream__(self):
         if self.is_closed:
             raise RuntimeError("Stream has been closed")
-        return 0, self._handle
+        return 0, self._box.handle
 
     @property
     def handle(self):
-        return Handle(self._handle or 0)
+        return Handle(0 if self.is_closed else self._box.handle)
 
     @property
     def is_closed(self):
-        return self._handle is None
+        return self._box is None
 
     def close(self):
-        self._handle = None
-        if self._end is not None:
-            self._end()
+        self._box = None
 
 
 class _OldCore:
-    """From before it said that it is closed: its handle is 0 then."""
+    """From before it said that it is closed, and shared handles: its handle is 0 then."""
 
-    def __init__(self, handle, end=None):
-        self._handle, self._end = handle, end
+    __init__, close = _Core.__init__, _Core.close
 
     def __cuda_stream__(self):
-        return 0, self._handle or 0
-
-    close = _Core.close
+        return 0, 0 if self._box is None else self._box.handle
 
 
 CoreStream = named("cuda.core._stream", "Stream", _Core)
@@ -180,7 +193,9 @@ OldCoreStream = named("cuda.core._stream", "Stream", _OldCore)
 
 def core_own(driver, handle, kind=CoreStream):
     stream = kind(handle)
-    stream._end = weakref.finalize(stream, destroy, driver, handle)
+    weakref.finalize(stream._box, destroy, driver, handle)
+    if kind is CoreStream:
+        core_made[handle] = stream._box
     return stream
 
 
@@ -227,6 +242,7 @@ KNOWN_OWNERS = {
     "torch": lambda driver, handle: TorchStream(3, handle),  # which nobody destroys
     "torch.Stream": lambda driver, handle: TorchAnyStream(3, handle),
     "CuPy": CupyStream,
+    "cuda.core": core_own,
     "numba": lambda driver, handle: NumbaStream(Handle(handle), finalized(driver, handle)),
     "older numba": lambda driver, handle: OldNumbaStream(
         None, ctypes.c_void_p(handle), finalized(driver, handle)
@@ -234,7 +250,6 @@ KNOWN_OWNERS = {
 }
 #: The same, of which nobody can know it.
 OTHER_OWNERS = {
-    "cuda.core": core_own,
     "older cuda.core": lambda driver, handle: core_own(driver, handle, OldCoreStream),
     "RMM": rmm_own,
     "somebody's": Opaque,

@@ -19,7 +19,7 @@ from cuda_support import (
     slowly_fill,
 )
 from helpers import in_threads
-from stream_wrappers import core_own, destroy, new_handle
+from stream_wrappers import OldCoreStream, core_own, destroy, new_handle
 
 from arenapy import Pool, Slab, cuda
 
@@ -196,11 +196,11 @@ def test_memory_that_a_capture_kept_waits_for_the_stream_of_an_allocator_that_is
 @pytest.mark.parametrize("name", ["slab", "pool", "bump"])
 def test_memory_whose_own_stream_was_closed_is_freed_after_its_work(gpu, name, way, capture):
     """Its handle cannot be asked, so the context is waited for; not during a capture."""
-    source, stream = cuda.DriverPool(release_threshold=0), core_own(gpu, new_handle(gpu))
-    other = cuda.Stream()
+    source, handle = cuda.DriverPool(release_threshold=0), new_handle(gpu)
+    stream, other = core_own(gpu, handle, OldCoreStream), cuda.Stream()
     allocator = ALLOCATORS[name](source, stream=stream)
     b = allocator.alloc(4096)
-    slowly_fill(gpu, stream._handle, b, 3)
+    slowly_fill(gpu, handle, b, 3)
     stream.close()
     if capture:
         gpu.begin_capture(other.handle)

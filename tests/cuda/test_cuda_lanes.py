@@ -6,7 +6,18 @@ import threading
 
 import pytest
 from capsules import Array
-from cuda_support import MIB, backwards, content, graph_of, new_stream, samples, slowly_fill, until
+from cuda_support import (
+    MIB,
+    PER_THREAD,
+    backwards,
+    content,
+    graph_of,
+    new_stream,
+    samples,
+    slowly_fill,
+    until,
+)
+from helpers import in_threads
 from simulated_gpu import RELAXED
 
 from arenapy import OutOfMemory, Pool, cuda
@@ -52,6 +63,65 @@ def test_what_streams_keep_is_given_back_in_time(gpu, use, source):
     until(given_back)
     assert set(content(kept)) == {7}
     assert pool.stats().active_allocations == 1
+    pool.check()
+
+
+def test_a_hit_on_a_threads_default_stream_costs_no_event(gpu):
+    pool = Pool(16 * MIB, cuda.Device())
+    address = pool.alloc(5000, stream=PER_THREAD).address
+    before = gpu.calls.copy()
+    for _ in range(10):
+        assert pool.alloc(5000, stream=PER_THREAD).address == address
+    assert gpu.calls - before == {
+        "cuCtxPushCurrent": 10, "cuStreamIsCapturing": 10, "cuCtxPopCurrent": 10,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("heir", ["thread", "stream", "own stream"])
+@pytest.mark.parametrize("alive", [False, True])
+def test_what_a_threads_default_stream_keeps_is_others_after_its_work(gpu, heir, alive):
+    """Whether the thread has ended or not: there is no other memory."""
+    pool, first, ended = Pool(2 * MIB, cuda.Device(), 2 * MIB), threading.Event(), threading.Event()
+    seen = []
+
+    def work():
+        try:
+            with gpu.on(0):
+                block = pool.alloc(2 * MIB, stream=PER_THREAD)
+                slowly_fill(gpu, PER_THREAD, block, 1)
+                seen.extend([samples(gpu, PER_THREAD, block), block.address])
+                del block
+        finally:
+            first.set()
+        if alive:
+            ended.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    first.wait()
+    if not alive:
+        thread.join()
+
+    def take():
+        with gpu.on(0):
+            other = {"thread": PER_THREAD, "stream": new_stream(gpu), "own stream": 1}[heir]
+            block = pool.alloc(2 * MIB, stream=other)
+            assert block.address == seen[1]
+            slowly_fill(gpu, other, block, 2)
+        return block
+
+    try:
+        (block,) = in_threads(take)
+    finally:
+        ended.set()
+        thread.join()
+    backwards(gpu)
+    assert seen[0] == [{1}] and set(content(block)) == {2}
+    del block
+    for _ in range(3):  # the last stream's work, and an event after it
+        gpu.drain()
+        pool.trim()
+    assert pool.stats().reserved_bytes == 0
     pool.check()
 
 

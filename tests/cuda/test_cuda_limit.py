@@ -5,6 +5,7 @@ gets done, or another thread lets go.
 """
 
 import itertools
+import re
 
 import pytest
 from cuda_support import (
@@ -20,7 +21,7 @@ from cuda_support import (
 )
 from helpers import in_threads
 
-from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
+from arenapy import Bump, Host, OutOfMemory, Pool, Slab, cuda
 
 ONES = {
     "bump": lambda source: Bump(2 * MIB, source),
@@ -151,3 +152,16 @@ def test_what_is_pending_in_a_lane_is_no_error_at_any_moment(gpu):
     pool.check()
     pool.trim()
     assert pool.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "nbytes"),
+    [(cuda.Device, 64), (cuda.Device, 4096), (cuda.Device, 3 * MIB), (Host, 3 * MIB)],
+)
+def test_a_limit_below_one_region_says_what_to_set(gpu, source, nbytes):
+    with pytest.raises(OutOfMemory, match="more than max_bytes") as error:
+        Pool(4096, source()).alloc(nbytes)
+    enough = int(re.search(r"set it to (\d+) or more", str(error.value))[1])
+    assert Pool(enough, source()).alloc(nbytes).nbytes == nbytes
+    if source is cuda.Device:
+        assert enough % (2 * MIB) == 0

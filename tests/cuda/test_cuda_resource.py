@@ -278,6 +278,21 @@ def test_nobody_gets_what_cuda_core_has(gpu, monkeypatch, name, source, way):
     assert not resource._blocks
 
 
+@pytest.mark.parametrize("name", ["Pool", "Slab"])
+def test_a_region_can_be_closed_when_cuda_core_has_nothing(core, name):
+    """What is given back is no longer counted, and neither is what could not be handed out."""
+    allocator = ALLOCATORS[name](arenapy.Host())
+    resource = cuda.memory_resource(allocator)
+    resource.allocate(KIB, stream=None).close()
+    with pytest.raises(ValueError, match="is not a block"):
+        resource.deallocate(1, KIB, stream=None)
+    buffer = resource.allocate(KIB, stream=None)
+    with pytest.raises(BufferError, match="drop them first"):
+        allocator.regions[0].close()
+    buffer.close()
+    allocator.regions[0].close()
+
+
 def test_a_strict_reset_names_what_cuda_core_has(core):
     arena = arenapy.Bump(1 << 20, strict=True)
     buffer = cuda.memory_resource(arena).allocate(KIB, stream=None)
@@ -315,9 +330,11 @@ def test_what_goes_wrong(gpu, monkeypatch):
         resource.deallocate(0x123, KIB, stream=1)
     buffers.pop().close()
     monkeypatch.setattr(FakeBuffer, "from_handle", lambda *_, **__: 1 // 0)
+    failing = cuda.memory_resource(pool)
     with pytest.raises(ZeroDivisionError):
-        resource.allocate(KIB, stream=1)
+        failing.allocate(KIB, stream=1)
     assert pool.stats().active_allocations == len(resource._blocks) == 1
+    assert not failing._blocks
     with pytest.raises(TypeError, match="is not an allocator"):
         cuda.memory_resource(cuda.Device())
 

@@ -11,6 +11,7 @@ import sys
 import types
 import weakref
 
+import hypothesis
 import pytest
 from capsules import Consumer
 from cuda_machine import NON_BLOCKING, Wrapped
@@ -29,7 +30,7 @@ from cuda_support import (
     slowly_fill,
 )
 from helpers import peek, poke
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
 
@@ -308,7 +309,7 @@ def test_streams_of_our_own_are_forgotten(gpu, busy):
     assert all(one == [bytes([OLD]) * N] for one in seen)
 
 
-@settings(max_examples=max(5, settings.default.max_examples // 4))
+@hypothesis.settings(max_examples=max(5, hypothesis.settings.default.max_examples // 4))
 @given(st.data())
 def test_any_order_of_streams_that_come_and_go(data):
     """Of streams that are done and not, kept and not, the last owner of the bytes comes last."""

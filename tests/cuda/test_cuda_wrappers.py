@@ -98,7 +98,7 @@ def test_an_owner_is_kept_until_its_stream_is_done(gpu, who, way):
     stream = {**KNOWN_OWNERS, **OTHER_OWNERS}[who](gpu, handle)
     other = cuda.Device().region(ITEM).buffer()
     block = allocator.alloc(stream=stream if way == "allocated" else None)
-    gone = weakref.ref(stream)
+    gone = weakref.ref(getattr(stream, "_box", stream))  # of cuda.core, whose objects share it
     address = block.address
     if way in ("filled", "copied"):
         block.fill(1, stream=stream)
@@ -140,6 +140,28 @@ def test_a_hit_of_a_known_owner_asks_only_whether_it_captures(gpu, who):
         asked -= Counter({"cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10, "cuStreamIsCapturing": 10})
     if GIL or who.startswith("torch"):
         assert asked == {"cuStreamIsCapturing": 10}
+
+
+def test_a_stream_of_cuda_core_that_is_closed_lives_as_long_as_its_blocks(gpu):
+    """And no longer. Others may have an object for it. The one that was closed is refused."""
+    pool, handle = Pool(16 * MIB, cuda.Device()), new_handle(gpu)
+    stream = core_own(gpu, handle)
+    others = [core_own(gpu, new_handle(gpu)) for _ in range(5)]
+    block = pool.alloc(5000, stream=stream)
+    other = CoreStream._init(stream)
+    stream.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.alloc(5000, stream=stream)
+    address = block.address
+    slowly_fill(gpu, handle, block, 1)
+    del block
+    assert pool.alloc(5000, stream=other).address == address  # the cache of the same stream
+    del stream, other
+    gpu.drain()
+    assert gpu.calls["cuStreamDestroy"] == 0
+    for one in others:  # a few are remembered, and new ones make a pool look for those that ended
+        pool.alloc(5000, stream=one)
+    assert gpu.calls["cuStreamDestroy"] == 1, "the stream is kept for ever"
 
 
 @pytest.mark.parametrize("who", NOT_OWNERS)

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from real_gpu import Gpu, content, done, need_gpu
+from real_gpu import content, current_in, done, need_gpu, output_of, two_gpus
 
 from arenapy import OutOfMemory, cuda
 
@@ -23,27 +23,13 @@ WAYS = {"direct": None, "through the host": False}  # peer_access
 
 @pytest.fixture
 def two():
-    need_gpu(2)
-    with contextlib.ExitStack() as stack:
-        second = stack.enter_context(Gpu(1))
-        yield stack.enter_context(Gpu(0)), second
-
-
-@contextlib.contextmanager
-def current_in(gpu):
-    done(gpu.driver.cuCtxPushCurrent(gpu.context))
-    yield
-    done(gpu.driver.cuCtxPopCurrent())
+    with two_gpus() as gpus:
+        yield gpus
 
 
 def program(text):
     """What a program prints that begins like this one."""
-    code = "import arenapy\nfrom arenapy import cuda\n" + textwrap.dedent(text)
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
+    return output_of("import arenapy\nfrom arenapy import cuda\n" + textwrap.dedent(text))
 
 
 def test_a_pool_for_each(two):

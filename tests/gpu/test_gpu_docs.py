@@ -10,7 +10,7 @@ from cuda_support import a_gpu
 from real_gpu import need_gpu
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("cuda", "streams", "overlap", "larger")
+PAGES = ("cuda", "streams", "overlap", "kernels", "larger")
 PROGRAMS = [
     pytest.param(code, id=f"{page} {number}")
     for page in PAGES
@@ -36,6 +36,14 @@ def test_on_a_gpu(code, tmp_path, monkeypatch):
     need_gpu()
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "a guide", "exec"), {})
+
+
+def test_the_programs_whose_kernels_allocate(cupy, capsys):
+    runpy.run_path(str(DOCS / "examples/kernel_rows.py"))["main"](100_000)
+    assert "longest: 77031, 351 numbers, the largest is 21933016" in capsys.readouterr().out
+    runpy.run_path(str(DOCS / "examples/kernel_table.py"))["main"](1_000_000)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.endswith("wrong: 0") for line in lines)
 
 
 def test_the_reduction_of_a_file_on_a_gpu(cupy, tmp_path):

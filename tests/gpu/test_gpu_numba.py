@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from real_gpu import output_of
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +35,7 @@ pool = arenapy.Pool({limit}, cuda.Device())
 
 def program(text, limit=None):
     """What a program prints, whose lines begin like this one's."""
-    code = START.format(limit=limit) + textwrap.dedent(text)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "arenapy:" not in done.stderr, done.stderr
-    return done.stdout.strip()
+    return output_of(START.format(limit=limit) + textwrap.dedent(text))
 
 
 def test_arrays_are_in_the_pool():

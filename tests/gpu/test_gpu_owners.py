@@ -7,7 +7,7 @@ import functools
 import time
 
 import pytest
-from cuda_support import until
+from cuda_support import PER_THREAD, until
 from helpers import in_threads
 from real_gpu import done, judge
 
@@ -142,7 +142,7 @@ def test_without_the_record_it_is_overwritten(gpu):
     assert rounds_with_reused_handles(gpu, WRAPPERS["integer"], False) > 0
 
 
-def owners():
+def owners(gpu):
     """Objects of libraries, and whether arenapy is to know that they keep their stream."""
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
     numba, core = pytest.importorskip("numba.cuda"), pytest.importorskip("cuda.core")
@@ -156,13 +156,14 @@ def owners():
         (ours, True),
         (device.create_stream(ours), True),
         (numba.external_stream(ours.handle), True),
-        (device.create_stream(), False),
+        (device.create_stream(), True),
+        (core.Stream.from_handle(gpu.stream()), False),
     ]
 
 
 def test_owners_are_known(gpu):
     """Their blocks come from a cache of their stream: the same bytes, though it is at work."""
-    for stream, known in owners():
+    for stream, known in owners(gpu):
         pool = Pool(64 * MIB, cuda.Device())
         block = pool.alloc(64 * KIB, stream=stream)
         address = block.address
@@ -210,6 +211,47 @@ def test_a_default_stream_in_a_thread_without_a_context(gpu, core, name):
         block.record_stream(getattr(core, name))
 
     in_threads(work)
+
+
+def test_a_stream_that_was_closed_lives_as_long_as_its_blocks(gpu, core):
+    """cuda.core destroys a stream with the last object that shares it, of which arenapy has one."""
+    device = core.Device(0)
+    device.set_current()
+    for i in range(ROUNDS):
+        pool = Pool(64 * MIB, cuda.Device())
+        stream = device.create_stream()
+        handle, block = int(stream.handle), pool.alloc(MIB, stream=stream)
+        gpu.write_slowly(handle, block.address, MIB, i, LONG)
+        stream.close()
+        made = [gpu.stream() for _ in range(4)]
+        assert handle not in made
+        gpu.count_wrong(handle, block.address, MIB, i)
+        del block, stream
+        gpu.synchronize()
+        for one in made:
+            done(gpu.driver.cuStreamDestroy(one))
+    assert gpu.how_many_wrong() == 0
+
+
+def test_caches_of_threads_default_streams(gpu):
+    """Threads come and go. What one kept for its default stream is another one's afterwards."""
+    pool = Pool(16 * MIB, cuda.Device())
+
+    def work(k):
+        done(gpu.driver.cuCtxPushCurrent(gpu.context))
+        for i in range(ROUNDS):
+            block = pool.alloc(MIB, stream=PER_THREAD)
+            gpu.write_slowly(PER_THREAD, block.address, MIB, k << 8 | i, 50)
+            gpu.count_wrong(PER_THREAD, block.address, MIB, k << 8 | i)
+            del block
+
+    for round_ in range(8):
+        in_threads(*[functools.partial(work, 4 * round_ + k) for k in range(4)])
+    assert gpu.how_many_wrong() == 0
+    for _ in range(3):
+        gpu.synchronize()
+        pool.trim()
+    assert pool.stats().reserved_bytes == 0
 
 
 def test_a_stream_that_was_closed_is_refused(gpu, core):

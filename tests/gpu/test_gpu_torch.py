@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from real_gpu import output_of
 
 pytestmark = pytest.mark.usefixtures("torch")
 
@@ -19,13 +20,7 @@ arenapy_torch.use(pool)
 
 def program(text, limit=None):
     """What a program prints, whose lines begin like this one's."""
-    code = START.format(limit=limit) + textwrap.dedent(text)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "arenapy:" not in done.stderr, done.stderr
-    return done.stdout.strip()
+    return output_of(START.format(limit=limit) + textwrap.dedent(text))
 
 
 def test_tensors_are_in_the_pool():

@@ -1,10 +1,8 @@
 """On two real GPUs: copies between them, blocks that streams of both use, contexts."""
 
-import contextlib
-
 import numpy as np
 import pytest
-from real_gpu import Gpu, content, done, need_gpu
+from real_gpu import Gpu, content, current_in, done, two_gpus
 
 from arenapy import Pool, Slab, cuda
 
@@ -15,23 +13,14 @@ SLOW = 20  # microseconds
 
 @pytest.fixture
 def gpus():
-    need_gpu(2)
-    with contextlib.ExitStack() as stack:
-        second = stack.enter_context(Gpu(1))
-        yield stack.enter_context(Gpu(0)), second
+    with two_gpus() as both:
+        yield both
 
 
 def current():
     from cuda.bindings import driver
 
     return int(done(driver.cuCtxGetCurrent()))
-
-
-@contextlib.contextmanager
-def current_in(gpu):
-    done(gpu.driver.cuCtxPushCurrent(gpu.context))
-    yield
-    done(gpu.driver.cuCtxPopCurrent())
 
 
 def test_each_has_its_own_memory(gpus):

@@ -311,7 +311,7 @@ def test_what_is_no_pool(arenapy_cupy, driver):
         arenapy_cupy.allocator(Pool(MIB))
     with pytest.raises(ValueError, match="is over device memory, which is not pinned"):
         arenapy_cupy.pinned_allocator(Pool(4 * MIB, cuda.Device()))
-    with pytest.raises(TypeError, match="is no Pool"):
+    with pytest.raises(TypeError, match="is not a Pool"):
         arenapy_cupy.pinned_allocator(arenapy.Slab(64, 4))
 
 

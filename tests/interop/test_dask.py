@@ -402,3 +402,21 @@ def test_the_lowest_limit(limit, target, spill, pause, lowest):
         memory_pause_fraction=pause,
     )  # fmt: skip
     assert arenapy_dask._lowest_limit(manager) == lowest
+
+
+def test_a_heartbeat_looks_at_the_pool_once(distributed, monkeypatch):
+    worker, plugin = a_worker(), ArenaPlugin()
+    plugin.setup(worker)
+    try:
+        looks = []
+        stats = plugin.pool.stats
+        monkeypatch.setattr(
+            plugin, "pool", types.SimpleNamespace(stats=lambda: looks.append(1) or stats())
+        )
+        for _ in range(2):
+            del looks[:]
+            figures = {name: figure(worker) for name, figure in worker.metrics.items()}
+            assert looks == [1]
+            assert figures["pool_reserved_bytes"] >= figures["pool_allocated_bytes"] >= 0
+    finally:
+        plugin.teardown(worker)

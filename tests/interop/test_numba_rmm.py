@@ -126,6 +126,17 @@ def test_what_numba_asks(manager, numba_cuda, pool, monkeypatch):
         manager.get_ipc_handle(None)
 
 
+def test_the_driver_is_asked_once_how_large_the_device_is(manager, numba_cuda, monkeypatch):
+    """numba calls initialize() for each array, and the question takes longer than all else."""
+    asked = []
+    of_driver = types.SimpleNamespace(cuMemGetInfo=lambda: asked.append(1) or (MIB, 64 * MIB))
+    monkeypatch.setattr(numba_cuda.cudadrv.driver, "driver", of_driver)
+    for _ in range(3):
+        manager.initialize()
+        manager.memalloc(1000)
+    assert len(asked) == 1
+
+
 def test_use_reaches_contexts_that_exist(numba_cuda, pool, context, monkeypatch):
     module = numba_cuda.cudadrv.driver
     without = types.SimpleNamespace(primary_context=None)
@@ -232,7 +243,7 @@ def test_as_an_upstream(rmm, pool):
     ],
 )  # fmt: skip
 def test_what_is_refused(driver, make, monkeypatch):
-    with pytest.raises(TypeError, match="is no Pool"):
+    with pytest.raises(TypeError, match="is not a Pool"):
         make(object())
     with pytest.raises(ValueError, match="is over host memory"):
         make(Pool(MIB))

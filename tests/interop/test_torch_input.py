@@ -36,8 +36,8 @@ def stand_in(monkeypatch, version="2.11.0", built=True):
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        (lambda: object(), TypeError, "is no Pool; give arenapy.Pool"),
-        (lambda: arenapy.Slab(64, 4), TypeError, "is no Pool"),
+        (lambda: object(), TypeError, "is not a Pool; give arenapy.Pool"),
+        (lambda: arenapy.Slab(64, 4), TypeError, "is not a Pool"),
         (lambda: arenapy.Pool(MIB), ValueError, "is over host memory"),
         (lambda: arenapy.Pool(4 * MIB, cuda.Managed()), ValueError, "is over managed memory"),
     ],

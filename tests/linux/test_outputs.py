@@ -94,7 +94,7 @@ def folder(tmp_path, monkeypatch):
 
     for where, name in [
         (os, "execve"), (os, "execv"), (compare, "_measure"), (demo, "_measure_all"),
-        (demo, "_run_gpu"), (trace_command, "load"), (fuzz, "_attack"), (testing, "_guided"),
+        (demo, "_run_gpu"), (trace_command, "load"), (fuzz, "_search"), (testing, "_guided"),
     ]:  # fmt: skip
         monkeypatch.setattr(where, name, begin)
     monkeypatch.chdir(tmp_path)

@@ -122,6 +122,15 @@ def test_file_errors(path, tmp_path, nothing_leaks):
         File(3)
 
 
+@pytest.mark.parametrize("mode", ["r", "r+", "w+"])
+def test_the_name_of_a_folder_is_not_that_of_a_file(path, mode):
+    """open() says of "name/" that it is no folder, and changes nothing."""
+    before = Path(path).read_bytes()
+    with pytest.raises((NotADirectoryError, IsADirectoryError)):
+        File(f"{path}/", mode).region(4096)
+    assert Path(path).read_bytes() == before
+
+
 def test_new_file_without_room_is_removed(tmp_path, nothing_leaks):
     path = tmp_path / "large"
     with pytest.raises(OSError, match=r"cannot reserve .* on disk") as caught:

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import leases
 import pytest
-from hypothesis import settings
 
 pytestmark = pytest.mark.sampled(full=2)  # each case is a process that forks many
 
@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("leases.py")
 
 @pytest.mark.parametrize("source", leases.SOURCES)
 def test_a_childs_bytes_are_not_reused_until_it_ends(source):
-    thorough = settings().max_examples > 1000
+    thorough = hypothesis.settings().max_examples > 1000
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", PROGRAM, source, *["thorough"] * thorough],
         capture_output=True,

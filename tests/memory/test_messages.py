@@ -428,6 +428,39 @@ def test_the_other_side_is_gone(pair, pool):
         arenapy.receive(pair[0])
 
 
+@pytest.mark.parametrize("make", [np.ma.masked_array, lambda x: x.view(np.recarray)])
+def test_a_subclass_is_refused(make, pair, pool):
+    """Its class, and what it has beyond the bytes, would be lost."""
+    x = make(pool.zeros(4))
+    with pytest.raises(TypeError, match="cannot be sent"):
+        arenapy.send(pair[0], x)
+    arenapy.send(pair[0], pool.zeros(5))
+    assert arenapy.receive(pair[1]).shape == (5,)
+
+
+def test_a_dtype_that_is_too_long(pair, pool):
+    x = pool.zeros(2, [(f"f{i:06}", "f8") for i in range(6000)])
+    with pytest.raises(ValueError, match=r"is too long.*x.view"):
+        arenapy.send(pair[0], x)
+    arenapy.send(pair[0], x.view("u1"))
+    assert len(arenapy.receive(pair[1])) == x.nbytes
+
+
+def test_an_exception_from_elsewhere_is_not_the_messages(pair, pool, monkeypatch):
+    """As a signal's handler raises it, while a dtype is read."""
+
+    class Signalled(Exception):
+        pass
+
+    def interrupted(text):
+        raise Signalled
+
+    arenapy.send(pair[0], pool.zeros(2))
+    monkeypatch.setattr(messages.np, "dtype", interrupted)
+    with pytest.raises(Signalled):
+        arenapy.receive(pair[1])
+
+
 def test_a_timeout(pair):
     pair[0].settimeout(0.01)
     with pytest.raises(TimeoutError):
@@ -470,11 +503,20 @@ HOSTILE = {
     "an open file": ({}, an_open_file, "not shared memory of fixed size"),
     "an unsealed memfd": ({}, an_unsealed_memfd, "not shared memory of fixed size"),
     "beyond": ({"offset": 1 << 20, "nbytes": 1 << 40}, None, "names 1099511627776 bytes"),
-    "shape": ({"layout": (513, 8)}, None, "buffer"),
-    "a negative shape": ({"layout": (-1, 8)}, None, "strides"),
-    "an overflow": ({"layout": (1 << 62, 8)}, None, "array is too big|too large|size"),
-    "strides": ({"layout": (2, 4096)}, None, "strides"),
-    "negative strides": ({"layout": (2, -8)}, None, "strides"),
+    "shape": ({"layout": (513, 8)}, None, "not inside"),
+    "a negative shape": ({"layout": (-1, 8)}, None, "not inside"),
+    "an overflow": ({"layout": (1 << 62, 8)}, None, "not inside"),
+    "strides": ({"layout": (2, 4096)}, None, "not inside"),
+    "negative strides": ({"layout": (2, -8)}, None, "not inside"),
+    "a stride that overflows": ({"layout": (5, 1 << 62)}, None, "not inside"),
+    "a span that overflows": ({"layout": ((1 << 52) + 1, 4096)}, None, "not inside"),
+    "a negative one": ({"layout": (3, -(1 << 63))}, None, "not inside"),
+    "two that overflow": (
+        {"ndim": 2, "layout": (2, 2, (1 << 63) - 1, (1 << 63) - 1)},
+        None,
+        "not inside",
+    ),
+    "many without bytes": ({"layout": (1 << 62, 0)}, None, "too big|too large|size"),
     "objects": ({"dtype": b"O"}, None, "references to Python objects"),
     "objects in a field": ({"dtype": b"[('a', '|O')]"}, None, "references to Python objects"),
     "code": ({"dtype": b"[__import__('os')]"}, None, "cannot be understood"),

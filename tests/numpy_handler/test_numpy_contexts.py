@@ -349,3 +349,30 @@ def test_garbage_that_leaves_is_not_collected_while_another_one_enters(run_scrip
         """,
         env={"PYTHONMALLOC": "debug"},
     )
+
+
+def test_no_list_of_a_call_is_to_be_found(run_script):
+    """Before Python 3.12 an allocation may collect garbage, whose callbacks find all lists."""
+    run_script("""
+        import gc
+        import arenapy, numpy as np
+        m = arenapy.numpy_memory(arenapy.Pool(1 << 20))
+        m.__enter__(); m.__exit__(None, None, None)
+        known, on = {id(one) for one in gc.get_objects()}, False
+
+        def change(phase, info):
+            for one in gc.get_objects() if on else ():
+                if type(one) is list and id(one) not in known and one:
+                    if type(one[0]).__name__ == "Entry":
+                        one[:] = [1 << 40] * len(one)
+
+        gc.callbacks.append(change)
+        gc.set_threshold(1, 1, 1)
+        on = True
+        m.__enter__()
+        m.__enter__()
+        m.__exit__(None, None, None)
+        m.__exit__(None, None, None)
+        on = False
+        assert not arenapy.handles(np.empty(1000))
+    """)

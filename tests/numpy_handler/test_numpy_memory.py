@@ -58,8 +58,9 @@ def make_dirty(pool, nbytes=8 * MIB):
 # What arrays are like ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 500, 5000, 150_001])
+@pytest.mark.parametrize("n", [0, 1, 7, 64, 500, 5000, 150_001])
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.sampled
 def test_contents_are_as_with_numpys_own_memory(name, n):
     n = min(n, 20_000) if name.startswith(("from", "objects", "strings")) else n
     pool = Pool()
@@ -75,6 +76,7 @@ def test_contents_are_as_with_numpys_own_memory(name, n):
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.sampled
 def test_every_pool_serves_every_array(name, every_pool):
     expected = [MAKERS[name](n, n) for n in (0, 3, 2000)]
     make_dirty(every_pool, 40_000)

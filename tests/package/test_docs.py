@@ -18,7 +18,14 @@ import evidence_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-ELSEWHERE = ("cuda", "streams", "overlap", "larger", "ecosystem")  # test_gpu_{docs,ecosystem}.py
+ELSEWHERE = (
+    "cuda",
+    "streams",
+    "overlap",
+    "kernels",
+    "larger",
+    "ecosystem",
+)  # test_gpu_{docs,ecosystem}.py
 NEEDED = ("matplotlib", "torch", "dask", "distributed", "aiohttp", "uvicorn", "pyarrow")
 PROGRAMS = [
     pytest.param(code, id=f"{page.stem} {number}")

@@ -43,7 +43,7 @@ def loaded(name):
 def test_each_is_short_and_shown():
     pages = (EXAMPLES.parent / "examples.md").read_text()
     assert re.findall(r"^```\{literalinclude\} examples/(\w+)\.py$", pages, re.M) == NAMES
-    assert {*PRINTED, "out_of_core_gpu"} == {*NAMES}
+    assert {*PRINTED, "out_of_core_gpu", "kernel_rows", "kernel_table"} == {*NAMES}
     for name in NAMES:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80, name
 
@@ -71,6 +71,18 @@ def test_a_mean_of_tiles_and_edges(tmp_path):
     steep = program.edges(image[..., 0].astype("f4"))
     assert (steep > 0).sum(axis=1).tolist() == [2] * 17
     assert (program.blurred(np.full((5, 6), 9.0)) == 9).all()
+
+
+def test_thumbnails_are_no_images_of_the_next_run(tmp_path, capsys):
+    program = loaded("image_pipeline")
+    program.make_images(tmp_path, count=2, height=48, width=64)
+    for _ in range(2):
+        program.main(tmp_path)
+        images = re.findall(r"^(.*): .* edges", capsys.readouterr().out, re.M)
+        assert images == ["000.npy", "001.npy"]
+    made = np.load(tmp_path / "thumbnails/001.npy")
+    image = np.load(tmp_path / "001.npy")
+    assert (made == program.thumbnail(image, 8)).all()
 
 
 def test_a_step_is_that_of_a_direct_sum():

@@ -4,9 +4,12 @@
 time to be overwritten. `count_wrong` counts the words that are not what they should be.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -217,6 +220,31 @@ class Gpu:
             done(self.driver.cuCtxSynchronize())
         else:
             done(self.driver.cuStreamSynchronize(handle_of(stream)))
+
+
+@contextlib.contextmanager
+def two_gpus():
+    """Both, of which the first one is current."""
+    need_gpu(2)
+    with Gpu(1) as second, Gpu(0) as first:
+        yield first, second
+
+
+@contextlib.contextmanager
+def current_in(gpu):
+    done(gpu.driver.cuCtxPushCurrent(gpu.context))
+    yield
+    done(gpu.driver.cuCtxPopCurrent())
+
+
+def output_of(code):
+    """What a program of its own prints, whose allocator may be the whole program's."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "arenapy:" not in ran.stderr, ran.stderr
+    return ran.stdout.strip()
 
 
 def judge(gpu, safe):

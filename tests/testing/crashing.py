@@ -76,6 +76,15 @@ class Killed(Overlapping):
         return super().malloc(nbytes)
 
 
+class KilledAtTimes(Overlapping):
+    """A signal ends the process at a request of 4097 bytes."""
+
+    def malloc(self, nbytes):
+        if nbytes == 4097:
+            os.kill(os.getpid(), 11)
+        return super().malloc(nbytes)
+
+
 def bump():
     return arenapy.Bump(1 << 16, arenapy.Host(huge_pages=None, prefault=False))
 

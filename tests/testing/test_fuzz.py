@@ -1,24 +1,24 @@
 """``arenapy fuzz``: what it attacks, finds, says, and ends with."""
 
 import ctypes
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import crashing
+import hypothesis
 import numpy as np
 import planted_toys
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 
-from arenapy.commands.fuzz import _show_progress, main
+from arenapy.commands.fuzz import MOST_DEATHS, _search, _show_progress, main
 from arenapy.testing import AllocatorMachine
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
@@ -94,13 +94,6 @@ def test_wrong_arguments(arguments, named):
     done = fuzz(*arguments)
     assert done.returncode == 2
     assert named in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.full
-def test_seconds_are_kept():
-    done = fuzz("crashing:bump", "--seconds", "1", "--steps", "5")
-    assert done.returncode == 0
-    assert int(done.stdout.split(" programs")[0].split()[-1]) > 20
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
@@ -311,10 +304,13 @@ def test_the_planted_bug_is_the_first_line(name, tmp_path, monkeypatch):
     assert "also found" not in allowed.stdout
 
 
-@pytest.mark.parametrize("name", ["Arena", "FreeList"])
-def test_the_planted_bug_is_first_under_pytest(name):
-    machine = machine_for(f"planted_toys:{name}")
-    machine.TestCase.settings = settings(max_examples=100, database=None, derandomize=True)
+@pytest.mark.parametrize("name", TOYS)
+def test_the_planted_bug_is_first_under_pytest(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    machine = machine_for(f"{planted(name, tmp_path)}:{name}")
+    machine.TestCase.settings = hypothesis.settings(
+        max_examples=100, database=None, derandomize=True
+    )
     with pytest.raises(AssertionError) as caught:
         machine.TestCase("runTest").runTest()
     assert str(caught.value).startswith("overlap: ")
@@ -362,17 +358,121 @@ def test_the_message_says_which_alignment_to_set():
     assert "alignments = " in found.error and "--max-align" in found.error
 
 
-def test_shrinking_ends_in_time():
-    class Slow(machine_for("crashing:Overlapping")):
+class Clock:
+    """The time, which passes when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def slow(target, clock):
+    """A machine whose programs take a second each."""
+
+    class Slow(machine_for(target)):
         def make(self):
-            time.sleep(0.02)
+            clock.now += 1
             return super().make()
 
-    began = time.monotonic()
-    found = attack(Slow, start=7, examples=60, shrink=0.1)
-    long = len(found.failing)
-    assert time.monotonic() - began < 60
-    assert len(attack(Slow, start=7, examples=60, shrink=20).failing) <= long
+    return Slow
+
+
+@pytest.mark.parametrize("seconds", [0, 10])
+def test_shrinking_ends_in_time(seconds):
+    clock = Clock()
+    began = []
+
+    def watch(tally):
+        if tally.watch is None and not began:
+            began.append(clock.now)
+
+    machine = slow("crashing:Overlapping", clock)
+    found = attack(machine, start=7, examples=60, shrink=seconds, watch=watch, clock=clock)
+    assert set(found.findings) == {"overlap", "empty-shared"}
+    # Each program runs once, however short the time is.
+    assert clock.now - began[0] == max(seconds, len(found.findings))
+
+
+@pytest.mark.full
+def test_more_time_makes_a_program_smaller():
+    def length(seconds):
+        clock = Clock()
+        machine = slow("crashing:Overlapping", clock)
+        found = attack(machine, start=7, examples=60, shrink=seconds, clock=clock)
+        return len(str(found.failing))
+
+    assert length(0) > length(200)
+
+
+def test_an_attack_ends_in_time():
+    clock = Clock()
+    found = attack(slow("crashing:bump", clock), seconds=30, clock=clock)
+    assert (found.examples, clock.now) == (30, 30.0)
+
+
+STEPS = ["{}", *['{"step": "free_block", "arguments": {}}'] * 50]
+
+
+class Processes:
+    """Processes that run for as long as they may, or end by themselves as listed."""
+
+    def __init__(self, monkeypatch, *ends):
+        self.clock, self.ends, self.limits = Clock(), list(ends), []
+        monkeypatch.setattr("arenapy.testing.crashes.crashes", self.crashes)
+
+    def crashes(self, lines):
+        self.clock.now += 1
+        return lines == STEPS  # so the time for smaller programs is used up
+
+    def run(self, job, folder):
+        limits = job["attack"]
+        self.limits.append((limits["seconds"], limits["shrink"]))
+        file = folder / "report.json"
+        report = json.loads(file.read_text()) if file.exists() else {"findings": []}
+        status, seconds, searching = self.ends.pop(0) if self.ends else (0, 0, False)
+        report |= {"examples": report.get("examples", 0) + 1, "searching": searching}
+        file.write_text(json.dumps(report))
+        self.clock.now += seconds
+        return status, STEPS, f"process {len(self.limits)}"
+
+    def search(self, folder, seconds=None, allow=()):
+        job = {"attack": {"seconds": seconds, "shrink": 10}, "machine": {"allow": list(allow)}}
+        status, found, _, words = _search(job, folder, self.run, self.clock)
+        return status, [one["kind"] for one in found["findings"]], words
+
+
+def test_processes_after_a_crash_share_the_time(tmp_path, monkeypatch):
+    """The first program takes half of the time for shrinking."""
+    processes = Processes(monkeypatch, *[(-11, 30, True)] * 3)
+    assert processes.search(tmp_path, seconds=100) == (0, ["crash"], "process 1")
+    assert processes.limits == [(100, 10), (65, 5), (35, 5), (5, 5)]
+    assert json.loads((tmp_path / "report.json").read_text())["found_at"] == 2
+
+
+def test_an_allowed_crash_takes_no_time(tmp_path, monkeypatch):
+    processes = Processes(monkeypatch, (-11, 30, True))
+    assert processes.search(tmp_path, seconds=100, allow=["crash"]) == (0, [], "process 2")
+    assert processes.limits == [(100, 10), (70, 10)]
+
+
+def test_without_a_time_the_last_death_ends_the_search(tmp_path, monkeypatch):
+    processes = Processes(monkeypatch, *[(-11, 1, True)] * 1000)
+    processes.ends[MOST_DEATHS:] = []
+    assert processes.search(tmp_path)[1] == ["crash"]
+    assert [seconds for seconds, _ in processes.limits] == [None] * MOST_DEATHS + [0.0]
+
+
+def test_without_a_time_a_hang_ends_the_search(tmp_path, monkeypatch):
+    processes = Processes(monkeypatch, (-11, 1, True), (None, 60, True))
+    assert processes.search(tmp_path)[1] == ["hang", "crash"]
+    assert processes.limits == [(None, 10), (None, 5), (0.0, 5)]
+
+
+def test_a_crash_while_shrinking_is_the_last(tmp_path, monkeypatch):
+    processes = Processes(monkeypatch, (-11, 1, False))
+    assert processes.search(tmp_path) == (-11, ["crash"], "process 1")
 
 
 def test_what_may_be_allowed_is_checked(capsys):
@@ -382,11 +482,16 @@ def test_what_may_be_allowed_is_checked(capsys):
 
 
 @pytest.mark.no_sanitizer
-def test_a_crash_shows_the_stack():
-    done = fuzz("crashing:Killed", "--seed", "5", "--shrink", "5")
+def test_a_crash_is_one_kind_of_finding():
+    """The search goes on after it. The report shows the stack."""
+    few = ("--examples", "25", "--steps", "20", "--shrink", "1")
+    done = fuzz("crashing:KilledAtTimes", "--seed", "3", *few)
     assert done.returncode == 1
     assert done.stdout.startswith("found: crash: killed by SIGSEGV")
+    assert "also found: overlap: " in done.stdout and "25 programs" in done.stdout
     assert "in malloc" in done.stderr and "Segmentation fault" in done.stderr
+    allowed = fuzz("crashing:KilledAtTimes", "--seed", "3", "--allow", "crash", *few)
+    assert allowed.stdout.startswith("found: overlap: ") and "crash" not in allowed.stdout
 
 
 def test_progress_is_for_terminals(monkeypatch, capsys, tmp_path):

@@ -1,0 +1,387 @@
+"""Memory that kernels allocate from while they run.
+
+What lives here: the host's side of KernelArena and KernelSlab: their memory, the struct in front of
+it, and what the host sees of it. What does not: allocation itself, which is device code
+(device-code/arenapy.cuh).
+
+A Buffer over a part of the memory keeps a `_Window`, and a reset is refused while there is one. So
+no byte is handed out again while somebody on the host can see it.
+"""
+
+import struct
+import weakref
+from pathlib import Path
+
+from arenapy.base.text import format_bytes
+from arenapy.buffer.buffer import Buffer
+from arenapy.cuda.foreign import asbuffer
+from arenapy.cuda.sources import Device, DriverPool, Managed
+from arenapy.cuda.stream import event_on
+from arenapy.memory.host_request import checked_index, checked_size
+
+__all__ = ["KernelArena", "KernelSlab", "include_dir"]
+
+LINE = 128  # bytes: counters that kernels write have a cache line of their own
+STRUCT = 2 * LINE  # bytes of arenapy::arena and arenapy::slab
+#: size; used, overflowed, misused
+ARENA = struct.Struct("<Q120x Q Q Q 104x")
+#: stride, count, first, words; vacant, overflowed, misused
+SLAB = struct.Struct("<QQQQ96x q Q Q 104x")
+#: The second line of either.
+COUNTERS = struct.Struct("<qQQ")
+WORD = 32  # items in a word of the bitmap
+ALIGN = 16  # bytes
+
+
+def include_dir() -> str:
+    """Return the folder of ``arenapy.cuh``, for the compiler's option ``-I``.
+
+    Returns
+    -------
+    str
+
+    Notes
+    -----
+    Thread-safety: may be called from any thread.
+
+    Examples
+    --------
+    >>> import os
+    >>> from arenapy import cuda
+    >>> os.listdir(cuda.include_dir())
+    ['arenapy.cuh']
+    """
+    return str(Path(__file__).parent / "device-code")
+
+
+class _Window:
+    """A part of the memory as another library's array; `asbuffer` keeps it."""
+
+    def __init__(self, memory: "_KernelMemory", address: int, nbytes: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+        }
+
+
+class _KernelMemory:
+    """What both have: a struct, whose second line has the counters, and the memory behind it."""
+
+    def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None) -> None:
+        source = Device() if source is None else source
+        self._all = source.region(nbytes).buffer()
+        if self._all.device_id < 0:
+            raise ValueError(
+                f"source={source!r} gives {self._all.kind} memory; give arenapy.cuda.Device, "
+                "arenapy.cuda.DriverPool or arenapy.cuda.Managed"
+            )
+        self._windows: weakref.WeakSet[_Window] = weakref.WeakSet()
+        self._fresh = b""  # what a reset writes to the beginning of the struct
+        self._first = self._end = STRUCT  # of the memory, from the struct
+
+    @property
+    def address(self) -> int:
+        """The pointer that a kernel takes, an int."""
+        return self._all.address
+
+    @property
+    def device_id(self) -> int:
+        """Ordinal of the device."""
+        return self._all.device_id
+
+    def buffer(self, address: int, nbytes: int, *, stream: object = None) -> Buffer:
+        """Return a Buffer over memory that a kernel allocated.
+
+        Parameters
+        ----------
+        address : int
+            What the kernel got.
+        nbytes : int
+            Bytes from there on.
+        stream : stream, optional
+            The stream of the kernel that wrote the memory. The Buffer's own stream, the legacy
+            default stream, waits for it. Without it, the kernel is done already.
+
+        Returns
+        -------
+        Buffer
+            It keeps the memory. No reset is allowed while anything uses it.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the bytes are not inside the memory, or an argument is not a number or a stream.
+
+        Notes
+        -----
+        Thread-safety: may be called from any thread.
+
+        Examples
+        --------
+        >>> from arenapy import cuda
+        >>> arena = cuda.KernelArena(1 << 20)
+        >>> block = arena.buffer(arena.address + 256, 64)    # the first address of a new arena
+        >>> block.nbytes
+        64
+        """
+        n = checked_size(nbytes)
+        start, end = self.address + self._first, self.address + self._end
+        if not isinstance(address, int) or not start <= address <= end - n:
+            raise ValueError(
+                f"address={address!r}: {n} bytes from there are not inside the memory, which is "
+                f"from {start:#x} to {end:#x}; give what the kernel got"
+            )
+        if stream is not None:
+            event_on(stream, self.device_id).synchronize()
+        window = _Window(self, address, n)
+        found = asbuffer(window)
+        self._windows.add(window)
+        return found
+
+    def reset(self, stream: object = None) -> None:
+        """Free all that kernels have allocated, in the order of a stream. Counters begin at 0.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            Kernels before it on this stream keep what they have, and kernels after it allocate
+            anew. By default, the reset is done on return, and comes after the work of the legacy
+            default stream and of all blocking streams.
+
+        Raises
+        ------
+        BufferError
+            If a Buffer over a part of the memory is in use. Nothing is changed.
+        CudaError
+            If the driver refused.
+
+        Notes
+        -----
+        Thread-safety: may be called from any thread. Kernels on other streams must be done.
+
+        Examples
+        --------
+        >>> from arenapy import cuda
+        >>> arena = cuda.KernelArena(1 << 20)
+        >>> arena.reset()
+        """
+        n = len(self._windows)
+        if n:
+            raise BufferError(
+                f"{n} Buffers over parts of {self!r} are in use; drop them and all that was made "
+                "of them, or make another one"
+            )
+        self._write(stream)
+
+    def _write(self, stream: object) -> None:
+        self._all[: len(self._fresh)].copy_from(self._fresh, stream=stream)
+
+    def _counters(self, stream: object) -> tuple[int, int, int]:
+        found = bytearray(COUNTERS.size)
+        self._all[LINE : LINE + COUNTERS.size].copy_to(found, stream=stream)
+        if stream is not None:
+            event_on(stream, self.device_id).synchronize()
+        first, overflowed, misused = COUNTERS.unpack(found)
+        return first, overflowed, misused
+
+    @property
+    def overflowed(self) -> int:
+        """How many requests were refused since the last reset, because the memory was full.
+
+        The host waits for the legacy default stream, for all blocking streams, and for the streams
+        that were named to this object before. After a kernel on another stream, synchronize first.
+        """
+        return self._counters(None)[1]
+
+    @property
+    def misused(self) -> int:
+        """How many calls were wrong since the last reset. They had no effect.
+
+        Such a call asked for an alignment that is not a power of two, gave back an item that was
+        not in use, or gave back a pointer that is not an item. The host waits as for `overflowed`.
+        """
+        return self._counters(None)[2]
+
+
+class KernelArena(_KernelMemory):
+    """Memory of any sizes that kernels allocate from while they run, and that is freed at once.
+
+    In a kernel, ``arenapy::arena_alloc(arena, nbytes, align)`` of ``arenapy.cuh`` returns memory,
+    or NULL if it does not fit.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes for all allocations. Each takes a multiple of 16 bytes.
+    source : source, optional
+        Where the memory comes from: `Device`, by default of device 0, `DriverPool` or `Managed`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If `nbytes` is not a positive size, or the source has other memory.
+    OutOfMemory, CudaError, Unavailable
+        If the source raises it.
+
+    Notes
+    -----
+    Keep the object until the kernels that use it are done. Kernels on several streams may allocate
+    at the same time.
+
+    The threads of a warp share one atomic addition.
+
+    Thread-safety: every method may be called from any thread.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> arena = cuda.KernelArena(8 << 20)
+    >>> # kernel(..., arenapy::arena* arena): launch it with arena.address
+    >>> arena.used(), arena.overflowed
+    (0, 0)
+    """
+
+    def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None = None) -> None:
+        self._size = _positive("nbytes", nbytes)
+        super().__init__(STRUCT + self._size, source)
+        self._end = STRUCT + self._size
+        self._fresh = ARENA.pack(self._size, 0, 0, 0)
+        self._write(None)
+
+    def used(self, stream: object = None) -> int:
+        """Return how many bytes kernels have allocated, with what alignment takes.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            Kernels before it on this stream count. By default, the host waits as for `overflowed`.
+
+        Returns
+        -------
+        int
+            Since the last reset. All bytes, once a request was refused.
+
+        Raises
+        ------
+        CudaError
+            If the driver refused.
+
+        Notes
+        -----
+        Thread-safety: may be called from any thread.
+
+        Examples
+        --------
+        >>> from arenapy import cuda
+        >>> cuda.KernelArena(1 << 20).used()
+        0
+        """
+        return min(self._counters(stream)[0], self._size)
+
+    def __repr__(self) -> str:
+        return f"<KernelArena {format_bytes(self._size)} at {self.address:#x}>"
+
+
+class KernelSlab(_KernelMemory):
+    """Items of one size that kernels allocate and give back while they run.
+
+    In a kernel, ``arenapy::slab_alloc(slab)`` of ``arenapy.cuh`` returns an item, or NULL if all
+    are in use. ``arenapy::slab_free(slab, item)`` gives it back, in any thread, in the same kernel
+    or in a later one.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes of an item. Items begin at multiples of 16 bytes.
+    count : int
+        How many items there are.
+    source : source, optional
+        Where the memory comes from: `Device`, by default of device 0, `DriverPool` or `Managed`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If `nbytes` or `count` is not positive, or the source has other memory.
+    OutOfMemory, CudaError, Unavailable
+        If the source raises it.
+
+    Notes
+    -----
+    Keep the object until the kernels that use it are done. Kernels on several streams may allocate
+    and give back at the same time. If all items are in use and some are given back at the same
+    moment, a request may be refused.
+
+    A bitmap has a bit for each item. The threads of a warp look at up to 32 words of it together,
+    beginning at a place that differs from warp to warp, as in A. Adinetz and D. Pleiter, "Halloc: a
+    high-throughput dynamic memory allocator for GPGPU architectures", 2014.
+
+    Thread-safety: every method may be called from any thread.
+
+    Examples
+    --------
+    >>> from arenapy import cuda
+    >>> slab = cuda.KernelSlab(64, 1000)
+    >>> # kernel(..., arenapy::slab* slab): launch it with slab.address
+    >>> slab.in_use(), slab.overflowed
+    (0, 0)
+    """
+
+    def __init__(
+        self, nbytes: int, count: int, source: Device | DriverPool | Managed | None = None
+    ) -> None:
+        size, self._count = _positive("nbytes", nbytes), _positive("count", count)
+        stride = -(-size // ALIGN) * ALIGN
+        words = -(-self._count // WORD)
+        first = STRUCT + -(-4 * words // LINE) * LINE
+        super().__init__(first + stride * self._count, source)
+        self._nbytes, self._first, self._end = size, first, first + stride * self._count
+        bitmap = bytearray(4 * words)
+        if self._count % WORD:  # bits without an item
+            bitmap[-4:] = (2**WORD - 2 ** (self._count % WORD)).to_bytes(4, "little")
+        head = SLAB.pack(stride, self._count, first, words, self._count, 0, 0)
+        self._fresh = head + bytes(bitmap)
+        self._write(None)
+
+    def in_use(self, stream: object = None) -> int:
+        """Return how many items are in use.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            Kernels before it on this stream count. By default, the host waits as for `overflowed`.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        CudaError
+            If the driver refused.
+
+        Notes
+        -----
+        Thread-safety: may be called from any thread.
+
+        Examples
+        --------
+        >>> from arenapy import cuda
+        >>> cuda.KernelSlab(64, 1000).in_use()
+        0
+        """
+        return self._count - self._counters(stream)[0]
+
+    def __repr__(self) -> str:
+        item = format_bytes(self._nbytes)
+        return f"<KernelSlab {self._count} items of {item} at {self.address:#x}>"
+
+
+def _positive(name: str, value: object) -> int:
+    number = checked_index(name, value)
+    if number <= 0:
+        raise ValueError(f"{name}={number}: give at least 1")
+    return number

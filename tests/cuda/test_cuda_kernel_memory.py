@@ -1,0 +1,133 @@
+"""The host's side of memory that kernels allocate from. On the simulated driver: no kernel runs."""
+
+import ctypes
+import os
+import struct
+
+import numpy as np
+import pytest
+
+import arenapy
+from arenapy import cuda
+
+ARENA_AT, SLAB_FIRST = 256, 256  # bytes of the structs
+
+
+def at(address, form):
+    return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+
+
+def write(address, form, *values):
+    ctypes.memmove(address, struct.pack(form, *values), struct.calcsize(form))
+
+
+def a_kernel_took(arena, nbytes, overflowed=0, misused=0):
+    write(arena.address + 128, "<QQQ", nbytes, overflowed, misused)
+
+
+def test_the_header_is_there():
+    assert "arenapy.cuh" in os.listdir(cuda.include_dir())
+
+
+def test_what_the_header_reads(gpu):
+    arena = cuda.KernelArena(1000)
+    assert at(arena.address, "<Q") == (1000,)
+    slab = cuda.KernelSlab(24, 100)
+    stride, count, first, words = at(slab.address, "<4Q")
+    assert (stride, count, words) == (32, 100, 4)
+    assert first == 256 + 128
+    assert at(slab.address + 128, "<qQQ") == (100, 0, 0)
+    assert at(slab.address + 256, "<4I") == (0, 0, 0, 2**32 - 2**4)
+    cuda.KernelSlab(1, 64)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_kernels_did(gpu, stream):
+    arena = cuda.KernelArena(1000)
+    s = cuda.Stream() if stream else None
+    assert (arena.used(s), arena.overflowed, arena.misused) == (0, 0, 0)
+    a_kernel_took(arena, 1 << 40, 7, 3)
+    assert (arena.used(s), arena.overflowed, arena.misused) == (1000, 7, 3)
+    arena.reset(s)
+    assert (arena.used(s), arena.overflowed, arena.misused) == (0, 0, 0)
+    slab = cuda.KernelSlab(16, 40)
+    write(slab.address + 128, "<q", 30)
+    write(slab.address + 256, "<2I", 0x3FF, 2**32 - 2**8)
+    assert slab.in_use(s) == 10
+    slab.reset(s)
+    assert slab.in_use(s) == 0
+    assert at(slab.address + 256, "<2I") == (0, 2**32 - 2**8)
+
+
+def test_a_buffer_forbids_a_reset(gpu):
+    arena = cuda.KernelArena(1 << 20)
+    a_kernel_took(arena, 64)
+    block = arena.buffer(arena.address + ARENA_AT, 64)
+    block.fill(5)
+    part = block[16:32]
+    del block
+    with pytest.raises(BufferError, match="1 Buffers over parts of <KernelArena 1 MiB at"):
+        arena.reset()
+    assert arena.used() == 64
+    address = part.address
+    found = bytearray(16)
+    part.copy_to(found)
+    assert found == b"\5" * 16
+    del arena
+    other = cuda.KernelArena(1 << 20)
+    assert not other.address <= address < other.address + (1 << 20)
+    part.copy_to(found)
+    assert found == b"\5" * 16
+
+
+def test_after_the_buffer_is_gone(gpu):
+    arena = cuda.KernelArena(1 << 20)
+    s = cuda.Stream()
+    block = arena.buffer(arena.address + ARENA_AT, 64, stream=s)
+    block.fill(1, stream=s)
+    del block
+    arena.reset(s)
+
+
+@pytest.mark.parametrize("address", [0, ARENA_AT - 1, ARENA_AT + 1000 - 63, 1 << 62, -1])
+def test_a_buffer_outside(gpu, address):
+    arena = cuda.KernelArena(1000)
+    with pytest.raises(ValueError, match="are not inside the memory, which is from 0x"):
+        arena.buffer(arena.address + address, 64)
+
+
+def test_the_bitmap_is_not_memory(gpu):
+    slab = cuda.KernelSlab(64, 10)
+    with pytest.raises(ValueError, match="not inside"):
+        slab.buffer(slab.address + SLAB_FIRST, 64)
+    assert slab.buffer(slab.address + SLAB_FIRST + 128, 640).nbytes == 640
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "says"),
+    [
+        (lambda: cuda.KernelArena(0), ValueError, "nbytes=0: give at least 1"),
+        (lambda: cuda.KernelArena(-1), ValueError, "nbytes=-1"),
+        (lambda: cuda.KernelArena(1.5), TypeError, "nbytes=1.5: need an int"),
+        (lambda: cuda.KernelArena(True), TypeError, "nbytes=True"),
+        (lambda: cuda.KernelArena(1 << 63), (ValueError, arenapy.OutOfMemory), "bytes"),
+        (lambda: cuda.KernelSlab(0, 1), ValueError, "nbytes=0"),
+        (lambda: cuda.KernelSlab(1, 0), ValueError, "count=0"),
+        (lambda: cuda.KernelSlab(16, 1 << 60), (ValueError, arenapy.OutOfMemory), "bytes"),
+        (lambda: cuda.KernelArena(10, arenapy.Host()), ValueError, "gives host memory"),
+        (lambda: cuda.KernelArena(10, cuda.Pinned()), ValueError, "gives pinned memory"),
+        (lambda: cuda.KernelArena(10).buffer("0", 1), ValueError, "address='0'"),
+        (lambda: cuda.KernelArena(10).buffer(0, "1"), TypeError, "nbytes='1'"),
+        (lambda: cuda.KernelArena(10).reset("s"), TypeError, "is not a stream"),
+    ],
+)
+def test_bad_input(gpu, make, kind, says):
+    with pytest.raises(kind, match=says):
+        make()
+
+
+def test_managed_memory(gpu):
+    arena = cuda.KernelArena(1 << 16, cuda.Managed())
+    block = arena.buffer(arena.address + ARENA_AT, 400)
+    block.fill(0)
+    assert (np.asarray(block) == 0).all()
