@@ -16,7 +16,7 @@ cdef int pool_free(Pool pool, void* block) noexcept nogil
 # Bytes that the block has, at least those asked for. 0: no live block of this pool begins there.
 cdef size_t pool_usable_size(Pool pool, void* block) noexcept nogil
 
-# What the first two jump to, if the thread's cache has no block, or no room for one, and when each
-# call has more to do. (Callers do not use them. They are here so that compilers keep them apart.)
+# Internal: the first two jump to these if the thread's cache has no block, or no room for one, and
+# if the pool is off the fast path. They are declared here so that compilers do not inline them.
 cdef void* pool_alloc_slow(Pool pool, size_t nbytes, size_t align) noexcept nogil
 cdef int pool_free_slow(Pool pool, void* block) noexcept nogil

@@ -127,7 +127,7 @@ cdef inline bint try_cache_free(PoolCore c, void* block) noexcept nogil:
     return likely(not c.fast_path_off) and cache_free_at(c, <char*>block)
 
 
-# The usual cases of these, for functions without a frame. NULL, False: try those above.
+# The common cases of these, for functions without a frame. NULL, False: try those above.
 
 cdef inline void* try_take(PoolCore c, size_t n, bint hot) noexcept nogil:
     return take(c, n, hot)

@@ -30,23 +30,25 @@ from arenapy.pool.thread_cache cimport (
 
 cdef extern from *:
     """
-    /* offset / size, by inverse = ceil(2**64 / size); 0: the offset is no multiple. Exact for offsets
-       below 2**49. Of others, as of those before a span, the quotient is larger than any slot is.
+    /* offset / size, by inverse = ceil(2**64 / size); 0: the offset is no multiple. This is exact
+       for offsets below 2**49. For larger ones, such as the difference to a span that begins later,
+       the quotient is larger than the number of any slot.
        (Lemire, Kaser and Kurz, "Faster Remainder by Direct Computation", 2019.) */
     static inline int arenapy_slot_of(uint64_t offset, uint64_t inverse, uint64_t *slot) {
         unsigned __int128 product = (unsigned __int128)offset * inverse;
         *slot = (uint64_t)(product >> 64);
         return (uint64_t)product < inverse;
     }
-    /* The same pointer, of which compilers forget how they found it: from here on they add to it,
-       and do not multiply by the size of a magazine again. */
+    /* The same pointer. Compilers do not know how it was made, so they use it, and do not multiply
+       by the size of a magazine again for each field. */
     static inline void *arenapy_opaque(void *p) {
         __asm__("" : "+r"(p));
         return p;
     }
     """
     void* opaque "arenapy_opaque" (void* p) noexcept nogil
-    bint slot_of "arenapy_slot_of" (uint64_t offset, uint64_t inverse, uint64_t* slot) noexcept nogil
+    bint slot_of "arenapy_slot_of" (
+        uint64_t offset, uint64_t inverse, uint64_t* slot) noexcept nogil
 
 
 cdef inline void rise(Level* level, size_t size) noexcept nogil:
@@ -256,8 +258,8 @@ cdef inline char* pop(
     return pop_block(c, f, s, n, hot, c.rounding, block_id)
 
 
-# To a magazine, its cache's lock held: a slot of a span of its step. False: there is no room for
-# it, or it is not live; nothing has changed.
+# To a magazine, its cache's lock held: a slot of a span of its step, whose state is at `live`.
+# False: the magazine has no room, or the slot is not live; nothing has changed.
 cdef inline bint push_slot(
     ThreadCaches c, ThreadCache* f, Magazine* m, Descriptor* d, uint8_t* live, char* ptr,
     uint64_t block_id
@@ -373,10 +375,10 @@ cdef inline bint cache_free_at(ThreadCaches c, char* ptr) noexcept nogil:
 
 
 # -- for C code
-# The usual cases of a pool with the usual rounding. They call nothing, so that a C function which
-# begins with them and jumps to another one for the rest needs no frame.
+# The common cases. These call no function, so a C function that begins with one of them, and jumps
+# to another function for the rest, needs no frame.
 
-# A block for n bytes. NULL: this takes the other way; nothing has changed.
+# A block for n bytes. NULL: the general way is needed; nothing has changed.
 cdef inline char* take(ThreadCaches c, size_t n, bint hot) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
     cdef ThreadCache* f = c.quick[me]
@@ -407,8 +409,8 @@ cdef inline bint give_slot(
             and push_slot(c, f, m, d, &d.live.slots[slot], ptr, <uint64_t>id << 6 | slot))
 
 
-# Free the block that begins at an address. False: this takes the other way, or no live block does;
-# nothing has changed.
+# Free the block that begins at an address. False: the general way is needed, or no live block
+# begins there; nothing has changed.
 cdef inline bint give(ThreadCaches c, char* ptr) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
     cdef ThreadCache* f = c.quick[me]

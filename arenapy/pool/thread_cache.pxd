@@ -24,11 +24,12 @@ cdef struct Entry:
     char* ptr
     uint64_t block_id
 
-# What was live of one class, or of all, through one thread cache: bytes handed out less bytes freed,
-# which may be negative. Both begin anew at 0 when they are added to a Total. The difference is kept,
-# and not what is live, because then an allocation subtracts from memory and looks at the sign.
+# The bytes of one class, or of all, that are live through one thread cache: bytes handed out less
+# bytes freed, which may be negative. Both fields begin anew at 0 when they are added to a Total. A
+# cache keeps the difference, and not the live bytes: an allocation then subtracts from it, and its
+# sign says whether there is a new peak.
 cdef struct Level:
-    int64_t slack            # peak less what is live
+    int64_t slack            # peak less live bytes
     int64_t peak             # the most that was, at least 0
 
 # What happened in one class through one thread cache.
@@ -38,8 +39,8 @@ cdef struct Count:
     uint64_t allocations
     uint64_t frees
 
-# The free slots of one step in a thread cache. What an allocation or a free reads of it besides is
-# in the cache line at its head.
+# The free slots of one step in a thread cache. The cache line at its head has all else that an
+# allocation or a free needs.
 cdef struct Magazine:
     uint32_t n               # <= depth
     uint32_t depth           # its step's
@@ -47,7 +48,7 @@ cdef struct Magazine:
     size_t size              # of a slot, bytes
     Count* count             # of the class
     uint64_t allocations     # ever. Frees are `allocations` + n - `arrived`.
-    int64_t arrived          # slots that came from spans and depots, less those that went there
+    int64_t arrived          # slots from spans and depots, less slots moved there
     uint64_t unused[2]
     Entry items[MAGAZINE_MOST]       # in the order in which they were freed
 
@@ -90,7 +91,7 @@ cdef inline int64_t live_at(Level* level) noexcept nogil:
     return level.peak - level.slack
 
 
-# Slots of a step that were handed out through a cache, less those that were freed there.
+# Slots of a step that were handed out through a cache, less slots that were freed there.
 cdef inline int64_t live_slots(Magazine* m) noexcept nogil:
     return m.arrived - <int64_t>m.n
 
