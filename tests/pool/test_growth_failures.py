@@ -62,5 +62,6 @@ for k in range(40):
     refused += error is not None
     is_whole(pool)
 assert refused > 1, refused
-"""
+""",
+        quiet=False,  # a file whose open() failed half way is told of
     )
