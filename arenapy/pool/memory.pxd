@@ -48,7 +48,6 @@ cdef class PoolMemory:
     cdef size_t left(self) noexcept
     cdef bint grow_reservation(self, size_t pages, size_t wished, size_t* missing) except -1
     cdef int commit(self, uint32_t id) except -1
-    cdef void no_longer_growing(self) noexcept
     cdef int drop_room(self, int segment) except -1
     cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1
 

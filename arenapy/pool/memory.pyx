@@ -61,6 +61,17 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
     return max_bytes
 
 
+cdef void leave(list growing) noexcept:
+    """Take this thread out of the list once. (list.remove may raise at the recursion limit.)"""
+    cdef uint64_t me = PyThread_get_thread_ident()
+    cdef Py_ssize_t i
+    with cython.critical_section(growing):
+        for i in range(len(growing)):
+            if <uint64_t>growing[i] == me:
+                del growing[i]
+                break
+
+
 @cython.final
 cdef class PoolMemory:
     """What a Pool reserves. Internal."""
@@ -176,18 +187,8 @@ cdef class PoolMemory:
                 c.end_growth(id, done, c.own_cache().tick)
                 arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
-            self.no_longer_growing()
+            leave(self.growing)
         return 0
-
-    cdef void no_longer_growing(self) noexcept:
-        """Take this thread out of the list once. (list.remove may raise at the recursion limit.)"""
-        cdef uint64_t me = PyThread_get_thread_ident()
-        cdef Py_ssize_t i
-        with cython.critical_section(self.growing):
-            for i in range(len(self.growing)):
-                if <uint64_t>self.growing[i] == me:
-                    del self.growing[i]
-                    break
 
     cdef int drop_room(self, int segment) except -1:
         """Give address space back that has no memory."""
@@ -241,7 +242,7 @@ cdef class PoolMemory:
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
             arenapy_spin_release(&c.heap_lock)
-            self.no_longer_growing()
+            leave(self.growing)
         self.unaligned = True                # ask for one page more from now on
         region = None
         return self.grow_region(pages, wished, missing)
