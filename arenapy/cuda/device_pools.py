@@ -49,8 +49,8 @@ class Devices:
     peer_access : bool, optional
         By default, a device accesses the memory of another one directly wherever the driver allows
         it, and other copies go through pinned memory of the host. True: an error is raised if the
-        driver refuses access between any two devices. False: all copies between the devices go
-        through the host.
+        driver refuses access between any two devices. False: copies of 1 MiB or more between the
+        devices go through the host, and the driver makes smaller ones in its own way.
 
     Attributes
     ----------

@@ -61,6 +61,17 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
     return max_bytes
 
 
+cdef void leave(list growing) noexcept:
+    """Take this thread out of the list once. (list.remove may raise at the recursion limit.)"""
+    cdef uint64_t me = PyThread_get_thread_ident()
+    cdef Py_ssize_t i
+    with cython.critical_section(growing):
+        for i in range(len(growing)):
+            if <uint64_t>growing[i] == me:
+                del growing[i]
+                break
+
+
 @cython.final
 cdef class PoolMemory:
     """What a Pool reserves. Internal."""
@@ -161,23 +172,22 @@ cdef class PoolMemory:
         cdef Descriptor* d = &c.descriptors[id]
         cdef bint done = False
         cdef uint32_t forks = c.forks
-        cdef object me = PyThread_get_thread_ident()
         arenapy_add(&c.in_transit, 1)
-        self.growing.append(me)
         try:
+            self.growing.append(PyThread_get_thread_ident())
             if c.gone:
                 c.open_check()
             self.reservations[c.segments[d.segment].base].commit(
                 <size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
             record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
             done = True
-        finally:
-            self.growing.remove(me)
+        finally:                             # without a call of Python's, which may fail
             arenapy_spin_acquire(&c.heap_lock)
             if c.forks == forks:             # else they are VOID in this child: it takes others
                 c.end_growth(id, done, c.own_cache().tick)
                 arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
+            leave(self.growing)
         return 0
 
     cdef int drop_room(self, int segment) except -1:
@@ -205,7 +215,6 @@ cdef class PoolMemory:
         cdef size_t left, want
         cdef uint32_t forks
         cdef Region region = None
-        cdef object me = PyThread_get_thread_ident()
         arenapy_spin_acquire(&c.heap_lock)
         forks = c.forks
         left = self.left()
@@ -215,8 +224,8 @@ cdef class PoolMemory:
         arenapy_spin_release(&c.heap_lock)
         if missing[0]:
             return False
-        self.growing.append(me)
         try:
+            self.growing.append(PyThread_get_thread_ident())
             try:
                 region = make_region(self.core, self.source, want << PAGE_BITS)
             except MemoryError:
@@ -230,10 +239,10 @@ cdef class PoolMemory:
             if padded:
                 raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
         finally:
-            self.growing.remove(me)
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
             arenapy_spin_release(&c.heap_lock)
+            leave(self.growing)
         self.unaligned = True                # ask for one page more from now on
         region = None
         return self.grow_region(pages, wished, missing)

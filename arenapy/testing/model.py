@@ -45,7 +45,25 @@ KEPT_SIZES = 8  # of blocks given back, to be asked for again
 
 @dataclass(eq=False, slots=True)
 class MarkRecord:
-    """What is known of a mark: blocks with a larger serial number are in its frame or a newer."""
+    """The facts about one mark.
+
+    Attributes
+    ----------
+    mark : object
+        The result of the hook `mark`.
+    serial : int
+        Blocks with a larger serial number are in the frame of this mark, or in a newer one.
+    used : object
+        The result of the hook `used` at that time.
+    clean : bool
+        False after something older than the mark was freed.
+
+    Examples
+    --------
+    >>> from arenapy.testing import MarkRecord
+    >>> MarkRecord(mark="first", serial=3, used=96).clean
+    True
+    """
 
     mark: Any
     serial: int

@@ -31,6 +31,14 @@ class OneOf:
     ----------
     name : str
         ``"live"``, ``"marks"``, or a collection of your own.
+
+    Examples
+    --------
+    >>> from arenapy.testing import AllocatorMachine, OneOf, operation
+    >>> class Mine(AllocatorMachine):
+    ...     @operation(when="live", known=OneOf("live"))
+    ...     def wipe(self, known):
+    ...         self.write(known.block, 0, known.nbytes)
     """
 
     name: str

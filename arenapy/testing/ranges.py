@@ -38,6 +38,12 @@ class Live:
         Whether it was in use at a reset.
     extra : object
         For a subclass.
+
+    Examples
+    --------
+    >>> from arenapy.testing import Live
+    >>> Live(block=None, start=64, nbytes=16, fill=7, extent=16).end
+    80
     """
 
     block: Any

@@ -36,6 +36,12 @@ class Streams(Protocol):
     ----------
     streams : sequence
         The streams for the allocator, by number.
+
+    Examples
+    --------
+    >>> from arenapy.testing import SimulatedStreams
+    >>> len(SimulatedStreams(2).streams)
+    2
     """
 
     @property
@@ -118,6 +124,7 @@ class StreamMachine(AllocatorMachine):
     Examples
     --------
     >>> import ctypes
+    >>> from hypothesis import strategies as st
     >>> from arenapy.testing import StreamMachine
     >>> class Waiting:
     ...     '''Slots of 64 bytes, whose next user waits for the last one.'''

@@ -43,6 +43,14 @@ class Tally:
     Notes
     -----
     Thread-safety: written by the thread that runs the machine.
+
+    Examples
+    --------
+    >>> from arenapy.testing import Tally
+    >>> tally = Tally()
+    >>> tally.begin()
+    >>> tally.examples
+    1
     """
 
     examples: int = 0

@@ -271,13 +271,13 @@ def test_what_a_program_says_is_printable(capsys, monkeypatch, tmp_path):
         one = {"kind": "overlap", "message": NASTY, "program": failing}
         found["findings"] = [one] if failing else []
         monkeypatch.setattr(
-            fuzz, "_attack", lambda *a, failing=failing: (0, {**found}, lines, NASTY)
+            fuzz, "_search", lambda *a, failing=failing: (0, {**found}, lines[0], NASTY)
         )
         assert fuzz.main(["a:b", "--save", "s"]) == bool(failing)
         out, err = capsys.readouterr()
         assert clean(out) and clean(err), (out, err)
     Program.parse(lines[1:])
-    monkeypatch.setattr(fuzz, "_attack", lambda *a: (7, {}, lines, NASTY))
+    monkeypatch.setattr(fuzz, "_search", lambda *a: (7, {}, lines[0], NASTY))
     assert fuzz.main(["a:b"]) == 1
     assert clean(capsys.readouterr().err)
 

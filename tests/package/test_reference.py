@@ -22,6 +22,10 @@ from arenapy import cuda
 
 MODULES = ("arenapy", "arenapy.stats", "arenapy.debug", "arenapy.plot", "arenapy.trace",
            "arenapy.cuda")  # fmt: skip
+#: Those whose functions and classes are public, but not all methods.
+NAMES_ONLY = ("arenapy.testing",
+              *[f"arenapy.interop.{one}" for one in (
+                  "cupy", "dask", "numba", "numba_kernels", "rmm", "torch")])  # fmt: skip
 
 
 def methods(kind):
@@ -46,7 +50,7 @@ def public(owner):
 def callables():
     """{name: callable}, each once: a method under the class that defines it."""
     found = {}
-    for module in MODULES:
+    for module in (*MODULES, *NAMES_ONLY):
         for name in importlib.import_module(module).__all__:
             value = getattr(importlib.import_module(module), name)
             if not callable(value) or not getattr(value, "__module__", "").startswith("arenapy"):
@@ -54,6 +58,8 @@ def callables():
             if any(value is other for other in found.values()):
                 continue
             found[f"{module}.{name}"] = value
+            if module in NAMES_ONLY:
+                continue
             for owner, method in methods(value) if isinstance(value, type) else ():
                 found.setdefault(f"{public(owner)}.{method}", getattr(owner, method))
     return found
@@ -96,7 +102,8 @@ def test_it_says_what_it_takes_and_shows_it(name):
     value = CALLABLES[name]
     assert "Examples" in sections(value)
     skips = "+SKIP" in inspect.getdoc(value)
-    assert skips == (name == "arenapy.cuda.memory_resource"), "which needs cuda.core"
+    needs = name == "arenapy.cuda.memory_resource" or name.startswith("arenapy.interop.")
+    assert skips == needs, "another library"
     if isinstance(value, type) and not is_made_by_users(value):
         return
     names = takes(value)
