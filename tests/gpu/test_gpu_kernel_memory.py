@@ -130,7 +130,7 @@ class Run:
         return found.astype(np.int64)
 
     def blocks(self, what):
-        """(address, bytes, alignment) of what is there, and how many requests were refused."""
+        """(address, bytes, alignment) of each block that the threads have."""
         had = self.values(self.had).reshape(-1, self.threads)
         size = self.values(self.size).reshape(-1, self.threads)
         found = []

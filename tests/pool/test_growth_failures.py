@@ -3,7 +3,7 @@
 import pytest
 
 START = """
-import _testcapi, sys
+import sys
 from arenapy import Host, Pool, Shared
 
 def source():
@@ -19,7 +19,6 @@ SOURCES = ["Host(prefault=False, huge_pages=None)", "Shared(prefault=False, huge
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_at_the_limit_of_recursion(run_script, source):
-    pytest.importorskip("_testcapi")
     run_script(
         START.format(source=source)
         + """
@@ -48,6 +47,7 @@ def test_without_memory_for_an_object(run_script):
     run_script(
         START.format(source=SOURCES[1])
         + """
+import _testcapi
 refused = 0
 for k in range(40):
     pool = Pool(1 << 20, source())
