@@ -41,6 +41,10 @@ COMMANDS = {
         "arenapy.commands.replay.command",
         "replay a trace with other allocators, and measure time and memory",
     ),
+    "advise": (
+        "arenapy.commands.advise.command",
+        "say which allocator a recorded program should use, and how large",
+    ),
     "fuzz": (
         "arenapy.commands.fuzz",
         "test an allocator with random programs, and shrink a failing one",

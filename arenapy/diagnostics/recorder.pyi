@@ -37,7 +37,11 @@ class Recordable(Protocol):
 @final
 class Recording:
     def __new__(
-        cls, allocator: Recordable, path: str | os.PathLike[str], sites: int = 0
+        cls,
+        allocator: Recordable,
+        path: str | os.PathLike[str],
+        sites: int = 0,
+        kind: str | None = None,
     ) -> Recording: ...
     def __enter__(self) -> Recorder: ...
     def __exit__(

@@ -603,13 +603,16 @@ cdef class Recorder:
 
 @cython.final
 cdef class Recording:
-    """Recording(allocator, path, sites=0)\n--\n
+    """Recording(allocator, path, sites=0, kind=None)\n--\n
     The recording of an allocator, from :func:`arenapy.trace.record`.
 
     Parameters
     ----------
     allocator, path, sites
         As for :func:`arenapy.trace.record`.
+    kind : str, optional
+        What the trace says it is of. By default the class of the allocator, with ", device" after
+        it if its memory is a GPU's.
 
     Notes
     -----
@@ -629,11 +632,15 @@ cdef class Recording:
     cdef Recorder recorder
     cdef bint entered
 
-    def __cinit__(self, allocator, path, sites=0):
+    def __cinit__(self, allocator, path, sites=0, kind=None):
         if not hasattr(allocator, "_record"):
             raise TypeError(f"{allocator!r} is not an allocator; pass a Bump, Slab or Pool")
+        if kind is None:
+            kind = type(allocator).__name__
+            if getattr(allocator, "kind", None) == "device":
+                kind += ", device"
         self.allocator = allocator
-        self.recorder = Recorder(path, type(allocator).__name__, sites)
+        self.recorder = Recorder(path, kind, sites)
 
     def __enter__(self):
         # The file is made last: an allocator that is being recorded already, perhaps into this very

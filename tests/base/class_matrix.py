@@ -226,6 +226,7 @@ HOST = [
     lambda: module("commands.replay.loop").NoHeap(),
     lambda: module("commands.replay.loop").BumpHeap(bump()),
     lambda: module("commands.replay.loop").PoolHeap(pool()),
+    lambda: module("commands.replay.loop").SlabHeap(slab()),
     lambda: module("commands.replay.loop").MallocHeap(64, 64),
     lambda: module("numpy_handler.handler").Counts(),
     lambda: module("pool.core").BlockBatch(3),

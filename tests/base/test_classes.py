@@ -29,7 +29,7 @@ CALLED = {
     "arenapy.pool.memory.PoolMemory", "arenapy.diagnostics.recorder.Recorder",
     "arenapy.diagnostics.recorder.Recording", "arenapy.commands.replay.loop.BumpHeap",
     "arenapy.commands.replay.loop.MallocHeap", "arenapy.commands.replay.loop.NoHeap",
-    "arenapy.commands.replay.loop.PoolHeap",
+    "arenapy.commands.replay.loop.PoolHeap", "arenapy.commands.replay.loop.SlabHeap",
 }  # fmt: skip
 #: Every Nth of all lists of arguments.
 EVERY = max(1, 4800 // settings().max_examples)

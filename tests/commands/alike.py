@@ -49,7 +49,7 @@ def become(python, line, environment):
     sys.stdout = os.fdopen(1, "w", closefd=False)  # and not pytest's
     sys.stderr = os.fdopen(2, "w", closefd=False)
     try:
-        run.main(line)
+        status = run.main(line)
     except SystemExit as ended:
         status = ended.code
     finally:

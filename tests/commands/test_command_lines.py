@@ -22,6 +22,7 @@ from arenapy import trace
 from arenapy.base.text import printable, printable_lines
 from arenapy.commands import cli, demo, fuzz, info, testing
 from arenapy.commands import command_line as common
+from arenapy.commands.advise import command as advise
 from arenapy.commands.compare import command as compare
 from arenapy.commands.compare.table import Run
 from arenapy.commands.compare.table import show as show_comparison
@@ -31,7 +32,8 @@ from arenapy.testing import Program, Step
 TIMEOUT = 120
 #: Every program with options, and a complete command line for it: `LINES` has what it needs.
 LINES = {
-    "run": ["x.py"], "compare": ["x.py"], "trace": ["x.trace"], "fuzz": ["a:b"],
+    "run": ["x.py"], "compare": ["x.py"], "trace": ["x.trace"], "advise": ["x.trace"],
+    "fuzz": ["a:b"],
 }  # fmt: skip
 PROGRAMS = {
     name: (importlib.import_module(module).main, LINES.get(name, []))
@@ -103,7 +105,7 @@ def test_every_number_has_bounds(parsers, name):
         assert action.type not in (int, float, complex), action
         if action.type is not None and action.option_strings:
             known = action.type.__module__ in (
-                common.__name__, replay.__name__, compare.__name__, fuzz.__name__
+                common.__name__, replay.__name__, compare.__name__, fuzz.__name__, advise.__name__
             )  # fmt: skip
             assert known, action
 
@@ -223,6 +225,8 @@ def test_no_command_prints_what_a_terminal_obeys(nasty, capsys, monkeypatch):
         ["replay", nasty, "--with", "loop"], ["replay", nasty + NASTY], ["replay", "--with", NASTY],
         ["run", "--json", nasty, "x.py"], ["run", "--trace", NASTY + "/x", "x.py"],
         ["compare", "--json", nasty, "x.py"], ["compare", "--with", NASTY, "x.py"],
+        ["advise", nasty + NASTY], ["advise", nasty, "--with", NASTY],
+        ["advise", nasty, "--json", nasty],
         ["demo", "--json", nasty], ["demo", "--plot", nasty + "x"], ["fuzz", NASTY],
         ["fuzz", "a:b", "--save", nasty], [NASTY], ["--" + NASTY], ["info", NASTY],
         ["demo", "--" + NASTY], ["run", "--max-bytes", NASTY, "x.py"],

@@ -230,7 +230,7 @@ def test_the_peak_is_found_where_it_is(tmp_path):
     calls += [("free", i) for i in range(3)] + [("alloc", 9, BIG), ("free", 9)]
     found = program(traced(*calls))
     found.save(tmp_path)
-    result = replay._run("malloc", tmp_path, written=True)
+    result = replay.run_worker("malloc", tmp_path, "--written")
     assert result["steps"] == len(found)
     assert result["at"] == 2
     assert 3 * BIG <= result["peak"] <= 3 * BIG + 2 * MIB

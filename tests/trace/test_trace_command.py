@@ -35,7 +35,7 @@ def said(capsys):
 def test_a_program_is_recorded_with_its_sites(recorded, capsys):
     """Of the arrays that are kept: each quarter as large as its own, which the loop made."""
     made = trace.load(recorded)
-    assert made.kind == "Pool" and made.complete
+    assert made.kind == "Pool, NumPy" and made.complete
     functions = {place(site).function for site in made.sites[1:]}
     assert {"load", "smooth", "remember"} <= functions
     assert any(site and site[0].function == "full" for site in made.sites)  # NumPy's own

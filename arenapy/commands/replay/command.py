@@ -27,14 +27,20 @@ from arenapy.linux.limits import check_request
 from arenapy.trace import Trace, from_torch, load, synthetic
 from arenapy.trace.torch_snapshot import is_pickle
 
-__all__ = ["Result", "main", "replay"]
+__all__ = ["Result", "main", "read", "replay", "run_worker"]
 
-#: A Bump that needs more than this many times what is ever live is not run.
-BUMP_ROOM = 8
+#: A Bump or a Slab that needs more than this many times what is ever live is not run.
+ROOM = 8
 
 #: For libraries that are loaded late and whose thread-local storage wants a place of its own
 #: (jemalloc, as Debian builds it).
 LATE = "glibc.rtld.optional_static_tls=16384"
+
+#: Of the allocators that are told how much they will need: why it is more than is ever live.
+WHY = {
+    "bump": "it frees in reverse order only",
+    "slab": "each block has the room of the largest",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +76,40 @@ class Result:
     note: str
 
 
-def _run(name: str, folder: Path, written: bool) -> dict[str, Any]:
-    """One process's figures; OSError with the reason if it has none."""
+def run_worker(
+    name: str, folder: Path, *words: str, seconds: float | None = None
+) -> dict[str, Any]:
+    """One process's figures.
+
+    Parameters
+    ----------
+    name : str
+        A key of `PEERS`.
+    folder : Path
+        Where the program was saved.
+    *words : str
+        Options of worker.py.
+    seconds : float, optional
+        The most that it may take.
+
+    Raises
+    ------
+    OSError
+        With the reason why there are no figures.
+    """
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
-    done = subprocess.run(
-        command + ["--written"] * written,
-        env={**os.environ, "GLIBC_TUNABLES": tunables, **PEERS[name].environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [*command, *words],
+            env={**os.environ, "GLIBC_TUNABLES": tunables, **PEERS[name].environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"not done after {seconds:.0f} s") from None
     if done.returncode < 0:
         raise OSError(f"killed by signal {-done.returncode}")
     if done.returncode:
@@ -93,18 +122,19 @@ def _measure(name: str, steps: Program, folder: Path) -> Result:
     live = steps.live()
     peak = int(live.max())
     nothing = None, None, peak, None, None, None
-    if name == "bump" and (needed := steps.bump_bytes()) > BUMP_ROOM * peak:
+    needed = _needed(name, steps, peak)
+    if needed > ROOM * peak:
         return Result(
             name,
             *nothing,
             f"not run: needs {format_bytes(needed)}, {format_bytes(needed - peak)} more than is "
-            "ever live, because it frees in reverse order only",
+            f"ever live, because {WHY[name]}",
         )
     try:
-        fast = _run(name, folder, written=False)
+        fast = run_worker(name, folder)
         if name == "loop":
             return Result(name, fast["seconds"] / len(steps) * 1e9, *nothing[1:], "")
-        full = _run(name, folder, written=True)
+        full = run_worker(name, folder, "--written")
     except OSError as error:
         package = PEERS[name].package
         remedy = f"; Debian has it in {package}" if package else ""
@@ -115,7 +145,6 @@ def _measure(name: str, steps: Program, folder: Path) -> Result:
                 name, *nothing, f"refused step {found['steps'] + 1} of {len(steps)}: out of memory"
             )
     reserved = full["peak"]
-    needed = steps.bump_bytes() if name == "bump" else peak
     return Result(
         name,
         fast["seconds"] / len(steps) * 1e9,
@@ -126,6 +155,13 @@ def _measure(name: str, steps: Program, folder: Path) -> Result:
         max(0.0, 1 - int(live[full["at"]]) / reserved) if reserved else None,
         f"needs {format_bytes(needed - peak)} more than is ever live" if needed > peak else "",
     )
+
+
+def _needed(name: str, steps: Program, peak: int) -> int:
+    """Bytes that an allocator is made with, as far as it has to be told."""
+    if name == "bump":
+        return steps.bump_bytes()
+    return steps.slab_bytes() if name == "slab" else peak
 
 
 def replay(trace: Trace, names: Sequence[str]) -> list[Result]:
@@ -215,7 +251,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _read(path: str) -> Trace:
+def read(path: str) -> Trace:
+    """The trace of a file, which may be torch's memory snapshot."""
     return from_torch(path) if is_pickle(path) else load(path)
 
 
@@ -231,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         seed = options.synthetic
-        trace = _read(options.file) if seed is None else synthetic(seed)
+        trace = read(options.file) if seed is None else synthetic(seed)
         results = replay(trace, options.names)
     except ValueError as error:
         parser.error(str(error))

@@ -7,6 +7,7 @@ import numpy.typing as npt
 from arenapy.bump.bump import Bump
 from arenapy.diagnostics.recorder import Recorder
 from arenapy.pool.pool import Pool
+from arenapy.slab.slab import Slab
 
 TOUCH: Mapping[str, int]
 
@@ -27,6 +28,10 @@ class BumpHeap(Heap):  # type: ignore[misc]
 @final
 class PoolHeap(Heap):  # type: ignore[misc]
     def __new__(cls, pool: Pool) -> PoolHeap: ...
+
+@final
+class SlabHeap(Heap):  # type: ignore[misc]
+    def __new__(cls, slab: Slab) -> SlabHeap: ...
 
 def resident(statm: int) -> int: ...
 def run(

@@ -16,6 +16,7 @@ from libc.string cimport memset
 from arenapy.bump.bump cimport Bump, BumpMark, bump_alloc, bump_free, bump_mark, bump_reset
 from arenapy.pool.c_api cimport pool_alloc, pool_free
 from arenapy.pool.pool cimport Pool
+from arenapy.slab.slab cimport Slab, slab_alloc, slab_free
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, Recorder, record_event
 from arenapy.base.sealed cimport seal
 
@@ -143,6 +144,24 @@ cdef class PoolHeap(Heap):
 
     cdef int give(self, void* p, size_t n) noexcept nogil:
         return pool_free(self.pool, p)
+
+
+@cython.final
+cdef class SlabHeap(Heap):
+    """A slab. It refuses a block that is larger than its items."""
+
+    cdef Slab slab
+    cdef size_t item_size
+
+    def __cinit__(self, Slab slab not None):
+        self.slab = slab
+        self.item_size = slab.item_size
+
+    cdef void* take(self, size_t n) noexcept nogil:
+        return slab_alloc(self.slab) if n <= self.item_size else NULL
+
+    cdef int give(self, void* p, size_t n) noexcept nogil:
+        return slab_free(self.slab, p)
 
 
 def resident(int statm):

@@ -17,7 +17,7 @@ from arenapy.trace import OPERATIONS, Trace
 
 __all__ = ["Program", "program"]
 
-BUMP_ALIGN = 64
+ALIGN = 64  # of arenapy's allocators by default
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,7 +54,7 @@ class Program:
         cursor = most = 0
         for slot, size in zip(self.slots.tolist(), self.sizes.tolist(), strict=True):
             if slot >= 0:
-                start[slot] = -(-cursor // BUMP_ALIGN) * BUMP_ALIGN
+                start[slot] = -(-cursor // ALIGN) * ALIGN
                 cursor = start[slot] + max(1, size)
                 most = max(most, cursor)
             else:
@@ -64,6 +64,19 @@ class Program:
                 elif at + max(1, size) == cursor:
                     cursor = at
         return most
+
+    def slab_items(self) -> tuple[int, int]:
+        """The items that a Slab needs: bytes of the largest block, most blocks live at once."""
+        return max(1, int(self.sizes.max())), int(np.cumsum(np.where(self.slots >= 0, 1, -1)).max())
+
+    def slab_bytes(self) -> int:
+        """The room of these items."""
+        item_size, count = self.slab_items()
+        return -(-item_size // ALIGN) * ALIGN * count
+
+    def first(self, n: int) -> Program:
+        """The first n steps."""
+        return Program(self.slots[:n], self.sizes[:n], self.count, self.ignored)
 
     def save(self, folder: Path) -> None:
         """For `load` in another process."""

@@ -1,10 +1,12 @@
 """One allocator and one program, in a process of its own: what ``arenapy replay`` starts.
 
-    python -m arenapy.commands.replay.worker FOLDER NAME [--written]
+    python -m arenapy.commands.replay.worker FOLDER NAME [--written | --passes N] [--settings JSON]
 
 FOLDER holds a program. Either it is run twice, the first byte of every block written, and the
 second pass is timed: the allocator at its speed. Or (``--written``) once, every page of every block
-written, and resident memory is read after every allocation: what the allocator holds on to.
+written, and resident memory is read after every allocation: what the allocator holds on to. Or
+(``--passes``) as often as is said, every page of every block written, and everything is timed, the
+making of the allocator too: what a program waits for.
 """
 
 from __future__ import annotations
@@ -14,15 +16,25 @@ import ctypes
 import gc
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from arenapy.commands.replay.loop import BumpHeap, Heap, MallocHeap, NoHeap, PoolHeap, resident, run
+from arenapy.commands.replay.loop import (
+    BumpHeap,
+    Heap,
+    MallocHeap,
+    NoHeap,
+    PoolHeap,
+    SlabHeap,
+    resident,
+    run,
+)
 from arenapy.commands.replay.program import Program
 
-__all__ = ["PEERS", "Peer", "main", "make_heap", "measure"]
+__all__ = ["PEERS", "Peer", "main", "make_heap", "measure", "measure_all"]
 
 SPEED_PASSES = 2
 
@@ -60,6 +72,7 @@ MIMALLOC = "libmimalloc.so.2", ("mi_malloc", "mi_free")
 #: jemalloc does so after 10 s and mimalloc after 25 ms or less.
 PEERS = {
     "bump": Peer("arenapy.Bump, reset when nothing is live"),
+    "slab": Peer("arenapy.Slab, with items of the size of the largest block"),
     "pool": Peer("arenapy.Pool"),
     "pool-class": Peer("arenapy.Pool(rounding='class')"),
     "malloc": Peer("the C library's", "libc.so.6", MALLOC),
@@ -90,8 +103,17 @@ PEERS = {
 }
 
 
-def make_heap(name: str, program: Program) -> Heap:
+def make_heap(name: str, program: Program, settings: Mapping[str, Any] | None = None) -> Heap:
     """What `name` stands for, ready to run the program.
+
+    Parameters
+    ----------
+    name : str
+        A key of `PEERS`.
+    program : Program
+    settings : mapping, optional
+        The arguments of an allocator of arenapy's. By default a Bump and a Slab have what the
+        program needs.
 
     Raises
     ------
@@ -107,25 +129,32 @@ def make_heap(name: str, program: Program) -> Heap:
         case "bump":
             from arenapy.bump.bump import Bump
 
-            return BumpHeap(Bump(program.bump_bytes()))
+            return BumpHeap(Bump(**(settings or {"nbytes": program.bump_bytes()})))
+        case "slab":
+            from arenapy.slab.slab import Slab
+
+            return SlabHeap(Slab(*(() if settings else program.slab_items()), **(settings or {})))
         case "pool" | "pool-class":
             from arenapy.pool.pool import Pool
 
-            return PoolHeap(Pool(rounding="class" if name == "pool-class" else "step"))
+            rounding: Literal["class", "step"] = "class" if name == "pool-class" else "step"
+            return PoolHeap(Pool(**{"rounding": rounding, **(settings or {})}))
     library = ctypes.CDLL(peer.library)
     malloc, free = (ctypes.cast(library[symbol], ctypes.c_void_p).value for symbol in peer.symbols)
     assert malloc is not None and free is not None
     return MallocHeap(malloc, free)
 
 
-def measure(name: str, program: Program, written: bool) -> dict[str, float]:
+def measure(
+    name: str, program: Program, written: bool, settings: Mapping[str, Any] | None = None
+) -> dict[str, float]:
     """Run it here: seconds, steps done, peak of resident bytes and the step of it."""
     touch: Literal["nothing", "first", "pages"]
     touch = "pages" if written else "nothing" if name == "loop" else "first"
     with open("/proc/self/statm") as file:
         statm = file.fileno()
         before = resident(statm)
-        heap = make_heap(name, program)
+        heap = make_heap(name, program, settings)
         at_once = resident(statm) - before
         for _ in range(1 if written else SPEED_PASSES):
             seconds, steps, peak, at = run(
@@ -141,6 +170,32 @@ def measure(name: str, program: Program, written: bool) -> dict[str, float]:
     return {"seconds": seconds, "steps": steps, "peak": at_once + peak, "at": at}
 
 
+def measure_all(
+    name: str, program: Program, passes: int, settings: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Run it here: seconds of all passes and of making the allocator, steps of the last pass."""
+    start, waited = time.perf_counter(), _waited()
+    heap = make_heap(name, program, settings)
+    total = time.perf_counter() - start
+    if PEERS[name].library:  # a program has its malloc from the start
+        total, waited = 0.0, _waited()
+    for _ in range(passes):
+        seconds, steps, _, _ = run(heap, program.slots, program.sizes, program.count, "pages")
+        total += seconds
+        if steps < len(program):
+            break
+    return {"seconds": max(total - (_waited() - waited), 1e-9), "steps": steps}
+
+
+def _waited() -> float:
+    """Seconds for which this thread has waited for a processor."""
+    try:
+        with open("/proc/self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:  # a kernel without it
+        return 0.0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print the figures as JSON."""
     parser = argparse.ArgumentParser(
@@ -149,10 +204,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("name", choices=PEERS)
     parser.add_argument("--written", action="store_true")
+    parser.add_argument("--passes", type=int)
+    parser.add_argument("--settings", type=json.loads)
     options = parser.parse_args(argv)
     gc.disable()
+    program, settings = Program.load(options.folder), options.settings
     try:
-        found = measure(options.name, Program.load(options.folder), options.written)
+        if options.passes is not None:
+            found = measure_all(options.name, program, options.passes, settings)
+        else:
+            found = measure(options.name, program, options.written, settings)
     except (MemoryError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -26,6 +26,7 @@ HUGE_PAGES = {"auto": "auto", "2M": "2M", "1G": "1G", "none": None}
 LIBC = {"keep": "keep", "none": None}
 TUNABLES = "GLIBC_TUNABLES"
 HUGE_HEAP = "glibc.malloc.hugetlb"  # 1: transparent huge pages
+TRACE_KIND = "Pool, NumPy"  # by which a trace says that it is of a program in a pool
 SITES = 16  # callers that --sites notes: through libraries, into the program
 
 
@@ -40,7 +41,7 @@ class Options:
     libc = "keep"
     json: str | None = None
     trace: str | None = None
-    sites = quiet = module = False
+    sites = quiet = module = advise = False
     words: "Sequence[str]" = ()
     program: str
     arguments: "Sequence[str]"
@@ -235,6 +236,10 @@ def _parser() -> "argparse.ArgumentParser":
     parser.add_argument(
         "--sites", action="store_true", help="with --trace: note which code asks for memory, too"
     )
+    parser.add_argument(
+        "--advise", action="store_true",
+        help="record the program, and say at its end which allocator it should use",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no report on standard error")
     add_program(parser)
     return parser
@@ -265,6 +270,8 @@ def _read(argv: "Sequence[str]") -> Options:
 def main(argv: "Sequence[str] | None" = None) -> int:
     """Run ``arenapy run``; the program takes the place of this process, so this does not return.
 
+    With ``--advise`` it does: the program is a child, and its exit status is returned.
+
     Parameters
     ----------
     argv : sequence of str, optional
@@ -278,15 +285,16 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     options = _read(sys.argv[1:] if argv is None else argv)
     # Python says so if it cannot read the program; then there is nothing to report.
     there = options.module or options.program == "-" or os.access(options.program, os.R_OK)
-    line, environment = command(
-        options,
-        report=there and not options.quiet,
-        json_file=options.json if there else None,
-        trace=options.trace,
-        sites=options.sites,
-    )
+    report, json_file = there and not options.quiet, options.json if there else None
     if sys.stdout is not None:  # it was closed
         sys.stdout.flush()
+    if options.advise:
+        from arenapy.commands.advise.after_run import run_and_advise
+
+        return run_and_advise(options, report=report, json_file=json_file)
+    line, environment = command(
+        options, report=report, json_file=json_file, trace=options.trace, sites=options.sites
+    )
     os.execve(line[0], line, environment)
 
 

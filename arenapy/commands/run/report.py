@@ -23,7 +23,8 @@ import arenapy.buffer.dlpack
 import arenapy.pickling  # noqa: F401
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
-from arenapy.diagnostics.recorder import Recorder
+from arenapy.commands.run.command import TRACE_KIND
+from arenapy.diagnostics.recorder import Recorder, Recording
 from arenapy.linux.libc_malloc import foreign_malloc
 from arenapy.memory.region import Region
 from arenapy.memory.reservation import Reservation
@@ -135,9 +136,7 @@ class ProgramMemory:
     def _begin_trace(self, path: str | None, sites: int) -> Recorder | None:
         if path is None:
             return None
-        from arenapy.trace import record
-
-        return record(self.pool, path, sites=sites).__enter__()
+        return Recording(self.pool, path, sites, TRACE_KIND).__enter__()
 
     def end_trace(self) -> None:
         """What is done from now on is not recorded."""

@@ -1,0 +1,1 @@
+"""``arenapy advise``: which allocator a recorded program should use, and how large."""

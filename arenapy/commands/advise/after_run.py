@@ -1,0 +1,86 @@
+"""``arenapy run --advise``: run and record a program, then say which allocator it should use.
+
+The program is a child here, which `arenapy run` otherwise becomes. It has the terminal and all
+descriptors, and its exit status is that of the command. NumPy is imported here when it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import tempfile
+
+from arenapy.base.text import printable_lines
+from arenapy.commands.run.command import Options, command, program_words
+
+__all__ = ["run_and_advise"]
+
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> int:
+    """Run a program, and print advice on standard error; the program's exit status.
+
+    Parameters
+    ----------
+    options : Options
+        Of ``arenapy run``.
+    report, json_file
+        As for `command`.
+    """
+    with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder:
+        file = options.trace or os.path.join(folder, "program.trace")
+        before = _state(file)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                words, environment = command(
+                    options, report=report, json_file=json_file, trace=file, sites=options.sites
+                )
+                os.execve(words[0], words, environment)
+            finally:
+                os._exit(127)  # and never this process's own exit
+        status = _wait(pid)
+        if status < 0 or status == 128 + signal.SIGINT:
+            return 128 - status if status < 0 else status
+        for line in _advice(file if _state(file) != before else None, options):
+            print(line, file=sys.stderr)
+    return status
+
+
+def _state(file: str) -> tuple[int, int] | None:
+    """What is different after the file was written; None: there is none."""
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _advice(file: str | None, options: Options) -> list[str]:
+    """Lines for the terminal. `file` is None if the program has recorded nothing."""
+    if file is None:
+        return ["arenapy run: no advice: the program did not import NumPy"]
+    from arenapy.commands.advise.command import advise, show
+    from arenapy.trace import load
+
+    try:
+        found = advise(load(file), words=shlex.join(program_words(options)))
+    except (MemoryError, OSError, ValueError) as error:
+        return [printable_lines(f"arenapy run: no advice: {error}")]
+    return ["arenapy advise", *(f"  {line}" for line in show(found))]
+
+
+def _wait(pid: int) -> int:
+    """The exit status of a child, which alone ends by Ctrl-C and what this process is sent."""
+    before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGINT)}
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,472 @@
+"""``arenapy advise``: what is tried, how it is measured, what is said of it."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import alike
+import numpy as np
+import pytest
+from alike import TIMEOUT
+
+import arenapy
+from arenapy import trace
+from arenapy.commands.advise import command as advise
+from arenapy.commands.advise.advice import choose, lines
+from arenapy.commands.advise.measuring import FEWEST, ROUNDS, Replays, shortened
+from arenapy.commands.advise.settings import (
+    NAMES,
+    PLAIN_POOL,
+    Setting,
+    ready_pool,
+    settings_for,
+    unsuited,
+)
+from arenapy.commands.replay.program import program
+from arenapy.commands.replay.worker import PEERS
+from arenapy.commands.replay.worker import main as worker_main
+
+MIB = 1 << 20
+CODES = trace.OPERATIONS
+EASY = {"steps": 100, "live": 5 * MIB, "recorded": 2.0, "numpy": False, "program": "work.py",
+        "seconds": 30.0}  # fmt: skip
+
+
+def traced(*calls, kind="made", thread=1):
+    """A trace of (operation, address, nbytes)."""
+    events = np.zeros(len(calls), trace.EVENT)
+    for event, (name, *rest) in zip(events, calls, strict=True):
+        event["operation"] = CODES[name]
+        event["address"], event["nbytes"] = (*rest, 0)[:2]
+    events["thread"] = thread
+    return trace.Trace(events, kind)
+
+
+def queue(n=50, nbytes=1000):
+    """Blocks of one size, freed in the order in which they were made, of which ten are live."""
+    calls = []
+    for i in range(n):
+        calls.append(("alloc", i, nbytes))
+        if i >= 9:
+            calls.append(("free", i - 9))
+    return traced(*calls)
+
+
+# ---- what is tried
+
+
+def test_settings_suit_the_program():
+    found = [str(one) for one in settings_for(program(queue()), NAMES)]
+    assert found[:3] == ["malloc", "Pool()", 'Pool(rounding="class")']
+    assert "Slab(item_size=1000, count=10)" in found
+    assert found[-3:] == ["jemalloc", "mimalloc", "tcmalloc"]
+    assert set(NAMES) <= set(PEERS)
+
+
+def test_an_arena_that_would_hold_too_much_is_not_tried():
+    """One block that stays among many that go needs all of their room."""
+    calls = [("alloc", 1, 64)]
+    for i in range(2, 200):
+        calls += [("alloc", i, MIB), ("alloc", 1000 + i, 64), ("free", i)]
+    found = program(traced(*calls))
+    by_peer = {one.peer: one for one in settings_for(found, NAMES)}
+    assert "are live" in unsuited(by_peer["bump"], found, 1)
+    assert "are live" in unsuited(by_peer["slab"], found, 1)
+    assert unsuited(by_peer["pool"], found, 1) is None
+
+
+def test_a_bump_is_for_one_thread():
+    steps = program(queue())
+    (bump,) = settings_for(steps, ["bump"])
+    assert unsuited(bump, steps, 1) is None
+    assert "3 threads" in unsuited(bump, steps, 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "numpy", "line"),
+    [
+        (Setting("malloc"), False, "nothing to change"),
+        (Setting("malloc"), True, "nothing to change"),
+        (Setting("jemalloc"), True, "LD_PRELOAD=libjemalloc.so.2 python work.py"),
+        (PLAIN_POOL, False, "pool = arenapy.Pool()"),
+        (PLAIN_POOL, True, "arenapy run work.py"),
+        (ready_pool(3 * MIB), False, "pool = arenapy.Pool(initial_bytes=4 << 20)"),
+        (ready_pool(1), True, "arenapy run --initial-bytes 2M work.py"),
+        (
+            Setting("pool", {"rounding": "class"}), True,
+            'arenapy.numpy_memory(arenapy.Pool(rounding="class"), threads=True, '
+            'libc="keep").install()',
+        ),
+        (
+            Setting("slab", {"item_size": 1000, "count": 3072}), False,
+            "slab = arenapy.Slab(item_size=1000, count=3 << 10)",
+        ),
+        (Setting("bump", {"nbytes": 1 << 30}), False, "arena = arenapy.Bump(nbytes=1 << 30)"),
+    ],
+)  # fmt: skip
+def test_the_line_to_paste(setting, numpy, line):
+    assert setting.line(numpy, "work.py") == line
+    if line.startswith(("pool", "arena =", "slab")):
+        scope = {"arenapy": arenapy}
+        if "1 << 30" not in line:
+            exec(line, scope)  # it is Python, and makes the allocator
+            made = scope[line.split()[0]]
+            assert type(made).__name__.lower() == setting.peer
+
+
+# ---- how it is measured
+
+
+def test_a_long_program_is_shortened_to_what_there_is_time_for():
+    steps = program(queue(5000, 40_000))
+    assert len(shortened(steps, 30, 1)) == len(steps)
+    part = shortened(steps, 0.01, 1)
+    assert 1 <= len(part) < len(steps) / 10
+    assert part.slots.tolist() == steps.slots[: len(part)].tolist()
+    assert len(shortened(steps, 0.01, 2)) < len(part)
+    assert len(shortened(steps, 1e-9, 1)) == 1
+
+
+class Worker:
+    """In place of processes: seconds and bytes of each setting, by its name."""
+
+    def __init__(self, seconds, peaks=None, fails=None):
+        self.seconds, self.peaks, self.fails = seconds, peaks or {}, fails or {}
+        self.calls = []
+
+    def __call__(self, peer, folder, *words, seconds):
+        settings = json.loads(words[words.index("--settings") + 1]) if "--settings" in words else {}
+        name = str(Setting(peer, settings))
+        self.calls.append((name, words[0]))
+        if name in self.fails:
+            raise OSError(self.fails[name])
+        found = self.seconds.get(name, 1.0)
+        return {"steps": 91 - (found < 0), "seconds": found, "peak": self.peaks.get(name, 5 * MIB)}
+
+
+def replays(tmp_path, worker, seconds=1000.0):
+    steps = program(queue())
+    assert len(steps) == 91
+    made = Replays(
+        steps, settings_for(steps, NAMES), tmp_path,
+        threads=1, seconds=seconds, passes=1, worker=worker,
+    )  # fmt: skip
+    for _ in made.warm_up():
+        pass
+    for _ in made.rounds():
+        pass
+    return made
+
+
+def test_a_pool_that_grew_says_how_much_to_prefault(tmp_path):
+    made = replays(tmp_path, Worker({}, {"Pool()": 7 * MIB}))
+    assert "Pool(initial_bytes=8 << 20)" in made.settings
+    assert made.settings["Pool(initial_bytes=8 << 20)"].prefault == 8 * MIB
+
+
+def test_turns_and_losers(tmp_path):
+    """All have three rounds, and those that lost them no more; malloc is in all rounds."""
+    made = replays(tmp_path, Worker({"Pool()": 0.9, "mimalloc": 0.92}))
+    counts = {name: len(times) for name, times in made.times.items()}
+    assert counts.pop("malloc") == counts.pop("Pool()") == counts.pop("mimalloc") == ROUNDS
+    assert len(counts) > 3 and set(counts.values()) == {FEWEST}
+
+
+def test_the_time_is_kept(tmp_path):
+    """Three rounds are made in any case, and no more when the time is spent."""
+    made = replays(tmp_path, Worker({}), seconds=1e-9)
+    assert set(map(len, made.times.values())) == {FEWEST}
+
+
+def test_orders_are_reversed_so_that_nobody_is_favoured(tmp_path):
+    worker = Worker({})
+    made = replays(tmp_path, worker)
+    timed = [name for name, word in worker.calls if word == "--passes"]
+    n = len(made.times)
+    for i in range(0, ROUNDS, 2):
+        assert timed[i * n : (i + 1) * n] == timed[(i + 1) * n : (i + 2) * n][::-1]
+    assert len({tuple(timed[i * n : (i + 1) * n]) for i in range(0, ROUNDS, 2)}) > 1
+
+
+@pytest.mark.parametrize("name", ["mimalloc", "Pool()"])
+def test_one_that_fails_is_left_out_with_the_reason(tmp_path, name):
+    made = replays(tmp_path, Worker({}, fails={name: "no such library"}))
+    assert made.notes[name] == "no such library"
+    assert name not in made.settings and name not in made.times
+    made = replays(tmp_path, Worker({name: -1.0}))
+    assert made.notes[name] == "refused step 91 of 91: out of memory"
+
+
+def test_without_a_baseline_there_is_no_advice(tmp_path):
+    with pytest.raises(OSError, match="malloc was not measured: gone"):
+        replays(tmp_path, Worker({}, fails={"malloc": "gone"}))
+
+
+def test_no_peer_is_there(tmp_path):
+    """Only malloc could be measured: it is kept, and nothing is claimed."""
+    names = [str(one) for one in settings_for(program(queue()), NAMES)]
+    made = replays(tmp_path, Worker({}, fails=dict.fromkeys(names[1:], "none")))
+    found = choose(made.times, made.held)
+    assert (found.name, found.other, found.ratio) == ("malloc", None, None)
+    said = dict(lines(found, made.settings, made.times, made.held, **EASY))
+    assert said["use"] == "keep malloc" and said["gain"] == "nothing else was measured"
+
+
+# ---- what is advised
+
+
+def noisy(base, n=15, spread=0.02):
+    """Times that differ from round to round, for all settings alike."""
+    return [base * (1 + spread * (i % 5 - 2)) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("times", "held", "expected", "word"),
+    [
+        # The fastest.
+        ({"malloc": 4.0, "pool": 2.0, "slab": 1.0}, {}, "slab", "sure"),
+        # As fast within 3 %: the one that holds less, or the first.
+        ({"malloc": 4.0, "pool": 1.0, "slab": 0.99}, {"pool": 50 * MIB}, "slab", "sure"),
+        ({"malloc": 4.0, "pool": 1.0, "slab": 0.99}, {}, "pool", "sure"),
+        ({"malloc": 4.0, "pool": 1.05, "slab": 0.99}, {}, "slab", "sure"),
+        # Malloc is as good, or better.
+        ({"malloc": 1.0, "pool": 0.98, "slab": 2.0}, {"malloc": 90 * MIB}, "malloc", "sure"),
+        ({"malloc": 1.0, "pool": 1.5, "slab": 2.0}, {}, "malloc", "sure"),
+    ],
+)
+def test_the_rule(times, held, expected, word):
+    rounds = {name: noisy(base) for name, base in times.items()}
+    found = choose(rounds, dict.fromkeys(times, MIB) | held)
+    assert (found.name, found.word) == (expected, word)
+
+
+def test_one_that_was_not_in_all_rounds_is_not_advised():
+    times = {"malloc": noisy(4.0), "pool": noisy(2.0), "slab": noisy(1.0, 3)}
+    assert choose(times, dict.fromkeys(times, MIB)).name == "pool"
+
+
+def test_few_rounds_are_not_sure():
+    times = {"malloc": noisy(4.0, 3), "pool": noisy(2.0, 3)}
+    found = choose(times, dict.fromkeys(times, MIB))
+    assert (found.name, found.word) == ("pool", "probable")
+    settings = {"malloc": Setting("malloc"), "pool": PLAIN_POOL}
+    said = dict(lines(found, settings, times, dict.fromkeys(times, MIB), **EASY))
+    assert said["sure"].startswith("probably: pool took 0.50 to 0.50 of the time of malloc in 3")
+    assert "--seconds 60" in said["sure"]
+
+
+def test_one_that_is_faster_in_half_of_the_rounds_is_not_advised():
+    times = {"malloc": [1.0] * 12, "pool": [0.5, 1.4] * 6}
+    found = choose(times, dict.fromkeys(times, MIB))
+    assert (found.name, found.word) == ("malloc", "undecided")
+    settings = {"malloc": Setting("malloc"), "pool": PLAIN_POOL}
+    said = dict(lines(found, settings, times, dict.fromkeys(times, MIB), **EASY))
+    assert said["sure"].startswith("undecided: 95% sure, in 12 rounds: pool takes 0.50 to 1.40")
+
+
+def test_the_five_lines():
+    times = {"malloc": noisy(4.0), "pool": noisy(1.0), "mimalloc": noisy(1.01)}
+    held = {"malloc": 9 * MIB, "pool": 8 * MIB, "mimalloc": 8 * MIB}
+    settings = {
+        "malloc": Setting("malloc"), "pool": ready_pool(8 * MIB), "mimalloc": Setting("mimalloc"),
+    }  # fmt: skip
+    found = choose(times, held)
+    said = lines(found, settings, times, held, **EASY | {"steps": 10**6})
+    assert said == [
+        ("use", "pool: 8 MiB prefaulted at the start"),
+        ("paste", "pool = arenapy.Pool(initial_bytes=8 << 20)"),
+        (
+            "gain",
+            "0.25 of the time of malloc: 1000 ns instead of 4000 ns for an operation, 3 s less in "
+            "all; the recording took 2 s",
+        ),
+        ("holds", "8 MiB at its peak; live were 5 MiB; malloc held 9 MiB"),
+        (
+            "sure",
+            "95% sure, in 15 rounds: pool takes 0.25 to 0.25 of the time of malloc; as fast "
+            "within 3%: mimalloc",
+        ),
+    ]
+    times["malloc"] = noisy(0.5)
+    found = choose(times, held)
+    said = dict(lines(found, settings, times, held, **EASY | {"steps": 10**6}))
+    assert said["use"] == "keep malloc" and said["paste"] == "nothing to change"
+    assert said["gain"] == (
+        "none: malloc takes 500 ns for an operation, and the fastest other, pool, 1000 ns"
+    )
+
+
+# ---- the command
+
+
+def command(*arguments, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "arenapy", "advise", *map(str, arguments)],
+        capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path):
+    queue().save(tmp_path / "small.trace")
+    return tmp_path / "small.trace"
+
+
+@pytest.mark.no_sanitizer
+def test_the_command(small, tmp_path):
+    out = tmp_path / "advice.json"
+    done = command(small, "--seconds", "0.1", "--with", "pool,slab", "--json", out)
+    assert done.returncode == 0, done.stderr
+    words = [line.split()[0] for line in done.stdout.splitlines()]
+    assert words == ["use", "paste", "gain", "holds", "sure"]
+    found = json.loads(out.read_text())
+    assert next(iter(found)) == "report" and found["report"] == "arenapy advise"
+    assert found["use"] in found["seconds"] and found["live_bytes"] == 10_000
+    assert set(found["held_bytes"]) >= {
+        "malloc", "Pool()", 'Pool(rounding="class")', "Slab(item_size=1000, count=10)",
+    }  # fmt: skip
+    assert min(map(min, found["seconds"].values())) > 0
+    assert found["advice"]["use"] in done.stdout
+    again = command(small, "--seconds", "0.1", "--with", "malloc", "--json", out)
+    assert again.returncode == 0, again.stderr  # an earlier report is replaced
+    assert json.loads(out.read_text())["use"] == "malloc"
+
+
+def in_process(capsys, *arguments):
+    """The status, and what is on standard error."""
+    try:
+        status = advise.main([str(one) for one in arguments])
+    except SystemExit as ended:
+        status = ended.code
+    return status, capsys.readouterr().err
+
+
+def test_what_cannot_be_is_refused(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(advise, "_measure", lambda replays: pytest.fail("it was measured"))
+    traced().save(tmp_path / "empty.trace")
+    traced(("free", 1, 5), ("trim", 1, 5)).save(tmp_path / "none.trace")
+    (tmp_path / "damaged.trace").write_bytes(small.read_bytes()[:20] + b"\xff" * 200)
+    (tmp_path / "text").write_text("not a trace")
+    mine = tmp_path / "mine.py"
+    mine.write_text("x = 1")
+    for arguments, message in [
+        ([tmp_path / "empty.trace"], "no allocation"),
+        ([tmp_path / "none.trace"], "no allocation"),
+        ([tmp_path / "damaged.trace"], "damaged.trace"),
+        ([tmp_path / "text"], "no trace"),
+        ([small, "--with", "best"], "'best' is not one of malloc"),
+        ([small, "--with", ","], "at least one"),
+        ([small, "--repeat", "0"], "'0' is not a whole number"),
+        ([small, "--seconds", "0"], "'0' is not a number of seconds"),
+        ([small, "--json", mine], "is not a report of arenapy advise"),
+        ([small, "--json", small], "is not a report of arenapy advise"),
+        ([], "required"),
+    ]:
+        status, error = in_process(capsys, *arguments)
+        assert status == 2 and message in error, (arguments, error)
+    assert mine.read_text() == "x = 1"
+    with pytest.raises(OSError, match="No such file"):
+        advise.main([str(tmp_path / "nothing")])
+
+
+def test_a_part_of_a_trace_is_told(monkeypatch):
+    found = {"advice": {"use": "Pool()"}, "steps": 50, "steps_of_the_trace": 200}
+    assert advise.show(found)[1].startswith("part   only the first 25.0% of the trace")
+    assert len(advise.show(found | {"steps": 200})) == 1
+
+
+def test_a_worker_times_all_passes_and_the_making(tmp_path, capsys):
+    """Three passes are three times as many blocks, and settings are those that are given."""
+    program(queue()).save(tmp_path)
+    for words in (["--passes", "3"], ["--written"]):
+        for name, settings in [("slab", {"item_size": 1000, "count": 10}), ("bump", {}),
+                               ("pool", {"initial_bytes": 2 * MIB}), ("malloc", {})]:  # fmt: skip
+            more = ["--settings", json.dumps(settings)] if settings else []
+            assert worker_main([str(tmp_path), name, *words, *more]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert found["steps"] == 91 and found["seconds"] > 0, name
+    small = ["--settings", json.dumps({"item_size": 999, "count": 10})]
+    assert worker_main([str(tmp_path), "slab", "--passes", "1", *small]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 0
+
+
+# ---- run --advise
+
+
+def run_advised(tmp_path, source, *options, **how):
+    (tmp_path / "work.py").write_text(textwrap.dedent(source))
+    return alike.ours(["--advise", *options, "work.py"], cwd=tmp_path, **how)
+
+
+def test_run_and_advise(tmp_path, monkeypatch):
+    """The processes of tests fork this one, which here measures nothing."""
+
+    class Measured(Worker):
+        def __call__(self, *words, seconds):
+            return {**super().__call__(*words, seconds=seconds), "steps": 10**9}
+
+    replays = functools.partial(Replays, worker=Measured({"malloc": 2.0}))
+    monkeypatch.setattr(advise, "Replays", replays)
+    source = """
+        import numpy as np, sys
+        for _ in range(100):
+            x = np.ones(200_000)
+        print("done")
+        sys.exit(3)
+    """
+    done = run_advised(tmp_path, source, "--trace", "a.trace")
+    assert (done.returncode, done.stdout) == (3, "done\n")
+    own, report = alike.split(done.stderr)
+    assert own == ""
+    report, found, advice = report.partition("arenapy advise\n")
+    assert found and "  trace " in report
+    lines = [line.split() for line in advice.splitlines()]
+    assert [words[0] for words in lines] == ["use", "paste", "gain", "holds", "sure"]
+    assert lines[1][1:] == ["arenapy", "run", "work.py"]
+    assert "slab" not in advice.lower() and "bump" not in advice.lower()  # they are not for NumPy
+    made = trace.load(tmp_path / "a.trace")
+    assert made.kind == "Pool, NumPy" and made.complete
+
+
+def test_a_program_without_numpy_has_no_advice(tmp_path):
+    queue().save(tmp_path / "a.trace")  # of another program
+    done = run_advised(tmp_path, "print(1)", "--trace", "a.trace")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr.endswith("arenapy run: no advice: the program did not import NumPy\n")
+
+
+def test_a_program_that_is_killed_has_no_advice(tmp_path):
+    done = run_advised(tmp_path, "import os; os.kill(os.getpid(), 15)")
+    assert (done.returncode, done.stderr) == (128 + 15, "")
+
+
+def test_signals_reach_the_program(tmp_path):
+    """Ctrl-C goes to both processes, and the program alone obeys; a SIGTERM is passed on."""
+    (tmp_path / "work.py").write_text(
+        textwrap.dedent("""
+        import signal, sys, time
+        def obey(number, frame):
+            print(number, flush=True)
+            if number == signal.SIGTERM:
+                sys.exit(7)
+        for number in signal.SIGINT, signal.SIGTERM:
+            signal.signal(number, obey)
+        print("on", flush=True)
+        while True:
+            time.sleep(0.01)
+    """)
+    )
+    command = [sys.executable, "-m", "arenapy", "run", "--advise", "--quiet", "work.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout.readline() == "on\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == f"{int(signal.SIGINT)}\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        assert process.wait(TIMEOUT) == 7
