@@ -27,7 +27,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 if not __package__:  # run as a script; behind what is installed
@@ -39,88 +38,17 @@ from rich.table import Table
 
 from arenapy import trace
 from arenapy.base.text import format_bytes
+from arenapy.commands.replay.device import HEAPS, PEERS, Watch, run, script, streams_of
 from arenapy.commands.replay.program import Program, program
 from arenapy.trace.torch_snapshot import is_pickle
-from asv_benches.gpu.heaps import HEAPS, PEERS
 from asv_benches.gpu.traces import traces
 from asv_benches.support.results import stamp, store
 
 OURS = "arenapy"
 TIMED_PASSES = 3
+COMPARED = [name for name in HEAPS if name not in ("arenapy-bump", "arenapy-slab", "driver")]
 ONLY_SHOWN = ("loop", "rmm-arena")  # what is no allocator, or is not compared
 SECONDS = 300  # for one allocator and one trace
-
-
-def streams_of(made):
-    """The stream of each allocation of a trace, as a number from 1; 0: the default stream."""
-    allocations = made.events[made.events["operation"] == trace.OPERATIONS["alloc"]]
-    used = np.unique(allocations["stream"])
-    return np.searchsorted(used[used != 0], allocations["stream"]) + (allocations["stream"] != 0)
-
-
-def script(steps, streams, native):
-    """(slot or ~slot, bytes, native stream) of each step; blocks are freed on their own stream."""
-    of_slot = {}
-    numbers = iter(streams.tolist())
-    out = []
-    for slot, nbytes in zip(steps.slots.tolist(), steps.sizes.tolist(), strict=True):
-        if slot >= 0:
-            of_slot[slot] = native[next(numbers)]
-        out.append((slot, nbytes, of_slot[max(slot, ~slot)]))
-    return out
-
-
-def run(heap, lines, count, after=None):
-    """One pass; seconds. What is live at its end is freed, untimed."""
-    take, give = heap.take, heap.give
-    blocks = [None] * count
-    sizes = {}
-    start = time.perf_counter()
-    if after is None:
-        for slot, nbytes, stream in lines:
-            if slot >= 0:
-                blocks[slot] = take(nbytes, stream)
-            else:
-                give(blocks[~slot], nbytes, stream)
-                blocks[~slot] = None
-    else:
-        for step, (slot, nbytes, stream) in enumerate(lines):
-            if slot >= 0:
-                blocks[slot] = take(nbytes, stream)
-                after(step)
-            else:
-                give(blocks[~slot], nbytes, stream)
-                blocks[~slot] = None
-    seconds = time.perf_counter() - start
-    for slot, nbytes, stream in lines:
-        sizes[max(slot, ~slot)] = nbytes, stream
-    for slot, block in enumerate(blocks):
-        if block is not None:
-            give(block, *sizes[slot])
-    return seconds
-
-
-class Watch:
-    """The most that was reserved, by the allocator's own account and by the device's."""
-
-    def __init__(self, heap, device_used):
-        self.heap = heap
-        self.device_used = device_used
-        self.base = device_used()
-        self.before = None
-        self.most = self.most_device = self.at = 0
-
-    def __call__(self, step):
-        """Read what has changed."""
-        now = self.heap.reserved()
-        if now is None or now != self.before:
-            self.before = now
-            device = self.device_used() - self.base
-            self.most_device = max(self.most_device, device)
-            if now is None:
-                now = device
-            if now > self.most:
-                self.most, self.at = now, step
 
 
 def measure(heap, steps, streams, native, device_used=lambda: 0):
@@ -310,7 +238,7 @@ def main(argv=None):
         epilog="\n".join(f"{name:<20} {heap.about}" for name, heap in HEAPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--with", dest="names", type=names_in, default=list(HEAPS))
+    parser.add_argument("--with", dest="names", type=names_in, default=COMPARED)
     parser.add_argument("--trace", action="append", default=[], help="one of the traces here")
     parser.add_argument("--file", action="append", default=[], help="a trace in a file")
     parser.add_argument("--quick", action="store_true", help="short random traces")

@@ -1,6 +1,6 @@
 """``arenapy advise``: what is tried, how it is measured, what is said of it."""
 
-import functools
+import importlib.util
 import json
 import os
 import signal
@@ -12,10 +12,13 @@ import alike
 import numpy as np
 import pytest
 from alike import TIMEOUT
+from simulated_bindings import bindings
 
 import arenapy
-from arenapy import trace
+from arenapy import cuda, trace
+from arenapy.commands import cli
 from arenapy.commands.advise import command as advise
+from arenapy.commands.advise import device_worker, measuring
 from arenapy.commands.advise.advice import choose, lines
 from arenapy.commands.advise.measuring import FEWEST, ROUNDS, Replays, shortened
 from arenapy.commands.advise.settings import (
@@ -394,6 +397,117 @@ def test_a_worker_times_all_passes_and_the_making(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["steps"] == 0
 
 
+# ---- traces of a GPU's memory
+
+
+def in_this_process(name, folder, *words, seconds):
+    """As a process of its own, which would not see the simulated driver."""
+    settings = json.loads(words[words.index("--settings") + 1]) if "--settings" in words else {}
+    passes = int(words[1]) if words[0] == "--passes" else None
+    try:
+        return device_worker.measure(name, folder, passes, settings)
+    except ImportError as error:
+        raise OSError(str(error)) from None
+    finally:
+        if name == "driver":  # whose process would end here
+            sys.modules["cuda.bindings.driver"].cuCtxPopCurrent()
+
+
+def device_queue(kind):
+    made = queue(50, 1 << 16)
+    made.events["stream"][::7] = 77
+    return trace.Trace(made.events, kind)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(advise, "device_worker", in_this_process)
+    monkeypatch.setattr(measuring, "ROUNDS", FEWEST)
+    with bindings(monkeypatch) as one:
+        yield one
+
+
+def test_a_trace_of_a_gpu_is_replayed_on_one(gpu):
+    found = advise.advise(device_queue("Pool, device"))
+    assert list(found["seconds"]) == [
+        "driver", "Pool()", "Pool(initial_bytes=2 << 20)", 'Pool(rounding="class")',
+        "Slab(item_size=64 << 10, count=10)",
+    ]  # fmt: skip
+    assert "are live" in found["not_compared"]["Bump(nbytes=3200 << 10)"]
+    for name in "torch", "cupy", "rmm":
+        if importlib.util.find_spec(name) is None:
+            assert f"No module named '{name}'" in found["not_compared"][name]
+    held = found["held_bytes"]
+    assert held["driver"] >= found["live_bytes"] == 10 << 16
+    assert held["Slab(item_size=64 << 10, count=10)"] >= 10 << 16
+    assert held["Pool(initial_bytes=2 << 20)"] >= 2 * MIB
+    assert min(map(min, found["seconds"].values())) > 0
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_torch_is_the_baseline_of_its_own_traces(gpu, monkeypatch, installed):
+    """If it is there; here, where it fails, there is no advice then."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    if installed:
+        with pytest.raises(OSError, match="torch was not measured"):
+            advise.advise(device_queue("torch, device 0"))
+    else:
+        assert next(iter(advise.advise(device_queue("torch, device 0"))["seconds"])) == "driver"
+
+
+def test_an_arena_of_a_gpu_starts_over_when_nothing_is_live(gpu, tmp_path):
+    calls = [call for i in range(20) for call in (("alloc", i, 1 << 16), ("free", i))]
+    program(traced(*calls)).save(tmp_path)
+    np.save(tmp_path / "streams.npy", np.zeros(20, int))
+    found = device_worker.measure("bump", tmp_path, 2, {"nbytes": 1 << 16})
+    assert found["steps"] == 40
+    found = device_worker.measure("bump", tmp_path, None, {"nbytes": 1 << 16})
+    assert found["peak"] >= 1 << 16
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
+    """At once: nothing is measured."""
+    monkeypatch.setattr(cuda, "devices", list)
+    with pytest.raises(OSError, match="its replays need a GPU: there is none"):
+        advise.advise(device_queue("torch, device 0"))
+
+    def fail():
+        raise cuda.Unavailable("no driver")
+
+    monkeypatch.setattr(cuda, "devices", fail)
+    device_queue("torch, device 0").save(tmp_path / "a.trace")
+    assert cli.main(["advise", str(tmp_path / "a.trace")]) == 1
+    error = capsys.readouterr().err
+    assert error == (
+        "arenapy: this trace is of a GPU's memory, and its replays need a GPU: no driver\n"
+    )
+
+
+def test_a_recording_says_what_memory_it_is_of(gpu, tmp_path):
+    pool = arenapy.Pool(source=cuda.Device())
+    with trace.record(pool, tmp_path / "a.trace"):
+        pool.alloc(100).release()
+    assert trace.load(tmp_path / "a.trace").kind == "Pool, device"
+    with trace.record(arenapy.Pool(), tmp_path / "b.trace"):
+        pass
+    assert trace.load(tmp_path / "b.trace").kind == "Pool"
+
+
+@pytest.mark.parametrize(
+    ("peer", "line"),
+    [
+        ("pool", "pool = arenapy.Pool(initial_bytes=4 << 20, source=cuda.Device())"),
+        ("driver", "nothing to change"),
+        ("cupy", "cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)"),
+    ],
+)
+def test_lines_for_a_gpu(peer, line):
+    setting = ready_pool(3 * MIB, True) if peer == "pool" else Setting(peer, device=True)
+    assert setting.line() == line
+    assert "reserved" in setting.prefaulted() and "prefault" not in setting.prefaulted()
+
+
 # ---- run --advise
 
 
@@ -409,8 +523,7 @@ def test_run_and_advise(tmp_path, monkeypatch):
         def __call__(self, *words, seconds):
             return {**super().__call__(*words, seconds=seconds), "steps": 10**9}
 
-    replays = functools.partial(Replays, worker=Measured({"malloc": 2.0}))
-    monkeypatch.setattr(advise, "Replays", replays)
+    monkeypatch.setattr(advise, "run_worker", Measured({"malloc": 2.0}))
     source = """
         import numpy as np, sys
         for _ in range(100):

@@ -11,11 +11,11 @@ from simulated_memory import OUT_OF_MEMORY
 
 import arenapy
 from arenapy import trace
+from arenapy.commands.replay import device as gpu_heaps
 from arenapy.commands.replay.program import program
 
 sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
 
-from asv_benches.gpu import heaps as gpu_heaps
 from asv_benches.gpu import replay as gpu_replay
 from asv_benches.gpu import traces as gpu_traces
 

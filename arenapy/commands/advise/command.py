@@ -7,6 +7,8 @@ tried (settings.py), how they are measured (measuring.py), which one is advised 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import sys
 import tempfile
@@ -15,14 +17,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn
 
 from arenapy.base.text import printable
 from arenapy.commands.advise.advice import choose, lines
-from arenapy.commands.advise.measuring import Replays, shortened
-from arenapy.commands.advise.settings import BASELINE, NAMES, OF_NUMPY, settings_for
+from arenapy.commands.advise.measuring import EVENT_SECONDS, Replays, shortened
+from arenapy.commands.advise.settings import (
+    BASELINE,
+    DEVICE_BASELINE,
+    DEVICE_NAMES,
+    NAMES,
+    OF_NUMPY,
+    settings_for,
+)
 from arenapy.commands.command_line import Parser, check_outputs, console, seconds, whole
-from arenapy.commands.replay.command import read
+from arenapy.commands.replay.command import read, run_worker
+from arenapy.commands.replay.device import streams_of
 from arenapy.commands.replay.program import program
 from arenapy.commands.run.command import TRACE_KIND
 from arenapy.linux import outputs
@@ -32,15 +43,19 @@ from arenapy.trace import Trace
 __all__ = ["advise", "main", "show"]
 
 SECONDS = 30.0
+TORCH_SECONDS, DRIVER_SECONDS = 5e-6, 100e-6  # of an event: a call from Python; one that waits
+ALL_NAMES = tuple(dict.fromkeys([*NAMES, *DEVICE_NAMES]))
 MAX_PASSES = 1_000_000
 REPORT = outputs.report("arenapy advise")
+
+device_worker = functools.partial(run_worker, module="arenapy.commands.advise.device_worker")
 
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(NAMES)}")
+        if name not in ALL_NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(ALL_NAMES)}")
     if not names:
         raise argparse.ArgumentTypeError("name at least one allocator")
     return names
@@ -63,7 +78,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--with", dest="names", type=_names, metavar="NAME,...",
-        help=f"try only these: {', '.join(NAMES)} (default: all that suit the trace)",
+        help=f"try only these: {', '.join(ALL_NAMES)} (default: all that suit the trace)",
     )  # fmt: skip
     parser.add_argument(
         "--json", metavar="OUT", help="write all figures there, too; sizes are bytes"
@@ -85,7 +100,7 @@ def advise(
     ----------
     trace : Trace
     names : sequence of str, optional
-        Of `NAMES`. By default those that suit the trace.
+        Of `ALL_NAMES`. By default those that suit the trace.
     seconds : float
         How long to measure.
     repeat : int
@@ -105,19 +120,25 @@ def advise(
     OutOfMemory
         If what the trace has live at once is more than this process can have.
     OSError
-        If malloc could not be measured.
+        If the baseline could not be measured, or there is no GPU for a trace of a GPU's memory.
     """
-    steps = program(trace)
-    check_request(int(steps.live().max()), "a replay", "a smaller trace")
-    numpy = trace.kind == TRACE_KIND
-    names = names or (OF_NUMPY if numpy else NAMES)
-    tried = [BASELINE, *(name for name in NAMES if name in names and name != BASELINE)]
-    part = shortened(steps, seconds, repeat)
-    summary = trace.summary()
+    steps, summary = program(trace), trace.summary()
+    numpy, device = trace.kind == TRACE_KIND, ", device" in trace.kind
+    known: Sequence[str] = OF_NUMPY if numpy else NAMES
+    baseline, event_seconds = BASELINE, EVENT_SECONDS
+    if device:
+        known, baseline, event_seconds = _on_a_device(trace)
+    else:
+        check_request(int(steps.live().max()), "a replay", "a smaller trace")
+    tried = [baseline, *(name for name in known if name in (names or known) and name != baseline)]
+    part = shortened(steps, seconds, repeat, event_seconds)
     with tempfile.TemporaryDirectory(prefix="arenapy-advise-") as folder:
+        if device:
+            np.save(Path(folder) / "streams.npy", streams_of(trace))
         replays = Replays(
-            part, settings_for(part, tried), Path(folder),
+            part, settings_for(part, tried, device), Path(folder),
             threads=summary.threads, seconds=seconds, passes=repeat,
+            worker=device_worker if device else run_worker,
         )  # fmt: skip
         _measure(replays)
     advice = choose(replays.times, replays.held)
@@ -153,6 +174,22 @@ def advise(
         "not_compared": replays.notes,
         "advice": dict(said),
     }
+
+
+def _on_a_device(trace: Trace) -> tuple[Sequence[str], str, float]:
+    """What is tried for a trace of a GPU's memory, the baseline, and what an event may cost."""
+    from arenapy import cuda
+
+    try:
+        why = "" if cuda.devices() else "there is none"
+    except (cuda.Unavailable, cuda.CudaError) as error:
+        why = str(error)
+    if why:
+        raise OSError(f"this trace is of a GPU's memory, and its replays need a GPU: {why}")
+    if trace.kind.startswith("torch") and importlib.util.find_spec("torch") is not None:
+        names = [name for name in DEVICE_NAMES if name != DEVICE_BASELINE]
+        return names, "torch", TORCH_SECONDS
+    return DEVICE_NAMES, DEVICE_BASELINE, DRIVER_SECONDS
 
 
 def _measure(replays: Replays) -> None:

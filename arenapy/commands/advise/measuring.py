@@ -26,7 +26,7 @@ from arenapy.commands.compare.verdict import WORTH
 from arenapy.commands.replay.command import run_worker
 from arenapy.commands.replay.program import Program
 
-__all__ = ["FEWEST", "ROUNDS", "Replays", "shortened"]
+__all__ = ["EVENT_SECONDS", "FEWEST", "ROUNDS", "Replays", "shortened"]
 
 FEWEST, ROUNDS = 3, 20  # rounds, however long they take, and at most
 #: Of the time that there is, one pass may take this share, as far as that is known beforehand.
@@ -40,7 +40,9 @@ START_SECONDS = 20.0  # of a process, on a machine that is busy
 Run = Callable[..., dict[str, Any]]
 
 
-def shortened(program: Program, seconds: float, passes: int) -> Program:
+def shortened(
+    program: Program, seconds: float, passes: int, event_seconds: float = EVENT_SECONDS
+) -> Program:
     """As much of a program, from its beginning, as there is time for.
 
     Parameters
@@ -50,9 +52,11 @@ def shortened(program: Program, seconds: float, passes: int) -> Program:
         Of all replays together.
     passes : int
         How often the program is repeated in each.
+    event_seconds : float
+        Of an allocation or a free by the slowest allocator, but for page faults.
     """
     pages = np.where(program.slots >= 0, program.sizes // PAGE + 1, 0)
-    costs = np.cumsum(EVENT_SECONDS + PAGE_SECONDS * pages.astype("f8"))
+    costs = np.cumsum(event_seconds + PAGE_SECONDS * pages.astype("f8"))
     n = int(np.searchsorted(costs, seconds * SHARE / passes, side="right"))
     return program if n >= len(program) else program.first(max(1, n))
 
@@ -139,8 +143,8 @@ class Replays:
             if result is not None:
                 self.settings[name] = setting
                 self.held[name] = int(result["peak"])
-                if setting == PLAIN_POOL:
-                    waiting.insert(0, ready_pool(self.held[name]))
+                if name == str(PLAIN_POOL):
+                    waiting.insert(0, ready_pool(self.held[name], setting.device))
         if self.baseline not in self.settings:
             raise OSError(f"{self.baseline} was not measured: {self.notes.get(self.baseline)}")
         self.times = {name: [] for name in self.settings}

@@ -7,7 +7,7 @@ What lives here: which settings suit a program, and the line to paste. What does
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arenapy.base.text import format_bytes
@@ -15,11 +15,21 @@ from arenapy.commands.replay.program import Program
 from arenapy.commands.replay.worker import PEERS
 
 __all__ = [
-    "BASELINE", "NAMES", "OF_NUMPY", "PLAIN_POOL", "Setting", "ready_pool", "settings_for",
-    "unsuited",
+    "BASELINE", "DEVICE_BASELINE", "DEVICE_NAMES", "NAMES", "OF_NUMPY", "PLAIN_POOL", "Setting",
+    "ready_pool", "settings_for", "unsuited",
 ]  # fmt: skip
 
 BASELINE = "malloc"
+#: Of a GPU's memory. torch is the baseline of its own traces.
+DEVICE_BASELINE = "driver"
+DEVICE_NAMES = ("driver", "pool", "bump", "slab", "torch", "cupy", "rmm")
+DEVICE_LINES = {
+    "cupy": "cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)",
+    "rmm": "rmm.mr.set_current_device_resource("
+    "rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), initial_pool_size=1 << 20))",
+    "torch": "torch.cuda.caching_allocator_alloc(nbytes)",
+    "driver": "nothing to change",
+}
 #: What ``--with`` takes, in the order of preference if several are as good.
 NAMES = ("malloc", "pool", "bump", "slab", "jemalloc", "mimalloc", "tcmalloc")
 OF_NUMPY = tuple(name for name in NAMES if name not in ("bump", "slab"))
@@ -42,11 +52,14 @@ class Setting:
         By keyword, of an allocator of arenapy's. Sizes are bytes.
     prefault : int or None
         Bytes that are prefaulted when it is made. None: as it grows.
+    device : bool
+        It is of a GPU's memory, where bytes are reserved in place of prefaulted.
     """
 
     peer: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     prefault: int | None = 0
+    device: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -56,16 +69,19 @@ class Setting:
     def __str__(self) -> str:
         if not self.is_ours:
             return self.peer
-        words = [f"{name}={_written(value)}" for name, value in self.arguments.items()]
-        return f"{CLASSES[self.peer]}({', '.join(words)})"
+        return f"{CLASSES[self.peer]}({', '.join(self._words())})"
+
+    def _words(self) -> list[str]:
+        return [f"{name}={_written(value)}" for name, value in self.arguments.items()]
 
     def prefaulted(self) -> str:
         """How much is prefaulted, and when."""
+        word = "reserve" if self.device else "prefault"
         if not self.is_ours:
-            return "nothing is prefaulted"
+            return f"nothing is {word}d" if self.device else f"nothing is {word}ed"
         if not self.prefault:
-            return "it prefaults as it grows"
-        return f"{format_bytes(self.prefault)} prefaulted at the start"
+            return f"it {word}s as it grows"
+        return f"{format_bytes(self.prefault)} {word.removesuffix('e')}ed at the start"
 
     def line(self, numpy: bool = False, program: str = "SCRIPT") -> str:
         """What a user types to have it.
@@ -77,6 +93,11 @@ class Setting:
         program : str
             The words of the program on a command line.
         """
+        if self.device:
+            if not self.is_ours:
+                return DEVICE_LINES[self.peer]
+            words = ", ".join([*self._words(), "source=cuda.Device()"])
+            return f"{VARIABLES[self.peer]} = arenapy.{CLASSES[self.peer]}({words})"
         if self.peer == BASELINE:
             return "nothing to change"
         if not self.is_ours:
@@ -94,7 +115,7 @@ class Setting:
 PLAIN_POOL = Setting("pool", {}, None)
 
 
-def settings_for(program: Program, names: Sequence[str]) -> list[Setting]:
+def settings_for(program: Program, names: Sequence[str], device: bool = False) -> list[Setting]:
     """What is tried, in the order of preference; `ready_pool` makes another one later."""
     made: Mapping[str, Callable[[], list[Setting]]] = {
         "pool": lambda: [PLAIN_POOL, Setting("pool", {"rounding": "class"}, None)],
@@ -104,7 +125,7 @@ def settings_for(program: Program, names: Sequence[str]) -> list[Setting]:
     found: list[Setting] = []
     for name in names:
         found += made[name]() if name in made else [Setting(name)]
-    return found
+    return [replace(one, device=device) for one in found]
 
 
 def _bump(program: Program) -> Setting:
@@ -117,10 +138,10 @@ def _slab(program: Program) -> Setting:
     return Setting("slab", {"item_size": item_size, "count": count}, program.slab_bytes())
 
 
-def ready_pool(held: int) -> Setting:
+def ready_pool(held: int, device: bool = False) -> Setting:
     """A Pool that has from the start what one that grew has held."""
     nbytes = _up(max(1, held), HUGE_PAGE)
-    return Setting("pool", {"initial_bytes": nbytes}, nbytes)
+    return Setting("pool", {"initial_bytes": nbytes}, nbytes, device)
 
 
 def unsuited(setting: Setting, program: Program, threads: int) -> str | None:

@@ -77,20 +77,26 @@ class Result:
 
 
 def run_worker(
-    name: str, folder: Path, *words: str, seconds: float | None = None
+    name: str,
+    folder: Path,
+    *words: str,
+    seconds: float | None = None,
+    module: str = "arenapy.commands.replay.worker",
 ) -> dict[str, Any]:
     """One process's figures.
 
     Parameters
     ----------
     name : str
-        A key of `PEERS`.
+        A key of `PEERS`, or what another module takes.
     folder : Path
         Where the program was saved.
     *words : str
-        Options of worker.py.
+        Options of the module.
     seconds : float, optional
         The most that it may take.
+    module : str
+        Whose command line is FOLDER, NAME and options.
 
     Raises
     ------
@@ -98,11 +104,12 @@ def run_worker(
         With the reason why there are no figures.
     """
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
-    command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
+    environment = PEERS[name].environment if name in PEERS else {}
+    command = [sys.executable, "-P", "-m", module, str(folder), name]
     try:
         done = subprocess.run(
             [*command, *words],
-            env={**os.environ, "GLIBC_TUNABLES": tunables, **PEERS[name].environment},
+            env={**os.environ, "GLIBC_TUNABLES": tunables, **environment},
             capture_output=True,
             text=True,
             check=False,
