@@ -29,9 +29,9 @@ from arenapy.commands.advise.settings import (
     settings_for,
     unsuited,
 )
+from arenapy.commands.compare.verdict import LEAST_ROUNDS
+from arenapy.commands.replay import worker
 from arenapy.commands.replay.program import program
-from arenapy.commands.replay.worker import PEERS
-from arenapy.commands.replay.worker import main as worker_main
 
 MIB = 1 << 20
 CODES = trace.OPERATIONS
@@ -67,7 +67,7 @@ def test_settings_suit_the_program():
     assert found[:3] == ["malloc", "Pool()", 'Pool(rounding="class")']
     assert "Slab(item_size=1000, count=10)" in found
     assert found[-3:] == ["jemalloc", "mimalloc", "tcmalloc"]
-    assert set(NAMES) <= set(PEERS)
+    assert set(NAMES) <= set(worker.PEERS)
 
 
 def test_an_arena_that_would_hold_too_much_is_not_tried():
@@ -180,9 +180,9 @@ def test_turns_and_losers(tmp_path):
 
 
 def test_the_time_is_kept(tmp_path):
-    """Three rounds are made in any case, and no more when the time is spent."""
+    """Six rounds are made in any case, and no more when the time is spent."""
     made = replays(tmp_path, Worker({}), seconds=1e-9)
-    assert set(map(len, made.times.values())) == {FEWEST}
+    assert set(map(len, made.times.values())) == {LEAST_ROUNDS}
 
 
 def test_orders_are_reversed_so_that_nobody_is_favoured(tmp_path):
@@ -382,18 +382,32 @@ def test_a_part_of_a_trace_is_told(monkeypatch):
     assert len(advise.show(found | {"steps": 200})) == 1
 
 
-def test_a_worker_times_all_passes_and_the_making(tmp_path, capsys):
-    """Three passes are three times as many blocks, and settings are those that are given."""
+@pytest.mark.parametrize("name", ["pool", "malloc"])
+def test_a_worker_times_all_passes_and_the_making(monkeypatch, name):
+    """The making of a malloc is not timed, since a program has its malloc from the start."""
+    passes = []
+    monkeypatch.setattr(worker, "run", lambda *a: (passes.append(a) or 100.0, 91, 0, 0))
+    monkeypatch.setattr(worker.time, "perf_counter", iter([5.0, 12.0]).__next__)
+    if name == "malloc":
+        monkeypatch.setattr(worker, "_waited", iter([0.0, 0.0, 30.0]).__next__)
+    else:
+        monkeypatch.setattr(worker, "_waited", iter([0.0, 30.0]).__next__)
+    found = worker.measure_all(name, program(queue()), 3)
+    assert found == {"seconds": 300 - 30 + (7 if name == "pool" else 0), "steps": 91}
+    assert len(passes) == 3 and {words[-1] for words in passes} == {"pages"}
+
+
+def test_a_worker_takes_settings(tmp_path, capsys):
     program(queue()).save(tmp_path)
     for words in (["--passes", "3"], ["--written"]):
         for name, settings in [("slab", {"item_size": 1000, "count": 10}), ("bump", {}),
                                ("pool", {"initial_bytes": 2 * MIB}), ("malloc", {})]:  # fmt: skip
             more = ["--settings", json.dumps(settings)] if settings else []
-            assert worker_main([str(tmp_path), name, *words, *more]) == 0
+            assert worker.main([str(tmp_path), name, *words, *more]) == 0
             found = json.loads(capsys.readouterr().out)
             assert found["steps"] == 91 and found["seconds"] > 0, name
     small = ["--settings", json.dumps({"item_size": 999, "count": 10})]
-    assert worker_main([str(tmp_path), "slab", "--passes", "1", *small]) == 0
+    assert worker.main([str(tmp_path), "slab", "--passes", "1", *small]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 0
 
 

@@ -1,4 +1,4 @@
-"""On a real GPU: ``arenapy advise`` for a trace of a GPU's memory, in processes as its users have."""
+"""On a real GPU: ``arenapy advise`` for a trace of its memory, in processes as users have them."""
 
 import json
 import subprocess

@@ -32,6 +32,7 @@ from arenapy.commands.advise.settings import (
     settings_for,
 )
 from arenapy.commands.command_line import Parser, check_outputs, console, seconds, whole
+from arenapy.commands.compare.verdict import LEAST_ROUNDS
 from arenapy.commands.replay.command import read, run_worker
 from arenapy.commands.replay.device import streams_of
 from arenapy.commands.replay.program import program
@@ -70,7 +71,7 @@ def _parser() -> Parser:
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
     parser.add_argument(
         "--seconds", type=seconds, default=SECONDS, metavar="SECONDS",
-        help=f"how long to measure (default: {SECONDS:.0f}); three rounds are made in any case",
+        help=f"how long to measure (default: {SECONDS:.0f}); {LEAST_ROUNDS} rounds in any case",
     )  # fmt: skip
     parser.add_argument(
         "--repeat", type=whole(1, MAX_PASSES), default=1, metavar="N",

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from arenapy.commands.advise.settings import PLAIN_POOL, Setting, ready_pool, unsuited
-from arenapy.commands.compare.verdict import WORTH
+from arenapy.commands.compare.verdict import LEAST_ROUNDS, WORTH
 from arenapy.commands.replay.command import run_worker
 from arenapy.commands.replay.program import Program
 
 __all__ = ["EVENT_SECONDS", "FEWEST", "ROUNDS", "Replays", "shortened"]
 
-FEWEST, ROUNDS = 3, 20  # rounds, however long they take, and at most
+FEWEST, ROUNDS = 3, 20  # rounds of all settings, and rounds at most
 #: Of the time that there is, one pass may take this share, as far as that is known beforehand.
 SHARE = 1 / 60
 EVENT_SECONDS, PAGE_SECONDS = 100e-9, 250e-9  # of a malloc: a call, and a page that it faults in
@@ -74,7 +74,7 @@ class Replays:
     threads : int
         Of the program.
     seconds : float
-        Of all replays together; three rounds are made in any case.
+        Of all replays together; as many rounds as can be sure are made in any case.
     passes : int
         How often each process repeats the program.
     worker : callable, optional
@@ -154,7 +154,7 @@ class Replays:
         order, number, longest = list(self.settings), 0, 0.0
         while number < ROUNDS and len(order) > 1:
             start = time.monotonic()
-            if number >= FEWEST and self.spent() + longest > self.seconds:
+            if number >= LEAST_ROUNDS and self.spent() + longest > self.seconds:
                 break
             if number % 2:
                 order.reverse()
