@@ -1,5 +1,6 @@
 """``arenapy advise``: what is tried, how it is measured, what is said of it."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import alike
 import numpy as np
@@ -31,6 +33,7 @@ from arenapy.commands.advise.settings import (
 )
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
 from arenapy.commands.replay import worker
+from arenapy.commands.replay.loop import MallocHeap, run
 from arenapy.commands.replay.program import program
 
 MIB = 1 << 20
@@ -386,15 +389,32 @@ def test_a_part_of_a_trace_is_told(monkeypatch):
 def test_a_worker_times_all_passes_and_the_making(monkeypatch, name):
     """The making of a malloc is not timed, since a program has its malloc from the start."""
     passes = []
-    monkeypatch.setattr(worker, "run", lambda *a: (passes.append(a) or 100.0, 91, 0, 0))
-    monkeypatch.setattr(worker.time, "perf_counter", iter([5.0, 12.0]).__next__)
-    if name == "malloc":
-        monkeypatch.setattr(worker, "_waited", iter([0.0, 0.0, 30.0]).__next__)
-    else:
-        monkeypatch.setattr(worker, "_waited", iter([0.0, 30.0]).__next__)
+    monkeypatch.setattr(worker, "run", lambda *a, cpu: (passes.append(a) or 100.0, 91, 0, 0))
+    monkeypatch.setattr(worker.time, "process_time", iter([5.0, 12.0]).__next__)
     found = worker.measure_all(name, program(queue()), 3)
-    assert found == {"seconds": 300 - 30 + (7 if name == "pool" else 0), "steps": 91}
+    assert found == {"seconds": 307.0 if name == "pool" else 300.0, "steps": 91}
     assert len(passes) == 3 and {words[-1] for words in passes} == {"pages"}
+
+
+def test_the_time_of_a_replay_may_be_the_processors():
+    """A malloc that sleeps takes time by the wall alone."""
+    blocks = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+    def take(n):
+        time.sleep(0.2)
+        blocks.append(ctypes.create_string_buffer(n))
+        return ctypes.addressof(blocks[-1])
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def give(address):
+        blocks.clear()
+
+    heap = MallocHeap(*(ctypes.cast(call, ctypes.c_void_p).value for call in (take, give)))
+    steps = program(traced(("alloc", 1, 10), ("free", 1)))
+    arguments = heap, steps.slots, steps.sizes, steps.count
+    assert run(*arguments)[0] >= 0.2
+    assert run(*arguments, cpu=True)[0] < 0.2
 
 
 def test_a_worker_takes_settings(tmp_path, capsys):

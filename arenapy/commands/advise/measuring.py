@@ -6,8 +6,9 @@ not: which settings there are (settings.py), what the figures mean (advice.py).
 The first process of each setting measures its memory. Then in every round each setting has its
 turn, in an order that is shuffled and, in the next round, reversed, so that a machine that becomes
 slower or faster favours nobody. A process makes the allocator, repeats the program, and writes
-every page of every block, as the program did; all of that is timed. After a few rounds, a setting
-that lost all of them is left out, so that there are more rounds for the others.
+every page of every block, as the program did. All of that is in its time on the processor, which
+counts. After a few rounds, a setting that lost all of them is left out, so that there are more
+rounds for the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from arenapy.commands.replay.program import Program
 
 __all__ = ["EVENT_SECONDS", "FEWEST", "ROUNDS", "Replays", "shortened"]
 
-FEWEST, ROUNDS = 3, 20  # rounds of all settings, and rounds at most
+FEWEST, ROUNDS = 4, 20  # rounds of all settings, and rounds at most
 #: Of the time that there is, one pass may take this share, as far as that is known beforehand.
 SHARE = 1 / 60
 EVENT_SECONDS, PAGE_SECONDS = 100e-9, 250e-9  # of a malloc: a call, and a page that it faults in

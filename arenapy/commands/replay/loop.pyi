@@ -42,4 +42,5 @@ def run(
     touch: Literal["nothing", "first", "pages"] = "nothing",
     statm: int = -1,
     recorder: Recorder | None = None,
+    cpu: bool = False,
 ) -> tuple[float, int, int, int]: ...

@@ -28,9 +28,10 @@ cdef extern from *:
     #include <stdio.h>
     #include <time.h>
     #include <unistd.h>
-    static uint64_t now_ns(void) {
+    /* By the wall, or of all threads of this process on the processor. */
+    static uint64_t now_ns(int cpu) {
         struct timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
+        clock_gettime(cpu ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
         return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
     }
     /* Resident bytes of this process that no file has. */
@@ -51,7 +52,7 @@ cdef extern from *:
     }
     static void touch_first(char *p) { *(volatile char *)p = 1; }
     """
-    uint64_t now_ns() noexcept nogil
+    uint64_t now_ns(bint cpu) noexcept nogil
     long anonymous_bytes(int statm) noexcept nogil
     void touch_pages(char* p, size_t n) noexcept nogil
     void touch_first(char* p) noexcept nogil
@@ -174,7 +175,8 @@ def resident(int statm):
 
 @cython.boundscheck(False)           # of the arrays: every slot is looked at before the first step
 def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::1] sizes not None,
-        Py_ssize_t n_slots, touch="nothing", int statm=-1, Recorder recorder=None):
+        Py_ssize_t n_slots, touch="nothing", int statm=-1, Recorder recorder=None,
+        bint cpu=False):
     """Drive a heap through a program; what is live at its end is freed, off the record.
 
     Parameters
@@ -188,6 +190,8 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
         /proc/self/statm, open: resident memory is read after every allocation. -1: it is not.
     recorder : Recorder, optional
         Every operation is recorded too.
+    cpu : bool
+        Seconds are those of all threads of this process on the processor.
 
     Returns
     -------
@@ -236,7 +240,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     unknown = before < 0
     with nogil:
         i = 0
-        start = now_ns()
+        start = now_ns(cpu)
         while i < n:
             s = slots[i]
             if s >= 0:
@@ -265,7 +269,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
                     break
                 blocks[s] = NULL
             i += 1
-        end = now_ns()
+        end = now_ns(cpu)
         for s in range(n_slots):             # so that the heap can be used for another run
             if blocks[s] != NULL:
                 heap.give(blocks[s], nbytes[s])
