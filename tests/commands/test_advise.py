@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import alike
@@ -491,13 +492,14 @@ def test_torch_is_the_baseline_of_its_own_traces(gpu, monkeypatch, installed):
 
 
 def test_an_arena_of_a_gpu_starts_over_when_nothing_is_live(gpu, tmp_path):
-    calls = [call for i in range(20) for call in (("alloc", i, 1 << 16), ("free", i))]
-    program(traced(*calls)).save(tmp_path)
+    pair = [("alloc", 1, 1 << 16), ("alloc", 2, 1 << 16), ("free", 1), ("free", 2)]
+    steps = program(traced(*pair * 10))
+    steps.save(tmp_path)
     np.save(tmp_path / "streams.npy", np.zeros(20, int))
-    found = device_worker.measure("bump", tmp_path, 2, {"nbytes": 1 << 16})
-    assert found["steps"] == 40
-    found = device_worker.measure("bump", tmp_path, None, {"nbytes": 1 << 16})
-    assert found["peak"] >= 1 << 16
+    settings = {"nbytes": steps.bump_bytes()}
+    assert settings["nbytes"] == 2 << 16
+    assert device_worker.measure("bump", tmp_path, 2, settings)["steps"] == 40
+    assert device_worker.measure("bump", tmp_path, None, settings)["peak"] >= 2 << 16
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
@@ -611,9 +613,12 @@ def test_signals_reach_the_program(tmp_path):
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
+        end = threading.Timer(TIMEOUT / 4, os.killpg, (process.pid, signal.SIGKILL))
+        end.start()
         assert process.stdout.readline() == "on\n"
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout.readline() == f"{int(signal.SIGINT)}\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
         assert process.wait(TIMEOUT) == 7
+        end.cancel()

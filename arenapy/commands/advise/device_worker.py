@@ -49,8 +49,6 @@ def measure(
     lines = script(steps, streams, [None, *map(heap.native, made_streams)])
     if passes is None:
         watch = Watch(heap, _used)
-        if name in OURS:
-            watch.most = heap.reserved() or 0
         seconds = run(heap, lines, steps.count, watch)
         return {
             "seconds": seconds,
