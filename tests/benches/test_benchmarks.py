@@ -1,8 +1,12 @@
 """asv's graphs can be read: every benchmark has units, names of parameters, peers, and batches."""
 
+import os
 import re
+import subprocess
+import sys
 import types
 from collections import Counter
+from pathlib import Path
 
 import asv_suite
 import pytest
@@ -109,6 +113,22 @@ def test_graphs_show_peers():
             ours = [value for value in values if OURS.search(value)]
             peers = [value for value in values if value not in ours and PEER.search(value)]
             assert ours and peers, f"{name} shows {ours} beside {peers}"
+
+
+def test_they_do_without_the_tools_of_tests():
+    """asv's environments have the packages of asv.conf.json, and no others."""
+    script = (
+        "import sys\n"
+        "sys.modules['pytest'] = sys.modules['hypothesis'] = None\n"
+        "import asv_suite\n"
+        "print(len(list(asv_suite.discover())))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), str(asv_suite.FOLDER.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == f"{len(BENCHMARKS)}\n", done.stderr
 
 
 def test_asv_finds_the_same():
