@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("Cython")  # which compiles what some of them import
 
+from asv_benches.host import bench_threads
 from asv_benches.support.rounds import Ways
 
 BENCHMARKS = list(asv_suite.discover())
@@ -141,6 +142,14 @@ def test_asv_finds_the_same():
         assert len(asvs.params) == len(one.params), one.name
         if one.kind == "track":
             assert asvs.unit == one.attribute("unit"), one.name
+
+
+def test_two_threads_need_two_processors(monkeypatch):
+    """Else the first one waits for the second one for ever."""
+    monkeypatch.setattr(bench_threads, "CPUS", bench_threads.CPUS[:1])
+    assert len(bench_threads.at_once([lambda: int])) == 1
+    with pytest.raises(RuntimeError, match="needs 2 processors, and the process may use 1"):
+        bench_threads.at_once([lambda: int] * 2)
 
 
 # ---- the rules themselves
