@@ -71,7 +71,7 @@ def _parser() -> Parser:
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
     parser.add_argument(
         "--seconds", type=seconds, default=SECONDS, metavar="SECONDS",
-        help=f"how long to measure (default: {SECONDS:.0f}); {LEAST_ROUNDS} rounds in any case",
+        help=f"how long to measure (default: {SECONDS:.0f}); at least {LEAST_ROUNDS} rounds",
     )  # fmt: skip
     parser.add_argument(
         "--repeat", type=whole(1, MAX_PASSES), default=1, metavar="N",
@@ -82,7 +82,7 @@ def _parser() -> Parser:
         help=f"try only these: {', '.join(ALL_NAMES)} (default: all that suit the trace)",
     )  # fmt: skip
     parser.add_argument(
-        "--json", metavar="OUT", help="write all figures there, too; sizes are bytes"
+        "--json", metavar="OUT", help="also write all figures to this file; sizes are in bytes"
     )
     return parser
 
