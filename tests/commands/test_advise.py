@@ -181,6 +181,10 @@ def test_turns_and_losers(tmp_path):
     counts = {name: len(times) for name, times in made.times.items()}
     assert counts.pop("malloc") == counts.pop("Pool()") == counts.pop("mimalloc") == ROUNDS
     assert len(counts) > 3 and set(counts.values()) == {FEWEST}
+    slow = {name: 2.0 for name in made.times if name != "malloc"} | {"Pool()": 1.5}
+    counts = {name: len(times) for name, times in replays(tmp_path, Worker(slow)).times.items()}
+    assert counts.pop("malloc") == counts.pop("Pool()") == ROUNDS  # to be sure of it
+    assert set(counts.values()) == {FEWEST}
 
 
 def test_the_time_is_kept(tmp_path):
@@ -390,11 +394,12 @@ def test_a_part_of_a_trace_is_told(monkeypatch):
 def test_a_worker_times_all_passes_and_the_making(monkeypatch, name):
     """The making of a malloc is not timed, since a program has its malloc from the start."""
     passes = []
-    monkeypatch.setattr(worker, "run", lambda *a, cpu: (passes.append(a) or 100.0, 91, 0, 0))
+    monkeypatch.setattr(worker, "run", lambda *a, **b: (passes.append((a, b)) or 100.0, 91, 0, 0))
     monkeypatch.setattr(worker.time, "process_time", iter([5.0, 12.0]).__next__)
     found = worker.measure_all(name, program(queue()), 3)
     assert found == {"seconds": 307.0 if name == "pool" else 300.0, "steps": 91}
-    assert len(passes) == 3 and {words[-1] for words in passes} == {"pages"}
+    assert len(passes) == 3
+    assert all(words[-1] == "pages" and how == {"cpu": True} for words, how in passes)
 
 
 def test_the_time_of_a_replay_may_be_the_processors():
