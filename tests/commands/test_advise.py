@@ -399,7 +399,7 @@ def test_a_worker_times_all_passes_and_the_making(monkeypatch, name):
     found = worker.measure_all(name, program(queue()), 3)
     assert found == {"seconds": 307.0 if name == "pool" else 300.0, "steps": 91}
     assert len(passes) == 3
-    assert all(words[-1] == "pages" and how == {"cpu": True} for words, how in passes)
+    assert all(how == {"touch": "pages", "cpu": True} for _, how in passes)
 
 
 def test_the_time_of_a_replay_may_be_the_processors():

@@ -182,9 +182,9 @@ def measure_all(
     heap = make_heap(name, program, settings)
     # A program has its malloc from the start.
     total = 0.0 if PEERS[name].library else time.process_time() - start
-    arguments = heap, program.slots, program.sizes, program.count, "pages"
+    steps_of = program.slots, program.sizes, program.count
     for _ in range(passes):
-        seconds, steps, _, _ = run(*arguments, cpu=True)
+        seconds, steps, _, _ = run(heap, *steps_of, touch="pages", cpu=True)
         total += seconds
         if steps < len(program):
             break
