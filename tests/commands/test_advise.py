@@ -130,12 +130,30 @@ def test_the_line_to_paste(setting, numpy, line):
 
 def test_a_long_program_is_shortened_to_what_there_is_time_for():
     steps = program(queue(5000, 40_000))
-    assert len(shortened(steps, 30, 1)) == len(steps)
-    part = shortened(steps, 0.01, 1)
+    assert shortened(steps, 30, 1) == (steps, 1)
+    part, passes = shortened(steps, 0.01, 1)
+    assert passes == 1
     assert 1 <= len(part) < len(steps) / 10
     assert part.slots.tolist() == steps.slots[: len(part)].tolist()
-    assert len(shortened(steps, 0.01, 2)) < len(part)
-    assert len(shortened(steps, 1e-9, 1)) == 1
+    assert len(shortened(steps, 0.01, 2)[0]) < len(part)
+    assert len(shortened(steps, 1e-9, 1)[0]) == 1
+
+
+def test_a_repeated_program_is_not_run_as_often(tmp_path):
+    """As often as there is time for, but twice, and the rest takes as long as the later passes."""
+    steps = program(queue())
+    whole, passes = shortened(steps, 30, 10**6)
+    assert whole is steps and 2 < passes < 10**6
+    assert shortened(program(queue(5000, 40_000)), 0.01, 10**6)[1] == 2
+    assert shortened(steps, 30, 3)[1] == 3
+    made = Replays(
+        steps, settings_for(steps, ["malloc", "slab"]), tmp_path,
+        threads=1, seconds=0.01, passes=3, repeat=1000,
+        worker=lambda *a, seconds: {"seconds": 10.0, "first": 8.0, "steps": 91, "peak": MIB},
+    )  # fmt: skip
+    list(made.warm_up())
+    list(made.rounds())
+    assert set(made.times["malloc"]) == {8.0 + 999 * 1.0}
 
 
 class Worker:
@@ -160,7 +178,7 @@ def replays(tmp_path, worker, seconds=1000.0):
     assert len(steps) == 91
     made = Replays(
         steps, settings_for(steps, NAMES), tmp_path,
-        threads=1, seconds=seconds, passes=1, worker=worker,
+        threads=1, seconds=seconds, passes=1, repeat=1, worker=worker,
     )  # fmt: skip
     for _ in made.warm_up():
         pass
@@ -397,7 +415,8 @@ def test_a_worker_times_all_passes_and_the_making(monkeypatch, name):
     monkeypatch.setattr(worker, "run", lambda *a, **b: (passes.append((a, b)) or 100.0, 91, 0, 0))
     monkeypatch.setattr(worker.time, "process_time", iter([5.0, 12.0]).__next__)
     found = worker.measure_all(name, program(queue()), 3)
-    assert found == {"seconds": 307.0 if name == "pool" else 300.0, "steps": 91}
+    making = 7.0 if name == "pool" else 0.0
+    assert found == {"seconds": making + 300, "first": making + 100, "steps": 91}
     assert len(passes) == 3
     assert all(how == {"touch": "pages", "cpu": True} for _, how in passes)
 
@@ -503,7 +522,8 @@ def test_an_arena_of_a_gpu_starts_over_when_nothing_is_live(gpu, tmp_path):
     np.save(tmp_path / "streams.npy", np.zeros(20, int))
     settings = {"nbytes": steps.bump_bytes()}
     assert settings["nbytes"] == 2 << 16
-    assert device_worker.measure("bump", tmp_path, 2, settings)["steps"] == 40
+    found = device_worker.measure("bump", tmp_path, 2, settings)
+    assert found["steps"] == 40 and 0 < found["first"] < found["seconds"]
     assert device_worker.measure("bump", tmp_path, None, settings)["peak"] >= 2 << 16
 
 

@@ -132,13 +132,13 @@ def advise(
     else:
         check_request(int(steps.live().max()), "a replay", "a smaller trace")
     tried = [baseline, *(name for name in known if name in (names or known) and name != baseline)]
-    part = shortened(steps, seconds, repeat, event_seconds)
+    part, passes = shortened(steps, seconds, repeat, event_seconds)
     with tempfile.TemporaryDirectory(prefix="arenapy-advise-") as folder:
         if device:
             np.save(Path(folder) / "streams.npy", streams_of(trace))
         replays = Replays(
             part, settings_for(part, tried, device), Path(folder),
-            threads=summary.threads, seconds=seconds, passes=repeat,
+            threads=summary.threads, seconds=seconds, passes=passes, repeat=repeat,
             worker=device_worker if device else run_worker,
         )  # fmt: skip
         _measure(replays)
@@ -160,6 +160,7 @@ def advise(
         "steps": len(part),
         "steps_of_the_trace": len(steps),
         "repeat": repeat,
+        "passes": passes,
         "live_bytes": int(part.live().max()),
         "settings": [
             {

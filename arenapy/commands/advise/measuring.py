@@ -17,7 +17,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,25 @@ Run = Callable[..., dict[str, Any]]
 
 
 def shortened(
-    program: Program, seconds: float, passes: int, event_seconds: float = EVENT_SECONDS
-) -> Program:
-    """As much of a program, from its beginning, as there is time for.
+    program: Program, seconds: float, repeat: int, event_seconds: float = EVENT_SECONDS
+) -> tuple[Program, int]:
+    """The part of a program, from its beginning, that there is time for, and how often it is run.
 
     Parameters
     ----------
     program : Program
     seconds : float
         Of all replays together.
-    passes : int
-        How often the program is repeated in each.
+    repeat : int
+        How often the program does what was recorded. From the second time on, it takes the same.
     event_seconds : float
         Of an allocation or a free by the slowest allocator, but for page faults.
     """
     pages = np.where(program.slots >= 0, program.sizes // PAGE + 1, 0)
     costs = np.cumsum(event_seconds + PAGE_SECONDS * pages.astype("f8"))
+    passes = min(repeat, max(2, int(seconds * SHARE / costs[-1])))
     n = int(np.searchsorted(costs, seconds * SHARE / passes, side="right"))
-    return program if n >= len(program) else program.first(max(1, n))
+    return (program if n >= len(program) else program.first(max(1, n))), passes
 
 
 class Replays:
@@ -77,8 +78,8 @@ class Replays:
         Of the program.
     seconds : float
         Of all replays together; as many rounds as can be sure are made in any case.
-    passes : int
-        How often each process repeats the program.
+    passes, repeat : int
+        How often each process runs the program, and how often the program does that.
     worker : callable, optional
         In place of `run_worker`.
 
@@ -105,9 +106,11 @@ class Replays:
         threads: int,
         seconds: float,
         passes: int,
+        repeat: int,
         worker: Run = run_worker,
     ) -> None:
-        self.program, self.seconds, self.passes = program, seconds, passes
+        self.program, self.seconds = program, seconds
+        self.passes, self.repeat = passes, repeat
         self.folder, self.worker = folder, worker
         self.baseline = str(settings[0])
         self.settings: dict[str, Setting] = {}
@@ -169,7 +172,7 @@ class Replays:
                     order.remove(name)
                     del self.times[name]
                 else:
-                    self.times[name].append(result["seconds"])
+                    self.times[name].append(self._whole(result))
             number += 1
             longest = time.monotonic() - start
             if number == FEWEST:
@@ -177,6 +180,13 @@ class Replays:
                 del medians[self.baseline]
                 stays = self.baseline, min(medians, key=medians.__getitem__)
                 order = [name for name in order if name in stays or not self._lost(name)]
+
+    def _whole(self, result: Mapping[str, float]) -> float:
+        """Seconds of all repetitions, of which a process makes some."""
+        if self.passes == self.repeat:
+            return result["seconds"]
+        later = (result["seconds"] - result["first"]) / (self.passes - 1)
+        return result["first"] + later * (self.repeat - 1)
 
     def _lost(self, name: str) -> bool:
         """Whether another one was faster in every round, by more than a trifle."""
