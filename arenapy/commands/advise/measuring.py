@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from arenapy.commands.advise.advice import choose
 from arenapy.commands.advise.settings import PLAIN_POOL, Setting, ready_pool, unsuited
 from arenapy.commands.compare.verdict import LEAST_ROUNDS, WORTH
 from arenapy.commands.replay.command import run_worker
@@ -159,7 +160,8 @@ class Replays:
         order, number, longest = list(self.settings), 0, 0.0
         while number < ROUNDS and len(order) > 1:
             start = time.monotonic()
-            if number >= LEAST_ROUNDS and self.spent() + longest > self.seconds:
+            is_late = number and self.spent() + longest > self.seconds
+            if is_late and number >= self._fewest():
                 break
             if number % 2:
                 order.reverse()
@@ -180,6 +182,11 @@ class Replays:
                 del medians[self.baseline]
                 stays = self.baseline, min(medians, key=medians.__getitem__)
                 order = [name for name in order if name in stays or not self._lost(name)]
+
+    def _fewest(self) -> int:
+        """Rounds to make in any case: more if a disturbed one may be all that stands in the way."""
+        undecided = choose(self.times, self.held).word == "undecided"
+        return 2 * LEAST_ROUNDS if undecided else LEAST_ROUNDS
 
     def _whole(self, result: Mapping[str, float]) -> float:
         """Seconds of all repetitions, of which a process makes some."""
