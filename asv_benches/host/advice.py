@@ -170,6 +170,7 @@ def main(argv=None):
             str(1 + sum(own > other for other in medians.values())),
             f"{own / min(medians.values()):.2f}", f"{own / medians['malloc']:.2f}",
         )  # fmt: skip
+        print(f"{name}: {found['advice']['sure']}")
         print(name, {one: f"{1e3 * two:.3f} ms" for one, two in medians.items()}, flush=True)
     Console(width=120).print(table)
     print(f"{passed} of {len(chosen)} are among the best two; {NEEDED:.0%} are needed")
