@@ -377,7 +377,7 @@ def _side(name: str, thing: Any, written: bool) -> _Side:
     if isinstance(thing, Buffer) and thing.kind == KIND:
         if written and thing.readonly:
             raise BufferError(f"{name}={thing!r} is read-only; give a writable Buffer")
-        keeper = thing.view(dtype="u1").__dlpack__(max_version=(1, 0))
+        keeper = thing.view().__dlpack__(max_version=(1, 0))
         return _Side(thing.address, thing.nbytes, thing.device_id, keeper)
     try:
         view = memoryview(thing)
@@ -399,7 +399,7 @@ def copy(target: Any, source: Any) -> None:
 
     Never run on hardware: HIP is tested with a model of its runtime alone.
 
-    The copy is done on return. It waits for the work that the device's blocking streams were given
+    The copy is done on return. It comes after the work that the blocking streams of the devices had
     before. Synchronize other streams yourself.
 
     Parameters
@@ -445,14 +445,12 @@ def copy(target: Any, source: Any) -> None:
     if not to.nbytes:
         return
     hip = _runtime()
-    ends = [one.ordinal for one in (to, origin) if one.ordinal >= 0]
-    with _current(hip, ends[0]):
-        if len({*ends}) == 2:
-            _call(hip, "hipMemcpyPeer", to.address, to.ordinal, origin.address, origin.ordinal,
-                  to.nbytes)  # fmt: skip
-        else:
-            names = ["Host" if one.ordinal < 0 else "Device" for one in (origin, to)]
-            direction = getattr(hip.hipMemcpyKind, f"hipMemcpy{names[0]}To{names[1]}")
-            _call(hip, "hipMemcpy", to.address, origin.address, to.nbytes, direction)
-        if len(ends) == 2:  # the runtime does not wait for a copy between devices
+    if min(to.ordinal, origin.ordinal) >= 0 and to.ordinal != origin.ordinal:
+        with _current(hip, to.ordinal):  # the copy waits for the other device alone
+            _call(hip, "hipDeviceSynchronize")
+    with _current(hip, to.ordinal if origin.ordinal < 0 else origin.ordinal):
+        places = ["Host" if one.ordinal < 0 else "Device" for one in (origin, to)]
+        direction = getattr(hip.hipMemcpyKind, f"hipMemcpy{places[0]}To{places[1]}")
+        _call(hip, "hipMemcpy", to.address, origin.address, to.nbytes, direction)
+        if places == ["Device", "Device"]:  # which the runtime does not wait for
             _call(hip, "hipDeviceSynchronize")

@@ -84,7 +84,7 @@ def test_a_torch_that_does_not_do(driver, monkeypatch):
     with pytest.raises(ImportError, match="was built without CUDA"):
         arenapy_torch.use(pool)
     stand_in(monkeypatch)  # without the libraries in which its exceptions are
-    with pytest.raises(ImportError, match="does not have the function by which errors are raised"):
+    with pytest.raises(ImportError, match="does not have the function that raises its errors"):
         arenapy_torch.use(pool)
     assert raw_blocks.pools_in_use() == {}
 

@@ -34,7 +34,6 @@ class hipError_t(enum.IntEnum):
     hipSuccess = 0
     hipErrorInvalidValue = 1
     hipErrorOutOfMemory = 2
-    hipErrorInvalidMemcpyDirection = 21
     hipErrorNoDevice = 100
     hipErrorInvalidDevice = 101
     hipErrorIllegalAddress = 700
@@ -221,7 +220,7 @@ class SimulatedHip:
         for one in self.ranges.values():
             if one.address <= address and address + nbytes <= one.address + one.nbytes:
                 if one.on_device != on_device or device not in (None, one.device):
-                    raise Refused(hipError_t.hipErrorInvalidMemcpyDirection)
+                    self.misused(f"{address:#x} is not where the call says")
                 return one.window + address - one.address
         if on_device:
             self.misused(f"{nbytes} bytes at {address:#x} are not on a device")
@@ -230,20 +229,18 @@ class SimulatedHip:
     def _hipMemcpy(self, to, source, nbytes, kind):
         assert isinstance(kind, hipMemcpyKind)  # as hip-python checks
         from_device, to_device = kind in (2, 3), kind in (1, 3)
-        target = self.window(to, nbytes, to_device)
-        origin = self.window(source, nbytes, from_device)
-        self.queue(target, origin, nbytes)
+        # The current device copies; it is to be the source's.
+        target = self.window(to, nbytes, to_device, None if from_device else self.current)
+        origin = self.window(source, nbytes, from_device, self.current if from_device else None)
+        self.launch(self.current, lambda: ctypes.memmove(target, origin, nbytes))
         if not (from_device and to_device):
             self.finish(self.current)
 
-    def _hipMemcpyPeer(self, to, to_device, source, from_device, nbytes):
-        target = self.window(to, nbytes, True, to_device)
-        self.queue(target, self.window(source, nbytes, True, from_device), nbytes)
-
-    def queue(self, target, origin, nbytes):
-        self.queues[self.current].append(lambda: ctypes.memmove(target, origin, nbytes))
-
     # -- for tests
+
+    def launch(self, device, kernel):
+        """Give a device work on its null stream."""
+        self.queues[device].append(kernel)
 
     def peek(self, address, nbytes):
         return ctypes.string_at(self.window(address, nbytes, True), nbytes)
