@@ -39,12 +39,12 @@ def resource(pool: Pool) -> Any:
     Notes
     -----
     Blocks are allocated and freed in the order of the streams that RMM names. RMM names a stream
-    only by a number, so a block of a stream that is not the Pool's own costs events. A request that
-    does not fit raises MemoryError with the Pool's figures. RMM calls Python functions, which take
-    the GIL. For many small allocations, wrap the resource in an ``rmm.mr.PoolMemoryResource``.
+    only by its number, so a block of another stream than the Pool's own costs events. A request
+    that does not fit raises MemoryError with the Pool's figures. RMM calls Python functions here,
+    which take the GIL. For many small allocations, put an ``rmm.mr.PoolMemoryResource`` in front.
 
-    A DeviceBuffer keeps the resource alive. If you call ``allocate`` yourself, keep the resource
-    for as long as you use the address.
+    A DeviceBuffer keeps the resource alive. If you call ``allocate`` of the resource, keep it
+    alive yourself.
 
     Examples
     --------

@@ -34,7 +34,7 @@ def use(*pools: Pool) -> None:
     Raises
     ------
     ImportError
-        If torch is missing, too old, or built without CUDA. The message says what to install.
+        If torch is missing, or has no CUDA. The message says what to install.
     TypeError, ValueError
         If an argument is not a Pool over memory of a device, or two Pools are of one device.
     RuntimeError
@@ -42,11 +42,13 @@ def use(*pools: Pool) -> None:
 
     Notes
     -----
-    The memory of a dropped tensor is reused at once on its stream. ``tensor.record_stream`` works
-    as usual. ``torch.cuda.empty_cache`` trims the Pools. ``torch.cuda.memory_stats`` and the
-    functions built on it show the Pools' figures. Only ``requested_bytes``, and the figures of the
-    small and large pool of torch's own allocator, are 0. A request that does not fit raises
-    ``torch.OutOfMemoryError`` with the Pool's figures.
+    The memory of a dropped tensor is reused at once on its stream. ``tensor.record_stream`` keeps
+    it until the other stream is done. ``torch.cuda.empty_cache`` trims the Pools.
+    ``torch.cuda.memory_stats`` and the functions built on it show the figures of the Pools. Only
+    ``requested_bytes`` and the figures of torch's own small and large pool are 0. A request that
+    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. An allocation during a
+    capture raises RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no
+    tensors.
 
     In the capture of a graph, you can use tensors that exist. An allocation there raises
     RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no tensors.
@@ -90,8 +92,8 @@ def mem_pool(pool: Pool) -> Any:
     Returns
     -------
     torch.cuda.MemPool
-        For ``with torch.cuda.use_mem_pool(...)``. torch takes segments of 2 MiB, 20 MiB and larger
-        from the Pool, and gives them back when the MemPool is gone.
+        For ``with torch.cuda.use_mem_pool(...)``. torch takes segments of 2 MiB, 20 MiB or more
+        from the Pool, and returns them when the MemPool is gone.
 
     Raises
     ------
