@@ -50,9 +50,6 @@ def use(*pools: Pool) -> None:
     capture raises RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no
     tensors.
 
-    In the capture of a graph, you can use tensors that exist. An allocation there raises
-    RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no tensors.
-
     Thread-safety: torch's threads allocate and free without the GIL. A Pool with a recorder,
     ``trim_after=`` or ``debug=True`` takes the GIL for each tensor.
 
