@@ -47,9 +47,8 @@ def use(*pools: Pool) -> None:
     once; ``tensor.record_stream`` is honoured. ``torch.cuda.empty_cache`` trims the Pools.
     ``torch.cuda.memory_stats`` and what is built on it show their figures; only ``requested_bytes``
     and those of the small and large pool of torch's own allocator are 0. A request that does not
-    fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Capture into a graph:
-    tensors that exist are used as ever, but allocation in a capture raises RuntimeError, so
-    ``torch.cuda.graph`` works if the captured code makes no tensors.
+    fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Tensors that are made in
+    ``torch.cuda.graph`` have memory that belongs to the graph; its ``pool=`` is ignored.
 
     Thread-safety: torch's threads allocate and free without the GIL. A Pool that records, or has
     ``trim_after=`` or ``debug=True``, takes the GIL each time.
