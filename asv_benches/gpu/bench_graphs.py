@@ -3,10 +3,10 @@
     python asv_benches/gpu/bench_graphs.py [--quick]
 
 A graph has a number of steps. Each step fills a block and copies it to the result. "in the
-capture": the step allocates the block and drops it. "before it": all blocks exist before, so that none is
-shared. "one block before it": all steps share one. "the driver's": the step allocates and frees by
-cuMemAllocAsync, so that the graph has nodes for it. Ways take turns. A figure is one of many
-launches before a wait, by the wall. The bytes that a graph holds are shown, too.
+capture": the step allocates the block and drops it. "before it": all blocks exist before, so that
+none is shared. "one block before it": all steps share one. "the driver's": the step allocates and
+frees by cuMemAllocAsync, so that the graph has nodes for it. Ways take turns. A figure is one of
+many launches before a wait, by the wall. The bytes that a graph holds are shown, too.
 
 What this does not show: the time of a capture, and graphs that run steps at the same time.
 """
