@@ -43,22 +43,12 @@ def use(*pools: Pool) -> None:
 
     Notes
     -----
-<<<<<<< HEAD
-    A tensor that is dropped goes back in the order of its stream, and is reused on that stream at
-    once; ``tensor.record_stream`` is honoured. ``torch.cuda.empty_cache`` trims the Pools.
-    ``torch.cuda.memory_stats`` and what is built on it show their figures; only ``requested_bytes``
-    and those of the small and large pool of torch's own allocator are 0. A request that does not
-    fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Tensors that are made in
-    ``torch.cuda.graph`` have memory that belongs to the graph; its ``pool=`` is ignored.
-=======
     The memory of a dropped tensor is reused at once on its stream. ``tensor.record_stream`` keeps
     it until the other stream is done. ``torch.cuda.empty_cache`` trims the Pools.
     ``torch.cuda.memory_stats`` and the functions built on it show the figures of the Pools. Only
     ``requested_bytes`` and the figures of torch's own small and large pool are 0. A request that
-    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. An allocation during a
-    capture raises RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no
-    tensors.
->>>>>>> main
+    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Tensors that are made in
+    ``torch.cuda.graph`` belong to the graph. Its argument ``pool=`` is ignored.
 
     Thread-safety: torch's threads allocate and free without the GIL. A Pool that records, or has
     ``trim_after=`` or ``debug=True``, takes the GIL each time.
