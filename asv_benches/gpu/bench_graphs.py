@@ -19,9 +19,8 @@ from pathlib import Path
 if not __package__:  # run as a script; behind what is installed
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from cuda.bindings import driver as cu
-
 from arenapy import Pool, cuda
+from asv_benches.gpu.latency import imported
 from asv_benches.support.rounds import Line, turns
 from asv_benches.support.sizes import KIB, MIB, text
 
@@ -30,6 +29,8 @@ SIZES = (4 * KIB, MIB)
 BATCH = 50  # launches before a wait
 MICRO = 1e6
 NO_SLOWER = 1.02  # noise of rounds on one machine
+
+cu = imported("cuda.bindings.driver")
 
 
 def done(result):
