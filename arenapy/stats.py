@@ -167,8 +167,8 @@ class SlabStats(Figures):
     allocated_bytes : int
         Bytes of live items, including padding up to the stride.
     pending_bytes : int
-        Bytes of items that were freed but cannot be reused yet: a stream still uses them, or
-        another process still sees them.
+        Bytes of items that were freed but cannot be reused yet: a stream or a graph still uses
+        them, or another process still sees them.
     idle_bytes : int
         Bytes of free items.
     padding_bytes : int
@@ -315,8 +315,8 @@ class PoolStats(Reuse):
     allocated_bytes : int
         Bytes of live blocks, including padding.
     pending_bytes : int
-        Bytes of blocks that were freed but cannot be reused yet: a stream still uses them, or
-        another process still sees them.
+        Bytes of blocks that were freed but cannot be reused yet: a stream or a graph still uses
+        them, or another process still sees them.
     idle_bytes : int
         Bytes of free memory.
     reserved_bytes : int

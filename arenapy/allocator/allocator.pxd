@@ -1,4 +1,5 @@
 # What every allocator has in common, for the modules that implement one.
+from arenapy.buffer.block cimport MemoryOwner
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec
 from arenapy.memory.region cimport Region
@@ -11,6 +12,8 @@ cdef class Allocator:
 
     # What alloc() does with a stream, or without.
     cdef Buffer buffer_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
+    # The same for a stream, as the hooks name it, that is being captured into a graph.
+    cdef Buffer captured_block(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
     # A block for a C call that found none free: the source is asked. NULL, or an exception: none.
@@ -31,5 +34,8 @@ cdef int check_unseen(AllocatorCore c, Region region) except -1
 cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil
 # The last step of the constructor of an allocator.
 cdef int complete(Allocator one) except -1
+# A new block, of which its owner's hooks take note that a stream, as they name it, has it. What
+# fails there gives the block back.
+cdef Buffer begun(MemoryOwner owner, Buffer b, object stream)
 # Not to be listed among the allocators of this process: it is a part of another one.
 cdef int hide(Allocator one) except -1

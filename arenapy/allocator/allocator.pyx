@@ -17,7 +17,7 @@ import numpy as np
 
 from arenapy.base.sizes cimport HOST_ALIGN
 from arenapy.base.atomic cimport arenapy_finalizing
-from arenapy.buffer.block cimport host_only, named_stream
+from arenapy.buffer.block cimport MemoryOwner, host_only, named_stream
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec, as_array, assign, parse, wrap
 from arenapy.memory.region cimport Region, ask_source
@@ -103,18 +103,15 @@ cdef class Allocator:
 
     cdef Buffer buffer_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
         cdef AllocatorCore c = self.base
-        cdef Buffer b
         used_by = named_stream(c, stream)
-        if used_by is not None:
-            c.hooks.may_begin(used_by)
-        b = self.block(n, align, False)
-        if used_by is not None:
-            try:
-                c.hooks.begin(b, used_by)
-            except BaseException:
-                b.release()
-                raise
-        return b
+        if used_by is None:
+            return self.block(n, align, False)
+        if c.hooks.may_begin(used_by):
+            return self.captured_block(n, align, used_by)
+        return begun(c, self.block(n, align, False), used_by)
+
+    cdef Buffer captured_block(self, Py_ssize_t n, Py_ssize_t align, object stream):
+        return begun(self.base, self.block(n, align, False), stream)
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         raise NotImplementedError(type(self).__name__)
@@ -221,7 +218,7 @@ cdef class Allocator:
         descr = parse(shape, dtype, order, &spec)
         if not is_array(c):
             if c.hooks.own is not None:     # else it is only a graph that would zero it
-                c.hooks.may_begin(c.hooks.own)
+                c.hooks.not_captured(c.hooks.own)
             b = self.device_array(shape, descr, order, &spec)
             c.hooks.fill(b, 0, c.hooks.own)
             return b
@@ -321,6 +318,16 @@ cdef class Allocator:
 
 
 seal(Allocator, "Allocator is the base of allocators; make a Bump, Slab or Pool")
+
+
+cdef Buffer begun(MemoryOwner owner, Buffer b, object stream):
+    """A new block, of which the hooks take note that a stream has it."""
+    try:
+        owner.hooks.begin(b, stream)
+    except BaseException:
+        b.release()
+        raise
+    return b
 
 
 cdef object host_array(Allocator one, object descr, Spec* spec):

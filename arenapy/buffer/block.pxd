@@ -66,9 +66,11 @@ cdef class StreamHooks:
     cdef StreamHooks of_allocator(self, object stream)
     # What a user's argument names; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
-    # Before a block is allocated for a stream, as the user gave it: what it names, if its blocks
-    # are to be kept for it; else None.
+    # What a stream names, if its blocks are to be kept for it; else None. It may be given work now.
     cdef object stream_cache(self, object stream)
+    # The graph that a stream is being captured into. `bound`, `join` (as the first) and `done` take
+    # it for a stream: blocks are its own until it is gone, and free for that stream in its capture.
+    cdef object graph_of(self, object stream)
     # Of such a stream: is its object gone, so that nobody gives it work any more? Has it done what
     # it was given? Not sure: no. Let it wait for all that another one was given so far.
     cdef bint ended(self, object stream) noexcept
@@ -76,8 +78,10 @@ cdef class StreamHooks:
     cdef int join(self, object stream, object other) except -1
     # Does that object name the same stream for as long as it is kept?
     cdef bint always(self, object stream, object named)
-    # May a block be allocated for `stream` now? One is.
-    cdef int may_begin(self, object stream) except -1
+    # Before a block is allocated for `stream`: is that being captured? CudaError: no block may be.
+    cdef bint may_begin(self, object stream) except -1
+    cdef int not_captured(self, object stream) except -1
+    # One is.
     cdef int begin(self, object block, object stream) except -1
     # Once it is released, a block waits until `stream` has done what it was given before.
     cdef int use(self, object block, object stream) except -1

@@ -523,6 +523,9 @@ cdef class StreamHooks:
     cdef object stream_cache(self, object stream):
         return None
 
+    cdef object graph_of(self, object stream):
+        raise NotImplementedError
+
     cdef bint always(self, object stream, object named):
         raise NotImplementedError
 
@@ -535,7 +538,10 @@ cdef class StreamHooks:
     cdef int join(self, object stream, object other) except -1:
         raise NotImplementedError
 
-    cdef int may_begin(self, object stream) except -1:
+    cdef bint may_begin(self, object stream) except -1:
+        raise NotImplementedError
+
+    cdef int not_captured(self, object stream) except -1:
         raise NotImplementedError
 
     cdef int begin(self, object block, object stream) except -1:

@@ -20,9 +20,10 @@ cdef class EventFence(Fence):
     cdef int asked(self) noexcept    # what the driver says of it
 
 
-# The graph that a stream is capturing, as long as it lives.
+# The graph that a stream is capturing, as long as it lives. One for each stream of a capture.
 cdef class GraphFence(Fence):
     cdef void* shared                # a SharedFlag; NULL: nobody knows, and it is never over
+    cdef object __weakref__
 
 
 cdef void* create_event(void* context, unsigned int flags) except NULL
@@ -43,6 +44,9 @@ cdef int follow_as(StreamRef stream, int state, object use, bint strict) except 
 # The same for this thread.
 cdef int wait_here(object use, bint strict) except -1
 cdef int synchronize(StreamRef stream) except -1
+# This thread waits for all that a stream was given outside of captures, also while it is captured,
+# or barred by a capture.
+cdef int wait_outside(StreamRef stream) except -1
 # An event that is no part of a capture; None: nobody can wait for the stream now. CudaError.
 cdef Fence event_outside(StreamRef stream)
 # An event. If the stream was destroyed, `work_of_context`.

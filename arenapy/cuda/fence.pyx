@@ -10,6 +10,7 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
+import weakref
 from collections import deque
 
 from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
@@ -23,6 +24,7 @@ from arenapy.cuda.stream_ref cimport (
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
+from arenapy.errors import OutOfMemory
 
 cdef enum:
     DISABLE_TIMING = 2       # CU_EVENT_DISABLE_TIMING
@@ -36,6 +38,7 @@ cdef enum:
     FEW = 16                 # retained objects that are looked at each time
 
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
+cdef object graphs = weakref.WeakValueDictionary()   # GraphFences, by capture and stream
 
 
 cdef class Fence:
@@ -203,6 +206,12 @@ cdef Fence new_graph_fence(StreamRef stream):
         return Fence.__new__(Fence)
     if stream.graph is not None and stream.capture == id and not (<Fence>stream.graph).passed():
         return stream.graph                  # one is enough for all that a capture uses
+    # Several objects may name a stream. Its handle is no other stream's while it is captured.
+    key = (generation, id, <uintptr_t>stream.handle, stream.thread)
+    known = graphs.get(key)
+    if known is not None and not (<Fence>known).passed():
+        stream.graph, stream.capture = known, id
+        return <Fence>known
     flag = <SharedFlag*>malloc(sizeof(SharedFlag))
     if flag == NULL:
         raise MemoryError("no memory for the record of a graph")
@@ -222,6 +231,7 @@ cdef Fence new_graph_fence(StreamRef stream):
     fence.shared = flag
     checked(result, "cuGraphRetainUserObject")
     stream.graph, stream.capture = fence, id
+    graphs[key] = fence
     return fence
 
 
@@ -359,6 +369,29 @@ cdef int synchronize(StreamRef stream) except -1:
             result = driver.cuStreamSynchronize(handle)
             leave()
     return checked(result, "cuStreamSynchronize")
+
+
+cdef int wait_outside(StreamRef stream) except -1:
+    cdef Fence fence = None
+    if stream.idle():
+        return 0
+    try:
+        fence = event_outside(stream)
+    except CudaError as error:
+        if not is_gone(error.result):
+            raise
+    if fence is None:                        # nobody can wait for this stream alone now
+        try:
+            fence = work_of_context(stream)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"waiting for {stream!r} during a capture takes 2 MiB of its device, which has not "
+                f"that much left ({error}): allocate before the capture, or leave it some memory"
+            ) from error
+    if not fence.wait(None):
+        raise CudaError(f"waiting for {stream!r} failed")
+    return 0
+
 
 # ---- objects that live until streams are done with their memory -------------------------------
 

@@ -31,6 +31,8 @@ cdef class Ordering(StreamHooks):
     # Of a region that has to be freed after the own streams of its allocators: for each that is
     # gone an event, or the stream, if none could be recorded. None: the free waits for all streams.
     cdef list earlier
+    # The memory is what a graph has of an allocator, which belongs to no stream; None: it is not.
+    cdef object graph
     cdef list recent                 # what was named last, and what it is; replaced, never changed
     cdef bint keeps_own              # it counts in `own.of_allocator`
 

@@ -15,6 +15,11 @@ which an event is recorded when the allocator runs out of memory, or when they a
 others (integers; default streams of threads) an event is recorded at release. What a stream uses
 while it is captured into a graph waits for the end of the graph.
 
+A block that is allocated for a captured stream belongs to the graph (`graph`). Its uses are the
+graph and that stream. If it is released in the capture, and nothing else has used it, it is free at
+once for that stream in that capture: the graph runs what uses it next after what used it before. To
+all others it is free when the graph is gone, and with it all that was made from the graph.
+
 Locks. `ended` is called by destructors, so it only pushes onto a list; then whoever finds `busy`
 unset does the rest, which calls the driver, without the GIL and under no lock. Others leave what
 they have to that thread, which looks again before it goes. Who needs memory waits for that thread,
@@ -41,17 +46,19 @@ from arenapy.memory.region cimport Region
 from arenapy.cuda.driver cimport callable_, generation, need, primary
 from arenapy.cuda.fence cimport (
     EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never, join_streams,
-    late_work_of, look, new_graph_fence, park, synchronize, wait_for_those, wait_here, work_of,
+    late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park, synchronize,
+    wait_for_those, wait_here, wait_outside, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, device_of, free_to_use,
-    elsewhere, handle_of, named_now, number_of, spread, stream_of,
+    elsewhere, handle_of, named_now, not_closed, number_of, refuse_unless_free, spread, stream_of,
 )
 from arenapy.base.sealed cimport seal
 
 import sys
 
 from arenapy.allocator.allocator import call_at_end
+from arenapy.cuda.errors import CudaError
 
 cdef extern from "Python.h":
     uint64_t PyThread_get_thread_ident() noexcept nogil
@@ -138,7 +145,9 @@ cdef class Ordering(StreamHooks):
         cdef Ordering o = self.another()
         o.kind, o.device_id, o.align = self.kind, self.device_id, self.align
         o.host_accessible, o.device_accessible = self.host_accessible, self.device_accessible
-        if stream is not None:
+        if isinstance(stream, GraphFence):
+            o.graph = stream
+        elif stream is not None:
             o.own = o.named(stream)
         elif not o.host_accessible:
             o.own = stream_of(LEGACY, o.device_id)
@@ -184,7 +193,6 @@ cdef class Ordering(StreamHooks):
 
     cdef object stream_cache(self, object stream):
         cdef StreamRef s = <StreamRef>self.named(stream)
-        self.may_begin(s)
         # A stream that may be gone before its memory comes back gets none. Nor does one of another
         # context, which no allocator can have as its own.
         if (self.host_accessible or not s.lasting and (s.thread == 0 or elsewhere(s))
@@ -192,27 +200,67 @@ cdef class Ordering(StreamHooks):
             return None
         return s
 
+    cdef object graph_of(self, object stream):
+        cdef StreamRef s = <StreamRef>stream
+        cdef object graph
+        try:
+            graph = new_graph_fence(s)
+        except CudaError as error:
+            raise CudaError(
+                f"{s!r} is being captured into a graph, and the driver does not say when that will "
+                f"be gone ({error}): allocate before the capture", error.result, error.name
+            ) from error
+        if not isinstance(graph, GraphFence):
+            raise CudaError(
+                f"the capture of {s!r} has ended or was made invalid: end it, and allocate again")
+        return graph
+
     cdef bint ended(self, object stream) noexcept:
         # Others may name a stream of cuda.core's, too: it gets another cache then.
         return nobody_else_has(<StreamRef>stream) or (
             (<StreamRef>stream).namer is not None and (<StreamRef>stream).namer() is None)
 
     cdef bint done(self, object stream) noexcept:
+        if isinstance(stream, GraphFence):
+            return (<Fence>stream).passed()
         return (<StreamRef>stream).idle()
 
     cdef int join(self, object stream, object other) except -1:
+        if isinstance(stream, GraphFence):   # which may be launched when this thread is back
+            return wait_outside(<StreamRef>other)
         return join_streams(<StreamRef>stream, <StreamRef>other)
 
-    cdef int may_begin(self, object stream) except -1:
+    cdef bint may_begin(self, object stream) except -1:
+        cdef StreamRef s = <StreamRef>stream
+        cdef int state
+        need()
+        not_closed(s)
+        state = s.state()
+        if state == CAPTURING:
+            return True
+        refuse_unless_free(s, state, "allocate before the capture, or after it", None)
+        return False
+
+    cdef int not_captured(self, object stream) except -1:
         return free_to_use(
-            <StreamRef>stream, "whenever that is launched it would use the block; allocate before "
-            "the capture, and keep the Buffer as long as the graph", None)
+            <StreamRef>stream, "it is only whenever the graph is launched that the block would be "
+            "filled; allocate before the capture, or use alloc(stream=...) and fill", None)
 
     cdef int begin(self, object block, object stream) except -1:
         cdef StreamRef s = <StreamRef>stream
-        if s is not self.own and not self.host_accessible:
-            join_streams(s, <StreamRef>self.own)    # on which its bytes were used before
-        return self.use(block, s)
+        if self.may_begin(s):
+            if self.own is not None and not self.host_accessible:
+                wait_outside(<StreamRef>self.own)
+            if self.graph is not None and self.graph_of(s) is not self.graph:
+                raise CudaError(f"{s!r} is not captured into the same graph any more; try again")
+            return self.use(block, s)
+        if self.graph is not None:
+            raise CudaError(f"the capture of {s!r} ended during the call; allocate again")
+        if s is not self.own and not self.host_accessible:    # on which its bytes were used before
+            free_to_use(
+                <StreamRef>self.own, "{!r} cannot wait for it; do this before the capture", s)
+            let_stream_wait(s, self.own)
+        return self.use_free(block, s)
 
     cdef int use(self, object block, object stream) except -1:
         cdef StreamRef s = <StreamRef>stream
@@ -371,6 +419,12 @@ cdef class Ordering(StreamHooks):
             self.capacity = (<AllocatorCore>owner).capacity
         if not h.flags & HOLD_IDLE:          # else a stream that captures is asked after that
             fix_uses(<list>h.uses)
+        # Streams that the graph comes after are not among its uses any more.
+        if self.graph is not None and <list>h.uses == [self.graph]:
+            drop_uses(h)
+            (<MemoryOwner>owner).finish_free(h)
+            PyErr_Restore(kind, value, trace)
+            return
         head = arenapy_load_ptr(&self.arrived)
         h.ended_next = <Hold*>head
         while not arenapy_cas_ptr(&self.arrived, &head, h):
@@ -456,7 +510,8 @@ cdef class Ordering(StreamHooks):
         cdef StreamRef waiter = None
         look(True)
         # What waits for another thread's default stream is the legacy one, and not that stream.
-        if wait and not self.host_accessible and not (<StreamRef>self.own).gone() and not elsewhere(
+        if wait and self.own is not None and not self.host_accessible and not (
+                <StreamRef>self.own).gone() and not elsewhere(
                 <StreamRef>self.own) and (<StreamRef>self.own).state() == FREE_TO_USE:
             waiter = <StreamRef>self.own
         return self.advance(owner, wait, waiter)

@@ -46,10 +46,10 @@ def allocator(*pools: Pool) -> Any:
     array's stream wait for it, before you drop the array. (CuPy's own pool needs the same.)
 
     A request that does not fit raises ``cupy.cuda.memory.OutOfMemoryError`` with the Pool's
-    figures, after a garbage collection and a second try. While the current stream is captured into
-    a graph, an allocation raises CudaError: make arrays before the capture. If the current device
-    has no Pool, an allocation raises RuntimeError. Each array of a stream that CuPy did not make
-    (``ExternalStream``) costs an event. CuPy's memory hooks are not called.
+    figures, after a garbage collection and a second try. Arrays that are made while the current
+    stream is captured belong to the graph. If the current device has no Pool, an allocation raises
+    RuntimeError. Each array of a stream that CuPy did not make (``ExternalStream``) costs an event.
+    CuPy's memory hooks are not called.
 
     Thread-safety: any thread may allocate.
 

@@ -46,9 +46,8 @@ def use(*pools: Pool) -> None:
     it until the other stream is done. ``torch.cuda.empty_cache`` trims the Pools.
     ``torch.cuda.memory_stats`` and the functions built on it show the figures of the Pools. Only
     ``requested_bytes`` and the figures of torch's own small and large pool are 0. A request that
-    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. An allocation during a
-    capture raises RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no
-    tensors.
+    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Tensors that are made in
+    ``torch.cuda.graph`` belong to the graph. Its argument ``pool=`` is ignored.
 
     Thread-safety: torch's threads allocate and free without the GIL. A Pool with a recorder,
     ``trim_after=`` or ``debug=True`` takes the GIL for each tensor.

@@ -116,7 +116,7 @@ def listing(PoolCore c not None):
             while hold != NULL:
                 add(&held, hold.start, 0, 0, PENDING)
                 hold = hold.next
-            add_idle(lent, &idle)
+            add_idle(lent, &held if lent.of_graph else &idle)
             lent = lent.next
         lent_leave(c)
         c.unlock_all()

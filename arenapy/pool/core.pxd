@@ -42,7 +42,7 @@ cdef struct Node:
     uint32_t next            # in its bucket, a chain or those unused; 0: it is the last
     uint32_t look            # Lent.look when it was given back
 
-# What one stream has of a device's pool: see stream_cache. For the pool, all its blocks are live.
+# What a stream or a graph has of a device's pool: see stream_cache. For the pool, all is live.
 cdef struct Lent:
     Lent* next
     Lent* prev
@@ -54,6 +54,7 @@ cdef struct Lent:
     uint32_t blocks          # live, idle and pending ones
     uint32_t away            # idle ones in chains, while their stream is asked
     uint32_t look            # how often `trim_after` has looked at it
+    uint32_t of_graph        # 1: idle blocks are the graph's as long as it exists, and so pending
     uint64_t bytes, taken_bytes
     uint64_t allocations[N_CLASSES]      # of the stream, and of the pool for it
     uint64_t taken[N_CLASSES]

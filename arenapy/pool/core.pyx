@@ -343,10 +343,16 @@ cdef class PoolCore(ThreadCaches):
             r.bytes += lent.bytes - lent.taken_bytes
             r.metadata += sizeof(Lent) + lent.n_nodes * sizeof(Node)
             for k in range(N_CLASSES):
+                if lent.of_graph:
+                    count_lent(
+                        r, k, lent.allocations[k] - lent.taken[k], 0,
+                        lent.idle_blocks[k] + lent.pending_blocks[k], 0,
+                        lent.idle_bytes[k] + lent.pending_bytes[k])
+                    continue
                 count_lent(
                     r, k, lent.allocations[k] - lent.taken[k], lent.idle_blocks[k],
                     lent.pending_blocks[k], lent.idle_bytes[k], lent.pending_bytes[k])
-            for i in range(BUCKETS):
+            for i in range(0 if lent.of_graph else BUCKETS):
                 at = lent.heads[i]
                 while at:
                     node = &lent.nodes[at]

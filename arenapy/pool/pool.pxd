@@ -14,6 +14,7 @@ cdef class Pool(Allocator):
     cdef readonly object on_oom
     # StreamCaches of the streams of a device that are not the pool's own; None: it has none.
     cdef dict stream_caches
+    cdef dict graph_caches               # the same of graphs, which are None if those are
     cdef readonly object trim_after
     cdef readonly str rounding
     cdef readonly bint debug
@@ -26,6 +27,8 @@ cdef class Pool(Allocator):
     cdef object stream_cache_of(self, object stream)
     cdef Buffer stream_block(self, StreamCache cache, object nbytes, object alignment)
     cdef char* lend(self, StreamCache cache, size_t n, size_t align, uint64_t* block_id) except NULL
+    cdef StreamCache graph_cache_of(self, object named)
+    cdef bint settle_graphs(self) except -1
     cdef size_t settle_gone(self, StreamCache heir) except? 0
     cdef int forget_stream_cache(self, object named, StreamCache cache) except -1
     cdef bint reclaim(self) except -1

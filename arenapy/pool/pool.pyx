@@ -12,13 +12,13 @@ from libc.stdint cimport uint32_t, uint64_t
 import time
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator.allocator cimport Allocator, check_source, complete, grown_in_c
+from arenapy.allocator.allocator cimport Allocator, begun, check_source, complete, grown_in_c
 from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
 )
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_glance, arenapy_spin_acquire, arenapy_spin_release,
+    ARENAPY_GIL, arenapy_finalizing, arenapy_glance, arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport (
     CLOSED, Freelist, StreamHooks, born_held, freelist_of, init_freelists, track,
@@ -214,12 +214,21 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.merges_first = core.hooks is not None
         if core.hooks is not None and not core.host_accessible:
-            self.stream_caches, self.recent_streams = {}, []
+            self.stream_caches, self.graph_caches, self.recent_streams = {}, {}, []
             self.idle_allowed = IDLE_BYTES
         core.ready()
         complete(self)
         if trim_thread:
             start_trimming(self, trim_after)
+
+    def __del__(self):
+        Allocator.__del__(self)
+        if self.graph_caches and not arenapy_finalizing():
+            # Regions that a graph has blocks in stay until it is gone. Others need not.
+            try:
+                self.trim()
+            except Exception:
+                pass
 
     # -- allocation
 
@@ -233,7 +242,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         align : int, optional
             A power of two up to 2 MiB; by default 64, on a device 256.
         stream : stream, optional
-            For memory of arenapy.cuda: the stream that will use the block.
+            For memory of arenapy.cuda: the stream that will use the block. If it is being captured,
+            the block belongs to the graph.
 
         Returns
         -------
@@ -300,18 +310,19 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef tuple known
         for known in self.recent_streams if ARENAPY_GIL else []:
             if known[0] is stream:
-                self.core.hooks.may_begin(self.core.hooks.named(stream))   # it may be closed
-                return known[1]
+                named = self.core.hooks.named(stream)
+                return named if self.core.hooks.may_begin(named) else known[1]   # it may be closed
         known = None                         # a stream may end when it is no longer recent
         named = self.core.hooks.named(stream)
-        if self.core.hooks.stream_cache(named) is None:
-            return named                     # the blocks are any stream's
+        # The blocks are a graph's, or any stream's.
+        if self.core.hooks.may_begin(named) or self.core.hooks.stream_cache(named) is None:
+            return named
         if named is self.core.hooks.own:
             return self
         cache = self.stream_caches.get(named)
         fresh = cache is None
         if fresh:
-            cache = self.stream_caches.setdefault(named, new_stream_cache(self.core, named))
+            cache = self.stream_caches.setdefault(named, new_stream_cache(self.core, named, False))
             self.streams_come += 1
         if self.core.hooks.always(stream, named):        # which may let go of a stream
             self.recent_streams = [(stream, cache), *self.recent_streams[:MAX_NAMED - 1]]
@@ -319,6 +330,36 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.streams_come = 0
             self.settle_gone(<StreamCache>cache)
         return cache
+
+    cdef Buffer captured_block(self, Py_ssize_t n, Py_ssize_t align, object stream):
+        cdef StreamCache cache
+        if self.graph_caches is None:
+            return Allocator.captured_block(self, n, align, stream)
+        cache = self.graph_cache_of(stream)
+        return begun(cache, self.stream_block(cache, n, align), stream)
+
+    cdef StreamCache graph_cache_of(self, object named):
+        """What a graph has for a stream that is being captured into it."""
+        graph = self.core.hooks.graph_of(named)
+        cache = self.graph_caches.get(graph)
+        if cache is None:
+            self.settle_graphs()             # this one may get what others had
+            cache = self.graph_caches.setdefault(graph, new_stream_cache(self.core, graph, True))
+        return <StreamCache>cache
+
+    cdef bint settle_graphs(self) except -1:
+        """Blocks of graphs that are gone are the pool's. False: there were none."""
+        cdef StreamCache cache
+        cdef bint freed = False
+        for graph, cache in list(self.graph_caches.items()) if self.graph_caches else []:
+            if not self.core.hooks.done(graph):
+                continue
+            if cache.n_held:                 # those that were dropped after the capture
+                cache.hooks.collect(<PyObject*>cache, False)
+            freed = cache.free_chain(cache.detach(0)) > 0 or freed
+            if cache.lent.blocks == 0 and self.graph_caches.pop(graph, None) is not None:
+                cache.forgotten = True
+        return freed
 
     cdef Buffer stream_block(self, StreamCache cache, object nbytes, object alignment):
         cdef PoolCore c = self.core
@@ -442,14 +483,17 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """Before a pool grows: what streams do not use any more. False: nothing."""
         cdef StreamCache cache
         cdef size_t nbytes, freed = self.settle_gone(None)
+        cdef size_t allowed = self.idle_allowed
         cdef uint64_t asked
         cdef uint32_t chain
         cdef int busy = 0
-        if self.core.lent_idle <= self.idle_allowed:
+        for cache in list(self.graph_caches.values()):
+            allowed += cache.idle()          # which nobody else may have
+        if self.core.lent_idle <= allowed:
             return freed > 0
         for cache in list(self.stream_caches.values()):
             asked = cache.allocations()
-            if (asked == cache.asked and self.core.lent_idle > self.idle_allowed
+            if (asked == cache.asked and self.core.lent_idle > allowed
                     and busy < LOOKS_TO_GROW and cache.idle()):
                 chain = cache.detach(0)
                 if chain and self.core.hooks.done(cache.stream):
@@ -501,6 +545,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                     if self.give_back_all(False, STREAM_LOOKS + 1):
                         self.core.note_time()
                     self.settle_gone(None)
+                self.settle_graphs()
                 self.core.settle_streams(False)
         return self.memory.trim_stale(self.core.timed)
 
@@ -684,6 +729,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.stream_caches:
             self.give_back_all(False, 0)
             self.settle_gone(None)
+        self.settle_graphs()
         c.settle_streams(False)
         c.flush_all(True)
         idle = c.figures().all.idle
@@ -743,7 +789,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise OutOfMemory(self.full(n, "no address space holds it"))
         if c.may_lease:
             c.settle_sends()
-        if c.settle_streams(False) or self.stream_caches and self.reclaim():
+        if (c.settle_streams(False) or self.settle_graphs()
+                or self.stream_caches and self.reclaim()):
             return False
         wished = max(pages, <size_t>HUGE_PAGES, self.growth())
         if c.merges_first:                   # the driver takes so much, and nobody had the rest
@@ -862,6 +909,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.core.settle_sends()
         self.core.reclaim_leases()
         self.core.settle_streams(False)
+        self.settle_graphs()
         for cache in list(self.stream_caches.values()) if self.stream_caches else []:
             (<StreamCache>cache).hooks.collect(<PyObject*>cache, False)
         return stats_of(self.core)

@@ -1,4 +1,4 @@
-# The C surface of a stream cache: blocks of a Pool that one of its other streams keeps.
+# The C surface of a stream cache: blocks of a Pool that another stream, or a graph, keeps.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -37,5 +37,5 @@ cdef class StreamCache(MemoryOwner):
     cdef uint32_t unlink(self, uint32_t chain, char** ptr, uint64_t* block_id) noexcept nogil
 
 
-# The cache of a stream, as the hooks name it.
-cdef StreamCache new_stream_cache(PoolCore core, object stream)
+# The cache of a stream, as the hooks name it, or of a graph.
+cdef StreamCache new_stream_cache(PoolCore core, object stream, bint of_graph)

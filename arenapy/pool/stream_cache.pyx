@@ -14,6 +14,10 @@ seen done after `detach`, so that nothing given back later is among them. `pass_
 the other stream waits for this one. `defer_chain`: the pool waits for the stream, as for any that
 was told of a block.
 
+A graph has one, too, for each stream of its capture that a block was allocated for (`of_graph`).
+Its idle blocks are for later allocations of that stream in the capture. Then nobody gets them until
+the graph is gone; so they count as pending.
+
 Why it is light: all there is of a stream is one `Lent` of some 2 KiB, and a node for each block
 that it has. Streams share the spans and the regions of the pool, block by block.
 
@@ -396,7 +400,7 @@ cdef inline void put(
     core.lent_idle += d.size
 
 
-cdef StreamCache new_stream_cache(PoolCore core, object stream):
+cdef StreamCache new_stream_cache(PoolCore core, object stream, bint of_graph):
     cdef StreamCache cache = StreamCache.__new__(StreamCache)
     cdef Lent* lent
     cache.core, cache.stream = core, stream
@@ -408,7 +412,7 @@ cdef StreamCache new_stream_cache(PoolCore core, object stream):
     lent = <Lent*>calloc(1, sizeof(Lent))
     if lent == NULL:
         raise MemoryError("no memory for the blocks of a stream")
-    lent.owner = <void*>cache
+    lent.owner, lent.of_graph = <void*>cache, of_graph
     cache.lent = lent
     lent_enter(core)
     lent.next = core.lent

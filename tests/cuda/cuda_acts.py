@@ -7,6 +7,7 @@
 - the iterable of a batch releases what it has yielded (`copy_batch`);
 - a captured copy, of memory that its earlier owner's kernels have yet to write, is replayed at any
   time (`capture`, `replay`, `destroy_graph`);
+- blocks are allocated in a capture, and some of them dropped in it (`capture_of_its_own`);
 - arrays of other libraries get other storage while arenapy copies or lends it (`copy_from_array`,
   `borrow`, `swap`);
 - the driver fails after a copy was queued, or while a block is released (`copy_that_fails`,
@@ -66,7 +67,10 @@ OWNERS[Asked.__module__, Asked.__qualname__] = lambda stream: True
 
 
 class Graph:
-    """A graph with a copy in it. `target`: the block that it writes, if its user still has it."""
+    """A graph with a copy in it. `target`: the block that it writes, if its user still has it.
+
+    Or a list of the blocks of its own that its user has.
+    """
 
     def __init__(self, handle, target, source):
         self.handle, self.target, self.source = handle, target, source
@@ -349,6 +353,49 @@ class Acting(StreamMachine):
         else:
             self.driver.destroy_graph(graph)
 
+    steps = st.lists(
+        st.tuples(
+            st.sampled_from(["alloc", "alloc", "joined", "drop", "look", "step"]),
+            st.sampled_from([4096, 40_000, 300_000]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+
+    @rule(steps=steps, blocking=st.booleans(), mode=st.sampled_from([GLOBAL, RELAXED]))
+    def capture_of_its_own(self, steps, blocking, mode):
+        """Blocks of the graph: each is written and checked in it, whenever it is launched."""
+        origin, joined = self.capturing[blocking], self.capturing[not blocking]
+        self.note("capture of its own", steps, blocking, mode)
+        self.join()  # a thread that is about to use the legacy stream would make it invalid
+        self.driver.begin_capture(origin.handle_, mode)
+        kept = []
+        for act, nbytes, named in steps:
+            if act in ("alloc", "joined"):
+                stream = origin if act == "alloc" else joined
+                if stream is joined:
+                    self.order(origin.handle_, joined.handle_)
+                buffer = self.fresh(nbytes, stream if named else stream.handle_)
+                if buffer is not None:
+                    block = Block(buffer, self.new_pattern(), None)
+                    self.write(block, stream.handle_)
+                    self.check(block, stream.handle_)
+                    kept.append(block)
+                buffer = None
+                if stream is joined:
+                    self.order(joined.handle_, origin.handle_)
+            elif act == "drop" and kept:
+                kept.pop(nbytes % len(kept)).buffer = None
+            else:
+                self.within_capture(act, None)
+        for block in kept:
+            self.check(block, origin.handle_)
+        block = None
+        graph = self.driver.end_capture(origin.handle_)
+        assert graph, "the capture was invalidated"
+        self.graphs.append(Graph(graph, kept, None))
+
     def within_capture(self, act, source):
         if act == "drop" and source in self.blocks:
             self.forget(source)
@@ -368,6 +415,10 @@ class Acting(StreamMachine):
         self.order(graph.source, handle)
         self.driver.replay(graph.handle, handle)
         target = graph.target
+        if isinstance(target, list):  # blocks of its own, which nobody but the graph writes
+            if at_once:
+                self.newest_first(30)
+            return
         target.writer = handle
         if target.buffer is not None and not graph.replayed and not target.buffer.closed:
             self.blocks.append(target)

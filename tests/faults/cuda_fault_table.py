@@ -56,6 +56,13 @@ FOR_A_REGION = (
 TABLE = [
     # Around other calls.
     row(ANY, "cuCtxPopCurrent", FINE, leaves="contexts"),  # what was to be done is done
+    row(
+        "alloc in a capture.*",
+        EXCHANGE,
+        FINE,
+        "CudaError: cuMemFree failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+        misuse="it is not allowed in a capture, which invalidates a capture",
+    ),
     row(ANY, EXCHANGE, FINE),  # what follows may disturb a capture then
     row(ANY, f"{EXCHANGE} back", FINE, leaves="modes"),
     # At an end nobody is told. What could not be given back is lost to the process.
@@ -87,7 +94,10 @@ TABLE = [
         "CudaError: cuStreamGetId failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         misuse="cuStreamGetId: .* invalidates a capture",
     ),
-    row("use in a capture.*", "cuStreamGetCaptureInfo.*", FINE, TOLD),  # at the release: FINE
+    row(
+        "(use|alloc) in a capture.*", "cuStreamGetCaptureInfo.*", FINE, TOLD
+    ),  # at the release: FINE
+    row("alloc in a capture.*", "cuMemFree", TOLD, leaves="memory"),
     row(ANY, "cuStreamIsCapturing", FINE, UNKNOWN),
     row(ANY, "cuStreamQuery|cuEventQuery", FINE),
     row(ANY, "cuDevicePrimaryCtxGetState", FINE),  # it counts as in use

@@ -18,7 +18,7 @@ from cuda_fault_acts import (
     pool_over,
     usable,
 )
-from cuda_support import ALLOCATORS, MIB, SOURCES, new_stream, slowly_fill
+from cuda_support import ALLOCATORS, LEGACY, MIB, SOURCES, new_stream, slowly_fill
 from injection import Act
 from simulated_driver import INVALID_VALUE
 
@@ -266,8 +266,28 @@ def captured(version):
         return Act(act, view=lambda: in_use(one), end=lambda: usable(one.alloc(N)))
 
 
+def allocated(name):
+    @operation(f"alloc in a capture, {name}")
+    def capture(gpu):
+        """Of memory that had an owner, whose stream a capture may bar; once more what was freed."""
+        one, s = pool_over("device"), new_stream(gpu, name != "its stream barred")
+        slowly_fill(gpu, LEGACY, one.alloc(N), 1)
+
+        def act():
+            gpu.begin_capture(s.handle_)
+            try:
+                one.alloc(N, stream=s).release()
+                return one.alloc(N, stream=s).nbytes
+            finally:
+                end_capture(gpu, s)
+
+        return Act(act, view=lambda: in_use(one), end=lambda: usable(one.alloc(N)))
+
+
 captured(12)
 captured(13)
+allocated("its stream free")
+allocated("its stream barred")
 
 
 def end_capture(gpu, s):

@@ -168,13 +168,44 @@ def test_a_capture(allocator, cupy):
         stream.synchronize()
         stream.begin_capture()
         x += 1
-        with pytest.raises(cuda.CudaError, match="allocate before the capture"):
-            cupy.empty(1000)
         graph = stream.end_capture()
         for _ in range(3):
             graph.launch(stream)
         stream.synchronize()
     assert float(x[0]) == 4
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_arrays_that_are_made_in_a_capture(allocator, cupy, blocking):
+    """1,000 launches, while the default stream makes arrays of the same size and fills them."""
+    stream = cupy.cuda.Stream(non_blocking=not blocking)
+    x = cupy.zeros(1 << 16)
+    for graph in (None, True):  # compiled before the capture
+        cupy.cuda.Device().synchronize()
+        with stream:
+            if graph:
+                stream.begin_capture()
+            y = (x + 1) * 2 - 3
+            z = y + x
+            x += 1
+            if graph:
+                graph = stream.end_capture()
+    x[:] = 0
+    cupy.cuda.Device().synchronize()
+    wrong = cupy.zeros((), "i8")
+    for i in range(1000):
+        with stream:
+            graph.launch(stream)
+            wrong += (y != 2 * i - 1).sum() + (z != 3 * i - 1).sum()
+        others = [cupy.full(1 << 16, -9.0) for _ in range(4)]
+        del others
+        if i % 250 == 0:
+            pool.trim(), pool.check()
+    cupy.cuda.Device().synchronize()
+    assert int(wrong) == 0
+    del y, z, graph
+    cupy.cuda.Device().synchronize()
+    pool.check()
 
 
 def test_pinned_memory(gpu, cupy):

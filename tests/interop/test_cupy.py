@@ -249,19 +249,24 @@ def test_a_pool_of_another_stream(arenapy_cupy, driver, current):
     pool.check()
 
 
-def test_a_captured_stream_is_refused(arenapy_cupy, pool, driver, current):
+def test_arrays_of_a_captured_stream_belong_to_the_graph(arenapy_cupy, pool, driver, current):
+    """Those that are dropped in the capture share memory."""
     allocator = arenapy_cupy.allocator(pool)
     stream = Stream(driver)
     current.use(stream)
     x = allocator(1000)
     del x
     driver.begin_capture(stream.ptr, RELAXED)
-    try:
-        with pytest.raises(cuda.CudaError, match="allocate before the capture"):
-            allocator(1000)
-    finally:
-        assert driver.end_capture(stream.ptr)
-    assert allocator(1000).ptr
+    assert len({allocator(1000).ptr for _ in range(5)}) == 1
+    x = allocator(1000)
+    graph = driver.end_capture(stream.ptr)
+    assert graph
+    assert allocator(1000).ptr != x.ptr
+    del x
+    assert pool.stats().pending_bytes
+    driver.destroy_graph(graph)
+    driver.drain()
+    assert pool.stats().pending_bytes == 0
 
 
 def test_another_device(arenapy_cupy, pool, driver, current):

@@ -322,13 +322,32 @@ class Gpu:
             end = Operation(f"a graph's end on {on.name}", on.device, lambda: self._ran(source))
             self._enqueue(on, end, [*before, *copies.values()])
 
+    def copy_of(self, graph):
+        """Another graph, or what is launched: it has references of its own to user objects."""
+        with self.exclusive():
+            return self.graph_handles.add(self._copied(self.graph_handles.get(graph)))
+
+    def _copied(self, source):
+        for one, count in source.objects.items():
+            one.references += count
+        return Graph(list(source.nodes), Counter(source.objects))
+
+    def update(self, executable, graph):
+        """From now on its launches are of the other graph. Earlier ones keep what they use."""
+        with self.exclusive():
+            before = self.graph_handles.get(executable)
+            self.graph_handles.things[executable] = self._copied(self.graph_handles.get(graph))
+            self._destroy(before)
+
     def destroy_graph(self, graph):
         """Its user objects stay until what was launched has run."""
         with self.exclusive():
-            one = self.graph_handles.remove(graph)
-            one.destroyed = True
-            one.running += 1
-            self._ran(one)
+            self._destroy(self.graph_handles.remove(graph))
+
+    def _destroy(self, graph):
+        graph.destroyed = True
+        graph.running += 1
+        self._ran(graph)
 
     def _ran(self, graph):
         graph.running -= 1
