@@ -1,7 +1,7 @@
 """RMM, and cuDF through it, with arenapy's memory.
 
-What lives here: RMM's side, which is its CallbackMemoryResource. What does not: memory, and when it
-may be used again (the pool).
+Contents: RMM's side, a CallbackMemoryResource. The memory, and the decision when it is used again,
+are the Pool's.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from arenapy.pool.pool import Pool
 __all__ = ["resource"]
 
 OLDEST = (24, 12)
-LEGACY = 1  # the legacy default stream, for which RMM says 0, too
+LEGACY = 1  # the legacy default stream, for which RMM also uses 0
 
 
 def resource(pool: Pool) -> Any:
@@ -22,7 +22,7 @@ def resource(pool: Pool) -> Any:
     Parameters
     ----------
     pool : Pool
-        Over ``cuda.Device(n)`` or ``cuda.DriverPool``. The resource keeps it.
+        Over ``cuda.Device(n)`` or ``cuda.DriverPool``. The resource keeps it alive.
 
     Returns
     -------
@@ -32,19 +32,19 @@ def resource(pool: Pool) -> Any:
     Raises
     ------
     ImportError
-        There is no RMM, or it is too old; the message says what to install.
+        If RMM is missing or too old. The message says what to install.
     TypeError, ValueError
         If `pool` is not a Pool over memory of a device.
 
     Notes
     -----
-    Blocks are allocated and given back in the order of the streams that RMM names. RMM names a
-    stream by a number alone, so a block of a stream that is not the Pool's own costs events. A
-    request that does not fit raises MemoryError with the Pool's figures. RMM calls Python
-    functions here, which take the GIL: for many small allocations, put an
-    ``rmm.mr.PoolMemoryResource`` in front.
+    Blocks are allocated and freed in the order of the streams that RMM names. RMM names a stream
+    only by its number, so a block of another stream than the Pool's own costs events. A request
+    that does not fit raises MemoryError with the Pool's figures. RMM calls Python functions here,
+    which take the GIL. For many small allocations, put an ``rmm.mr.PoolMemoryResource`` in front.
 
-    A DeviceBuffer keeps the resource. Keep it yourself for an address that its ``allocate`` gave.
+    A DeviceBuffer keeps the resource alive. If you call ``allocate`` of the resource, keep it
+    alive yourself.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def resource(pool: Pool) -> Any:
     """
     by_device((pool,))
     made = library("rmm", OLDEST).mr.CallbackMemoryResource
-    blocks: dict[int, Buffer] = {}  # by address, all that are out
+    blocks: dict[int, Buffer] = {}  # the live blocks, by address
 
     def allocate(nbytes: int, stream: Any) -> int:
         block = pool.alloc(nbytes, stream=stream.__cuda_stream__()[1] or LEGACY)
