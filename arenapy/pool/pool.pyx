@@ -778,7 +778,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             c.settle_streams(True)
             return False
         if error is not None:
-            raise OutOfMemory(self.full(n, f"its source has no more ({reason_of(error)})")) from error
+            raise OutOfMemory(
+                self.full(n, f"its source has no more ({reason_of(error)})")) from error
         least = pages + self.memory.unaligned
         if least <= self.memory.max_pages:
             raise OutOfMemory(self.full(n, "it may not reserve more"))

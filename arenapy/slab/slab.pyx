@@ -352,8 +352,8 @@ cdef class Slab(Allocator):
                 if region is None and items == 1:
                     if c.settle_streams(True) or c.idle() >= wanted:
                         return 0
-                    raise OutOfMemory(
-                        self._full(wanted, f"its source has no more ({reason_of(error)})")) from error
+                    raise OutOfMemory(self._full(
+                        wanted, f"its source has no more ({reason_of(error)})")) from error
                 if region is None:
                     items //= 2              # perhaps it has fewer
             if (c.items == known or c.idle() < wanted) and c.add_part(region, items, self.most):
