@@ -76,6 +76,15 @@ DIRECTIVES: dict[str, Any] = {
     "embedsignature.format": "clinic",
 }
 
+# Cython 3.3 frees an item of a comprehension twice if there is no memory for its list to grow: the
+# helper gives the item up, and so does the error path of its caller. Here the helper keeps it then.
+FREED_TWICE = """PyList_Append(list, x);
+    Py_DECREF(x);
+"""
+FREED_ONCE = """PyList_Append(list, x);
+    if (likely(result == 0)) Py_DECREF(x);
+"""
+
 
 class build_ext(_build_ext):  # type: ignore[misc]
     """Cythonize and compile on all cores, and again only what a change touches."""
@@ -140,6 +149,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             nthreads=CORES,
         )
         for extension, new in zip(self.extensions, translated, strict=True):
+            correct(Path(new.sources[0]))
             extension.sources = new.sources
             extension.depends = [*new.depends, __file__]
         if kept is not None:
@@ -178,6 +188,13 @@ def kept_translation(cython: str) -> Path | None:
         digest.update(f"{source.relative_to(HERE)} {source.stat().st_size} ".encode())
         digest.update(source.read_bytes())
     return Path(folder, f"{cython}-{digest.hexdigest()[:16]}")
+
+
+def correct(c_file: Path) -> None:
+    """Mend what Cython gets wrong."""
+    code = c_file.read_text(encoding="utf-8")
+    if FREED_TWICE in code:
+        c_file.write_text(code.replace(FREED_TWICE, FREED_ONCE), encoding="utf-8")
 
 
 def compile_time(extension: Any) -> int:

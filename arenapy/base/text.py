@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable
 
-__all__ = ["format_bytes", "html_row", "html_table", "printable", "printable_lines"]
+__all__ = [
+    "format_bytes",
+    "html_row",
+    "html_table",
+    "printable",
+    "printable_lines",
+    "reason_of",
+]
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -33,6 +40,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same of a text of several lines, which stay lines; tabs become spaces."""
     return "\n".join(map(printable, text.expandtabs().split("\n")))
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception says; its type if it says nothing, as Python's own MemoryError."""
+    return str(error) or type(error).__name__
 
 
 def html_row(tag: str, texts: Iterable[str]) -> str:

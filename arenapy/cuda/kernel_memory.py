@@ -55,9 +55,13 @@ def include_dir() -> str:
 
 
 class _Window:
-    """A part of the memory as another library's array; `asbuffer` keeps it."""
+    """A part of the memory as another library's array; `asbuffer` keeps it.
 
-    def __init__(self, memory: "_KernelMemory", address: int, nbytes: int) -> None:
+    It keeps the memory itself, and not the object that has it: a second ``__init__`` of that one
+    gives it other memory.
+    """
+
+    def __init__(self, memory: Buffer, address: int, nbytes: int) -> None:
         self.memory = memory
         self.__cuda_array_interface__ = {
             "version": 3,
@@ -128,19 +132,18 @@ class _KernelMemory:
         >>> block.nbytes
         64
         """
-        n = checked_size(nbytes)
+        n, at = checked_size(nbytes), checked_index("address", address)
         start, end = self.address + self._first, self.address + self._end
-        if not isinstance(address, int) or not start <= address <= end - n:
+        if not start <= at <= end - n:
             raise ValueError(
-                f"address={address!r}: {n} bytes from there are not inside the memory, which is "
+                f"address={at}: {n} bytes from there are not inside the memory, which is "
                 f"from {start:#x} to {end:#x}; give what the kernel got"
             )
         if stream is not None:
             event_on(stream, self.device_id).synchronize()
-        window = _Window(self, address, n)
-        found = asbuffer(window)
+        window = _Window(self._all, at, n)
         self._windows.add(window)
-        return found
+        return asbuffer(window)
 
     def reset(self, stream: object = None) -> None:
         """Free all memory that kernels have allocated, and set the counters to 0.

@@ -149,6 +149,21 @@ cdef int put_in_force(tuple stack) except -1:
     return 0
 
 
+# To leave takes some hundred bytes. If there is no memory, they come from this object, which is
+# freed then: CPython's allocator asks malloc when it has no pages left. No other code runs between.
+cdef enum:
+    RESERVED = 64 << 10      # bytes: malloc does not map so few, and keeps them when they are free
+
+cdef bytes reserve = None
+
+
+cdef int fill_reserve() except -1:
+    global reserve
+    if reserve is None:
+        reserve = bytes(RESERVED)
+    return 0
+
+
 cdef class Context:
     """The base of `numpy_memory`: its place in the stacks of contexts. Internal."""
 
@@ -193,6 +208,7 @@ cdef class Context:
         cdef Py_ssize_t at = len(old)
         if self._handler is None:
             raise TypeError(f"this {type(self).__name__} was never initialized; call the class")
+        fill_reserve()
         mine = self._handler.here()
         while installed and at > 1 and not (<Entry>old[at - 1]).installed:
             at -= 1
@@ -215,6 +231,17 @@ cdef class Context:
         return 0
 
     cdef bint leave(self, bint installed, bint asked) except -1:
+        global reserve
+        try:
+            return self.leave_with(installed, asked)
+        except MemoryError:
+            if reserve is None:
+                raise
+        reserve = None
+        return self.leave_with(installed, asked)
+
+    cdef bint leave_with(self, bint installed, bint asked) except -1:
+        """The same with the memory that there is. If it raises, it can be called again."""
         cdef tuple stack = _stack.get()
         cdef Py_ssize_t at = len(stack) - 1
         cdef Entry entry

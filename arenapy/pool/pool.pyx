@@ -34,7 +34,7 @@ from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.pool.stream_cache cimport StreamCache, new_stream_cache
 from arenapy.memory.region cimport ask_source
 
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
 from arenapy.pool.check import extents, listing, stats_of, verify
@@ -825,7 +825,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             c.settle_streams(True)
             return False
         if error is not None:
-            raise OutOfMemory(self.full(n, f"its source has no more ({error})")) from error
+            raise OutOfMemory(
+                self.full(n, f"its source has no more ({reason_of(error)})")) from error
         least = pages + self.memory.unaligned
         if least <= self.memory.max_pages:
             raise OutOfMemory(self.full(n, "it may not reserve more"))

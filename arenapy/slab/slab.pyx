@@ -23,7 +23,7 @@ from arenapy.memory.region cimport Region
 from arenapy.slab.core cimport SlabCore, SlabFigures, Stack
 from arenapy.slab.hot_path cimport cache_alloc, forbid_from
 
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
 from arenapy.memory.sources import Host
@@ -352,8 +352,8 @@ cdef class Slab(Allocator):
                 if region is None and items == 1:
                     if c.settle_streams(True) or c.idle() >= wanted:
                         return 0
-                    raise OutOfMemory(
-                        self._full(wanted, f"its source has no more ({error})")) from error
+                    raise OutOfMemory(self._full(
+                        wanted, f"its source has no more ({reason_of(error)})")) from error
                 if region is None:
                     items //= 2              # perhaps it has fewer
             if (c.items == known or c.idle() < wanted) and c.add_part(region, items, self.most):

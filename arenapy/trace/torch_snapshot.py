@@ -8,9 +8,11 @@ could run anything.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
+import re
 import reprlib
 import stat
 from collections.abc import Mapping
@@ -74,6 +76,19 @@ class History:
     columns: dict[str, npt.NDArray[np.uint64]]
 
 
+#: Operations of a pickle by the bytes that follow: their number, or the width of a count of bytes.
+FIXED = {
+    0: b"N\x88\x89]ael)t\x85\x86\x87}dsu\x8f\x90\x9102(1\x94\x93Rbo\x81\x92Q\x97\x98",
+    1: b"Khq\x82\x80",
+    2: b"M\x83",
+    4: b"Jj\x84",
+    8: b"G\x95",
+}
+COUNTED = {b"\x8a": 1, b"U": 1, b"C": 1, b"\x8c": 1, b"\x8b": 4, b"T": 4, b"B": 4, b"X": 4}
+COUNTED |= {b"\x8e": 8, b"\x96": 8, b"\x8d": 8}
+LINES = b"ILSVFgP"
+
+
 class _Plain(pickle.Unpickler):
     """What is no class and no function."""
 
@@ -89,11 +104,48 @@ def is_pickle(path: str | os.PathLike[str]) -> bool:
         return file.read(1) == pickle.PROTO
 
 
+@functools.cache
+def _run() -> re.Pattern[bytes]:
+    """Most operations, as many as follow one another, with short strings."""
+    fixed = [b"[%s].{%d}" % (re.escape(codes), n) for n, codes in FIXED.items()]
+    short = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256))
+    return re.compile(b"(?:%s|\\x8c(?:%s))*+" % (b"|".join(fixed), short), re.DOTALL)
+
+
+def _check_sizes(text: bytes) -> None:
+    """Refuse a pickle that says it has more than its bytes can be.
+
+    Python's unpickler allocates what a length says, and for each number of a memorized object an
+    array that goes up to it, of 64 GiB for a file of 9 bytes. It reads the same operations in the
+    same order, and raises an error at those that are unknown here.
+    """
+    at = 0
+    while True:
+        at = _run().match(text, at).end()  # type: ignore[union-attr]  # it may be empty
+        code = text[at : at + 1]
+        at += 1
+        if code in COUNTED:
+            size = COUNTED[code]
+            at += size + int.from_bytes(text[at : at + size], "little")
+            number = 0
+        elif code == b"r":
+            number = int.from_bytes(text[at : at + 4], "little")
+            at += 4
+        elif code and code in b"p" + LINES:
+            end = text.find(b"\n", at) + 1 or len(text) + 1
+            number = int(text[at : end - 1]) if code == b"p" else 0
+            at = end
+        else:
+            return
+        if max(at, number) > len(text):
+            raise ValueError(f"its {len(text)} bytes say that there are {max(at, number)} or more")
+
+
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    # All of it first: a length in a damaged file would be allocated as it stands.
-    text = io.BytesIO(Path(path).read_bytes())
+    text = Path(path).read_bytes()
     try:
-        found = _Plain(text).load()
+        _check_sizes(text)
+        found = _Plain(io.BytesIO(text)).load()
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle may raise anything

@@ -182,6 +182,24 @@ def test_exhaustion_says_what_was_asked_what_was_there_and_what_to_do(arena):
     assert issubclass(OutOfMemory, MemoryError)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda s: Pool(source=s, initial_bytes=4096), lambda s: Slab(64, 9, s, max_count=99)]
+)
+def test_a_source_that_says_nothing(make):
+    class Terse:
+        regions = 1
+
+        def region(self, nbytes):
+            self.regions -= 1
+            if self.regions < 0:
+                raise MemoryError
+            return Host().region(nbytes)
+
+    full = make(Terse())
+    with pytest.raises(OutOfMemory, match=r"its source has no more \(MemoryError\)"):
+        blocks = [full.alloc(64) for _ in range(100)]  # noqa: F841
+
+
 @pytest.mark.parametrize("arguments", [(), (1, 2, 3, 4), ("x",)])
 def test_argument_counts(arena, arguments):
     refuse(arena, TypeError, lambda: arena.alloc(*arguments))

@@ -80,6 +80,50 @@ def test_leaving_what_was_not_entered_changes_nothing(pools):
         assert where(pools) == 0
 
 
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("threads", [False, True])
+def test_leaving_without_memory(threads, run_script):
+    run_script(
+        f"""
+        import os, resource, threading
+        import numpy as np
+        import arenapy
+
+        start = threading.Thread.start
+        memory = arenapy.numpy_memory(arenapy.Pool(4 << 20), threads={threads})
+        for _ in range(2):                   # what leaving takes is there again
+            memory.__enter__()
+            assert arenapy.handles(np.ones(1000)) is not None
+            with open("/proc/self/statm") as file:
+                used = int(file.read().split()[0]) * 4096
+            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), hard))
+            kept = None
+            for nbytes in range(480, -1, -16):           # nothing of any size is left
+                try:
+                    while True:
+                        kept = kept, bytes(nbytes)
+                except MemoryError:
+                    pass
+            try:
+                while True:
+                    kept = [kept]
+            except MemoryError:
+                pass
+            try:
+                refused = bytes(30_000)
+            except MemoryError:
+                refused = None
+            memory.__exit__(None, None, None)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            assert refused is None, "there was memory"
+            assert arenapy.handles(np.ones(1000)) is None
+            assert threading.Thread.start is start
+        os._exit(0)                          # a chain of this length takes its time to end
+        """
+    )
+
+
 def test_leaving_what_was_not_entered_changes_nothing_for_threads(run_script):
     """In a process of its own, since a failure would reach every later test."""
     run_script(

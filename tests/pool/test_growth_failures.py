@@ -65,3 +65,35 @@ assert refused > 1, refused
 """,
         quiet=False,  # a file whose open() failed half way is told of
     )
+
+
+def test_a_list_without_memory_to_grow(run_script):
+    """Cython 3.3 freed its items twice: the build hook mends that."""
+    pytest.importorskip("_testcapi")
+    run_script(
+        """
+import _testcapi, gc
+import arenapy
+pool = arenapy.Pool(32 << 20)
+
+def prewarm():
+    pool.prewarm({64: 10, 100_000: 3})
+
+prewarm()
+refused = 0
+for k in range(60):
+    _testcapi.set_nomemory(k, k + 1)
+    try:
+        prewarm()
+    except MemoryError:
+        refused += 1
+    finally:
+        _testcapi.remove_mem_hooks()
+    pairs = [(i, str(i)) for i in range(100)]
+    assert [i for i, _ in pairs] == list(range(100)), "two tuples are in one place"
+    pairs = None
+    gc.collect()
+pool.check()
+assert refused > 5, refused
+"""
+    )
