@@ -188,7 +188,8 @@ cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
 
 
 cdef void other_free(Handler* h, void* block) noexcept nogil:
-    """What `try_give` leaves, such as each block of a pool's second region."""
+    """What `try_give` leaves, such as each block of a pool's second region. (Called from two
+    places, like other_alloc.)"""
     if not try_cache_free(<PoolCore>h.core, block):
         general_free(h, block)
 
@@ -257,7 +258,7 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
         moved = general_alloc(h, n)
     if moved != NULL:
         memcpy(moved, block, min(size, n))
-        general_free(h, block)
+        other_free(h, block)
     return moved
 
 
