@@ -27,7 +27,7 @@ from arenapy.buffer.block cimport GONE_FORKED, Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.page_heap cimport Descriptor, segment_of
 from arenapy.pool.pool cimport Pool
-from arenapy.pool.core cimport PoolCore, try_cache_alloc, try_give, try_take
+from arenapy.pool.core cimport PoolCore, try_cache_alloc, try_cache_free, try_give, try_take
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, permit
 from arenapy.allocator.allocator cimport grown_in_c
@@ -187,6 +187,13 @@ cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
     return found
 
 
+cdef void other_free(Handler* h, void* block) noexcept nogil:
+    """What `try_give` leaves, such as each block of a pool's second region. (Called from two
+    places, like other_alloc.)"""
+    if not try_cache_free(<PoolCore>h.core, block):
+        general_free(h, block)
+
+
 cdef void general_free(Handler* h, void* block) noexcept nogil:
     if not given_back(<PoolCore>h.core, block):
         system_free(h, block)
@@ -251,7 +258,7 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
         moved = general_alloc(h, n)
     if moved != NULL:
         memcpy(moved, block, min(size, n))
-        general_free(h, block)
+        other_free(h, block)
     return moved
 
 
@@ -287,7 +294,7 @@ cdef void* on_malloc(void* ctx, size_t n) noexcept nogil:
 
 cdef void on_free(void* ctx, void* block, size_t size) noexcept nogil:
     if not likely(try_give(<PoolCore>(<Handler*>ctx).core, block)) and block != NULL:
-        general_free(<Handler*>ctx, block)
+        other_free(<Handler*>ctx, block)
 
 
 cdef void* on_calloc(void* ctx, size_t count, size_t size) noexcept nogil:

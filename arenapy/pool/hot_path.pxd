@@ -319,15 +319,21 @@ cdef inline bint push(
     return c.full_free(f, ptr, block_id)
 
 
-# The short ways. Who owns the lock of its cache need not ask whether the pool is off the fast path:
-# then `quick` has a cache that nobody owns.
+# The short ways. A thread that enters the lock of its cache as the owner need not look at
+# `fast_path_off`: while that is set, `quick` has a lock that nobody owns.
 
-# What the thread cache has. NULL: that is nothing, or the pool is off the fast path.
+# An entry may change at any time, and a compiler may read a plain field twice: `opaque` forbids it.
+# (An atomic load would cost one more instruction, for its address.)
+cdef inline ThreadCache* quick_cache(ThreadCaches c, uint64_t me) noexcept nogil:
+    return <ThreadCache*>opaque(c.quick[me])
+
+
+# A block from the thread cache. NULL: it has none for n bytes, or the fast path is off.
 cdef inline char* cache_alloc(
     ThreadCaches c, size_t n, bint hot, uint64_t* block_id
 ) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
-    cdef ThreadCache* f = c.quick[me]
+    cdef ThreadCache* f = quick_cache(c, me)
     cdef char* ptr
     cdef uint64_t other = 0                  # so that a tag which nobody reads stays in a register
     if not likely(biased_enter(&f.lock, me)):
@@ -347,10 +353,11 @@ cdef inline char* cache_alloc(
     return ptr
 
 
-# Not if `fast_path_off`.
+# Free a block, also if the fast path is off: the caller has done what is to be done besides.
+# False: the block is not live.
 cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
-    cdef ThreadCache* f = c.quick[me]
+    cdef ThreadCache* f = quick_cache(c, me)
     cdef bint was_live
     if not likely(biased_enter(&f.lock, me)):
         return c.shared_free(ptr, block_id)
@@ -359,10 +366,10 @@ cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexce
     return was_live
 
 
-# The same for a block that is known by its address.
+# The same for the block that begins at an address. False also if none does.
 cdef inline bint cache_free_at(ThreadCaches c, char* ptr) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
-    cdef ThreadCache* f = c.quick[me]
+    cdef ThreadCache* f = quick_cache(c, me)
     cdef Descriptor* d
     cdef uint64_t block_id
     cdef bint was_live
@@ -381,7 +388,7 @@ cdef inline bint cache_free_at(ThreadCaches c, char* ptr) noexcept nogil:
 # A block for n bytes. NULL: the general way is needed; nothing has changed.
 cdef inline char* take(ThreadCaches c, size_t n, bint hot) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
-    cdef ThreadCache* f = c.quick[me]
+    cdef ThreadCache* f = quick_cache(c, me)
     cdef uint64_t block_id
     cdef char* ptr
     if likely(n <= SMALL_MOST):
@@ -413,7 +420,7 @@ cdef inline bint give_slot(
 # begins there; nothing has changed.
 cdef inline bint give(ThreadCaches c, char* ptr) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)
-    cdef ThreadCache* f = c.quick[me]
+    cdef ThreadCache* f = quick_cache(c, me)
     cdef uint64_t page
     cdef uint32_t id
     cdef Descriptor* d

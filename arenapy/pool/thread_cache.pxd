@@ -110,8 +110,8 @@ cdef struct Asked:
 
 
 cdef class ThreadCaches(Segments):
-    # What the short way takes, by the slot of the thread: the thread's cache, or one that nobody
-    # owns while there is none or the pool is off the fast path. (Not under a lock.)
+    # The cache that the short way takes, by the slot of the thread. While the thread has none, or
+    # the fast path is off, a lock that nobody owns. (Not under a lock: read it by quick_cache.)
     cdef ThreadCache* quick[N_SLOTS + 1]
     cdef bint fast_path_off  # not the short ways: each call is to do more
     cdef int64_t slot_offset             # slot_offset()
@@ -156,10 +156,10 @@ cdef class ThreadCaches(Segments):
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef bint others_keep_much(self) noexcept nogil
     cdef void flush_all(self, bint others) noexcept nogil
-    # Not the short ways any more, or again.
+    # Set the flag, and `quick` to match.
     cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil
-    # The short ways, for a thread that does not own the lock of its cache. NULL also if the pool is
-    # off the fast path. Whoever frees has asked.
+    # The short ways, for a thread that does not own the lock of its cache. shared_alloc returns
+    # NULL also if the fast path is off. The others free in any case, see cache_free.
     cdef char* shared_alloc(self, size_t n, bint hot, uint64_t* block_id) noexcept nogil
     cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil
     cdef bint shared_free_at(self, char* ptr) noexcept nogil

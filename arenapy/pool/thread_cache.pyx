@@ -77,6 +77,8 @@ cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
         array_close(&array)
         return NULL
     f = <ThreadCache*>(array.at + STAGGER)   # fresh pages are zero
+    arenapy_assert(
+        (<uintptr_t>&f.small[0] | sizeof(Magazine)) & 63 == 0, b"magazines begin on cache lines")
     f.array = array
     rank_biased(&f.lock, RANK_CACHE)
     for s in range(N_SMALL):
@@ -152,6 +154,7 @@ cdef class ThreadCaches(Segments):
         cdef int i = cache_number()
         cdef ThreadCache* f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
         cdef ThreadCache* made
+        cdef bint off
         if f != NULL:
             return f
         made = new_cache(self)
@@ -165,10 +168,14 @@ cdef class ThreadCaches(Segments):
             self.top_slot = max(self.top_slot, i)
             self.n_caches += 1
             arenapy_store_ptr(<void**>&self.caches[i], made)
-            arenapy_store_ptr(<void**>&self.quick[i], made)
-            arenapy_fence()                  # set_fast_path_off has the flag first
-            if self.fast_path_off:
-                arenapy_store_ptr(<void**>&self.quick[i], &no_cache)
+            # set_fast_path_off may run now, in another thread. It stores the flag before it looks
+            # for caches, so one of the two threads sees what the other one stored.
+            while True:
+                off = self.fast_path_off
+                arenapy_store_ptr(<void**>&self.quick[i], &no_cache if off else made)
+                arenapy_fence()
+                if off == self.fast_path_off:
+                    break
         arenapy_spin_release(&self.births)
         if f == NULL:
             return made
@@ -203,21 +210,26 @@ cdef class ThreadCaches(Segments):
 
     cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil:
         cdef int i
+        cdef void* f
         self.fast_path_off = fast_path_off   # under no lock: a fork calls this with all locks held
         arenapy_fence()
         for i in range(N_SLOTS + 1):
-            arenapy_store_ptr(
-                <void**>&self.quick[i],
-                &no_cache if fast_path_off or self.caches[i] == NULL else self.caches[i])
+            arenapy_store_ptr(<void**>&self.quick[i], &no_cache)
+        arenapy_fence()                      # a cache that is made now is seen, or sees the flag
+        for i in range(0 if fast_path_off else N_SLOTS + 1):
+            f = arenapy_load_ptr(<void**>&self.caches[i])
+            if f != NULL:
+                arenapy_store_ptr(<void**>&self.quick[i], f)
 
     cdef char* shared_alloc(self, size_t n, bint hot, uint64_t* block_id) noexcept nogil:
         cdef ThreadCache* f
-        cdef char* ptr
+        cdef char* ptr = NULL
         if self.fast_path_off:
             return NULL
         f = self.own_cache()
         biased_acquire(&f.lock)
-        ptr = pop(self, f, step_of(rounded(n, self.rounding)), n, hot, block_id)
+        if not self.fast_path_off:           # still: a fork may have had the lock until now
+            ptr = pop(self, f, step_of(rounded(n, self.rounding)), n, hot, block_id)
         biased_release(&f.lock)
         if POISONS and ptr != NULL:
             permit(self, <uintptr_t>ptr, n)
@@ -430,6 +442,7 @@ cdef class ThreadCaches(Segments):
         cdef bint split = False
         cdef char* base
         cdef int slot
+        arenapy_assert(m.n == 0, b"a magazine that is refilled is empty")
         if id == 0:
             id = self.alloc_extent(step.pages, 1, &split)
             if id == 0:
