@@ -350,7 +350,7 @@ cdef class DeviceReservation:
         checked(result, "cuMemCreate or cuMemMap")
 
     def decommit(self, size_t offset, size_t nbytes, StreamRef stream not None):
-        """Take the memory of a part away when `stream`, in whose order it is free, has done its work.
+        """Take the memory of a part away once `stream`, in whose order it is free, is done.
 
         Raises
         ------

@@ -292,7 +292,8 @@ cdef class PoolMemory:
         arenapy_spin_release(&c.heap_lock)
         if c.merges_first:                   # of a device, in regions or by the huge page
             idle = self.trimmable()
-            pages = (pages + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
+            if self.may_reserve:
+                pages = (pages + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         if idle <= max(self.idle_allowed, <size_t>HUGE_PAGES):
             return 0
         if seen.n != n:

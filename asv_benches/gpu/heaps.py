@@ -5,6 +5,7 @@ stream is None, the default stream, or what `native` made of one of arenapy's.
 """
 
 import importlib.metadata
+import os
 
 from asv_benches.support.sizes import MIB
 
@@ -105,6 +106,18 @@ class ArenapyDriverPool(Arenapy):
         return cuda.DriverPool()
 
 
+class ArenapyGrow(Arenapy):
+    """Over one range of addresses that grows in place."""
+
+    about = "arenapy.Pool(source=cuda.Device(grow=True))"
+
+    def source(self):
+        """Where it gets memory."""
+        from arenapy import cuda
+
+        return cuda.Device(grow=True)
+
+
 class Torch(Heap):
     """torch's caching allocator, as torch.cuda.caching_allocator_alloc calls it."""
 
@@ -135,6 +148,16 @@ class Torch(Heap):
     def reserved(self):
         """What torch.cuda.memory_reserved says."""
         return self.stats(0)["reserved_bytes"]["all"]["current"]
+
+
+class TorchExpandable(Torch):
+    """With segments that grow in place."""
+
+    about = "the same with expandable_segments:True"
+
+    def __init__(self, peak_live):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before the import
+        super().__init__(peak_live)
 
 
 class Cupy(Heap):
@@ -237,7 +260,9 @@ HEAPS = {
     "arenapy": Arenapy,
     "arenapy-class": ArenapyClass,
     "arenapy-driver-pool": ArenapyDriverPool,
+    "arenapy-grow": ArenapyGrow,
     "torch": Torch,
+    "torch-expandable": TorchExpandable,
     "cupy": Cupy,
     "rmm": Rmm,
     "rmm-arena": RmmArena,

@@ -42,7 +42,7 @@ from arenapy.base.text import format_bytes
 from arenapy.commands.replay.program import Program, program
 from arenapy.trace.torch_snapshot import is_pickle
 from asv_benches.gpu.heaps import HEAPS, PEERS
-from asv_benches.gpu.traces import traces
+from asv_benches.gpu.traces import made_to_fragment, traces
 from asv_benches.support.results import stamp, store
 
 OURS = "arenapy"
@@ -297,6 +297,7 @@ def chosen(options):
     if options.trace or not found:
         there = traces(options.quick)
         wanted = options.trace or list(there)
+        there |= made_to_fragment(options.quick)  # if asked for by name
         if unknown := [name for name in wanted if name not in there]:
             raise SystemExit(f"no trace is called {unknown[0]!r}; there are: {', '.join(there)}")
         found |= {name: there[name] for name in wanted}

@@ -280,6 +280,30 @@ def test_a_device_that_cannot_do_so_is_named(gpu):
         cuda.Device(grow=1)
 
 
+def most_over_live(pool, sizes):
+    """Peak reserved over peak live, of batches of these sizes with a small block beside each."""
+    kept, live, most, peak = [], 0, 0, 0
+    for batch in sizes:
+        blocks = []
+        for nbytes in batch:
+            blocks.append(pool.alloc(nbytes))
+            kept.append(pool.alloc(256 << 10))
+            live += nbytes + (256 << 10)
+            peak, most = max(peak, live), max(most, pool.stats().reserved_bytes)
+        live -= sum(batch)
+    pool.check()
+    return most / peak
+
+
+def test_growing_batches_take_little_more_than_they_need(gpu):
+    """At this size, parts of pages count: at most two for each block that stays."""
+    sizes = [[(4 << 20) + k * (800 << 10)] * 3 for k in range(8)]
+    assert most_over_live(Pool(source=cuda.Device(grow=True)), sizes) < 1.15
+    gc.collect()
+    with pytest.raises(OutOfMemory, match="cuMemAlloc"):  # more than half of it is idle then
+        most_over_live(Pool(source=cuda.Device()), sizes)
+
+
 def test_a_bump_grows_and_shrinks_in_place(gpu):
     arena = Bump(MIB, cuda.Device(grow=True), 40 * MIB)
     assert used(gpu) == GRANULE
