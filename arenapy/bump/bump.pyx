@@ -453,9 +453,9 @@ cdef class Bump(Allocator):
         return m
 
     def reset(self, mark=None, stream=None):
-        """Free all blocks since a mark that nobody holds.
+        """Free all blocks since a mark, except those that are held.
 
-        Held blocks keep their bytes and are retired: their bytes come back when they are dropped.
+        Held blocks are retired: their bytes are free when they are dropped.
         Buffers that were never exported are closed. Marks newer than this one end. This mark
         stays valid.
 

@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "compare": (
         "arenapy.commands.compare.command",
-        "whether a program runs faster with arenapy, why, and what to do next",
+        "measure whether a program runs faster with arenapy, and say what to do next",
     ),
     "trace": ("arenapy.commands.trace", "show the memory in a trace, also as a page with charts"),
     "replay": (

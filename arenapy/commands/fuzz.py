@@ -76,28 +76,30 @@ def _alignment(text: str) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="arenapy fuzz",
-        description="Attack an allocator with random programs: that blocks do not overlap, are "
-        "aligned, keep their contents, that a refusal changes nothing. The status is 1 if "
-        "something was found. Each kind of fault is listed with a small program that shows it, "
-        "the worst first.",
-        epilog="make_allocator() returns an object with alloc, allocate or malloc, called with "
-        "(nbytes[, align]). A block is an int, has .address or a buffer, and goes back by "
-        "free(block), by its own release() or by being dropped. mark(), reset([mark]), remaining "
-        "and check() are used if they are there.",
+        description="Test an allocator with random programs. Blocks must not overlap, must be "
+        "aligned and keep their contents, and a refused request must change nothing. Each kind of "
+        "fault is listed with a small program that shows it, the worst first. The exit status is "
+        "1 if there was a fault.",
+        epilog="MAKE_ALLOCATOR() returns an object with a method alloc, allocate or malloc, which "
+        "is called with (nbytes[, align]). A block is an int, or has .address or a buffer. It is "
+        "freed by free(block), by its own release(), or by dropping it. mark(), reset([mark]), "
+        "remaining and check() are used if the object has them.",
     )
     parser.add_argument(
-        "target", nargs="?", metavar="PACKAGE:MAKE_ALLOCATOR", help="a callable without arguments"
+        "target", nargs="?", metavar="PACKAGE:MAKE_ALLOCATOR", help="a function without arguments"
     )
-    parser.add_argument("--library", metavar="SO", help="malloc, aligned_alloc and free of this")
+    parser.add_argument("--library", metavar="SO", help="test malloc and free of a C library")
     count = whole(1, MAX_STEPS)
-    parser.add_argument("--examples", type=count, default=100, help="programs (100)")
-    parser.add_argument("--steps", type=count, default=50, help="of a program, at most (50)")
-    parser.add_argument("--seconds", type=seconds, help="go on for so long instead of --examples")
-    parser.add_argument("--threads", type=whole(1, 2), default=1, metavar="1|2")
-    parser.add_argument("--seed", type=whole(-MOST), help="the same programs again")
+    parser.add_argument("--examples", type=count, default=100, help="number of programs (100)")
+    parser.add_argument("--steps", type=count, default=50, help="limit of steps in a program (50)")
+    parser.add_argument("--seconds", type=seconds, help="run for this time instead of --examples")
+    parser.add_argument(
+        "--threads", type=whole(1, 2), default=1, metavar="1|2", help="number of threads (1)"
+    )
+    parser.add_argument("--seed", type=whole(-MOST), help="run the same programs again")
     parser.add_argument(
         "--allow", type=_kinds, default=[], metavar="KIND,...",
-        help="kinds of faults that are none: negative, oversize, empty-shared, misaligned, ...",
+        help="kinds of faults to ignore, such as negative,oversize,empty-shared",
     )  # fmt: skip
     parser.add_argument(
         "--max-align", type=_alignment, default=PAGE, metavar="N",
@@ -105,9 +107,9 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--shrink", type=seconds, default=30.0, metavar="SECONDS",
-        help="the most time to make programs smaller (30)",
+        help="limit of the time to make programs smaller (30)",
     )  # fmt: skip
-    parser.add_argument("--save", metavar="FILE", help="write the program that fails to a file")
+    parser.add_argument("--save", metavar="FILE", help="write the failing program to this file")
     return parser
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(prog="python -m arenapy.testing")
     commands = parser.add_subparsers(dest="command", required=True)
-    again = commands.add_parser("reproduce", help="repeat the steps of a file")
+    again = commands.add_parser("reproduce", help="repeat the steps of a file, to find a crash")
     again.add_argument("file", metavar="FILE", help="a file of steps from a state machine")
     _add_guided(commands.add_parser("guided", help="fuzz, guided by coverage of C code"))
     options = parser.parse_args(argv)
@@ -51,13 +51,13 @@ def _add_guided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", required=True, metavar="DIR", help="folder of inputs to extend")
     parser.add_argument("--seconds", type=seconds, default=60, help="run for this time (60)")
     parser.add_argument(
-        "--executions", type=whole(1, guided.MAX_NUMBER), help="the most inputs to run"
+        "--executions", type=whole(1, guided.MAX_NUMBER), help="limit of the inputs to run"
     )
     parser.add_argument(
         "--seed", type=whole(0, guided.MAX_NUMBER), default=0,
         help="seed of libFuzzer; 0 means a new one each time",
     )  # fmt: skip
-    parser.add_argument("--by-chance", action="store_true", help="run without guidance")
+    parser.add_argument("--by-chance", action="store_true", help="run random programs, to compare")
     parser.add_argument("--merge", metavar="DIR", action="append", default=[], help="add its files")
     parser.add_argument("--minimize", action="store_true", help="only minimize the corpus")
     parser.add_argument("--save", metavar="FILE", help="write the failing program to this file")

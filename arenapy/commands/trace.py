@@ -24,8 +24,8 @@ __all__ = ["main"]
 def _parser() -> Parser:
     parser = Parser(
         prog="arenapy trace",
-        description="Show the memory in a trace: how much, when, by whom, for how long. "
-        "--html writes a page with charts, as one file that needs no network.",
+        description="Show the memory in a trace: how much, when, for how long, and which code "
+        "holds it. --html writes a page with charts, as one file that needs no network.",
     )
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
     parser.add_argument("--html", metavar="OUT", help="write the page to this file")
@@ -40,7 +40,7 @@ def _parser() -> Parser:
         "--blocks", type=whole(), default=MAX_BLOCKS, metavar="N",
         help=f"draw N blocks separately, and merge the others (default: {MAX_BLOCKS})",
     )  # fmt: skip
-    parser.add_argument("--device", type=whole(), metavar="N", help="device, of a snapshot")
+    parser.add_argument("--device", type=whole(), metavar="N", help="device, of torch's snapshot")
     return parser
 
 

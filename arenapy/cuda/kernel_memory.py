@@ -99,17 +99,17 @@ class _KernelMemory:
         Parameters
         ----------
         address : int
-            What the kernel got.
+            An address that a kernel got.
         nbytes : int
-            Bytes from there on.
+            Size in bytes.
         stream : stream, optional
-            The stream of the kernel that wrote the memory. The Buffer's own stream, the legacy
-            default stream, waits for it. Without it, the kernel is done already.
+            The stream of the kernel that wrote the memory. The host waits for it. Without it, the
+            kernel must be done before the call.
 
         Returns
         -------
         Buffer
-            It keeps the memory. No reset is allowed while anything uses it.
+            It keeps the memory. A reset raises BufferError while anything uses it.
 
         Raises
         ------
@@ -143,14 +143,14 @@ class _KernelMemory:
         return found
 
     def reset(self, stream: object = None) -> None:
-        """Free all that kernels have allocated, in the order of a stream. Counters begin at 0.
+        """Free all memory that kernels have allocated, and set the counters to 0.
 
         Parameters
         ----------
         stream : stream, optional
-            Kernels before it on this stream keep what they have, and kernels after it allocate
-            anew. By default, the reset is done on return, and comes after the work of the legacy
-            default stream and of all blocking streams.
+            The reset comes after the work that this stream has received so far. By default, it is
+            done on return, and comes after the work of the legacy default stream and of all
+            blocking streams.
 
         Raises
         ------
@@ -190,7 +190,7 @@ class _KernelMemory:
 
     @property
     def overflowed(self) -> int:
-        """How many requests were refused since the last reset, because the memory was full.
+        """The number of requests since the last reset that did not fit.
 
         The host waits for the legacy default stream, for all blocking streams, and for the streams
         that were named to this object before. After a kernel on another stream, synchronize first.
@@ -199,7 +199,7 @@ class _KernelMemory:
 
     @property
     def misused(self) -> int:
-        """How many calls were wrong since the last reset. They had no effect.
+        """The number of wrong calls since the last reset. They had no effect.
 
         Such a call asked for an alignment that is not a power of two, gave back an item that was
         not in use, or gave back a pointer that is not an item. The host waits as for `overflowed`.
@@ -208,7 +208,7 @@ class _KernelMemory:
 
 
 class KernelArena(_KernelMemory):
-    """Memory of any sizes that kernels allocate from while they run, and that is freed at once.
+    """An arena from which kernels allocate blocks of any size. A reset frees all of them at once.
 
     In a kernel, ``arenapy::arena_alloc(arena, nbytes, align)`` of ``arenapy.cuh`` returns memory,
     or NULL if it does not fit.
@@ -216,9 +216,10 @@ class KernelArena(_KernelMemory):
     Parameters
     ----------
     nbytes : int
-        Bytes for all allocations. Each takes a multiple of 16 bytes.
+        Bytes for all allocations. Each takes a multiple of 16 bytes, and for a larger alignment
+        further ``alignment - 16`` bytes.
     source : source, optional
-        Where the memory comes from: `Device`, by default of device 0, `DriverPool` or `Managed`.
+        The source of the memory: `Device` (the default, of device 0), `DriverPool` or `Managed`.
 
     Raises
     ------
@@ -253,17 +254,18 @@ class KernelArena(_KernelMemory):
         self._write(None)
 
     def used(self, stream: object = None) -> int:
-        """Return how many bytes kernels have allocated, with what alignment takes.
+        """Return the bytes that kernels have allocated since the last reset, including alignment.
 
         Parameters
         ----------
         stream : stream, optional
-            Kernels before it on this stream count. By default, the host waits as for `overflowed`.
+            The host waits for the work that this stream has received so far. By default, it waits
+            as for `overflowed`.
 
         Returns
         -------
         int
-            Since the last reset. All bytes, once a request was refused.
+            After a request that did not fit, this may be the size of the arena.
 
         Raises
         ------
@@ -298,9 +300,9 @@ class KernelSlab(_KernelMemory):
     nbytes : int
         Bytes of an item. Items begin at multiples of 16 bytes.
     count : int
-        How many items there are.
+        The number of items.
     source : source, optional
-        Where the memory comes from: `Device`, by default of device 0, `DriverPool` or `Managed`.
+        The source of the memory: `Device` (the default, of device 0), `DriverPool` or `Managed`.
 
     Raises
     ------
@@ -347,12 +349,13 @@ class KernelSlab(_KernelMemory):
         self._write(None)
 
     def in_use(self, stream: object = None) -> int:
-        """Return how many items are in use.
+        """Return the number of items in use.
 
         Parameters
         ----------
         stream : stream, optional
-            Kernels before it on this stream count. By default, the host waits as for `overflowed`.
+            The host waits for the work that this stream has received so far. By default, it waits
+            as for `overflowed`.
 
         Returns
         -------

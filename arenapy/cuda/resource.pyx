@@ -38,8 +38,7 @@ def memory_resource(allocator):
     Returns
     -------
     cuda.core.MemoryResource
-        ``Device.set_current``, ``Buffer`` and the rest of cuda.core accept it.
-        It keeps the allocator alive.
+        cuda.core accepts it like its own memory resources. It keeps the allocator alive.
 
     Raises
     ------

@@ -122,7 +122,9 @@ class _Memory:
         return nullcontext()
 
     def read(self, start: int, into: Buffer) -> None:
-        into.copy_from(self.bytes[start : start + into.nbytes])
+        # Not copy_from: that waits for the last copy of the stream, and `into` is free before it.
+        with memoryview(into) as view:
+            np.copyto(np.frombuffer(view, np.uint8), self.bytes[start : start + into.nbytes])
 
     def at(self, start: int, nbytes: int) -> Buffer:
         part: Buffer = self.bytes[start : start + nbytes]
@@ -306,6 +308,8 @@ class _Line:
             staging = Slab(self.chunk_bytes, self.depth, Pinned(mapped=False))
             self.items = [staging.alloc() for _ in range(self.depth)]
             self.copied = [None] * self.depth
+            if isinstance(self.source, _Memory):  # copy_from waits for streams that still write it
+                self.items[0][:1].copy_from(self.source.bytes[:1])
         elif isinstance(self.source, _Memory):
             let_wait(self.source.bytes, self.stream)  # nobody else can name that stream
 

@@ -200,7 +200,7 @@ cdef class Stream(OwnStream):
         Examples
         --------
         >>> copies, kernels = cuda.Stream(), cuda.Stream()
-        >>> kernels.wait(copies)         # what `kernels` is given now comes after the copies
+        >>> kernels.wait(copies)         # later work of `kernels` comes after the copies
         """
         if isinstance(other, Event):
             wait_on(self, other, -1)

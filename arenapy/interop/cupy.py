@@ -41,16 +41,15 @@ def allocator(*pools: Pool) -> Any:
 
     Notes
     -----
-    An array is allocated for CuPy's current stream, and given back in the order of that stream,
-    which reuses its bytes at once. As with CuPy's own pool, let another stream that works on an
-    array finish, or make the array's stream wait for it, before the array is dropped.
+    An array is allocated for CuPy's current stream, and this stream reuses its bytes at once after
+    the array is dropped. If another stream works on an array, synchronize this stream, or let the
+    array's stream wait for it, before you drop the array. (CuPy's own pool needs the same.)
 
     A request that does not fit raises ``cupy.cuda.memory.OutOfMemoryError`` with the Pool's
     figures, after a garbage collection and a second try. While the current stream is captured into
     a graph, an allocation raises CudaError: make arrays before the capture. If the current device
-    has no Pool, RuntimeError says so. Arrays of a stream that CuPy did not make
-    (``ExternalStream``) are right, too, but each costs an event. CuPy's memory hooks are not
-    called.
+    has no Pool, an allocation raises RuntimeError. Each array of a stream that CuPy did not make
+    (``ExternalStream``) costs an event. CuPy's memory hooks are not called.
 
     Thread-safety: any thread may allocate.
 
@@ -119,8 +118,8 @@ def pinned_allocator(pool: Pool) -> Callable[[int], Any]:
 
     Notes
     -----
-    CuPy keeps the memory of a copy of its own until the copy is done. Memory that a program asked
-    for is given back when its last array is dropped: synchronize before that.
+    CuPy keeps the memory of its own copies until they are done. Memory that your program requested
+    is freed when its last array is dropped. Synchronize before that.
 
     Examples
     --------

@@ -53,13 +53,13 @@ def manager(*pools: Pool) -> type:
     -----
     Device arrays (``device_array``, ``to_device``) are blocks of the Pool. Pinned, mapped and
     managed memory stay numba's own. Views of an array keep its block. The bytes of a dropped array
-    are used again when all blocking streams have done the work that they were given before the
+    are reused when all blocking streams have done the work that they had received before the
     drop. All streams that numba makes are blocking. If an external non-blocking stream uses an
     array, synchronize before you drop it.
 
     A request that does not fit raises numba's ``CudaAPIError`` of code 2 with the Pool's figures.
-    ``get_memory_info()`` counts idle bytes of the Pool as free. Blocks have no IPC handles:
-    ``get_ipc_handle`` raises NotImplementedError.
+    ``get_memory_info()`` counts idle bytes of the Pool as free. ``get_ipc_handle`` raises
+    NotImplementedError.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def use(*pools: Pool) -> None:
     Raises
     ------
     ImportError, TypeError, ValueError
-        As :func:`manager` does; nothing has changed then.
+        As :func:`manager` does. Nothing has changed then.
 
     Notes
     -----

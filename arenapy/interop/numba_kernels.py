@@ -62,8 +62,8 @@ def functions() -> tuple[Any, Any, Any]:
 
     Notes
     -----
-    Call it once, when the module is imported: numba compiles a kernel for the functions that it
-    names. Thread-safety: may be called from any thread.
+    Call it once, at the top of your module. numba compiles each kernel for the functions that the
+    kernel names. Thread-safety: may be called from any thread.
 
     Examples
     --------

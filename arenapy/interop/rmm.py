@@ -32,19 +32,19 @@ def resource(pool: Pool) -> Any:
     Raises
     ------
     ImportError
-        There is no RMM, or it is too old; the message says what to install.
+        If RMM is missing or too old. The message says what to install.
     TypeError, ValueError
         If `pool` is not a Pool over memory of a device.
 
     Notes
     -----
-    Blocks are allocated and given back in the order of the streams that RMM names. RMM names a
-    stream by a number alone, so a block of a stream that is not the Pool's own costs events. A
-    request that does not fit raises MemoryError with the Pool's figures. RMM calls Python
-    functions here, which take the GIL: for many small allocations, put an
-    ``rmm.mr.PoolMemoryResource`` in front.
+    Blocks are allocated and freed in the order of the streams that RMM names. RMM names a stream
+    only by its number, so a block of another stream than the Pool's own costs events. A request
+    that does not fit raises MemoryError with the Pool's figures. RMM calls Python functions here,
+    which take the GIL. For many small allocations, put an ``rmm.mr.PoolMemoryResource`` in front.
 
-    A DeviceBuffer keeps the resource. Keep it yourself for an address that its ``allocate`` gave.
+    A DeviceBuffer keeps the resource alive. If you call ``allocate`` of the resource, keep it
+    alive yourself.
 
     Examples
     --------

@@ -35,21 +35,21 @@ def use(*pools: Pool) -> None:
     Raises
     ------
     ImportError
-        There is no torch, or one without CUDA; the message says what to install.
+        If torch is missing, or has no CUDA. The message says what to install.
     TypeError, ValueError
         If an argument is not a Pool over memory of a device, or two Pools are of one device.
     RuntimeError
-        torch has allocated already, or other Pools are in use; nothing has changed then.
+        If torch has already allocated, or other Pools are in use. Nothing has changed then.
 
     Notes
     -----
-    A tensor that is dropped goes back in the order of its stream, and is reused on that stream at
-    once; ``tensor.record_stream`` is honoured. ``torch.cuda.empty_cache`` trims the Pools.
-    ``torch.cuda.memory_stats`` and what is built on it show their figures; only ``requested_bytes``
-    and those of the small and large pool of torch's own allocator are 0. A request that does not
-    fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Capture into a graph:
-    tensors that exist are used as ever, but allocation in a capture raises RuntimeError, so
-    ``torch.cuda.graph`` works if the captured code makes no tensors.
+    The memory of a dropped tensor is reused at once on its stream. ``tensor.record_stream`` keeps
+    it until the other stream is done. ``torch.cuda.empty_cache`` trims the Pools.
+    ``torch.cuda.memory_stats`` and the functions built on it show the figures of the Pools. Only
+    ``requested_bytes`` and the figures of torch's own small and large pool are 0. A request that
+    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. An allocation during a
+    capture raises RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no
+    tensors.
 
     Thread-safety: torch's threads allocate and free without the GIL. A Pool that records, or has
     ``trim_after=`` or ``debug=True``, takes the GIL each time.
@@ -90,8 +90,8 @@ def mem_pool(pool: Pool) -> Any:
     Returns
     -------
     torch.cuda.MemPool
-        For ``with torch.cuda.use_mem_pool(...)``. torch takes segments of 2 and 20 MiB and more
-        from the Pool, and gives them back when the MemPool is gone.
+        For ``with torch.cuda.use_mem_pool(...)``. torch takes segments of 2 MiB, 20 MiB or more
+        from the Pool, and returns them when the MemPool is gone.
 
     Raises
     ------

@@ -110,15 +110,15 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
     """Send a Buffer or an array to another process, which then sees the same memory.
 
     The memory must be of an allocator over :class:`Shared`. It is not reused until the receiver
-    drops it or ends, also if the sender drops it. The message outlives the sender. Whoever
-    receives it can map, read and write the whole region that the bytes are in, so the two sides
-    trust each other as threads do: let only your own programs connect.
+    drops it or ends, also if the sender drops it. The message outlives the sender. The receiver
+    can read and write the whole region that contains the bytes. So let only programs connect that
+    you trust.
 
     Parameters
     ----------
     connection : socket.socket or multiprocessing.connection.Connection
-        A connected Unix stream socket, blocking or with a timeout. Of multiprocessing's
-        connections that are those of ``Pipe()``, and of a ``Listener`` and ``Client`` with a path.
+        A connected Unix stream socket, blocking or with a timeout; or a connection of
+        multiprocessing, from ``Pipe()`` or from a ``Listener`` or ``Client`` with a path.
     thing : Buffer or numpy.ndarray
         An array may be any view: strided, reversed, read-only.
 
@@ -127,12 +127,11 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
     BufferError
         If the bytes are not in shared memory, or there are none. Nothing is sent.
     TypeError, ValueError
-        For anything else than a Buffer or an array, a connection that carries no descriptors, or
-        a closed Buffer. Nothing is sent.
+        If `thing` is not a Buffer or an array, or is a closed Buffer, or if the connection cannot
+        carry descriptors. Nothing is sent.
     OSError
-        If the other side is gone, no descriptor is free, or too many that nobody has received are
-        under way (``ETOOMANYREFS``). After a timeout in the middle of a message close the
-        connection.
+        If the other side is gone, no descriptor is free, or too many messages were not received
+        yet (``ETOOMANYREFS``). After a timeout in the middle of a message, close the connection.
 
     Examples
     --------
@@ -205,7 +204,7 @@ def _not_shared(thing: Buffer | np.ndarray[Any, Any]) -> BufferError:
 
 
 def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, Any]:
-    """Receive what :func:`send` sent at the other end of a connection.
+    """Receive a Buffer or an array that :func:`send` sent at the other end of a connection.
 
     Parameters
     ----------
@@ -215,15 +214,15 @@ def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, 
     Returns
     -------
     Buffer or numpy.ndarray
-        Of the same shape, strides and type, over the same memory, mapped and populated. It keeps
-        the memory until it is dropped. Its `allocator` is None.
+        It has the same shape, strides and type, over the same memory, whose pages are faulted in.
+        It keeps the memory until it is dropped. The `allocator` of a Buffer is None.
 
     Raises
     ------
     EOFError
         If the other side closed the connection, or ended in the middle of a message.
     ValueError
-        If something else arrives than a whole message of :func:`send`'s. Close the connection.
+        If the data is not a whole message of :func:`send`. Close the connection.
     OutOfMemory, OSError
         If no address space or descriptor is left, or the connection fails or times out.
 

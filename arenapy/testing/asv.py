@@ -284,7 +284,7 @@ class MemorySuite:
     repeat: ClassVar[int] = 20
 
     def work(self, *params: Any) -> object:
-        """Do what is tracked."""
+        """Do the work that is measured."""
         raise NotImplementedError(f"{type(self).__name__} defines no work()")
 
     def __init_subclass__(cls, **options: Any) -> None:

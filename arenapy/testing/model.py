@@ -147,31 +147,31 @@ class AllocatorModel(RuleBasedStateMachine):
     # Hooks ---------------------------------------------------------------------------------------
 
     def make(self, *_arguments: Any, **config: Any) -> Any:
-        """A new allocator, or whatever the other hooks want to be given."""
+        """Return a new allocator. The other hooks get it as `state`."""
         raise NotImplementedError("say how to make() an allocator")
 
     def allocate(self, state: Any, nbytes: int, align: int | None) -> Any:
-        """A block, or one of `refusals`; `align` None asks for no alignment."""
+        """Return a block, or raise one of `refusals`. `align` is None without an alignment."""
         raise NotImplementedError("say how to allocate()")
 
     def address(self, block: Any) -> int:
-        """Where a block starts."""
+        """Return the address of a block."""
         raise NotImplementedError("say where a block starts: address()")
 
     def write(self, block: Any, offset: int, data: bytes) -> None:
-        """Write into a block, behind the allocator's back. None: leave contents alone."""
+        """Write the contents of a block. With ``write = None``, contents are not checked."""
         ctypes.memmove(self.address(block) + offset, data, len(data))
 
     def read(self, block: Any, offset: int, nbytes: int) -> bytes:
-        """Read what is in a block."""
+        """Return contents of a block."""
         return ctypes.string_at(self.address(block) + offset, nbytes)
 
     def survives(self, known: Live) -> bool:
-        """Whether a reset must leave this block alone, since somebody sees it."""
+        """Whether a block stays valid after a reset, because it is in use."""
         return False
 
     def look(self) -> None:
-        """What must hold after every step; a subclass adds to it."""
+        """Check conditions after every step. A subclass may add to it."""
         self.contents_survive()
         if self.used is not None and self.live:
             used = self.call(self.used, self.state)
@@ -179,7 +179,7 @@ class AllocatorModel(RuleBasedStateMachine):
             self.expect("books", used >= held, f"{used} bytes are used, and {held} are live")
 
     def call(self, hook: Any, *arguments: Any) -> Any:
-        """Call a hook; where another thread shall, a subclass says so here."""
+        """Call a hook. A subclass may call it in another thread."""
         return hook(*arguments)
 
     def ask(self, state: Any, nbytes: int, align: int | None) -> Any:

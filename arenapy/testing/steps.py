@@ -125,12 +125,12 @@ class Program:
         return iter(self.steps)
 
     def lines(self) -> list[str]:
-        """As lines of a file of steps."""
+        """Return the steps as lines of text, for a file."""
         return [step.line() for step in self.steps]
 
     @classmethod
     def parse(cls, lines: Iterable[str]) -> Program:
-        """A program from its `lines`."""
+        """Return the program with these `lines`."""
         return cls(tuple(Step.parse(line) for line in lines))
 
     def run(self, machine: type[Any], *, echo: bool = False) -> int:

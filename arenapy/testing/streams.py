@@ -54,13 +54,13 @@ class Streams(Protocol):
         """Read a block, which must hold its byte."""
 
     def wait(self, stream: int, work: Any) -> None:
-        """What `stream` is given from now on comes after `work`."""
+        """Let later work of `stream` come after `work`."""
 
     def ordered(self, before: Any, after: Any) -> bool:
         """Whether one piece of work surely ends before another begins; True if it is not known."""
 
     def progress(self, which: int) -> None:
-        """Let a piece of work be done."""
+        """Do a piece of work."""
 
     def finish(self, stream: int) -> None:
         """Wait for a stream."""
@@ -69,10 +69,10 @@ class Streams(Protocol):
         """Wait for all."""
 
     def wrong(self) -> list[str]:
-        """What `check` has found by now."""
+        """Return the errors that `check` has found so far."""
 
     def close(self) -> None:
-        """Give the streams up."""
+        """Close the streams."""
 
 
 @dataclass(eq=False, slots=True)

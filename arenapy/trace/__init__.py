@@ -1,4 +1,4 @@
-"""Traces: what an allocator was asked, recorded, made up, read and shown."""
+"""Traces: files with the operations of an allocator, to record, read, generate and replay."""
 
 from arenapy.diagnostics.recorder import Recorder, Recording
 from arenapy.trace.format import EVENT, OPERATIONS, Frame, Site

@@ -4,8 +4,8 @@ What lives here: drawing a `trace_view.View` with Bokeh (the extra ``html``), wh
 drawing, and putting text around it. What does not: anything that is drawn.
 
 Why Bokeh: of the libraries whose JavaScript may be put into a page it was the only one that moved
-100,000 rectangles without a GPU in less than a second a step, and whose page stayed below 10 MB
-(docs/traces.md has the figures). It needs no eval, so that the page forbids itself all other code.
+100,000 rectangles without a GPU in less than a second a step, and whose page stayed below 10 MB.
+It needs no eval, so that the page forbids itself all other code.
 """
 
 from __future__ import annotations

@@ -92,6 +92,11 @@ def at_once(makers):
 
     Before that each makes its own, of one of `makers`.
     """
+    if len(makers) > len(CPUS):
+        raise RuntimeError(
+            f"this needs {len(makers)} processors, and the process may use {len(CPUS)}: run it on "
+            "a larger machine, or without taskset"
+        )
     barrier = threading.Barrier(len(makers))
     arrived, spans = [], []
 

@@ -1,14 +1,19 @@
 """asv's graphs can be read: every benchmark has units, names of parameters, peers, and batches."""
 
+import os
 import re
+import subprocess
+import sys
 import types
 from collections import Counter
+from pathlib import Path
 
 import asv_suite
 import pytest
 
 pytest.importorskip("Cython")  # which compiles what some of them import
 
+from asv_benches.host import bench_threads
 from asv_benches.support.rounds import Ways
 
 BENCHMARKS = list(asv_suite.discover())
@@ -112,6 +117,22 @@ def test_graphs_show_peers():
             assert ours and peers, f"{name} shows {ours} beside {peers}"
 
 
+def test_they_do_without_the_tools_of_tests():
+    """asv's environments have the packages of asv.conf.json, and no others."""
+    script = (
+        "import sys\n"
+        "sys.modules['pytest'] = sys.modules['hypothesis'] = None\n"
+        "import asv_suite\n"
+        "print(len(list(asv_suite.discover())))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), str(asv_suite.FOLDER.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == f"{len(BENCHMARKS)}\n", done.stderr
+
+
 def test_asv_finds_the_same():
     discovery = pytest.importorskip("asv_runner.discovery")
     found = {one.name: one for one in discovery.disc_benchmarks(str(asv_suite.FOLDER))}
@@ -122,6 +143,14 @@ def test_asv_finds_the_same():
         assert len(asvs.params) == len(one.params), one.name
         if one.kind == "track":
             assert asvs.unit == one.attribute("unit"), one.name
+
+
+def test_two_threads_need_two_processors(monkeypatch):
+    """Else the first one waits for the second one for ever."""
+    monkeypatch.setattr(bench_threads, "CPUS", bench_threads.CPUS[:1])
+    assert len(bench_threads.at_once([lambda: int])) == 1
+    with pytest.raises(RuntimeError, match="needs 2 processors, and the process may use 1"):
+        bench_threads.at_once([lambda: int] * 2)
 
 
 # ---- the rules themselves

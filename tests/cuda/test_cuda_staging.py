@@ -238,6 +238,7 @@ def test_a_consumer_waits_for_the_copy_of_its_chunk_alone(gpu):
     chunk = next(chunks)
     gpu.launch(stream.handle, None, [(chunk.address, chunk.nbytes)])
     stream.synchronize()
+    copies_queued(gpu, 4)  # the reading of it waited for no later copy than the one out of its item
     assert not third.done
     chunks.close()
     del chunk

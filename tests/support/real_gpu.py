@@ -13,7 +13,6 @@ import sys
 import threading
 
 import numpy as np
-import pytest
 
 from arenapy import cuda
 
@@ -103,6 +102,8 @@ def need_gpu(count=1):
     if reason is None and len(cuda.devices()) < count:
         reason = f"needs {count} GPUs"
     if reason is not None:
+        import pytest  # which benchmarks, that use the rest, may not have
+
         pytest.skip(reason)
 
 

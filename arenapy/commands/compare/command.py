@@ -232,8 +232,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="arenapy compare",
         usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
-        description="Run a program by turns as it is and under arenapy run, and say whether that "
-        "is worth it, why, and what to do next. Its standard input is empty.",
+        description="Run a program several times, with and without arenapy run. Say whether it is\n"
+        "faster with arenapy, why, and what to do next. Its standard input is empty.",
         epilog="\n".join(["ways:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -243,14 +243,14 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "-n", dest="rounds", type=whole(1, MAX_ROUNDS), metavar="ROUNDS",
-        help="run each way so often, however sure the verdict is",
+        help="run each way exactly this many times",
     )  # fmt: skip
     parser.add_argument(
         "--with", dest="others", type=_ways, metavar="NAME,...",
-        help="other mallocs to compare with, too",
+        help="also compare with these ways",
     )  # fmt: skip
-    parser.add_argument("--show-output", action="store_true", help="do not discard its output")
-    parser.add_argument("--json", metavar="FILE", help="write all runs there, too; sizes are bytes")
+    parser.add_argument("--show-output", action="store_true", help="show the output of the program")
+    parser.add_argument("--json", metavar="FILE", help="also write all runs to this file, in bytes")
     run.add_pool_options(parser)
     run.add_program(parser)
     return parser

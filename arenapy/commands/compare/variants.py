@@ -64,11 +64,11 @@ class Way:
 
 #: By the name that ``--with`` takes; the first two are compared anyway.
 WAYS = {
-    PLAIN: Way("Python as it is, with the environment as it is"),
+    PLAIN: Way("without arenapy, in the present environment"),
     OURS: Way("under arenapy run"),
     OURS_ALONE: Way("under arenapy run --libc none"),
     "jemalloc": Way(
-        "preloaded, huge pages, nothing goes back to the system",
+        "preloaded, with huge pages, returns nothing to the system",
         ("jemalloc",),
         {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"},
         "libjemalloc2",
@@ -76,7 +76,7 @@ WAYS = {
     "mimalloc": Way("preloaded", ("mimalloc",), package="libmimalloc2.0"),
     "tcmalloc": Way("preloaded", ("tcmalloc", "tcmalloc_minimal"), package="libtcmalloc-minimal4"),
     "glibc-tuned": Way(
-        "the C library's own, huge pages, nothing goes back to the system",
+        "malloc of the C library, with huge pages, returns nothing to the system",
         settings={
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:"
             f"glibc.malloc.mmap_threshold={NEVER}:glibc.malloc.trim_threshold={NEVER}:"

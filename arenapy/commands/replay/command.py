@@ -195,7 +195,7 @@ def _parser() -> Parser:
     lines = [f"  {name:<{width}}  {peer.about}" for name, peer in PEERS.items()]
     parser = Parser(
         prog="arenapy replay",
-        description="Replay a trace with other allocators, and measure their time and memory. "
+        description="Replay a trace with other allocators, and measure their time and memory.\n"
         "Record a trace with arenapy.trace.record, or use a random one.",
         epilog="\n".join(["allocators:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -62,17 +62,17 @@ PEERS = {
     "bump": Peer("arenapy.Bump, reset when nothing is live"),
     "pool": Peer("arenapy.Pool"),
     "pool-class": Peer("arenapy.Pool(rounding='class')"),
-    "malloc": Peer("the C library's", "libc.so.6", MALLOC),
-    "jemalloc": Peer("as it comes", *JEMALLOC, package="libjemalloc2"),
+    "malloc": Peer("malloc of the C library", "libc.so.6", MALLOC),
+    "jemalloc": Peer("with its default settings", *JEMALLOC, package="libjemalloc2"),
     "jemalloc-eager": Peer(
-        "pages go back at once",
+        "returns pages at once",
         *JEMALLOC,
         {"MALLOC_CONF": "dirty_decay_ms:0,muzzy_decay_ms:0"},
         "libjemalloc2",
     ),
-    "mimalloc": Peer("as it comes", *MIMALLOC, package="libmimalloc2.0"),
+    "mimalloc": Peer("with its default settings", *MIMALLOC, package="libmimalloc2.0"),
     "mimalloc-eager": Peer(
-        "pages go back at once",
+        "returns pages at once",
         *MIMALLOC,
         dict.fromkeys(
             ["MIMALLOC_PURGE_DELAY", "MIMALLOC_DECOMMIT_DELAY", "MIMALLOC_SEGMENT_DECOMMIT_DELAY"],
@@ -81,12 +81,12 @@ PEERS = {
         "libmimalloc2.0",
     ),
     "tcmalloc": Peer(
-        "as it comes",
+        "with its default settings",
         "libtcmalloc_minimal.so.4",
         ("tc_malloc", "tc_free"),
         package="libtcmalloc-minimal4",
     ),
-    "loop": Peer("no allocator: what the replay itself costs"),
+    "loop": Peer("no allocator: the time of the replay itself"),
 }
 
 

@@ -51,15 +51,15 @@ def add_pool_options(parser: "argparse.ArgumentParser") -> None:
     from arenapy.commands.command_line import size
 
     parser.add_argument(
-        "--max-bytes", type=size, metavar="SIZE", help="the most that the pool holds: 4G"
+        "--max-bytes", type=size, metavar="SIZE", help="limit of the pool, for example 4G"
     )
     parser.add_argument(
         "--initial-bytes", type=size, metavar="SIZE",
-        help="fault in so much at once, when NumPy is imported",
+        help="memory to fault in when NumPy is imported",
     )  # fmt: skip
     parser.add_argument(
         "--huge-pages", choices=HUGE_PAGES,
-        help="2M and 1G: pages that were reserved in hugetlbfs (default: auto, transparent ones)",
+        help="2M, 1G: use pages reserved in hugetlbfs (default: auto, transparent huge pages)",
     )  # fmt: skip
     parser.add_argument("--lock", action="store_true", help="never swap the pool out")
     parser.add_argument(
@@ -68,8 +68,8 @@ def add_pool_options(parser: "argparse.ArgumentParser") -> None:
     )  # fmt: skip
     parser.add_argument(
         "--libc", choices=LIBC,
-        help="what else is taken from glibc's malloc stays in huge pages of the process when it is "
-        "freed; or none of that (default: keep)",
+        help="keep: glibc keeps the memory that C code frees, in huge pages; none: glibc works as "
+        "usual (default: keep)",
     )  # fmt: skip
 
 
@@ -77,10 +77,10 @@ def add_program(parser: "argparse.ArgumentParser") -> None:
     """Add the program; all that follows it is its own."""
     import argparse
 
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module")
     parser.add_argument(
         "words", metavar="SCRIPT", nargs=argparse.REMAINDER,
-        help="a Python program, or with -m a module; then its arguments",
+        help="a Python program (with -m, a module), followed by its arguments",
     )  # fmt: skip
 
 
@@ -222,20 +222,20 @@ def _parser() -> "argparse.ArgumentParser":
     parser = Parser(
         prog="arenapy run",
         usage="%(prog)s [options] SCRIPT|-m MODULE [arguments]",
-        description="Run a program as Python would, the data of its NumPy arrays in a pool of "
-        "memory that was faulted in beforehand, and report at its end on standard error.",
+        description="Run a Python program with the data of its NumPy arrays in a pool, whose "
+        "memory is faulted in beforehand. At the end, print a report on standard error.",
     )
     add_pool_options(parser)
     parser.add_argument(
-        "--json", metavar="FILE", help="write the figures there, too; sizes are bytes"
+        "--json", metavar="FILE", help="also write the figures to this file; sizes are in bytes"
     )
     parser.add_argument(
-        "--trace", metavar="FILE", help="record what the pool does, for arenapy trace and replay"
+        "--trace", metavar="FILE", help="record the pool's operations, for arenapy trace and replay"
     )
     parser.add_argument(
-        "--sites", action="store_true", help="with --trace: note which code asks for memory, too"
+        "--sites", action="store_true", help="with --trace: also record which code requests memory"
     )
-    parser.add_argument("--quiet", action="store_true", help="no report on standard error")
+    parser.add_argument("--quiet", action="store_true", help="print no report")
     add_program(parser)
     return parser
 
