@@ -1,6 +1,8 @@
 """Device memory that grows in place: `cuda.Device(grow=True)`, on the simulated driver."""
 
 import gc
+import sys
+from pathlib import Path
 
 import pytest
 from cuda_support import (
@@ -15,6 +17,11 @@ from cuda_support import (
 )
 
 from arenapy import Bump, OutOfMemory, Pool, cuda
+from arenapy.commands.replay.program import program
+
+sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
+
+from asv_benches.gpu.traces import growing_sequences
 
 GRANULE = 2 * MIB
 VIRTUAL_MEMORY, RDMA = 102, 110
@@ -280,28 +287,24 @@ def test_a_device_that_cannot_do_so_is_named(gpu):
         cuda.Device(grow=1)
 
 
-def most_over_live(pool, sizes):
-    """Peak reserved over peak live, of batches of these sizes with a small block beside each."""
-    kept, live, most, peak = [], 0, 0, 0
-    for batch in sizes:
-        blocks = []
-        for nbytes in batch:
-            blocks.append(pool.alloc(nbytes))
-            kept.append(pool.alloc(256 << 10))
-            live += nbytes + (256 << 10)
-            peak, most = max(peak, live), max(most, pool.stats().reserved_bytes)
-        live -= sum(batch)
+def most_over_live(gpu, source):
+    """Of a trace: the most that a pool has of the device, over the most that is live."""
+    steps = program(growing_sequences())
+    pool, blocks, most = Pool(source=source), [None] * steps.count, 0
+    for slot, nbytes in zip(steps.slots.tolist(), steps.sizes.tolist(), strict=True):
+        blocks[max(slot, ~slot)] = pool.alloc(nbytes) if slot >= 0 else None
+        most = max(most, gpu.memory.used[0])
     pool.check()
-    return most / peak
+    return most / int(steps.live().max())
 
 
-def test_growing_batches_take_little_more_than_they_need(gpu):
-    """At this size, parts of pages count: at most two for each block that stays."""
-    sizes = [[(4 << 20) + k * (800 << 10)] * 3 for k in range(8)]
-    assert most_over_live(Pool(source=cuda.Device(grow=True)), sizes) < 1.15
+def test_growing_sequences_take_no_more_than_they_need(gpu):
+    gpu.memory.sizes = gpu.MEMORY = (16 << 30, 1 << 30)
+    gpu.memory.fresh = None
+    in_place = most_over_live(gpu, cuda.Device(grow=True))
     gc.collect()
-    with pytest.raises(OutOfMemory, match="cuMemAlloc"):  # more than half of it is idle then
-        most_over_live(Pool(source=cuda.Device()), sizes)
+    regions = most_over_live(gpu, cuda.Device())
+    assert in_place <= 1.03 < 1.15 < regions
 
 
 def test_a_bump_grows_and_shrinks_in_place(gpu):

@@ -129,6 +129,7 @@ class Memory:
         self.ranges, self.starts = [], []  # all there ever were, by address
         self.registered = {}
         self.reserved = {}  # by address
+        self.fresh = ctypes.memset  # what is done to new memory; None: it takes no pages of ours
         self.base = self.next = 0
         self.unmap = lambda: None
         weakref.finalize(self, unmap_all, self.reserved)
@@ -156,7 +157,8 @@ class Memory:
             self.next = -(-base // GRANULE) * GRANULE
         start = self.next + (512 if nbytes % GRANULE else 0)
         assert not libc.mprotect(self.next, start + nbytes - self.next, PROT_READ_WRITE)
-        ctypes.memset(start, PATTERN, nbytes)
+        if self.fresh:
+            self.fresh(start, PATTERN, nbytes)
         self.next = (start + nbytes + PAGE) // GRANULE * GRANULE + GRANULE
         one = Range(start, nbytes, device, kind, pool)
         self.ranges.append(one)
@@ -218,7 +220,8 @@ class Memory:
 
     def map(self, address, one):
         libc.mprotect(address, one.nbytes, PROT_READ_WRITE)
-        ctypes.memset(address, PATTERN, one.nbytes)
+        if self.fresh:
+            self.fresh(address, PATTERN, one.nbytes)
         libc.mprotect(address, one.nbytes, PROT_NONE)
         self.space(address, one.nbytes).mappings[address] = one, frozenset()
         one.mapped = True
