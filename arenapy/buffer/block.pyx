@@ -495,9 +495,8 @@ cdef void free_hold(Hold* hold) noexcept:
 cdef int check_host(Block block) except -1:
     check_open(block)
     if not block.owner.host_accessible:
-        raise BufferError(
-            f"{name_of(block)} cannot be read by the host; copy it with copy_to(host_buffer)"
-        )
+        how = "with copy_to(host_buffer)" if block.owner.hooks is not None else "as its source says"
+        raise BufferError(f"{name_of(block)} cannot be read by the host; copy it {how}")
     return 0
 
 

@@ -5,6 +5,8 @@ cdef enum:
     KIND_CPU = 1
     KIND_CUDA = 2
     KIND_CUDA_HOST = 3
+    KIND_ROCM = 10
+    KIND_ROCM_HOST = 11
     KIND_CUDA_MANAGED = 13
     FLAG_READ_ONLY = 1
     FLAG_IS_COPIED = 2

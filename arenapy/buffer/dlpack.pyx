@@ -28,10 +28,11 @@ cdef extern from "Python.h":
 
 cdef tuple HOST = (KIND_CPU, 0)
 cdef tuple PINNED = (KIND_CUDA_HOST, 0)
+cdef tuple HIP_PINNED = (KIND_ROCM_HOST, 0)
 # NumPy's kind letter to DLPack's type code.
 cdef dict CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 # Pinned memory says that it is the host's: few libraries know KIND_CUDA_HOST. It may be asked for.
-cdef dict DEVICES = {"device": KIND_CUDA, "managed": KIND_CUDA_MANAGED}
+cdef dict DEVICES = {"device": KIND_CUDA, "managed": KIND_CUDA_MANAGED, "hip": KIND_ROCM}
 
 
 cdef void _end(void* context) noexcept with gil:
@@ -94,7 +95,7 @@ cdef void _fill(
     cdef View v
     cdef int i
     # As it is specified; but NumPy takes NULL for a wish, and allocates.
-    tensor.data = buffer.ptr if buffer.size or where[0] != KIND_CUDA else NULL
+    tensor.data = buffer.ptr if buffer.size or where[0] not in (KIND_CUDA, KIND_ROCM) else NULL
     tensor.device.device_type, tensor.device.device_id = where
     tensor.dtype = dtype
     tensor.byte_offset = 0
@@ -140,7 +141,7 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     if copy is not None and not isinstance(copy, (bool, np.bool_)):
         raise ValueError(f"copy={copy!r} is not True, False or None")
     if hooks is None and stream is not None:
-        raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")
+        check_ignored(buffer, where, stream)
     fits = _fits(buffer, here, where)
     if not fits and (hooks is None or where != HOST):
         raise BufferError(
@@ -158,6 +159,11 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     if copy or not fits:
         if hooks is not None and (where != HOST or dl_device is None):
             return _copied_there(buffer, where, consumer, dtype, versioned)
+        if where != HOST:
+            raise BufferError(
+                f"copy=True: {name_of(buffer)} cannot be copied for dl_device={where}; copy it to "
+                "a Buffer, and pass that"
+            )
         return _copied(buffer, consumer, versioned, max_version)
     if is_readonly(buffer) and not versioned:
         raise BufferError(
@@ -169,13 +175,25 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     return _shared(buffer, where, both, consumer, dtype, versioned)
 
 
+cdef int check_ignored(Buffer buffer, tuple where, object stream) except -1:
+    """A stream for memory without hooks. It must be None, but consumers of HIP's memory name one.
+
+    Whoever exports that memory has synchronized its streams (interop/hip).
+    """
+    if where[0] not in (KIND_ROCM, KIND_ROCM_HOST):
+        raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")
+    if not isinstance(stream, int) or stream < -1:
+        raise ValueError(f"stream={stream!r} names no HIP stream; pass its handle, or None")
+    return 0
+
+
 cdef bint _fits(Buffer buffer, tuple here, tuple where) except -1:
     """Can it be used there as it is?"""
     cdef MemoryOwner owner = buffer.owner
     if where == here:
         return True
     if owner.hooks is None:
-        return False
+        return owner.kind == "hip pinned" and where == HIP_PINNED
     if where == HOST:
         return owner.host_accessible
     if where == PINNED:

@@ -365,7 +365,10 @@ def cuda_interface(Buffer buffer not None):
     cdef StreamHooks hooks = buffer.owner.hooks
     fields = interface(buffer)
     acquire(buffer, False)
-    stream = 1 if hooks is None else hooks.offer(buffer)
+    if hooks is not None:
+        stream = hooks.offer(buffer)
+    else:                                    # 1 names no stream of HIP
+        stream = None if buffer.owner.kind in ("hip", "hip pinned") else 1
     if buffer.size == 0:
         fields["data"] = (0, fields["data"][1])      # as it is specified
     return fields | {"stream": stream}

@@ -355,6 +355,11 @@ cdef class Bump(Allocator):
             raise BufferError(
                 f"{buffer!r} has to move to grow, and has live exports; drop them first"
             )
+        if c.hooks is None and not c.host_accessible:
+            raise BufferError(
+                f"{buffer!r} has to move to grow, and the host cannot copy it; allocate a larger "
+                "block, and copy it as its source says"
+            )
         size = buffer.size
         new = self.block(n, max(buffer.align, c.block_align), False)
         # Making it may have run code, which may have grown the old one, exported it or reset all.

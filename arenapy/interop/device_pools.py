@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from arenapy.cuda.ordering import memory_of
 from arenapy.interop import raw_blocks
 from arenapy.pool.pool import Pool
 
@@ -27,6 +28,11 @@ def by_device(pools: tuple[Any, ...]) -> dict[int, Pool]:
         if pool.kind != "device":
             raise ValueError(
                 f"{pool!r} is over {pool.kind} memory, and memory of a device is needed; give "
+                "arenapy.Pool(source=arenapy.cuda.Device())"
+            )
+        if not memory_of(pool)[1]:
+            raise ValueError(
+                f"{pool!r} is over a source of your own, whose blocks streams do not order; give "
                 "arenapy.Pool(source=arenapy.cuda.Device())"
             )
         device = raw_blocks.device_of(pool)

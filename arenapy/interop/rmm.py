@@ -1,7 +1,7 @@
 """RMM, and cuDF through it, with arenapy's memory.
 
-What lives here: RMM's side, which is its CallbackMemoryResource. What does not: memory, and when it
-may be used again (the pool).
+Contents: RMM's side, a CallbackMemoryResource. The memory, and the decision when it is used again,
+are the Pool's.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from arenapy.pool.pool import Pool
 __all__ = ["resource"]
 
 OLDEST = (24, 12)
-LEGACY = 1  # the legacy default stream, for which RMM says 0, too
+LEGACY = 1  # the legacy default stream, for which RMM also uses 0
 
 
 def resource(pool: Pool) -> Any:
@@ -22,7 +22,7 @@ def resource(pool: Pool) -> Any:
     Parameters
     ----------
     pool : Pool
-        Over ``cuda.Device(n)`` or ``cuda.DriverPool``. The resource keeps it.
+        Over ``cuda.Device(n)`` or ``cuda.DriverPool``. The resource keeps it alive.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def resource(pool: Pool) -> Any:
     """
     by_device((pool,))
     made = library("rmm", OLDEST).mr.CallbackMemoryResource
-    blocks: dict[int, Buffer] = {}  # by address, all that are out
+    blocks: dict[int, Buffer] = {}  # the live blocks, by address
 
     def allocate(nbytes: int, stream: Any) -> int:
         block = pool.alloc(nbytes, stream=stream.__cuda_stream__()[1] or LEGACY)

@@ -1,10 +1,9 @@
-"""torch with arenapy's memory: one line gives a program's tensors to a Pool.
+"""torch with arenapy's memory: after one call, all CUDA tensors of a program come from a Pool.
 
-What lives here: torch's side, which is its CUDAPluggableAllocator. What does not: the functions
-that it calls (raw_blocks).
+Contents: torch's side, a CUDAPluggableAllocator. The C functions that it calls are in raw_blocks.
 
-torch keeps its own figures only for its own allocator, so its `memory_stats`, on which the others
-are built, shows the Pool's.
+torch counts memory only for its own allocator. So this module replaces `memory_stats`, on which
+torch's other functions build, by one that shows the Pool's figures.
 """
 
 from pathlib import Path
@@ -16,14 +15,14 @@ from arenapy.pool.pool import Pool
 
 __all__ = ["mem_pool", "use"]
 
-LEGACY = 1  # the legacy default stream, torch's default, whose handle is 0
+LEGACY = 1  # the legacy default stream: torch's default, for which torch uses the handle 0
 OLDEST = (2, 6)
 
 _allocator: Any = None  # torch's object for our functions
 
 
 def use(*pools: Pool) -> None:
-    """Let torch allocate all its CUDA tensors from Pools, until the program ends.
+    """Let torch allocate all CUDA tensors from Pools, until the program ends.
 
     Call it before the first CUDA tensor is made.
 
@@ -51,8 +50,8 @@ def use(*pools: Pool) -> None:
     capture raises RuntimeError, so ``torch.cuda.graph`` works if the captured code makes no
     tensors.
 
-    Thread-safety: torch's threads allocate and free without the GIL. A Pool that records, or has
-    ``trim_after=`` or ``debug=True``, takes the GIL each time.
+    Thread-safety: torch's threads allocate and free without the GIL. A Pool with a recorder,
+    ``trim_after=`` or ``debug=True`` takes the GIL for each tensor.
 
     Examples
     --------
@@ -71,8 +70,8 @@ def use(*pools: Pool) -> None:
     except RuntimeError as error:
         raw_blocks.withdraw(pools_of)
         raise RuntimeError(
-            "torch has allocated CUDA memory already, and then cannot change its allocator: call "
-            "use() before the first CUDA tensor is made"
+            "torch has already allocated CUDA memory, and cannot change its allocator any more: "
+            "call use() before the first CUDA tensor is made"
         ) from error
     torch._C._cuda_memoryStats = _memory_stats
     torch._C._cuda_resetPeakMemoryStats = _reset_peak
@@ -80,12 +79,12 @@ def use(*pools: Pool) -> None:
 
 
 def mem_pool(pool: Pool) -> Any:
-    """Let torch allocate from a Pool within a scope, with its own allocator in front.
+    """Let torch's own allocator take its memory from a Pool, within a scope.
 
     Parameters
     ----------
     pool : Pool
-        Over memory of a device. The program keeps it.
+        Over memory of a device. It lives until the program ends.
 
     Returns
     -------
@@ -96,7 +95,7 @@ def mem_pool(pool: Pool) -> Any:
     Raises
     ------
     ImportError, TypeError, ValueError, RuntimeError
-        As :func:`use` does.
+        As :func:`use`.
 
     Examples
     --------
@@ -107,7 +106,10 @@ def mem_pool(pool: Pool) -> Any:
     pools_of = by_device((pool,))
     torch = _torch()
     if _in_use():
-        raise RuntimeError("use() has given all of torch's memory to Pools; it needs no MemPool")
+        raise RuntimeError(
+            "torch already allocates all its memory from Pools, because use() was called; leave "
+            "mem_pool() out"
+        )
     if raw_blocks.pools_in_use() != pools_of:
         _serve(torch, pools_of)
     return torch.cuda.MemPool(_allocator.allocator())
@@ -127,7 +129,9 @@ def _torch() -> Any:
             "that arenapy.interop.torch supports: pip install --upgrade torch"
         )
     if not torch.backends.cuda.is_built():
-        raise ImportError(f"torch {torch.__version__} was built without CUDA; install one with it")
+        raise ImportError(
+            f"torch {torch.__version__} was built without CUDA; install a torch that has CUDA"
+        )
     return torch
 
 
@@ -142,14 +146,14 @@ def _serve(torch: Any, pools_of: dict[int, Pool]) -> None:
     global _allocator
     if others := raw_blocks.pools_in_use():
         raise RuntimeError(
-            f"torch allocates from {list(others.values())} already; a program has one Pool for "
-            "each device: give all of them to the first call"
+            f"torch already allocates from {list(others.values())}, and a program has one Pool for "
+            "each device; pass all of them to the first call"
         )
     if _allocator is None:
         _allocator = _plug(torch)
 
     def named(device: int, handle: int) -> Any:
-        # An object keeps its stream for sure, which a number does not.
+        # An object keeps its stream alive. A number does not.
         if handle in (0, LEGACY):
             return LEGACY
         current = torch.cuda.current_stream(device)
@@ -159,7 +163,7 @@ def _serve(torch: Any, pools_of: dict[int, Pool]) -> None:
 
 
 def _plug(torch: Any) -> Any:
-    """torch's object for the functions of raw_blocks."""
+    """torch's allocator object, which calls the functions of raw_blocks."""
     library = raw_blocks.__file__
     lib = Path(torch.__file__).parent / "lib"
     plugged = torch.cuda.memory.CUDAPluggableAllocator(
@@ -167,8 +171,8 @@ def _plug(torch: Any) -> Any:
     )
     if not raw_blocks.raise_as_torch(str(lib / "libc10.so"), str(lib / "libc10_cuda.so")):
         raise ImportError(
-            f"torch {torch.__version__} does not have the function by which errors are raised; "
-            "tell the developers of arenapy"
+            f"torch {torch.__version__} does not have the function that raises its errors; use an "
+            "older torch, and report this to the developers of arenapy"
         )
     inner = plugged.allocator()
     for setter, function in {
@@ -224,4 +228,4 @@ def _reset_peak(device: int) -> None:
 
 
 def _keep_totals(device: int) -> None:
-    """A Pool counts from its beginning."""
+    """Do nothing: a Pool counts from its beginning."""

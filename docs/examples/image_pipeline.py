@@ -4,7 +4,7 @@
     python image_pipeline.py             # makes a few images first
 
 For each image, the steps allocate about ten arrays of its size. The pool keeps this memory for the
-next image. Without the pool, most of it would come from the system again, with page faults.
+next image. Without the pool, most of the memory would come from the system again, with page faults.
 """
 
 import sys

@@ -1,11 +1,10 @@
-"""Output of variable length: each thread of a kernel writes a row of its own length.
-
-Without memory that a kernel allocates from, the program needs two kernels (count, then write) or
-room for the longest row in every row. Needs a GPU and CuPy.
+"""Write rows of different lengths on a GPU. Each thread of the kernel allocates its own row.
 
     python kernel_rows.py [N]
 
-The rows are Collatz sequences of 1 to N.
+The rows are the Collatz sequences of 1 to N. The program needs a GPU and CuPy. If the kernel could
+not allocate, the program would need two kernels (one counts, one writes), or as much memory for
+every row as for the longest one.
 """
 
 import sys
@@ -25,7 +24,7 @@ extern "C" __global__ void rows(arenapy::arena* arena, u64 n, u64* address, unsi
     u64* row = (u64*)arenapy::arena_alloc(arena, 8 * steps);
     address[i] = (u64)row;
     length[i] = steps;
-    if (!row) return;                       // the host sees it in arena.overflowed
+    if (!row) return;                       // no memory left: arena.overflowed counts it
     u64 x = i + 1;
     for (unsigned k = 0; k < steps; k++, x = x % 2 ? 3 * x + 1 : x / 2) row[k] = x;
 }
@@ -33,7 +32,7 @@ extern "C" __global__ void rows(arenapy::arena* arena, u64 n, u64* address, unsi
 
 
 def main(n):
-    """Make all rows in one launch, and look at the longest one."""
+    """Write all rows in one launch, and look at the longest one."""
     arena = cuda.KernelArena(256 << 20)
     kernel = cupy.RawKernel(CODE, "rows", options=("-I" + cuda.include_dir(),))
     address = cupy.zeros(n, "u8")
@@ -47,7 +46,7 @@ def main(n):
     row = cupy.asarray(arena.buffer(int(address[longest]), nbytes)).view("u8")
     print(f"{n} rows, {arena.used() / 2**20:.1f} MiB")
     print(f"longest: {longest + 1}, {len(row)} numbers, the largest is {int(row.max())}")
-    del row  # a reset is refused while something shows the memory
+    del row  # or arena.reset() would be refused
     arena.reset()
 
 

@@ -1,9 +1,9 @@
-"""A hash table on the GPU that grows: its nodes are items that kernels take and give back.
-
-Threads insert keys, then other threads remove those that are rare. The memory of removed nodes
-serves the next insertions. Needs a GPU and CuPy.
+"""Count keys in a hash table on a GPU. Kernels allocate the nodes of the table, and free them.
 
     python kernel_table.py [N]        # counts N random numbers
+
+One kernel inserts keys, and another kernel removes the rare keys. The next insertions use the
+memory of the removed nodes. The program needs a GPU and CuPy.
 """
 
 import sys
@@ -30,13 +30,13 @@ void insert(arenapy::slab* slab, node** heads, u64 buckets, u64* keys, u64 n) {
             found = *(node* volatile*)&found->next;
         if (found) {
             atomicAdd(&found->count, 1);
-            arenapy::slab_free(slab, mine);     // another thread was faster; NULL is ignored
+            arenapy::slab_free(slab, mine);     // another thread was faster. NULL does nothing
             return;
         }
         if (!mine) mine = (node*)arenapy::slab_alloc(slab);
-        if (!mine) return;                      // the host sees it in slab.overflowed
+        if (!mine) return;                      // no item left: slab.overflowed counts it
         *mine = node{(node*)first, keys[i], 1};
-        __threadfence();                        // the node first, then the link to it
+        __threadfence();                        // write the node before the link to it
         u64 before = atomicCAS(head, first, (u64)mine);
         if (before == first) return;
         first = before;

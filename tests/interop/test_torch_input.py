@@ -32,6 +32,16 @@ def stand_in(monkeypatch, version="2.11.0", built=True):
     return torch
 
 
+class DeviceOfAUser:
+    """A source whose memory says that it is a device's."""
+
+    def region(self, nbytes):
+        region = arenapy.Host().region(nbytes)
+        return arenapy.Region.from_address(
+            region.address, nbytes, kind="device", device_id=0, owner=region
+        )
+
+
 @pytest.mark.parametrize("call", [arenapy_torch.use, arenapy_torch.mem_pool])
 @pytest.mark.parametrize(
     ("given", "error", "text"),
@@ -40,6 +50,7 @@ def stand_in(monkeypatch, version="2.11.0", built=True):
         (lambda: arenapy.Slab(64, 4), TypeError, "is not a Pool"),
         (lambda: arenapy.Pool(MIB), ValueError, "is over host memory"),
         (lambda: arenapy.Pool(4 * MIB, cuda.Managed()), ValueError, "is over managed memory"),
+        (lambda: arenapy.Pool(MIB, DeviceOfAUser(), MIB), ValueError, "streams do not order"),
     ],
 )
 def test_what_is_no_pool_of_a_device(driver, call, given, error, text):
@@ -84,7 +95,7 @@ def test_a_torch_that_does_not_do(driver, monkeypatch):
     with pytest.raises(ImportError, match="was built without CUDA"):
         arenapy_torch.use(pool)
     stand_in(monkeypatch)  # without the libraries in which its exceptions are
-    with pytest.raises(ImportError, match="does not have the function by which errors are raised"):
+    with pytest.raises(ImportError, match="does not have the function that raises its errors"):
         arenapy_torch.use(pool)
     assert raw_blocks.pools_in_use() == {}
 

@@ -1,8 +1,8 @@
 """Every public callable says what it takes and shows how it is used, and what it shows runs.
 
 A callable of the public modules is a function, a class, or a method of such a class that has no
-underscore. Examples run here, those of arenapy.cuda on the simulated driver; Sphinx runs those that
-stand in the pages.
+underscore. Examples run here, those of arenapy.cuda and arenapy.interop.hip on a simulated driver;
+Sphinx runs those that stand in the pages.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import re
 import numpy as np
 import pytest
 from cuda_support import a_gpu
+from simulated_hip import simulated_hip
 
 import arenapy
 from arenapy import cuda
@@ -25,7 +26,7 @@ MODULES = ("arenapy", "arenapy.stats", "arenapy.debug", "arenapy.plot", "arenapy
 #: Those whose functions and classes are public, but not all methods.
 NAMES_ONLY = ("arenapy.testing",
               *[f"arenapy.interop.{one}" for one in (
-                  "cupy", "dask", "numba", "numba_kernels", "rmm", "torch")])  # fmt: skip
+                  "cupy", "dask", "hip", "numba", "numba_kernels", "rmm", "torch")])  # fmt: skip
 
 
 def methods(kind):
@@ -102,7 +103,9 @@ def test_it_says_what_it_takes_and_shows_it(name):
     value = CALLABLES[name]
     assert "Examples" in sections(value)
     skips = "+SKIP" in inspect.getdoc(value)
-    needs = name == "arenapy.cuda.memory_resource" or name.startswith("arenapy.interop.")
+    needs = name == "arenapy.cuda.memory_resource" or (
+        name.startswith("arenapy.interop.") and not name.startswith("arenapy.interop.hip.")
+    )
     assert skips == needs, "another library"
     if isinstance(value, type) and not is_made_by_users(value):
         return
@@ -122,7 +125,10 @@ def test_its_example_runs(name, tmp_path, monkeypatch):
     )
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     said = []
-    with a_gpu(leaks=True) if "cuda." in text else contextlib.nullcontext():
+    with (
+        a_gpu(leaks=True) if "cuda." in text else contextlib.nullcontext(),
+        simulated_hip(leaks=True) if "interop.hip." in name else contextlib.nullcontext(),
+    ):
         runner.run(test, out=said.append)
         gc.collect()
     assert not runner.failures, "".join(said)

@@ -1,8 +1,8 @@
 """Every allocator over every source, for suites that must hold for all of them alike.
 
 CUDA memory is there twice: "simulated ...", by a driver made of Python functions, and "gpu ...", of
-a real one, where there is one. `using` a source is to be inside its driver, and `peek` and `poke`
-then see its bytes, wherever they are.
+a real one, where there is one. HIP's pinned memory is there by a simulated runtime alone. `using` a
+source is to be inside its driver, and `peek` and `poke` then see its bytes, wherever they are.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ from cuda_support import SAME_POINTER
 from helpers import PAGE
 from real_gpu import Gpu, done, why_none
 from simulated_driver import simulated
+from simulated_hip import simulated_hip
 from sources import Regions
 
 from arenapy import Bump, Existing, File, Host, Pool, Shared, Slab, cuda
+from arenapy.interop import hip
 
 NBYTES = 1 << 19  # of each allocator
 ITEM = 2 * PAGE  # bytes of a Slab's item, and the most that the suites ask for at once
@@ -71,6 +73,7 @@ MAKERS = {
     **HOST_SOURCES,
     **{f"simulated {name}": make for name, make in CUDA_SOURCES.items()},
     **{f"gpu {name}": make for name, make in CUDA_SOURCES.items()},
+    "simulated hip pinned": lambda directory: hip.Pinned(),
 }
 
 
@@ -79,7 +82,7 @@ def cuda_sources(*names):
 
 
 #: Those whose arrays are NumPy's; those that the host sees; all of them.
-SOURCES = [*HOST_SOURCES, *cuda_sources("pinned")]
+SOURCES = [*HOST_SOURCES, "simulated hip pinned", *cuda_sources("pinned")]
 HOST_VISIBLE = [*SOURCES, *cuda_sources("managed")]
 EVERYWHERE = [*HOST_VISIBLE, *cuda_sources("device", "growing device", "driver pool")]
 #: Those over which an allocator is closed in a forked child.
@@ -156,7 +159,9 @@ def using(name):
     """With the driver that a source needs."""
     with contextlib.ExitStack() as stack:
         place = here[-1]
-        if name.startswith("simulated "):
+        if name.startswith("simulated hip"):
+            stack.enter_context(simulated_hip(leaks=True))
+        elif name.startswith("simulated "):
             driver = stack.enter_context(simulated())
             stack.enter_context(driver.on(0))
             driver.attributes[SAME_POINTER] = 1

@@ -6,9 +6,10 @@ from arenapy cimport Bump, BumpMark, bump_alloc, bump_mark, bump_reset
 
 
 def running_median(const double[::1] values, double[::1] medians, Bump arena not None):
-    """The median of each window of `values`, into `medians`: one window for each element of it.
+    """Write the median of each window of `values` into `medians`.
 
-    The arena is this thread's alone meanwhile. Its scratch memory is given back at the end.
+    The number of medians determines the width of the window. No other thread may use the arena
+    during the call. At the end, all memory that the call took from the arena is free again.
     """
     cdef Py_ssize_t width = values.shape[0] - medians.shape[0] + 1
     cdef BumpMark mark
@@ -18,7 +19,7 @@ def running_median(const double[::1] values, double[::1] medians, Bump arena not
     with nogil:
         mark = bump_mark(arena)
         window = <double*> bump_alloc(arena, width * sizeof(double), 64)
-        if window != NULL:               # else the arena is full, and nothing changed
+        if window != NULL:               # NULL: the arena is full, and nothing has changed
             fill(&values[0], &medians[0], medians.shape[0], window, width)
             bump_reset(arena, mark)
     if window == NULL:
@@ -27,7 +28,7 @@ def running_median(const double[::1] values, double[::1] medians, Bump arena not
 
 cdef void fill(const double* values, double* medians, Py_ssize_t n, double* window,
                Py_ssize_t width) noexcept nogil:
-    """Keep the window sorted: one value leaves it and one enters it at each step."""
+    """Keep the window sorted. At each step, one value leaves it and one value enters it."""
     cdef Py_ssize_t i
     for i in range(width):
         insert(window, i, values[i])
@@ -39,7 +40,7 @@ cdef void fill(const double* values, double* medians, Py_ssize_t n, double* wind
 
 
 cdef Py_ssize_t place(const double* window, Py_ssize_t n, double value) noexcept nogil:
-    """Where `value` is, or would be."""
+    """The index of the first element that is not less than `value`."""
     cdef Py_ssize_t low = 0, high = n, middle
     while low < high:
         middle = (low + high) // 2
@@ -57,5 +58,5 @@ cdef void insert(double* window, Py_ssize_t n, double value) noexcept nogil:
 
 
 cdef void remove(double* window, Py_ssize_t n, double value) noexcept nogil:
-    cdef Py_ssize_t at = min(place(window, n, value), n - 1)  # a NaN has no place in the order
+    cdef Py_ssize_t at = min(place(window, n, value), n - 1)  # a NaN is nowhere in the order
     memmove(window + at, window + at + 1, <size_t>(n - at - 1) * sizeof(double))
