@@ -15,6 +15,7 @@ cdef class Bump(Allocator):
     cdef readonly object source
     cdef readonly object max_bytes
     cdef BumpCore core
+    cdef object grows_from        # its source, or the InPlace that stands for it
 
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     cdef int rewind_to(self, Mark mark, bint strict) except -1

@@ -11,13 +11,21 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
+from posix.types cimport pid_t
+from posix.unistd cimport getpid
 
 from collections.abc import Iterable
 
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release,
 )
-from arenapy.allocator.allocator cimport Allocator, complete, grown_in_c, make_region
+from arenapy.allocator.allocator cimport (
+    Allocator, check_source, complete, grown_in_c, make_region,
+)
+from arenapy.base.interval_set cimport (
+    Extent, extents_above, extents_below, extents_carve, extents_insert, extents_room,
+    extents_take,
+)
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
     CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open, drop_hold, is_open_locked,
@@ -29,7 +37,7 @@ from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_m
 from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_GROW, EVENT_MARK, EVENT_RESET, EVENT_TRIM,
 )
-from arenapy.allocator.allocator_core cimport permit, record
+from arenapy.allocator.allocator_core cimport forbid_new, permit, record
 from arenapy.diagnostics.call_sites cimport NO_SITE, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
@@ -62,7 +70,8 @@ cdef class Bump(Allocator):
         The kind of memory. By default ``Host()``, prefaulted.
     max_bytes : int, optional
         The arena grows by further regions, each twice as large as the previous one, up to this
-        many bytes in total. By default it does not grow.
+        many bytes in total. Over a source with ``grow=True`` it has one region, which grows in
+        place. By default it does not grow.
     strict : bool
         If True, a reset raises BufferError if blocks are held, instead of retiring them.
     debug : bool, optional
@@ -108,8 +117,11 @@ cdef class Bump(Allocator):
         self.debug = core.watch(debug, verify)
         core.keep_dead_buffers(not self.debug)
         self.strict = strict
-        core.open(make_region(core, source, n))    # last: a file is emptied by it
-        self.source = source
+        check_source(source)
+        self.source = self.grows_from = source
+        if getattr(source, "grow", False) is True and hasattr(source, "reserve"):
+            self.grows_from = in_place(source, n if max_bytes is None else max_bytes)
+        core.open(make_region(core, self.grows_from, n))   # last: a file is emptied by it
         self.max_bytes = max_bytes
         complete(self)
 
@@ -196,7 +208,7 @@ cdef class Bump(Allocator):
         if held and hold == NULL:
             raise MemoryError("no memory for the record of an export")
         if start == NULL:
-            grow_for(c, self.source, self.max_bytes, b, n, align, hold)
+            grow_for(c, self.grows_from, self.max_bytes, b, n, align, hold)
             if c.foreign:
                 track(b)
         record(c, EVENT_ALLOC, b.ptr, n)
@@ -213,7 +225,7 @@ cdef class Bump(Allocator):
         cdef uint32_t pad
         if self.max_bytes is None:
             return NULL
-        grow_arena(self.core, self.source, self.max_bytes, nbytes, align)
+        grow_arena(self.core, self.grows_from, self.max_bytes, nbytes, align)
         return arena_alloc(self.core, nbytes, align, &pad)
 
     def alloc_many(self, sizes):
@@ -264,9 +276,7 @@ cdef class Bump(Allocator):
             c.freed -= nbytes
             c.peak_bytes = before.peak
             arenapy_lock_release(&c.lock)
-            for region in c.drop_regions(before.regions):
-                record(c, EVENT_TRIM, (<Region>region).ptr, (<Region>region).size)
-                (<Region>region).detach()
+            give_back_growth(c, self.grows_from, before.regions, before.capacity)
             raise
         PyObject_GC_Track(<PyObject*>blocks)
         return blocks
@@ -312,8 +322,8 @@ cdef class Bump(Allocator):
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
         cdef Buffer new
-        cdef bint done = False
-        cdef uintptr_t start, end
+        cdef bint done, at_end
+        cdef uintptr_t start
         cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
@@ -323,29 +333,21 @@ cdef class Bump(Allocator):
                 f"nbytes={n} is less than the {buffer.size} bytes it has; slice it instead"
             )
         self.core.open_check()
-        arenapy_lock_acquire(&c.lock)
-        c.drain()
-        if buffer.tag != c.content:
-            c.prune()
-        start = <uintptr_t>buffer.ptr
-        end = start + buffer.size + (buffer.size == 0)
-        c.rejoin_run(end)
-        if (c.is_last(end, buffer.tag) and not c.run_is_spare()
-                and <size_t>n <= c.limit - start):
-            c.cursor = start + n + (n == 0)
-            c.live += n - buffer.size
-            if POISONS:
-                permit(c, start, n)
-            buffer.size = n
-            if buffer.hold != NULL:
-                buffer.hold.end = c.cursor
-                if n > 0:
-                    buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
-            done = True
-        arenapy_lock_release(&c.lock)
+        done = grow_last(c, buffer, n, &at_end)
+        if at_end and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
+            size = buffer.size
+            try:
+                grow_in_place(c, <InPlace>self.grows_from, self.max_bytes, n - size, 1)
+            except MemoryError:
+                pass                         # a free extent elsewhere may be large enough
+            check_open(buffer)               # making room may have run code
+            if n < buffer.size:
+                raise ValueError(f"{buffer!r} did not grow: other code has grown it further")
+            done = grow_last(c, buffer, n, &at_end)
         if done:
             record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:
+                start = <uintptr_t>buffer.ptr
                 c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
                 c.operated()
             return buffer
@@ -384,6 +386,39 @@ cdef class Bump(Allocator):
             raise ValueError(f"{buffer!r} did not grow: another thread changed it or the arena")
         buffer.release()
         return new
+
+    def trim(self, keep_bytes=0):
+        """Return free memory at the end of the arena to the source.
+
+        Over a source with ``grow=True``, the region shrinks in place to its last block. Otherwise,
+        the last regions are returned, as far as they are entirely free. The first one stays.
+
+        Parameters
+        ----------
+        keep_bytes : int
+            The arena keeps at least this capacity.
+
+        Returns
+        -------
+        int
+            By how many bytes the capacity shrank. 0 for memory of a device while its stream is
+            captured.
+
+        Examples
+        --------
+        >>> arena = arenapy.Bump(1 << 20, arenapy.Host(grow=True), max_bytes=1 << 30)
+        >>> with arena.scope():
+        ...     block = arena.alloc(100 << 20)
+        >>> arena.trim() > 90 << 20, len(arena.regions)
+        (True, 1)
+        """
+        cdef BumpCore c = self.core
+        cdef size_t keep = as_size(keep_bytes, "keep_bytes")
+        cdef Figures before
+        c.open_check()
+        before = c.figures()
+        give_back_growth(c, self.grows_from, 1, keep)
+        return before.capacity - c.figures().capacity
 
     # -- marks
 
@@ -683,13 +718,241 @@ seal(Scope, "a scope is made by Bump.scope(), not by calling the class")
 
 
 # ---- growth ------------------------------------------------------------------------------
-# How an arena grows: by a further region, twice as large as the one before.
+# How an arena grows: by a further region, twice as large as the one before; or in place, if its
+# source reserves addresses. Then the one region becomes longer, and whatever is free at its end
+# comes together with what is new.
 #
 # What lives here: how large it is, and that it has room for the request. What does not: where
 # blocks go in it (core).
 
 cdef enum:
     GROWTH = 2               # each further region is this many times the one before
+    GROWTH_SHARE = 64        # in place, an arena grows by this part of what it has,
+    HUGE = 2 << 20           # or by so many bytes
+
+
+@cython.final
+cdef class InPlace:
+    """A source whose one region grows in place, for one arena. Internal.
+
+    The region begins with `ready` bytes of memory, and its addresses go on to `room`. `busy` is
+    this process while the source is at work. That may run code that uses the arena, which then
+    cannot grow: two calls would give the same bytes memory, and the one that fails take it away.
+    """
+
+    cdef object source
+    cdef object reservation
+    cdef size_t room, ready
+    cdef pid_t busy
+
+    def region(self, nbytes):
+        """The region, of so many bytes. It is asked for once."""
+        reservation = self.source.reserve(self.room)
+        self.reservation = reservation
+        self.extend(nbytes)
+        (<Region?>reservation.region).size = nbytes
+        return reservation.region
+
+    cdef size_t with_memory(self, size_t nbytes) except? 0:
+        """How much has memory if so many bytes are wanted: whole pages, and whole huge pages."""
+        cdef size_t page = self.reservation.page_size
+        cdef size_t step = max(page, <size_t>HUGE) if nbytes >= HUGE else page
+        return min((nbytes + step - 1) // step * step, <size_t>self.reservation.nbytes)
+
+    cdef int extend(self, size_t nbytes) except -1:
+        cdef size_t ready = self.with_memory(nbytes)
+        if ready > self.ready:
+            self.reservation.commit(self.ready, ready - self.ready)
+            self.ready = ready
+        return 0
+
+    cdef int shorten(self, size_t nbytes, object stream) except -1:
+        cdef size_t ready = self.with_memory(nbytes)
+        if ready < self.ready:
+            self.reservation.decommit(ready, self.ready - ready, stream)
+            self.ready = ready
+        return 0
+
+
+seal(InPlace)
+
+
+cdef InPlace in_place(object source, size_t room):
+    cdef InPlace place = InPlace.__new__(InPlace)
+    place.source, place.room = source, room
+    return place
+
+
+cdef size_t free_end(BumpCore c) noexcept nogil:
+    """Free bytes at the end of the one region."""
+    cdef uintptr_t end = <uintptr_t>(<Region>c.region[0]).ptr + (<Region>c.region[0]).size
+    cdef Extent* e = extents_below(&c.free, 0, end - 1)
+    cdef uintptr_t start = e.start if e != NULL and e.end == end else end
+    return end - (c.cursor if c.limit == start else start)
+
+
+cdef int grow_in_place(
+    BumpCore c, InPlace place, object max_bytes, size_t n, size_t align
+) except -1:
+    """As `grow_arena`: so much behind the one region that n bytes fit, or more."""
+    cdef Region region = <Region>c.regions[0]
+    cdef size_t known, tail, need, left, wished
+    cdef uintptr_t end, start
+    cdef bint room
+    c.open_check()
+    arenapy_lock_acquire(&c.lock)
+    known, tail = region.size, free_end(c)
+    arenapy_lock_release(&c.lock)
+    end = <uintptr_t>region.ptr + known
+    start = (end - tail + (align - 1)) & ~<uintptr_t>(align - 1)
+    left = <size_t>max_bytes - known if <size_t>max_bytes > known else 0
+    n += n == 0
+    if place.busy == getpid() or n > left + tail or start + n > end + left:
+        raise OutOfMemory(c.full(n, align, max_bytes))
+    need = start + n - end if start + n > end else 0
+    wished = min(max(need, <size_t>HUGE, known // GROWTH_SHARE), left)
+    place.busy = getpid()
+    try:
+        try:
+            place.extend(known + wished)
+        except OutOfMemory:
+            if wished == need:
+                raise
+            wished = need                    # no more than has to be, then
+            place.extend(known + wished)
+        arenapy_lock_acquire(&c.lock)
+        room = extents_room(&c.free, 1) and not c.shut
+        if room:
+            lengthen(c, region, wished)
+        arenapy_lock_release(&c.lock)
+        if not room:
+            place.shorten(known, c.hooks.own if c.hooks is not None else None)
+            c.open_check()
+            raise MemoryError("no memory for the bookkeeping of an arena")
+    finally:
+        place.busy = 0
+    if wished:
+        record(c, EVENT_GROW, <void*>end, wished)
+    return 0
+
+
+cdef void lengthen(BumpCore c, Region region, size_t nbytes) noexcept nogil:
+    """The one region has so many bytes more, which have memory; there is room for an extent."""
+    cdef uintptr_t end = <uintptr_t>region.ptr + region.size
+    region.size += nbytes
+    c.capacity += nbytes
+    if c.debug:
+        c.ledger.forget(end, end + nbytes)
+    forbid_new(c, end, end + nbytes)
+    if c.limit == end:                       # the current extent goes on
+        c.limit += nbytes
+    else:
+        extents_insert(&c.free, end, end + nbytes, 0)
+
+
+cdef int give_back_growth(
+    BumpCore c, object source, Py_ssize_t regions, size_t capacity
+) except -1:
+    """Let go of free memory at the end, but for so many regions and so much capacity."""
+    cdef InPlace place
+    cdef Region region
+    cdef size_t less
+    cdef uintptr_t end
+    cdef bint done = False
+    if not isinstance(source, InPlace):
+        while c.n_regions > regions and c.capacity - (
+                <Region>c.regions[c.n_regions - 1]).size >= capacity:
+            dropped = c.drop_regions(c.n_regions - 1)
+            if not dropped:
+                break
+            for region in dropped:
+                record(c, EVENT_TRIM, region.ptr, region.size)
+                if c.hooks is not None:
+                    c.hooks.leave((region,))
+                region.detach()
+        return 0
+    place = <InPlace>source
+    region = <Region>c.regions[0]
+    if place.busy == getpid():
+        return 0
+    arenapy_lock_acquire(&c.lock)
+    catch_up(c)
+    less = free_end(c) if extents_room(&c.free, 1) else 0
+    less = min(less, region.size - min(capacity, region.size))
+    less = min(less, region.size - 1)        # a region has a byte
+    if less:
+        shorten(c, region, less)
+    end = <uintptr_t>region.ptr + region.size
+    arenapy_lock_release(&c.lock)
+    if less == 0:
+        return 0
+    place.busy = getpid()
+    try:
+        place.shorten(region.size, c.hooks.own if c.hooks is not None else None)
+        done = True
+    except (RuntimeError, MemoryError):      # of a device, which a captured stream may use
+        pass
+    finally:
+        if not done:
+            arenapy_lock_acquire(&c.lock)
+            if extents_room(&c.free, 1):
+                lengthen(c, region, less)
+            arenapy_lock_release(&c.lock)
+        place.busy = 0
+    if done:
+        record(c, EVENT_TRIM, <void*>end, less)
+    return 0
+
+
+cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
+    """The reverse of `lengthen`, of bytes that are free; there is room for an extent."""
+    cdef uintptr_t end = <uintptr_t>region.ptr + region.size
+    cdef uintptr_t cut = end - nbytes
+    cdef Extent* e = extents_below(&c.free, 0, end - 1)
+    if e != NULL and e.end == end:
+        extents_carve(&c.free, max(cut, e.start), end, 0)
+    c.limit = min(c.limit, cut)
+    region.size -= nbytes
+    c.capacity -= nbytes
+    if c.debug:
+        c.ledger.forget(cut, end)
+    permit(c, cut, nbytes)
+
+
+cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept:
+    """Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there."""
+    cdef uintptr_t start, end
+    cdef Py_ssize_t here
+    cdef Extent* e
+    cdef bint done = False
+    arenapy_lock_acquire(&c.lock)
+    c.drain()
+    if buffer.tag != c.content:
+        c.prune()
+    start = <uintptr_t>buffer.ptr
+    end = start + buffer.size + (buffer.size == 0)
+    c.rejoin_run(end)
+    here = c.runs[c.n_runs - 1].region
+    at_end[0] = c.is_last(end, buffer.tag) and not c.run_is_spare()
+    if at_end[0]:
+        e = extents_above(&c.free, here, c.cursor)
+        if e != NULL and e.region == here and e.start == c.limit:    # it came back since
+            c.limit = extents_take(&c.free, e).end
+    if at_end[0] and <size_t>n <= c.limit - start:
+        c.cursor = start + n + (n == 0)
+        c.live += n - buffer.size
+        if POISONS:
+            permit(c, start, n)
+        buffer.size = n
+        if buffer.hold != NULL:
+            buffer.hold.end = c.cursor
+            if n > 0:
+                buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
+        done = True
+    at_end[0] = at_end[0] and not done and c.limit == (
+        <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size)
+    arenapy_lock_release(&c.lock)
+    return done
 
 
 cdef int grow_arena(
@@ -704,6 +967,8 @@ cdef int grow_arena(
     cdef Region region
     cdef tuple before, after
     cdef bint grown
+    if isinstance(source, InPlace) and max_bytes is not None:
+        return grow_in_place(c, <InPlace>source, max_bytes, n, align)
     c.open_check()
     if max_bytes is not None and <size_t>max_bytes > known:
         left = <size_t>max_bytes - known

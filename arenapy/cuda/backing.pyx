@@ -8,6 +8,7 @@ driver then frees what there is, or nobody may. What goes wrong at an end is tol
 """
 cimport cython
 from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from collections import deque
@@ -28,6 +29,7 @@ from arenapy.cuda.fence cimport Fence, late_work_of, synchronize
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
+from arenapy.cuda.errors import CudaError
 from arenapy.errors import OutOfMemory
 from arenapy.base.text import format_bytes
 from arenapy.linux.limits import memory_info as host_memory
@@ -46,6 +48,10 @@ cdef enum:
     ALLOCATION_PINNED = 1            # CU_MEM_ALLOCATION_TYPE_PINNED
     ON_DEVICE = 1                    # CU_MEM_LOCATION_TYPE_DEVICE
     READ_WRITE = 3                   # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    VIRTUAL_MEMORY = 102             # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    RDMA_WITH_VIRTUAL_MEMORY = 110   # ..._GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    MAX_ACCESS = 64                  # devices that may access memory that grows
+    SPREAD = 4                       # addresses, in units of the memory that may lie there
     LEGACY = 1                       # the legacy default stream
     NON_BLOCKING = 1                 # CU_STREAM_NON_BLOCKING
 
@@ -58,6 +64,17 @@ cdef struct PoolProps:
     size_t max_size
     unsigned short usage
     unsigned char[54] reserved
+
+# A CUmemAllocationProp.
+cdef struct AllocationProps:
+    int allocation_type
+    int handle_types
+    Location location
+    void* win32_metadata
+    unsigned char compression
+    unsigned char gpu_direct_rdma
+    unsigned short usage
+    unsigned char[4] reserved
 
 # A CUmemAccessDesc.
 cdef struct Access:
@@ -164,6 +181,267 @@ def managed_region(StreamHooks memory, size_t nbytes):
     """A region of cuMemAllocManaged."""
     cdef DeviceBacking backing = device_backing(memory.device_id, nbytes, True)
     return region_of(backing.address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
+
+
+# ---- device memory that grows in place ---------------------------------------------------
+# One range of addresses, whose pages get memory one by one (the driver's virtual memory calls).
+#
+# Each page is an allocation of its own, since the driver unmaps only what was mapped in one piece.
+# Its handle is released once it is mapped: from then on the mapping keeps the memory.
+#
+# cuMemUnmap waits for nobody, unlike cuMemFree. So whoever takes memory away waits first: for the
+# stream in whose order the memory is free; or, at the end of a range, for all streams. For this end
+# each range has a page of cuMemAlloc, since the device may be full by then: cuMemFree waits.
+
+@cython.final
+cdef class Addresses:
+    """A reserved range, and which of its pages have memory. Internal."""
+
+    cdef void* context
+    cdef int generation
+    cdef uint64_t address                # 0: nothing is reserved
+    cdef size_t pages
+    cdef char* mapped                    # of each page: does it have memory?
+    cdef uint64_t last                   # the page of cuMemAlloc, from the first memory on
+
+    def __dealloc__(self):
+        free(self.mapped)
+
+    cdef int fill(self, size_t first, size_t pages, const AllocationProps* props,
+                  const Access* access, size_t n_access) noexcept nogil:
+        """Give pages memory: all of them, or none. Their context is current."""
+        cdef size_t i
+        cdef uint64_t handle = 0
+        cdef int result = SUCCESS
+        if self.last == 0:
+            result = driver.cuMemAlloc(&self.last, DEVICE_PAGE)
+            if result != SUCCESS:
+                self.last = 0
+                return result
+        for i in range(first, first + pages):
+            if self.mapped[i]:               # it could not be unmapped before
+                continue
+            result = driver.cuMemCreate(&handle, DEVICE_PAGE, props, 0)
+            if result != SUCCESS:
+                break
+            result = driver.cuMemMap(self.address + i * DEVICE_PAGE, DEVICE_PAGE, 0, handle, 0)
+            self.mapped[i] = result == SUCCESS
+            forget(driver.cuMemRelease(handle))
+            if result != SUCCESS:
+                break
+        if result == SUCCESS:
+            result = driver.cuMemSetAccess(
+                self.address + first * DEVICE_PAGE, pages * DEVICE_PAGE, access, n_access)
+        if result != SUCCESS:
+            self.empty(first, pages)
+        return result
+
+    cdef int empty(self, size_t first, size_t pages) noexcept nogil:
+        """Take the memory of pages away, of as many as the driver lets go of."""
+        cdef size_t i
+        cdef int result, worst = SUCCESS
+        for i in range(first, first + pages):
+            if self.mapped[i]:
+                result = driver.cuMemUnmap(self.address + i * DEVICE_PAGE, DEVICE_PAGE)
+                self.mapped[i] = result != SUCCESS
+                if result != SUCCESS:
+                    forget(result)
+                    worst = result
+        return worst
+
+    cdef bint end(self) noexcept:
+        """Give all of it back when every stream has done its work. False: not now."""
+        cdef int result, mode
+        if self.address == 0 or self.generation != generation:
+            return True                      # there is another driver, and nothing of that one
+        if not callable_(self.generation):
+            return False
+        with nogil:
+            result = relax(self.context, &mode)
+            if result == SUCCESS:
+                if self.last:
+                    result = driver.cuMemFree(self.last)
+                if result == SUCCESS:
+                    self.last = 0
+                    result = self.empty(0, self.pages)
+                if result == SUCCESS:
+                    result = driver.cuMemAddressFree(
+                        self.address, self.pages * DEVICE_PAGE)
+                restore_capture_mode(&mode)
+            forget(result)
+        if result == SUCCESS:
+            self.address = 0
+        return result == SUCCESS
+
+
+seal(Addresses)
+
+cdef object unended = deque()        # Addresses whose end has failed
+
+
+cdef int end_what_left() except -1:
+    """Each is one thread's at a time."""
+    cdef Addresses one
+    for _ in range(len(unended)):
+        try:
+            one = <Addresses>unended.popleft()
+        except IndexError:
+            break
+        if not one.end():
+            unended.append(one)
+    return 0
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class GrownBacking(Backing):
+    """Memory that grows in place. Internal."""
+
+    cdef Addresses addresses
+
+    def __dealloc__(self):
+        if not self.addresses.end() and callable_(self.addresses.generation):
+            unended.append(self.addresses)
+
+
+seal(GrownBacking)
+
+
+@cython.final
+cdef class DeviceReservation:
+    """A region of a device that gets its memory by the page. Internal; see memory.Reservation."""
+
+    cdef Addresses addresses
+    cdef AllocationProps props
+    cdef Access[MAX_ACCESS] access
+    cdef size_t n_access
+    cdef int ordinal
+    cdef readonly Region region
+    cdef readonly size_t nbytes
+    cdef readonly size_t page_size
+
+    cdef size_t first_page(self, size_t offset, size_t nbytes) except? 0:
+        if (offset | nbytes) % DEVICE_PAGE or nbytes == 0 or (
+                offset > self.nbytes or nbytes > self.nbytes - offset):
+            raise ValueError(
+                f"offset={offset}, nbytes={nbytes}: need a part of {self.nbytes} bytes, in "
+                f"multiples of {DEVICE_PAGE}"
+            )
+        if self.region.gone:
+            raise ValueError(f"{self.region!r} is closed; reserve again")
+        return offset // DEVICE_PAGE
+
+    def commit(self, size_t offset, size_t nbytes):
+        """Give a part its memory. If that fails, the part has none."""
+        cdef size_t first = self.first_page(offset, nbytes)
+        cdef size_t pages = nbytes // DEVICE_PAGE
+        cdef Addresses a = self.addresses
+        cdef int result, mode
+        need()
+        if unended:
+            end_what_left()
+        with nogil:
+            result = relax(a.context, &mode)
+            if result == SUCCESS:
+                result = a.fill(first, pages, &self.props, self.access, self.n_access)
+                restore_capture_mode(&mode)
+        if result == OUT_OF_MEMORY:
+            raise out_of_memory(nbytes, self.ordinal, "cuMemCreate")
+        checked(result, "cuMemCreate or cuMemMap")
+
+    def decommit(self, size_t offset, size_t nbytes, StreamRef stream not None):
+        """Take the memory of a part away once `stream`, in whose order it is free, is done.
+
+        Raises
+        ------
+        CudaError, OutOfMemory
+            Nobody can wait for the stream now. The part keeps its memory.
+        """
+        cdef size_t first = self.first_page(offset, nbytes)
+        cdef size_t pages = nbytes // DEVICE_PAGE
+        cdef Addresses a = self.addresses
+        cdef Fence fence
+        cdef int result, mode
+        need()
+        fence = late_work_of(stream)
+        if fence is None or not fence.wait(None):
+            raise CudaError(f"{stream!r} may be captured into a graph, and nobody can wait for it")
+        with nogil:
+            result = relax(a.context, &mode)
+            if result == SUCCESS:
+                a.empty(first, pages)
+                restore_capture_mode(&mode)
+        checked(result, "cuCtxPushCurrent")
+
+
+seal(DeviceReservation)
+
+
+def reserve_device(StreamHooks memory, size_t nbytes):
+    """Addresses on a device for at least so many bytes of memory, wherever those lie among them.
+
+    Free memory is given back where it lies, and taken again where there is room for a large block.
+    So there are more addresses than memory.
+    """
+    cdef DeviceReservation self = DeviceReservation.__new__(DeviceReservation)
+    cdef Addresses a = Addresses.__new__(Addresses)
+    cdef GrownBacking backing
+    cdef int ordinal = memory.device_id
+    cdef void* context = primary(ordinal)
+    cdef size_t granule = 0, size
+    cdef uint64_t address = 0
+    cdef int result, mode, other, can
+    if not attribute(VIRTUAL_MEMORY, ordinal):
+        raise ValueError(
+            f"grow=True: device {ordinal} cannot map memory by the page; leave grow out")
+    if unended:
+        end_what_left()
+    size = -(-nbytes // DEVICE_PAGE) * DEVICE_PAGE * SPREAD
+    memset(&self.props, 0, sizeof(self.props))
+    self.props.allocation_type = ALLOCATION_PINNED
+    self.props.location.type = ON_DEVICE
+    self.props.location.id = ordinal
+    self.props.gpu_direct_rdma = attribute(RDMA_WITH_VIRTUAL_MEMORY, ordinal) != 0
+    for other in range(min(<int>device_count(), <int>MAX_ACCESS)):
+        can = other == ordinal
+        with nogil:
+            result = SUCCESS if can else driver.cuDeviceCanAccessPeer(&can, other, ordinal)
+        checked(result, "cuDeviceCanAccessPeer")
+        if can:
+            self.access[self.n_access].location.type = ON_DEVICE
+            self.access[self.n_access].location.id = other
+            self.access[self.n_access].flags = READ_WRITE
+            self.n_access += 1
+    a.pages = size // DEVICE_PAGE
+    a.mapped = <char*>calloc(a.pages, 1)
+    if a.mapped == NULL:
+        raise MemoryError("no memory for the bookkeeping of a reservation")
+    a.context, a.generation = context, generation
+    backing = GrownBacking.__new__(GrownBacking)
+    backing.addresses = a
+    with nogil:
+        result = relax(context, &mode)
+        if result == SUCCESS:
+            result = driver.cuMemGetAllocationGranularity(&granule, &self.props, 0)
+            if result == SUCCESS and granule and DEVICE_PAGE % granule == 0:
+                result = driver.cuMemAddressReserve(&address, size, DEVICE_PAGE, 0, 0)
+            restore_capture_mode(&mode)
+    if result == OUT_OF_MEMORY:
+        raise OutOfMemory(
+            f"cuMemAddressReserve of {format_bytes(size)} on device {ordinal} failed: there are "
+            "too few addresses left; give a smaller max_bytes, or leave grow out"
+        )
+    checked(result, "cuMemAddressReserve")
+    if address == 0:
+        raise ValueError(
+            f"grow=True: device {ordinal} maps memory by {granule} bytes, of which {DEVICE_PAGE} "
+            "is no multiple; leave grow out"
+        )
+    a.address = address
+    self.addresses, self.ordinal = a, ordinal
+    self.nbytes, self.page_size = size, DEVICE_PAGE
+    self.region = region_of(address, size, backing, <CudaMemory>memory, DEVICE_PAGE)
+    return self
 
 
 # ---- pinned memory -----------------------------------------------------------------------

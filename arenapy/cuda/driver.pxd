@@ -41,6 +41,14 @@ cdef struct Driver:
     int (*cuMemAlloc)(uint64_t*, size_t) noexcept nogil
     int (*cuMemFree)(uint64_t) noexcept nogil
     int (*cuMemAllocManaged)(uint64_t*, size_t, unsigned int) noexcept nogil
+    int (*cuMemAddressReserve)(uint64_t*, size_t, size_t, uint64_t, uint64_t) noexcept nogil
+    int (*cuMemAddressFree)(uint64_t, size_t) noexcept nogil
+    int (*cuMemGetAllocationGranularity)(size_t*, const void*, int) noexcept nogil
+    int (*cuMemCreate)(uint64_t*, size_t, const void*, uint64_t) noexcept nogil
+    int (*cuMemRelease)(uint64_t) noexcept nogil
+    int (*cuMemMap)(uint64_t, size_t, size_t, uint64_t, uint64_t) noexcept nogil
+    int (*cuMemUnmap)(uint64_t, size_t) noexcept nogil
+    int (*cuMemSetAccess)(uint64_t, size_t, const void*, size_t) noexcept nogil
     int (*cuMemHostRegister)(void*, size_t, unsigned int) noexcept nogil
     int (*cuMemHostUnregister)(void*) noexcept nogil
     int (*cuPointerGetAttribute)(void*, int, uint64_t) noexcept nogil

@@ -60,6 +60,28 @@ ENTRIES = (
     ("cuMemAlloc", "CUresult (CUdeviceptr *, size_t)"),
     ("cuMemFree", "CUresult (CUdeviceptr)"),
     ("cuMemAllocManaged", "CUresult (CUdeviceptr *, size_t, unsigned int)"),
+    (
+        "cuMemAddressReserve",
+        "CUresult (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned PY_LONG_LONG)",
+    ),
+    ("cuMemAddressFree", "CUresult (CUdeviceptr, size_t)"),
+    (
+        "cuMemGetAllocationGranularity",
+        "CUresult (size_t *, CUmemAllocationProp const *, CUmemAllocationGranularity_flags)",
+    ),
+    (
+        "cuMemCreate",
+        "CUresult (CUmemGenericAllocationHandle *, size_t, CUmemAllocationProp const *, "
+        "unsigned PY_LONG_LONG)",
+    ),
+    ("cuMemRelease", "CUresult (CUmemGenericAllocationHandle)"),
+    (
+        "cuMemMap",
+        "CUresult (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, "
+        "unsigned PY_LONG_LONG)",
+    ),
+    ("cuMemUnmap", "CUresult (CUdeviceptr, size_t)"),
+    ("cuMemSetAccess", "CUresult (CUdeviceptr, size_t, CUmemAccessDesc const *, size_t)"),
     ("cuMemHostRegister", "CUresult (void *, size_t, unsigned int)"),
     ("cuMemHostUnregister", "CUresult (void *)"),
     ("cuPointerGetAttribute", "CUresult (void *, CUpointer_attribute, CUdeviceptr)"),

@@ -38,6 +38,10 @@ class Device:
     ----------
     ordinal : int
         The number of the device, as the driver counts.
+    grow : bool
+        Let a Bump or Pool grow in place: it has one range of addresses, and maps memory into it by
+        2 MiB (``cuMemMap``). Free memory merges across growth, and `trim` returns it wherever it
+        lies. The limit of a Pool is rounded up to 2 MiB.
 
     Raises
     ------
@@ -61,15 +65,27 @@ class Device:
     """
 
     ordinal: int = 0
+    grow: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
         _check_ordinal(self.ordinal)
+        check_flag("grow", self.grow)
 
     @property
     def hooks(self) -> StreamHooks:
         """Internal: what an allocator over this source asks about streams."""
         return backing.device_memory(self.ordinal)
+
+    def reserve(self, nbytes: int) -> backing.DeviceReservation:
+        """Internal: addresses for `nbytes` bytes of memory, which get it part by part.
+
+        Raises
+        ------
+        OutOfMemory, Unavailable, CudaError, ValueError, TypeError
+            As `region` does; ValueError also if the device cannot do so.
+        """
+        return backing.reserve_device(self.hooks, checked_size(nbytes))
 
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes of device memory.

@@ -101,12 +101,14 @@ class Reservation:
             self._give_back(address, nbytes, opened)
             raise
 
-    def decommit(self, offset: int, nbytes: int) -> None:
+    def decommit(self, offset: int, nbytes: int, stream: object = None) -> None:
         """Give the memory of a part back. To use it again, commit it again.
 
         It stays accessible, so that nothing splits the mapping, and if it was locked, goes on
         counting towards ``RLIMIT_MEMLOCK``. With ``huge_pages="auto"`` parts should be multiples of
         2 MiB: where a huge page could be, the kernel may fill in what is missing of it.
+
+        `stream` is for memory of a device, and None here.
 
         Raises
         ------

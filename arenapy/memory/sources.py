@@ -127,6 +127,10 @@ class Host:
     threads : int, optional
         The number of threads that fault in pages. The default is the number of usable CPUs, at
         most 8.
+    grow : bool
+        Let an allocator grow in place: a Bump or Pool reserves `max_bytes` of addresses and gives
+        them memory as it grows, so that it has one region instead of many. (A Pool does so without
+        this option, too, but takes further regions where addresses cannot be reserved.)
 
     Raises
     ------
@@ -152,11 +156,18 @@ class Host:
     guard: bool = False
     fork: Literal["inherit", "skip"] | None = None
     threads: int | None = field(default=None, kw_only=True)
+    grow: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
         check_options(self)
         check_flag("guard", self.guard)
+        check_flag("grow", self.grow)
+        if self.grow and self.huge_pages in ("2M", "1G"):
+            raise ValueError(
+                f"grow=True with huge_pages={self.huge_pages!r}: the kernel sets huge pages aside "
+                "for all addresses that are reserved; use huge_pages='auto', or leave grow out"
+            )
         check_choice("fork", self.fork, ("inherit", "skip", None))
         if self.fork == "inherit" and self.huge_pages in ("2M", "1G"):
             raise ValueError(
@@ -226,8 +237,17 @@ class Host:
         ------
         OSError, ValueError, TypeError
             As `region` does, but for what concerns pages, of which there are none yet.
+        OutOfMemory
+            With `grow`, instead of None.
         """
-        return reserve(self, checked_size(nbytes))
+        made = reserve(self, checked_size(nbytes))
+        if made is None and self.grow:
+            raise OutOfMemory(
+                f"grow=True needs {format_bytes(nbytes)} of addresses, which cannot be reserved: a "
+                "limit counts them (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2), or they are "
+                "too many. Raise the limit, give a smaller max_bytes, or leave grow out"
+            )
+        return made
 
 
 @dataclass(frozen=True, slots=True)

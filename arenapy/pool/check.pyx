@@ -12,7 +12,7 @@ from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport block_is_live
 from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total, live_slots
 from arenapy.pool.page_heap cimport (
-    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter,
+    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter, trimmable_of,
 )
 from arenapy.pool.core cimport (
     BUCKETS, ClassFigures, Lent, Node, PoolCore, PoolFigures, lent_bucket, lent_enter, lent_leave,
@@ -307,6 +307,9 @@ cdef void check_extents(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             page += d.pages
             t.used += 1
             k = class_of(<size_t>d.pages << PAGE_BITS)
+            if d.state == VOID or d.state == BUSY:
+                fault(f, s.granule == 0 or (d.page | d.pages) & (s.granule - 1) != 0,
+                      b"a part of a granule has no memory", at, d.page, d.pages)
             if d.state == VOID:
                 t.void_extents += 1
                 continue
@@ -317,7 +320,7 @@ cdef void check_extents(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             if d.state == FREE:
                 t.free_extents += 1
                 t.free_pages[k] += d.pages
-                t.aged += d.pages if s.growing else 0
+                t.aged += trimmable_of(c, d)
                 fault(f, d.live.block != 0, b"a free extent is live", at, d.live.block, 0)
             elif d.state == BLOCK or d.state == ODD:
                 t.taken[k] += d.pages
@@ -419,7 +422,9 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
         if fault(f, d.state != FREE or d.detail.age.older != before,
                  b"the list by age is broken", d.address, d.detail.age.older, before):
             return
-        aged += d.pages
+        aged += trimmable_of(c, d)
+        fault(f, trimmable_of(c, d) == 0, b"an extent that could lose no memory has an age",
+              d.address, d.page, d.pages)
         before, id = id, d.detail.age.newer
     fault(f, before != c.newest, b"the list by age ends elsewhere", 0, before, c.newest)
     fault(f, aged != t.aged or aged != c.aged_pages, b"free pages are not all in the list by age",

@@ -20,7 +20,7 @@ from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, 
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (
     MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later,
-    scatter,
+    scatter, trimmable_of,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
@@ -452,7 +452,7 @@ cdef class PoolCore(ThreadCaches):
         self.lock_all()
         id = self.oldest
         while id and not earlier(tick, self.descriptors[id].tick):
-            pages += self.descriptors[id].pages
+            pages += trimmable_of(self, &self.descriptors[id])
             id = self.descriptors[id].detail.age.newer
         for i in range(self.n_segments):
             s = &self.segments[self.order[i]]

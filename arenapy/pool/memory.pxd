@@ -49,6 +49,7 @@ cdef class PoolMemory:
     cdef bint grow_reservation(self, size_t pages, size_t wished, size_t* missing) except -1
     cdef int commit(self, uint32_t id) except -1
     cdef int drop_room(self, int segment) except -1
+    cdef bint decommit(self, uint32_t id) except -1
     cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1
 
 

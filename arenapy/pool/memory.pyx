@@ -3,9 +3,9 @@
 What lives here: reservations and regions, the limit, trimming. What does not: what a request does
 when there is no more (pool), which pages are free (page_heap).
 
-Over Host a pool reserves address space and gives it memory piece by piece, so that blocks merge
-across growth; over other sources it takes region after region. Sources and system calls run without
-any lock: pages are marked BUSY meanwhile, and are nobody else's.
+Over Host, and other sources that can, a pool reserves address space and gives it memory piece by
+piece, so that blocks merge across growth; else it takes region after region. Sources and system
+calls run without any lock: pages are marked BUSY meanwhile, and are nobody else's.
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -83,9 +83,15 @@ cdef class PoolMemory:
         self.source = source
         self.max_pages = max_pages
         self.min_reservation = min_reservation
-        # A Host whose region() is another one is to be asked like any other source.
-        self.may_reserve = hasattr(source, "reserve") and (
-            not isinstance(source, Host) or type(source).region is Host.region)
+        # A Host whose region() is another one is to be asked like any other source. Others reserve
+        # if they are to.
+        if isinstance(source, Host):
+            self.may_reserve = type(source).region is Host.region
+        else:
+            self.may_reserve = hasattr(source, "reserve") and getattr(source, "grow", True)
+        if self.may_reserve and core.hooks is not None and max_pages < NO_LIMIT:
+            # A device has memory by the huge page: the limit is the next one.
+            self.max_pages = (max_pages + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         self.reservations = {}
         self.growing = []
 
@@ -160,7 +166,9 @@ cdef class PoolMemory:
                 return self.grow_region(pages, wished, missing)
             self.reservations[reservation.region.address] = reservation
             try:
-                c.add_segment(reservation.region, True, NO_LIMIT, c.own_cache().tick)
+                c.add_segment(
+                    reservation.region, reservation.region.page_size >> PAGE_BITS, NO_LIMIT,
+                    c.own_cache().tick)
             except BaseException:
                 del self.reservations[reservation.region.address]
                 raise
@@ -251,7 +259,7 @@ cdef class PoolMemory:
         if region is None:
             raise TypeError(f"{self.source!r}.region() returned None, which is not a Region")
         check_unseen(self.core, region)
-        self.core.add_segment(region, False, self.max_pages, self.core.own_cache().tick)
+        self.core.add_segment(region, 0, self.max_pages, self.core.own_cache().tick)
         if region.checked:                   # a file may shrink
             self.core.update_fast_path()
         record(self.core, EVENT_GROW, region.ptr, region.size)
@@ -282,8 +290,10 @@ cdef class PoolMemory:
         arenapy_spin_acquire(&c.heap_lock)
         idle = c.aged_pages
         arenapy_spin_release(&c.heap_lock)
-        if c.merges_first:                   # regions of a device, which are given back whole
+        if c.merges_first:                   # of a device, in regions or by the huge page
             idle = self.trimmable()
+            if self.may_reserve:
+                pages = (pages + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         if idle <= max(self.idle_allowed, <size_t>HUGE_PAGES):
             return 0
         if seen.n != n:
@@ -304,11 +314,9 @@ cdef class PoolMemory:
     cdef size_t shrink(self, size_t pages, bint enough) except? 0:
         cdef PoolCore c = self.core
         cdef size_t freed = 0, n = 0
-        cdef Descriptor* d
         cdef ReservedArray array
         cdef uint32_t id
-        cdef void* at
-        cdef int segment, status
+        cdef int segment
         cdef Region region
         while freed < pages and not c.shut and have_spare(c):
             c.lock_all()
@@ -320,10 +328,8 @@ cdef class PoolMemory:
                 n = c.segments[segment].pages
                 c.remove_segment(segment)
             else:
-                id = c.begin_trim(pages - freed)
-                d = &c.descriptors[id]
-                n = d.pages
-                at = <void*>d.address
+                id = c.begin_trim(pages - freed, enough)
+                n = c.descriptors[id].pages
             c.unlock_all()
             if segment >= 0:
                 array_close(&array)
@@ -332,24 +338,46 @@ cdef class PoolMemory:
                 region = None                # which may unmap it
             elif id == 0:
                 break
-            else:
-                if c.debug:
-                    c.ledger.forget(<uintptr_t>at, <uintptr_t>at + (n << PAGE_BITS))
-                arenapy_add(&c.in_transit, 1)
-                with nogil:
-                    status = vm_decommit(at, n << PAGE_BITS) if not c.shut else -1
-                    if status >= 0:          # before others may have it
-                        record(c, EVENT_TRIM, at, n << PAGE_BITS)
-                arenapy_spin_acquire(&c.heap_lock)
-                c.end_trim(id, status >= 0)
-                arenapy_spin_release(&c.heap_lock)
-                arenapy_sub(&c.in_transit, 1)
-                if status < 0:
-                    break
+            elif not self.decommit(id):
+                break
             freed += n
         if freed and c.debug:
             c.operated()
         return freed
+
+    cdef bint decommit(self, uint32_t id) except -1:
+        """Take the memory of a BUSY extent away, and make it VOID. False: it stays, and is free.
+
+        Memory of a device stays while a stream that is captured may use it.
+        """
+        cdef PoolCore c = self.core
+        cdef Descriptor* d = &c.descriptors[id]
+        cdef Segment* s = &c.segments[d.segment]
+        cdef void* at = <void*>d.address
+        cdef size_t nbytes = <size_t>d.pages << PAGE_BITS
+        cdef bint done = False
+        if c.debug:
+            c.ledger.forget(<uintptr_t>at, <uintptr_t>at + nbytes)
+        arenapy_add(&c.in_transit, 1)
+        try:
+            if c.hooks is not None and not c.shut:
+                try:
+                    self.reservations[s.base].decommit(
+                        <size_t>d.page << PAGE_BITS, nbytes, c.hooks.own)
+                    done = True
+                except (RuntimeError, MemoryError):
+                    pass
+            elif not c.shut:
+                with nogil:
+                    done = vm_decommit(at, nbytes) >= 0
+            if done:                         # before others may have it
+                record(c, EVENT_TRIM, at, nbytes)
+        finally:
+            arenapy_spin_acquire(&c.heap_lock)
+            c.end_trim(id, done)
+            arenapy_spin_release(&c.heap_lock)
+            arenapy_sub(&c.in_transit, 1)
+        return done
 
     cdef size_t trim_stale(self, double seconds) except? 0:
         cdef PoolCore c = self.core

@@ -42,7 +42,7 @@ cdef struct Links:
 
 cdef union Detail:
     uint64_t slots           # SPAN: bit i: slot i is neither live nor in a thread cache
-    Links age                # FREE: neighbours in the age list, 0 at its ends
+    Links age                # FREE, with a whole granule: neighbours in the age list, 0 at its ends
     uint32_t taken           # BLOCK, in a thread cache: the tick when it was handed out
 
 # Which blocks of an extent are handed out. Each slot has a byte of its own, so that threads that
@@ -73,7 +73,9 @@ cdef struct Descriptor:
 cdef struct Segment:
     uintptr_t base           # of page 0; 0: the segment is unused
     uint32_t pages
-    bint growing             # a reservation: its pages come and go one by one
+    # A reservation: so many pages, a power of two, get memory and lose it together. VOID and BUSY
+    # extents begin and end where such a granule does. 0: a region, which has all its memory.
+    uint32_t granule
     uint32_t* map            # [scatter(page)]: descriptor; right at an extent's ends, and in a SPAN
     uint64_t mapped          # pages for which `map` may be read, whole 4 KiB of it but at the end
     ReservedArray array      # where `map` lies
@@ -104,8 +106,8 @@ cdef class Pages(AllocatorCore):
     cdef int hot_index
     cdef Bins free_bins
     cdef Bins void_bins
-    cdef uint32_t newest, oldest     # FREE extents of growing segments, by when they were freed
-    cdef size_t aged_pages           # of those
+    cdef uint32_t newest, oldest     # FREE extents that could lose memory, by when they were freed
+    cdef size_t aged_pages           # that those could lose
     cdef size_t reserved_pages       # that have memory, BUSY ones not counted
     cdef size_t busy_pages           # on their way to have memory
     cdef uint32_t forks              # how many forks this process is from where the heap was made
@@ -226,7 +228,26 @@ cdef inline uint32_t roomy(Pages p, Bins* bins, size_t pages) noexcept nogil:
 # A region no page of which is in use.
 cdef inline bint is_idle(Pages p, Segment* s) noexcept nogil:
     cdef Descriptor* d = &p.descriptors[s.map[0]]
-    return not s.growing and d.state == FREE and d.pages == s.pages
+    return s.granule == 0 and d.state == FREE and d.pages == s.pages
+
+
+# The first page at or behind `page` with which a granule begins, and the last at or before it.
+cdef inline uint32_t granule_up(Segment* s, uint32_t page) noexcept nogil:
+    return (page + s.granule - 1) & ~(s.granule - 1)
+
+
+cdef inline uint32_t granule_down(Segment* s, uint32_t page) noexcept nogil:
+    return page & ~(s.granule - 1)
+
+
+# Pages of an extent in whole granules, which alone could lose their memory.
+cdef inline uint32_t trimmable_of(Pages p, Descriptor* d) noexcept nogil:
+    cdef Segment* s = &p.segments[d.segment]
+    cdef uint32_t start, end
+    if s.granule == 0:
+        return 0
+    start, end = granule_up(s, d.page), granule_down(s, d.page + d.pages)
+    return end - start if end > start else 0
 
 
 # Index of the segment that an address is in, -1 if it is not ours.
@@ -293,12 +314,12 @@ cdef class Segments(Pages):
         self, size_t pages, size_t wished, size_t most, size_t* missing) noexcept nogil
     cdef bint grow_map(self, size_t pages) noexcept nogil
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil
-    cdef uint32_t begin_trim(self, size_t most) noexcept nogil
+    cdef uint32_t begin_trim(self, size_t most, bint enough) noexcept nogil
     cdef void end_trim(self, uint32_t id, bint trimmed) noexcept nogil
     # In a forked child, all locks held: what was between begin and end is nobody's here.
     cdef void forget_growth(self) noexcept nogil
     cdef int add_segment(
-        self, Region region, bint growing, size_t most, uint32_t tick) except -1
+        self, Region region, uint32_t granule, size_t most, uint32_t tick) except -1
     cdef int idle_segment(self, size_t most) noexcept nogil
     cdef size_t idle_pages(self) noexcept nogil
     cdef void remove_segment(self, int segment) noexcept nogil

@@ -20,7 +20,9 @@ from arenapy.base.atomic cimport (
     arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release, rank_spin,
 )
 from arenapy.base.thread_slot cimport RANK_GROWTH, RANK_HEAP
-from arenapy.pool.page_heap cimport extent_is_valid, heap_is_valid, is_listed
+from arenapy.pool.page_heap cimport (
+    extent_is_valid, granule_down, granule_up, heap_is_valid, is_listed, trimmable_of,
+)
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, forbid_new, permit
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport N_EXACT, N_SMALL, class_of, floor_step, step_of
@@ -200,7 +202,7 @@ cdef class Pages(AllocatorCore):
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
         return id
 
-    # -- lists: a FREE extent is in a bin and, in a growing segment, in the age list
+    # -- lists: a FREE extent is in a bin and, if it could lose memory, in the age list
 
     cdef void enter(self, uint32_t id) noexcept nogil:
         """List a FREE or VOID extent in its bin."""
@@ -244,17 +246,17 @@ cdef class Pages(AllocatorCore):
             arenapy_assert(
                 self.free_pages[class_of(nbytes)] >= d.pages, b"free pages were counted")
             self.free_pages[class_of(nbytes)] -= d.pages
-            if self.segments[d.segment].growing:
-                self.age_remove(id)
+            self.age_remove(id)
         elif self.segments[d.segment].frontier == id:
             self.segments[d.segment].frontier = 0
 
     cdef void age_insert(self, uint32_t id, uint32_t older) noexcept nogil:
         """Into the age list, as the next after `older` (0: as the oldest)."""
         cdef uint32_t newer
-        if not self.segments[self.descriptors[id].segment].growing:
+        cdef uint32_t pages = trimmable_of(self, &self.descriptors[id])
+        if pages == 0:
             return
-        self.aged_pages += self.descriptors[id].pages
+        self.aged_pages += pages
         newer = self.descriptors[older].detail.age.newer if older else self.oldest
         self.descriptors[id].detail.age = Links(newer, older)
         if older:
@@ -268,9 +270,11 @@ cdef class Pages(AllocatorCore):
 
     cdef void age_remove(self, uint32_t id) noexcept nogil:
         cdef Links age = self.descriptors[id].detail.age
-        arenapy_assert(
-            self.aged_pages >= self.descriptors[id].pages, b"aged pages were counted")
-        self.aged_pages -= self.descriptors[id].pages
+        cdef uint32_t pages = trimmable_of(self, &self.descriptors[id])
+        if pages == 0:
+            return
+        arenapy_assert(self.aged_pages >= pages, b"aged pages were counted")
+        self.aged_pages -= pages
         if age.older:
             self.descriptors[age.older].detail.age.newer = age.newer
         else:
@@ -298,7 +302,7 @@ cdef class Pages(AllocatorCore):
         d = &self.descriptors[id]
         s = &self.segments[d.segment]
         lead = <uint32_t>(-((s.base >> PAGE_BITS) + d.page) & (align_pages - 1))
-        if s.growing:
+        if trimmable_of(self, d):
             older = d.detail.age.older
         self.remove(id)
         split[0] = d.pages > pages
@@ -389,19 +393,22 @@ cdef class Segments(Pages):
                     break
         if id == 0:
             return 0
+        d = &self.descriptors[id]
+        s = &self.segments[d.segment]
+        if s.granule > 1:                    # memory of a device: what is free there is no less
+            wished -= pages - need
+        need = granule_up(s, <uint32_t>need)
         if need > most:
             missing[0] = need - most
             return 0
-        d = &self.descriptors[id]
-        s = &self.segments[d.segment]
-        n = min(<size_t>d.pages, max(need, min(wished, most)))
+        n = min(<size_t>d.pages, max(need, granule_down(s, <uint32_t>min(wished, most))))
         if id == s.frontier and n >= HUGE_PAGES:
             # A huge page that is not whole when it is faulted in hardly ever becomes one.
             rest = -((s.base >> PAGE_BITS) + d.page + n) & (HUGE_PAGES - 1)
             if n + rest <= min(<size_t>d.pages, most):
                 n += rest
         if d.page + n < s.pages:             # the map has to say what begins there
-            n = min(n, <size_t>s.mapped - 1 - d.page)
+            n = min(n, <size_t>granule_down(s, <uint32_t>(s.mapped - 1 - d.page)))
             if n < need:
                 return 0
         self.remove(id)
@@ -429,7 +436,7 @@ cdef class Segments(Pages):
             s = &self.segments[i]
             arenapy_spin_acquire(&self.heap_lock)
             upto = 0
-            if s.base and s.growing and s.frontier:
+            if s.base and s.granule and s.frontier:
                 upto = min(self.descriptors[s.frontier].page + pages + 2, <size_t>s.pages)
             arenapy_spin_release(&self.heap_lock)
             if upto * sizeof(uint32_t) > s.array.ready:
@@ -458,18 +465,34 @@ cdef class Segments(Pages):
             d.state = VOID
             self.enter(id)
 
-    cdef uint32_t begin_trim(self, size_t most) noexcept nogil:
-        """Make the free pages that were unused longest BUSY, at most so many; 0: none are."""
+    cdef uint32_t begin_trim(self, size_t most, bint enough) noexcept nogil:
+        """Make the free pages that were unused longest BUSY, in whole granules; 0: none are.
+
+        At most so many; or (`enough`) no granule more than it takes for so many.
+        """
         cdef uint32_t id = self.oldest
-        cdef uint32_t older
+        cdef uint32_t rest, start, end, n
+        cdef Descriptor* d
+        cdef Segment* s
         if id == 0 or most == 0 or self.spare < SPARE:
             return 0
+        d = &self.descriptors[id]
+        s = &self.segments[d.segment]
+        start, end = granule_up(s, d.page), granule_down(s, d.page + d.pages)
+        n = <uint32_t>min(most, <size_t>end - start)
+        n = granule_up(s, n) if enough else granule_down(s, n)
+        if n == 0:
+            return 0
+        start = end - n
         self.remove(id)
-        if self.descriptors[id].pages > most:
-            older = id
-            id = self.cut(older, self.descriptors[older].pages - <uint32_t>most)
-            self.enter(older)
-            self.age_insert(older, 0)
+        if end < d.page + d.pages:           # a part of a granule, which has no age
+            rest = self.cut(id, end - d.page)
+            self.enter(rest)
+        if start > d.page:
+            rest = self.cut(id, start - d.page)
+            self.enter(id)
+            self.age_insert(id, 0)
+            id = rest
         self.descriptors[id].state = BUSY
         self.set_boundary_tags(id)
         arenapy_assert(
@@ -511,9 +534,9 @@ cdef class Segments(Pages):
                 page = self.descriptors[id].page + self.descriptors[id].pages
 
     cdef int add_segment(
-        self, Region region, bint growing, size_t most, uint32_t tick
+        self, Region region, uint32_t granule, size_t most, uint32_t tick
     ) except -1:
-        """Take a region over: free, or (growing) address space without memory as yet."""
+        """Take a region over: free, or address space without memory as yet, of such granules."""
         cdef uintptr_t base = (<uintptr_t>region.ptr + PAGE - 1) & ~<uintptr_t>(PAGE - 1)
         cdef uintptr_t end = <uintptr_t>region.ptr + region.size
         cdef size_t pages = (end - base) >> PAGE_BITS if end > base else 0
@@ -527,10 +550,10 @@ cdef class Segments(Pages):
                 f"{MAX_PAGES} in a region: give a larger one, or several smaller"
             )
         segment = Segment(
-            base, <uint32_t>pages, growing, NULL, 0, ReservedArray(NULL, 0, 0), 0, NULL)
+            base, <uint32_t>pages, granule, NULL, 0, ReservedArray(NULL, 0, 0), 0, NULL)
         if not (self.more_descriptors(STOCK) and array_open(&segment.array, pages * 4)):
             raise MemoryError("no memory for the bookkeeping of a pool")
-        if not array_grow(&segment.array, min(pages * 4, <size_t>PAGE) if growing else pages * 4):
+        if not array_grow(&segment.array, min(pages * 4, <size_t>PAGE) if granule else pages * 4):
             array_close(&segment.array)
             raise MemoryError("no memory for the bookkeeping of a pool")
         segment.map = <uint32_t*>segment.array.at
@@ -543,7 +566,7 @@ cdef class Segments(Pages):
         except BaseException:
             array_close(&segment.array)
             raise
-        if not growing:
+        if granule == 0:
             forbid_new(self, base, base + (pages << PAGE_BITS))
         self.lock_all()
         i = 0
@@ -558,10 +581,10 @@ cdef class Segments(Pages):
         self.order[at] = <uint16_t>i
         self.n_segments += 1
         self.note_hot()
-        id = self.new_extent(i, 0, <uint32_t>pages, VOID if growing else FREE)
+        id = self.new_extent(i, 0, <uint32_t>pages, VOID if granule else FREE)
         self.descriptors[id].tick = tick
         self.enter(id)
-        if not growing:
+        if granule == 0:
             self.reserved_pages += pages
         self.unlock_all()
         return 0

@@ -701,7 +701,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def trim(self, keep_bytes=0):
         """Return idle memory to the source, starting with the memory that was idle for longest.
 
-        Over Host, single pages are returned. Over other sources, whole regions are returned.
+        Over Host, single pages are returned, and over a device with ``grow=True``, single pages of
+        2 MiB. Over other sources, whole regions are returned.
 
         Parameters
         ----------
@@ -890,7 +891,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     @property
     def regions(self) -> tuple:
-        """The regions. Over Host, these are address ranges that are partly backed by memory."""
+        """The regions. If they grow in place, they are address ranges with memory in parts."""
         return self.core.listed()
 
     def stats(self):

@@ -41,7 +41,7 @@ from arenapy.base.text import format_bytes
 from arenapy.commands.replay.device import HEAPS, PEERS, Watch, run, script, streams_of
 from arenapy.commands.replay.program import Program, program
 from arenapy.trace.torch_snapshot import is_pickle
-from asv_benches.gpu.traces import traces
+from asv_benches.gpu.traces import made_to_fragment, traces
 from asv_benches.support.results import stamp, store
 
 OURS = "arenapy"
@@ -225,6 +225,7 @@ def chosen(options):
     if options.trace or not found:
         there = traces(options.quick)
         wanted = options.trace or list(there)
+        there |= made_to_fragment(options.quick)  # if asked for by name
         if unknown := [name for name in wanted if name not in there]:
             raise SystemExit(f"no trace is called {unknown[0]!r}; there are: {', '.join(there)}")
         found |= {name: there[name] for name in wanted}

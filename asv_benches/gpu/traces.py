@@ -78,6 +78,31 @@ def random_trace(seed, sizes, allocations=ALLOCATIONS, most_bytes=MAX_BYTES):
     return Trace(events, f"random, seed {seed}")
 
 
+def growing_sequences(seed=0, phases=12, tensors=8, first=64 * MIB):
+    """Batches of tensors, each batch larger than the one before, as of ever longer sequences.
+
+    Beside each tensor a small block is made, which stays. So no region of memory that was taken for
+    a batch becomes free entirely, and none of its holes is large enough for the next batch.
+    """
+    random = np.random.default_rng(seed)
+    out, made = [], 0
+    for phase in range(phases):
+        batch = []
+        for _ in range(tensors):
+            large = int(first * (1 + phase / 6) * random.uniform(0.95, 1.05))
+            small = int(random.integers(64 << 10, 512 << 10))
+            for nbytes in (large, small):
+                made += 1
+                out.append((OPERATIONS["alloc"], made, nbytes))
+            batch.append((made - 1, large))
+        out += [(OPERATIONS["free"], number, nbytes) for number, nbytes in batch]
+    events = np.zeros(len(out), EVENT)
+    events["operation"], events["address"], events["nbytes"] = np.array(out, "u8").T
+    events["address"] <<= np.uint64(6)
+    events["thread"] = 1
+    return Trace(events, f"growing sequences, seed {seed}")
+
+
 def pack(trace, path):
     """Write a trace's blocks in little room: addresses become numbers, times microseconds."""
     of_blocks = np.isin(trace.events["operation"], [OPERATIONS["alloc"], OPERATIONS["free"]])
@@ -117,3 +142,8 @@ def traces(quick=False):
     for seed, name in enumerate(SIZES):
         found[name] = random_trace(seed, name, allocations)
     return found
+
+
+def made_to_fragment(quick=False):
+    """{name: Trace} of those that only a range which grows in place serves without waste."""
+    return {"growing sequences": growing_sequences(first=(8 if quick else 64) * MIB)}

@@ -397,7 +397,7 @@ def test_alloc_many_that_fails_late_changes_nothing(anywhere):
     kept = anywhere.alloc(100)
     before = view(anywhere)
     with pytest.raises(OutOfMemory):
-        anywhere.alloc_many([ITEM] * (2 * NBYTES // ITEM))
+        anywhere.alloc_many([ITEM] * (8 * NBYTES // ITEM))
     with pytest.raises(ValueError, match="-1"):
         anywhere.alloc_many([1, 2, -1])
     with pytest.raises(TypeError):

@@ -32,6 +32,7 @@ OWN_WAYS = {
     "instructions.bench_instructions.Arena": "an arena's calls with each other",
     "instructions.bench_instructions.Frame": "mark and reset, which nothing else has",
     "host.bench_latency.Frame": "mark and reset, which nothing else has",
+    "host.bench_growth.Reserved": "two ways of growing",
     "host.bench_layout.Layout": "layouts and pages",
     "host.bench_layout.Huge": "layouts and pages",
     "host.bench_lifetime.Lifetime": "a bound",

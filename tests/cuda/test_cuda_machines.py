@@ -33,6 +33,7 @@ ALLOCATORS = {
 }
 SOURCES = {
     "Device": (False, cuda.Device),
+    "GrowingDevice": (False, lambda: cuda.Device(grow=True)),
     "DriverPool": (False, cuda.DriverPool),
     "Pinned": (True, lambda: cuda.Pinned(huge_pages=None)),
     "Managed": (True, cuda.Managed),

@@ -472,3 +472,95 @@ def test_a_destructor_may_call_nothing(one):
 def test_misuse_is_told_at_the_end():
     with pytest.raises(AssertionError, match="there is no stream 0x5"), simulated() as one:
         assert one.call("cuStreamDestroy", 0x5) == INVALID_HANDLE
+
+
+# Addresses first, memory later ------------------------------------------------------------------
+
+MAPPED = 2 << 20
+
+
+def props(device=0, kind=1):
+    """A CUmemAllocationProp."""
+    return (ctypes.c_int * 8)(kind, 0, 1, device)
+
+
+def space(one, pages=4):
+    return one.got("cuMemAddressReserve", ADDRESS, pages * MAPPED, MAPPED, 0, 0)
+
+
+def created(one, nbytes=MAPPED):
+    return one.got("cuMemCreate", ADDRESS, nbytes, props(), 0)
+
+
+def allow(one, address, nbytes=MAPPED, device=0):
+    return one.call("cuMemSetAccess", address, nbytes, (ctypes.c_int * 3)(1, device, 3), 1)
+
+
+def map_page(one, address):
+    handle = created(one)
+    assert one.call("cuMemMap", address, MAPPED, 0, handle, 0) == 0
+    assert one.call("cuMemRelease", handle) == 0
+    assert allow(one, address) == 0
+
+
+def test_memory_is_there_while_it_has_a_handle_or_a_mapping(one):
+    start = space(one)
+    assert start % MAPPED == 0 and one.memory.used[0] == 0
+    handle = created(one)
+    assert one.memory.used[0] == MAPPED
+    assert one.call("cuMemMap", start, MAPPED, 0, handle, 0) == 0
+    assert one.call("cuMemRelease", handle) == 0
+    assert one.memory.used[0] == MAPPED and allow(one, start) == 0
+    assert ctypes.string_at(start, 4) == bytes([PATTERN]) * 4
+    assert one.call("cuMemUnmap", start, MAPPED) == 0 and one.memory.used[0] == 0
+    assert one.call("cuMemAddressFree", start, 4 * MAPPED) == 0
+    assert not one.memory.reserved and one.errors == []
+
+
+def test_a_kernel_may_touch_what_is_mapped_side_by_side_and_nothing_else(one):
+    start = space(one)
+    for i in (0, 1, 3):
+        map_page(one, start + i * MAPPED)
+    one.launch(LEGACY, None, [(start + MAPPED - 8, 16)])
+    one.drain()
+    assert one.errors == []
+    one.launch(LEGACY, None, [(start + 2 * MAPPED - 8, 16)])
+    one.launch(LEGACY, None, [(start + 2 * MAPPED, 1)])
+    handle = created(one)
+    assert one.call("cuMemMap", start + 2 * MAPPED, MAPPED, 0, handle, 0) == 0
+    one.drain()
+    expect_errors(one, "beyond the end", "has not run")  # it has no access yet
+    assert one.call("cuMemcpyAsync", start + 4 * MAPPED - 4, start, 8, LEGACY) == 0
+    one.drain()
+    expect_errors(one, "beyond the end")
+
+
+def test_unmapping_waits_for_nobody(one):
+    start = space(one)
+    map_page(one, start)
+    one.launch(LEGACY, None, [(start, 1)])
+    assert one.call("cuMemUnmap", start, MAPPED) == 0 and one.queue
+    one.drain()
+    expect_errors(one, "was unmapped while an operation is to use it", "not the driver's")
+
+
+def test_misuse_of_reserved_addresses_is_told(one):
+    start, pool = space(one), created(one)
+    assert one.call("cuMemMap", start, MAPPED, 0, pool, 0) == 0
+    assert one.call("cuMemMap", start + MAPPED, MAPPED, 0, pool, 0) == 1  # twice
+    other = created(one, 2 * MAPPED)
+    assert one.call("cuMemMap", start, 2 * MAPPED, 0, other, 0) == 208  # over another
+    assert one.call("cuMemMap", start + 3 * MAPPED, 2 * MAPPED, 0, other, 0) == 1  # beyond
+    assert one.call("cuMemMap", start + MAPPED, 2 * MAPPED, 0, other, 0) == 0
+    assert one.call("cuMemUnmap", start + MAPPED, MAPPED) == 1  # a part
+    assert one.call("cuMemUnmap", start, 3 * MAPPED) == 1  # two of them
+    assert allow(one, start + 3 * MAPPED) == 1  # nothing
+    assert one.call("cuMemAddressFree", start, 4 * MAPPED) == 1  # it has memory
+    assert one.call("cuMemRelease", pool) == one.call("cuMemRelease", other) == 0
+    assert one.call("cuMemRelease", pool) == 1
+    assert one.call("cuMemCreate", ctypes.byref(ADDRESS()), MAPPED + 1, props(), 0) == 1
+    assert one.call("cuMemCreate", ctypes.byref(ADDRESS()), MAPPED, props(kind=0), 0) == 1
+    assert one.call("cuMemFree", start) == 1
+    texts = ["mapped already"] * 2 + ["not reserved", "no whole mapping", "no whole mapping"]
+    texts += ["no mapping begins", "have memory", "no allocation", "not multiples", "kind 0"]
+    expect_errors(one, *texts)

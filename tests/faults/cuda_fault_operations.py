@@ -32,7 +32,7 @@ from cuda_support import (
 from injection import Act
 from simulated_driver import INVALID_HANDLE, INVALID_VALUE
 
-from arenapy import Pool, cuda
+from arenapy import Bump, Pool, cuda
 from arenapy.cuda import driver
 
 __all__ = ["OPERATIONS", "cuda_fault_uses"]
@@ -240,6 +240,75 @@ def trim(gpu):
     slowly_fill(gpu, s, b, 1)
     b.release()
     return Act(one.trim, view=lambda: in_use(one))
+
+
+# ---- memory that grows in place ----
+
+
+def growing_pool():
+    pool = Pool(32 * MIB, cuda.Device(grow=True))
+    return pool, pool.alloc(MIB)
+
+
+@operation("growing pool alloc, first")
+def first_of_growing(gpu):
+    one = Pool(32 * MIB, cuda.Device(grow=True))
+    return Act(lambda: one.alloc(5 * MIB), view=lambda: in_use(one), good=usable)
+
+
+@operation("growing pool alloc")
+def growth(gpu):
+    one, kept = growing_pool()
+    return Act(
+        lambda: one.alloc(5 * MIB), view=lambda: in_use(one), good=usable, end=lambda: usable(kept)
+    )
+
+
+@operation("growing pool trim")
+def trim_growing(gpu):
+    one, kept = growing_pool()
+    done = []
+
+    def act():
+        b = one.alloc(5 * MIB)
+        gpu.launch(LEGACY, lambda: done.append(1), [(b.address, b.nbytes)])
+        b.release()
+        before = one.stats().reserved_bytes
+        one.trim()
+        assert done or one.stats().reserved_bytes == before, "unmapped under a kernel"
+
+    return Act(act, view=lambda: in_use(one), end=lambda: usable(kept))
+
+
+@operation("end of a growing Pool")
+def end_of_growing(gpu):
+    things = list(growing_pool())
+
+    def act():
+        if things:
+            slowly_fill(gpu, LEGACY, things[1], 1)
+        things.clear()
+        gc.collect()
+
+    def end():
+        """What could not be given back is given back when the next one is made."""
+        growing_pool()
+        gc.collect()
+        growing_pool()
+
+    return Act(act, end=end)
+
+
+@operation("growing bump alloc and trim")
+def growing_bump(gpu):
+    one = Bump(MIB, cuda.Device(grow=True), 32 * MIB)
+
+    def act():
+        with one.scope():
+            usable(one.alloc(5 * MIB))
+        one.trim()
+
+    return Act(act, view=lambda: in_use(one), end=lambda: usable(one.alloc(5 * MIB)))
 
 
 @operation("bump reset")

@@ -44,6 +44,8 @@ def row(operations, calls, *outcomes, results=ANY, leaves="", misuse=""):
 
 
 PUSH = "cuCtxPushCurrent"
+GRANULARITY = "cuMemGetAllocationGranularity"
+MAPS = "cuMem(Create|Map|SetAccess)"
 WAITS = "cuStreamWaitEvent|cuEventSynchronize"
 EVENTS = "cuEventCreate|cuEventRecord|cuStreamGetId"
 ALLOCATES = "cuMemAlloc|cuMemAllocManaged|cuMemAllocFromPoolAsync"
@@ -110,6 +112,15 @@ TABLE = [
     # If there is no memory for the way through the host, the driver copies.
     row(BY_THE_HOST, f"{FOR_A_REGION}|{EVENTS}|cuCtxGetDevice", FINE, TOLD),
     row(BY_THE_HOST, WAITS, TOLD, *NO_WAIT),
+    # Memory that grows in place. What cannot be unmapped stays, and is used again; what could not
+    # be given back at an end is given back when the next one is made.
+    row("growing .*", "cuMemRelease", FINE, leaves="memory?"),
+    row("growing .*", "cuMemUnmap", FINE),
+    row("growing bump.*", MAPS, NO_ROOM, results="OUT_OF_MEMORY"),
+    row("growing .*", f"cuMemAlloc|{MAPS}", FINE, results="OUT_OF_MEMORY"),
+    row("growing bump.*", PUSH, NO_ROOM, UNKNOWN, FINE, TOLD),
+    row("growing .*", f"{PUSH}|cuMemAddressReserve|{GRANULARITY}", FULL, FINE, TOLD),
+    row("growing .*", f"{EVENTS}|{WAITS}|cuMemFree", FINE),
     # A pool that gets no memory asks for less.
     row("pool alloc, first.*", FOR_A_REGION, FINE, results="OUT_OF_MEMORY"),
     row("pool alloc on another stream", EVENTS, FINE, TOLD, results="OUT_OF_MEMORY"),

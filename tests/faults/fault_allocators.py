@@ -51,6 +51,38 @@ bump_act("check", lambda arena, first, held: arena.check())
 bump_act("debug alloc", lambda arena, first, held: arena.alloc(100), debug=True)
 
 
+IN_PLACE = {"source": Host(grow=True)}
+
+bump_act("in place, growing", lambda arena, first, held: arena.alloc(3 * MIB), **IN_PLACE)
+bump_act("in place, a batch", lambda arena, *_: arena.alloc_many([MIB // 2] * 5), **IN_PLACE)
+
+
+def grown(arena, first, held):
+    with arena.scope():
+        block = arena.alloc(1000)
+        assert arena.grow(block, 2 * MIB) is block
+
+
+bump_act("in place, a block", grown, **IN_PLACE)
+
+
+@operation("Bump in place, trim")
+def trim_in_place():
+    arena = Bump(MIB, Host(grow=True), 16 * MIB)
+
+    def act():
+        with arena.scope():
+            arena.alloc(5 * MIB)
+        arena.trim()
+
+    return Act(act, view=lambda: (arena.check(), arena.used))
+
+
+@operation("Bump in place, made")
+def made_in_place():
+    return Act(lambda: Bump(MIB, Host(grow=True), 16 * MIB), good=lambda arena: arena.check())
+
+
 @operation("Bump reset with survivors")
 def survivors():
     arena = Bump(MIB)

@@ -168,6 +168,11 @@ TABLE = [
     row("NumPy malloc, libc's", "malloc", NO_MEMORY, NUMPY_NONE),
     row("NumPy memory, installed", "malloc", NO_MEMORY, "MemoryError: a NumPy handler"),
     row("NumPy.*", f"{MEMORY}|realloc", ANY, FINE),
+    # An arena that grows in place. Accessible is only the part, if the rest behind it cannot be.
+    row("Bump in place, made", "mmap", f"{NO_MEMORY}|EACCES", "OutOfMemory: cannot be reserved"),
+    row("Bump in place.*", "mprotect", f"{NO_MEMORY}|EACCES", FINE, NO_MAP, NOT_MAPPED),
+    row("Bump in place.*", MEMORY, "ENOMEM", FINE, NO_PAGES, NO_MAP),
+    row("Bump in place.*", r"madvise\(DONTNEED\)", "ENOMEM", "OSError: Cannot allocate memory"),
     # Arenas and slabs ask for less before they give up.
     row("Bump alloc_many, growing", MEMORY, "ENOMEM", FINE),
     row("Bump .*growing|Bump grow", r"mmap|madvise\(HUGEPAGE\)", NO_MEMORY, NO_MAP),

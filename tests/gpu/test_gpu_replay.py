@@ -276,6 +276,7 @@ def test_what_is_compared():
     found = gpu_traces.traces(quick=True)
     assert set(gpu_traces.SIZES) <= set(found)
     assert set(gpu_replay.PEERS) < set(gpu_heaps.HEAPS)
+    found |= gpu_traces.made_to_fragment(quick=True)
     for made in found.values():
         assert program(made).live().max() < 20 << 30
     if gpu_traces.TRAINING.exists():

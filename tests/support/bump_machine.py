@@ -382,3 +382,35 @@ class GrowingMachine(BumpMachine):
             "fail_on": st.none() | st.integers(2, 4),
         }
     )
+
+
+class InPlaceMachine(BumpMachine):
+    """One region, which grows in place and shrinks."""
+
+    configs = st.fixed_dictionaries(
+        {
+            "nbytes": st.one_of(st.integers(1, 4).map(lambda n: n * PAGE), st.integers(1, PAGE)),
+            "growth": st.integers(0, 64 * PAGE) | st.integers(0, 5 << 20),
+            "options": st.sampled_from([{}, {"guard": True}, {"fork": "skip"}]),
+        }
+    )
+
+    def make(self, nbytes, growth, options):
+        self.max_bytes = nbytes + growth
+        source = arenapy.Host(huge_pages=None, prefault=False, grow=True, **options)
+        return arenapy.Bump(nbytes, source, self.max_bytes, self.strict)
+
+    def most(self):
+        stats = self.allocator.stats()
+        return stats.largest_free_extent + self.max_bytes - stats.capacity
+
+    @rule(keep=st.integers(0, 64 * PAGE))
+    @step
+    def trim(self, keep):
+        before = self.allocator.stats()
+        freed = self.allocator.trim(keep)
+        after = self.allocator.stats()
+        event("trimmed" if freed else "nothing to trim")
+        assert after.capacity == before.capacity - freed and after.regions == 1
+        assert after.live_bytes == before.live_bytes
+        assert freed == 0 or after.capacity >= keep

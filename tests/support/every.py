@@ -47,6 +47,7 @@ HOST_SOURCES = {
     "host guard": lambda directory: Host(guard=True),
     "host fork=skip": lambda directory: Host(fork="skip"),
     "host threads": lambda directory: Host(threads=2),
+    "host grow": lambda directory: Host(grow=True),
     "host numa_node": lambda directory: Host(numa_node=0),
     "host lock": lambda directory: Host(lock=True),
     "shared": lambda directory: Shared(),
@@ -65,6 +66,7 @@ CUDA_SOURCES = {
     "pinned": lambda directory: cuda.Pinned(),
     "managed": lambda directory: cuda.Managed(),
     "device": lambda directory: cuda.Device(),
+    "growing device": lambda directory: cuda.Device(grow=True),
     "driver pool": lambda directory: cuda.DriverPool(),
 }
 MAKERS = {
@@ -82,7 +84,7 @@ def cuda_sources(*names):
 #: Those whose arrays are NumPy's; those that the host sees; all of them.
 SOURCES = [*HOST_SOURCES, "simulated hip pinned", *cuda_sources("pinned")]
 HOST_VISIBLE = [*SOURCES, *cuda_sources("managed")]
-EVERYWHERE = [*HOST_VISIBLE, *cuda_sources("device", "driver pool")]
+EVERYWHERE = [*HOST_VISIBLE, *cuda_sources("device", "growing device", "driver pool")]
 #: Those over which an allocator is closed in a forked child.
 CLOSED_IN_CHILD = {"host fork=skip", "shared", "shared prefault=False", "file w+", "file r+"}
 
@@ -104,7 +106,7 @@ def kind_of(name):
     """Of the memory of a source."""
     driver, _, what = name.partition(" ")
     if driver in ("simulated", "gpu"):
-        return what.replace("driver pool", "device")
+        return what.replace("driver pool", "device").replace("growing device", "device")
     return driver.rstrip(",").replace("user", "host")
 
 

@@ -7,6 +7,7 @@ from hypothesis.stateful import invariant, rule
 from machines import choice, drawn, needs, step
 from pool_model import PoolModel
 from pool_rules import BOUNDS, COARSE, KIB, MIB, interesting_sizes
+from sources import Granules
 
 import arenapy
 
@@ -240,6 +241,17 @@ class HostPoolMachine(PoolMachine):
     def pinned_bytes(self):
         """Where live blocks lie in the address space may leave no room between them."""
         return self.max_bytes if self.mine() else 0
+
+
+class GranulesPoolMachine(HostPoolMachine):
+    """Pages that come and go some at a time, as on a device."""
+
+    def make(self, options, **config):
+        PoolMachine.make(self, **config, skew=0, adjacent=None, fail_on=set())
+        hook = self.on_oom if self.hook_kind else None
+        return arenapy.Pool(
+            self.max_bytes, Granules(), config["initial_bytes"], None, hook, self.rounding
+        )
 
 
 class DebugPoolMachine(PoolMachine):

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 import simulated_gpu as gpu
 from simulated_memory import (
+    GRANULE,
     INVALID_HANDLE,
     INVALID_VALUE,
     OUT_OF_MEMORY,
     SUCCESS,
+    Allocation,
+    Handles,
     MemoryPool,
     Range,
     Refused,
+    libc,
     put,
 )
 
@@ -45,11 +49,14 @@ C_TYPES = {
     "unsigned int": ctypes.c_uint,
     "unsigned char": ctypes.c_ubyte,
     "size_t": ctypes.c_size_t,
+    "unsigned PY_LONG_LONG": ctypes.c_uint64,
     "CUdeviceptr": ctypes.c_uint64,
+    "CUmemGenericAllocationHandle": ctypes.c_uint64,
     "CUhostFn": ctypes.c_void_p,
 }
 HANDLES = {"CUcontext", "CUstream", "CUevent", "CUmemoryPool", "CUgraph", "CUuserObject"}
-UNIFIED_ADDRESSING, CONCURRENT_MANAGED_ACCESS = 41, 89  # attributes of a device
+UNIFIED_ADDRESSING, CONCURRENT_MANAGED_ACCESS, VIRTUAL_MEMORY = 41, 89, 102  # of a device
+ALREADY_MAPPED = 208
 RELEASE_THRESHOLD = 4  # of a memory pool
 MOVE = 1  # a flag: the reference itself
 
@@ -94,7 +101,11 @@ class SimulatedDriver(gpu.Gpu):
         self.lost = set()  # devices whose context has failed
         self.raised = None  # by before_call, or by a kernel that a call has run
         self.heap = 8 << 20
-        self.attributes.update({UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1})
+        self.attributes.update(
+            {UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1, VIRTUAL_MEMORY: 1}
+        )
+        self.allocations = Handles("allocation", 0x700000, INVALID_VALUE)
+        self.granularity = GRANULE
         self.advised = []  # arguments of cuMemAdvise and cuMemPrefetchAsync
         self.entries = {}
         self.functions = {}
@@ -326,6 +337,80 @@ class SimulatedDriver(gpu.Gpu):
             one.pool.give(one.nbytes)
         else:
             self.memory.used[one.device] -= one.nbytes
+
+    # ---- addresses first, memory later: sizes are multiples of the granularity ----
+
+    def _whole(self, *numbers):
+        if not all(numbers) or any(one % self.granularity for one in numbers):
+            raise Refused(INVALID_VALUE, f"{numbers} are not multiples of {self.granularity}")
+
+    def cuMemGetAllocationGranularity(self, out, props, option):
+        self._device_of(props)
+        put(out, ctypes.c_size_t, self.granularity)
+
+    def _device_of(self, props):
+        """Of a CUmemAllocationProp: pinned memory of a device."""
+        kind, _, place, ordinal = (ctypes.c_int * 4).from_address(props)
+        if kind != 1 or place != 1 or not 0 <= ordinal < len(self.MEMORY):
+            raise Refused(INVALID_VALUE, f"memory of the kind {kind} at {place}, {ordinal}")
+        return ordinal
+
+    def cuMemAddressReserve(self, out, nbytes, align, wanted, flags):
+        self.unsafe()
+        self._whole(nbytes)
+        if flags or align & (align - 1):
+            return INVALID_VALUE
+        put(out, ctypes.c_uint64, self.memory.reserve(nbytes, max(align, self.granularity)))
+
+    def cuMemAddressFree(self, address, nbytes):
+        self.unsafe()
+        one = self.memory.reserved.get(address)
+        if one is None or one.nbytes != nbytes:
+            raise Refused(INVALID_VALUE, f"{nbytes} bytes from {address:#x} are no reservation")
+        if one.mappings:
+            raise Refused(INVALID_VALUE, f"the addresses from {address:#x} have memory")
+        libc.munmap(address, nbytes)
+        del self.memory.reserved[address]
+
+    def cuMemCreate(self, out, nbytes, props, flags):
+        self.unsafe()
+        self._whole(nbytes)
+        device = self._device_of(props)
+        self.memory.take(device, nbytes)
+        put(out, ctypes.c_uint64, self.allocations.add(Allocation(nbytes, device)))
+
+    def cuMemRelease(self, handle):
+        self.unsafe()
+        one = self.allocations.remove(handle)
+        one.held = False
+        self.memory.drop(one)
+
+    def cuMemMap(self, address, nbytes, offset, handle, flags):
+        self.unsafe()
+        self._whole(address, nbytes)
+        one = self.allocations.get(handle)
+        if offset or flags or nbytes != one.nbytes or one.mapped:
+            raise Refused(INVALID_VALUE, "a part of an allocation, or one that is mapped already")
+        space = self.memory.space(address, nbytes)
+        if any(space.mapped(at) for at in range(address, address + nbytes, self.granularity)):
+            raise Refused(ALREADY_MAPPED, f"{address:#x} is mapped already")
+        self.memory.map(address, one)
+
+    def cuMemUnmap(self, address, nbytes):
+        """Unlike cuMemFree it waits for nothing."""
+        self.unsafe()
+        self._whole(address, nbytes)
+        if self.uses(address, nbytes):
+            self.errors.append(f"{address:#x} was unmapped while an operation is to use it")
+        self.memory.unmapped(address, nbytes)
+
+    def cuMemSetAccess(self, address, nbytes, descriptions, count):
+        self.unsafe()
+        self._whole(address, nbytes)
+        words = (ctypes.c_int * (3 * count)).from_address(descriptions)
+        if not count or any(words[i] != 1 or words[i + 2] != 3 for i in range(0, 3 * count, 3)):
+            return INVALID_VALUE
+        self.memory.allow(address, nbytes, frozenset(words[1::3]))
 
     def cuMemHostRegister(self, address, nbytes, flags):
         self.unsafe()

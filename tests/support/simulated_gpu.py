@@ -194,6 +194,9 @@ class Gpu:
                 return f"{address:#x}, whose allocation has not run"
             elif address + nbytes > one.end:
                 return f"{nbytes} bytes from {address:#x}, beyond the end of an allocation"
+            elif operation.kernel and one.access is not None:
+                if operation.device not in one.access:
+                    return f"{address:#x}, to which device {operation.device} has no access"
             elif operation.kernel and one.kind in ("device", "pool"):
                 pair = (operation.device, one.device)
                 if one.device != operation.device and pair not in self.enabled:

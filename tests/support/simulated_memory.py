@@ -68,10 +68,52 @@ class Range:
     ready: bool = True  # a pool's is not until its allocation has run
     freed_at: int | None = None  # the number of the call that frees it
     dead: bool = False
+    access: frozenset[int] | None = None  # devices, of a mapping; None: it is none
 
     @property
     def end(self):
         return self.start + self.nbytes
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory of cuMemCreate, which is there while somebody has its handle or has mapped it."""
+
+    nbytes: int
+    device: int
+    held: bool = True  # by its handle
+    mapped: bool = False
+
+
+@dataclass(eq=False)
+class Reserved:
+    """Addresses of cuMemAddressReserve."""
+
+    start: int
+    nbytes: int
+    mappings: dict[int, tuple[Allocation, frozenset[int]]]  # by address, with who has access
+
+    @property
+    def end(self):
+        return self.start + self.nbytes
+
+    def mapped(self, address):
+        """Where the mapping that has an address begins; None: nothing is mapped there."""
+        for start, (one, _) in self.mappings.items():
+            if start <= address < start + one.nbytes:
+                return start
+        return None
+
+    def run(self, address):
+        """What is mapped from there on, as if it were one piece of memory; or None."""
+        first = self.mapped(address)
+        if first is None:
+            return None
+        one, access = self.mappings[first]
+        end = first + one.nbytes
+        while end in self.mappings and self.mappings[end][1] == access:
+            end += self.mappings[end][0].nbytes
+        return Range(first, end - first, one.device, "device", ready=bool(access), access=access)
 
 
 class Memory:
@@ -86,8 +128,15 @@ class Memory:
         self.used = Counter()
         self.ranges, self.starts = [], []  # all there ever were, by address
         self.registered = {}
+        self.reserved = {}  # by address
+        self.fresh = ctypes.memset  # what is done to new memory; None: it takes no pages of ours
         self.base = self.next = 0
-        self.close = lambda: None
+        self.unmap = lambda: None
+        weakref.finalize(self, unmap_all, self.reserved)
+
+    def close(self):
+        self.unmap()
+        unmap_all(self.reserved)
 
     def left(self, device):
         return self.sizes[device] - self.others[device] - self.used[device]
@@ -103,12 +152,13 @@ class Memory:
             flags = MAP_PRIVATE_ANONYMOUS_NORESERVE
             base = libc.mmap(None, RESERVED, PROT_NONE, flags, -1, 0)
             assert base % PAGE == 0, "no address space"
-            self.close = weakref.finalize(self, libc.munmap, base, RESERVED)
+            self.unmap = weakref.finalize(self, libc.munmap, base, RESERVED)
             self.base = base
             self.next = -(-base // GRANULE) * GRANULE
         start = self.next + (512 if nbytes % GRANULE else 0)
         assert not libc.mprotect(self.next, start + nbytes - self.next, PROT_READ_WRITE)
-        ctypes.memset(start, PATTERN, nbytes)
+        if self.fresh:
+            self.fresh(start, PATTERN, nbytes)
         self.next = (start + nbytes + PAGE) // GRANULE * GRANULE + GRANULE
         one = Range(start, nbytes, device, kind, pool)
         self.ranges.append(one)
@@ -126,12 +176,18 @@ class Memory:
         for one in self.registered.values():
             if one.start <= address < one.end:
                 return one
+        for space in self.reserved.values():
+            if space.start <= address < space.end:
+                return space.run(address)
         i = bisect_right(self.starts, address)
         return self.ranges[i - 1] if i and address < self.ranges[i - 1].end else None
 
     def is_host(self, address):
         """Whether it is ordinary memory of the host."""
         inside = self.base <= address < self.base + RESERVED if self.base else False
+        inside = inside or any(
+            space.start <= address < space.end for space in self.reserved.values()
+        )
         if inside and not self.find(address):
             raise Refused(INVALID_VALUE, f"{address:#x} is between allocations")
         return not self.find(address)
@@ -139,7 +195,67 @@ class Memory:
     def at(self, address):
         """The range of the driver's own that starts there."""
         one = self.find(address)
-        return one if one and one.kind != "registered" and one.start == address else None
+        if one is None or one.kind == "registered" or one.access is not None:
+            return None
+        return one if one.start == address else None
+
+    # ---- addresses first, memory later ----
+
+    def reserve(self, nbytes, align):
+        flags = MAP_PRIVATE_ANONYMOUS_NORESERVE
+        base = libc.mmap(None, nbytes + align, PROT_NONE, flags, -1, 0)
+        if base % PAGE:
+            raise Refused(OUT_OF_MEMORY)
+        start = -(-base // align) * align
+        libc.munmap(start + nbytes, base + align - start)
+        self.reserved[start] = Reserved(start, nbytes, {})
+        return start
+
+    def space(self, address, nbytes):
+        """The reservation that has this part."""
+        for one in self.reserved.values():
+            if one.start <= address and address + nbytes <= one.end:
+                return one
+        raise Refused(INVALID_VALUE, f"{nbytes} bytes from {address:#x} are not reserved")
+
+    def map(self, address, one):
+        libc.mprotect(address, one.nbytes, PROT_READ_WRITE)
+        if self.fresh:
+            self.fresh(address, PATTERN, one.nbytes)
+        libc.mprotect(address, one.nbytes, PROT_NONE)
+        self.space(address, one.nbytes).mappings[address] = one, frozenset()
+        one.mapped = True
+
+    def allow(self, address, nbytes, devices):
+        space = self.space(address, nbytes)
+        at = address
+        while at < address + nbytes:
+            if at not in space.mappings:
+                raise Refused(INVALID_VALUE, f"access to {at:#x}, where no mapping begins")
+            one, access = space.mappings[at]
+            space.mappings[at] = one, access | devices
+            at += one.nbytes
+        libc.mprotect(address, nbytes, PROT_READ_WRITE)
+
+    def unmapped(self, address, nbytes):
+        space = self.space(address, nbytes)
+        if address not in space.mappings or space.mappings[address][0].nbytes != nbytes:
+            raise Refused(INVALID_VALUE, f"{nbytes} bytes from {address:#x} are no whole mapping")
+        one, _ = space.mappings.pop(address)
+        libc.madvise(address, nbytes, MADV_DONTNEED)
+        libc.mprotect(address, nbytes, PROT_NONE)
+        one.mapped = False
+        self.drop(one)
+
+    def drop(self, one):
+        if not one.held and not one.mapped:
+            self.used[one.device] -= one.nbytes
+
+
+def unmap_all(reserved):
+    for one in reserved.values():
+        libc.munmap(one.start, one.nbytes)
+    reserved.clear()
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ import weakref
 from helpers import MAX_ALIGN, round_up
 
 import arenapy
+from arenapy.linux import vm
 
 LAZY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -96,3 +97,43 @@ class Only:
             raise arenapy.OutOfMemory(f"{nbytes} bytes were asked for, and {self.left} are left")
         self.left = 0
         return self.inner.region(nbytes)
+
+
+GRANULE = 16 << 10
+
+
+class Granules:
+    """A source that reserves addresses, whose memory comes and goes by 16 KiB.
+
+    A device does so by 2 MiB. Here a part must have no memory when it gets some.
+    """
+
+    grow = True
+
+    def reserve(self, nbytes):
+        return GranulesReserved(round_up(nbytes, GRANULE))
+
+    def region(self, nbytes):
+        return arenapy.Host(huge_pages=None, prefault=False).region(nbytes)
+
+
+class GranulesReserved:
+    def __init__(self, nbytes):
+        self.mapping = vm.reserve(nbytes, align=GRANULE)
+        self.nbytes, self.page_size = nbytes, GRANULE
+        self.there = set()  # granules that have memory
+        self.region = arenapy.Region.from_address(
+            self.mapping.address, nbytes, page_size=GRANULE, mapping=self.mapping
+        )
+
+    def part(self, offset, nbytes):
+        assert nbytes > 0 and (offset | nbytes) % GRANULE == 0 and offset + nbytes <= self.nbytes
+        return set(range(offset // GRANULE, (offset + nbytes) // GRANULE))
+
+    def commit(self, offset, nbytes):
+        vm.commit(self.region.address + offset, nbytes)
+        self.there |= self.part(offset, nbytes)
+
+    def decommit(self, offset, nbytes, stream=None):
+        vm.decommit(self.region.address + offset, nbytes)
+        self.there -= self.part(offset, nbytes)

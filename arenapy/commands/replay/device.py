@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -127,6 +128,18 @@ class ArenapyDriverPool(Arenapy):
         return cuda.DriverPool()
 
 
+class ArenapyGrow(Arenapy):
+    """Over one range of addresses that grows in place."""
+
+    about = "arenapy.Pool(source=cuda.Device(grow=True))"
+
+    def source(self) -> Any:
+        """Where it gets memory."""
+        from arenapy import cuda
+
+        return cuda.Device(grow=True)
+
+
 class ArenapyBump(Arenapy):
     """An arena of the device, which is empty again when nothing is live."""
 
@@ -222,6 +235,16 @@ class Torch(Heap):
     def reserved(self) -> int | None:
         """What torch.cuda.memory_reserved says."""
         return int(self.stats(0)["reserved_bytes"]["all"]["current"])
+
+
+class TorchExpandable(Torch):
+    """With segments that grow in place."""
+
+    about = "the same with expandable_segments:True"
+
+    def __init__(self, peak_live: int) -> None:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before the import
+        super().__init__(peak_live)
 
 
 class Cupy(Heap):
@@ -321,10 +344,12 @@ HEAPS: dict[str, type[Heap]] = {
     "arenapy": Arenapy,
     "arenapy-class": ArenapyClass,
     "arenapy-driver-pool": ArenapyDriverPool,
+    "arenapy-grow": ArenapyGrow,
     "arenapy-bump": ArenapyBump,
     "arenapy-slab": ArenapySlab,
     "driver": Driver,
     "torch": Torch,
+    "torch-expandable": TorchExpandable,
     "cupy": Cupy,
     "rmm": Rmm,
     "rmm-arena": RmmArena,

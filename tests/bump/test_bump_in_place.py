@@ -1,0 +1,279 @@
+"""A Bump over a source with ``grow=True``: one region, which grows in place and shrinks."""
+
+import gc
+
+import pytest
+from helpers import PAGE, peek, poke, unchanged_view
+from kernel_view import resident
+
+from arenapy import Bump, Host, OutOfMemory, Shared, Slab
+
+MIB = 1 << 20
+SMALL_PAGES = {"huge_pages": None}
+
+
+def arena_of(nbytes=PAGE, max_bytes=64 * MIB, **options):
+    return Bump(nbytes, Host(grow=True, **options), max_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_PAGES, {"guard": True}, {"prefault": False}])
+def test_blocks_lie_side_by_side_across_growth(options):
+    arena = arena_of(10_000, **options)
+    (region,) = arena.regions
+    assert region.nbytes == arena.capacity == 10_000
+    start = region.address
+    blocks = []
+    for i in range(100):
+        blocks.append(arena.alloc(64 * 1024))
+        assert blocks[-1].address == start + i * 64 * 1024
+        poke(blocks[-1].address, 64 * 1024, i)
+    assert arena.regions == (region,)
+    assert arena.used == 100 * 64 * 1024 <= region.nbytes == arena.capacity <= 64 * MIB
+    for i, block in enumerate(blocks):
+        assert set(peek(block.address, 64 * 1024)) == {i}
+    arena.check()
+
+
+def test_growth_takes_little_more_than_it_needs():
+    arena = arena_of(MIB)
+    while arena.used < 48 * MIB:
+        arena.alloc(MIB)
+    assert arena.capacity - arena.used <= 2 * MIB
+    block = arena.alloc(10 * MIB)  # in one piece with what is free at the end
+    assert arena.capacity == arena.used <= 60 * MIB
+    assert block.address + block.nbytes == arena.regions[0].address + arena.capacity
+
+
+def test_up_to_max_bytes_to_the_byte():
+    arena = arena_of(PAGE, 10 * PAGE + 1)
+    first = arena.alloc(10 * PAGE + 1, align=1)
+    poke(first.address, first.nbytes, 1)
+    before = unchanged_view(arena)
+    with pytest.raises(OutOfMemory, match="max_bytes"):
+        arena.alloc(1, align=1)
+    assert unchanged_view(arena) == before
+    assert arena.capacity == 10 * PAGE + 1
+
+
+def test_without_max_bytes_it_does_not_grow():
+    arena = Bump(PAGE, Host(grow=True))
+    arena.alloc(PAGE)
+    with pytest.raises(OutOfMemory):
+        arena.alloc(1)
+    assert arena.capacity == PAGE
+
+
+def test_a_block_grows_in_place_as_far_as_the_addresses_go():
+    arena = arena_of()
+    block = arena.alloc(100)
+    view = memoryview(block)  # it need not move
+    poke(block.address, 100, 7)
+    at = block.address
+    for nbytes in (PAGE, PAGE + 1, 3 * MIB, 64 * MIB):
+        assert arena.grow(block, nbytes) is block
+        assert (block.address, block.nbytes) == (at, nbytes)
+        poke(at + nbytes - 1, 1, 9)
+    assert peek(at, 100) == b"\x07" * 100 and len(view) == 100
+    before = unchanged_view(arena)
+    view.release()
+    with pytest.raises(OutOfMemory):
+        arena.grow(block, 64 * MIB + 1)
+    assert unchanged_view(arena) == before
+    arena.check()
+
+
+def test_a_block_grows_over_memory_that_came_back_behind_it():
+    arena = arena_of(4 * PAGE)
+    first, kept = arena.alloc(PAGE), arena.zeros(PAGE, "u1")
+    rest = arena.alloc(PAGE)
+    del rest
+    mark = arena.mark()
+    array = arena.zeros(PAGE, "u1")
+    arena.reset(mark)  # it is retired
+    del mark
+    block = first
+    del kept, array
+    assert arena.retired == 0
+    arena.check()
+    with pytest.raises(ValueError, match="less"):
+        arena.grow(block, 1)
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_PAGES])
+@pytest.mark.no_sanitizer
+def test_trim_gives_the_end_back_to_the_system(options):
+    arena = arena_of(MIB, **options)
+    kept = arena.alloc(3 * MIB)
+    poke(kept.address, kept.nbytes, 5)
+    mark = arena.mark()
+    arena.alloc(40 * MIB)
+    at = arena.regions[0].address
+    assert resident(at, 64 * MIB) >= 43 * MIB
+    arena.reset(mark)
+    before = arena.capacity
+    freed = arena.trim()
+    assert freed == before - arena.capacity >= 40 * MIB
+    assert arena.used == kept.nbytes == arena.capacity
+    assert resident(at, 64 * MIB) <= 4 * MIB
+    assert set(peek(kept.address, kept.nbytes)) == {5}
+    again = arena.alloc(20 * MIB)
+    poke(again.address, again.nbytes, 6)
+    assert arena.trim() == arena.capacity - arena.used == 0
+    arena.check()
+
+
+def test_trim_keeps_what_is_held_at_the_end():
+    arena = arena_of(PAGE)
+    mark = arena.mark()
+    arena.alloc(8 * MIB)
+    array = arena.zeros(PAGE, "u1")
+    arena.alloc(8 * MIB)
+    arena.reset(mark)
+    arena.trim()
+    end = arena.regions[0].address + arena.capacity
+    assert end == array.ctypes.data + PAGE
+    assert arena.retired == PAGE and not array.any()
+    del array
+    gc.collect()
+    arena.trim()
+    assert arena.capacity == 1
+    arena.check()
+
+
+def test_trim_keeps_as_much_as_it_is_told():
+    arena = arena_of(MIB)
+    with arena.scope():
+        arena.alloc(20 * MIB)
+    assert arena.trim(5 * MIB) >= 15 * MIB and arena.capacity == 5 * MIB
+    for bad in (-1, 1 << 64):
+        with pytest.raises(ValueError, match="keep_bytes"):
+            arena.trim(bad)
+
+
+def test_trim_of_an_arena_of_many_regions_drops_the_free_ones_at_the_end():
+    arena = Bump(PAGE, Host(huge_pages=None), 64 * MIB)
+    with arena.scope():
+        while len(arena.regions) < 5:
+            arena.alloc(PAGE)
+    second = arena.regions[1].nbytes
+    assert arena.trim(PAGE + second) > 0 and len(arena.regions) == 2
+    assert arena.trim() == second and len(arena.regions) == 1
+    arena.check()
+
+
+def test_a_batch_that_fails_gives_back_what_it_made_the_arena_grow():
+    arena = arena_of(PAGE, 8 * MIB)
+    before = unchanged_view(arena)
+    with pytest.raises(OutOfMemory):
+        arena.alloc_many([MIB] * 9)
+    assert unchanged_view(arena) == before
+    assert len(arena.alloc_many([MIB] * 7)) == 7
+
+
+class Meddling(Host):
+    """Runs something while it gives memory."""
+
+    during = None
+
+    def reserve(self, nbytes):
+        made = super().reserve(nbytes)
+        return Meddled(made)
+
+
+class Meddled:
+    def __init__(self, made):
+        self.made, self.region = made, made.region
+        self.nbytes, self.page_size = made.nbytes, made.page_size
+        self.decommit = made.decommit
+
+    def commit(self, offset, nbytes):
+        self.made.commit(offset, nbytes)
+        if Meddling.during:
+            Meddling.during()
+
+
+def test_code_that_runs_while_it_grows_finds_the_arena_full(monkeypatch):
+    arena = Bump(PAGE, Meddling(grow=True), 64 * MIB)
+    seen = []
+
+    def during():
+        Meddling.during = None
+        with pytest.raises(OutOfMemory):
+            arena.alloc(MIB)
+        seen.append(arena.trim())
+        seen.append(arena.alloc(64))
+
+    monkeypatch.setattr(Meddling, "during", during)
+    block = arena.alloc(3 * MIB)
+    assert seen[0] == 0 and seen[1].address != block.address
+    poke(block.address, block.nbytes, 1)
+    poke(seen[1].address, 64, 2)
+    assert set(peek(block.address, block.nbytes)) == {1}
+    arena.check()
+    arena.alloc(30 * MIB)  # and afterwards it grows again
+
+
+def test_growth_that_fails_changes_nothing(monkeypatch):
+    arena = Bump(PAGE, Meddling(grow=True), 64 * MIB)
+    arena.alloc(100)
+    before = unchanged_view(arena)
+
+    def fail():
+        raise OutOfMemory("planned")
+
+    monkeypatch.setattr(Meddling, "during", fail)
+    with pytest.raises(OutOfMemory, match="planned"):
+        arena.alloc(MIB)
+    assert unchanged_view(arena) == before
+    monkeypatch.setattr(Meddling, "during", None)
+    arena.alloc(MIB)
+
+
+def test_a_limit_that_counts_addresses_is_named(run_script):
+    run_script("""
+        import resource
+        from arenapy import Bump, Host, OutOfMemory, Pool
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 40,) * 2)
+        for make in (lambda: Bump(4096, Host(grow=True), 1 << 20).alloc(8192),
+                     lambda: Pool(1 << 20, Host(grow=True)).alloc(1)):
+            try:
+                make()
+            except OutOfMemory as error:
+                assert "grow=True" in str(error) and "RLIMIT_AS" in str(error), error
+            else:
+                raise AssertionError("it did not refuse")
+        assert Pool(1 << 22, Host()).alloc(1).nbytes == 1
+    """)
+
+
+def test_options_that_do_not_go_together():
+    with pytest.raises(ValueError, match="grow=True with huge_pages='2M'"):
+        Host(grow=True, huge_pages="2M")
+    with pytest.raises(TypeError, match="grow=1"):
+        Host(grow=1)
+
+
+def test_a_slab_and_a_region_take_it_in_one_piece():
+    items = Slab(PAGE, 4, Host(grow=True), max_count=8)
+    assert len({items.alloc().address for _ in range(1)}) == 1
+    assert Host(grow=True).region(PAGE).nbytes == PAGE
+    assert "grow" not in Shared.__dataclass_fields__
+
+
+def test_a_forked_child_grows_its_own_copy(run_script):
+    run_script("""
+        import os
+        from arenapy import Bump, Host
+        arena = Bump(4096, Host(grow=True), 64 << 20)
+        block = arena.alloc(1 << 20)
+        block.fill(1)
+        pid = os.fork()
+        if pid == 0:
+            arena.alloc(8 << 20).fill(2)
+            arena.check()
+            os._exit(bytes(block[:1]) != b"\\1" or len(arena.regions) != 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        arena.alloc(4 << 20).fill(3)
+        assert bytes(block[:1]) == b"\\1"
+        arena.check()
+    """)

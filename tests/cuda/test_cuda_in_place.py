@@ -1,0 +1,338 @@
+"""Device memory that grows in place: `cuda.Device(grow=True)`, on the simulated driver."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+from cuda_support import (
+    LEGACY,
+    MIB,
+    a_gpu,
+    backwards,
+    content,
+    graph_of,
+    new_stream,
+    slowly_fill,
+)
+
+from arenapy import Bump, OutOfMemory, Pool, cuda
+from arenapy.commands.replay.program import program
+
+sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
+
+from asv_benches.gpu.traces import growing_sequences
+
+GRANULE = 2 * MIB
+VIRTUAL_MEMORY, RDMA = 102, 110
+
+
+@pytest.fixture
+def gpu():
+    with a_gpu() as driver:
+        yield driver
+        assert driver.errors == [] and driver.raised is None
+
+
+def pool_of(max_bytes=48 * MIB, **options):
+    return Pool(max_bytes, cuda.Device(grow=True), **options)
+
+
+def filled(block, byte):
+    block.fill(byte)
+    return block
+
+
+def used(gpu):
+    """What the pool has of the device, but for the page that each reservation keeps."""
+    return gpu.memory.used[0] - GRANULE
+
+
+def test_a_pool_has_one_region_and_maps_what_it_needs(gpu):
+    pool = pool_of()
+    blocks = [pool.alloc(3 * MIB) for _ in range(10)]
+    (region,) = pool.regions
+    assert region.nbytes >= 48 * MIB and region.page_size == GRANULE
+    assert used(gpu) == pool.stats().reserved_bytes == 30 * MIB
+    assert cuda.memory_info().reserved_bytes == 30 * MIB
+    for i, block in enumerate(blocks):
+        block.fill(i)
+    assert [content(block) for block in blocks] == [bytes([i]) * 3 * MIB for i in range(10)]
+    pool.check()
+
+
+def test_free_memory_merges_across_growth(gpu):
+    pool = pool_of()
+    small = [pool.alloc(4 * MIB) for _ in range(5)]  # each makes it grow
+    assert used(gpu) == 20 * MIB
+    at = small[0].address
+    small.clear()
+    large = pool.alloc(20 * MIB)
+    assert large.address == at and used(gpu) == 20 * MIB and pool.stats().pool_misses == 5
+    large.fill(1)
+    assert set(content(large)) == {1}
+
+
+def test_trim_gives_back_what_lies_between_live_blocks(gpu):
+    pool = pool_of()
+    blocks = [filled(pool.alloc(4 * MIB), i) for i in range(8)]
+    free_before = cuda.memory_info().free_bytes
+    del blocks[1:7:2]
+    assert pool.trim() == 12 * MIB
+    assert used(gpu) == 20 * MIB == pool.stats().reserved_bytes
+    assert cuda.memory_info().free_bytes == free_before + 12 * MIB
+    assert [content(one)[:1] for one in blocks] == [b"\0", b"\2", b"\4", b"\6", b"\7"]
+    pool.check()
+    again = [filled(pool.alloc(4 * MIB), 9) for _ in range(3)]  # in the holes
+    assert used(gpu) == 32 * MIB and len(pool.regions) == 1
+    assert {content(one)[:1] for one in again} == {b"\x09"}
+
+
+def test_trim_leaves_parts_of_a_granule(gpu):
+    pool = pool_of()
+    a, b, c = pool.alloc(MIB), pool.alloc(4 * MIB), pool.alloc(MIB)
+    assert used(gpu) == 6 * MIB
+    start = pool.regions[0].address
+    assert (b.address - start) % GRANULE == MIB
+    b.release()
+    assert pool.trim() == GRANULE and pool.stats().idle_bytes == 2 * MIB
+    pool.check()
+    assert pool.trim() == 0
+    one = pool.alloc(MIB)  # what was left is still used
+    assert used(gpu) == 4 * MIB
+    del a, c, one
+    assert pool.trim() == 4 * MIB and used(gpu) == 0
+    pool.check()
+
+
+def test_trim_keeps_as_much_as_it_is_told(gpu):
+    pool = pool_of()
+    pool.alloc(16 * MIB).release()
+    assert pool.trim(7 * MIB) == 8 * MIB and pool.stats().idle_bytes == 8 * MIB
+    pool.check()
+
+
+def test_pieces_are_given_back_for_one_large_block_at_the_limit(gpu):
+    pool = pool_of(24 * MIB)
+    blocks = [pool.alloc(2 * MIB) for _ in range(12)]
+    del blocks[::2]
+    large = pool.alloc(12 * MIB)  # no hole has as much: it lies behind
+    assert used(gpu) == 24 * MIB == pool.stats().reserved_bytes
+    assert len(pool.regions) == 1
+    large.fill(3)
+    assert set(content(large)) == {3}
+    with pytest.raises(OutOfMemory, match="max_bytes=25165824"):
+        pool.alloc(2 * MIB)
+    pool.check()
+
+
+def test_a_limit_that_is_no_multiple_is_rounded_up(gpu):
+    pool = pool_of(MIB)
+    blocks = [pool.alloc(MIB), pool.alloc(MIB)]
+    with pytest.raises(OutOfMemory):
+        pool.alloc(4096)
+    assert used(gpu) == GRANULE
+    del blocks
+
+
+def test_memory_is_unmapped_when_the_stream_has_done_its_work(gpu):
+    """cuMemUnmap waits for nobody."""
+    pool = pool_of()
+    block = pool.alloc(8 * MIB)
+    slowly_fill(gpu, LEGACY, block, 1)
+    block.release()  # free, in the order of the pool's own stream
+    assert gpu.queue
+    assert pool.trim() == 8 * MIB
+    assert not gpu.queue and gpu.errors == []
+
+
+@pytest.mark.parametrize("end", ["pool", "region"])
+def test_the_end_waits_for_all_streams(gpu, end):
+    pool, s = pool_of(), new_stream(gpu)
+    block = pool.alloc(8 * MIB)
+    slowly_fill(gpu, LEGACY, block, 1)
+    slowly_fill(gpu, s, block, 2)  # of which nobody was told
+    block.release()
+    if end == "region":
+        pool.regions[0].close()
+    del block, pool
+    gc.collect()
+    assert gpu.errors == [] and not any(gpu.memory.used.values())
+
+
+def test_memory_of_a_stream_of_its_own(gpu):
+    s = new_stream(gpu)
+    pool = pool_of(stream=s)
+    block = pool.alloc(8 * MIB)
+    slowly_fill(gpu, s, block, 1)
+    block.release()
+    assert pool.trim() == 8 * MIB and gpu.errors == []
+
+
+def test_blocks_of_other_streams_stay_while_those_work(gpu):
+    pool, s = pool_of(), new_stream(gpu)
+    block = pool.alloc(8 * MIB)
+    block.record_stream(s)
+    slowly_fill(gpu, s, block, 1)
+    block.release()
+    kept = pool.alloc(4 * MIB, stream=s)
+    slowly_fill(gpu, s, kept, 1)
+    kept.release()
+    assert pool.trim() == 0
+    backwards(gpu)
+    assert pool.trim() == 12 * MIB and used(gpu) == 0
+
+
+def test_nothing_is_unmapped_while_the_stream_may_be_captured(gpu):
+    s = new_stream(gpu)
+    pool = pool_of(stream=s)
+    pool.alloc(8 * MIB).release()
+    gpu.begin_capture(s.handle_)
+    assert pool.trim() == 0 and used(gpu) == 8 * MIB
+    graph = graph_of(gpu, s)
+    assert pool.trim() == 8 * MIB
+    gpu.destroy_graph(graph)
+    pool.check()
+
+
+@pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("result", [1, 2])
+@pytest.mark.parametrize("n", [1, 3])
+def test_growth_that_fails_half_way_is_undone(gpu, name, result, n):
+    pool = pool_of()
+    kept = filled(pool.alloc(2 * MIB), 1)
+    before = used(gpu)
+    gpu.fails[name] = 0
+    if name == "cuMemSetAccess" or n == 1:
+        gpu.fails[name] = result
+    else:
+        calls = gpu.calls[name]
+        gpu.plan.update({(name, calls + i): result for i in range(n, 200)})
+    with pytest.raises(OutOfMemory if result == 2 else cuda.CudaError):
+        pool.alloc(8 * MIB)
+    assert used(gpu) == before and gpu.errors == []
+    gpu.fails.clear()
+    gpu.plan.clear()
+    pool.check()
+    assert set(content(filled(pool.alloc(8 * MIB), 2))) == {2} and set(content(kept)) == {1}
+
+
+def test_memory_that_cannot_be_unmapped_is_used_again(gpu):
+    pool = pool_of()
+    pool.alloc(8 * MIB).release()
+    gpu.fails["cuMemUnmap"] = 1
+    assert pool.trim() == 8 * MIB and used(gpu) == 8 * MIB
+    gpu.fails.clear()
+    block = filled(pool.alloc(8 * MIB), 1)
+    assert used(gpu) == 8 * MIB and set(content(block)) == {1}
+    block.release()
+    assert pool.trim() == 8 * MIB and used(gpu) == 0
+
+
+def test_a_full_device_gets_everything_back(gpu):
+    pool = Pool(source=cuda.Device(grow=True))
+    blocks = []
+    with pytest.raises(OutOfMemory, match="cuMemCreate"):
+        while True:
+            blocks.append(pool.alloc(2 * MIB))
+    assert gpu.memory.left(0) == 0
+    slowly_fill(gpu, LEGACY, blocks[0], 1)
+    del blocks, pool
+    gc.collect()
+    assert gpu.memory.used[0] == 0
+
+
+def test_an_end_that_fails_is_tried_again(gpu):
+    pool = pool_of()
+    pool.alloc(4 * MIB)
+    gpu.fails["cuMemAddressFree"] = 1
+    del pool
+    gc.collect()
+    assert len(gpu.memory.reserved) == 1
+    gpu.fails.clear()
+    pool = pool_of()
+    pool.alloc(4 * MIB)
+    assert len(gpu.memory.reserved) == 1
+    del pool
+
+
+def test_other_devices_reach_it(gpu):
+    gpu.peers.update({(1, 0), (0, 1)})
+    pool = pool_of()
+    block = pool.alloc(4 * MIB)
+    with gpu.on(1):
+        s = new_stream(gpu)
+        slowly_fill(gpu, s, block, 5)
+        gpu.drain()
+    assert set(content(block)) == {5}
+    gpu.peers.clear()
+    other = pool_of().alloc(4 * MIB)
+    with gpu.on(1):
+        slowly_fill(gpu, new_stream(gpu), other, 5)
+        gpu.drain()
+    assert "no access" in gpu.errors.pop()
+
+
+def test_a_device_that_cannot_do_so_is_named(gpu):
+    gpu.attributes[VIRTUAL_MEMORY] = 0
+    with pytest.raises(ValueError, match="grow=True: device 0 cannot"):
+        pool_of().alloc(1)
+    gpu.attributes[VIRTUAL_MEMORY] = 1
+    gpu.granularity = 3 * MIB
+    with pytest.raises(ValueError, match=f"maps memory by {3 * MIB} bytes"):
+        pool_of().alloc(1)
+    gpu.granularity = 64 << 10
+    assert pool_of().alloc(1).nbytes == 1
+    with pytest.raises(TypeError, match="grow=1"):
+        cuda.Device(grow=1)
+
+
+def most_over_live(gpu, source):
+    """Of a trace: the most that a pool has of the device, over the most that is live."""
+    steps = program(growing_sequences())
+    pool, blocks, most = Pool(source=source), [None] * steps.count, 0
+    for slot, nbytes in zip(steps.slots.tolist(), steps.sizes.tolist(), strict=True):
+        blocks[max(slot, ~slot)] = pool.alloc(nbytes) if slot >= 0 else None
+        most = max(most, gpu.memory.used[0])
+    pool.check()
+    return most / int(steps.live().max())
+
+
+def test_growing_sequences_take_no_more_than_they_need(gpu):
+    gpu.memory.sizes = gpu.MEMORY = (16 << 30, 1 << 30)
+    gpu.memory.fresh = None
+    in_place = most_over_live(gpu, cuda.Device(grow=True))
+    gc.collect()
+    regions = most_over_live(gpu, cuda.Device())
+    assert in_place <= 1.03 < 1.15 < regions
+
+
+def test_a_bump_grows_and_shrinks_in_place(gpu):
+    arena = Bump(MIB, cuda.Device(grow=True), 40 * MIB)
+    assert used(gpu) == GRANULE
+    blocks = [filled(arena.alloc(3 * MIB), i) for i in range(10)]
+    (region,) = arena.regions
+    assert region.nbytes == arena.capacity and used(gpu) - arena.capacity < GRANULE
+    assert [block.address - region.address for block in blocks] == [3 * MIB * i for i in range(10)]
+    assert [content(block)[:1] for block in blocks] == [bytes([i]) for i in range(10)]
+    at = blocks[-1].address
+    assert arena.grow(blocks[-1], 9 * MIB).address == at
+    slowly_fill(gpu, LEGACY, blocks[-1], 7)
+    blocks.pop().release()
+    assert arena.trim() >= 9 * MIB and not gpu.queue
+    assert used(gpu) == 28 * MIB
+    arena.check()
+    filled(arena.alloc(10 * MIB), 1)
+
+
+def test_a_bump_keeps_its_memory_while_its_stream_is_captured(gpu):
+    s = new_stream(gpu)
+    arena = Bump(MIB, cuda.Device(grow=True), 40 * MIB, stream=s)
+    with arena.scope():
+        arena.alloc(20 * MIB)
+    before = arena.stats()
+    gpu.begin_capture(s.handle_)
+    assert arena.trim() == 0 and arena.stats() == before
+    gpu.destroy_graph(graph_of(gpu, s))
+    assert arena.trim() > 0
+    arena.check()
