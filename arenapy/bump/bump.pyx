@@ -418,6 +418,8 @@ cdef class Bump(Allocator):
         c.open_check()
         before = c.figures()
         give_back_growth(c, self.grows_from, 1, keep)
+        if self.debug:
+            c.operated()
         return before.capacity - c.figures().capacity
 
     # -- marks

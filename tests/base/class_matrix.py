@@ -163,6 +163,10 @@ def device_pool():
     return Pool(16 << 20, cuda.Device(0))
 
 
+def growing():
+    return Bump(2 << 20, cuda.Device(grow=True), max_bytes=8 << 20)
+
+
 def used_elsewhere():
     """A Pool with a block that another stream was to use, and one that it still uses."""
     one = device_pool()
@@ -237,6 +241,7 @@ HOST = [
     lambda: inside(pool(), module("pool.memory").PoolMemory),
     lambda: inside(slab(), module("slab.core").SlabCore),
     lambda: inside(bump(), module("bump.core").BumpCore),
+    lambda: inside(Bump(ROOM, Host(grow=True), max_bytes=4 * ROOM), module("bump.bump").InPlace),
     received_file,
 ]
 CUDA = [
@@ -260,6 +265,9 @@ CUDA = [
     lambda: inside(Bump(ROOM, cuda.Pinned()), module("cuda.backing").PinnedBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").PooledBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").DriverPoolHandle),
+    lambda: inside(growing(), module("cuda.backing").DeviceReservation),
+    lambda: inside(growing(), module("cuda.backing").GrownBacking),
+    lambda: inside(growing(), module("cuda.backing").Addresses),
     lambda: inside(used_elsewhere()[0], module("pool.stream_cache").StreamCache),
     lambda: inside(stream().record(), module("cuda.fence").EventFence),
     lambda: inside(used_elsewhere()[0], module("cuda.stream_ref").StreamRef),
