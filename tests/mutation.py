@@ -50,7 +50,7 @@ BUFFER = [
 #: Module: the tests of its part, quickest first.
 CORE = {
     "base/interval_set": BUMP, "linux/reserved_space": POOL,
-    "bump/bump": BUMP, "bump/core": BUMP,
+    "bump/bump": BUMP, "bump/core": BUMP, "bump/growth": BUMP,
     "slab/core": SLAB,
     "pool/core": POOL, "pool/memory": POOL, "pool/page_heap": POOL, "pool/pool": POOL,
     "pool/thread_cache": POOL,

@@ -6,7 +6,6 @@ from arenapy.allocator.allocator cimport Allocator
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.bump.core cimport BumpCore, Frame, Mark
 from arenapy.bump.hot_path cimport arena_alloc, rewind
-from arenapy.buffer.block cimport Hold
 
 
 cdef class Bump(Allocator):
@@ -28,17 +27,6 @@ cdef class Bump(Allocator):
 cdef class Scope:
     cdef readonly Bump arena
     cdef Mark mark                # None: not entered
-
-
-# -- growth
-# How an arena grows.
-
-# Add a region with room for the request, or raise OutOfMemory. `max_bytes` None: it may not grow.
-cdef int grow_arena(BumpCore c, object source, object max_bytes, size_t n, size_t align) except -1
-# The same until there is room, then complete the block's Buffer, held if there is a hold, which is
-# taken over in any case.
-cdef int grow_for(BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n,
-                  Py_ssize_t align, Hold* hold) except -1
 
 
 # -- in C

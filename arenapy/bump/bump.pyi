@@ -57,10 +57,6 @@ class Bump(Allocator):  # type: ignore[misc]
     def __reduce__(self) -> NoReturn: ...
 
 @final
-class InPlace:
-    def region(self, nbytes: int) -> Region: ...
-
-@final
 class Scope:
     def __new__(cls, not_called: Never, /) -> Self: ...
     @property

@@ -1,8 +1,8 @@
 """Bump: an arena as the user holds it.
 
-What lives here: arguments, errors, marks and scopes, growth, and the calls in C that are not inline
-(those are in bump.pxd). What does not: address arithmetic and what a reset frees (core), arrays
-(allocator/allocator).
+What lives here: arguments, errors, marks and scopes, and the calls in C that are not inline (those
+are in bump.pxd). What does not: address arithmetic and what a reset frees (core), growth (growth),
+arrays (allocator/allocator).
 
 Every method makes the Python objects it needs first, then calls the core under its lock, so
 that a call that raises has changed nothing, and no Python code runs in between.
@@ -11,8 +11,6 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
-from posix.types cimport pid_t
-from posix.unistd cimport getpid
 
 from collections.abc import Iterable
 
@@ -22,31 +20,27 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator cimport (
     Allocator, check_source, complete, grown_in_c, make_region,
 )
-from arenapy.base.interval_set cimport (
-    Extent, extents_above, extents_below, extents_carve, extents_insert, extents_room,
-    extents_take,
-)
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
-    CLOSED, HOLD_EMPTY, ONE_EXPORT, Hold, born_held, check_open, drop_hold, is_open_locked,
-    named_stream, new_hold, track,
+    CLOSED, ONE_EXPORT, Hold, born_held, check_open, is_open_locked, named_stream, new_hold,
+    track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport arena_alloc, catch_up, rewind
 from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
-from arenapy.diagnostics.recorder cimport (
-    EVENT_ALLOC, EVENT_GROW, EVENT_MARK, EVENT_RESET, EVENT_TRIM,
+from arenapy.bump.growth cimport (
+    InPlace, give_back_growth, grow_arena, grow_for, grow_in_place, grow_last, in_place,
 )
-from arenapy.allocator.allocator_core cimport forbid_new, permit, record
+from arenapy.diagnostics.recorder cimport (
+    EVENT_ALLOC, EVENT_MARK, EVENT_RESET,
+)
+from arenapy.allocator.allocator_core cimport record
 from arenapy.diagnostics.call_sites cimport NO_SITE, call_site
-from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
-from arenapy.memory.region cimport Region
 
 from arenapy.base.text import format_bytes
 from arenapy.bump.check import verify
 from arenapy.memory.sources import Host
-from arenapy.errors import OutOfMemory
 
 
 cdef extern from "Python.h":
@@ -718,329 +712,6 @@ cdef class Scope:
 
 seal(Scope, "a scope is made by Bump.scope(), not by calling the class")
 
-
-# ---- growth ------------------------------------------------------------------------------
-# How an arena grows: by a further region, twice as large as the one before; or in place, if its
-# source reserves addresses. Then the one region becomes longer, and whatever is free at its end
-# comes together with what is new.
-#
-# What lives here: how large it is, and that it has room for the request. What does not: where
-# blocks go in it (core).
-
-cdef enum:
-    GROWTH = 2               # each further region is this many times the one before
-    GROWTH_SHARE = 64        # in place, an arena grows by this part of what it has,
-    HUGE = 2 << 20           # or by so many bytes
-
-
-@cython.final
-cdef class InPlace:
-    """A source whose one region grows in place, for one arena. Internal.
-
-    The region begins with `ready` bytes of memory, and its addresses go on to `room`. `busy` is
-    this process while the source is at work. That may run code that uses the arena, which then
-    cannot grow: two calls would give the same bytes memory, and the one that fails take it away.
-    """
-
-    cdef object source
-    cdef object reservation
-    cdef size_t room, ready
-    cdef pid_t busy
-
-    def region(self, nbytes):
-        """The region, of so many bytes. It is asked for once."""
-        reservation = self.source.reserve(self.room)
-        self.reservation = reservation
-        self.extend(nbytes)
-        (<Region?>reservation.region).size = nbytes
-        return reservation.region
-
-    cdef size_t with_memory(self, size_t nbytes) except? 0:
-        """How much has memory if so many bytes are wanted: whole pages, and whole huge pages."""
-        cdef size_t page = self.reservation.page_size
-        cdef size_t step = max(page, <size_t>HUGE) if nbytes >= HUGE else page
-        return min((nbytes + step - 1) // step * step, <size_t>self.reservation.nbytes)
-
-    cdef int extend(self, size_t nbytes) except -1:
-        cdef size_t ready = self.with_memory(nbytes)
-        if ready > self.ready:
-            self.reservation.commit(self.ready, ready - self.ready)
-            self.ready = ready
-        return 0
-
-    cdef int shorten(self, size_t nbytes, object stream) except -1:
-        cdef size_t ready = self.with_memory(nbytes)
-        if ready < self.ready:
-            self.reservation.decommit(ready, self.ready - ready, stream)
-            self.ready = ready
-        return 0
-
-
-seal(InPlace)
-
-
-cdef InPlace in_place(object source, size_t room):
-    cdef InPlace place = InPlace.__new__(InPlace)
-    place.source, place.room = source, room
-    return place
-
-
-cdef size_t free_end(BumpCore c) noexcept nogil:
-    """Free bytes at the end of the one region."""
-    cdef uintptr_t end = <uintptr_t>(<Region>c.region[0]).ptr + (<Region>c.region[0]).size
-    cdef Extent* e = extents_below(&c.free, 0, end - 1)
-    cdef uintptr_t start = e.start if e != NULL and e.end == end else end
-    return end - (c.cursor if c.limit == start else start)
-
-
-cdef int grow_in_place(
-    BumpCore c, InPlace place, object max_bytes, size_t n, size_t align
-) except -1:
-    """As `grow_arena`: so much behind the one region that n bytes fit, or more."""
-    cdef Region region = <Region>c.regions[0]
-    cdef size_t known, tail, need, left, wished
-    cdef uintptr_t end, start
-    cdef bint room
-    c.open_check()
-    arenapy_lock_acquire(&c.lock)
-    known, tail = region.size, free_end(c)
-    arenapy_lock_release(&c.lock)
-    end = <uintptr_t>region.ptr + known
-    start = (end - tail + (align - 1)) & ~<uintptr_t>(align - 1)
-    left = <size_t>max_bytes - known if <size_t>max_bytes > known else 0
-    n += n == 0
-    if place.busy == getpid() or n > left + tail or start + n > end + left:
-        raise OutOfMemory(c.full(n, align, max_bytes))
-    need = start + n - end if start + n > end else 0
-    wished = min(max(need, <size_t>HUGE, known // GROWTH_SHARE), left)
-    place.busy = getpid()
-    try:
-        try:
-            place.extend(known + wished)
-        except OutOfMemory:
-            if wished == need:
-                raise
-            wished = need                    # no more than has to be, then
-            place.extend(known + wished)
-        arenapy_lock_acquire(&c.lock)
-        room = extents_room(&c.free, 1) and not c.shut
-        if room:
-            lengthen(c, region, wished)
-        arenapy_lock_release(&c.lock)
-        if not room:
-            place.shorten(known, c.hooks.own if c.hooks is not None else None)
-            c.open_check()
-            raise MemoryError("no memory for the bookkeeping of an arena")
-    finally:
-        place.busy = 0
-    if wished:
-        record(c, EVENT_GROW, <void*>end, wished)
-    return 0
-
-
-cdef void lengthen(BumpCore c, Region region, size_t nbytes) noexcept nogil:
-    """The one region has so many bytes more, which have memory; there is room for an extent."""
-    cdef uintptr_t end = <uintptr_t>region.ptr + region.size
-    region.size += nbytes
-    c.capacity += nbytes
-    if c.debug:
-        c.ledger.forget(end, end + nbytes)
-    forbid_new(c, end, end + nbytes)
-    if c.limit == end:                       # the current extent goes on
-        c.limit += nbytes
-    else:
-        extents_insert(&c.free, end, end + nbytes, 0)
-
-
-cdef int give_back_growth(
-    BumpCore c, object source, Py_ssize_t regions, size_t capacity
-) except -1:
-    """Let go of free memory at the end, but for so many regions and so much capacity."""
-    cdef InPlace place
-    cdef Region region
-    cdef size_t less
-    cdef uintptr_t end
-    cdef bint done = False
-    if not isinstance(source, InPlace):
-        while c.n_regions > regions and c.capacity - (
-                <Region>c.regions[c.n_regions - 1]).size >= capacity:
-            dropped = c.drop_regions(c.n_regions - 1)
-            if not dropped:
-                break
-            for region in dropped:
-                record(c, EVENT_TRIM, region.ptr, region.size)
-                if c.hooks is not None:
-                    c.hooks.leave((region,))
-                region.detach()
-        return 0
-    place = <InPlace>source
-    region = <Region>c.regions[0]
-    if place.busy == getpid():
-        return 0
-    arenapy_lock_acquire(&c.lock)
-    catch_up(c)
-    less = free_end(c) if extents_room(&c.free, 1) else 0
-    less = min(less, region.size - min(capacity, region.size))
-    less = min(less, region.size - 1)        # a region has a byte
-    if less:
-        shorten(c, region, less)
-    end = <uintptr_t>region.ptr + region.size
-    arenapy_lock_release(&c.lock)
-    if less == 0:
-        return 0
-    place.busy = getpid()
-    try:
-        place.shorten(region.size, c.hooks.own if c.hooks is not None else None)
-        done = True
-    except (RuntimeError, MemoryError):      # of a device, which a captured stream may use
-        pass
-    finally:
-        if not done:
-            arenapy_lock_acquire(&c.lock)
-            if extents_room(&c.free, 1):
-                lengthen(c, region, less)
-            arenapy_lock_release(&c.lock)
-        place.busy = 0
-    if done:
-        record(c, EVENT_TRIM, <void*>end, less)
-    return 0
-
-
-cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
-    """The reverse of `lengthen`, of bytes that are free; there is room for an extent."""
-    cdef uintptr_t end = <uintptr_t>region.ptr + region.size
-    cdef uintptr_t cut = end - nbytes
-    cdef Extent* e = extents_below(&c.free, 0, end - 1)
-    if e != NULL and e.end == end:
-        extents_carve(&c.free, max(cut, e.start), end, 0)
-    c.limit = min(c.limit, cut)
-    region.size -= nbytes
-    c.capacity -= nbytes
-    if c.debug:
-        c.ledger.forget(cut, end)
-    permit(c, cut, nbytes)
-
-
-cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept:
-    """Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there."""
-    cdef uintptr_t start, end
-    cdef Py_ssize_t here
-    cdef Extent* e
-    cdef bint done = False
-    arenapy_lock_acquire(&c.lock)
-    c.drain()
-    if buffer.tag != c.content:
-        c.prune()
-    start = <uintptr_t>buffer.ptr
-    end = start + buffer.size + (buffer.size == 0)
-    c.rejoin_run(end)
-    here = c.runs[c.n_runs - 1].region
-    at_end[0] = c.is_last(end, buffer.tag) and not c.run_is_spare()
-    if at_end[0]:
-        e = extents_above(&c.free, here, c.cursor)
-        if e != NULL and e.region == here and e.start == c.limit:    # it came back since
-            c.limit = extents_take(&c.free, e).end
-    if at_end[0] and <size_t>n <= c.limit - start:
-        c.cursor = start + n + (n == 0)
-        c.live += n - buffer.size
-        if POISONS:
-            permit(c, start, n)
-        buffer.size = n
-        if buffer.hold != NULL:
-            buffer.hold.end = c.cursor
-            if n > 0:
-                buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
-        done = True
-    at_end[0] = at_end[0] and not done and c.limit == (
-        <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size)
-    arenapy_lock_release(&c.lock)
-    return done
-
-
-cdef int grow_arena(
-    BumpCore c, object source, object max_bytes, size_t n, size_t align
-) except -1:
-    cdef size_t page = 4096
-    cdef size_t least = (n + align - 1 + page) & ~(page - 1)
-    cdef size_t left = 0
-    cdef size_t known = c.capacity
-    cdef size_t size
-    cdef uintptr_t start
-    cdef Region region
-    cdef tuple before, after
-    cdef bint grown
-    if isinstance(source, InPlace) and max_bytes is not None:
-        return grow_in_place(c, <InPlace>source, max_bytes, n, align)
-    c.open_check()
-    if max_bytes is not None and <size_t>max_bytes > known:
-        left = <size_t>max_bytes - known
-    least = min(least, max(left, n + (n == 0)))
-    if least > left:
-        raise OutOfMemory(c.full(n, align, max_bytes))
-    size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
-    try:
-        region = make_region(c, source, size)
-    except OutOfMemory:
-        if least == size:
-            raise
-        region = make_region(c, source, least)  # not twice the last one, then
-    start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)
-    if start + n + (n == 0) > <uintptr_t>region.ptr + region.size:
-        # max_bytes left no room to align in, and this one does not lie well.
-        raise OutOfMemory(c.full(n, align, max_bytes))
-    before = c.listed()
-    after = before + (region,)
-    arenapy_lock_acquire(&c.lock)
-    try:
-        # Else other code grew it, in the source or in a collection of garbage: try again.
-        grown = c.regions is before and c.capacity == known
-        if grown:
-            c.add_region(region, after)
-    finally:
-        arenapy_lock_release(&c.lock)
-    if grown:
-        record(c, EVENT_GROW, region.ptr, region.size)
-    return 0
-
-
-cdef int grow_for(
-    BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n, Py_ssize_t align,
-    Hold* hold,
-) except -1:
-    """Memory for a new Buffer, which `hold` (or NULL) makes a held one, if need be from the source.
-
-    The hold is taken over, also in vain.
-    """
-    cdef void* start = NULL
-    cdef bint tried = False
-    cdef object error = None
-    try:
-        while start == NULL:
-            if error is not None:
-                raise error
-            if tried or not (c.may_lease or c.hooks is not None):
-                try:
-                    grow_arena(c, source, max_bytes, n, align)
-                except MemoryError as e:
-                    error = None if c.settle_streams(True) else e
-            c.reclaim()                      # others may have let go meanwhile
-            tried = True
-            arenapy_lock_acquire(&c.lock)
-            start = arena_alloc(c, n, align, &b.pad)
-            b.ptr = <char*>start
-            b.tag = c.content
-            if start != NULL:
-                b.word = 0
-                if hold != NULL:
-                    born_held(b, hold)
-                    hold = NULL
-            arenapy_lock_release(&c.lock)
-    finally:
-        if hold != NULL:
-            arenapy_lock_acquire(&c.lock)
-            drop_hold(c, hold)
-            arenapy_lock_release(&c.lock)
-    return 0
 
 # ---- in C, without the GIL --------------------------------------------------------------------
 

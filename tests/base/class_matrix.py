@@ -241,7 +241,7 @@ HOST = [
     lambda: inside(pool(), module("pool.memory").PoolMemory),
     lambda: inside(slab(), module("slab.core").SlabCore),
     lambda: inside(bump(), module("bump.core").BumpCore),
-    lambda: inside(Bump(ROOM, Host(grow=True), max_bytes=4 * ROOM), module("bump.bump").InPlace),
+    lambda: inside(Bump(ROOM, Host(grow=True), max_bytes=4 * ROOM), module("bump.growth").InPlace),
     received_file,
 ]
 CUDA = [

@@ -1,0 +1,7 @@
+from typing import final
+
+from arenapy.memory.region import Region
+
+@final
+class InPlace:
+    def region(self, nbytes: int) -> Region: ...
