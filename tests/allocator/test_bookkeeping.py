@@ -52,6 +52,7 @@ def test_every_threads_table_counts(kind):
     assert allocator.stats().metadata_bytes >= before + 5 * PAGE
 
 
+@pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 def test_a_slabs_tables_end_anywhere_in_a_page():
     for count in range(600, 600 + PLACES):
         slab = Slab(16, count)

@@ -331,6 +331,7 @@ def survive(arena, sizes):
 
 
 @pytest.mark.parametrize("frame", [1000, 4096, 5000])
+@pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 def test_equal_sizes_need_twice_a_frame(frame):
     arena = exact(2 * frame + 64)
     survive(arena, [frame] * 100_000)
@@ -338,6 +339,7 @@ def test_equal_sizes_need_twice_a_frame(frame):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 def test_varying_sizes_need_three_times_a_frame(seed):
     draw, frame = random.Random(seed), 5000
     arena = exact(3 * frame + 128)

@@ -229,6 +229,7 @@ def test_growth_that_fails_changes_nothing(monkeypatch):
     arena.alloc(MIB)
 
 
+@pytest.mark.no_sanitizer  # which reserves terabytes of addresses
 def test_a_limit_that_counts_addresses_is_named(run_script):
     run_script("""
         import resource

@@ -293,6 +293,7 @@ def test_its_code_runs_while_nobody_waits_for_this_thread(gpu, name, which):
     assert asked and not any(stuck)
 
 
+@pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 def test_streams_that_end_while_others_are_looked_up(gpu, frequent_switches):
     """All that are known are looked at when a stream is named first in its capture."""
     streams = [cuda.Stream() for _ in range(1000)]

@@ -288,6 +288,7 @@ def test_many_places_are_told_by_their_bytes():
     assert "and at 20 other places" in told
 
 
+@pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 def test_places_run_out_gracefully():
     told = run(
         """

@@ -208,6 +208,7 @@ def test_import_machinery_and_runners_are_not_callers(path):
     assert files == ["one.py", "two.py"]
 
 
+@pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 def test_more_stacks_than_are_told_apart(path):
     """65,536 of them; what comes later has no site, and those that are known keep theirs."""
     most = 1 << 16
