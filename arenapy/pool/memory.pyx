@@ -104,7 +104,10 @@ cdef class PoolMemory:
                 region = make_region(self.core, self.source, (pages + 1) << PAGE_BITS)
             self.add_region(region)
         elif not self.grow(pages, 0, &missing):
-            raise OutOfMemory(f"initial_bytes={nbytes} is more than may be reserved")
+            raise OutOfMemory(
+                f"initial_bytes={nbytes} needs memory of the source, which has it in parts larger "
+                "than max_bytes; give a larger max_bytes"
+            )
         return 0
 
     cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1:

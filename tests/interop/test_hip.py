@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -399,7 +400,9 @@ def a_bit_of_everything():
     ),
 )
 def test_whichever_calls_fail_nothing_is_lost_or_freed_twice(plan):
-    with simulated_hip() as runtime:
+    with simulated_hip() as runtime, warnings.catch_warnings():
+        # A free tells so that the device which was current before could not be made so again.
+        warnings.simplefilter("ignore", RuntimeWarning)
         runtime.plan = plan
         with suppress(hip.HipError, MemoryError):
             a_bit_of_everything()
@@ -424,6 +427,14 @@ def test_a_refused_free_is_told_of_and_done_later(runtime):
     runtime.fails.clear()
     hip.Pinned().region(1)
     assert not runtime.ranges
+
+
+def test_a_device_that_cannot_be_current_again_is_told_of(runtime):
+    region = hip.Device(1).region(4096)
+    runtime.plan = {("hipSetDevice", runtime.calls["hipSetDevice"] + 2): hipError_t.hipErrorUnknown}
+    with pytest.warns(RuntimeWarning, match="another device is current now"):
+        del region
+    assert not runtime.ranges and not hip._unfreed
 
 
 def test_memory_that_others_have_freed_is_not_freed_again(runtime):

@@ -7,7 +7,7 @@ from hypothesis.stateful import invariant, rule
 from machines import choice, drawn, needs, step
 from pool_model import PoolModel
 from pool_rules import BOUNDS, COARSE, KIB, MIB, interesting_sizes
-from sources import Granules
+from sources import GRANULE, Granules
 
 import arenapy
 
@@ -248,6 +248,8 @@ class GranulesPoolMachine(HostPoolMachine):
 
     def make(self, options, **config):
         PoolMachine.make(self, **config, skew=0, adjacent=None, fail_on=set())
+        if self.max_bytes is not None:
+            self.max_bytes = max(self.max_bytes, GRANULE)  # else there is never any memory
         hook = self.on_oom if self.hook_kind else None
         return arenapy.Pool(
             self.max_bytes, Granules(), config["initial_bytes"], None, hook, self.rounding
