@@ -121,7 +121,7 @@ def test_what_the_host_would_have_to_do_is_refused(runtime, make):
     for call in calls:
         with pytest.raises(BufferError, match="as its source says"):
             call()
-    with pytest.raises(RuntimeError, match="device"):  # NumPy's
+    with pytest.raises((BufferError, RuntimeError), match="device"):  # NumPy 2.5, and before
         np.from_dlpack(block)
     with pytest.raises(AttributeError, match="not on the host"):
         _ = block.__array_interface__
