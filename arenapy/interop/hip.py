@@ -164,7 +164,9 @@ class _Memory:
                 self.address = 0
         except (HipError, Unavailable) as error:
             if not self.address:  # it is freed; only the current device could not be restored
-                warnings.warn(f"{error}: another device is current now", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"{error}: another device is current now", RuntimeWarning, stacklevel=2
+                )
                 return
             if getattr(error, "result", 0) != INVALID_VALUE:
                 _unfreed.append(self)

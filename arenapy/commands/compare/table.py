@@ -205,9 +205,9 @@ def reasons(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         if is_busy(runs)
         else "Judged by time, without the time in which the main thread waited for a processor.",
         f"Page faults: {faults[0]:,.0f} -> {faults[1]:,.0f}. "
-        f"In the kernel: {kernel[0]:.2f} s -> {kernel[1]:.2f} s, "
-        f"where getting memory takes its time: {shares[0]:.0%} -> {shares[1]:.0%} of the time "
-        "after the start.",
+        "Time in the kernel, which includes page faults: "
+        f"{kernel[0]:.2f} s -> {kernel[1]:.2f} s, or {shares[0]:.0%} -> {shares[1]:.0%} of the "
+        "time after the start.",
     ]
     startup, steady = _medians(runs, "startup"), _medians(runs, "steady")
     if startup:
@@ -253,7 +253,7 @@ def next_step(
         return f"Next: arenapy compare --libc none {program}"
     if statistics.median(run.kernel_share for run in runs[PLAIN]) < MANY_FAULTS:
         return (
-            "Memory is not what takes its time. Next, to see what does: "
+            "The program spends little time on memory. Next, find where it spends its time: "
             f"python -m cProfile -s tottime {program}"
         )
     return f"Next, to see which memory the pool did not serve, and why: arenapy run {program}"

@@ -55,7 +55,7 @@ class Report:
     """All that one run of the demo measured.
 
     `results` are in order of size: no workload comes after one with larger arrays. `later` repeats
-    the ones that malloc can learn to serve without the kernel, after it has learnt it.
+    the ones that malloc can learn to serve without the kernel, after that.
     """
 
     rounds: int
@@ -112,7 +112,7 @@ def show(console: Console, report: Report) -> None:
     _show_no_gain(console, report.results, "")
     console.print(Text(LEARNT.format(mib=report.learnt_bytes // MIB)))
     console.print(_times(report.later))
-    _show_no_gain(console, report.later, " once malloc has learnt")
+    _show_no_gain(console, report.later, " once malloc keeps such memory")
     for result in report.results:
         if result.accuracy is not None:
             reads = f"The network reads {result.accuracy:.1%} of the digits it was not trained on."
