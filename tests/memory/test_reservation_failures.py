@@ -150,6 +150,7 @@ def test_too_many_mappings(run_script):
         assert "vm.max_map_count" in line
 
 
+@pytest.mark.no_sanitizer  # which may map memory of its own meanwhile
 def test_a_limit_that_has_room_for_the_part_alone():
     """RLIMIT_DATA counts what is accessible, also what is not committed yet."""
 

@@ -108,6 +108,7 @@ class PoolMachine(PoolModel):
         before = self.allocator.stats()
         with self.only_bookkeeping():
             freed = self.allocator.trim(keep)
+        self.freed_elsewhere = self.freed_elsewhere and keep > 0
         after = self.allocator.stats()
         assert freed == before.reserved_bytes - after.reserved_bytes
         assert freed == before.idle_bytes - after.idle_bytes >= 0

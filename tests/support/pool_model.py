@@ -57,6 +57,12 @@ class PoolModel(HoldingMachine):
     def __init__(self):
         super().__init__()
         self.sizes_asked = []
+        self.freed_elsewhere = False  # may another thread's cache have a block above SPAN?
+
+    def gone(self, serial, other_thread=False):
+        block = super().gone(serial, other_thread)
+        self.freed_elsewhere = self.freed_elsewhere or (other_thread and block.size > SPAN)
+        return block
 
     def make(self, rounding, initial_bytes, skew, adjacent, room, fail_on, hook, debug=False):
         if adjacent:
@@ -168,7 +174,8 @@ class PoolModel(HoldingMachine):
     def must_hit(self, nbytes, align, stats):
         """Whether a request has to be served from what is free."""
         last, size = self.last_freed, self.size_of(nbytes)
-        if align not in COMMON:
+        # A pool that grows leaves other threads up to 8 MiB each (docs/pool.md).
+        if align not in COMMON or (self.freed_elsewhere and size > SPAN):
             return False
         return (last is not None and last[1] == size) or SPAN < size <= stats.largest_free_block
 
