@@ -129,6 +129,7 @@ WAYS = {
 
 def report(quick):
     """Lines of all sizes."""
+    done(cu.cuInit(0))
     context = done(cu.cuDevicePrimaryCtxRetain(done(cu.cuDeviceGet(0))))
     done(cu.cuCtxPushCurrent(context))
     try:
