@@ -11,6 +11,7 @@ no byte is handed out again while somebody on the host can see it.
 import struct
 import weakref
 from pathlib import Path
+from typing import NoReturn
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
@@ -93,6 +94,11 @@ class _KernelMemory:
             figures, _all=memory, _fresh=fresh, _first=first, _end=memory.nbytes,
             _windows=weakref.WeakSet(), _resets=weakref.WeakSet(),
         )  # fmt: skip
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is not copied or pickled: kernels know its memory by address"
+        )
 
     @property
     def address(self) -> int:

@@ -1,7 +1,9 @@
 """The host's side of memory that kernels allocate from. On the simulated driver: no kernel runs."""
 
+import copy
 import ctypes
 import os
+import pickle
 import struct
 
 import numpy as np
@@ -106,6 +108,14 @@ def test_a_second_init_that_fails_changes_nothing(gpu, make, again):
         one.__init__(*again)
     assert (dict(vars(one)), repr(one)) == before
     assert one.buffer(one.address + one._end - 64, 64).nbytes == 64
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(gpu, how):
+    """A copy of managed memory would be memory of the host, which no kernel can use."""
+    for one in (cuda.KernelArena(1 << 10, cuda.Managed()), cuda.KernelSlab(64, 10, cuda.Managed())):
+        with pytest.raises(TypeError, match=f"a {type(one).__name__} is not copied"):
+            how(one)
 
 
 def test_no_buffer_while_a_reset_is_under_way(gpu):
