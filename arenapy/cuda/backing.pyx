@@ -196,36 +196,50 @@ cdef class LentBacking(Backing):
     cdef object give_back            # None: there is nothing yet
 
     def __dealloc__(self):
+        cdef void* context
+        cdef int result
         if self.give_back is None:
             return
-        if callable_(self.last.generation):
-            self.last = None
-            self.give_back()
-        else:
+        if not callable_(self.last.generation):
             Py_INCREF(self.give_back)        # its library may be as unable to free as we are
+            return
+        context = self.last.context
+        self.last = None
+        with nogil:
+            result = enter(context)
+        try:
+            self.give_back()
+        finally:
+            if result == SUCCESS:
+                with nogil:
+                    leave()
 
 
 seal(LentBacking)
 
 
-def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_back):
-    """A region at the address that `borrow()` returns; `give_back(address)` ends it.
+def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_back, object check):
+    """A region at the address that `borrow(nbytes)` returns; `give_back(address, nbytes)` ends it.
 
-    The address may be free in the order of the legacy stream only, in which both are called.
+    The address may be free in the order of the legacy stream only, in which both are called, with
+    the device current. `check(address)` may refuse it. What the backing has to give back is noted
+    here, between whose lines no signal's exception can come.
     """
     cdef LentBacking backing = LentBacking.__new__(LentBacking)
     cdef void* context = primary(memory.device_id)
     cdef StreamRef legacy = stream_of(LEGACY, memory.device_id)
-    backing.last = device_backing(memory.device_id, DEVICE_LINE, False)
+    # The driver waits for the streams only when it unmaps a page, which smaller ones may share.
+    backing.last = device_backing(memory.device_id, DEVICE_PAGE, False)
     with nogil:
         result = enter(context)
     checked(result, "cuCtxPushCurrent")
     try:
-        address = borrow()
+        address = borrow(nbytes)
+        backing.give_back = partial(give_back, address, nbytes)
     finally:
         with nogil:
             leave()
-    backing.give_back = partial(give_back, address)
+    check(address)
     synchronize(legacy)                      # from here on it is every stream's
     return region_of(address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
 

@@ -100,7 +100,8 @@ class Source:
     Notes
     -----
     An allocator takes whole regions from the resource, and gives one back when all streams of the
-    device have done their work. It can take a region only while no blocking stream is captured.
+    device have done their work. For this, each region takes 2 MiB of the device besides its own
+    memory. The allocator can take a region only while no blocking stream is captured.
     Streams order the blocks, as those of ``cuda.Device``. A region keeps the resource alive. Do not
     give a resource that itself takes from the same Pool.
     Thread-safety: immutable; may be used from any thread if the resource may.
@@ -163,26 +164,22 @@ class Source:
         nbytes = checked_size(nbytes)
         mr = self.resource
 
-        def give_back(address: int) -> None:
-            mr.deallocate(address, nbytes)
-
-        def borrow() -> int:
-            try:
-                address = int(mr.allocate(nbytes))
-            except MemoryError as error:
-                raise OutOfMemory(
-                    f"{format_bytes(nbytes)} of RMM's {type(mr).__name__} were refused: {error}; "
-                    "ask for less, or for a larger resource"
-                ) from error
+        def check(address: int) -> None:
             given = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 2}
             found = asbuffer(SimpleNamespace(__cuda_array_interface__=given))
             if (found.kind, found.device_id) != ("device", self.ordinal):
                 where = f"{found.kind} memory of device {found.device_id}"
-                give_back(address)
                 raise ValueError(
                     f"RMM's {type(mr).__name__} gave {where}, and memory of device {self.ordinal} "
                     "is needed: give the resource of that device, or ordinal="
                 )
-            return address
 
-        return backing.lent_region(self.hooks, nbytes, borrow, give_back)
+        try:
+            return backing.lent_region(self.hooks, nbytes, mr.allocate, mr.deallocate, check)
+        except OutOfMemory:  # of the device itself
+            raise
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"{format_bytes(nbytes)} of RMM's {type(mr).__name__} were refused: {error}; "
+                "ask for less, or for a larger resource"
+            ) from error

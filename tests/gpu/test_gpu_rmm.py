@@ -114,6 +114,7 @@ def test_rmms_memory_as_a_source(rmm, gpu, kind):
         rmm.mr.PoolMemoryResource(upstream, 64 * MIB) if kind == "pool" else getattr(rmm.mr, kind)()
     )
     stream = cuda.Stream()
+    kept = arenapy_rmm.Source(resource).region(MIB)
     for i in range(50):
         pool = Pool(source=arenapy_rmm.Source(resource), stream=stream)
         block = pool.alloc(32 * MIB)
@@ -126,6 +127,7 @@ def test_rmms_memory_as_a_source(rmm, gpu, kind):
         gpu.count_wrong(1, buffer.ptr, 64 << 10, i)
         del buffer
     assert gpu.how_many_wrong() == 0
+    del kept
     small = rmm.mr.LimitingResourceAdaptor(resource, MIB)
     with pytest.raises(OutOfMemory, match="of RMM's LimitingResourceAdaptor were refused"):
         Pool(source=arenapy_rmm.Source(small)).alloc(8 * MIB)

@@ -9,7 +9,7 @@ import types
 import pytest
 from cuda_support import LEGACY, PER_THREAD, a_gpu, new_stream, reads, slowly_fill
 
-from arenapy import OutOfMemory, Pool, cuda
+from arenapy import Host, OutOfMemory, Pool, cuda
 from arenapy.interop import cupy as arenapy_cupy
 from arenapy.interop import numba as arenapy_numba
 from arenapy.interop import rmm as arenapy_rmm
@@ -306,6 +306,50 @@ def test_what_is_no_source(driver):
         arenapy_rmm.Source(object())
     with pytest.raises(ValueError, match="ordinal=-1: devices are counted from 0"):
         arenapy_rmm.Source(types.SimpleNamespace(allocate=len, deallocate=len), -1)
+
+
+class Resource:
+    """A resource in the manner of RMM's, without RMM: the memory of Regions."""
+
+    def __init__(self, driver, make):
+        self.driver, self.make = driver, make
+        self.lent, self.back = {}, []
+
+    def allocate(self, nbytes):
+        region = self.make(nbytes)
+        self.lent[region.address] = region
+        return region.address
+
+    def deallocate(self, address, nbytes):
+        self.back.append((ctypes.string_at(address, nbytes), self.driver.device()))
+        del self.lent[address]
+
+
+def test_what_is_refused_goes_back(driver):
+    """Also if the driver does not know the address at all."""
+    resource = Resource(driver, Host().region)
+    with pytest.raises((ValueError, TypeError, BufferError, cuda.CudaError)):
+        arenapy_rmm.Source(resource).region(1000)
+    gc.collect()
+    assert not resource.lent and len(resource.back) == 1
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_a_region_waits_for_streams_beside_small_allocations(driver, ordinal):
+    """It comes back on its device, which may not be the current one."""
+    driver.small_frees_wait = False
+    resource = Resource(driver, cuda.Device(ordinal).region)
+    source = arenapy_rmm.Source(resource, ordinal)
+    kept, region = source.region(MIB), source.region(MIB)
+    with driver.on(ordinal):
+        stream = new_stream(driver)
+    slowly_fill(driver, stream, types.SimpleNamespace(address=region.address, nbytes=MIB), 7)
+    del region
+    gc.collect()
+    assert [(set(found), device) for found, device in resource.back] == [({7}, ordinal)]
+    assert driver.device() == 0
+    driver.drain()
+    del kept
 
 
 def test_a_source_in_a_forked_child(rmm, driver):

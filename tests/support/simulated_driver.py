@@ -95,6 +95,8 @@ class SimulatedDriver(gpu.Gpu):
         self.fails = {}  # {name: result}
         self.plan = {}  # {(name, the count of the call): result}
         self.before_call = None  # it is called with a name
+        # A real one waits when it unmaps a page. That is not sure of one that others share.
+        self.small_frees_wait = True
         self.hooked = set()  # threads that are in it
         self.closed = False
         self.retained = set()  # devices
@@ -318,7 +320,8 @@ class SimulatedDriver(gpu.Gpu):
         self.unsafe()
         if address:
             one = self._freed(address)
-            self.finish([each for each in self.queue if each.device == one.device])
+            if self.small_frees_wait or one.nbytes >= GRANULE:
+                self.finish([each for each in self.queue if each.device == one.device])
             self._release(one)
 
     def _freed(self, address):
