@@ -18,6 +18,7 @@ from cuda_support import (
 )
 
 from arenapy import Bump, OutOfMemory, Pool, cuda
+from arenapy.commands.replay.device import HEAPS, Watch
 from arenapy.commands.replay.program import program
 
 sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
@@ -424,6 +425,19 @@ def test_a_trace_that_is_repeated_asks_the_driver_for_nothing(large_gpu, name):
     passes = [replayed.run() for _ in range(3)]
     assert passes[0] > 800 and passes[1:] == [0, 0]
     assert replayed.most <= 1.03 * replayed.live
+
+
+@pytest.mark.parametrize("name", ["arenapy", "arenapy-class", "arenapy-grow"])
+def test_a_replay_counts_what_has_memory(gpu, name):
+    """Not the addresses of a range that grows."""
+    of_its_own = GRANULE if name == "arenapy-grow" else 0
+    heap = HEAPS[name](0)
+    watch = Watch(heap, lambda: gpu.memory.used[0])
+    blocks = []
+    for step, nbytes in enumerate([3 * MIB, 100, 7 * MIB]):
+        blocks.append(heap.take(nbytes, None))
+        watch(step)
+        assert heap.reserved() == watch.most == watch.most_device - of_its_own > 0
 
 
 def test_a_bump_grows_and_shrinks_in_place(gpu):
