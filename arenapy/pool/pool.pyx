@@ -24,8 +24,7 @@ from arenapy.buffer.block cimport (
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
-    HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
-    roomy,
+    HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, Place, have_spare, roomy,
 )
 from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
@@ -515,7 +514,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.settle_streams(False)
         c.flush_all(True)
         idle = c.figures().all.idle
-        freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
+        freed = self.memory.trim((idle - keep) >> PAGE_BITS) if idle > keep else 0
         return freed << PAGE_BITS
 
     def defragment(self):
@@ -566,6 +565,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef StreamCaches streams = self.streams
         cdef size_t missing = 0, wished, before, idle, least
         cdef size_t pages = c.pages_for(n, align)
+        cdef Place place = Place(0, 0, 0)
         cdef object error = None
         c.open_check()
         if n > <size_t>MAX_PAGES << PAGE_BITS:
@@ -584,18 +584,18 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if not have_spare(c):
                 raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
             try:
-                if self.memory.grow(pages, wished, &missing):
+                if self.memory.grow(pages, wished, &missing, &place):
                     return True
             except MemoryError as e:
                 error = e
-                missing = pages
+                missing = place.lacking if place.lacking else pages
             # The blocks that were unused longest make room, in the limit or in the machine. To find
             # them, all caches of threads are flushed. The request may fit into what was in those.
             # A device's memory is looked through in another way, and might refuse it again.
             idle = self.memory.trimmable()
             if not c.merges_first and has_run(c, pages):
                 return False
-            if missing > idle or self.memory.shrink(missing, True) == 0:
+            if missing > idle or self.memory.shrink(missing, True, &place) == 0:
                 break
             wished = pages
         # Another thread that grows has the room meanwhile, and may have had more than it needs.
