@@ -101,8 +101,8 @@ class Arenapy(Heap):
         block.release()
 
     def reserved(self) -> int | None:
-        """Of all regions."""
-        return sum(int(region.nbytes) for region in self.allocator.regions)
+        """Where there is memory. `stats()` would settle what streams use, and so change it."""
+        return sum(int(nbytes) for _, nbytes in self.allocator._reserved())
 
     @classmethod
     def version(cls) -> str | None:
