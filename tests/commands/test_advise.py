@@ -481,6 +481,7 @@ def test_a_worker_takes_settings(tmp_path, capsys):
 # ---- traces of a GPU's memory
 
 
+GPU_PEERS = ("torch", "cupy", "rmm")
 SIMULATED = """
 import sys
 import pytest
@@ -490,6 +491,8 @@ from arenapy.commands.advise import device_worker
 with open({starts!r}, "a") as file:
     print("start", file=file)
 with pytest.MonkeyPatch.context() as patch, bindings(patch):
+    for name in {peers}:
+        patch.setitem(sys.modules, name, None)  # they would ask for a driver that is none
     sys.exit(device_worker.main(sys.argv[1:]))
 """
 ANSWERS = """
@@ -533,13 +536,15 @@ def device_queue(kind):
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(measuring, "ROUNDS", FEWEST)
+    for name in GPU_PEERS:
+        monkeypatch.setitem(sys.modules, name, None)
     with bindings(monkeypatch) as one:
         yield one
 
 
 def test_a_trace_of_a_gpu_is_replayed_on_one(gpu, monkeypatch, tmp_path):
     """All settings and rounds are in one process: starting one takes longer than a replay."""
-    started(monkeypatch, tmp_path, SIMULATED.format(starts=str(tmp_path / "starts")))
+    started(monkeypatch, tmp_path, SIMULATED.format(starts=str(tmp_path / "starts"), peers=GPU_PEERS))
     found = advise.advise(device_queue("Pool, device"))
     assert (tmp_path / "starts").read_text() == "start\n"
     assert list(found["seconds"]) == [
@@ -658,7 +663,6 @@ def test_torch_is_the_baseline_of_its_own_traces(gpu, monkeypatch, installed):
     """If it is there; here, where it fails, there is no advice then."""
     monkeypatch.setattr(advise, "DeviceProcess", lambda: nullcontext(in_this_process))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
-    monkeypatch.setitem(sys.modules, "torch", None)
     if installed:
         with pytest.raises(OSError, match="torch was not measured"):
             advise.advise(device_queue("torch, device 0"))
@@ -667,11 +671,13 @@ def test_torch_is_the_baseline_of_its_own_traces(gpu, monkeypatch, installed):
 
 
 def test_an_arena_of_a_gpu_starts_over_when_nothing_is_live(gpu, tmp_path):
-    pair = [("alloc", 1, 1 << 16), ("alloc", 2, 1 << 16), ("free", 1), ("free", 2)]
+    odd = (1 << 16) - 100  # the next block begins at a multiple of 256
+    pair = [("alloc", 1, odd), ("alloc", 2, 1 << 16), ("free", 1), ("free", 2)]
     steps = program(traced(*pair * 10))
     steps.save(tmp_path)
     np.save(tmp_path / "streams.npy", np.zeros(20, int))
-    settings = {"nbytes": steps.bump_bytes()}
+    (setting,) = settings_for(steps, ["bump"], device=True)
+    settings = setting.arguments
     assert settings["nbytes"] == 2 << 16
     found = device_worker.measure("bump", tmp_path, 2, settings)
     assert found["steps"] == 40 and 0 < found["first"] < found["seconds"]
