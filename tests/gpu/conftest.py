@@ -1,7 +1,32 @@
 """A GPU, and the libraries that use it beside arenapy: a test without them is skipped."""
 
+import contextlib
+import fcntl
+import tempfile
+from pathlib import Path
+
 import pytest
 from real_gpu import Gpu, need_gpu
+
+HERE = Path(tempfile.gettempdir())
+
+
+@contextlib.contextmanager
+def locked(name, how):
+    with open(HERE / f"arenapy-gpu-tests-{name}", "w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def share_of_the_device(request):
+    """No other process runs a test beside one that fills the device or reads what it has free."""
+    alone = request.node.get_closest_marker("alone")
+    with contextlib.ExitStack() as until_the_end:
+        with locked("turn", fcntl.LOCK_EX):  # whoever comes later waits for one that will be alone
+            device = locked("device", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            until_the_end.enter_context(device)
+        yield
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_a_capture(allocator, cupy):
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_arrays_that_are_made_in_a_capture(allocator, cupy, blocking):
+def test_arrays_that_are_made_in_a_capture(allocator, pool, cupy, blocking):
     """1,000 launches, while the default stream makes arrays of the same size and fills them."""
     stream = cupy.cuda.Stream(non_blocking=not blocking)
     x = cupy.zeros(1 << 16)

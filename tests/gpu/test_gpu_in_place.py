@@ -15,7 +15,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
 from asv_benches.gpu.traces import growing_sequences
 
 MIB = 1 << 20
-GRANULE = 2 * MIB
+
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")

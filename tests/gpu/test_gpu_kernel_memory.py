@@ -220,7 +220,9 @@ PLANTS = {
     "a warp sets bits without an atomic": (
         "got = bits & ~atomicOr(&bitmap[word], bits);",
         "{ got = bits & ~bitmap[word]; *(volatile u32*)&bitmap[word] |= bits; }"),
-    "a lane has its neighbour's place": ("return n * lane();", "return n * (lane() / 2);"),
+    "a lane has its neighbour's place": (
+        "at += before;",
+        "at += detail::lane() % 2 && before >= want ? before - want : before;"),
     "an end that is 16 bytes too late": ("want > size - at)", "want > size - at + 16)"),
 }  # fmt: skip
 
