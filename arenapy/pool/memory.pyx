@@ -12,7 +12,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from arenapy.allocator.allocator cimport check_unseen, make_region
+from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
@@ -185,7 +185,8 @@ cdef class PoolMemory:
                 missing[0] = pages - self.left()
                 return False
             # No address space as large as that: get more of it.
-            reservation = self.source.reserve(max(pages << PAGE_BITS, self.min_reservation))
+            reservation = make_reservation(
+                self.source, max(pages << PAGE_BITS, self.min_reservation))
             if reservation is None:
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)

@@ -3,6 +3,7 @@
 import gc
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -239,7 +240,8 @@ def test_a_full_device_gets_everything_back(gpu):
             blocks.append(pool.alloc(2 * MIB))
     assert gpu.memory.left(0) == 0
     slowly_fill(gpu, LEGACY, blocks[0], 1)
-    del blocks, pool
+    blocks.clear()
+    pool = None
     gc.collect()
     assert gpu.memory.used[0] == 0
 
@@ -469,3 +471,25 @@ def test_a_bump_keeps_its_memory_while_its_stream_is_captured(gpu):
     gpu.destroy_graph(graph_of(gpu, s))
     assert arena.trim() > 0
     arena.check()
+
+
+def test_threads_that_give_a_range_its_first_memory_share_the_page_of_its_end(gpu):
+    pool = pool_of()
+    blocks = []
+
+    def before(name):
+        if name == "cuMemAlloc" and not blocks:
+            blocks.append(None)
+            other = threading.Thread(target=lambda: blocks.append(pool.alloc(3 * MIB)))
+            other.start()
+            other.join()
+
+    gpu.before_call = before
+    blocks.append(pool.alloc(3 * MIB))
+    gpu.before_call = None
+    assert len(blocks) == 3 and len(pool.regions) == 1
+    assert used(gpu) == pool.stats().reserved_bytes
+    blocks.clear()
+    pool = None
+    gc.collect()
+    assert gpu.memory.used[0] == 0
