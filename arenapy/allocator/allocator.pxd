@@ -16,6 +16,8 @@ cdef class Allocator:
     cdef Buffer captured_block(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # A block of n bytes, held from birth if asked; raises OutOfMemory, and then changes nothing.
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held)
+    # The same of an owner, which may be a part of the allocator's.
+    cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align)
     # A block for a C call that found none free: the source is asked. NULL, or an exception: none.
     cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL
     # What empty() gives on a device.
@@ -39,5 +41,10 @@ cdef int complete(Allocator one) except -1
 # A new block, of which its owner's hooks take note that a stream, as they name it, has it. What
 # fails there gives the block back.
 cdef Buffer begun(MemoryOwner owner, Buffer b, object stream)
+# Raise ValueError unless `old` is open and has at most n bytes.
+cdef int check_growth(Buffer old, Py_ssize_t n) except -1
+# What `one` gives for a block that cannot grow in place to n bytes: a new block of `owner`, the
+# allocator's core or a part of it, with the contents. The old one is released.
+cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n)
 # Not to be listed among the allocators of this process: it is a part of another one.
 cdef int hide(Allocator one) except -1

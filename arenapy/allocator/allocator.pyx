@@ -7,7 +7,7 @@ from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 import threading
 import weakref
@@ -16,8 +16,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from arenapy.base.sizes cimport HOST_ALIGN
-from arenapy.base.atomic cimport arenapy_finalizing
-from arenapy.buffer.block cimport MemoryOwner, host_only, named_stream
+from arenapy.base.atomic cimport (
+    arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release,
+)
+from arenapy.buffer.block cimport (
+    ONE_EXPORT, MemoryOwner, check_open, host_only, is_open_locked, named_stream,
+)
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec, as_array, assign, parse, wrap
 from arenapy.memory.region cimport Region, ask_source
@@ -116,6 +120,9 @@ cdef class Allocator:
 
     cdef Buffer block(self, Py_ssize_t n, Py_ssize_t align, bint held):
         raise NotImplementedError(type(self).__name__)
+
+    cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align):
+        return self.block(n, align, False)
 
     cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
         raise NotImplementedError(type(self).__name__)
@@ -397,6 +404,56 @@ cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n):
         raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
     check_alike(c, c.listed(), <Region>region)
     return <Region>region
+
+
+cdef int check_growth(Buffer old, Py_ssize_t n) except -1:
+    check_open(old)
+    if n < old.size:
+        raise ValueError(
+            f"nbytes={n} is less than the {old.size} bytes it has; slice it instead"
+        )
+    return 0
+
+
+cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n):
+    cdef AllocatorCore c = one.base
+    cdef Py_ssize_t size = old.size
+    cdef Buffer new
+    cdef bint done
+    if old.word >= ONE_EXPORT:
+        raise BufferError(
+            f"{old!r} has to move to grow, and has live exports; drop them first"
+        )
+    if c.hooks is None and not c.host_accessible:
+        raise BufferError(
+            f"{old!r} has to move to grow, and the host cannot copy it; allocate a larger "
+            "block, and copy it as its source says"
+        )
+    new = one.block_of(owner, n, max(old.align, c.block_align))
+    # Making it may have run code, which may have grown the old one, exported it or reset all.
+    if c.hooks is not None:
+        try:
+            check_open(old)
+            if old.size != size:
+                raise ValueError(f"{old!r} did not grow: another thread changed it")
+            c.hooks.move(new, old)
+        except BaseException:
+            new.release()
+            raise
+        old.release()
+        return new
+    arenapy_lock_acquire(&c.lock)
+    done = is_open_locked(old) and is_open_locked(new) and old.size == size
+    done = done and old.word < ONE_EXPORT
+    if done:
+        memcpy(new.ptr, old.ptr, size)
+    arenapy_lock_release(&c.lock)
+    if not done:
+        new.release()
+        check_open(old)
+        raise ValueError(f"{old!r} did not grow: another thread changed it or the allocator")
+    old.release()
+    return new
 
 
 cdef object make_reservation(object source, size_t nbytes):

@@ -10,7 +10,6 @@ that a call that raises has changed nothing, and no Python code runs in between.
 cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy
 
 from collections.abc import Iterable
 
@@ -18,12 +17,11 @@ from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_lock_acquire, arenapy_lock_release,
 )
 from arenapy.allocator.allocator cimport (
-    Allocator, check_source, complete, grown_in_c, make_region,
+    Allocator, check_growth, check_source, complete, grown_in_c, make_region, moved,
 )
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
-    CLOSED, ONE_EXPORT, Hold, born_held, check_open, is_open_locked, named_stream, new_hold,
-    track,
+    CLOSED, Hold, born_held, check_open, named_stream, new_hold, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport arena_alloc, catch_up, rewind
@@ -315,17 +313,13 @@ cdef class Bump(Allocator):
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef Buffer new
         cdef bint done, at_end
         cdef uintptr_t start
         cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
-        if n < buffer.size:
-            raise ValueError(
-                f"nbytes={n} is less than the {buffer.size} bytes it has; slice it instead"
-            )
+        check_growth(buffer, n)
         self.core.open_check()
         done = grow_last(c, buffer, n, &at_end)
         if at_end and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
@@ -345,41 +339,7 @@ cdef class Bump(Allocator):
                 c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
                 c.operated()
             return buffer
-        if buffer.word >= ONE_EXPORT:
-            raise BufferError(
-                f"{buffer!r} has to move to grow, and has live exports; drop them first"
-            )
-        if c.hooks is None and not c.host_accessible:
-            raise BufferError(
-                f"{buffer!r} has to move to grow, and the host cannot copy it; allocate a larger "
-                "block, and copy it as its source says"
-            )
-        size = buffer.size
-        new = self.block(n, max(buffer.align, c.block_align), False)
-        # Making it may have run code, which may have grown the old one, exported it or reset all.
-        if c.hooks is not None:
-            try:
-                check_open(buffer)
-                if buffer.size != size:
-                    raise ValueError(f"{buffer!r} did not grow: another thread changed it")
-                c.hooks.move(new, buffer)
-            except BaseException:
-                new.release()
-                raise
-            buffer.release()
-            return new
-        arenapy_lock_acquire(&c.lock)
-        done = is_open_locked(buffer) and is_open_locked(new) and buffer.size == size
-        done = done and buffer.word < ONE_EXPORT
-        if done:
-            memcpy(new.ptr, buffer.ptr, size)
-        arenapy_lock_release(&c.lock)
-        if not done:
-            new.release()
-            check_open(buffer)
-            raise ValueError(f"{buffer!r} did not grow: another thread changed it or the arena")
-        buffer.release()
-        return new
+        return moved(self, c, buffer, n)
 
     def trim(self, keep_bytes=0):
         """Return free memory at the end of the arena to the source.

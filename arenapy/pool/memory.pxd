@@ -1,5 +1,5 @@
 # How a pool gets memory from its source and gives it back.
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.page_heap cimport Place
@@ -34,6 +34,8 @@ cdef class PoolMemory:
     # `missing` pages. MemoryError: the source has no more. Where address space gets its memory by
     # the granule, this may have been one of several parts of `place`: call it again.
     cdef bint grow(self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
+    # Get memory, so that a live block of the caller's has `pages` free ones behind it. False: no.
+    cdef bint grow_behind(self, uint64_t block_id, uint32_t pages) except -1
     # Wait until another thread's growth, if one is under way, has ended. False: there was none.
     cdef bint wait_for_growth(self) except -1
     cdef int add_region(self, Region region) except -1

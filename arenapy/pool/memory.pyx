@@ -126,6 +126,19 @@ cdef class PoolMemory:
             return self.grow_reservation(pages, wished, missing, place)
         return self.grow_region(pages, wished, missing)
 
+    cdef bint grow_behind(self, uint64_t block_id, uint32_t pages) except -1:
+        cdef PoolCore c = self.core
+        cdef uint32_t id
+        if not self.may_reserve or not have_spare(c) or not c.grow_map(
+                min(<size_t>pages + HUGE_PAGES, self.left())):
+            return False
+        arenapy_spin_acquire(&c.heap_lock)
+        id = c.begin_growth_behind(<uint32_t>(block_id >> 6), pages, self.left())
+        arenapy_spin_release(&c.heap_lock)
+        if id:
+            self.commit(id)
+        return id != 0
+
     cdef bint wait_for_growth(self) except -1:
         cdef size_t busy = self.core.busy_pages
         cdef int n = 0

@@ -128,6 +128,8 @@ cdef class Pages(AllocatorCore):
     # With heap_lock held:
     cdef uint32_t alloc_extent(self, size_t pages, size_t align, bint* split) noexcept nogil
     cdef void free_extent(self, uint32_t id, uint32_t tick) noexcept nogil
+    cdef uint32_t free_behind(self, uint32_t id) noexcept nogil
+    cdef void extend(self, uint32_t id, uint32_t pages) noexcept nogil
     # All locks: for what readers without the heap's lock look at.
     cdef void lock_all(self) noexcept nogil
     cdef void unlock_all(self) noexcept nogil
@@ -323,6 +325,9 @@ cdef class Segments(Pages):
     cdef uint32_t begin_growth(
         self, size_t pages, size_t wished, size_t most, size_t* missing, Place* place
     ) noexcept nogil
+    # The same right behind an extent, or behind what is free there.
+    cdef uint32_t begin_growth_behind(
+        self, uint32_t id, uint32_t pages, size_t most) noexcept nogil
     cdef bint grow_map(self, size_t pages) noexcept nogil
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil
     cdef uint32_t begin_trim(self, size_t most, bint enough, const Place* spared) noexcept nogil

@@ -348,6 +348,36 @@ cdef class Pages(AllocatorCore):
         self.age_insert(id, self.newest)
         arenapy_assert(heap_is_valid(self), b"the heap is valid")
 
+    cdef uint32_t free_behind(self, uint32_t id) noexcept nogil:
+        """The FREE extent that begins where this one ends, or 0."""
+        cdef Descriptor* d = &self.descriptors[id]
+        cdef Segment* s = &self.segments[d.segment]
+        cdef uint32_t other
+        if d.page + d.pages == s.pages:
+            return 0
+        other = s.map[scatter(d.page + d.pages)]
+        return other if self.descriptors[other].state == FREE else 0
+
+    cdef void extend(self, uint32_t id, uint32_t pages) noexcept nogil:
+        """Add so many pages to an extent, from the FREE one behind it, which has them."""
+        cdef Descriptor* d = &self.descriptors[id]
+        cdef uint32_t other = self.free_behind(id)
+        cdef uint32_t rest, older = 0
+        arenapy_assert(other != 0, b"what a block grows into is free")
+        arenapy_assert(self.descriptors[other].pages >= pages, b"a block grows into free pages")
+        if trimmable_of(self, &self.descriptors[other]):
+            older = self.descriptors[other].detail.age.older
+        self.remove(other)
+        if self.descriptors[other].pages > pages:
+            rest = self.cut(other, pages)
+            self.enter(rest)
+            self.age_insert(rest, older)
+        self.drop(other)
+        d.pages += pages
+        self.set_boundary_tags(id)
+        arenapy_assert(heap_is_valid(self), b"the heap is valid")
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+
     cdef void lock_all(self) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
 
@@ -534,6 +564,33 @@ cdef class Segments(Pages):
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
         arenapy_assert(d.pages == n, b"an extent has exactly the pages that were asked for")
         return id
+
+    cdef uint32_t begin_growth_behind(
+        self, uint32_t id, uint32_t pages, size_t most
+    ) noexcept nogil:
+        """Make VOID pages BUSY, so that `pages` come together behind an extent; 0: it is no use."""
+        cdef uint32_t first = self.neighbour(id, True)
+        cdef uint32_t free = 0, n, rest
+        cdef Descriptor* d
+        cdef Segment* s
+        if first and self.descriptors[first].state == FREE:
+            free = self.descriptors[first].pages
+            first = self.neighbour(first, True)
+        if first == 0 or free >= pages or self.spare < SPARE:
+            return 0
+        d = &self.descriptors[first]
+        s = &self.segments[d.segment]
+        n = granule_up(s, d.page + pages - free) - d.page
+        if n > d.pages or n > most or d.page + n < s.pages and d.page + n >= s.mapped:
+            return 0
+        self.remove(first)
+        if d.pages > n:
+            rest = self.cut(first, n)
+            self.enter(rest)
+        d.state = BUSY
+        self.set_boundary_tags(first)
+        self.busy_pages += n
+        return first
 
     cdef bint grow_map(self, size_t pages) noexcept nogil:
         """Make the map of the growing segments ready for so many pages beyond their frontier.

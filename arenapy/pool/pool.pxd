@@ -22,6 +22,8 @@ cdef class Pool(Allocator):
     # What `trim_after` means, now: pages that were given back.
     cdef size_t trim_old(self) except? 0
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)
+    # Grow a block where it is. False: it has to move.
+    cdef bint grow_here(self, Buffer buffer, Py_ssize_t n) except -1
     # pool_alloc but for its short way.
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil
     # A block for which the source is asked. `hooks`: on_oom may be called.

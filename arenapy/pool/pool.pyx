@@ -6,21 +6,26 @@ source (memory), arrays (allocator), the calls in C (c_api).
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 import time
 from collections.abc import Iterable, Mapping
 
-from arenapy.allocator.allocator cimport Allocator, begun, check_source, complete, grown_in_c
+from arenapy.allocator.allocator cimport (
+    Allocator, begun, check_growth, check_source, complete, grown_in_c, moved,
+)
+from arenapy.allocator.allocator_core cimport permit
 from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
 )
 from arenapy.base.atomic cimport (
-    arenapy_finalizing, arenapy_glance, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_finalizing, arenapy_glance, arenapy_lock_acquire, arenapy_lock_release,
+    arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport (
-    CLOSED, Freelist, born_held, freelist_of, init_freelists, track,
+    CLOSED, Freelist, MemoryOwner, born_held, check_open, freelist_of, init_freelists,
+    is_open_locked, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
@@ -475,6 +480,101 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         batch.undo(self.core)
         if self.debug:
             self.core.operated()
+
+    def grow(self, Buffer buffer not None, nbytes):
+        """Grow `buffer`, a block of this pool, to `nbytes` and keep its contents.
+
+        Parameters
+        ----------
+        buffer : Buffer
+            A Buffer from :meth:`alloc` of this pool.
+        nbytes : int
+            The new size in bytes, at least the present size.
+
+        Returns
+        -------
+        Buffer
+            The same Buffer if the bytes behind the block are free, or are addresses of a range that
+            grows in place. Otherwise a new Buffer with the same contents, and the old one is
+            released. Streams that use the old Buffer may continue with the new one: they wait for
+            its contents, and it waits for them.
+
+        Raises
+        ------
+        BufferError
+            If the block has to move and has live exports. Nothing has changed then.
+        CudaError
+            If the block has to move while a stream that uses it is captured. Nothing has changed
+            then.
+        ValueError
+            If `buffer` is not a block of this pool, or is larger than `nbytes`.
+        OutOfMemory
+            If it does not fit. Nothing has changed then.
+
+        Notes
+        -----
+        A block up to 32 KiB grows in place only within the bytes that it was rounded up to, and so
+        does memory of a device that other streams use. In the statistics, other growth in place is
+        a release and an allocation.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool()
+        >>> block = pool.alloc(1 << 20)
+        >>> block = pool.grow(block, 100 << 20)  # in place, because nothing lies behind it
+        >>> block.nbytes >> 20, pool.stats().active_allocations
+        (100, 1)
+        """
+        cdef PoolCore c = self.core
+        cdef Py_ssize_t n = as_size(nbytes, "nbytes")
+        cdef MemoryOwner owner = buffer.owner
+        check_open(buffer)
+        if buffer.root is not None or not (
+                owner is c or isinstance(owner, StreamCache) and (<StreamCache>owner).core is c):
+            raise ValueError(f"{buffer!r} is not a block of this pool; pass one of its blocks")
+        check_growth(buffer, n)
+        c.open_check()
+        if owner is c and self.grow_here(buffer, n):
+            return buffer
+        check_growth(buffer, n)              # making room may have run code
+        return moved(self, owner, buffer, n)
+
+    cdef bint grow_here(self, Buffer buffer, Py_ssize_t n) except -1:
+        cdef PoolCore c = self.core
+        cdef uint32_t missing = 0
+        cdef bint done, miss = False
+        cdef int attempt
+        if c.hooks is not None and not c.host_accessible and buffer.hold != NULL:
+            return False                     # pages behind it are free in another stream's order
+        for attempt in range(3):
+            arenapy_lock_acquire(&c.lock)
+            done = is_open_locked(buffer) and n >= buffer.size and c.grow_block(
+                buffer.tag, n, miss, &missing)
+            if done:
+                buffer.size = n
+                permit(c, <uintptr_t>buffer.ptr, n)
+            arenapy_lock_release(&c.lock)
+            if done or missing == 0:
+                break
+            if attempt == 0:
+                c.flush_all(True)            # what is free there may be in a thread's cache
+            elif attempt == 1:
+                try:
+                    miss = self.memory.grow_behind(buffer.tag, missing)
+                except MemoryError:
+                    break
+                if not miss:
+                    break
+        if done:
+            c.handed_out(buffer.ptr, n, buffer.tag)
+            if c.debug:
+                c.operated()
+        return done
+
+    cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align):
+        if isinstance(owner, StreamCache):
+            return self.stream_block(<StreamCache>owner, n, align)
+        return self.block(n, align, False)
 
     # -- giving memory back
 

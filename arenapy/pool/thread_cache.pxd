@@ -149,6 +149,10 @@ cdef class ThreadCaches(Segments):
     cdef void heap_alloc_undo(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
                               const int64_t* peaks) noexcept nogil
     cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil
+    # Grow a live block in place, so that it has n bytes; `miss`: there was memory got for it. Else
+    # nothing has changed, and `missing` is how many pages it needs behind it; 0: it is a small one.
+    cdef bint grow_block(
+        self, uint64_t block_id, size_t n, bint miss, uint32_t* missing) noexcept nogil
     # The same of blocks above 32 KiB, past the thread's cache: for those that another thread frees,
     # whose cache would keep what this one's misses. NULL: the heap has none, or it is a small one.
     cdef char* uncached_alloc(self, size_t n, uint64_t* block_id) noexcept nogil

@@ -37,8 +37,8 @@ from arenapy.base.biased_lock cimport (
     NOBODY, BiasedLock, biased_acquire, biased_release, rank_biased,
 )
 from arenapy.pool.page_heap cimport (
-    BLOCK, FIT_LOOKS, PAGE, PAGE_BITS, SPAN, STOCK, Descriptor, Segments, earlier, has_live,
-    have_spare, low_bit, scatter,
+    BLOCK, FIT_LOOKS, ODD, PAGE, PAGE_BITS, SPAN, SPARE, STOCK, Descriptor, Segments, earlier,
+    has_live, have_spare, low_bit, scatter,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
@@ -302,6 +302,52 @@ cdef class ThreadCaches(Segments):
             if attempt == 0:
                 self.flush_all(self.others_keep_much())
         return NULL
+
+    cdef bint grow_block(
+        self, uint64_t block_id, size_t n, bint miss, uint32_t* missing
+    ) noexcept nogil:
+        cdef ThreadCache* f = self.own_cache()
+        cdef Descriptor* d = named(self, block_id)
+        cdef uint32_t id = <uint32_t>(block_id >> 6)
+        cdef uint32_t behind
+        cdef size_t size, pages
+        cdef bint done
+        missing[0] = 0
+        if n > MAX_BYTES or not have_spare(self):
+            return False
+        biased_acquire(&f.lock)
+        arenapy_spin_acquire(&self.heap_lock)
+        done = n <= d.size - d.skew
+        if not done and d.state != SPAN:
+            size = n + d.skew
+            size = rounded(size, self.rounding) if self.rounding else size
+            pages = self.block_pages(size) - d.pages
+            behind = self.free_behind(id)
+            if pages >= <size_t>1 << 30:
+                pass
+            elif behind and self.descriptors[behind].pages >= pages and self.spare >= SPARE:
+                self.add_up(f, d.size_class, False)
+                discount_block(f, d)         # the figures are those of a free and an allocation
+                self.taken[d.size_class] -= d.pages
+                self.extend(id, <uint32_t>pages)
+                d.size = <size_t>d.pages << PAGE_BITS
+                d.step = <uint16_t>step_of(d.size)
+                d.size_class = <uint8_t>class_of(d.size)
+                d.state = BLOCK if N_SMALL <= d.step < N_EXACT else ODD
+                self.taken[d.size_class] += d.pages
+                if self.n_caches > 1:
+                    self.add_up(f, d.size_class, True)
+                count_block(f, d)
+                if miss:
+                    self.count_asked(d.size_class, True, NULL)
+                f.tick += 1
+                d.tick = f.tick
+                done = True
+            else:
+                missing[0] = <uint32_t>pages
+        arenapy_spin_release(&self.heap_lock)
+        biased_release(&f.lock)
+        return done
 
     cdef char* uncached_alloc(self, size_t n, uint64_t* block_id) noexcept nogil:
         cdef ThreadCache* f = self.own_cache()

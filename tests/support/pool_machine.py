@@ -1,6 +1,8 @@
 """Programs that a `Pool` must survive: sizes, limits, hooks, sources that fail, housekeeping."""
 
-from helpers import PAGE
+from exporting import LIVE, UNSURE
+from helpers import PAGE, peek
+from holding import HoldingMachine
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -12,6 +14,7 @@ from sources import GRANULE, Granules
 import arenapy
 
 KEEP = st.one_of(st.just(0), st.integers(0, 200 * KIB), st.integers(0, 8 * MIB))
+LARGE = st.sampled_from(interesting_sizes(3 * MIB)).filter(lambda nbytes: nbytes > 32 * KIB)
 
 
 class PoolMachine(PoolModel):
@@ -99,6 +102,81 @@ class PoolMachine(PoolModel):
     def alloc_many_with_an_impossible_one(self, sizes):
         with self.refused(ValueError):
             self.allocator.alloc_many([*sizes, -1])
+
+    # Rules: growing ----------------------------------------------------------------------------
+
+    @needs("live")
+    @rule(serial=choice("live"), more=st.integers(0, 300) | st.integers(1, 8 * PAGE) | KEEP)
+    @step
+    def grow(self, serial, more):
+        self.grow_block(serial, more)
+
+    @rule(sizes=st.tuples(LARGE, LARGE).map(sorted), below=st.booleans())
+    @step
+    def grow_a_large_block(self, sizes, below):
+        """Into what another one has left, or behind which there is one."""
+        nbytes, more = sizes[0], sizes[1] - sizes[0]
+        serials = [self.request(nbytes, None) for _ in range(2)]
+        if None not in serials and all(serial in self.live for serial in serials):
+            self.drop_everything(serials[1 - below], False)
+            self.grow_block(serials[below], more)
+
+    def grow_block(self, serial, more):
+        block = self.live[serial]
+        if block.root is None or block.released or block.orphan or self.hook_kind == "frees":
+            return
+        nbytes, before, owned = block.nbytes + more, self.allocator.stats(), self.listed(block)
+        self.last_freed = None
+        self.hook_calls.clear()
+        try:
+            grown = self.allocator.grow(block.root, nbytes)
+        except (BufferError, *self.refusals) as error:
+            self.hooked = bool(self.hook_calls)
+            assert block.root.nbytes == block.nbytes and not block.root.closed
+            assert block.has(LIVE) or block.has(UNSURE) or not isinstance(error, BufferError)
+            self.nothing_handed_out(before)
+            return
+        assert grown.nbytes == nbytes
+        if grown is block.root:
+            event("grown in place")
+            assert grown.address == block.start
+            self.grew(block, nbytes, owned)
+        else:
+            event("grown by moving")
+            assert not block.has(LIVE), "moved away from under an export"
+            assert block.start + nbytes > owned.address + owned.nbytes, "moved without need"
+            for offset, length in self.windows(block.nbytes):
+                seen = peek(grown.address + offset, length)
+                assert seen == bytes([block.fill]) * length, "contents lost"
+            self.admit(grown, nbytes, None if block.plain else block.root.align)
+            if block.exported:
+                block.released, block.handles[:] = True, [block.root]
+            else:
+                self.gone(serial)
+            self.last_freed = None
+
+    def listed(self, block):
+        """What the pool says of its block."""
+        return max(
+            (info for info in self.allocator.blocks() if info.address <= block.start),
+            key=lambda info: info.address,
+        )
+
+    def grew(self, block, nbytes, before):
+        """In place: within its bytes, or as if it had been given back and taken again."""
+        after = self.listed(block)
+        assert after.address == before.address and after.nbytes >= before.nbytes
+        assert block.start + nbytes <= after.address + after.nbytes, "grown past its bytes"
+        block.nbytes = nbytes
+        if after.nbytes > before.nbytes:
+            self.went_back(block)
+            block.size, block.asked, block.size_class = after.nbytes, *2 * [after.size_class]
+            HoldingMachine.took(self, block)
+            one = self.by_class[block.size_class]
+            one.total += 1
+            one.active += 1
+            one.took(block.size)
+        self.write(block)
 
     # Rules: housekeeping -----------------------------------------------------------------------
 
