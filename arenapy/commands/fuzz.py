@@ -264,7 +264,7 @@ def _death(
     until = clock() + shrink
     if crashes_again(program):
         return message, search.shrink(program, crashes_again, until, clock=clock), True
-    message += "; the same steps do not do it again: an earlier program is part of it, or luck"
+    message += "; the same steps alone do not crash: an earlier program, or chance, is part of it"
     return message, program, False
 
 

@@ -137,7 +137,7 @@ class _KernelMemory:
         if not start <= at <= end - n:
             raise ValueError(
                 f"address={at}: {n} bytes from there are not inside the memory, which is "
-                f"from {start:#x} to {end:#x}; give what the kernel got"
+                f"from {start:#x} to {end:#x}; give an address that the kernel got"
             )
         if stream is not None:
             event_on(stream, self.device_id).synchronize()
@@ -175,8 +175,8 @@ class _KernelMemory:
         n = len(self._windows)
         if n:
             raise BufferError(
-                f"{n} Buffers over parts of {self!r} are in use; drop them and all that was made "
-                "of them, or make another one"
+                f"{n} Buffers over parts of {self!r} are in use; drop them and all arrays made "
+                "from them, or make another one"
             )
         self._write(stream)
 

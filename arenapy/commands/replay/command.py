@@ -116,7 +116,7 @@ def run_worker(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise OSError(f"not done after {seconds:.0f} s") from None
+        raise OSError(f"it did not end within {seconds:.0f} s") from None
     if done.returncode < 0:
         raise OSError(f"killed by signal {-done.returncode}")
     if done.returncode:
