@@ -209,7 +209,7 @@ def _show_progress(report: Path, passed: float) -> None:
     if not sys.stderr.isatty() or not report.exists():
         return
     found = json.loads(report.read_text())
-    kinds = ", ".join(one["kind"] for one in found["findings"]) or "nothing found"
+    kinds = ", ".join(one["kind"] for one in found["findings"]) or "no fault found"
     told = f"{found['examples']} programs, {passed:.0f} s: {kinds}"
     print(f"\r\x1b[K{printable(told)[:LONGEST_LINE]}", end="", file=sys.stderr, flush=True)
 
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.print(f"--seed {start}")
     if findings:
         return EXIT_FOUND
-    terminal.print("nothing found")
+    terminal.print("no fault found")
     return 0
 
 
