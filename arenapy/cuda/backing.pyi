@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Self, final
 
 from arenapy.buffer.block import StreamHooks
@@ -6,6 +7,9 @@ from arenapy.memory.sources import Host
 
 @final
 class DeviceBacking(Backing): ...  # type: ignore[misc]
+
+@final
+class LentBacking(Backing): ...  # type: ignore[misc]
 
 @final
 class Addresses: ...
@@ -43,6 +47,12 @@ class DriverPoolHandle:
 def device_memory(ordinal: int) -> StreamHooks: ...
 def device_region(memory: StreamHooks, nbytes: int) -> Region: ...
 def reserve_device(memory: StreamHooks, nbytes: int) -> DeviceReservation: ...
+def lent_region(
+    memory: StreamHooks,
+    nbytes: int,
+    borrow: Callable[[], int],
+    give_back: Callable[[int], object],
+) -> Region: ...
 def managed_memory(ordinal: int) -> StreamHooks: ...
 def managed_region(memory: StreamHooks, nbytes: int) -> Region: ...
 def pinned_memory(mapped: bool) -> StreamHooks: ...

@@ -7,11 +7,13 @@ A Backing ends without the GIL, and not at all once the interpreter ends or in a
 driver then frees what there is, or nobody may. What goes wrong at an end is told nobody.
 """
 cimport cython
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from collections import deque
+from functools import partial
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub
 from arenapy.buffer.block cimport StreamHooks
@@ -181,6 +183,51 @@ def managed_region(StreamHooks memory, size_t nbytes):
     """A region of cuMemAllocManaged."""
     cdef DeviceBacking backing = device_backing(memory.device_id, nbytes, True)
     return region_of(backing.address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
+
+
+# ---- device memory of another library ----------------------------------------------------
+
+@cython.final
+@cython.no_gc_clear
+cdef class LentBacking(Backing):
+    """Memory that goes back to whoever lent it, when the device has done its work. Internal."""
+
+    cdef DeviceBacking last          # the driver waits for every stream when this is freed
+    cdef object give_back            # None: there is nothing yet
+
+    def __dealloc__(self):
+        if self.give_back is None:
+            return
+        if callable_(self.last.generation):
+            self.last = None
+            self.give_back()
+        else:
+            Py_INCREF(self.give_back)        # its library may be as unable to free as we are
+
+
+seal(LentBacking)
+
+
+def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_back):
+    """A region at the address that `borrow()` returns; `give_back(address)` ends it.
+
+    The address may be free in the order of the legacy stream only, in which both are called.
+    """
+    cdef LentBacking backing = LentBacking.__new__(LentBacking)
+    cdef void* context = primary(memory.device_id)
+    cdef StreamRef legacy = stream_of(LEGACY, memory.device_id)
+    backing.last = device_backing(memory.device_id, DEVICE_LINE, False)
+    with nogil:
+        result = enter(context)
+    checked(result, "cuCtxPushCurrent")
+    try:
+        address = borrow()
+    finally:
+        with nogil:
+            leave()
+    backing.give_back = partial(give_back, address)
+    synchronize(legacy)                      # from here on it is every stream's
+    return region_of(address, nbytes, backing, <CudaMemory>memory, DEVICE_PAGE)
 
 
 # ---- device memory that grows in place ---------------------------------------------------

@@ -1,16 +1,25 @@
-"""RMM, and cuDF through it, with arenapy's memory.
+"""RMM, and cuDF through it, with arenapy's memory; and arenapy's allocators with RMM's memory.
 
-Contents: RMM's side, a CallbackMemoryResource. The memory, and the decision when it is used again,
-are the Pool's.
+Contents: RMM's side of a Pool, a CallbackMemoryResource, and a source over a resource of RMM. The
+decision when memory is used again is the allocator's in both.
 """
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from arenapy.base.text import format_bytes
+from arenapy.buffer.block import StreamHooks
 from arenapy.buffer.buffer import Buffer
+from arenapy.cuda import backing
+from arenapy.cuda.foreign import asbuffer
+from arenapy.errors import OutOfMemory
 from arenapy.interop.device_pools import by_device, library
+from arenapy.memory.host_request import checked_index, checked_size
+from arenapy.memory.region import Region
 from arenapy.pool.pool import Pool
 
-__all__ = ["resource"]
+__all__ = ["Source", "resource"]
 
 OLDEST = (24, 12)
 LEGACY = 1  # the legacy default stream, for which RMM also uses 0
@@ -70,3 +79,110 @@ def resource(pool: Pool) -> Any:
         block.release(stream.__cuda_stream__()[1] or LEGACY)
 
     return made(allocate, deallocate)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Memory of an RMM resource, for arenapy's allocators.
+
+    Parameters
+    ----------
+    resource : rmm.mr.DeviceMemoryResource
+        It has to give memory of a device, not managed or pinned memory.
+    ordinal : int
+        The number of the device that `resource` was made for.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If `ordinal` is invalid, or `resource` is none.
+
+    Notes
+    -----
+    An allocator takes whole regions from the resource, and gives one back when all streams of the
+    device have done their work. It can take a region only while no blocking stream is captured.
+    Streams order the blocks, as those of ``cuda.Device``. A region keeps the resource alive. Do not
+    give a resource that itself takes from the same Pool.
+    Thread-safety: immutable; may be used from any thread if the resource may.
+
+    Examples
+    --------
+    >>> import arenapy
+    >>> from arenapy.interop import rmm as arenapy_rmm
+    >>> import rmm                                                         # doctest: +SKIP
+    >>> shared = rmm.mr.CudaAsyncMemoryResource()                          # doctest: +SKIP
+    >>> pool = arenapy.Pool(source=arenapy_rmm.Source(shared))             # doctest: +SKIP
+    """
+
+    resource: Any
+    ordinal: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything depends on it."""
+        if checked_index("ordinal", self.ordinal) < 0:
+            raise ValueError(f"ordinal={self.ordinal!r}: devices are counted from 0")
+        for name in ("allocate", "deallocate"):
+            if not callable(getattr(self.resource, name, None)):
+                raise TypeError(
+                    f"resource={self.resource!r} has no method {name!r}; give a resource of "
+                    "rmm.mr, such as rmm.mr.get_current_device_resource()"
+                )
+
+    @property
+    def hooks(self) -> StreamHooks:
+        """Internal: what an allocator over this source asks about streams."""
+        return backing.device_memory(self.ordinal)
+
+    def region(self, nbytes: int) -> Region:
+        """Allocate `nbytes` bytes of the resource.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes, more than 0.
+
+        Returns
+        -------
+        Region
+
+        Raises
+        ------
+        OutOfMemory
+            If the resource does not have so much. The message is RMM's.
+        Unavailable, CudaError
+            As ``cuda.Device.region``.
+        ValueError, TypeError
+            If `nbytes` is not a size, there is no such device, or the resource gave memory that is
+            not the device's.
+
+        Examples
+        --------
+        >>> arenapy_rmm.Source(shared).region(1 << 20).kind                # doctest: +SKIP
+        'device'
+        """
+        nbytes = checked_size(nbytes)
+        mr = self.resource
+
+        def give_back(address: int) -> None:
+            mr.deallocate(address, nbytes)
+
+        def borrow() -> int:
+            try:
+                address = int(mr.allocate(nbytes))
+            except MemoryError as error:
+                raise OutOfMemory(
+                    f"{format_bytes(nbytes)} of RMM's {type(mr).__name__} were refused: {error}; "
+                    "ask for less, or for a larger resource"
+                ) from error
+            given = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 2}
+            found = asbuffer(SimpleNamespace(__cuda_array_interface__=given))
+            if (found.kind, found.device_id) != ("device", self.ordinal):
+                where = f"{found.kind} memory of device {found.device_id}"
+                give_back(address)
+                raise ValueError(
+                    f"RMM's {type(mr).__name__} gave {where}, and memory of device {self.ordinal} "
+                    "is needed: give the resource of that device, or ordinal="
+                )
+            return address
+
+        return backing.lent_region(self.hooks, nbytes, borrow, give_back)

@@ -167,6 +167,12 @@ def growing():
     return Bump(2 << 20, cuda.Device(grow=True), max_bytes=8 << 20)
 
 
+def lent():
+    return module("cuda.backing").lent_region(
+        cuda.Device().hooks, 4096, lambda: cuda.Device().region(4096).address, lambda address: None
+    )
+
+
 def used_elsewhere():
     """A Pool with a block that another stream was to use, and one that it still uses."""
     one = device_pool()
@@ -265,6 +271,7 @@ CUDA = [
     lambda: inside(Bump(ROOM, cuda.Pinned()), module("cuda.backing").PinnedBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").PooledBacking),
     lambda: inside(Bump(1 << 20, cuda.DriverPool()), module("cuda.backing").DriverPoolHandle),
+    lambda: inside(lent(), module("cuda.backing").LentBacking),
     lambda: inside(growing(), module("cuda.backing").DeviceReservation),
     lambda: inside(growing(), module("cuda.backing").GrownBacking),
     lambda: inside(growing(), module("cuda.backing").Addresses),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from arenapy import Pool, cuda
+from arenapy import OutOfMemory, Pool, cuda
 from arenapy.interop import rmm as arenapy_rmm
 
 MIB = 1 << 20
@@ -104,3 +104,28 @@ def test_behind_rmms_own_pool(rmm):
     del front
     gc.collect()
     assert pool.stats().allocated_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["CudaMemoryResource", "CudaAsyncMemoryResource", "pool"])
+def test_rmms_memory_as_a_source(rmm, gpu, kind):
+    """Kernels of ours write slowly, the Pool ends, and RMM has the bytes for kernels of its own."""
+    upstream = rmm.mr.CudaMemoryResource()
+    resource = (
+        rmm.mr.PoolMemoryResource(upstream, 64 * MIB) if kind == "pool" else getattr(rmm.mr, kind)()
+    )
+    stream = cuda.Stream()
+    for i in range(50):
+        pool = Pool(source=arenapy_rmm.Source(resource), stream=stream)
+        block = pool.alloc(32 * MIB)
+        assert (block.kind, block.device_id) == ("device", 0)
+        gpu.write_slowly(stream, block.address, 64 << 10, 0xBAD, 20_000)
+        del block, pool
+        gc.collect()
+        buffer = rmm.DeviceBuffer(size=32 * MIB, mr=resource)
+        gpu.write_slowly(1, buffer.ptr, 64 << 10, i)
+        gpu.count_wrong(1, buffer.ptr, 64 << 10, i)
+        del buffer
+    assert gpu.how_many_wrong() == 0
+    small = rmm.mr.LimitingResourceAdaptor(resource, MIB)
+    with pytest.raises(OutOfMemory, match="of RMM's LimitingResourceAdaptor were refused"):
+        Pool(source=arenapy_rmm.Source(small)).alloc(8 * MIB)

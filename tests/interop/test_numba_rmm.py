@@ -2,13 +2,14 @@
 
 import ctypes
 import gc
+import os
 import sys
 import types
 
 import pytest
 from cuda_support import LEGACY, PER_THREAD, a_gpu, new_stream, reads, slowly_fill
 
-from arenapy import Pool, cuda
+from arenapy import OutOfMemory, Pool, cuda
 from arenapy.interop import cupy as arenapy_cupy
 from arenapy.interop import numba as arenapy_numba
 from arenapy.interop import rmm as arenapy_rmm
@@ -229,6 +230,95 @@ def test_as_an_upstream(rmm, pool):
     assert [address] == live(pool)
     limited.deallocate(address, MIB)
     assert live(pool) == []
+
+
+@pytest.fixture
+def lender(pool):
+    """RMM's resource, whose memory is a Pool's: what it has lent is live there."""
+    return arenapy_rmm.resource(pool)
+
+
+def test_rmms_resource_as_a_source(rmm, pool, lender, driver):
+    ours = Pool(8 * MIB, arenapy_rmm.Source(lender), MIB)
+    block = ours.alloc(1000)
+    (start,) = live(pool)
+    assert start <= block.address < start + MIB and (block.kind, block.device_id) == ("device", 0)
+    more = ours.alloc(4 * MIB)
+    assert len(live(pool)) == len(ours.regions) == 2
+    del more
+    driver.drain()
+    ours.trim()
+    assert live(pool) == [start]
+    del block, ours
+    gc.collect()
+    assert live(pool) == []
+
+
+class Lender:
+    """What a resource of RMM lends, by address; `seen`: what was there when it came back."""
+
+    def __init__(self, rmm, source):
+        self.pool, self.blocks, self.seen = Pool(16 * MIB, source), {}, []
+        self.source = arenapy_rmm.Source(rmm.mr.CallbackMemoryResource(self.lend, self.take))
+
+    def lend(self, nbytes, stream):
+        block = self.pool.alloc(nbytes)
+        self.blocks[block.address] = block
+        return block.address
+
+    def take(self, address, nbytes, stream):
+        self.seen.append(ctypes.string_at(address, nbytes))
+        self.blocks.pop(address).release()
+
+
+def test_it_comes_back_when_streams_are_done(rmm, driver):
+    lender, stream = Lender(rmm, cuda.Device()), new_stream(driver)
+    ours = Pool(source=lender.source, stream=stream)
+    block = ours.alloc(2 * MIB)
+    slowly_fill(
+        driver, stream.handle_, types.SimpleNamespace(address=block.address, nbytes=2 * MIB), 7
+    )
+    assert len(lender.blocks) == 1
+    del block, ours
+    gc.collect()
+    assert lender.seen == [bytes([7]) * 2 * MIB] and not lender.blocks
+
+
+def test_a_source_without_memory(rmm, pool, lender):
+    ours = Pool(source=arenapy_rmm.Source(lender))
+    with pytest.raises(OutOfMemory, match=r"100 MiB of RMM's Callback.*do not fit into the pool"):
+        ours.alloc(100 * MIB)
+    ours.check()
+    assert live(pool) == []
+
+
+@pytest.mark.parametrize("other", [cuda.Managed(), cuda.Device(1)])
+def test_memory_of_another_place(rmm, driver, other):
+    place = f"{other.hooks.kind} memory of device {other.ordinal}"
+    lender = Lender(rmm, other)
+    with pytest.raises(ValueError, match=f"gave {place}, and"):
+        Pool(source=lender.source, initial_bytes=MIB)
+    assert len(lender.seen) == 1 and not lender.blocks
+
+
+def test_what_is_no_source(driver):
+    with pytest.raises(TypeError, match="has no method 'allocate'; give a resource"):
+        arenapy_rmm.Source(object())
+    with pytest.raises(ValueError, match="ordinal=-1: devices are counted from 0"):
+        arenapy_rmm.Source(types.SimpleNamespace(allocate=len, deallocate=len), -1)
+
+
+def test_a_source_in_a_forked_child(rmm, driver):
+    lender = Lender(rmm, cuda.Device())
+    region = lender.source.region(MIB)
+    child = os.fork()
+    if child == 0:
+        del region
+        gc.collect()
+        os._exit(len(lender.seen))  # whoever lent it is not asked
+    assert os.waitpid(child, 0)[1] == 0
+    del region
+    assert len(lender.seen) == 1
 
 
 # ---- these and CuPy ---------------------------------------------------------------------------
