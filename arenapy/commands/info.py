@@ -106,8 +106,8 @@ def table(found: list[Fact], width: int) -> Table:
     shown.add_column("meaning", overflow="fold")
     lines = zip(found, rows, strict=True)
     for _, group in itertools.groupby(lines, key=lambda line: line[0].group):
-        for _, texts in group:
-            shown.add_row(*map(Text, texts))
+        for _, row in group:
+            shown.add_row(*map(Text, row))
         shown.add_section()
     return shown
 

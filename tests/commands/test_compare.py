@@ -176,9 +176,9 @@ def test_sentences_say_who_is_faster_and_what_it_takes():
         "arenapy instead of mimalloc: not worth it: the program takes 25.0% longer"
     )
     assert len(said) == 3
-    assert "a peak of 300 MiB instead of 100 MiB" in reasons(all_runs)[-1]
+    assert "Peak memory is higher: 300 MiB instead of 100 MiB" in reasons(all_runs)[-1]
     less = {"plain": runs(1, 100 * MIB), "arenapy": runs(1.2, 110 * MIB)}
-    assert not any("more memory" in line for line in reasons(less))
+    assert not any("Peak memory" in line for line in reasons(less))
 
 
 def made_up_runs(**changes):
@@ -201,7 +201,7 @@ def test_a_processor_that_is_kept_busy_is_judged_by_cpu_time():
     assert sentences(busy)[0].startswith("arenapy: worth it: the program takes 4.0% less")
     for cpu in (2.0, 1.9), (0.5, 0.4), (1.0, 0.93):
         other = made_up_runs(wall=(1.0, 1.0), cpu=cpu)
-        assert "without the time in which" in reasons(other)[0]
+        assert "elapsed time, less the waits" in reasons(other)[0]
         assert sentences(other)[0].startswith("arenapy: no difference")
 
 
