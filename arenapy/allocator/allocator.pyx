@@ -33,6 +33,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
+    PAGE = 4096
 
 from arenapy.diagnostics.leaks import remember
 from arenapy.memory.sources import Existing, File, Host, Shared
@@ -396,6 +397,30 @@ cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n):
         raise ValueError(f"{source!r}.region({n}) gave only {region.nbytes} bytes")
     check_alike(c, c.listed(), <Region>region)
     return <Region>region
+
+
+cdef object make_reservation(object source, size_t nbytes):
+    cdef Region region
+    cdef size_t page
+    reservation = source.reserve(nbytes)
+    if reservation is None:
+        return None
+    if not isinstance(getattr(reservation, "region", None), Region):
+        raise TypeError(
+            f"{source!r}.reserve({nbytes}) returned {reservation!r}, whose region is not an "
+            "arenapy.Region"
+        )
+    region = <Region>reservation.region
+    region.check_unused()
+    if region.size < nbytes:
+        raise ValueError(f"{source!r}.reserve({nbytes}) gave only {region.size} bytes")
+    page = region.page_size
+    if page < PAGE or page & (page - 1) or <uintptr_t>region.ptr % page:
+        raise ValueError(
+            f"{source!r}.reserve({nbytes}) gave {region!r} with page_size={page}: a region that "
+            f"grows begins on a page, whose size is a power of two from {PAGE}"
+        )
+    return reservation
 
 
 cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil:

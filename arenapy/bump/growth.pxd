@@ -4,15 +4,17 @@ from posix.types cimport pid_t
 from arenapy.bump.core cimport BumpCore
 from arenapy.buffer.block cimport Hold
 from arenapy.buffer.buffer cimport Buffer
+from arenapy.memory.region cimport Region
 
 
 cdef class InPlace:
     cdef object source
     cdef object reservation
-    cdef size_t room, ready
+    cdef Region its_region
+    cdef size_t room, ready, nbytes, page
     cdef pid_t busy
 
-    cdef size_t with_memory(self, size_t nbytes) except? 0
+    cdef size_t with_memory(self, size_t nbytes) noexcept
     cdef int extend(self, size_t nbytes) except -1
     cdef int shorten(self, size_t nbytes, object stream) except -1
 

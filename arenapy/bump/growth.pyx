@@ -11,7 +11,7 @@ cimport cython
 from libc.stdint cimport uint32_t, uintptr_t
 from posix.unistd cimport getpid
 
-from arenapy.allocator.allocator cimport make_region
+from arenapy.allocator.allocator cimport make_region, make_reservation
 from arenapy.allocator.allocator_core cimport forbid_new, permit, record
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.base.interval_set cimport (
@@ -47,30 +47,45 @@ cdef class InPlace:
 
     def region(self, nbytes):
         """The region, of so many bytes. It is asked for once."""
-        reservation = self.source.reserve(self.room)
-        self.reservation = reservation
+        if self.reservation is not None:
+            raise ValueError("a source for one arena has given its region")
+        reservation = make_reservation(self.source, self.room)
+        if reservation is None:
+            raise TypeError(f"{self.source!r}.reserve({self.room}) returned None")
+        self.reservation, self.its_region = reservation, reservation.region
+        self.nbytes, self.page = self.its_region.size, self.its_region.page_size
         self.extend(nbytes)
-        (<Region?>reservation.region).size = nbytes
-        return reservation.region
+        self.its_region.check_unused()       # as before: the source may run any code
+        self.its_region.size = nbytes
+        return self.its_region
 
-    cdef size_t with_memory(self, size_t nbytes) except? 0:
+    cdef size_t with_memory(self, size_t nbytes) noexcept:
         """How much has memory if so many bytes are wanted: whole pages, and whole huge pages."""
-        cdef size_t page = self.reservation.page_size
-        cdef size_t step = max(page, <size_t>HUGE) if nbytes >= HUGE else page
-        return min((nbytes + step - 1) // step * step, <size_t>self.reservation.nbytes)
+        cdef size_t step = max(self.page, <size_t>HUGE) if nbytes >= HUGE else self.page
+        return min((nbytes + step - 1) // step * step, self.nbytes)
+
+    # What is unmapped while the source works there, others may have mapped again: it is pinned.
 
     cdef int extend(self, size_t nbytes) except -1:
         cdef size_t ready = self.with_memory(nbytes)
         if ready > self.ready:
-            self.reservation.commit(self.ready, ready - self.ready)
-            self.ready = ready
+            self.its_region.pin()
+            try:
+                self.reservation.commit(self.ready, ready - self.ready)
+                self.ready = ready
+            finally:
+                self.its_region.unpin()
         return 0
 
     cdef int shorten(self, size_t nbytes, object stream) except -1:
         cdef size_t ready = self.with_memory(nbytes)
         if ready < self.ready:
-            self.reservation.decommit(ready, self.ready - ready, stream)
-            self.ready = ready
+            self.its_region.pin()
+            try:
+                self.reservation.decommit(ready, self.ready - ready, stream)
+                self.ready = ready
+            finally:
+                self.its_region.unpin()
         return 0
 
 

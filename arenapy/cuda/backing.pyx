@@ -15,7 +15,7 @@ from libc.string cimport memset
 from collections import deque
 from functools import partial
 
-from arenapy.base.atomic cimport arenapy_add, arenapy_load, arenapy_sub
+from arenapy.base.atomic cimport arenapy_add, arenapy_cas, arenapy_load, arenapy_sub
 from arenapy.buffer.block cimport StreamHooks
 from arenapy.memory.region cimport Backing, Region
 from arenapy.cuda.copies cimport CudaMemory, new_memory
@@ -258,13 +258,14 @@ cdef class Addresses:
                   const Access* access, size_t n_access) noexcept nogil:
         """Give pages memory: all of them, or none. Their context is current."""
         cdef size_t i
-        cdef uint64_t handle = 0
+        cdef uint64_t handle = 0, none = 0, last = 0
         cdef int result = SUCCESS
-        if self.last == 0:
-            result = driver.cuMemAlloc(&self.last, DEVICE_PAGE)
+        if arenapy_load(&self.last) == 0:
+            result = driver.cuMemAlloc(&last, DEVICE_PAGE)
             if result != SUCCESS:
-                self.last = 0
                 return result
+            if not arenapy_cas(&self.last, &none, last):     # another thread was faster
+                forget(driver.cuMemFree(last))
         for i in range(first, first + pages):
             if self.mapped[i]:               # it could not be unmapped before
                 continue

@@ -11,6 +11,7 @@ no byte is handed out again while somebody on the host can see it.
 import struct
 import weakref
 from pathlib import Path
+from typing import NoReturn
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
@@ -72,20 +73,32 @@ class _Window:
         }
 
 
+class _Reset:
+    """A reset that is under way."""
+
+
 class _KernelMemory:
     """What both have: a struct, whose second line has the counters, and the memory behind it."""
 
-    def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None) -> None:
-        source = Device() if source is None else source
-        self._all = source.region(nbytes).buffer()
-        if self._all.device_id < 0:
-            raise ValueError(
-                f"source={source!r} gives {self._all.kind} memory; give arenapy.cuda.Device, "
-                "arenapy.cuda.DriverPool or arenapy.cuda.Managed"
-            )
-        self._windows: weakref.WeakSet[_Window] = weakref.WeakSet()
-        self._fresh = b""  # what a reset writes to the beginning of the struct
-        self._first = self._end = STRUCT  # of the memory, from the struct
+    _all: Buffer
+    _windows: weakref.WeakSet[_Window]
+    _resets: weakref.WeakSet[_Reset]
+    _fresh: bytes  # what a reset writes to the beginning of the struct
+    _first: int  # of the memory, from the struct
+    _end: int
+
+    def _begin(self, memory: Buffer, first: int, fresh: bytes, **figures: int) -> None:
+        memory[: len(fresh)].copy_from(fresh)
+        # All in one call: a second __init__ that fails or is interrupted changes nothing.
+        self.__dict__.update(
+            figures, _all=memory, _fresh=fresh, _first=first, _end=memory.nbytes,
+            _windows=weakref.WeakSet(), _resets=weakref.WeakSet(),
+        )  # fmt: skip
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is not copied or pickled: kernels know its memory by address"
+        )
 
     @property
     def address(self) -> int:
@@ -119,6 +132,8 @@ class _KernelMemory:
         ------
         ValueError, TypeError
             If the bytes are not inside the memory, or an argument is not a number or a stream.
+        BufferError
+            If the memory is being reset during the call.
 
         Notes
         -----
@@ -137,12 +152,14 @@ class _KernelMemory:
         if not start <= at <= end - n:
             raise ValueError(
                 f"address={at}: {n} bytes from there are not inside the memory, which is "
-                f"from {start:#x} to {end:#x}; give an address that the kernel got"
+                f"from {start:#x} to {end:#x}; give what the kernel got"
             )
         if stream is not None:
             event_on(stream, self.device_id).synchronize()
         window = _Window(self._all, at, n)
         self._windows.add(window)
+        if len(self._resets):  # which has looked for windows already, perhaps
+            raise BufferError(f"{self!r} is being reset now; call again after the reset")
         return asbuffer(window)
 
     def reset(self, stream: object = None) -> None:
@@ -172,16 +189,18 @@ class _KernelMemory:
         >>> arena = cuda.KernelArena(1 << 20)
         >>> arena.reset()
         """
-        n = len(self._windows)
-        if n:
-            raise BufferError(
-                f"{n} Buffers over parts of {self!r} are in use; drop them and all arrays made "
-                "from them, or make another one"
-            )
-        self._write(stream)
-
-    def _write(self, stream: object) -> None:
-        self._all[: len(self._fresh)].copy_from(self._fresh, stream=stream)
+        here = _Reset()
+        self._resets.add(here)  # before the windows are counted: `buffer` does it the other way
+        try:
+            n = len(self._windows)
+            if n:
+                raise BufferError(
+                    f"{n} Buffers over parts of {self!r} are in use; drop them and all arrays "
+                    "made from them, or make another one"
+                )
+            self._all[: len(self._fresh)].copy_from(self._fresh, stream=stream)
+        finally:
+            del here  # a traceback may keep this frame
 
     def _counters(self, stream: object) -> tuple[int, int, int]:
         found = bytearray(COUNTERS.size)
@@ -249,12 +268,12 @@ class KernelArena(_KernelMemory):
     (0, 0)
     """
 
+    _size: int
+
     def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None = None) -> None:
-        self._size = _positive("nbytes", nbytes)
-        super().__init__(STRUCT + self._size, source)
-        self._end = STRUCT + self._size
-        self._fresh = ARENA.pack(self._size, 0, 0, 0)
-        self._write(None)
+        size = _positive("nbytes", nbytes)
+        memory = _memory(STRUCT + size, source)
+        self._begin(memory, STRUCT, ARENA.pack(size, 0, 0, 0), _size=size)
 
     def used(self, stream: object = None) -> int:
         """Return the bytes that kernels have allocated since the last reset, including alignment.
@@ -335,21 +354,22 @@ class KernelSlab(_KernelMemory):
     (0, 0)
     """
 
+    _nbytes: int
+    _count: int
+
     def __init__(
         self, nbytes: int, count: int, source: Device | DriverPool | Managed | None = None
     ) -> None:
-        size, self._count = _positive("nbytes", nbytes), _positive("count", count)
+        size, count = _positive("nbytes", nbytes), _positive("count", count)
         stride = -(-size // ALIGN) * ALIGN
-        words = -(-self._count // WORD)
+        words = -(-count // WORD)
         first = STRUCT + -(-4 * words // LINE) * LINE
-        super().__init__(first + stride * self._count, source)
-        self._nbytes, self._first, self._end = size, first, first + stride * self._count
+        memory = _memory(first + stride * count, source)
         bitmap = bytearray(4 * words)
-        if self._count % WORD:  # bits without an item
-            bitmap[-4:] = (2**WORD - 2 ** (self._count % WORD)).to_bytes(4, "little")
-        head = SLAB.pack(stride, self._count, first, words, self._count, 0, 0)
-        self._fresh = head + bytes(bitmap)
-        self._write(None)
+        if count % WORD:  # bits without an item
+            bitmap[-4:] = (2**WORD - 2 ** (count % WORD)).to_bytes(4, "little")
+        head = SLAB.pack(stride, count, first, words, count, 0, 0)
+        self._begin(memory, first, head + bytes(bitmap), _nbytes=size, _count=count)
 
     def in_use(self, stream: object = None) -> int:
         """Return the number of items in use.
@@ -384,6 +404,17 @@ class KernelSlab(_KernelMemory):
     def __repr__(self) -> str:
         item = format_bytes(self._nbytes)
         return f"<KernelSlab {self._count} items of {item} at {self.address:#x}>"
+
+
+def _memory(nbytes: int, source: Device | DriverPool | Managed | None) -> Buffer:
+    source = Device() if source is None else source
+    memory = source.region(nbytes).buffer(0, nbytes)
+    if memory.device_id < 0:
+        raise ValueError(
+            f"source={source!r} gives {memory.kind} memory; give arenapy.cuda.Device, "
+            "arenapy.cuda.DriverPool or arenapy.cuda.Managed"
+        )
+    return memory
 
 
 def _positive(name: str, value: object) -> int:

@@ -10,31 +10,22 @@ Thread-safety: everything may be called from any thread. The runtime has a curre
 thread, which a call here changes and restores.
 """
 
-import contextlib
 import os
-import sys
-import warnings
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer, refuse_objects
-from arenapy.errors import OutOfMemory
+from arenapy.interop.hip_calls import INSTALL, allocate, call, calls_on
 from arenapy.linux import vm
 from arenapy.memory.host_request import checked_index, checked_size
 from arenapy.memory.region import Region
 
 __all__ = ["Device", "HipError", "Pinned", "Unavailable", "copy"]
 
-INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE = 1, 2, 100  # of hipError_t
 PORTABLE = 1  # hipHostMallocPortable: pinned for every device, not only for the current one
 KIND = "hip"  # of Device's memory; DLPack and the array interfaces know it by this
-INSTALL = "pip install 'arenapy-memory[hip]'; it needs AMD's ROCm on the machine"
 
 _user = 0  # the process that called the runtime first
-_unfreed: "deque[_Memory]" = deque()  # what the runtime refused to free, to be freed later
 
 
 class Unavailable(RuntimeError):
@@ -100,113 +91,6 @@ def _runtime() -> Any:
         raise Unavailable(f"HIP needs hip-python, which is not installed: {INSTALL}") from error
     _user = os.getpid()
     return hip
-
-
-def _call(hip: Any, function: str, *arguments: Any) -> Any:
-    """The value that a function of the runtime returns beside its result; None if it has none."""
-    try:
-        result, *values = getattr(hip, function)(*arguments)
-    except (RuntimeError, AttributeError) as error:  # hip-python loads the library at a call
-        raise Unavailable(f"{function} cannot be called: {error} ({INSTALL})") from error
-    if int(result):
-        name = getattr(result, "name", str(result))
-        # The runtime remembers it until it is asked, and other libraries take it for their own.
-        hip.hipGetLastError()
-        if int(result) == NO_DEVICE:
-            raise Unavailable(
-                f"{function} failed: {name}: the HIP runtime sees no device; see rocminfo, and "
-                "HIP_VISIBLE_DEVICES"
-            )
-        raise HipError(
-            f"{function} failed: {name}; a kernel that ran before may have caused it: "
-            "AMD_LOG_LEVEL=3 in the environment logs each call",
-            int(result),
-            name,
-        )
-    return None if not values else values[0] if len(values) == 1 else values
-
-
-@contextlib.contextmanager
-def _current(hip: Any, ordinal: int) -> Iterator[None]:
-    """With a device as this thread's current one."""
-    before = _call(hip, "hipGetDevice")
-    if before == ordinal:
-        yield
-        return
-    _call(hip, "hipSetDevice", ordinal)
-    try:
-        yield
-    finally:
-        _call(hip, "hipSetDevice", before)
-
-
-# ---- memory ---------------------------------------------------------------------------------
-
-
-class _Memory:
-    """Memory of the runtime, which is freed at the end of this object."""
-
-    def __init__(self, hip: Any, free: str, nbytes: int, ordinal: int) -> None:
-        self.hip, self.free, self.nbytes, self.ordinal = hip, free, nbytes, ordinal
-        self.process = os.getpid()
-        self.address = 0  # none yet
-
-    # The defaults are there when the interpreter has emptied this module.
-    def __del__(self, ends: Any = sys.is_finalizing, process: Any = os.getpid) -> None:
-        if not ends() and self.address and self.process == process():
-            self.give_back()
-
-    def give_back(self) -> None:
-        """Free it. If the runtime cannot do so now, it stays in `_unfreed`."""
-        try:
-            with _current(self.hip, self.ordinal):
-                _call(self.hip, self.free, self.address)
-                self.address = 0
-        except (HipError, Unavailable) as error:
-            if not self.address:  # it is freed; only the current device could not be restored
-                warnings.warn(
-                    f"{error}: another device is current now", RuntimeWarning, stacklevel=2
-                )
-                return
-            if getattr(error, "result", 0) != INVALID_VALUE:
-                _unfreed.append(self)
-                return
-            # To free it later could free the memory of whoever has the address by then.
-            warnings.warn(
-                f"{error} (the runtime does not know the {format_bytes(self.nbytes)} at "
-                f"{self.address:#x}: other code has freed this memory, which is not allowed)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def _free_the_unfreed() -> None:
-    for _ in range(len(_unfreed)):
-        with contextlib.suppress(IndexError):  # another thread frees them, too
-            _unfreed.popleft().give_back()
-
-
-def _allocate(
-    hip: Any, ordinal: int, nbytes: int, functions: tuple[str, str], *flags: int
-) -> _Memory:
-    alloc, free = functions
-    _free_the_unfreed()
-    memory = _Memory(hip, free, nbytes, ordinal)
-    with _current(hip, ordinal):
-        try:
-            memory.address = int(_call(hip, alloc, nbytes, *flags))
-        except HipError as error:
-            if error.result != OUT_OF_MEMORY:
-                raise
-            free_bytes, total_bytes = _call(hip, "hipMemGetInfo")
-            unfreed = sum(one.nbytes for one in _unfreed)
-            raise OutOfMemory(
-                f"{alloc} of {format_bytes(nbytes)} on device {ordinal} failed: {error.name}: "
-                f"{format_bytes(free_bytes)} of the device's {format_bytes(total_bytes)} are free"
-                + (f", and the runtime refused to free {format_bytes(unfreed)}" if unfreed else "")
-                + "; ask for less, or end what else uses the memory"
-            ) from error
-    return memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +167,13 @@ class Device:
         """
         nbytes = checked_size(nbytes)
         hip = _runtime()
-        count = _call(hip, "hipGetDeviceCount")
+        count = call(hip, "hipGetDeviceCount")
         if self.ordinal >= count:
             raise ValueError(
                 f"ordinal={self.ordinal} is not a HIP device; there "
                 f"{'is' if count == 1 else 'are'} {count}, counted from 0"
             )
-        memory = _allocate(hip, self.ordinal, nbytes, ("hipMalloc", "hipFree"))
+        memory = allocate(hip, self.ordinal, nbytes, ("hipMalloc", "hipFree"))
         return Region.from_address(
             memory.address,
             nbytes,
@@ -351,8 +235,8 @@ class Pinned:
         """
         nbytes = checked_size(nbytes)
         hip = _runtime()
-        ordinal = _call(hip, "hipGetDevice")
-        memory = _allocate(hip, ordinal, nbytes, ("hipHostMalloc", "hipHostFree"), PORTABLE)
+        ordinal = call(hip, "hipGetDevice")
+        memory = allocate(hip, ordinal, nbytes, ("hipHostMalloc", "hipHostFree"), PORTABLE)
         return Region.from_address(
             memory.address,
             nbytes,
@@ -449,11 +333,11 @@ def copy(target: Any, source: Any) -> None:
         return
     hip = _runtime()
     if min(to.ordinal, origin.ordinal) >= 0 and to.ordinal != origin.ordinal:
-        with _current(hip, to.ordinal):  # the copy waits for the other device alone
-            _call(hip, "hipDeviceSynchronize")
-    with _current(hip, to.ordinal if origin.ordinal < 0 else origin.ordinal):
-        places = ["Host" if one.ordinal < 0 else "Device" for one in (origin, to)]
-        direction = getattr(hip.hipMemcpyKind, f"hipMemcpy{places[0]}To{places[1]}")
-        _call(hip, "hipMemcpy", to.address, origin.address, to.nbytes, direction)
-        if places == ["Device", "Device"]:  # which the runtime does not wait for
-            _call(hip, "hipDeviceSynchronize")
+        # The copy waits for the other device alone.
+        calls_on(hip, to.ordinal, [("hipDeviceSynchronize",)])
+    places = ["Host" if one.ordinal < 0 else "Device" for one in (origin, to)]
+    direction = getattr(hip.hipMemcpyKind, f"hipMemcpy{places[0]}To{places[1]}")
+    calls: list[tuple[Any, ...]] = [("hipMemcpy", to.address, origin.address, to.nbytes, direction)]
+    if places == ["Device", "Device"]:  # which the runtime does not wait for
+        calls.append(("hipDeviceSynchronize",))
+    calls_on(hip, to.ordinal if origin.ordinal < 0 else origin.ordinal, calls)

@@ -199,7 +199,7 @@ cdef inline Route* route_of(int device, void* stream) noexcept nogil:
     return NULL
 
 
-cdef int add_route(Pool pool, int device, void* stream, object cache) except -1:
+cdef int add_route(Pool pool, int device, void* stream, MemoryOwner owner) except -1:
     """The same one again if two threads add it at once."""
     cdef uint64_t at = first_place(device, stream)
     cdef Route* route
@@ -215,7 +215,7 @@ cdef int add_route(Pool pool, int device, void* stream, object cache) except -1:
                 raise MemoryError("no memory for the route of a stream")
             route.stream, route.device = stream, device
             route.core = <PyObject*>pool.core
-            route.cache = NULL if cache is pool else <PyObject*>cache
+            route.cache = NULL if owner is pool.core else <PyObject*>owner
             count_up(route.core)
             if route.cache != NULL:
                 count_up(route.cache)
@@ -284,9 +284,9 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
     name = stream_named(device, <uintptr_t>stream)
     block = pool.alloc(n, stream=name)
     if route_of(device, stream) == NULL:
-        cache = pool.stream_cache_of(name)
-        if <uintptr_t>stream != PER_THREAD and (cache is pool or isinstance(cache, StreamCache)):
-            add_route(pool, device, stream, cache)
+        user = pool.streams.owner_of(name)
+        if <uintptr_t>stream != PER_THREAD and isinstance(user, MemoryOwner):
+            add_route(pool, device, stream, <MemoryOwner>user)
     owner = owner_for(device, stream)
     ptr = block.ptr
     if owner is (<Block>block).owner and (<Block>block).hold == NULL:

@@ -59,6 +59,11 @@ cdef class Region(MemoryOwner):
     cdef Descriptor reopened(self)
     cdef int leases(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+    # Raise ValueError if no allocator can take it.
+    cdef int check_unused(self) except -1
+    # Between these two nobody closes it, as while there is a held Buffer.
+    cdef int pin(self) except -1
+    cdef void unpin(self) noexcept
 
 # What source.region(nbytes) gives: a Region, it is to be hoped.
 cdef object ask_source(object source, object nbytes)

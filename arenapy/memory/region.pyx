@@ -416,7 +416,8 @@ cdef class Region(MemoryOwner):
         if held:
             raise BufferError(
                 f"{self!r} has Buffers that were exported and are alive, or that streams still "
-                "use, or a Pool keeps some for streams; drop them first, and trim() the Pool"
+                "use, or a Pool keeps some for streams, or its memory is growing or shrinking now; "
+                "drop them first, and trim() the Pool"
             )
         self._unmap()
         self.owner = None
@@ -475,7 +476,7 @@ cdef class Region(MemoryOwner):
     cdef object region_at(self, char* ptr):
         return self if self.parent is None else self.parent
 
-    cdef int attach(self, MemoryOwner core) except -1:
+    cdef int check_unused(self) except -1:
         if self.user != NULL:
             raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
         if self.gone:
@@ -502,11 +503,30 @@ cdef class Region(MemoryOwner):
             )
         if arenapy_load(&self.holds):
             raise ValueError(f"{self!r} has held Buffers of its own; pass another region")
+        return 0
+
+    cdef int attach(self, MemoryOwner core) except -1:
+        self.check_unused()
         self.user = <PyObject*>core
         if self.newborn:                     # of forks from here on, the allocator is told
             self.newborn = self.lease_lost = False
             children_forget(&self.seens)
         return 0
+
+    cdef int pin(self) except -1:
+        cdef MemoryOwner guard = <MemoryOwner>self.user if self.user != NULL else self
+        cdef bint gone
+        arenapy_lock_acquire(&guard.lock)
+        gone = self.gone != 0
+        if not gone:
+            self.enlist(NULL)
+        arenapy_lock_release(&guard.lock)
+        if gone:
+            raise ValueError(f"{self!r} is closed; make a new region from its source")
+        return 0
+
+    cdef void unpin(self) noexcept:
+        self.delist(NULL)
 
     cdef bint seen_elsewhere(self) noexcept nogil:
         return self.sent or (not self.newborn and (

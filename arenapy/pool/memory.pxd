@@ -2,6 +2,7 @@
 from libc.stdint cimport uint32_t
 
 from arenapy.pool.core cimport PoolCore
+from arenapy.pool.page_heap cimport Place
 from arenapy.memory.region cimport Region
 
 cdef enum:
@@ -20,6 +21,7 @@ cdef class PoolMemory:
     cdef bint may_reserve            # the source reserves address space: Host
     cdef dict reservations           # its Reservations, by address
     cdef size_t min_reservation      # bytes of address space that one takes at least
+    cdef size_t most_pages           # the most that were reserved since the last trim
     cdef size_t idle_allowed         # idle pages that growth leaves alone
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
@@ -29,16 +31,20 @@ cdef class PoolMemory:
     # The first memory: whole pages of about so many bytes.
     cdef int begin(self, size_t nbytes) except -1
     # Reserve `pages` in one piece, or `wished` if that works. False: that is beyond the limit, by
-    # `missing` pages. MemoryError: the source has no more.
-    cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1
+    # `missing` pages. MemoryError: the source has no more. Where address space gets its memory by
+    # the granule, this may have been one of several parts of `place`: call it again.
+    cdef bint grow(self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
     # Wait until another thread's growth, if one is under way, has ended. False: there was none.
     cdef bint wait_for_growth(self) except -1
     cdef int add_region(self, Region region) except -1
     # Pages that could be given back now. Merges everything that is free.
     cdef size_t trimmable(self) noexcept
     # Give back free pages, longest unused first: so many, or what there is. Regions go as a whole:
-    # not one that makes it more, or (`enough`) one rather than too little. How many it were.
-    cdef size_t shrink(self, size_t pages, bint enough) except? 0
+    # not one that makes it more, or (`enough`) one rather than too little. Those in a place where
+    # growth wants them stay. How many it were.
+    cdef size_t shrink(self, size_t pages, bint enough, const Place* spared) except? 0
+    # The same for a user, who wants less reserved from now on.
+    cdef size_t trim(self, size_t pages) except? 0
     # Before growth by so many pages for a request of n bytes: give idle ones back instead of
     # reserving more.
     cdef int recycle(self, size_t pages, size_t n) except -1
@@ -46,7 +52,9 @@ cdef class PoolMemory:
     cdef size_t trim_stale(self, double seconds) except? 0
     # internal
     cdef size_t left(self) noexcept
-    cdef bint grow_reservation(self, size_t pages, size_t wished, size_t* missing) except -1
+    cdef size_t excess(self, size_t pages, Place* place) noexcept
+    cdef bint grow_reservation(
+        self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
     cdef int commit(self, uint32_t id) except -1
     cdef int drop_room(self, int segment) except -1
     cdef bint decommit(self, uint32_t id) except -1

@@ -12,12 +12,14 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from arenapy.allocator.allocator cimport check_unseen, make_region
-from arenapy.base.sizes cimport as_size
+from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
+from arenapy.base.sizes cimport N_CLASSES, as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
-from arenapy.pool.page_heap cimport HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Segment, have_spare
+from arenapy.pool.page_heap cimport (
+    HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare,
+)
 from arenapy.pool.core cimport PoolCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
@@ -41,7 +43,11 @@ cdef enum:
     RECYCLED_AGAIN = 1
     IDLE_SHARE = 16          # a share: of what is reserved, so much may lie idle at first
     REPEATS = 5
+    SLACK_SHARE = 40         # of what is live: memory that growth by the granule adds to it
     GOLDEN = 0x9E3779B97F4A7C15      # 2 ** 64 by the golden ratio: Knuth's multiplicative hashing
+
+
+cdef Place NOWHERE = Place(0, 0, 0)
 
 
 cdef object checked_limit(object max_bytes, size_t initial_bytes):
@@ -98,25 +104,26 @@ cdef class PoolMemory:
     cdef int begin(self, size_t nbytes) except -1:
         cdef size_t missing = 0
         cdef size_t pages = min((nbytes + PAGE - 1) >> PAGE_BITS, self.max_pages)
+        cdef Place place
         if not self.may_reserve:
             region = make_region(self.core, self.source, pages << PAGE_BITS)
             if whole_pages(region) == 0:     # it does not begin on a page
                 region = make_region(self.core, self.source, (pages + 1) << PAGE_BITS)
             self.add_region(region)
-        elif not self.grow(pages, 0, &missing):
+        elif not self.grow(pages, 0, &missing, &place):
             raise OutOfMemory(
                 f"initial_bytes={nbytes} needs memory of the source, which has it in parts larger "
                 "than max_bytes; give a larger max_bytes"
             )
         return 0
 
-    cdef bint grow(self, size_t pages, size_t wished, size_t* missing) except -1:
+    cdef bint grow(self, size_t pages, size_t wished, size_t* missing, Place* place) except -1:
         """Reserve memory for `pages` in one piece. False: the limit, by `missing` pages."""
         wished = max(wished, pages)
         # Afterwards, that is.
         self.core.tight = self.left() <= self.core.reserved_pages + 2 * wished
         if self.may_reserve:
-            return self.grow_reservation(pages, wished, missing)
+            return self.grow_reservation(pages, wished, missing, place)
         return self.grow_region(pages, wished, missing)
 
     cdef bint wait_for_growth(self) except -1:
@@ -136,7 +143,9 @@ cdef class PoolMemory:
         cdef size_t used = self.core.reserved_pages + self.core.busy_pages
         return self.max_pages - used if self.max_pages > used else 0
 
-    cdef bint grow_reservation(self, size_t pages, size_t wished, size_t* missing) except -1:
+    cdef bint grow_reservation(
+        self, size_t pages, size_t wished, size_t* missing, Place* place
+    ) except -1:
         cdef PoolCore c = self.core
         cdef uint32_t id
         cdef bint fresh = False              # the address space is of this call
@@ -144,7 +153,7 @@ cdef class PoolMemory:
             if not c.grow_map(min(wished + HUGE_PAGES, self.left())):
                 raise MemoryError("no memory for the bookkeeping of a pool")
             arenapy_spin_acquire(&c.heap_lock)
-            id = c.begin_growth(pages, wished, self.left(), missing)
+            id = c.begin_growth(pages, wished, self.left(), missing, place)
             arenapy_spin_release(&c.heap_lock)
             if id:
                 try:
@@ -163,7 +172,8 @@ cdef class PoolMemory:
                 missing[0] = pages - self.left()
                 return False
             # No address space as large as that: get more of it.
-            reservation = self.source.reserve(max(pages << PAGE_BITS, self.min_reservation))
+            reservation = make_reservation(
+                self.source, max(pages << PAGE_BITS, self.min_reservation))
             if reservation is None:
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)
@@ -196,6 +206,7 @@ cdef class PoolMemory:
             arenapy_spin_acquire(&c.heap_lock)
             if c.forks == forks:             # else they are VOID in this child: it takes others
                 c.end_growth(id, done, c.own_cache().tick)
+                self.most_pages = max(self.most_pages, c.reserved_pages)
                 arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
             leave(self.growing)
@@ -286,35 +297,67 @@ cdef class PoolMemory:
         requests of the same size to the byte: after REPEATS times, as much more may lie idle.
         Others, when as much as RECYCLED_FIRST times what is reserved has been paid, may have
         something idle, and from then on twice as much after every RECYCLED_AGAIN times.
+
+        Where memory comes by the granule, only the `excess` moves, and idle pages next to which the
+        pool grows stay. Repetitions are not counted there: most programs settle without it.
         """
         cdef PoolCore c = self.core
         cdef size_t idle
+        cdef bint by_granule = c.merges_first and self.may_reserve
+        cdef Place place = NOWHERE
         cdef Recurrence* seen = &self.seen[n * <size_t>GOLDEN >> (64 - RECURRENCE_BITS)]
         arenapy_spin_acquire(&c.heap_lock)
         idle = c.aged_pages
         arenapy_spin_release(&c.heap_lock)
         if c.merges_first:                   # of a device, in regions or by the huge page
             idle = self.trimmable()
-            if self.may_reserve:
-                pages = (pages + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
-        if idle <= max(self.idle_allowed, <size_t>HUGE_PAGES):
+            if by_granule:
+                pages = self.excess(pages, &place)
+        if pages == 0 or idle <= max(self.idle_allowed, <size_t>HUGE_PAGES):
             return 0
         if seen.n != n:
             seen.n, seen.times = n, 0
-        if seen.times == REPEATS:
+        if seen.times == REPEATS and not by_granule:
             self.idle_allowed = min(idle, self.idle_allowed + pages)
-        else:
+        elif not by_granule:
             seen.times += 1
         if idle == self.idle_allowed:
             return 0
-        self.recycled += self.shrink(min(idle - self.idle_allowed, pages), False)
+        self.recycled += self.shrink(min(idle - self.idle_allowed, pages), False, &place)
         times = RECYCLED_AGAIN if self.idle_allowed else RECYCLED_FIRST
         if self.recycled > times * c.reserved_pages:
             self.recycled = 0
             self.idle_allowed = max(2 * self.idle_allowed, c.reserved_pages // IDLE_SHARE)
         return 0
 
-    cdef size_t shrink(self, size_t pages, bint enough) except? 0:
+    cdef size_t excess(self, size_t pages, Place* place) noexcept:
+        """Whole granules that growth by `pages` would add to what may be reserved.
+
+        That is what was reserved before, or a little more than what is live. With this little, a
+        program that repeats itself soon finds every block a place that has memory.
+        """
+        cdef PoolCore c = self.core
+        cdef size_t grown, live = pages, allowed
+        cdef uint32_t page, part
+        cdef int k
+        arenapy_spin_acquire(&c.heap_lock)
+        c.find_place(pages, place, &page, &part)
+        grown = c.reserved_pages + c.busy_pages
+        for k in range(N_CLASSES):
+            live += c.taken[k]
+        arenapy_spin_release(&c.heap_lock)
+        grown += place.lacking if place.end else pages
+        allowed = max(self.most_pages, live + live // SLACK_SHARE)
+        if grown <= allowed:
+            return 0
+        return (grown - allowed + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
+
+    cdef size_t trim(self, size_t pages) except? 0:
+        cdef size_t freed = self.shrink(pages, False, &NOWHERE)
+        self.most_pages = self.core.reserved_pages
+        return freed
+
+    cdef size_t shrink(self, size_t pages, bint enough, const Place* spared) except? 0:
         cdef PoolCore c = self.core
         cdef size_t freed = 0, n = 0
         cdef ReservedArray array
@@ -331,7 +374,7 @@ cdef class PoolMemory:
                 n = c.segments[segment].pages
                 c.remove_segment(segment)
             else:
-                id = c.begin_trim(pages - freed, enough)
+                id = c.begin_trim(pages - freed, enough, spared)
                 n = c.descriptors[id].pages
             c.unlock_all()
             if segment >= 0:
@@ -390,7 +433,7 @@ cdef class PoolMemory:
             return 0
         c.flush_all(True)
         pages = c.stale_pages(tick)
-        return self.shrink(pages, False) if pages else 0
+        return self.trim(pages) if pages else 0
 
 
 cdef size_t whole_pages(Region region) noexcept:

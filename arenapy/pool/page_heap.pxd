@@ -82,6 +82,12 @@ cdef struct Segment:
     uint32_t frontier        # the VOID extent at its end, which has no entry in `map` there
     void* region             # borrowed
 
+# Where growth for a request would put it: bytes from `start` up to `end`, of which so many pages
+# have no memory. `end` is 0 if no address space holds it.
+cdef struct Place:
+    size_t lacking
+    uintptr_t start, end
+
 # Extents listed by size: bin s has those that fill step s and not the next.
 cdef struct Bins:
     uint64_t summary
@@ -310,11 +316,16 @@ cdef inline bint is_listed(Pages p, uint32_t id) noexcept nogil:
 
 cdef class Segments(Pages):
     # Growth and shrinking: begin_* and end_* with heap_lock held, the work between them without.
+    # Of a reservation with granules: where `pages` lack the least memory, and a VOID part of it.
+    cdef uint32_t find_place(
+        self, size_t pages, Place* place, uint32_t* page, uint32_t* n) noexcept nogil
+    cdef uint32_t neighbour(self, uint32_t id, bint after) noexcept nogil
     cdef uint32_t begin_growth(
-        self, size_t pages, size_t wished, size_t most, size_t* missing) noexcept nogil
+        self, size_t pages, size_t wished, size_t most, size_t* missing, Place* place
+    ) noexcept nogil
     cdef bint grow_map(self, size_t pages) noexcept nogil
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil
-    cdef uint32_t begin_trim(self, size_t most, bint enough) noexcept nogil
+    cdef uint32_t begin_trim(self, size_t most, bint enough, const Place* spared) noexcept nogil
     cdef void end_trim(self, uint32_t id, bint trimmed) noexcept nogil
     # In a forked child, all locks held: what was between begin and end is nobody's here.
     cdef void forget_growth(self) noexcept nogil

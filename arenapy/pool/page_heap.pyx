@@ -21,7 +21,7 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.base.thread_slot cimport RANK_GROWTH, RANK_HEAP
 from arenapy.pool.page_heap cimport (
-    extent_is_valid, granule_down, granule_up, heap_is_valid, is_listed, trimmable_of,
+    extent_is_valid, granule_down, granule_up, heap_is_valid, is_listed, next_bin, trimmable_of,
 )
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, forbid_new, permit
 from arenapy.base.sealed cimport seal
@@ -34,6 +34,9 @@ from arenapy.memory.region cimport Region
 cdef enum:
     ARRAY_STEP = 64 << 10    # bytes that the descriptor array grows by, or an eighth of it
     MAP_AHEAD = 32 << 8      # pages: 32 MiB of them, whose part of a map is 32 KiB
+    # Where memory comes by the granule, a block is cut from the far end of an extent that has so
+    # many times its pages, so that those on the other side stay together for a large block.
+    FAR_END = 5
 
 
 @cython.no_gc_clear
@@ -301,7 +304,11 @@ cdef class Pages(AllocatorCore):
             return 0
         d = &self.descriptors[id]
         s = &self.segments[d.segment]
-        lead = <uint32_t>(-((s.base >> PAGE_BITS) + d.page) & (align_pages - 1))
+        if s.granule > 1 and d.pages >= FAR_END * pages:
+            lead = d.pages - <uint32_t>pages
+            lead -= <uint32_t>((s.base >> PAGE_BITS) + d.page + lead & (align_pages - 1))
+        else:
+            lead = <uint32_t>(-((s.base >> PAGE_BITS) + d.page) & (align_pages - 1))
         if trimmable_of(self, d):
             older = d.detail.age.older
         self.remove(id)
@@ -362,15 +369,107 @@ seal(Pages)
 cdef class Segments(Pages):
     """The segments of a heap of pages. Internal."""
 
-    cdef uint32_t begin_growth(
-        self, size_t pages, size_t wished, size_t most, size_t* missing
-    ) noexcept nogil:
-        """Make VOID pages BUSY, so that with free ones before them `pages` come together.
+    cdef uint32_t neighbour(self, uint32_t id, bint after) noexcept nogil:
+        """The extent before or after one, if that is FREE or VOID; else 0."""
+        cdef Descriptor* d = &self.descriptors[id]
+        cdef Segment* s = &self.segments[d.segment]
+        cdef uint32_t other
+        if d.page + d.pages == s.pages if after else d.page == 0:
+            return 0
+        other = s.map[scatter(d.page + d.pages if after else d.page - 1)]
+        return other if self.descriptors[other].state in (FREE, VOID) else 0
 
-        As many as wished if there are, and on to the end of a huge page. 0: no segment has that
+    cdef uint32_t find_place(
+        self, size_t pages, Place* place, uint32_t* page, uint32_t* n
+    ) noexcept nogil:
+        """Of all places for so many pages, the one to which the least memory has to be added.
+
+        FREE and VOID extents take turns in a run between two others. Some best place begins where
+        an extent of a run begins, or ends where one ends. Two fingers go along each run.
+
+        Returns a VOID extent that lies there in whole or part, and this part; 0: there is no place.
+        """
+        cdef Bins* bins = &self.void_bins
+        cdef Descriptor* first
+        cdef Descriptor* last
+        cdef Segment* s
+        cdef size_t size, bare, over, lacking, least = <size_t>-1
+        cdef uint32_t head, id, i, j, best = 0, best_i = 0, best_j = 0
+        cdef bint at_left = False
+        cdef int k, b = next_bin(bins, 0)
+        place.lacking = place.start = place.end = 0
+        for k in range(self.n_segments):
+            if self.segments[self.order[k]].granule > 1:
+                break
+        else:
+            return 0
+        while b >= 0:
+            head = bins.heads[b]
+            while head:
+                id = head
+                head = self.descriptors[id].next
+                s = &self.segments[self.descriptors[id].segment]
+                if s.granule <= 1:
+                    continue
+                i = self.neighbour(id, False)
+                if i and self.neighbour(i, False):
+                    continue                 # the run has a VOID extent before this one
+                i = j = i if i else id
+                size = bare = 0              # from i to j: pages, and those without memory
+                while j:
+                    last = &self.descriptors[j]
+                    size += last.pages
+                    bare += last.pages if last.state == VOID else 0
+                    while size >= pages:
+                        first = &self.descriptors[i]
+                        over = size - pages
+                        if over < last.pages:            # from where i begins
+                            lacking = bare
+                            if last.state == VOID:
+                                lacking -= granule_down(s, <uint32_t>over)
+                            if 0 < lacking < least:
+                                least, best_i, best_j, at_left = lacking, i, j, True
+                        if over < first.pages:           # to where j ends
+                            lacking = bare
+                            if first.state == VOID:
+                                lacking -= granule_down(s, <uint32_t>over)
+                            if 0 < lacking < least and j != s.frontier:
+                                least, best_i, best_j, at_left = lacking, i, j, False
+                            break
+                        size -= first.pages
+                        bare -= first.pages if first.state == VOID else 0
+                        i = self.neighbour(i, True)
+                    j = self.neighbour(j, True)
+            b = next_bin(bins, b + 1)
+        if best_i == 0:
+            return 0
+        first, last = &self.descriptors[best_i], &self.descriptors[best_j]
+        s = &self.segments[first.segment]
+        place.lacking = least
+        if at_left:
+            place.start = first.address
+            place.end = place.start + (pages << PAGE_BITS)
+        else:
+            place.end = last.address + (<uintptr_t>last.pages << PAGE_BITS)
+            place.start = place.end - (pages << PAGE_BITS)
+        best = best_i if first.state == VOID else self.neighbour(best_i, True)
+        first = &self.descriptors[best]
+        page[0] = max(first.page, granule_down(
+            s, <uint32_t>((place.start - s.base) >> PAGE_BITS)))
+        n[0] = min(first.page + first.pages, granule_up(
+            s, <uint32_t>((place.end - s.base) >> PAGE_BITS))) - page[0]
+        return best
+
+    cdef uint32_t begin_growth(
+        self, size_t pages, size_t wished, size_t most, size_t* missing, Place* place
+    ) noexcept nogil:
+        """Make VOID pages BUSY, so that with free ones next to them `pages` come together.
+
+        As many as wished if there are, and on to the end of a huge page. If the memory comes by the
+        granule: no more than needed, and only one of the parts that lack it. 0: no segment has that
         address space, or, with `missing` set, it takes so many pages more than `most`.
         """
-        cdef uint32_t id, rest
+        cdef uint32_t id, rest, page = 0, part = 0
         cdef Descriptor* d
         cdef Segment* s
         cdef size_t need = pages, n
@@ -378,40 +477,54 @@ cdef class Segments(Pages):
         missing[0] = 0
         if self.spare < SPARE:
             return 0
-        id = roomy(self, &self.void_bins, pages)
-        for i in range(self.n_segments):
-            s = &self.segments[self.order[i]]
-            if s.frontier and (id == 0 or id == s.frontier):
-                # The end of the segment: free pages before it count.
-                d = &self.descriptors[s.frontier]
-                n = 0
-                if d.page > 0 and self.descriptors[s.map[scatter(d.page - 1)]].state == FREE:
-                    n = self.descriptors[s.map[scatter(d.page - 1)]].pages
-                if n + d.pages >= pages:
-                    id = s.frontier
-                    need = pages - min(n, pages - 1)
-                    break
-        if id == 0:
-            return 0
-        d = &self.descriptors[id]
-        s = &self.segments[d.segment]
-        if s.granule > 1:                    # memory of a device: what is free there is no less
-            wished -= pages - need
-        need = granule_up(s, <uint32_t>need)
-        if need > most:
-            missing[0] = need - most
-            return 0
-        n = min(<size_t>d.pages, max(need, granule_down(s, <uint32_t>min(wished, most))))
-        if id == s.frontier and n >= HUGE_PAGES:
-            # A huge page that is not whole when it is faulted in hardly ever becomes one.
-            rest = -((s.base >> PAGE_BITS) + d.page + n) & (HUGE_PAGES - 1)
-            if n + rest <= min(<size_t>d.pages, most):
-                n += rest
-        if d.page + n < s.pages:             # the map has to say what begins there
-            n = min(n, <size_t>granule_down(s, <uint32_t>(s.mapped - 1 - d.page)))
-            if n < need:
+        id = self.find_place(pages, place, &page, &part)
+        if id:
+            if place.lacking > most:
+                missing[0] = place.lacking - most
                 return 0
-        self.remove(id)
+            d = &self.descriptors[id]
+            s = &self.segments[d.segment]
+            if d.page + d.pages == s.pages and page + part < s.pages and page + part >= s.mapped:
+                return 0                     # the map has to say what begins there
+            self.remove(id)
+            if page > d.page:
+                rest = self.cut(id, page - d.page)
+                self.enter(id)
+                id = rest
+                d = &self.descriptors[id]
+            need = n = part
+        else:
+            id = roomy(self, &self.void_bins, pages)
+            for i in range(self.n_segments):
+                s = &self.segments[self.order[i]]
+                if s.frontier and (id == 0 or id == s.frontier):
+                    # The end of the segment: free pages before it count.
+                    d = &self.descriptors[s.frontier]
+                    n = 0
+                    if d.page > 0 and self.descriptors[s.map[scatter(d.page - 1)]].state == FREE:
+                        n = self.descriptors[s.map[scatter(d.page - 1)]].pages
+                    if n + d.pages >= pages:
+                        id = s.frontier
+                        need = pages - min(n, pages - 1)
+                        break
+            if id == 0:
+                return 0
+            d = &self.descriptors[id]
+            s = &self.segments[d.segment]
+            if need > most:
+                missing[0] = need - most
+                return 0
+            n = min(<size_t>d.pages, max(need, min(wished, most)))
+            if id == s.frontier and n >= HUGE_PAGES:
+                # A huge page that is not whole when it is faulted in hardly ever becomes one.
+                rest = -((s.base >> PAGE_BITS) + d.page + n) & (HUGE_PAGES - 1)
+                if n + rest <= min(<size_t>d.pages, most):
+                    n += rest
+            if d.page + n < s.pages:         # the map has to say what begins there
+                n = min(n, <size_t>(s.mapped - 1 - d.page))
+                if n < need:
+                    return 0
+            self.remove(id)
         if d.pages > n:
             rest = self.cut(id, <uint32_t>n)
             self.enter(rest)
@@ -465,33 +578,49 @@ cdef class Segments(Pages):
             d.state = VOID
             self.enter(id)
 
-    cdef uint32_t begin_trim(self, size_t most, bint enough) noexcept nogil:
+    cdef uint32_t begin_trim(self, size_t most, bint enough, const Place* spared) noexcept nogil:
         """Make the free pages that were unused longest BUSY, in whole granules; 0: none are.
 
-        At most so many; or (`enough`) no granule more than it takes for so many.
+        At most so many; or (`enough`) no granule more than it takes for so many. What lies in a
+        spared place stays.
         """
         cdef uint32_t id = self.oldest
-        cdef uint32_t rest, start, end, n
+        cdef uint32_t rest, older, start = 0, end = 0, n, low, high
         cdef Descriptor* d
         cdef Segment* s
-        if id == 0 or most == 0 or self.spare < SPARE:
+        if most == 0 or self.spare < SPARE:
             return 0
-        d = &self.descriptors[id]
-        s = &self.segments[d.segment]
-        start, end = granule_up(s, d.page), granule_down(s, d.page + d.pages)
+        while id:
+            d = &self.descriptors[id]
+            s = &self.segments[d.segment]
+            start, end = granule_up(s, d.page), granule_down(s, d.page + d.pages)
+            if s.base <= spared.start < s.base + (<uintptr_t>s.pages << PAGE_BITS):
+                low = granule_down(s, <uint32_t>((spared.start - s.base) >> PAGE_BITS))
+                high = granule_up(s, <uint32_t>((spared.end - s.base) >> PAGE_BITS))
+                if high < end:               # behind it, as a rule; or before it
+                    start = max(start, high)
+                elif low < end:
+                    end = max(start, low)
+            if start < end:
+                break
+            id = d.detail.age.newer
+        if id == 0:
+            return 0
         n = <uint32_t>min(most, <size_t>end - start)
         n = granule_up(s, n) if enough else granule_down(s, n)
         if n == 0:
             return 0
         start = end - n
+        older = d.detail.age.older
         self.remove(id)
-        if end < d.page + d.pages:           # a part of a granule, which has no age
+        if end < d.page + d.pages:           # a part of a granule, which has no age, or is spared
             rest = self.cut(id, end - d.page)
             self.enter(rest)
+            self.age_insert(rest, older)
         if start > d.page:
             rest = self.cut(id, start - d.page)
             self.enter(id)
-            self.age_insert(id, 0)
+            self.age_insert(id, older)
             id = rest
         self.descriptors[id].state = BUSY
         self.set_boundary_tags(id)

@@ -1,13 +1,12 @@
 """Pool: an allocator for blocks that are given back in any order, as the user holds it.
 
 What lives here: arguments, errors, the order of what is tried when memory runs out. What does not:
-where blocks come from and go to (core, page_heap), the source (memory), arrays (allocator), the
-calls in C (c_api).
+where blocks come from and go to (core, page_heap), the blocks of other streams (stream_cache), the
+source (memory), arrays (allocator), the calls in C (c_api).
 """
 cimport cython
-from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint64_t
 
 import time
 from collections.abc import Iterable, Mapping
@@ -18,20 +17,19 @@ from arenapy.base.sizes cimport (
     quick_size,
 )
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_finalizing, arenapy_glance, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_finalizing, arenapy_glance, arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport (
-    CLOSED, Freelist, StreamHooks, born_held, freelist_of, init_freelists, track,
+    CLOSED, Freelist, born_held, freelist_of, init_freelists, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
-    HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, have_spare,
-    roomy,
+    HUGE_PAGES, MAX_PAGES, MAX_SEGMENTS, PAGE, PAGE_BITS, STOCK, Place, have_spare, roomy,
 )
-from arenapy.pool.hot_path cimport cache_alloc, cache_free
+from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.core cimport BlockBatch, PoolCore, PoolFigures
 from arenapy.pool.memory cimport PoolMemory, checked_limit
-from arenapy.pool.stream_cache cimport StreamCache, new_stream_cache
+from arenapy.pool.stream_cache cimport StreamCache, StreamCaches, new_stream_caches
 from arenapy.memory.region cimport ask_source
 
 from arenapy.base.text import format_bytes, reason_of
@@ -41,9 +39,6 @@ from arenapy.pool.check import extents, listing, stats_of, verify
 from arenapy.memory.sources import Existing, File, Host, Shared
 from arenapy.pool.trimming import start_trimming
 
-cdef extern from "<unistd.h>":
-    int usleep(unsigned int microseconds) nogil
-
 cdef extern from "Python.h":
     PyObject* PyTuple_GET_ITEM(tuple items, Py_ssize_t i) noexcept
     void PyObject_GC_Track(PyObject* o)
@@ -51,7 +46,6 @@ cdef extern from "Python.h":
 
 # Bytes: bookkeeping has addresses for as much memory, four times over.
 cdef size_t DEVICE_ROOM = <size_t>1 << 38
-cdef int MAX_NAMED = 4       # streams that are found without a question
 cdef int STREAM_LOOKS = 8    # at what streams have done, in the seconds of `trim_after`
 
 
@@ -59,23 +53,6 @@ cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
     MAX_GROWTH = 8           # on a device, where memory is scarcer, by so many of those at most,
     DEVICE_SHARE = 256       # or by this part
-    # A block of up to REFILL_BYTES that a stream takes from the pool brings others, so that most
-    # of them cost no event: at most as many more, of as many bytes together.
-    REFILL = 15
-    REFILL_BYTES = 16 << 10
-    # Streams come and go: among so many times as many as came, those that are gone are looked for.
-    LOOK_SHARE = 64
-    LOOKS = 4                # streams that have work left are asked at a time; if memory is short,
-    LOOKS_TO_GROW = 8        # so many
-    PASS_BYTES = 8 << 20     # what goes from a stream to the next one, and not to the pool
-    # Streams that are gone, and have work left, keep so many bytes together, and at least so many
-    # of them whatever that is. Beyond, and beyond MOST_GONE, the next stream waits for one of them.
-    GONE_BYTES = 16 << 20
-    FEW_GONE = 8
-    MOST_GONE = 32
-    IDLE_BYTES = 32 << 20    # streams keep so much that is idle together, before a pool grows
-    MOMENT = 200             # microseconds
-    PATIENCE = 5000          # moments
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -214,8 +191,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             core.kind = "shared" if isinstance(source, Shared) else "host"
         core.merges_first = core.hooks is not None
         if core.hooks is not None and not core.host_accessible:
-            self.stream_caches, self.graph_caches, self.recent_streams = {}, {}, []
-            self.idle_allowed = IDLE_BYTES
+            self.streams = new_stream_caches(core)
         core.ready()
         complete(self)
         if trim_thread:
@@ -223,7 +199,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     def __del__(self):
         Allocator.__del__(self)
-        if self.graph_caches and not arenapy_finalizing():
+        if self.streams is not None and self.streams.of_graphs and not arenapy_finalizing():
             # Regions that a graph has blocks in stay until it is gone. Others need not.
             try:
                 self.trim()
@@ -282,22 +258,22 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef Buffer general_alloc(self, object nbytes, object align, object stream):
         cdef Py_ssize_t n
-        if stream is not None and self.stream_caches is not None:
+        if stream is not None and self.streams is not None:
             if self.core.timed >= 0:         # an allocation of a stream's looks at its cache alone
                 self.core.open_check()
                 self.trim_old()
-            cache = self.stream_cache_of(stream)
-            if isinstance(cache, StreamCache):
-                block = None if align is not None else quick_stream_alloc(<PyObject*>cache, nbytes)
+            owner = self.streams.owner_of(stream)
+            if isinstance(owner, StreamCache):
+                block = None if align is not None else quick_stream_alloc(<PyObject*>owner, nbytes)
                 if block is None:
-                    block = self.stream_block(<StreamCache>cache, nbytes, align)
+                    block = self.stream_block(<StreamCache>owner, nbytes, align)
                 return <Buffer>block
-            if cache is self:                # the pool's own stream, which needs none
+            if owner is self.core:
                 block = None if align is not None else quick_alloc(<PyObject*>self.core, nbytes)
                 if block is not None:
                     return <Buffer>block
-                cache = None
-            stream = cache
+                owner = None
+            stream = owner
         n = as_size(nbytes, "nbytes")
         return self.buffer_for(
             n, self.core.block_align if align is None else as_align(align), stream)
@@ -305,61 +281,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     cdef object usual_alloc(self, object nbytes):
         return quick_alloc(<PyObject*>self.core, nbytes)
 
-    cdef object stream_cache_of(self, object stream):
-        """The cache of a stream's blocks; this pool, if it is its own; or what names the stream."""
-        cdef tuple known
-        for known in self.recent_streams if ARENAPY_GIL else []:
-            if known[0] is stream:
-                named = self.core.hooks.named(stream)
-                return named if self.core.hooks.may_begin(named) else known[1]   # it may be closed
-        known = None                         # a stream may end when it is no longer recent
-        named = self.core.hooks.named(stream)
-        # The blocks are a graph's, or any stream's.
-        if self.core.hooks.may_begin(named) or self.core.hooks.stream_cache(named) is None:
-            return named
-        if named is self.core.hooks.own:
-            return self
-        cache = self.stream_caches.get(named)
-        fresh = cache is None
-        if fresh:
-            cache = self.stream_caches.setdefault(named, new_stream_cache(self.core, named, False))
-            self.streams_come += 1
-        if self.core.hooks.always(stream, named):        # which may let go of a stream
-            self.recent_streams = [(stream, cache), *self.recent_streams[:MAX_NAMED - 1]]
-        if fresh and LOOK_SHARE * self.streams_come > len(self.stream_caches):
-            self.streams_come = 0
-            self.settle_gone(<StreamCache>cache)
-        return cache
-
     cdef Buffer captured_block(self, Py_ssize_t n, Py_ssize_t align, object stream):
         cdef StreamCache cache
-        if self.graph_caches is None:
+        if self.streams is None:
             return Allocator.captured_block(self, n, align, stream)
-        cache = self.graph_cache_of(stream)
+        cache = self.streams.graph_cache(stream)
         return begun(cache, self.stream_block(cache, n, align), stream)
-
-    cdef StreamCache graph_cache_of(self, object named):
-        """What a graph has for a stream that is being captured into it."""
-        graph = self.core.hooks.graph_of(named)
-        cache = self.graph_caches.get(graph)
-        if cache is None:
-            self.settle_graphs()             # this one may get what others had
-            cache = self.graph_caches.setdefault(graph, new_stream_cache(self.core, graph, True))
-        return <StreamCache>cache
-
-    cdef bint settle_graphs(self) except -1:
-        """Blocks of graphs that are gone are the pool's. False: there were none."""
-        cdef StreamCache cache
-        cdef bint freed = False
-        for graph, cache in list(self.graph_caches.items()) if self.graph_caches else []:
-            if not self.core.hooks.done(graph):
-                continue
-            if cache.n_held:                 # those that were dropped after the capture
-                cache.hooks.collect(<PyObject*>cache, False)
-            freed = cache.free_chain(cache.detach(0)) > 0 or freed
-            if cache.lent.blocks == 0 and self.graph_caches.pop(graph, None) is not None:
-                cache.forgotten = True
-        return freed
 
     cdef Buffer stream_block(self, StreamCache cache, object nbytes, object alignment):
         cdef PoolCore c = self.core
@@ -378,7 +305,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if ptr == NULL and cache.hooks.collect(<PyObject*>cache, False):
                 ptr = cache.pop(n, align, &block_id)
         if ptr == NULL:
-            ptr = self.lend(cache, n, align, &block_id)
+            ptr = c.alloc_block(n, align, False, &block_id)
+            if ptr == NULL:
+                ptr = self.source_alloc(n, align, True, &block_id)
+            self.streams.lend(cache, ptr, block_id, n, align)
         elif c.fast_path_off:
             c.handed_out(ptr, n, block_id)
         b.ptr, b.tag, b.word = ptr, block_id, 0
@@ -388,164 +318,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             c.allocated([b])
         return b
 
-    cdef char* lend(
-        self, StreamCache cache, size_t n, size_t align, uint64_t* block_id
-    ) except NULL:
-        """A block of the pool for a stream, which waits for the pool's own."""
-        cdef PoolCore c = self.core
-        cdef char* ptr = c.alloc_block(n, align, False, block_id)
-        cdef uint64_t ids[REFILL]
-        cdef char* more[REFILL]
-        cdef int i, k = 0
-        if ptr == NULL:
-            ptr = self.source_alloc(n, align, True, block_id)
-        while k < REFILL and (k + 2) * max(n, c.block_align) <= REFILL_BYTES:
-            more[k] = c.heap_alloc(n, align, False, &ids[k])
-            if more[k] == NULL:
-                break
-            k += 1
-        i = 0
-        try:
-            c.hooks.join(cache.stream, c.hooks.own)
-            cache.own(ptr, block_id[0])
-        except BaseException:
-            c.free_block(ptr, block_id[0])
-            while i < k:
-                cache_free(c, more[i], ids[i])
-                i += 1
-            raise
-        # It came back for what others had got of it: so much more may lie idle.
-        self.idle_allowed += cache.reclaimed
-        cache.reclaimed = 0
-        while i < k:
-            cache.add(more[i], ids[i])
-            i += 1
-        return ptr
-
-    cdef size_t settle_gone(self, StreamCache heir) except? 0:
-        """Blocks of streams that are gone are others' when their work is done. Bytes.
-
-        Those of the first go to `heir`, the cache of a new stream, or None. If others keep much,
-        its stream waits for some of them, and has their blocks.
-        """
-        cdef StreamHooks hooks = self.core.hooks
-        cdef StreamCache cache
-        cdef list busy = []
-        cdef size_t nbytes, kept = 0, freed = 0
-        cdef Py_ssize_t left
-        cdef uint32_t chain
-        cdef bint inherits = heir is not None
-        for named, cache in list(self.stream_caches.items()):
-            if not hooks.ended(named):
-                continue
-            if cache.n_held:
-                cache.hooks.collect(<PyObject*>cache, False)
-            nbytes = cache.idle()
-            chain = cache.detach(0)
-            if chain and len(busy) < LOOKS and hooks.done(named):
-                if inherits and nbytes <= PASS_BYTES:
-                    cache.pass_chain(chain, heir)
-                    inherits = False
-                else:
-                    freed += cache.free_chain(chain)
-            elif chain:
-                cache.attach(chain)
-                kept += nbytes
-                busy.append(cache)
-            self.forget_stream_cache(named, cache)
-        left = len(busy)
-        for cache in busy[LOOKS:] if inherits else []:   # those before were asked: they take long
-            if left <= MOST_GONE and (left <= FEW_GONE or kept <= GONE_BYTES):
-                break
-            nbytes = cache.idle()
-            chain = cache.detach(0)
-            try:
-                hooks.join(heir.stream, cache.stream)
-            except Exception:                # one of them is captured
-                cache.attach(chain)
-                continue
-            cache.pass_chain(chain, heir)
-            self.forget_stream_cache(cache.stream, cache)
-            kept -= min(kept, nbytes)
-            left -= 1
-        return freed
-
-    cdef int forget_stream_cache(self, object named, StreamCache cache) except -1:
-        """If its stream is gone, and it has no block."""
-        if (cache.lent.blocks == 0 and self.core.hooks.ended(named)
-                and self.stream_caches.pop(named, None) is not None):
-            cache.forgotten = True
-            self.recent_streams = [
-                known for known in self.recent_streams if known[1] is not cache]
-        return 0
-
-    cdef bint reclaim(self) except -1:
-        """Before a pool grows: what streams do not use any more. False: nothing."""
-        cdef StreamCache cache
-        cdef size_t nbytes, freed = self.settle_gone(None)
-        cdef size_t allowed = self.idle_allowed
-        cdef uint64_t asked
-        cdef uint32_t chain
-        cdef int busy = 0
-        for cache in list(self.graph_caches.values()):
-            allowed += cache.idle()          # which nobody else may have
-        if self.core.lent_idle <= allowed:
-            return freed > 0
-        for cache in list(self.stream_caches.values()):
-            asked = cache.allocations()
-            if (asked == cache.asked and self.core.lent_idle > allowed
-                    and busy < LOOKS_TO_GROW and cache.idle()):
-                chain = cache.detach(0)
-                if chain and self.core.hooks.done(cache.stream):
-                    nbytes = cache.free_chain(chain)
-                    cache.reclaimed += nbytes
-                    freed += nbytes
-                else:
-                    cache.attach(chain)
-                    busy += 1
-            cache.asked = asked
-        return freed > 0
-
-    cdef bint give_back_all(self, bint wait, uint32_t age) except -1:
-        """What streams keep is the pool's once they have done what they were given."""
-        cdef StreamCache cache
-        cdef uint32_t chain
-        cdef bint any = False
-        for cache in list(self.stream_caches.values()) if self.stream_caches else []:
-            cache.hooks.collect(<PyObject*>cache, wait)
-            chain = cache.detach(age)
-            if chain == 0:
-                continue
-            any = True
-            if self.core.hooks.done(cache.stream):
-                cache.free_chain(chain)
-            else:
-                cache.defer_chain(chain)
-        return any
-
-    cdef bint wait_for_chains(self) except -1:
-        cdef int n = 0
-        while self.core.lent_away() and n < PATIENCE:
-            with nogil:
-                usleep(MOMENT)
-            PyErr_CheckSignals()
-            n += 1
-        return 0 < n < PATIENCE              # it may be this very thread, in a destructor
-
     cdef size_t trim_old(self) except? 0:
-        cdef StreamCache cache
         cdef double now
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = time.monotonic()
             if now >= self.streams_due:
                 self.streams_due = now + self.core.timed / STREAM_LOOKS
-                if self.stream_caches:
-                    for cache in list(self.stream_caches.values()):
-                        cache.lent.look += 1
-                    if self.give_back_all(False, STREAM_LOOKS + 1):
-                        self.core.note_time()
-                    self.settle_gone(None)
-                self.settle_graphs()
+                if self.streams is not None:
+                    self.streams.trim_old(STREAM_LOOKS + 1)
                 self.core.settle_streams(False)
         return self.memory.trim_stale(self.core.timed)
 
@@ -727,14 +507,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.open_check()
         c.settle_sends()                     # if there are leases
         c.reclaim_leases()
-        if self.stream_caches:
-            self.give_back_all(False, 0)
-            self.settle_gone(None)
-        self.settle_graphs()
+        if self.streams is not None:
+            self.streams.give_back_all(False, 0)
+            self.streams.settle_gone(None)
+            self.streams.settle_graphs()
         c.settle_streams(False)
         c.flush_all(True)
         idle = c.figures().all.idle
-        freed = self.memory.shrink((idle - keep) >> PAGE_BITS, False) if idle > keep else 0
+        freed = self.memory.trim((idle - keep) >> PAGE_BITS) if idle > keep else 0
         return freed << PAGE_BITS
 
     def defragment(self):
@@ -782,16 +562,18 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
         cdef PoolCore c = self.core
+        cdef StreamCaches streams = self.streams
         cdef size_t missing = 0, wished, before, idle, least
         cdef size_t pages = c.pages_for(n, align)
+        cdef Place place = Place(0, 0, 0)
         cdef object error = None
         c.open_check()
         if n > <size_t>MAX_PAGES << PAGE_BITS:
             raise OutOfMemory(self.full(n, "no address space is that large"))
         if c.may_lease:
             c.settle_sends()
-        if (c.settle_streams(False) or self.settle_graphs()
-                or self.stream_caches and self.reclaim()):
+        if (c.settle_streams(False)
+                or streams is not None and (streams.settle_graphs() or streams.reclaim())):
             return False
         wished = max(pages, <size_t>HUGE_PAGES, self.growth())
         if c.merges_first:                   # the driver takes so much, and nobody had the rest
@@ -802,26 +584,27 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if not have_spare(c):
                 raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
             try:
-                if self.memory.grow(pages, wished, &missing):
+                if self.memory.grow(pages, wished, &missing, &place):
                     return True
             except MemoryError as e:
                 error = e
-                missing = pages
+                missing = place.lacking if place.lacking else pages
             # The blocks that were unused longest make room, in the limit or in the machine. To find
             # them, all caches of threads are flushed. The request may fit into what was in those.
             # A device's memory is looked through in another way, and might refuse it again.
             idle = self.memory.trimmable()
             if not c.merges_first and has_run(c, pages):
                 return False
-            if missing > idle or self.memory.shrink(missing, True) == 0:
+            if missing > idle or self.memory.shrink(missing, True, &place) == 0:
                 break
             wished = pages
         # Another thread that grows has the room meanwhile, and may have had more than it needs.
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
         # What other streams keep, or are still at work on; in the order of the pool's own.
-        if (self.give_back_all(False, 0) or c.settle_streams(True) or self.give_back_all(True, 0)
-                or self.wait_for_chains()
+        if (streams is not None and streams.give_back_all(False, 0) or c.settle_streams(True)
+                or streams is not None and (streams.give_back_all(True, 0)
+                                            or streams.wait_for_chains())
                 or (hooks and self.on_oom is not None and self.on_oom(n))):
             c.settle_streams(True)
             return False
@@ -911,9 +694,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.core.settle_sends()
         self.core.reclaim_leases()
         self.core.settle_streams(False)
-        self.settle_graphs()
-        for cache in list(self.stream_caches.values()) if self.stream_caches else []:
-            (<StreamCache>cache).hooks.collect(<PyObject*>cache, False)
+        if self.streams is not None:
+            self.streams.settle_graphs()
+            self.streams.collect()
         return stats_of(self.core)
 
     def reset_peak(self):

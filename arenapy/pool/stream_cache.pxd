@@ -1,4 +1,4 @@
-# The C surface of a stream cache: blocks of a Pool that another stream, or a graph, keeps.
+# The C surface of stream caches: blocks of a Pool that other streams, or graphs, keep.
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -39,3 +39,48 @@ cdef class StreamCache(MemoryOwner):
 
 # The cache of a stream, as the hooks name it, or of a graph.
 cdef StreamCache new_stream_cache(PoolCore core, object stream, bint of_graph)
+
+
+# Those of a Pool, which is over memory of a device alone.
+cdef class StreamCaches:
+    cdef PoolCore core
+    cdef dict of_streams             # by the stream, as the hooks name it; not the pool's own
+    cdef dict of_graphs              # by the graph
+    # Streams of the user that were named last, each with its cache; replaced, and never changed.
+    cdef list recent
+    cdef Py_ssize_t come             # streams, since those that are gone were looked for
+    cdef size_t idle_allowed         # bytes that streams may keep idle when the pool grows
+
+    # Who has the blocks for a stream of the user: its cache, or the pool's core if it is the pool's
+    # own stream. Else what names it: it is being captured, or gets no cache.
+    cdef object owner_of(self, object stream)
+    # What a graph has for a stream that is being captured into it.
+    cdef StreamCache graph_cache(self, object name)
+    # A live block of the pool, and others like it, are a stream's, which waits for the pool's own.
+    # What fails frees the block.
+    cdef int lend(
+        self, StreamCache cache, char* ptr, uint64_t block_id, size_t n, size_t align
+    ) except -1
+    # Blocks of graphs that are gone are the pool's. False: there were none.
+    cdef bint settle_graphs(self) except -1
+    # Blocks of streams that are gone are others' when their work is done. Bytes. Those of the first
+    # go to `heir`, the cache of a new stream, or None. If others keep much, its stream waits for
+    # some of them, and has their blocks.
+    cdef size_t settle_gone(self, StreamCache heir) except? 0
+    # Before the pool grows: what streams do not use any more. False: nothing.
+    cdef bint reclaim(self) except -1
+    # What streams keep is the pool's once they have done what they were given. Only what is as old
+    # as `age` looks of `trim_after`. `wait`: also what other streams work on. False: nothing.
+    cdef bint give_back_all(self, bint wait, uint32_t age) except -1
+    # What the hooks have of Buffers that were dropped goes to the caches.
+    cdef int collect(self) except -1
+    # A look of `trim_after`: what is as old as `age` of them.
+    cdef int trim_old(self, uint32_t age) except -1
+    # Another thread asks streams whether they are done with blocks, which are in no list then: wait
+    # until it has them where they belong. False: none does.
+    cdef bint wait_for_chains(self) except -1
+    # internal: a cache whose stream is gone, and that has no block
+    cdef int forget(self, object name, StreamCache cache) except -1
+
+
+cdef StreamCaches new_stream_caches(PoolCore core)

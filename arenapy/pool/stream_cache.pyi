@@ -4,3 +4,6 @@ from arenapy.buffer.block import MemoryOwner
 
 @final
 class StreamCache(MemoryOwner): ...  # type: ignore[misc]
+
+@final
+class StreamCaches: ...

@@ -1,8 +1,9 @@
-"""StreamCache: blocks of a device's Pool that one of its other streams keeps.
+"""Blocks of a device's Pool that its other streams, and graphs, keep.
 
-What lives here: the idle blocks of one stream, and their way from the pool and back. What does not:
-when they go (pool), streams and events (cuda, behind the hooks), where blocks come from
-(thread_cache, page_heap).
+What lives here: the idle blocks of one stream, and their way from the pool and back (StreamCache);
+which streams of a pool have one, and when their blocks go (StreamCaches). What does not: what calls
+for it (pool), streams and events (cuda, behind the hooks), where blocks come from (thread_cache,
+page_heap).
 
 A block that its stream gives back is the stream's again at once, without an event: the next user
 comes after the last one, in the order of the stream. To the pool such a block is live. It is its
@@ -25,16 +26,19 @@ Locks: `lent_lock` of the pool's core guards all its `Lent`s. Nothing else is ta
 GIL does not: libraries that allocate in C take the quick way without it, see interop/raw_blocks.)
 """
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 
 from arenapy.allocator.allocator_core cimport link_hold, record, unlink_hold
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport arenapy_count, arenapy_load
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_count, arenapy_load
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport N_CLASSES, N_SMALL, rounded, step_bytes, step_of
-from arenapy.buffer.block cimport HELD, HOLD_IDLE, Block, Hold, MemoryOwner, init_freelists
+from arenapy.buffer.block cimport (
+    HELD, HOLD_IDLE, Block, Hold, MemoryOwner, StreamHooks, init_freelists,
+)
 from arenapy.diagnostics.recorder cimport EVENT_FREE
 from arenapy.memory.region cimport register_core, unregister_core
 from arenapy.pool.core cimport (
@@ -44,12 +48,33 @@ from arenapy.pool.hot_path cimport block_is_live, cache_free, named
 from arenapy.pool.page_heap cimport PAGE, SPAN, Descriptor
 from arenapy.pool.thread_cache cimport FIT
 
+cdef extern from "<unistd.h>":
+    int usleep(unsigned int microseconds) nogil
+
 cdef extern from "Python.h":
     void count_up "Py_INCREF" (PyObject* o) noexcept
 
 cdef enum:
     FIRST_NODES = 16
     LOOKS = 32               # blocks of a bucket that are looked at for one that fits
+    MAX_NAMED = 4            # streams that are found without a question
+    # A block of up to REFILL_BYTES that a stream takes from the pool brings others, so that most
+    # of them cost no event: at most as many more, of as many bytes together.
+    REFILL = 15
+    REFILL_BYTES = 16 << 10
+    # Streams come and go: among so many times as many as came, those that are gone are looked for.
+    LOOK_SHARE = 64
+    ASKED = 4                # streams that have work left are asked at a time; if memory is short,
+    ASKED_TO_GROW = 8        # so many
+    PASS_BYTES = 8 << 20     # what goes from a stream to the next one, and not to the pool
+    # Streams that are gone, and have work left, keep so many bytes together, and at least so many
+    # of them whatever that is. Beyond, and beyond MOST_GONE, the next stream waits for one of them.
+    GONE_BYTES = 16 << 20
+    FEW_GONE = 8
+    MOST_GONE = 32
+    IDLE_BYTES = 32 << 20    # streams keep so much that is idle together, before a pool grows
+    MOMENT = 200             # microseconds
+    PATIENCE = 5000          # moments
 
 
 @cython.final
@@ -421,3 +446,215 @@ cdef StreamCache new_stream_cache(PoolCore core, object stream, bint of_graph):
     core.lent = lent
     lent_leave(core)
     return cache
+
+
+# -- all of one pool
+
+@cython.final
+@cython.no_gc_clear
+cdef class StreamCaches:
+    """All stream caches of one Pool. Internal."""
+
+    cdef object owner_of(self, object stream):
+        cdef tuple known
+        for known in self.recent if ARENAPY_GIL else []:
+            if known[0] is stream:
+                name = self.core.hooks.named(stream)
+                return name if self.core.hooks.may_begin(name) else known[1]   # it may be closed
+        known = None                         # a stream may end when it is no longer recent
+        name = self.core.hooks.named(stream)
+        # The blocks are a graph's, or any stream's.
+        if self.core.hooks.may_begin(name) or self.core.hooks.stream_cache(name) is None:
+            return name
+        if name is self.core.hooks.own:
+            return self.core
+        cache = self.of_streams.get(name)
+        fresh = cache is None
+        if fresh:
+            cache = self.of_streams.setdefault(name, new_stream_cache(self.core, name, False))
+            self.come += 1
+        if self.core.hooks.always(stream, name):        # which may let go of a stream
+            self.recent = [(stream, cache), *self.recent[:MAX_NAMED - 1]]
+        if fresh and LOOK_SHARE * self.come > len(self.of_streams):
+            self.come = 0
+            self.settle_gone(<StreamCache>cache)
+        return cache
+
+    cdef StreamCache graph_cache(self, object name):
+        graph = self.core.hooks.graph_of(name)
+        cache = self.of_graphs.get(graph)
+        if cache is None:
+            self.settle_graphs()             # this one may get what others had
+            cache = self.of_graphs.setdefault(graph, new_stream_cache(self.core, graph, True))
+        return <StreamCache>cache
+
+    cdef int lend(
+        self, StreamCache cache, char* ptr, uint64_t block_id, size_t n, size_t align
+    ) except -1:
+        cdef PoolCore c = self.core
+        cdef uint64_t ids[REFILL]
+        cdef char* more[REFILL]
+        cdef int i, k = 0
+        while k < REFILL and (k + 2) * max(n, c.block_align) <= REFILL_BYTES:
+            more[k] = c.heap_alloc(n, align, False, &ids[k])
+            if more[k] == NULL:
+                break
+            k += 1
+        i = 0
+        try:
+            c.hooks.join(cache.stream, c.hooks.own)
+            cache.own(ptr, block_id)
+        except BaseException:
+            c.free_block(ptr, block_id)
+            while i < k:
+                cache_free(c, more[i], ids[i])
+                i += 1
+            raise
+        # It came back for what others had got of it: so much more may lie idle.
+        self.idle_allowed += cache.reclaimed
+        cache.reclaimed = 0
+        while i < k:
+            cache.add(more[i], ids[i])
+            i += 1
+        return 0
+
+    cdef bint settle_graphs(self) except -1:
+        cdef StreamCache cache
+        cdef bint freed = False
+        for graph, cache in list(self.of_graphs.items()):
+            if not self.core.hooks.done(graph):
+                continue
+            if cache.n_held:                 # those that were dropped after the capture
+                cache.hooks.collect(<PyObject*>cache, False)
+            freed = cache.free_chain(cache.detach(0)) > 0 or freed
+            if cache.lent.blocks == 0 and self.of_graphs.pop(graph, None) is not None:
+                cache.forgotten = True
+        return freed
+
+    cdef size_t settle_gone(self, StreamCache heir) except? 0:
+        cdef StreamHooks hooks = self.core.hooks
+        cdef StreamCache cache
+        cdef list busy = []
+        cdef size_t nbytes, kept = 0, freed = 0
+        cdef Py_ssize_t left
+        cdef uint32_t chain
+        cdef bint inherits = heir is not None
+        for name, cache in list(self.of_streams.items()):
+            if not hooks.ended(name):
+                continue
+            if cache.n_held:
+                cache.hooks.collect(<PyObject*>cache, False)
+            nbytes = cache.idle()
+            chain = cache.detach(0)
+            if chain and len(busy) < ASKED and hooks.done(name):
+                if inherits and nbytes <= PASS_BYTES:
+                    cache.pass_chain(chain, heir)
+                    inherits = False
+                else:
+                    freed += cache.free_chain(chain)
+            elif chain:
+                cache.attach(chain)
+                kept += nbytes
+                busy.append(cache)
+            self.forget(name, cache)
+        left = len(busy)
+        for cache in busy[ASKED:] if inherits else []:   # those before were asked: they take long
+            if left <= MOST_GONE and (left <= FEW_GONE or kept <= GONE_BYTES):
+                break
+            nbytes = cache.idle()
+            chain = cache.detach(0)
+            try:
+                hooks.join(heir.stream, cache.stream)
+            except Exception:                # one of them is captured
+                cache.attach(chain)
+                continue
+            cache.pass_chain(chain, heir)
+            self.forget(cache.stream, cache)
+            kept -= min(kept, nbytes)
+            left -= 1
+        return freed
+
+    cdef int forget(self, object name, StreamCache cache) except -1:
+        if (cache.lent.blocks == 0 and self.core.hooks.ended(name)
+                and self.of_streams.pop(name, None) is not None):
+            cache.forgotten = True
+            self.recent = [known for known in self.recent if known[1] is not cache]
+        return 0
+
+    cdef bint reclaim(self) except -1:
+        cdef StreamCache cache
+        cdef size_t nbytes, freed = self.settle_gone(None)
+        cdef size_t allowed = self.idle_allowed
+        cdef uint64_t asked
+        cdef uint32_t chain
+        cdef int busy = 0
+        for cache in list(self.of_graphs.values()):
+            allowed += cache.idle()          # which nobody else may have
+        if self.core.lent_idle <= allowed:
+            return freed > 0
+        for cache in list(self.of_streams.values()):
+            asked = cache.allocations()
+            if (asked == cache.asked and self.core.lent_idle > allowed
+                    and busy < ASKED_TO_GROW and cache.idle()):
+                chain = cache.detach(0)
+                if chain and self.core.hooks.done(cache.stream):
+                    nbytes = cache.free_chain(chain)
+                    cache.reclaimed += nbytes
+                    freed += nbytes
+                else:
+                    cache.attach(chain)
+                    busy += 1
+            cache.asked = asked
+        return freed > 0
+
+    cdef bint give_back_all(self, bint wait, uint32_t age) except -1:
+        cdef StreamCache cache
+        cdef uint32_t chain
+        cdef bint any = False
+        for cache in list(self.of_streams.values()):
+            cache.hooks.collect(<PyObject*>cache, wait)
+            chain = cache.detach(age)
+            if chain == 0:
+                continue
+            any = True
+            if self.core.hooks.done(cache.stream):
+                cache.free_chain(chain)
+            else:
+                cache.defer_chain(chain)
+        return any
+
+    cdef int collect(self) except -1:
+        cdef StreamCache cache
+        for cache in list(self.of_streams.values()):
+            cache.hooks.collect(<PyObject*>cache, False)
+        return 0
+
+    cdef int trim_old(self, uint32_t age) except -1:
+        cdef StreamCache cache
+        for cache in list(self.of_streams.values()):
+            cache.lent.look += 1
+        if self.give_back_all(False, age):
+            self.core.note_time()
+        self.settle_gone(None)
+        self.settle_graphs()
+        return 0
+
+    cdef bint wait_for_chains(self) except -1:
+        cdef int n = 0
+        while self.core.lent_away() and n < PATIENCE:
+            with nogil:
+                usleep(MOMENT)
+            PyErr_CheckSignals()
+            n += 1
+        return 0 < n < PATIENCE              # it may be this very thread, in a destructor
+
+
+seal(StreamCaches)
+
+
+cdef StreamCaches new_stream_caches(PoolCore core):
+    cdef StreamCaches caches = StreamCaches.__new__(StreamCaches)
+    caches.core = core
+    caches.of_streams, caches.of_graphs, caches.recent = {}, {}, []
+    caches.idle_allowed = IDLE_BYTES
+    return caches

@@ -276,6 +276,7 @@ CUDA = [
     lambda: inside(growing(), module("cuda.backing").GrownBacking),
     lambda: inside(growing(), module("cuda.backing").Addresses),
     lambda: inside(used_elsewhere()[0], module("pool.stream_cache").StreamCache),
+    lambda: inside(used_elsewhere()[0], module("pool.stream_cache").StreamCaches),
     lambda: inside(stream().record(), module("cuda.fence").EventFence),
     lambda: inside(used_elsewhere()[0], module("cuda.stream_ref").StreamRef),
 ]

@@ -1,12 +1,13 @@
 """A Bump over a source with ``grow=True``: one region, which grows in place and shrinks."""
 
 import gc
+from typing import ClassVar
 
 import pytest
 from helpers import PAGE, peek, poke, unchanged_view
 from kernel_view import resident
 
-from arenapy import Bump, Host, OutOfMemory, Shared, Slab
+from arenapy import Bump, Host, OutOfMemory, Pool, Region, Shared, Slab
 
 MIB = 1 << 20
 SMALL_PAGES = {"huge_pages": None}
@@ -211,6 +212,129 @@ def test_code_that_runs_while_it_grows_finds_the_arena_full(monkeypatch):
     assert set(peek(block.address, block.nbytes)) == {1}
     arena.check()
     arena.alloc(30 * MIB)  # and afterwards it grows again
+
+
+@pytest.mark.parametrize("call", ["commit", "decommit"])
+def test_nobody_closes_the_region_while_its_memory_changes(call):
+    """What is unmapped may be mapped again by others, whose bytes the source would then change."""
+    arena = Bump(PAGE, Offering(), 64 * MIB)
+    (region,) = arena.regions
+    arena.alloc(3 * MIB)
+    arena.reset()
+    refused = []
+
+    def during():
+        with pytest.raises(BufferError, match="growing or shrinking"):
+            region.close()
+        refused.append(region.closed)
+
+    Offering.during = {call: during}
+    try:
+        arena.alloc(20 * MIB)
+        arena.reset()
+        assert arena.trim() > 19 * MIB
+    finally:
+        Offering.during = {}
+    assert refused == [False]
+    arena.check()
+    region.close()  # afterwards it can be
+    assert region.closed
+
+
+class Offering:
+    """A source of reservations as a test wants them: `during` their methods it calls something."""
+
+    grow = True
+    during: ClassVar = {}
+
+    def __init__(self, room=None, wrong=None):
+        self.room, self.wrong = room, wrong
+        self.made = []
+
+    def region(self, nbytes):
+        return Host(prefault=False).region(nbytes)
+
+    def reserve(self, nbytes):
+        self.made.append(Offered(Host(grow=True).reserve(self.room or nbytes)))
+        if self.wrong is not None:
+            self.made[-1].region = self.wrong(self.made[-1].region)
+        return self.made[-1]
+
+
+class Offered:
+    def __init__(self, made):
+        self.made, self.region = made, made.region
+
+    def commit(self, offset, nbytes):
+        Offering.during.get("commit", int)()
+        self.made.commit(offset, nbytes)
+
+    def decommit(self, offset, nbytes, stream=None):
+        Offering.during.get("decommit", int)()
+        self.made.decommit(offset, nbytes)
+
+
+@pytest.mark.parametrize("make", [
+    lambda source: Bump(8 * MIB, source),
+    lambda source: Pool(64 * MIB, source, initial_bytes=8 * MIB),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "wrong", "error", "message"),
+    [
+        (2 * MIB, None, ValueError, "gave only 2097152 bytes"),
+        (80 * MIB, lambda r: window(r, 0, 64), ValueError, "page_size=64"),
+        (80 * MIB, lambda r: window(r, 64, PAGE), ValueError, "begins on a page"),
+        (None, lambda r: 7, TypeError, "not an arenapy.Region"),
+        (None, lambda r: r.close() or r, ValueError, "closed"),
+    ],
+)
+def test_a_reservation_that_no_arena_can_grow_in_is_refused(make, room, wrong, error, message):
+    source = Offering(room, wrong)
+    with pytest.raises(error, match=message):
+        make(source)
+    assert len(source.made) == 1
+
+
+def window(region, skip, page_size):
+    return Region.from_address(
+        region.address + skip, region.nbytes - PAGE, owner=region, page_size=page_size
+    )
+
+
+def test_a_source_may_reserve_nothing():
+    class Nothing(Offering):
+        def reserve(self, nbytes):
+            return None
+
+    with pytest.raises(TypeError, match="returned None"):
+        Bump(MIB, Nothing())
+    assert Pool(64 * MIB, Nothing(), initial_bytes=MIB).alloc(1).nbytes == 1  # region by region
+
+
+@pytest.mark.parametrize("other", [
+    lambda source: Bump(PAGE, source, 32 * MIB),
+    lambda source: Pool(32 * MIB, source, initial_bytes=PAGE),
+])  # fmt: skip
+def test_one_reservation_is_not_for_two_arenas(other):
+    """The second one must not change the region before it is refused."""
+
+    class Same(Offering):
+        def reserve(self, nbytes):
+            return self.made[0] if self.made else super().reserve(nbytes)
+
+    source = Same(64 * MIB)
+    arena = Bump(MIB, source, 32 * MIB)
+    block = arena.alloc(MIB - PAGE)
+    poke(block.address, block.nbytes, 7)
+    before = unchanged_view(arena)
+    with pytest.raises(ValueError, match="already belongs to an allocator"):
+        other(source)
+    assert unchanged_view(arena) == before and arena.regions[0].nbytes == MIB
+    for _ in range(8):
+        fresh = arena.alloc(MIB // 2)
+        poke(fresh.address, fresh.nbytes, 9)
+    assert set(peek(block.address, block.nbytes)) == {7}
+    arena.check()
 
 
 def test_growth_that_fails_changes_nothing(monkeypatch):

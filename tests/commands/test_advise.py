@@ -1,6 +1,7 @@
 """``arenapy advise``: what is tried, how it is measured, what is said of it."""
 
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -10,6 +11,8 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import alike
 import numpy as np
@@ -21,7 +24,7 @@ import arenapy
 from arenapy import cuda, trace
 from arenapy.commands import cli
 from arenapy.commands.advise import command as advise
-from arenapy.commands.advise import device_worker, measuring
+from arenapy.commands.advise import device_process, device_worker, measuring
 from arenapy.commands.advise.advice import choose, lines
 from arenapy.commands.advise.measuring import FEWEST, ROUNDS, Replays, shortened
 from arenapy.commands.advise.settings import (
@@ -34,6 +37,7 @@ from arenapy.commands.advise.settings import (
 )
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
 from arenapy.commands.replay import worker
+from arenapy.commands.replay.device import HEAPS
 from arenapy.commands.replay.loop import MallocHeap, run
 from arenapy.commands.replay.program import program
 
@@ -475,17 +479,47 @@ def test_a_worker_takes_settings(tmp_path, capsys):
 # ---- traces of a GPU's memory
 
 
+SIMULATED = """
+import sys
+import pytest
+from simulated_bindings import bindings
+from arenapy.commands.advise import device_worker
+
+with open({starts!r}, "a") as file:
+    print("start", file=file)
+with pytest.MonkeyPatch.context() as patch, bindings(patch):
+    sys.exit(device_worker.main(sys.argv[1:]))
+"""
+ANSWERS = """
+import json, os, sys, time
+for line in sys.stdin:
+    name, *words = json.loads(line)
+    if name == "hangs":
+        time.sleep(1000)
+    elif name == "killed":
+        os.kill(os.getpid(), 9)
+    elif name == "fails":
+        sys.exit("first line\\nMemoryError: full")
+    found = {"error": "not installed: it"} if name == "missing" else {"pid": os.getpid()}
+    print(json.dumps(found | {"words": [sys.argv[1:], words]}), flush=True)
+"""
+
+
 def in_this_process(name, folder, *words, seconds):
-    """As a process of its own, which would not see the simulated driver."""
+    """As a process of its own, which would not see what the test has changed."""
     settings = json.loads(words[words.index("--settings") + 1]) if "--settings" in words else {}
     passes = int(words[1]) if words[0] == "--passes" else None
     try:
         return device_worker.measure(name, folder, passes, settings)
     except ImportError as error:
         raise OSError(str(error)) from None
-    finally:
-        if name == "driver":  # whose process would end here
-            sys.modules["cuda.bindings.driver"].cuCtxPopCurrent()
+
+
+def started(monkeypatch, tmp_path, source):
+    """From now on, device processes run this program."""
+    (tmp_path / "program.py").write_text(source)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    monkeypatch.setattr(device_process, "COMMAND", command)
 
 
 def device_queue(kind):
@@ -496,14 +530,16 @@ def device_queue(kind):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr(advise, "device_worker", in_this_process)
     monkeypatch.setattr(measuring, "ROUNDS", FEWEST)
     with bindings(monkeypatch) as one:
         yield one
 
 
-def test_a_trace_of_a_gpu_is_replayed_on_one(gpu):
+def test_a_trace_of_a_gpu_is_replayed_on_one(gpu, monkeypatch, tmp_path):
+    """All settings and rounds are in one process: starting one takes longer than a replay."""
+    started(monkeypatch, tmp_path, SIMULATED.format(starts=str(tmp_path / "starts")))
     found = advise.advise(device_queue("Pool, device"))
+    assert (tmp_path / "starts").read_text() == "start\n"
     assert list(found["seconds"]) == [
         "driver", "Pool()", "Pool(initial_bytes=2 << 20)", 'Pool(rounding="class")',
         "Slab(item_size=64 << 10, count=10)",
@@ -519,9 +555,106 @@ def test_a_trace_of_a_gpu_is_replayed_on_one(gpu):
     assert min(map(min, found["seconds"].values())) > 0
 
 
+def test_what_became_of_a_device_process(monkeypatch, tmp_path):
+    """One that has ended is replaced by another, and why it ended is said."""
+    started(monkeypatch, tmp_path, ANSWERS)
+    with device_process.DeviceProcess() as run_in:
+
+        def answer(name, seconds=TIMEOUT):
+            return run_in(name, tmp_path, "--passes", "2", seconds=seconds)
+
+        first = answer("pool")
+        assert first["words"] == [[str(tmp_path)], ["--passes", "2"]]
+        with pytest.raises(OSError, match=r"^not installed: it$"):
+            answer("missing")
+        assert answer("pool") == first  # in the same process
+        seen = {first["pid"]}
+        for name, why, seconds in [
+            ("killed", "killed by signal 9", TIMEOUT),
+            ("fails", "MemoryError: full", TIMEOUT),
+            ("hangs", "it did not end within 0 s", 0.1),
+        ]:
+            with pytest.raises(OSError, match=f"^{why}$"):
+                answer(name, seconds)
+            seen.add(answer("pool")["pid"])
+        assert len(seen) == 4
+        last = answer("pool")["pid"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(last, 0)
+
+
+def test_a_device_process_that_does_not_start(monkeypatch, tmp_path):
+    started(monkeypatch, tmp_path, "import no_such_module")
+    with device_process.DeviceProcess() as run_in:
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"^ModuleNotFoundError: No module named"):
+                run_in("pool", tmp_path, "--written", seconds=TIMEOUT)
+
+
+class Missing:
+    def __init__(self, peak_live):
+        os.write(1, b"no answer\n")  # as a package may that is imported
+        raise ImportError("no such package")
+
+
+class Full:
+    def __init__(self, peak_live):
+        raise MemoryError("full\nand more")
+
+
+def test_a_device_worker_goes_on_unless_memory_may_be_lost(gpu, monkeypatch, tmp_path, capfd):
+    program(queue()).save(tmp_path)
+    np.save(tmp_path / "streams.npy", np.zeros(50, int))
+    monkeypatch.setitem(HEAPS, "missing", Missing)
+    monkeypatch.setitem(HEAPS, "full", Full)
+    names = "driver", "missing", "pool", "full", "pool"
+    requests = [json.dumps([name, "--passes", "2"]) + "\n" for name in names]
+    monkeypatch.setattr(sys, "stdin", requests)
+    stdout, frozen = os.dup(1), gc.get_freeze_count()
+    try:
+        assert device_worker.main([str(tmp_path)]) == 1
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        if not frozen:
+            gc.unfreeze()
+    out, errors = capfd.readouterr()
+    first, second, third = map(json.loads, out.splitlines())
+    assert first["steps"] == third["steps"] == 91
+    assert second == {"error": "not installed: no such package"}
+    assert errors == "no answer\nMemoryError: full\n"
+
+
+def test_other_packages_give_back_their_memory(monkeypatch):
+    """Before the next setting has its turn. arenapy's allocators do so when they are dropped."""
+    calls = []
+
+    def call(*arguments):
+        calls.append("called")
+
+    cuda = SimpleNamespace(init=int, set_device=int, empty_cache=call)
+    raw = dict.fromkeys(
+        ["_cuda_memoryStats", "_cuda_cudaCachingAllocator_raw_alloc",
+         "_cuda_cudaCachingAllocator_raw_delete"], int,
+    )  # fmt: skip
+    torch = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(**raw))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    HEAPS["torch"](0).close()
+    assert len(calls) == 1
+    pool = SimpleNamespace(free_all_blocks=call)
+    device = SimpleNamespace(use=int)
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(MemoryPool=lambda: pool, Device=lambda ordinal: device)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    HEAPS["cupy"](0).close()
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("installed", [False, True])
 def test_torch_is_the_baseline_of_its_own_traces(gpu, monkeypatch, installed):
     """If it is there; here, where it fails, there is no advice then."""
+    monkeypatch.setattr(advise, "DeviceProcess", lambda: nullcontext(in_this_process))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setitem(sys.modules, "torch", None)
     if installed:

@@ -1,7 +1,9 @@
 """The host's side of memory that kernels allocate from. On the simulated driver: no kernel runs."""
 
+import copy
 import ctypes
 import os
+import pickle
 import struct
 
 import numpy as np
@@ -88,6 +90,54 @@ def test_a_buffer_keeps_its_memory_through_a_second_init(gpu):
     found = bytearray(64)
     block.copy_to(found)  # the simulated driver reports a copy of freed memory
     assert found == b"\5" * 64
+
+
+@pytest.mark.parametrize(
+    ("make", "again"),
+    [
+        (lambda: cuda.KernelArena(1 << 20), (10, arenapy.Host())),
+        (lambda: cuda.KernelArena(1 << 20), (1 << 50,)),
+        (lambda: cuda.KernelSlab(64, 100), (32, 10, arenapy.Host())),
+        (lambda: cuda.KernelSlab(64, 100), (32, 1 << 50)),
+    ],
+)
+def test_a_second_init_that_fails_changes_nothing(gpu, make, again):
+    one = make()
+    before = dict(vars(one)), repr(one)
+    with pytest.raises((ValueError, arenapy.OutOfMemory)):
+        one.__init__(*again)
+    assert (dict(vars(one)), repr(one)) == before
+    assert one.buffer(one.address + one._end - 64, 64).nbytes == 64
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(gpu, how):
+    """A copy of managed memory would be memory of the host, which no kernel can use."""
+    for one in (cuda.KernelArena(1 << 10, cuda.Managed()), cuda.KernelSlab(64, 10, cuda.Managed())):
+        with pytest.raises(TypeError, match=f"a {type(one).__name__} is not copied"):
+            how(one)
+
+
+def test_no_buffer_while_a_reset_is_under_way(gpu):
+    """A reset has seen that there is none; then its memory may be handed out again."""
+    arena = cuda.KernelArena(1 << 20)
+    seen = []
+
+    class Meddling:
+        def __cuda_stream__(self):
+            if not seen:
+                seen.append("called")
+                with pytest.raises(BufferError, match="is being reset now"):
+                    arena.buffer(arena.address + ARENA_AT, 64)
+            return 0, 1
+
+    arena.reset(Meddling())
+    assert seen == ["called"]
+    block = arena.buffer(arena.address + ARENA_AT, 64)
+    with pytest.raises(BufferError, match="are in use") as kept:
+        arena.reset()
+    del block
+    assert arena.buffer(arena.address + ARENA_AT, 64).nbytes == 64 and kept.tb is not None
 
 
 def test_an_address_of_numpy(gpu):

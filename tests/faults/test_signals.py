@@ -7,13 +7,18 @@ succeeds.
 
 import random
 import time
+from pathlib import Path
 
 import faults as faults_library
 import pytest
 import strikes as strikes_library
 from hypothesis import settings
+from simulated_hip import MIB, simulated_hip
 from strike_operations import OPERATIONS
 from strike_runner import CUDA_OPERATIONS, attempt, cuda_attempt
+
+from arenapy import Pool
+from arenapy.interop import hip
 
 EXAMPLES = settings.default.max_examples
 LONG = EXAMPLES >= 1000
@@ -79,6 +84,48 @@ def test_a_signal_while_a_driver_gives_memory(strikes, name):
         problems += [] if now == left else [f"left {left} -> {now}"]
         wrong += [f"at {number}: {problem}" for problem in problems]
     assert not wrong, "\n".join(wrong)
+
+
+def hip_region():
+    hip.Device(1).region(MIB)
+
+
+def hip_pinned():
+    hip.Pinned().region(MIB)
+
+
+def hip_pool():
+    pool = Pool(8 * MIB, hip.Device(1))
+    pool.alloc(100)
+    pool.trim()
+
+
+def hip_copy():
+    hip.copy(Pool(8 * MIB, hip.Device(1)).alloc(5), b"hello")
+
+
+@pytest.mark.parametrize("act", [hip_region, hip_pinned, hip_pool, hip_copy])
+def test_a_signal_while_hip_works(tmp_path, act):
+    """Memory is freed, the device is current that was so before, and the exception is not lost."""
+    library = strikes_library.compiled(tmp_path)
+    strikes = strikes_library.Strikes(library, user=Path(__file__))
+
+    def attempt(strike):
+        with simulated_hip() as runtime, strike:
+            try:
+                act()
+            except strikes_library.Struck:
+                return True
+            finally:
+                assert not runtime.ranges and runtime.current == 0
+        return False
+
+    attempt(strikes.at())
+    assert not attempt(strikes.at())
+    places = [number for place, number in strikes.places().items() if place[0] == "hip.py"]
+    assert len(places) > 5
+    for number in sorted(places):
+        assert attempt(strikes.at(number)), f"at {number} nothing struck"
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from simulated_hip import MIB, SimulatedHip, hipError_t, simulated_hip
 
 from arenapy import Bump, OutOfMemory, Pool, Region, Slab, testing
-from arenapy.interop import hip
+from arenapy.interop import hip, hip_calls
 
 ALLOCATORS = {
     "bump": lambda source: Bump(MIB, source, 4 * MIB),
@@ -409,11 +409,11 @@ def test_whichever_calls_fail_nothing_is_lost_or_freed_twice(plan):
         gc.collect()
         runtime.plan = {}
         assert runtime.current in (0, 1)
-        unfreed = len(hip._unfreed)
+        unfreed = len(hip_calls.unfreed)
         assert len(runtime.ranges) == unfreed
         hip.Device().region(1)  # frees what was not freed
         gc.collect()
-        assert not hip._unfreed
+        assert not hip_calls.unfreed
 
 
 def test_a_refused_free_is_told_of_and_done_later(runtime):
@@ -434,7 +434,7 @@ def test_a_device_that_cannot_be_current_again_is_told_of(runtime):
     runtime.plan = {("hipSetDevice", runtime.calls["hipSetDevice"] + 2): hipError_t.hipErrorUnknown}
     with pytest.warns(RuntimeWarning, match="another device is current now"):
         del region
-    assert not runtime.ranges and not hip._unfreed
+    assert not runtime.ranges and not hip_calls.unfreed
 
 
 def test_memory_that_others_have_freed_is_not_freed_again(runtime):
@@ -442,7 +442,7 @@ def test_memory_that_others_have_freed_is_not_freed_again(runtime):
     runtime.hipFree(region.address)
     with pytest.warns(RuntimeWarning, match="other code has freed this memory"):
         del region
-    assert not hip._unfreed
+    assert not hip_calls.unfreed
     runtime.errors.clear()
 
 
@@ -522,10 +522,10 @@ def test_nothing_is_called_once_the_interpreter_ends(run_script):
         from arenapy import Bump, Pool
         from arenapy.interop import hip
 
-        def told(self, write=os.write):          # nothing else is sure to be there by then
+        def told(self, address, write=os.write):     # nothing else is sure to be there by then
             write(2, b"freed at the end")
 
-        hip._Memory.give_back = told
+        SimulatedHip._hipFree = SimulatedHip._hipHostFree = told
         sys.modules["hip"] = SimpleNamespace(hip=SimulatedHip())
         pool = Pool(4 << 20, hip.Device())
         block = pool.alloc(100)

@@ -7,7 +7,6 @@ tried (settings.py), how they are measured (measuring.py), which one is advised 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
 import sys
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from arenapy.base.text import printable
 from arenapy.commands.advise.advice import choose, lines
+from arenapy.commands.advise.device_process import DeviceProcess
 from arenapy.commands.advise.measuring import EVENT_SECONDS, Replays, shortened
 from arenapy.commands.advise.settings import (
     BASELINE,
@@ -48,8 +48,6 @@ TORCH_SECONDS, DRIVER_SECONDS = 5e-6, 100e-6  # of an event: a call from Python;
 ALL_NAMES = tuple(dict.fromkeys([*NAMES, *DEVICE_NAMES]))
 MAX_PASSES = 1_000_000
 REPORT = outputs.report("arenapy advise")
-
-device_worker = functools.partial(run_worker, module="arenapy.commands.advise.device_worker")
 
 
 def _names(text: str) -> list[str]:
@@ -134,13 +132,16 @@ def advise(
         check_request(int(steps.live().max()), "a replay", "a smaller trace")
     tried = [baseline, *(name for name in known if name in (names or known) and name != baseline)]
     part, passes = shortened(steps, seconds, repeat, event_seconds)
-    with tempfile.TemporaryDirectory(prefix="arenapy-advise-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="arenapy-advise-") as folder,
+        DeviceProcess() as device_process,
+    ):
         if device:
             np.save(Path(folder) / "streams.npy", streams_of(trace))
         replays = Replays(
             part, settings_for(part, tried, device), Path(folder),
             threads=summary.threads, seconds=seconds, passes=passes, repeat=repeat,
-            worker=device_worker if device else run_worker,
+            worker=device_process if device else run_worker,
         )  # fmt: skip
         _measure(replays)
     advice = choose(replays.times, replays.held)

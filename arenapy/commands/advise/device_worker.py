@@ -1,10 +1,15 @@
-"""One allocator of a GPU's memory and one program, in a process of its own.
+"""Allocators of a GPU's memory and one program: one replay for each line on standard input.
 
-    python -m arenapy.commands.advise.device_worker FOLDER NAME [--written | --passes N] [...]
+    python -m arenapy.commands.advise.device_worker FOLDER
 
-The options and the figures are those of ``commands/replay/worker.py``. Nothing is written to the
-memory: ``--written`` means that what is held is read after every allocation, by the allocator's own
-account and by the device's.
+A line is the JSON of the words NAME [--written | --passes N] [...], with the options of
+``commands/replay/worker.py``. The answer is a line with the figures of that worker, or with the
+error if a package is not installed. The process ends after any other error, since memory may be
+lost then.
+
+Each replay makes its allocator, and gives all memory back at its end, so that the next one finds
+the device as this one did. Nothing is written to the memory: ``--written`` means that what is held
+is read after every allocation, by the allocator's own account and by the device's.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,12 +56,12 @@ def measure(
     if passes is None:
         watch = Watch(heap, _used)
         seconds = run(heap, lines, steps.count, watch)
+        heap.close()
         return {
             "seconds": seconds,
             "steps": len(steps),
             "peak": max(watch.most, watch.most_device),
         }
-    gc.collect()
     gc.disable()
     try:
         first = seconds = seconds + run(heap, lines, steps.count)
@@ -63,29 +69,39 @@ def measure(
             seconds += run(heap, lines, steps.count)
     finally:
         gc.enable()
+    heap.close()
     return {"seconds": seconds, "first": first, "steps": len(steps)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print the figures as JSON."""
+    """Measure what each line asks for, until there are no more."""
     parser = argparse.ArgumentParser(
         prog="python -m arenapy.commands.advise.device_worker", allow_abbrev=False
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("name")
-    parser.add_argument("--written", action="store_true")
-    parser.add_argument("--passes", type=int)
-    parser.add_argument("--settings", type=json.loads, default={})
-    options = parser.parse_args(argv)
-    try:
-        found = measure(options.name, options.folder, options.passes, options.settings)
-    except ImportError as error:
-        print(f"not installed: {error}", file=sys.stderr)
-        return 1
-    except Exception as error:  # whatever another package's allocator raises
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
-        return 1
-    print(json.dumps(found))
+    folder = parser.parse_args(argv).folder
+    request = argparse.ArgumentParser(allow_abbrev=False)
+    request.add_argument("name")
+    request.add_argument("--written", action="store_true")
+    request.add_argument("--passes", type=int)
+    request.add_argument("--settings", type=json.loads, default={})
+    # What a package prints is no answer.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            options = request.parse_args(json.loads(line))
+            gc.collect()
+            gc.freeze()  # the modules of large packages would make every collection slow
+            try:
+                found: dict[str, Any] = measure(
+                    options.name, folder, options.passes, options.settings
+                )
+            except ImportError as error:
+                found = {"error": f"not installed: {error}"}
+            except Exception as error:  # whatever another package's allocator raises
+                print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+                return 1
+            print(json.dumps(found), file=answers, flush=True)
     return 0
 
 

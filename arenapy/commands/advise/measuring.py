@@ -9,6 +9,9 @@ slower or faster favours nobody. A process makes the allocator, repeats the prog
 every page of every block, as the program did. All of that is in its time on the processor, which
 counts. After a few rounds, a setting that lost all of them is left out, so that there are more
 rounds for the others. The baseline stays, and so does the fastest of the others.
+
+Replays of a GPU's memory are all in one process (device_process.py), and their time is elapsed
+time. They make the allocator in every round, too.
 """
 
 from __future__ import annotations

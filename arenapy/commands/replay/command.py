@@ -27,7 +27,7 @@ from arenapy.linux.limits import check_request
 from arenapy.trace import Trace, from_torch, load, synthetic
 from arenapy.trace.torch_snapshot import is_pickle
 
-__all__ = ["Result", "main", "read", "replay", "run_worker"]
+__all__ = ["Result", "failure", "main", "read", "replay", "run_worker"]
 
 #: A Bump or a Slab that needs more than this many times what is ever live is not run.
 ROOM = 8
@@ -76,27 +76,36 @@ class Result:
     note: str
 
 
+def failure(returncode: int, stderr: str) -> str:
+    """Why a process without figures has none.
+
+    Parameters
+    ----------
+    returncode : int
+        As `subprocess` gives it.
+    stderr : str
+        All that the process has written there.
+    """
+    if returncode < 0:
+        return f"killed by signal {-returncode}"
+    return stderr.strip().splitlines()[-1] if stderr.strip() else "failed"
+
+
 def run_worker(
-    name: str,
-    folder: Path,
-    *words: str,
-    seconds: float | None = None,
-    module: str = "arenapy.commands.replay.worker",
+    name: str, folder: Path, *words: str, seconds: float | None = None
 ) -> dict[str, Any]:
     """One process's figures.
 
     Parameters
     ----------
     name : str
-        A key of `PEERS`, or what another module takes.
+        A key of `PEERS`.
     folder : Path
         Where the program was saved.
     *words : str
-        Options of the module.
+        Options of ``arenapy.commands.replay.worker``.
     seconds : float, optional
         The most that it may take.
-    module : str
-        Whose command line is FOLDER, NAME and options.
 
     Raises
     ------
@@ -104,8 +113,8 @@ def run_worker(
         With the reason why there are no figures.
     """
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
-    environment = PEERS[name].environment if name in PEERS else {}
-    command = [sys.executable, "-P", "-m", module, str(folder), name]
+    environment = PEERS[name].environment
+    command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
     try:
         done = subprocess.run(
             [*command, *words],
@@ -117,10 +126,8 @@ def run_worker(
         )
     except subprocess.TimeoutExpired:
         raise OSError(f"it did not end within {seconds:.0f} s") from None
-    if done.returncode < 0:
-        raise OSError(f"killed by signal {-done.returncode}")
     if done.returncode:
-        raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed")
+        raise OSError(failure(done.returncode, done.stderr))
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -58,6 +58,9 @@ class Heap:
         """Bytes that it has of the device now. None: it does not say; the device is asked."""
         return 0
 
+    def close(self) -> None:
+        """Give back what would outlive this object. No block is live."""
+
     @classmethod
     def version(cls) -> str | None:
         """Of the package."""
@@ -98,8 +101,8 @@ class Arenapy(Heap):
         block.release()
 
     def reserved(self) -> int | None:
-        """Of all regions."""
-        return sum(int(region.nbytes) for region in self.allocator.regions)
+        """Where there is memory. `stats()` would settle what streams use, and so change it."""
+        return sum(int(nbytes) for _, nbytes in self.allocator._reserved())
 
     @classmethod
     def version(cls) -> str | None:
@@ -184,8 +187,8 @@ class Driver(Heap):
     def __init__(self, peak_live: int) -> None:
         self.driver = importlib.import_module("cuda.bindings.driver")
         self._call("cuInit", 0)
-        context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", 0))
-        self._call("cuCtxPushCurrent", context)
+        self.device = self._call("cuDeviceGet", 0)
+        self._call("cuCtxPushCurrent", self._call("cuDevicePrimaryCtxRetain", self.device))
 
     def _call(self, name: str, *arguments: object) -> Any:
         error, *values = getattr(self.driver, name)(*arguments)
@@ -205,6 +208,11 @@ class Driver(Heap):
         """It does not say."""
         return None
 
+    def close(self) -> None:
+        """Its context is no longer the current one."""
+        self._call("cuCtxPopCurrent")
+        self._call("cuDevicePrimaryCtxRelease", self.device)
+
 
 class Torch(Heap):
     """torch's caching allocator, as torch.cuda.caching_allocator_alloc calls it."""
@@ -216,6 +224,7 @@ class Torch(Heap):
         torch = importlib.import_module("torch")
         torch.cuda.init()
         torch.cuda.set_device(0)
+        self.empty_cache = torch.cuda.empty_cache
         self.stats = torch._C._cuda_memoryStats
         self.alloc = torch._C._cuda_cudaCachingAllocator_raw_alloc
         self.delete = torch._C._cuda_cudaCachingAllocator_raw_delete
@@ -235,6 +244,10 @@ class Torch(Heap):
     def reserved(self) -> int | None:
         """What torch.cuda.memory_reserved says."""
         return int(self.stats(0)["reserved_bytes"]["all"]["current"])
+
+    def close(self) -> None:
+        """All of torch has one cache."""
+        self.empty_cache()
 
 
 class TorchExpandable(Torch):
@@ -273,6 +286,10 @@ class Cupy(Heap):
         """Used and free."""
         return int(self.pool.total_bytes())
 
+    def close(self) -> None:
+        """Its free blocks."""
+        self.pool.free_all_blocks()
+
 
 class Rmm(Heap):
     """RMM's pool, which begins small: as it comes it takes half of the device at once."""
@@ -310,6 +327,10 @@ class Rmm(Heap):
     def reserved(self) -> int | None:
         """What went through its upstream."""
         return int(self.counted.allocation_counts.current_bytes)
+
+    def close(self) -> None:
+        """The pool goes before the streams on which it was used."""
+        self.pool = None
 
 
 class RmmArena(Rmm):
