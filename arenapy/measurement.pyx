@@ -119,7 +119,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Elapsed time."""
         return self._read().seconds
 
     @property
@@ -134,7 +134,7 @@ class Measurement:
 
     @property
     def peak(self) -> int:
-        """The sum over the allocators of the most bytes that each had live at once."""
+        """The sum of the allocators' peaks of live bytes."""
         return self._read().peak
 
     def __repr__(self) -> str:

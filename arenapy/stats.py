@@ -96,7 +96,7 @@ class BumpStats(Figures):
         Bytes of live blocks. A block whose Buffer was dropped without an export counts until the
         next reset.
     free_bytes : int
-        Bytes of all free extents together.
+        Free bytes.
     largest_free_extent : int
         The largest request in bytes that succeeds without growth, at alignment 1.
     retired_bytes : int

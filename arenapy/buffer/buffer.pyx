@@ -190,12 +190,12 @@ cdef class Buffer(Block):
 
     @property
     def closed(self) -> bool:
-        """Whether it was released, or closed by a reset. Any use then raises ValueError."""
+        """True after a release, or after a reset closed it. Any use then raises ValueError."""
         return not is_open(self)
 
     @property
     def held(self) -> bool:
-        """Whether somebody may still see the bytes: it is exported now, or ever was."""
+        """True if the Buffer is exported now, or ever was, so that other code may see the bytes."""
         return arenapy_load(&root_of(self).word) & HELD != 0
 
     def __len__(self):
@@ -303,7 +303,10 @@ cdef class Buffer(Block):
                 raise
 
     def record_stream(self, stream):
-        """Let the block, after its release, wait for the work of `stream` up to the release.
+        """Tell the allocator that `stream` uses the block.
+
+        After the release, the block is not reused until `stream` has done all work that it had
+        received when the block was released.
 
         Parameters
         ----------
@@ -678,9 +681,9 @@ def refuse_objects(str format not None, other):
         return
     if not ITEMS.fullmatch(NAME.sub("", format)) or any(map(OBJECT.search, NAME.findall(format))):
         raise TypeError(
-            f"this {type(other).__name__} holds Python objects, or names of fields that read so "
-            f"(format {format!r}), and bytes are not references; pass an array of numbers, like "
-            "array.astype(float)"
+            f"this {type(other).__name__} holds Python objects, or its field names look like them "
+            f"(format {format!r}). Objects cannot be copied as bytes; pass an array of numbers, "
+            "like array.astype(float)"
         )
 
 

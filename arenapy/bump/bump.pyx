@@ -288,8 +288,8 @@ cdef class Bump(Allocator):
         Buffer
             The same Buffer if it is the newest block, no mark is newer and there is room. Otherwise
             a new Buffer with the same contents, and the old one is released. Streams that use the
-            old Buffer may continue with the new one: they wait for its contents, and it waits for
-            them.
+            old Buffer may continue with the new one: arenapy orders the copy after their earlier
+            work, and their later work after the copy.
 
         Raises
         ------
@@ -355,7 +355,7 @@ cdef class Bump(Allocator):
         Returns
         -------
         int
-            By how many bytes the capacity shrank. 0 for memory of a device while its stream is
+            The bytes by which the capacity shrank. 0 for memory of a device while its stream is
             captured.
 
         Examples
@@ -566,7 +566,7 @@ cdef class Bump(Allocator):
 
     @property
     def remaining(self) -> int:
-        """Free bytes of all extents, without growth."""
+        """Free bytes, without growth."""
         return self.core.figures().free
 
     @property
@@ -627,7 +627,9 @@ cdef class Bump(Allocator):
         self.core.keep_dead_buffers(recorder is None and not self.debug)
 
     def check(self):
-        """Verify the bookkeeping, in O(extents + held blocks); raise AssertionError on an error.
+        """Verify the bookkeeping; raise AssertionError on an error.
+
+        The time grows with the number of free ranges and held blocks.
 
         In debug mode, also verify free memory. MemoryCorruption then names the block.
 

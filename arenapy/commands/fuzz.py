@@ -209,7 +209,7 @@ def _show_progress(report: Path, passed: float) -> None:
     if not sys.stderr.isatty() or not report.exists():
         return
     found = json.loads(report.read_text())
-    kinds = ", ".join(one["kind"] for one in found["findings"]) or "nothing found"
+    kinds = ", ".join(one["kind"] for one in found["findings"]) or "no fault found"
     told = f"{found['examples']} programs, {passed:.0f} s: {kinds}"
     print(f"\r\x1b[K{printable(told)[:LONGEST_LINE]}", end="", file=sys.stderr, flush=True)
 
@@ -264,7 +264,7 @@ def _death(
     until = clock() + shrink
     if crashes_again(program):
         return message, search.shrink(program, crashes_again, until, clock=clock), True
-    message += "; the same steps do not do it again: an earlier program is part of it, or luck"
+    message += "; the same steps alone do not crash: an earlier program, or chance, is part of it"
     return message, program, False
 
 
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.print(f"--seed {start}")
     if findings:
         return EXIT_FOUND
-    terminal.print("nothing found")
+    terminal.print("no fault found")
     return 0
 
 

@@ -24,6 +24,8 @@ from arenapy.linux.limits import SYS, HugePool, MemoryInfo, huge_pools, memory_i
 __all__ = ["Fact", "facts", "main", "table"]
 
 CAP_IPC_LOCK = 14  # the capability whose holder may lock any amount
+BORDERS = 10  # characters of a line of the table that are not text
+MEANING = 60  # characters for the meanings, if there is room
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +86,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps([asdict(fact) for fact in found], indent=2))
     else:
-        console().print(table(found))
+        terminal = console()
+        terminal.print(table(found, terminal.width))
     return 0
 
 
-def table(found: list[Fact]) -> Table:
-    """Facts as a table, with a line between groups."""
+def table(found: list[Fact], width: int) -> Table:
+    """Facts as a table of at most so many characters a line, with a line between groups."""
     shown = Table(title="arenapy on this machine", title_justify="left")
-    shown.add_column("", style="bold", overflow="fold")
-    shown.add_column("value", overflow="fold")
-    shown.add_column("what it means", overflow="fold")
-    for _, group in itertools.groupby(found, key=lambda fact: fact.group):
-        for fact in group:
-            texts = fact.name, fact.shown, fact.meaning
-            shown.add_row(*(Text(printable(text)) for text in texts))
+    rows = [tuple(map(printable, (fact.name, fact.shown, fact.meaning))) for fact in found]
+    # Rich makes all columns equally wide, and then breaks words. So these two get no more than
+    # their longest words need, unless there is room for all.
+    spare = width - BORDERS - MEANING
+    names, values = ([row[at] for row in rows] for at in (0, 1))
+    narrow = max(map(len, names)) + max(map(len, values)) > spare
+    for title, texts, style in ("", names, "bold"), ("value", values, None):
+        most = max(len(word) for text in texts for word in text.split()) if narrow else None
+        shown.add_column(title, style=style, overflow="fold", max_width=most)
+    shown.add_column("meaning", overflow="fold")
+    lines = zip(found, rows, strict=True)
+    for _, group in itertools.groupby(lines, key=lambda line: line[0].group):
+        for _, row in group:
+            shown.add_row(*map(Text, row))
         shown.add_section()
     return shown
 
@@ -148,7 +158,7 @@ def _memory(info: MemoryInfo) -> Iterator[Fact]:
     for limit in info.limits:
         shown = f"{format_bytes(limit.available)} free of {format_bytes(limit.nbytes)}"
         meaning = (
-            "the limit that applies: a request for more than is free is refused"
+            "the limit that applies: a request for more than the free part fails"
             if limit is info.limit
             else "does not limit a region now"
         )
@@ -157,7 +167,7 @@ def _memory(info: MemoryInfo) -> Iterator[Fact]:
         yield Fact("memory", "cgroup", None, "no limit", "no cgroup limits memory here")
     shown = f"{format_bytes(info.swap_free)} free of {format_bytes(info.swap_total)}"
     if info.swap_total:
-        yield Fact("memory", "swap", info.swap_free, shown, "lock=True keeps a region out of it")
+        yield Fact("memory", "swap", info.swap_free, shown, "lock=True keeps a region out of swap")
     else:
         yield Fact("memory", "swap", info.swap_free, "none", "nothing is ever swapped out")
     yield _memlock(info.memlock)
@@ -168,7 +178,7 @@ def _memlock(limit: int | None) -> Fact:
         return Fact("memory", "memlock limit", None, "no limit", "lock=True works for any size")
     shown = format_bytes(limit)
     if _has_capability(CAP_IPC_LOCK):
-        meaning = "does not bind this process (CAP_IPC_LOCK): lock=True works for any size"
+        meaning = "does not apply to this process (CAP_IPC_LOCK); lock=True works for any size"
     elif limit:
         meaning = f"lock=True works for up to {shown} in all; `ulimit -l` raises it"
     else:
@@ -179,9 +189,9 @@ def _memlock(limit: int | None) -> Fact:
 def _nodes(nodes: tuple[int, ...]) -> Iterator[Fact]:
     shown = ", ".join(map(str, nodes)) or "not known"
     if len(nodes) > 1:
-        meaning = "numa_node= takes the pages of a region from one of them"
+        meaning = "numa_node= takes the pages of a region from one node"
     else:
-        meaning = "all memory is equally near: numa_node= has nothing to choose"
+        meaning = "there is one node only, so numa_node= has no effect"
     yield Fact("NUMA", "nodes with memory", list(nodes), shown, meaning)
 
 

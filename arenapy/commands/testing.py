@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         sys.excepthook(*sys.exc_info())
         return 1
-    print(f"nothing found in {done} of {len(program)} steps")
+    print(f"no fault found in {done} of {len(program)} steps")
     return 0
 
 

@@ -25,7 +25,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="arenapy trace",
         description="Show the memory in a trace: how much, when, for how long, and which code "
-        "holds it. --html writes a page with charts, as one file that needs no network.",
+        "allocated it. --html writes a page with charts, as one file that needs no network.",
     )
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
     parser.add_argument("--html", metavar="OUT", help="write the page to this file")
@@ -47,8 +47,11 @@ def _parser() -> Parser:
 def _tables(view: View) -> list[Table]:
     """Who holds how much."""
     found = []
-    for title, moment in ("at the peak", view.blocks.peak), ("at the end", view.blocks.moments - 1):
-        table = Table(title=f"Held {title}", title_justify="left")
+    for title, moment in (
+        ("In use at the peak", view.blocks.peak),
+        ("Never freed", view.blocks.moments - 1),
+    ):
+        table = Table(title=title, title_justify="left")
         for name in view.groups.way, "blocks", "bytes", "since":
             table.add_column(name, justify="left" if name == view.groups.way else "right")
         for row in view.holders(moment):

@@ -427,7 +427,7 @@ cdef class DeviceReservation:
         need()
         fence = late_work_of(stream)
         if fence is None or not fence.wait(None):
-            raise CudaError(f"{stream!r} may be captured into a graph, and nobody can wait for it")
+            raise CudaError(f"{stream!r} may be captured into a graph, so no code can wait for it")
         with nogil:
             result = relax(a.context, &mode)
             if result == SUCCESS:

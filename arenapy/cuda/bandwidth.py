@@ -110,23 +110,23 @@ class Bandwidth:
 
     @property
     def rows(self) -> tuple[CopySpeed, ...]:
-        """All of them."""
+        """All measured copies: pageable, pinned, at each offset, small."""
         return (self.pageable, self.pinned, *self.offsets, self.small)
 
     @property
     def verdict(self) -> str:
-        """What is slow, by these figures, and what to do about it."""
+        """Sentences that name the slow copies, and the remedy."""
         found = []
         if self._is_slow(self.pageable):
             found.append(
                 f"Pageable memory is slow, {self._compared(self.pageable)}: the driver copies it "
-                "into pinned memory of its own first, or back. Keep what is copied in cuda.Pinned, "
+                "into pinned memory of its own first, or back. Keep such data in cuda.Pinned, "
                 "or read it through cuda.chunks."
             )
         for row in filter(self._is_slow, self.offsets):
             found.append(
-                f"{row.memory.capitalize()} it is slow, {self._compared(row)}: begin copies where "
-                "a page begins."
+                f"{row.memory.capitalize()} a page, copies are slow, {self._compared(row)}: let "
+                "them begin at the start of a page."
             )
         if self._is_slow(self.small):
             seconds = max(self.small.to_device_seconds, self.small.from_device_seconds)
@@ -135,7 +135,7 @@ class Bandwidth:
             found.append(
                 f"Copies of {format_bytes(self.small.nbytes)} are slow, "
                 f"{self._compared(self.small)}: each takes {each / MICRO:.1f} us, in which a large "
-                f"copy moves {format_bytes(instead)}. Put together what is copied together."
+                f"copy moves {format_bytes(instead)}. Combine them into larger copies."
             )
         if not found:
             found.append(f"Nothing is slow: all copies have {SLOW:.0%} of pinned memory's speed.")

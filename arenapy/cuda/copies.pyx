@@ -500,7 +500,7 @@ cdef tuple checked_pair(object pair, object stream):
         memory = memory_of(origin)
     if memory is None:
         raise ValueError(
-            "neither is a Buffer of memory of arenapy.cuda, whose streams could copy it; use "
+            "neither the target nor the source is a Buffer of a source of arenapy.cuda; use "
             "Buffer.copy_from or NumPy"
         )
     memory = leader(memory, to, origin)
@@ -545,8 +545,8 @@ cdef Side managed_block(object buffer, str what):
     side = side_of(block, False, None, None)
     if root_of(block).owner.kind != "managed":
         raise BufferError(
-            f"{name_of(block)} is {root_of(block).owner.kind} memory, which stays where it is: "
-            "copy_to() brings its bytes elsewhere; what comes of cuda.Managed moves by itself"
+            f"{name_of(block)} is {root_of(block).owner.kind} memory, which cannot move: "
+            "copy its bytes with copy_to(), or use cuda.Managed, whose memory moves"
         )
     return side
 
@@ -585,7 +585,7 @@ def prefetch(buffer, device_id, stream=None):
     Raises
     ------
     BufferError
-        If it is other memory.
+        If the memory is not managed.
     ValueError, TypeError
         If it is closed or not a Buffer, or there is no such device.
     CudaError
@@ -647,7 +647,7 @@ def advise(buffer, advice, device_id=0):
     Raises
     ------
     BufferError
-        If it is other memory.
+        If the memory is not managed.
     ValueError, TypeError
         If there is no such advice or device, or `buffer` is closed or not a Buffer.
     CudaError

@@ -354,8 +354,8 @@ cdef int not_barred(object use) except -1:
 
 cdef int refuse_captured(StreamRef stream) except -1:
     raise CudaError(
-        f"{stream!r} is being captured into a graph, and nobody can wait for what it was given "
-        "before: do this before the capture, or after it"
+        f"{stream!r} is being captured into a graph, so no code can wait for its earlier work "
+        "now: do this before the capture, or after it"
     )
 
 

@@ -306,8 +306,8 @@ cdef Foreign of_tensor(DLTensor* tensor, object thing):
     except TypeError:
         raise BufferError(
             f"{named(thing)} has items of DLPack's type {tensor.dtype.code} with "
-            f"{tensor.dtype.bits} bits and {tensor.dtype.lanes} lanes, which NumPy has not; give "
-            "a view of it as integers"
+            f"{tensor.dtype.bits} bits and {tensor.dtype.lanes} lanes, which NumPy does not have; "
+            "give a view of it as integers"
         ) from None
     array.shape = tuple([tensor.shape[i] for i in range(ndim)])
     strides = None if tensor.strides == NULL else [tensor.strides[i] for i in range(ndim)]
@@ -372,7 +372,7 @@ def asbuffer(obj, stream=None):
         return from_dlpack(obj, stream)
     raise TypeError(
         f"this {type(obj).__name__} has neither __cuda_array_interface__ nor __dlpack__; "
-        "arenapy.Existing takes what has a buffer"
+        "for an object with a buffer, use arenapy.Existing"
     )
 
 

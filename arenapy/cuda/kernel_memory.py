@@ -195,8 +195,8 @@ class _KernelMemory:
             n = len(self._windows)
             if n:
                 raise BufferError(
-                    f"{n} Buffers over parts of {self!r} are in use; drop them and all that was "
-                    "made of them, or make another one"
+                    f"{n} Buffers over parts of {self!r} are in use; drop them and all arrays "
+                    "made from them, or make another one"
                 )
             self._all[: len(self._fresh)].copy_from(self._fresh, stream=stream)
         finally:

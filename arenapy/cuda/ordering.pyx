@@ -111,21 +111,21 @@ cdef class Ordering(StreamHooks):
         cdef Ordering made
         if stream is not None and self.host_accessible:
             raise ValueError(
-                f"stream={stream!r}: {self.kind} memory, which the host can access, belongs to no "
-                "stream; name it at alloc(stream=...), or by record_stream"
+                f"stream={stream!r}: the host can access {self.kind} memory, so its allocator "
+                "belongs to no stream; pass the stream to alloc(stream=...) or to record_stream()"
             )
         if stream is not None:
             own = <StreamRef>self.named(stream)
             free_to_use(own, "make the allocator before the capture, or after it", None)
             if own.thread:
                 raise ValueError(
-                    f"stream={stream!r}: the default stream of a thread cannot be an allocator's; "
-                    "name it at alloc(stream=...), or make a stream"
+                    f"stream={stream!r}: an allocator cannot belong to the default stream of a "
+                    "thread; pass this stream to alloc(stream=...), or make a stream"
                 )
             if own.context != primary(self.device_id):
                 raise ValueError(
-                    f"stream={stream!r} is one of device {own.device_id}, or of another context, "
-                    f"and the memory is on device {self.device_id}: give a stream of that device"
+                    f"stream={stream!r} belongs to device {own.device_id}, or to another context, "
+                    f"but the memory is on device {self.device_id}: give a stream of that device"
                 )
         made = <Ordering>self.bound(stream)
         if stream is not None:
@@ -207,8 +207,8 @@ cdef class Ordering(StreamHooks):
             graph = new_graph_fence(s)
         except CudaError as error:
             raise CudaError(
-                f"{s!r} is being captured into a graph, and the driver does not say when that will "
-                f"be gone ({error}): allocate before the capture", error.result, error.name
+                f"{s!r} is being captured into a graph, and the driver will not report the end of "
+                f"the graph ({error}): allocate before the capture", error.result, error.name
             ) from error
         if not isinstance(graph, GraphFence):
             raise CudaError(

@@ -39,9 +39,9 @@ class Device:
     ordinal : int
         The number of the device, as the driver counts.
     grow : bool
-        Let a Bump or Pool grow in place: it has one range of addresses, and maps memory into it by
-        2 MiB (``cuMemMap``). Free memory merges across growth, and `trim` returns it wherever it
-        lies. The limit of a Pool is rounded up to 2 MiB.
+        Let a Bump or Pool grow in place: it has one range of addresses, and maps memory into it in
+        pieces of 2 MiB (``cuMemMap``). Free memory merges across growth, and `trim` returns it
+        wherever it lies. The limit of a Pool is rounded up to 2 MiB.
 
     Raises
     ------

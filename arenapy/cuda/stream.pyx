@@ -56,7 +56,7 @@ cdef class Event:
 
     @property
     def done(self):
-        """Has the stream done it? Asks the driver."""
+        """True if the stream has done this work. Asks the driver."""
         cdef bint over
         need()
         over = self.fence.passed()
@@ -145,7 +145,7 @@ cdef class Stream(OwnStream):
 
     @property
     def closed(self):
-        """Was it closed?"""
+        """True after :meth:`close`."""
         return self.shut
 
     def synchronize(self):

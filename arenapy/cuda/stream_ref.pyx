@@ -190,8 +190,8 @@ cdef int state_of(void* context, void* handle) noexcept:
 cdef bint says_captured(int state, void* handle) except -1:
     if state == UNKNOWN:
         raise CudaError(
-            f"cuStreamIsCapturing failed: whether the stream {<uintptr_t>handle:#x} is being "
-            "captured into a graph is not known, and its use might be part of that; try again"
+            f"cuStreamIsCapturing failed: the stream {<uintptr_t>handle:#x} may be captured into "
+            "a graph, and the graph would then contain this use; try again"
         )
     return state == CAPTURING
 
@@ -598,7 +598,7 @@ cdef int refuse_unless_free(StreamRef stream, int state, str what, object other)
     if state == BARRED:
         raise CudaError(
             f"{stream!r}, the legacy default stream, cannot be used while a blocking stream is "
-            f"being captured into a graph: {what}; an allocator made with stream= does without it"
+            f"being captured into a graph: {what}; an allocator made with stream= does not need it"
         )
     return 0
 

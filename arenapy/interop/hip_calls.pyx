@@ -118,7 +118,7 @@ cdef class Memory:
                 # To free it later could free the memory of whoever has the address by then.
                 warnings.warn(
                     f"{error} (the runtime does not know the {format_bytes(self.nbytes)} at "
-                    f"{self.address:#x}: other code has freed them, and must not)",
+                    f"{self.address:#x}: other code has freed this memory, which is not allowed)",
                     RuntimeWarning,
                 )
             elif told:                   # it is freed; only the device could not be restored

@@ -215,7 +215,7 @@ cdef class Region(MemoryOwner):
         map_size = as_size(map_nbytes, "map_nbytes")
         self.page_size = as_size(page_size, "page_size")
         if self.page_size == 0:
-            raise ValueError("page_size=0 is not a size of a page; give 4096, or what it is")
+            raise ValueError("page_size=0 is not the size of a page; give its size, like 4096")
         self.ptr = <char*>start
         self.size = n
         self.kind = kind
@@ -308,7 +308,7 @@ cdef class Region(MemoryOwner):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the memory stayed behind in a fork."""
+        """True after :meth:`close`, and in a forked child that does not have the memory."""
         return self.gone != GONE_NOT
 
     @property

@@ -236,7 +236,7 @@ class Host:
         Raises
         ------
         OSError, ValueError, TypeError
-            As `region` does, but for what concerns pages, of which there are none yet.
+            As `region` does, except errors about pages: there are none yet.
         OutOfMemory
             With `grow`, instead of None.
         """

@@ -159,7 +159,7 @@ class numpy_memory(Context):
         self.pool, self.on_full, self.libc = pool, on_full, libc
 
     def install(self) -> numpy_memory:
-        """Put it in force in this context until :meth:`uninstall`. A ``with`` takes precedence.
+        """Use the pool in this context until :meth:`uninstall`. A ``with`` takes precedence.
 
         With ``threads=True`` it is the default of all threads that start from now on.
 

@@ -669,7 +669,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef object error = None
         c.open_check()
         if n > <size_t>MAX_PAGES << PAGE_BITS:
-            raise OutOfMemory(self.full(n, "no address space holds it"))
+            raise OutOfMemory(self.full(n, "no address space is that large"))
         if c.may_lease:
             c.settle_sends()
         if (c.settle_streams(False)
@@ -713,12 +713,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 self.full(n, f"its source has no more ({reason_of(error)})")) from error
         least = pages + self.memory.unaligned
         if least <= self.memory.max_pages:
-            raise OutOfMemory(self.full(n, "it may not reserve more"))
+            raise OutOfMemory(self.full(n, "it has reached its limit"))
         wished = least
         if c.merges_first:                   # the driver takes such pages anyway
             wished = (least + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         raise OutOfMemory(self.full(
-            n, f"a region for them takes {least << PAGE_BITS} bytes, which is more than max_bytes "
+            n, f"a region for them needs {least << PAGE_BITS} bytes, which is more than max_bytes "
             f"(set it to {wished << PAGE_BITS} or more)"))
 
     cdef size_t growth(self) noexcept:
@@ -737,9 +737,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef PoolFigures f = self.core.figures()
         limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
         return (
-            f"{n} bytes do not fit into the pool, and {why}: it has reserved {f.reserved} bytes "
-            f"({limit}), {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle, of which "
-            f"{f.all.largest} in the largest free block. Release blocks, "
+            f"{n} bytes do not fit into the pool, and {why}. It has reserved {f.reserved} bytes "
+            f"({limit}): {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle. The "
+            f"largest free block has {f.all.largest} bytes. Release blocks, "
             "give a larger max_bytes, or free memory in on_oom"
         )
 
@@ -845,7 +845,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return extents(self.core)
 
     def check(self):
-        """Verify the bookkeeping, in O(blocks), and raise an error that says what is wrong.
+        """Verify the bookkeeping; raise an error that names the fault.
+
+        The time grows with the number of blocks.
 
         In debug mode, also verify free memory.
 

@@ -102,12 +102,12 @@ cdef class Slab(Allocator):
         cdef Region region
         if item_size is None:
             raise TypeError(
-                "item_size=None: a Slab needs the bytes of an item, and count, how many items to "
-                "make room for, like Slab(4096, count=64)"
+                "item_size=None: a Slab needs item_size, the bytes of an item, and count, the "
+                "number of items, like Slab(4096, count=64)"
             )
         if count is None:
             raise TypeError(
-                "count=None: a Slab needs count, how many items to make room for, like "
+                "count=None: a Slab needs count, the number of items, like "
                 f"Slab({item_size!r}, count=64)"
             )
         size, items = as_size(item_size, "item_size"), as_count(count, "count")
@@ -341,7 +341,7 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
-                raise OutOfMemory(self._full(wanted, "it may not have more"))
+                raise OutOfMemory(self._full(wanted, "it has reached its limit"))
             known = c.items
             items = min(known, self.most - known)
             while region is None:
@@ -517,7 +517,9 @@ cdef class Slab(Allocator):
         return listing(self.core)
 
     def check(self):
-        """Verify the bookkeeping, in O(items), and raise an error that says what is wrong.
+        """Verify the bookkeeping; raise an error that names the fault.
+
+        The time grows with the number of items.
 
         In debug mode, also verify free memory.
 

@@ -407,7 +407,7 @@ def _table(view: View, moment: int) -> str:
     """Who holds how much at a moment."""
     rows = view.holders(moment)
     if not rows:
-        return "<p>Nobody: everything was freed.</p>"
+        return "<p>None: all blocks were freed.</p>"
     total = max(sum(row.nbytes for row in rows), 1)
     what = {"site": "allocated by", "size": ""}.get(view.groups.way, view.groups.way)
     head = (

@@ -274,7 +274,7 @@ class View:
         said = [(format_bytes(peak), "live at the peak")]
         if self.reserved is not None:
             had = int(self.reserved.at(np.array([found.peak]))[0])
-            said.append((format_bytes(had), "reserved then"))
+            said.append((format_bytes(had), "reserved at the peak"))
         said.append((format_bytes(last), "not freed at the end"))
         said.append((f"{len(found):,}", "allocations"))
         if self.is_timed:
@@ -303,72 +303,78 @@ class View:
             nbytes = format_bytes(int(found.nbytes[kept].sum()))
             first = self.holders(found.moments - 1)[0]
             said.append(
-                f"At the end {_count(int(kept.sum()), 'block')} of {nbytes} "
-                f"{'were' if kept.sum() != 1 else 'was'} not freed, "
-                f"{format_bytes(first.nbytes)} of it by {first.name}."
+                f"At the end, {_count(int(kept.sum()), 'block')} ({nbytes}) "
+                f"{'were' if kept.sum() != 1 else 'was'} not freed. "
+                f"{format_bytes(first.nbytes)} of this is from {first.name}."
             )
         else:
-            said.append("In the end everything was freed.")
+            said.append("At the end, all blocks were freed.")
         ages = self.ages[found.is_freed]
         if len(ages):
             half, most = (self.age_text(float(one)) for one in np.quantile(ages, [0.5, 0.9]))
-            said.append(f"Half of the freed blocks lived at most {half}, nine of ten {most}.")
+            said.append(
+                f"Half of the freed blocks lived at most {half}, and 90% lived at most {most}."
+            )
         return said
 
     def _peak(self) -> str:
         found, peak = self.blocks, self.blocks.peak
         live = int(found.live[peak])
         text = (
-            f"The most that was live at once is {format_bytes(live)} in "
-            f"{_count(int(found.at(peak).sum()), 'block')}, at {self.when(peak)}"
+            f"The peak was {format_bytes(live)} in {_count(int(found.at(peak).sum()), 'block')}, "
+            f"at {self.when(peak)}."
         )
         if self.reserved is not None:
             had = int(self.reserved.at(np.array([peak]))[0])
-            text += f", when {format_bytes(had)} were reserved"
+            text += f" At that time {format_bytes(had)} were reserved"
             if had:
-                text += f" ({1 - live / had:.1%} of them in no block)"
+                text += f", and {1 - live / had:.1%} of this was in no block"
+            text += "."
         first = self.holders(peak)[0]
         if live:
-            text += f"; {first.nbytes / live:.0%} of it by {first.name}"
-        return text + "."
+            text += f" {first.nbytes / live:.0%} of the peak is from {first.name}."
+        return text
 
     def notes(self) -> list[str]:
         """What is missing, left out or merged."""
         found, said = self.blocks, []
         if not self.trace.complete:
-            said.append("The recording did not end in good order: its last events are missing.")
+            said.append("The recording did not end properly, so its last events are missing.")
         if found.earlier:
             said.append(
-                f"Left out: {_count(found.earlier, 'free')} of blocks from before the recording "
-                "began."
+                f"Not shown: {_count(found.earlier, 'free')} of blocks that were allocated before "
+                "the recording began."
             )
         if not self.has_sites:
             how = SITES_OF_TORCH if self.trace.kind.startswith("torch") else SITES
-            said.append(f"Which code allocated is not in this trace. To record it: {how}.")
+            said.append(
+                f"The trace does not say which code allocated the blocks. To record it: {how}."
+            )
         if not self.is_timed:
-            said.append("The trace has no times: its events are counted instead.")
+            said.append("The trace has no times. The time axis counts events instead.")
         if self.overlaps:
             said.append(
-                "Blocks overlap on the map: the addresses of this trace are names, and no places."
+                "Blocks overlap on the map, because the addresses in this trace are only names of "
+                "blocks, not places in memory."
             )
         if self.merged is not None:
             others = len(found) - len(self.drawn)
             area = (self.right - self.left) * found.nbytes
             share = 1 - float(area[self.drawn].sum() / area.sum()) if area.sum() else 0.0
             said.append(
-                f"The {len(self.drawn):,} blocks that look largest are drawn one by one. The "
-                f"{_count(others, 'other')} ({share:.2g} of all bytes, times how long they lived) "
-                "are merged into the grey ground: the darker, the more of it they cover."
+                f"The map shows the {len(self.drawn):,} blocks with the largest rectangles one by "
+                f"one. It merges {_count(others, 'other')} into the grey background ({share:.2g} "
+                "of the area of all blocks). The darker a place is, the more of it they cover."
             )
         if self.reserved is not None and self.mapped is None:
             said.append(
-                f"Reserved memory is not on the map: it came and went in "
-                f"{len(self.reserved.address):,} ranges."
+                "The map does not show reserved memory, because it has too many ranges "
+                f"({len(self.reserved.address):,})."
             )
         if len(self.moments) < found.moments:
             said.append(
-                f"Memory over time is drawn at {len(self.moments):,} of {found.moments:,} "
-                "moments, which have the highest of every interval."
+                f"The curve of memory over time shows {len(self.moments):,} of {found.moments:,} "
+                "moments. They include the peak of every interval."
             )
         return said
 

@@ -297,7 +297,7 @@ def test_names_of_threads_are_printable_in_the_report(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and clean(done.stderr)
-    assert "threads that the pool does not reach: a\\x1b[2J" in done.stderr
+    assert "threads, which the pool does not reach: a\\x1b[2J" in done.stderr
     assert json.loads((tmp_path / "j").read_text())["unreached_threads"] == [NASTY]
 
 

@@ -170,13 +170,15 @@ def test_sentences_say_who_is_faster_and_what_it_takes():
         "plain": runs(1, 100 * MIB), "arenapy": runs(0.5, 300 * MIB), "mimalloc": runs(0.4, 1)
     }  # fmt: skip
     said = sentences(all_runs)
-    assert said[0].startswith("arenapy: worth it: it takes 50.0% less time")
-    assert said[1].startswith("mimalloc: worth it: it takes 60.0% less")
-    assert said[2].startswith("arenapy instead of mimalloc: not worth it: it takes 25.0% longer")
+    assert said[0].startswith("arenapy: worth it: the program takes 50.0% less time")
+    assert said[1].startswith("mimalloc: worth it: the program takes 60.0% less")
+    assert said[2].startswith(
+        "arenapy instead of mimalloc: not worth it: the program takes 25.0% longer"
+    )
     assert len(said) == 3
-    assert "a peak of 300 MiB instead of 100 MiB" in reasons(all_runs)[-1]
+    assert "Peak memory is higher: 300 MiB instead of 100 MiB" in reasons(all_runs)[-1]
     less = {"plain": runs(1, 100 * MIB), "arenapy": runs(1.2, 110 * MIB)}
-    assert not any("more memory" in line for line in reasons(less))
+    assert not any("Peak memory" in line for line in reasons(less))
 
 
 def made_up_runs(**changes):
@@ -196,10 +198,10 @@ def test_a_processor_that_is_kept_busy_is_judged_by_cpu_time():
     """On a busy machine it scatters less; of threads or of waiting it says nothing."""
     busy = made_up_runs(wall=(1.0, 1.0), cpu=(1.0, 0.96))
     assert "CPU time" in reasons(busy)[0]
-    assert sentences(busy)[0].startswith("arenapy: worth it: it takes 4.0% less")
+    assert sentences(busy)[0].startswith("arenapy: worth it: the program takes 4.0% less")
     for cpu in (2.0, 1.9), (0.5, 0.4), (1.0, 0.93):
         other = made_up_runs(wall=(1.0, 1.0), cpu=cpu)
-        assert "without the time in which" in reasons(other)[0]
+        assert "elapsed time, less the waits" in reasons(other)[0]
         assert sentences(other)[0].startswith("arenapy: no difference")
 
 

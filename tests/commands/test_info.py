@@ -135,7 +135,7 @@ def test_nodes(monkeypatch, nodes):
     monkeypatch.setattr(info, "numa_nodes", lambda *_: nodes)
     fact = by_name(facts())["nodes with memory"]
     assert fact.value == list(nodes)
-    assert ("one of them" in fact.meaning) == (len(nodes) > 1)
+    assert ("from one node" in fact.meaning) == (len(nodes) > 1)
 
 
 def test_missing_features_say_so(monkeypatch):
@@ -211,7 +211,7 @@ def test_no_devices(monkeypatch, cuda_python, there, entries, why):
 def test_brackets_are_shown_as_they_are():
     """They are no markup: an extra's name stands in some."""
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table([Fact("x", "n", None, "[red]", "pip install 'arenapy-memory[cuda]'")]))
+    console.print(table([Fact("x", "n", None, "[red]", "pip install 'arenapy-memory[cuda]'")], 80))
     text = console.export_text()
     assert "memory[cuda]" in text
     assert "[red]" in text
@@ -228,7 +228,7 @@ def test_json_is_the_facts(capsys):
 def test_table_shows_all_of_each_fact(width):
     found = [*facts(), Fact("x", "a" * 70, None, "b" * 70, "c" * 100)]
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(table(found))
+    console.print(table(found, width))
     text = console.export_text()
     console.file.close()
     assert text.count("c") >= 100
@@ -236,6 +236,20 @@ def test_table_shows_all_of_each_fact(width):
     if width == 400:
         for fact in facts():
             assert fact.meaning in text
+
+
+def test_table_breaks_no_word_at_80_columns():
+    found = [
+        Fact("x", "MADV_POPULATE_WRITE", True, "yes", "Shared(huge_pages='auto') gets them"),
+        Fact("x", "the machine (MemAvailable)", 1, "22.12 GiB free of 23.54 GiB", "the limit"),
+        Fact("x", "release", "", "6.18.44-generic", "the features below were tested " * 3),
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(found, 80))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    for fact in found:
+        assert all(word in text for word in f"{fact.name} {fact.shown} {fact.meaning}".split())
 
 
 def test_wrong_argument(capsys):

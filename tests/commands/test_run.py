@@ -285,8 +285,8 @@ def test_what_fell_back_and_why(script, tmp_path):
     assert len(found["unreached_threads"]) == 1 and "mine" not in found["unreached_threads"]
     report = run([*OURS, "--max-bytes", "20M", "script.py"], tmp_path).stderr
     assert "2 blocks, 16 MiB, to malloc: the pool was full (--max-bytes is 20 MiB)" in report
-    assert "1 block, 40 MiB: so large zeros" in report
-    assert "threads that the pool does not reach: thread " in report
+    assert "1 block, 40 MiB: large arrays of zeros" in report
+    assert "threads, which the pool does not reach: thread " in report
 
 
 def test_nearly_all_hits_are_not_all(script, tmp_path):
@@ -395,8 +395,8 @@ def test_what_malloc_does_is_reported(script, tmp_path, libc):
     found, output = figures(tmp_path, "--libc", libc, "script.py")
     assert found["libc_keeps"] == (libc == "keep" and foreign_malloc() is None)
     report = run([*OURS, "--libc", libc, "script.py"], tmp_path).stderr
-    assert ("keeps what is freed" in report) == found["libc_keeps"]
-    assert ("malloc       as it is\n" in report) == (libc == "none")
+    assert ("glibc keeps freed memory" in report) == found["libc_keeps"]
+    assert ("malloc       unchanged\n" in report) == (libc == "none")
     with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
         mode = file.read()
     name, version = platform.libc_ver()

@@ -135,9 +135,10 @@ WRONG = {
     "no pair at all": (lambda pool: 3, TypeError, "3 is not a pair"),
     "closed": (lambda pool: (closed(pool), bytes(KIB)), ValueError, "is closed"),
     "of the host": (
-        lambda pool: (arenapy.Pool(1 << 20).alloc(KIB), bytes(KIB)), ValueError, "neither is",
+        lambda pool: (arenapy.Pool(1 << 20).alloc(KIB), bytes(KIB)),
+        ValueError, "neither the target",
     ),
-    "of others": (lambda pool: (bytearray(KIB), bytes(KIB)), ValueError, "neither is"),
+    "of others": (lambda pool: (bytearray(KIB), bytes(KIB)), ValueError, "neither the target"),
 }  # fmt: skip
 
 

@@ -212,7 +212,7 @@ def test_own_streams_that_cannot_be(gpu):
         Pool(source=cuda.Device(), stream=PER_THREAD)
     with gpu.on(1):
         other = new_stream(gpu)
-    with pytest.raises(ValueError, match="one of device 1, or of another context"):
+    with pytest.raises(ValueError, match="belongs to device 1, or to another context"):
         Pool(source=cuda.Device(0), stream=other)
     assert Pool(source=cuda.Device(1), stream=other).alloc(100).device_id == 1
 

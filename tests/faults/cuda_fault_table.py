@@ -31,7 +31,7 @@ NO_WAIT = (
     "CudaError: waiting for",
 )
 # Work that may be part of a capture is refused. (What it copies or names is not touched then.)
-UNKNOWN = "CudaError: whether the stream"
+UNKNOWN = "CudaError: the stream"
 FULL = "OutOfMemory: fit into the "
 NO_ROOM = "OutOfMemory: are free; ask for less"
 EXCHANGE = "cuThreadExchangeStreamCaptureMode"

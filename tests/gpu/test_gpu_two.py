@@ -97,5 +97,5 @@ def test_pinned_memory_serves_both(gpus):
 
 
 def test_a_stream_of_the_other_device_cannot_be_the_own_one(gpus):
-    with pytest.raises(ValueError, match="is one of device 1"):
+    with pytest.raises(ValueError, match="belongs to device 1"):
         Pool(MIB, cuda.Device(0), stream=cuda.Stream(1))

@@ -440,7 +440,7 @@ def test_a_device_that_cannot_be_current_again_is_told_of(runtime):
 def test_memory_that_others_have_freed_is_not_freed_again(runtime):
     region = hip.Device().region(4096)
     runtime.hipFree(region.address)
-    with pytest.warns(RuntimeWarning, match="other code has freed them"):
+    with pytest.warns(RuntimeWarning, match="other code has freed this memory"):
         del region
     assert not hip_calls.unfreed
     runtime.errors.clear()

@@ -210,7 +210,7 @@ def test_a_source_that_uses_the_slab_it_grows(depth, many):
         slab.check()
     assert len({item.address for item in items}) == len(items) == 60
     assert slab.capacity == 60 == slab.count
-    assert all("it may not have more" in why for why in refused)
+    assert all("it has reached its limit" in why for why in refused)
     source.act = None
     items.clear()
     slab.trim()

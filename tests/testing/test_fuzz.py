@@ -45,7 +45,7 @@ def fuzz(*arguments):
 def test_nothing_is_found_in_what_is_right(arguments):
     done = fuzz(*arguments, "--examples", "15", "--steps", "20", "--seed", "1")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert done.stdout.endswith("nothing found\n")
+    assert done.stdout.endswith("no fault found\n")
     assert "allocate_block" in done.stdout and "rare state" in done.stdout
     assert "--seed 1" in done.stdout
 

@@ -167,7 +167,7 @@ def test_a_file_of_a_failure_fails_again(tmp_path):
     )
     done = reproduce(path, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("nothing found in 2 of 2 steps\n")
+    assert done.stdout.endswith("no fault found in 2 of 2 steps\n")
 
 
 @pytest.mark.parametrize("machine", [Inner.Nested, TwoAtAPool])

@@ -45,7 +45,7 @@ def test_a_program_is_recorded_with_its_sites(recorded, capsys):
     assert main([str(recorded)]) == 0
     text = said(capsys)
     assert "program.py:13 remember │ 7 │" in text
-    assert "not freed, 7 MiB of it by program.py:13 remember" in text
+    assert "not freed. 7 MiB of this is from program.py:13 remember" in text
 
 
 def test_the_report_names_the_trace(tmp_path):
@@ -106,7 +106,7 @@ def test_a_snapshot_of_torch(tmp_path, capsys):
     text = said(capsys)
     assert "torch, device 0, recorded on" in text
     assert "45 allocations" in text and "1 stream." in text
-    assert "when 22 MiB were reserved" in text
+    assert "At that time 22 MiB were reserved, and" in text
     assert "train.py:0 step" in text
     with pytest.raises(SystemExit):
         main([str(path), "--device", "3"])
@@ -205,5 +205,5 @@ def test_many_blocks_are_told(tmp_path, capsys):
     many_blocks(tmp_path / "many.trace", 30_000)
     assert main([str(tmp_path / "many.trace")]) == 0
     text = said(capsys)
-    assert "The 20,000 blocks that look largest are drawn one by one." in text
-    assert "The 10,000 others" in text
+    assert "The map shows the 20,000 blocks with the largest rectangles one by one." in text
+    assert "merges 10,000 others" in text

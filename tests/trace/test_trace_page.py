@@ -177,7 +177,7 @@ def test_charts_are_drawn_in_the_colours_of_the_legend(shown):
     assert share_of(pixels(element(shown, "#lifetimes")), "#56b4e9") > 0.02
     keep(shown, "trace-program")
     figures = element(shown, ".figures").text
-    assert "live at the peak" in figures and "reserved then" in figures
+    assert "live at the peak" in figures and "reserved at the peak" in figures
 
 
 @needs_browser
@@ -264,7 +264,8 @@ def test_segments_far_apart_are_drawn_side_by_side(shown):
 @pytest.mark.parametrize("shown", ["many"], indirect=True)
 def test_what_is_merged_is_drawn_and_told(shown):
     notes = element(shown, "#notes").text
-    assert "The 20,000 blocks that look largest" in notes and "40,000 others" in notes
+    assert "The map shows the 20,000 blocks with the largest rectangles" in notes
+    assert "40,000 others" in notes
     assert "arenapy run --trace FILE --sites" in notes
     keep(shown, "trace-many")
     assert share_of(pixels(element(shown, "#charts")), "#ffffff") < 0.9

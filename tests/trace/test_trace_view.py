@@ -201,7 +201,7 @@ def test_a_view_shows_all_of_a_small_trace(rows, by_events, most):
         merged = float(shown.share.sum()) * cell
     assert math.isclose(one_by_one + merged, area, rel_tol=1e-6, abs_tol=1e-6)
     assert (view.merged is None) == (most >= len(found))
-    assert any("merged" in note for note in view.notes()) == (most < len(found))
+    assert any("merges" in note for note in view.notes()) == (most < len(found))
     for group in range(len(view.colours.names)):
         assert (view.colours.of == group).any()
 
@@ -236,7 +236,7 @@ def test_the_curve_of_a_long_trace_has_every_peak():
 
 def test_names_that_are_no_places_are_told():
     assert View(trace.synthetic(0, 100)).overlaps
-    assert any("names, and no places" in note for note in View(trace.synthetic(0, 100)).notes())
+    assert any("only names of blocks" in note for note in View(trace.synthetic(0, 100)).notes())
 
 
 def test_reserved_memory_that_is_not_all_is_not_shown():
@@ -244,7 +244,7 @@ def test_reserved_memory_that_is_not_all_is_not_shown():
     calls = [("grow", 0x1000, 0x1000), ("alloc", 0x1000, 64), ("alloc", 0x9000, 0x2000)]
     assert View(traced(calls)).reserved is None
     assert View(traced(calls[:2])).reserved.nbytes.tolist() == [0x1000]
-    assert dict(map(reversed, View(traced(calls[:2])).figures()))["reserved then"] == "4 KiB"
+    assert dict(map(reversed, View(traced(calls[:2])).figures()))["reserved at the peak"] == "4 KiB"
 
 
 def test_what_is_said():
@@ -258,24 +258,26 @@ def test_what_is_said():
     said = " ".join(view.sentences())
     for text in (
         "Pool: 2 allocations of 4 MiB in all in 7 ms, by 2 threads and 1 stream.",
-        "The most that was live at once is 4 MiB in 2 blocks, at 2 ms; 75% of it by part1.py:1 f1.",
-        "At the end 1 block of 1 MiB was not freed, 1 MiB of it by part2.py:2 f2.",
-        "Half of the freed blocks lived at most 6 ms, nine of ten 6 ms.",
+        "The peak was 4 MiB in 2 blocks, at 2 ms. 75% of the peak is from part1.py:1 f1.",
+        "At the end, 1 block (1 MiB) was not freed. 1 MiB of this is from part2.py:2 f2.",
+        "Half of the freed blocks lived at most 6 ms, and 90% lived at most 6 ms.",
     ):
         assert text in said
-    assert view.notes() == ["Left out: 1 free of blocks from before the recording began."]
+    assert view.notes() == [
+        "Not shown: 1 free of blocks that were allocated before the recording began."
+    ]
     assert view.figures() == [
         ("4 MiB", "live at the peak"), ("1 MiB", "not freed at the end"), ("2", "allocations"),
         ("7 ms", "recorded"),
     ]  # fmt: skip
     freed = View(made([*rows, ("free", 2, 0, 0, 1, 0, 1)]))
-    assert "In the end everything was freed." in freed.sentences()
+    assert "At the end, all blocks were freed." in freed.sentences()
 
 
 @pytest.mark.parametrize(("kind", "how"), [("Pool", "--sites"), ("torch, device 0", "stacks=")])
 def test_how_to_record_sites_is_said(kind, how):
     events = made([("alloc", 1, 5, 0, 1, 0, 1)]).events
-    (note,) = (n for n in View(trace.Trace(events, kind)).notes() if "Which code" in n)
+    (note,) = (n for n in View(trace.Trace(events, kind)).notes() if "which code" in n)
     assert how in note
 
 

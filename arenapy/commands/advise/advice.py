@@ -150,22 +150,23 @@ def lines(
 def _gain(advice: Advice, times: Mapping[str, Sequence[float]], steps: int, recorded: float) -> str:
     middle = {name: statistics.median(found) for name, found in times.items() if found}
     if advice.other is None or advice.ratio is None:
-        return "nothing else was measured"
+        return "not known: no other allocator was measured"
     own, other = _ns(middle[advice.name] / steps), _ns(middle[advice.other] / steps)
     if advice.name == advice.baseline:
         return (
-            f"none: {advice.name} takes {own} for an operation, and the fastest other, "
-            f"{advice.other}, {other}"
+            f"none: {advice.name} takes {own} for an operation, and {advice.other}, the fastest "
+            f"alternative, takes {other}"
         )
     text = (
-        f"{advice.ratio.estimate:.2f} of the time of {advice.other}: {own} instead of {other} for "
-        f"an operation, {_time(middle[advice.other] - middle[advice.name])} less in all"
+        f"{advice.name} takes {advice.ratio.estimate:.2f} of the time of {advice.other}: {own} "
+        f"instead of {other} for an operation, "
+        f"{_time(middle[advice.other] - middle[advice.name])} less in total"
     )
     return f"{text}; the recording took {_time(recorded)}" if recorded else text
 
 
 def _holds(advice: Advice, held: Mapping[str, int], live: int) -> str:
-    text = f"{format_bytes(held[advice.name])} at its peak; live were {format_bytes(live)}"
+    text = f"{format_bytes(held[advice.name])} at its peak, for blocks of {format_bytes(live)}"
     other = advice.other
     return f"{text}; {other} held {format_bytes(held[other])}" if other is not None else text
 
@@ -188,7 +189,7 @@ def _sure(advice: Advice, rounds: int, seconds: float) -> str:
         if advice.word == "undecided":
             how = f"undecided: {how}; give --seconds {4 * seconds:.0f}"
     if advice.as_good:
-        how += f"; as fast within {WORTH:.0%}: {', '.join(advice.as_good)}"
+        how += f"; as fast, within {WORTH:.0%}: {', '.join(advice.as_good)}"
     return how
 
 

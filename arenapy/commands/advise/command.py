@@ -63,8 +63,9 @@ def _names(text: str) -> list[str]:
 def _parser() -> Parser:
     parser = Parser(
         prog="arenapy advise",
-        description="Replay a trace with several allocators and settings, and say in five lines "
-        "which to use, what it gains and holds, and how sure that is.",
+        description="Replay a trace with several allocators and settings, and print five lines: "
+        "which one to use, how to use it, how much time it saves, how much memory it holds, and "
+        "how sure this is.",
     )
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
     parser.add_argument(

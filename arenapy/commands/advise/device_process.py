@@ -70,7 +70,7 @@ class DeviceProcess:
             process.stdin.flush()
         if not select.select([process.stdout], [], [], seconds)[0]:
             self.end()
-            raise OSError(f"not done after {seconds:.0f} s")
+            raise OSError(f"it did not end within {seconds:.0f} s")
         line = process.stdout.readline()
         if not line:
             status = process.wait()

@@ -201,9 +201,10 @@ def reasons(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         _medians(runs, name) for name in ("faults", "kernel", "kernel_share", "peak_bytes")
     )
     lines = [
-        "Judged by CPU time: one processor is busy all the time."
+        "The verdict compares CPU time, because one processor is busy all the time."
         if is_busy(runs)
-        else "Judged by time, without the time in which the main thread waited for a processor.",
+        else "The verdict compares the elapsed time, less the waits of the main thread for a "
+        "processor.",
         f"Page faults: {faults[0]:,.0f} -> {faults[1]:,.0f}. "
         "Time in the kernel, which includes page faults: "
         f"{kernel[0]:.2f} s -> {kernel[1]:.2f} s, or {shares[0]:.0%} -> {shares[1]:.0%} of the "
@@ -217,9 +218,7 @@ def reasons(runs: Mapping[str, Sequence[Run]]) -> list[str]:
             f"Steady state: {_seconds(steady[0])} -> {_seconds(steady[1])}."
         )
     if peaks[1] - peaks[0] > HEAVIER_BYTES and peaks[1] > HEAVIER * peaks[0]:
-        lines.append(
-            f"It takes more memory: a peak of {_bytes(peaks[1])} instead of {_bytes(peaks[0])}."
-        )
+        lines.append(f"Peak memory is higher: {_bytes(peaks[1])} instead of {_bytes(peaks[0])}.")
     return lines
 
 

@@ -129,7 +129,7 @@ def ratio_of(
 def verdict(ratio: Ratio) -> Verdict:
     """What to do about a ratio of a way's time to the time without it."""
     change = ratio.estimate - 1
-    takes = f"it takes {abs(change):.1%} {'less time' if change < 0 else 'longer'}"
+    takes = f"the program takes {abs(change):.1%} {'less time' if change < 0 else 'longer'}"
     is_large = abs(change) >= WORTH
     if ratio.low is None or ratio.high is None:
         bounds = f"{ratio.lowest - 1:+.1%} to {ratio.highest - 1:+.1%} in {ratio.rounds} rounds"

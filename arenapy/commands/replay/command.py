@@ -125,7 +125,7 @@ def run_worker(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise OSError(f"not done after {seconds:.0f} s") from None
+        raise OSError(f"it did not end within {seconds:.0f} s") from None
     if done.returncode:
         raise OSError(failure(done.returncode, done.stderr))
     found: dict[str, Any] = json.loads(done.stdout)

@@ -100,7 +100,7 @@ def parse_program(
             f"--initial-bytes {options.initial_bytes} is more than --max-bytes {options.max_bytes}"
         )
     if sys.flags.no_site:
-        parser.error("python -S leaves out the site module, by which the pool comes; omit -S")
+        parser.error("python -S skips the site module, which installs the pool; omit -S")
 
 
 def interpreter() -> list[str]:

@@ -214,10 +214,10 @@ class ProgramMemory:
     def _malloc(self, figures: Mapping[str, Any]) -> str:
         """What becomes of memory that is none of the pool's."""
         if figures["libc_keeps"]:
-            return "keeps what is freed"
+            return "glibc keeps freed memory"
         if self.handler.libc is None:
-            return "as it is"
-        return f"as it is: {printable(foreign_malloc() or '')} is not glibc's"
+            return "unchanged"
+        return f"unchanged: {printable(foreign_malloc() or '')} is not glibc's"
 
     def _fell_back(self, figures: Mapping[str, Any]) -> list[str]:
         """What the pool did not serve, and why."""
@@ -232,11 +232,11 @@ class ProgramMemory:
         if found["lazy_allocations"]:
             lines.append(
                 f"{_count(found['lazy_allocations'], 'block')}, "
-                f"{format_bytes(found['lazy_bytes'])}: so large zeros are mapped when touched"
+                f"{format_bytes(found['lazy_bytes'])}: large arrays of zeros, left to the system"
             )
         if figures["unreached_threads"]:
             names = ", ".join(map(printable, figures["unreached_threads"]))
-            lines.append(f"arrays of threads that the pool does not reach: {names}")
+            lines.append(f"all arrays of these threads, which the pool does not reach: {names}")
         return lines or ["nothing"]
 
 
