@@ -1,9 +1,10 @@
-"""Text for people: sizes in their units, and what is safe for a terminal."""
+"""Text for people: sizes and times in their units, and what is safe for a terminal."""
 
 from collections.abc import Iterable
 
 __all__ = [
     "format_bytes",
+    "format_ns",
     "html_row",
     "html_table",
     "printable",
@@ -65,3 +66,8 @@ def format_bytes(nbytes: int) -> str:
     """A count of bytes with a binary unit: ``1.5 GiB``."""
     unit = min(max(abs(nbytes).bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{nbytes / (1 << 10 * unit):.4g} {UNITS[unit]}"
+
+
+def format_ns(ns: float) -> str:
+    """The time of an operation: ``250.0 ns``, ``1.5 µs``."""
+    return f"{ns:.1f} ns" if ns < 1000 else f"{ns / 1000:.1f} µs"

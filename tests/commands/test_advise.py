@@ -329,7 +329,7 @@ def test_the_five_lines():
         ("paste", "pool = arenapy.Pool(initial_bytes=8 << 20)"),
         (
             "gain",
-            "pool takes 0.25 of the time of malloc: 1000 ns instead of 4000 ns for an operation, "
+            "pool takes 0.25 of the time of malloc: 1.0 µs instead of 4.0 µs for an operation, "
             "3 s less in total; the recording took 2 s",
         ),
         ("holds", "8 MiB at its peak, for blocks of 5 MiB; malloc held 9 MiB"),

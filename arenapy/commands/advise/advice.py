@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from arenapy.base.text import format_bytes
+from arenapy.base.text import format_bytes, format_ns
 from arenapy.commands.advise.settings import Setting
 from arenapy.commands.compare.verdict import (
     CONFIDENCE,
@@ -151,7 +151,7 @@ def _gain(advice: Advice, times: Mapping[str, Sequence[float]], steps: int, reco
     middle = {name: statistics.median(found) for name, found in times.items() if found}
     if advice.other is None or advice.ratio is None:
         return "not known: no other allocator was measured"
-    own, other = _ns(middle[advice.name] / steps), _ns(middle[advice.other] / steps)
+    own, other = (format_ns(1e9 * middle[name] / steps) for name in (advice.name, advice.other))
     if advice.name == advice.baseline:
         return (
             f"none: {advice.name} takes {own} for an operation, and {advice.other}, the fastest "
@@ -191,11 +191,6 @@ def _sure(advice: Advice, rounds: int, seconds: float) -> str:
     if advice.as_good:
         how += f"; as fast, within {WORTH:.0%}: {', '.join(advice.as_good)}"
     return how
-
-
-def _ns(seconds: float) -> str:
-    ns = seconds * 1e9
-    return f"{ns:.1f} ns" if ns < 100 else f"{ns:.0f} ns" if ns < 10_000 else f"{ns / 1000:.1f} µs"
 
 
 def _time(seconds: float) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
-from arenapy.base.text import format_bytes, printable
+from arenapy.base.text import format_bytes, format_ns, printable
 from arenapy.commands.command_line import Parser, console, whole
 from arenapy.commands.replay.program import Program, program
 from arenapy.commands.replay.worker import PEERS
@@ -217,17 +217,13 @@ def table(results: Sequence[Result]) -> Table:
     for one in results:
         shown.add_row(
             one.name,
-            "" if one.event_ns is None else _time(one.event_ns),
-            "" if one.written_ns is None else _time(one.written_ns),
+            "" if one.event_ns is None else format_ns(one.event_ns),
+            "" if one.written_ns is None else format_ns(one.written_ns),
             "" if one.peak_reserved is None else format_bytes(one.peak_reserved),
             "" if one.ratio is None else f"{one.ratio:.3f}",
             "" if one.fragmentation is None else f"{one.fragmentation:.1%}",
         )
     return shown
-
-
-def _time(ns: float) -> str:
-    return f"{ns:.1f} ns" if ns < 1000 else f"{ns / 1000:.1f} µs"
 
 
 def _names(text: str) -> list[str]:
