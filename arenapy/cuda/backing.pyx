@@ -649,19 +649,19 @@ cdef class DriverPoolHandle:
         cdef PoolProps props
         cdef void* context = primary(ordinal)
         cdef uint64_t most = <uint64_t>-1 if threshold is None else threshold
-        cdef int result
+        cdef int result, mode
         self.stream = made_stream(context, ordinal, NON_BLOCKING)
         memset(&props, 0, sizeof(props))
         props.allocation_type = ALLOCATION_PINNED
         props.location.type = ON_DEVICE
         props.location.id = ordinal
         with nogil:
-            result = enter(context)
+            result = relax(context, &mode)
             if result == SUCCESS:
                 result = driver.cuMemPoolCreate(&self.pool, &props)
                 if result == SUCCESS:
                     result = driver.cuMemPoolSetAttribute(self.pool, RELEASE_THRESHOLD, &most)
-                leave()
+                restore_capture_mode(&mode)
         self.context, self.ordinal, self.generation = context, ordinal, generation
         checked(result, "cuMemPoolCreate")
         self.let_others_reach_it()
@@ -669,7 +669,7 @@ cdef class DriverPoolHandle:
     cdef int let_others_reach_it(self) except -1:
         """Streams of other devices copy memory of a pool only if they may reach it."""
         cdef Access access
-        cdef int ours = self.ordinal, other, can, result
+        cdef int ours = self.ordinal, other, can, result, mode
         access.flags = READ_WRITE
         access.location.type = ON_DEVICE
         for other in range(device_count()):
@@ -678,16 +678,20 @@ cdef class DriverPoolHandle:
             with nogil:
                 result = driver.cuDeviceCanAccessPeer(&can, other, ours) if other != ours else 0
                 if result == SUCCESS and can:
-                    result = driver.cuMemPoolSetAccess(self.pool, &access, 1)
+                    result = relax(self.context, &mode)
+                    if result == SUCCESS:
+                        result = driver.cuMemPoolSetAccess(self.pool, &access, 1)
+                        restore_capture_mode(&mode)
             checked(result, "cuMemPoolSetAccess")
         return 0
 
     def __dealloc__(self):
+        cdef int mode
         if self.pool != NULL and callable_(self.generation):
             with nogil:
-                if enter(self.context) == SUCCESS:
+                if relax(self.context, &mode) == SUCCESS:
                     forget(driver.cuMemPoolDestroy(self.pool))
-                    leave()
+                    restore_capture_mode(&mode)
 
     cdef void give_back(self, uint64_t address, list earlier) noexcept:
         cdef Leaving one = Leaving.__new__(Leaving)
@@ -703,15 +707,15 @@ cdef class DriverPoolHandle:
 
     def trim_to(self, size_t nbytes):
         """Let the driver give back what is beyond so many bytes."""
-        cdef int result
+        cdef int result, mode
         need()
         free_what_left()
         synchronize(self.stream)             # it is free only then
         with nogil:
-            result = enter(self.context)
+            result = relax(self.context, &mode)
             if result == SUCCESS:
                 result = driver.cuMemPoolTrimTo(self.pool, nbytes)
-                leave()
+                restore_capture_mode(&mode)
         checked(result, "cuMemPoolTrimTo")
 
 
@@ -738,17 +742,17 @@ def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nby
     cdef PooledBacking backing = PooledBacking.__new__(PooledBacking)
     cdef void* stream = pool.stream.handle
     cdef uint64_t address = 0
-    cdef int result
+    cdef int result, mode
     cdef Region region
     need()
     free_what_left()
     with nogil:
-        result = enter(pool.context)
+        result = relax(pool.context, &mode)
         if result == SUCCESS:
             result = driver.cuMemAllocFromPoolAsync(&address, nbytes, pool.pool, stream)
             if result == SUCCESS:            # from here on it is every stream's
                 result = driver.cuStreamSynchronize(stream)
-            leave()
+            restore_capture_mode(&mode)
     backing.pool, backing.address, backing.generation = pool, address, generation
     backing.earlier = []
     if result == OUT_OF_MEMORY:

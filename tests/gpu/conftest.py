@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from real_gpu import Gpu, need_gpu
 
 HERE = Path(tempfile.gettempdir())
+
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the device
 
 
 @contextlib.contextmanager

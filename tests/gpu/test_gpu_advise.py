@@ -10,7 +10,7 @@ import pytest
 
 from arenapy import Pool, cuda, trace
 from arenapy.commands.advise import device_worker
-from arenapy.commands.replay.program import program
+from arenapy.commands.replay.program import DEVICE_ALIGN, program
 
 TIMEOUT = 150  # of a machine that runs other tests meanwhile, and imports torch for the first time
 MIB = 1 << 20
@@ -58,7 +58,7 @@ def test_a_replay_gives_its_memory_back(gpu, tmp_path, name):
     np.save(tmp_path / "streams.npy", np.arange(50) % 3)
     settings = {}
     if name == "bump":
-        settings = {"nbytes": steps.bump_bytes()}
+        settings = {"nbytes": steps.bump_bytes(DEVICE_ALIGN)}
     elif name == "slab":
         settings = dict(zip(("item_size", "count"), steps.slab_items(), strict=True))
     device_worker.measure(name, tmp_path, 2, settings)  # loads its kernels, if it has any

@@ -134,10 +134,10 @@ def test_a_graph_that_outlives_its_pool(gpu):
         if i % 100 == 0:
             gc.collect(), other.stats(), other.trim()
     assert gpu.how_many_wrong() == 0
-    before = cuda.memory_info().free
+    before = cuda.memory_info().free_bytes
     destroy(gpu, graph, executable)
     gpu.synchronize()
-    until(lambda: other.stats() and cuda.memory_info().free > before)
+    until(lambda: other.stats() and cuda.memory_info().free_bytes > before)
 
 
 def test_an_executable_graph_that_is_updated(gpu):

@@ -109,7 +109,7 @@ def test_a_full_device_is_refused_and_comes_back(gpu):
     pool.check()
     del blocks, pool
     gc.collect()
-    assert free() == before
+    assert free() >= before  # more, if a process that failed is only now at its end
 
 
 def test_a_bump_grows_and_shrinks_in_place(gpu):

@@ -148,12 +148,12 @@ def calls():
         libc.free(block)
 
 def faults_of_calls():
-    for _ in range(3):
+    for _ in range(2):
         calls()
     before = faults()
-    for _ in range(4):
+    for _ in range(2):
         calls()
-    return (faults() - before) / 4
+    return (faults() - before) / 2
 """
 
 

@@ -58,6 +58,7 @@ def test_programs_run_as_printed(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_the_cython_template_compiles(tmp_path):
     """To C, against what is installed; .ci/run's step downstream builds and runs it."""
     if not importlib.util.find_spec("Cython"):

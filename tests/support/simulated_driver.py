@@ -490,10 +490,12 @@ class SimulatedDriver(gpu.Gpu):
     # ---- the driver's own pools ----
 
     def cuMemPoolCreate(self, out, properties):
+        self.unsafe()
         device = ctypes.c_int.from_address(properties + 12).value
         put(out, ctypes.c_void_p, self.pool_handles.add(MemoryPool(self.memory, device)))
 
     def cuMemPoolDestroy(self, pool):
+        self.unsafe()
         one = self.pool_handles.remove(pool)
         one.destroyed = True
         one.trim(0)
@@ -504,12 +506,14 @@ class SimulatedDriver(gpu.Gpu):
 
     def cuMemPoolSetAccess(self, pool, access, count):
         """What the pool's memory may be reached from; nothing is refused without it."""
+        self.unsafe()
         kind, _, flags = (ctypes.c_int * 3).from_address(access)
         if (kind, flags, count) != (1, 3, 1):
             raise Refused(INVALID_VALUE, f"access {kind, flags} for {count}")
         self.pool_handles.get(pool)
 
     def cuMemPoolTrimTo(self, pool, keep):
+        self.unsafe()
         self.pool_handles.get(pool).trim(keep)
 
     def cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):

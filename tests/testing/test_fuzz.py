@@ -201,7 +201,7 @@ def test_buffers_of_no_bytes_are_nowhere(made_by, start, monkeypatch):
     monkeypatch.setattr(
         crashing, "made_here", lambda: SimpleNamespace(alloc=made_by), raising=False
     )
-    found = attack(machine_for("crashing:made_here"), start=start, examples=50)
+    found = attack(machine_for("crashing:made_here"), start=start, examples=20)
     assert found.failing is None, str(found.error)
     assert found.rules["allocate_block"]
 
@@ -294,12 +294,13 @@ TOYS = ["Arena", "FreeList", pytest.param("Slab", marks=pytest.mark.full)]
 def test_the_planted_bug_is_the_first_line(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     target = f"{planted(name, tmp_path)}:{name}"
-    done = fuzz(target, "--seed", "1", "--shrink", "5")
+    few = ("--seed", "1", "--examples", "25", "--steps", "25", "--shrink", "1")
+    done = fuzz(target, *few)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("found: overlap: ")
     assert "also found: " in done.stdout and "Flaky" not in done.stdout + done.stderr
     kinds = re.findall("^also found: ([a-z-]+):", done.stdout, re.MULTILINE)
-    allowed = fuzz(target, "--seed", "1", "--shrink", "1", "--allow", ",".join(kinds))
+    allowed = fuzz(target, *few, "--allow", ",".join(kinds))
     assert allowed.stdout.startswith("found: overlap: ")
     assert "also found" not in allowed.stdout
 
@@ -309,7 +310,7 @@ def test_the_planted_bug_is_first_under_pytest(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     machine = machine_for(f"{planted(name, tmp_path)}:{name}")
     machine.TestCase.settings = hypothesis.settings(
-        max_examples=100, database=None, derandomize=True
+        max_examples=30, stateful_step_count=25, database=None, derandomize=True
     )
     with pytest.raises(AssertionError) as caught:
         machine.TestCase("runTest").runTest()
@@ -353,7 +354,7 @@ def test_the_message_says_which_alignment_to_set():
         def address(self, block):
             return block
 
-    found = attack(Ignoring, examples=50)
+    found = attack(Ignoring, examples=10)
     assert set(found.findings) == {"misaligned"}
     assert "alignments = " in found.error and "--max-align" in found.error
 

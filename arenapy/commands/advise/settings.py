@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arenapy.base.text import format_bytes
-from arenapy.commands.replay.program import Program
+from arenapy.commands.replay.program import ALIGN, DEVICE_ALIGN, Program
 from arenapy.commands.replay.worker import PEERS
 
 __all__ = [
@@ -117,10 +117,11 @@ PLAIN_POOL = Setting("pool", {}, None)
 
 def settings_for(program: Program, names: Sequence[str], device: bool = False) -> list[Setting]:
     """What is tried, in the order of preference; `ready_pool` makes another one later."""
+    align = DEVICE_ALIGN if device else ALIGN
     made: Mapping[str, Callable[[], list[Setting]]] = {
         "pool": lambda: [PLAIN_POOL, Setting("pool", {"rounding": "class"}, None)],
-        "bump": lambda: [_bump(program)],
-        "slab": lambda: [_slab(program)],
+        "bump": lambda: [_bump(program, align)],
+        "slab": lambda: [_slab(program, align)],
     }
     found: list[Setting] = []
     for name in names:
@@ -128,14 +129,14 @@ def settings_for(program: Program, names: Sequence[str], device: bool = False) -
     return [replace(one, device=device) for one in found]
 
 
-def _bump(program: Program) -> Setting:
-    nbytes = _up(program.bump_bytes(), 4096)
+def _bump(program: Program, align: int) -> Setting:
+    nbytes = _up(program.bump_bytes(align), 4096)
     return Setting("bump", {"nbytes": nbytes}, nbytes)
 
 
-def _slab(program: Program) -> Setting:
+def _slab(program: Program, align: int) -> Setting:
     item_size, count = program.slab_items()
-    return Setting("slab", {"item_size": item_size, "count": count}, program.slab_bytes())
+    return Setting("slab", {"item_size": item_size, "count": count}, program.slab_bytes(align))
 
 
 def ready_pool(held: int, device: bool = False) -> Setting:

@@ -273,7 +273,8 @@ class Cupy(Heap):
 
     def native(self, stream: Any) -> Any:
         """A stream of CuPy's with the same handle."""
-        return self.cupy.cuda.ExternalStream(stream.handle)
+        make = getattr(self.cupy.cuda.Stream, "from_external", None)  # since CuPy 14
+        return make(stream) if make else self.cupy.cuda.ExternalStream(stream.handle)
 
     def take(self, nbytes: int, stream: Any) -> Any:
         """Allocate."""

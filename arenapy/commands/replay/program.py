@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from arenapy.trace import OPERATIONS, Trace
 
-__all__ = ["Program", "program"]
+__all__ = ["ALIGN", "DEVICE_ALIGN", "Program", "program"]
 
-ALIGN = 64  # of arenapy's allocators by default
+ALIGN, DEVICE_ALIGN = 64, 256  # of arenapy's allocators by default
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,13 +48,13 @@ class Program:
         sizes = self.sizes.astype("i8")
         return np.cumsum(np.where(self.slots >= 0, sizes, -sizes), dtype="i8")
 
-    def bump_bytes(self) -> int:
+    def bump_bytes(self, align: int = ALIGN) -> int:
         """The room that a Bump needs: it frees its newest block, or all if none is live."""
         start: dict[int, int] = {}
         cursor = most = 0
         for slot, size in zip(self.slots.tolist(), self.sizes.tolist(), strict=True):
             if slot >= 0:
-                start[slot] = -(-cursor // ALIGN) * ALIGN
+                start[slot] = -(-cursor // align) * align
                 cursor = start[slot] + max(1, size)
                 most = max(most, cursor)
             else:
@@ -69,10 +69,10 @@ class Program:
         """The items that a Slab needs: bytes of the largest block, most blocks live at once."""
         return max(1, int(self.sizes.max())), int(np.cumsum(np.where(self.slots >= 0, 1, -1)).max())
 
-    def slab_bytes(self) -> int:
+    def slab_bytes(self, align: int = ALIGN) -> int:
         """The room of these items."""
         item_size, count = self.slab_items()
-        return -(-item_size // ALIGN) * ALIGN * count
+        return -(-item_size // align) * align * count
 
     def first(self, n: int) -> Program:
         """The first n steps."""
