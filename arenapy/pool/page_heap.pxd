@@ -328,6 +328,7 @@ cdef class Segments(Pages):
     # The same right behind an extent, or behind what is free there.
     cdef uint32_t begin_growth_behind(
         self, uint32_t id, uint32_t pages, size_t most) noexcept nogil
+    cdef void make_busy(self, uint32_t id, uint32_t pages) noexcept nogil
     cdef bint grow_map(self, size_t pages) noexcept nogil
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil
     cdef uint32_t begin_trim(self, size_t most, bint enough, const Place* spared) noexcept nogil

@@ -555,14 +555,7 @@ cdef class Segments(Pages):
                 if n < need:
                     return 0
             self.remove(id)
-        if d.pages > n:
-            rest = self.cut(id, <uint32_t>n)
-            self.enter(rest)
-        d.state = BUSY
-        self.set_boundary_tags(id)
-        self.busy_pages += n
-        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
-        arenapy_assert(d.pages == n, b"an extent has exactly the pages that were asked for")
+        self.make_busy(id, <uint32_t>n)
         return id
 
     cdef uint32_t begin_growth_behind(
@@ -570,7 +563,7 @@ cdef class Segments(Pages):
     ) noexcept nogil:
         """Make VOID pages BUSY, so that `pages` come together behind an extent; 0: it is no use."""
         cdef uint32_t first = self.neighbour(id, True)
-        cdef uint32_t free = 0, n, rest
+        cdef uint32_t free = 0, n
         cdef Descriptor* d
         cdef Segment* s
         if first and self.descriptors[first].state == FREE:
@@ -584,13 +577,21 @@ cdef class Segments(Pages):
         if n > d.pages or n > most or d.page + n < s.pages and d.page + n >= s.mapped:
             return 0
         self.remove(first)
-        if d.pages > n:
-            rest = self.cut(first, n)
+        self.make_busy(first, n)
+        return first
+
+    cdef void make_busy(self, uint32_t id, uint32_t pages) noexcept nogil:
+        """The first pages of a removed extent are about to get memory."""
+        cdef Descriptor* d = &self.descriptors[id]
+        cdef uint32_t rest
+        if d.pages > pages:
+            rest = self.cut(id, pages)
             self.enter(rest)
         d.state = BUSY
-        self.set_boundary_tags(first)
-        self.busy_pages += n
-        return first
+        self.set_boundary_tags(id)
+        self.busy_pages += pages
+        arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
+        arenapy_assert(d.pages == pages, b"an extent has exactly the pages that were asked for")
 
     cdef bint grow_map(self, size_t pages) noexcept nogil:
         """Make the map of the growing segments ready for so many pages beyond their frontier.

@@ -344,8 +344,8 @@ def test_the_five_lines():
     said = dict(lines(found, settings, times, held, **EASY | {"steps": 10**6}))
     assert said["use"] == "keep malloc" and said["paste"] == "nothing to change"
     assert said["gain"] == (
-        "none: malloc takes 500 ns for an operation, and pool, the fastest alternative, takes "
-        "1000 ns"
+        "none: malloc takes 500.0 ns for an operation, and pool, the fastest alternative, takes "
+        "1.0 µs"
     )
 
 

@@ -140,8 +140,8 @@ BUGS = {
     ),
     "pages on their way are not counted": Bug(
         "pool/page_heap.pyx",
-        "        self.busy_pages += n\n",
-        "        self.busy_pages += 0 if planted(BUG) else n\n",
+        "        self.busy_pages += pages\n",
+        "        self.busy_pages += 0 if planted(BUG) else pages\n",
         "busy pages were counted",
         "arenapy.Pool().alloc(100_000)",
     ),
