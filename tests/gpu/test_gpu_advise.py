@@ -55,7 +55,8 @@ def test_a_replay_gives_its_memory_back(gpu, tmp_path, name):
     made = recorded(tmp_path / "a.trace", 50)
     steps = program(made)
     steps.save(tmp_path)
-    np.save(tmp_path / "streams.npy", np.arange(50) % 3)
+    streams = np.arange(50) % (1 if name == "bump" else 3)  # whose blocks leave gaps in an arena
+    np.save(tmp_path / "streams.npy", streams)
     settings = {}
     if name == "bump":
         settings = {"nbytes": steps.bump_bytes(DEVICE_ALIGN)}

@@ -136,6 +136,7 @@ def test_given_back_memory_is_the_devices_again(gpu):
 
 @pytest.mark.alone
 def test_out_of_device_memory_and_recovery(gpu):
+    before = cuda.memory_info().free_bytes
     total = cuda.memory_info().total_bytes
     with pytest.raises(OutOfMemory, match=r"on device 0 \(NVIDIA.*are free"):
         Bump(2 * total, cuda.Device())
@@ -144,7 +145,7 @@ def test_out_of_device_memory_and_recovery(gpu):
     with pytest.raises(OutOfMemory, match="largest free block"):
         while True:
             blocks.append(pool.alloc(8 * GIB))
-    assert len(blocks) * 8 * GIB > total * 0.8
+    assert len(blocks) * 8 * GIB > before - 16 * GIB
     small = pool.alloc(MIB)
     small.fill(3)
     assert (content(small) == 3).all()
@@ -155,7 +156,17 @@ def test_out_of_device_memory_and_recovery(gpu):
     blocks.clear()
     pool.trim()
     assert pool.stats().reserved_bytes == 0
-    assert cuda.memory_info().free_bytes > 0.9 * total
+    assert cuda.memory_info().free_bytes >= before
+
+
+def test_the_driver_waits_when_it_frees_less_than_a_page(gpu):
+    """Regions rely on it: they end while streams may still write them."""
+    driver, stream = gpu.driver, cuda.Stream()
+    first, _ = done(driver.cuMemAlloc(64 << 10)), done(driver.cuMemAlloc(64 << 10))
+    gpu.write_slowly(stream, int(first), 64 << 10, 1, 300_000)
+    assert int(driver.cuStreamQuery(stream.handle)[0]) != 0
+    done(driver.cuMemFree(first))
+    assert int(driver.cuStreamQuery(stream.handle)[0]) == 0
 
 
 def test_pinning_is_bounded(gpu):

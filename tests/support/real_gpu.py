@@ -18,7 +18,8 @@ from arenapy import cuda
 
 # As many queues of the device as there can be, before it is used: streams that share one wait for
 # one another, also for one that is held.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+os.environ.setdefault(CONNECTIONS, "32")
 
 PATIENCE = 60  # seconds that a stream is held at most
 CYCLES = 1_800  # of a GPU's clock, about a microsecond
@@ -240,9 +241,11 @@ def current_in(gpu):
 
 def output_of(code):
     """What a program of its own prints, whose allocator may be the whole program's."""
+    few = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
-    )
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=240, check=False, env=few,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "arenapy:" not in ran.stderr, ran.stderr
     return ran.stdout.strip()
