@@ -674,14 +674,14 @@ def test_torch_is_the_baseline_of_its_own_traces(gpu, monkeypatch, installed):
 
 
 def test_an_arena_of_a_gpu_starts_over_when_nothing_is_live(gpu, tmp_path):
-    odd = (1 << 16) - 100  # the next block begins at a multiple of 256
-    pair = [("alloc", 1, odd), ("alloc", 2, 1 << 16), ("free", 1), ("free", 2)]
+    # The second block begins at a multiple of 256. At one of 64, both would have 2 << 16 bytes.
+    pair = [("alloc", 1, (1 << 16) - 100), ("alloc", 2, (1 << 16) + 64), ("free", 1), ("free", 2)]
     steps = program(traced(*pair * 10))
     steps.save(tmp_path)
     np.save(tmp_path / "streams.npy", np.zeros(20, int))
     (setting,) = settings_for(steps, ["bump"], device=True)
     settings = setting.arguments
-    assert settings["nbytes"] == 2 << 16
+    assert settings["nbytes"] == (2 << 16) + 4096
     found = device_worker.measure("bump", tmp_path, 2, settings)
     assert found["steps"] == 40 and 0 < found["first"] < found["seconds"]
     assert device_worker.measure("bump", tmp_path, None, settings)["peak"] >= 2 << 16
