@@ -228,7 +228,8 @@ def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_ba
     cdef LentBacking backing = LentBacking.__new__(LentBacking)
     cdef void* context = primary(memory.device_id)
     cdef StreamRef legacy = stream_of(LEGACY, memory.device_id)
-    # The driver waits for the streams only when it unmaps a page, which smaller ones may share.
+    # A whole page: the driver was seen to wait for the streams when less is freed, too, but that
+    # is its choice.
     backing.last = device_backing(memory.device_id, DEVICE_PAGE, False)
     with nogil:
         result = enter(context)

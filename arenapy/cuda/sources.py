@@ -8,7 +8,7 @@ region, or the first allocator over it, is made.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.block import StreamHooks
@@ -18,16 +18,17 @@ from arenapy.cuda.copies import advise as _advise
 from arenapy.cuda.copies import prefetch as _prefetch
 from arenapy.cuda.device import driver_memory
 from arenapy.errors import OutOfMemory
-from arenapy.memory.host_request import HugePages, check_flag, checked_index, checked_size
+from arenapy.memory.host_request import (
+    HugePages,
+    check_flag,
+    check_ordinal,
+    checked_index,
+    checked_size,
+)
 from arenapy.memory.region import Region
 from arenapy.memory.sources import Host
 
 __all__ = ["Device", "DriverPool", "Managed", "Pinned"]
-
-
-def _check_ordinal(value: Any) -> None:
-    if checked_index("ordinal", value) < 0:
-        raise ValueError(f"ordinal={value!r}: devices are counted from 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Device:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
-        _check_ordinal(self.ordinal)
+        check_ordinal(self.ordinal)
         check_flag("grow", self.grow)
 
     @property
@@ -263,7 +264,7 @@ class Managed:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
-        _check_ordinal(self.ordinal)
+        check_ordinal(self.ordinal)
         check_flag("oversubscribe", self.oversubscribe)
 
     @property
@@ -375,7 +376,7 @@ class DriverPool:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
-        _check_ordinal(self.ordinal)
+        check_ordinal(self.ordinal)
         threshold = self.release_threshold
         if threshold is not None and checked_index("release_threshold", threshold) < 0:
             raise ValueError(f"release_threshold={threshold!r}: need bytes, 0 or more, or None")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from arenapy.buffer.buffer import Buffer, refuse_objects
 from arenapy.interop.hip_calls import INSTALL, allocate, call, calls_on
 from arenapy.linux import vm
-from arenapy.memory.host_request import checked_index, checked_size
+from arenapy.memory.host_request import check_ordinal, checked_size
 from arenapy.memory.region import Region
 
 __all__ = ["Device", "HipError", "Pinned", "Unavailable", "copy"]
@@ -132,8 +132,7 @@ class Device:
 
     def __post_init__(self) -> None:
         """Refuse a number that no device can have."""
-        if checked_index("ordinal", self.ordinal) < 0:
-            raise ValueError(f"ordinal={self.ordinal!r}: devices are counted from 0")
+        check_ordinal(self.ordinal)
 
     def region(self, nbytes: int) -> Region:
         """Allocate `nbytes` bytes of device memory.

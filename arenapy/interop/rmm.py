@@ -15,7 +15,7 @@ from arenapy.cuda import backing
 from arenapy.cuda.foreign import asbuffer
 from arenapy.errors import OutOfMemory
 from arenapy.interop.device_pools import by_device, library
-from arenapy.memory.host_request import checked_index, checked_size
+from arenapy.memory.host_request import check_ordinal, checked_size
 from arenapy.memory.region import Region
 from arenapy.pool.pool import Pool
 
@@ -120,8 +120,7 @@ class Source:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
-        if checked_index("ordinal", self.ordinal) < 0:
-            raise ValueError(f"ordinal={self.ordinal!r}: devices are counted from 0")
+        check_ordinal(self.ordinal)
         for name in ("allocate", "deallocate"):
             if not callable(getattr(self.resource, name, None)):
                 raise TypeError(

@@ -244,6 +244,11 @@ def checked_index(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r}: need an int, not {type(value).__name__}") from None
 
 
+def check_ordinal(value: Any) -> None:
+    if checked_index("ordinal", value) < 0:
+        raise ValueError(f"ordinal={value!r}: devices are counted from 0")
+
+
 def checked_size(value: Any) -> int:
     nbytes = checked_index("nbytes", value)
     if not 0 < nbytes < SIZE_LIMIT:

@@ -330,10 +330,11 @@ cdef class PoolMemory:
             return 0
         if seen.n != n:
             seen.n, seen.times = n, 0
-        if seen.times == REPEATS and not by_granule:
-            self.idle_allowed = min(idle, self.idle_allowed + pages)
-        elif not by_granule:
-            seen.times += 1
+        if not by_granule:
+            if seen.times == REPEATS:
+                self.idle_allowed = min(idle, self.idle_allowed + pages)
+            else:
+                seen.times += 1
         if idle == self.idle_allowed:
             return 0
         self.recycled += self.shrink(min(idle - self.idle_allowed, pages), False, &place)

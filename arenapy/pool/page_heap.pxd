@@ -128,6 +128,7 @@ cdef class Pages(AllocatorCore):
     # With heap_lock held:
     cdef uint32_t alloc_extent(self, size_t pages, size_t align, bint* split) noexcept nogil
     cdef void free_extent(self, uint32_t id, uint32_t tick) noexcept nogil
+    cdef uint32_t neighbour(self, uint32_t id, bint after) noexcept nogil
     cdef uint32_t free_behind(self, uint32_t id) noexcept nogil
     cdef void extend(self, uint32_t id, uint32_t pages) noexcept nogil
     # All locks: for what readers without the heap's lock look at.
@@ -321,7 +322,6 @@ cdef class Segments(Pages):
     # Of a reservation with granules: where `pages` lack the least memory, and a VOID part of it.
     cdef uint32_t find_place(
         self, size_t pages, Place* place, uint32_t* page, uint32_t* n) noexcept nogil
-    cdef uint32_t neighbour(self, uint32_t id, bint after) noexcept nogil
     cdef uint32_t begin_growth(
         self, size_t pages, size_t wished, size_t most, size_t* missing, Place* place
     ) noexcept nogil

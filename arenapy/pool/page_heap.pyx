@@ -348,15 +348,20 @@ cdef class Pages(AllocatorCore):
         self.age_insert(id, self.newest)
         arenapy_assert(heap_is_valid(self), b"the heap is valid")
 
-    cdef uint32_t free_behind(self, uint32_t id) noexcept nogil:
-        """The FREE extent that begins where this one ends, or 0."""
+    cdef uint32_t neighbour(self, uint32_t id, bint after) noexcept nogil:
+        """The extent before or after one, if that is FREE or VOID; else 0."""
         cdef Descriptor* d = &self.descriptors[id]
         cdef Segment* s = &self.segments[d.segment]
         cdef uint32_t other
-        if d.page + d.pages == s.pages:
+        if d.page + d.pages == s.pages if after else d.page == 0:
             return 0
-        other = s.map[scatter(d.page + d.pages)]
-        return other if self.descriptors[other].state == FREE else 0
+        other = s.map[scatter(d.page + d.pages if after else d.page - 1)]
+        return other if self.descriptors[other].state in (FREE, VOID) else 0
+
+    cdef uint32_t free_behind(self, uint32_t id) noexcept nogil:
+        """The FREE extent that begins where this one ends, or 0."""
+        cdef uint32_t other = self.neighbour(id, True)
+        return other if other and self.descriptors[other].state == FREE else 0
 
     cdef void extend(self, uint32_t id, uint32_t pages) noexcept nogil:
         """Add so many pages to an extent, from the FREE one behind it, which has them."""
@@ -398,16 +403,6 @@ seal(Pages)
 @cython.no_gc_clear
 cdef class Segments(Pages):
     """The segments of a heap of pages. Internal."""
-
-    cdef uint32_t neighbour(self, uint32_t id, bint after) noexcept nogil:
-        """The extent before or after one, if that is FREE or VOID; else 0."""
-        cdef Descriptor* d = &self.descriptors[id]
-        cdef Segment* s = &self.segments[d.segment]
-        cdef uint32_t other
-        if d.page + d.pages == s.pages if after else d.page == 0:
-            return 0
-        other = s.map[scatter(d.page + d.pages if after else d.page - 1)]
-        return other if self.descriptors[other].state in (FREE, VOID) else 0
 
     cdef uint32_t find_place(
         self, size_t pages, Place* place, uint32_t* page, uint32_t* n

@@ -24,8 +24,7 @@ def pool(gpu):
 
 
 @pytest.fixture
-def jax(gpu, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+def jax(gpu):
     return pytest.importorskip("jax")
 
 

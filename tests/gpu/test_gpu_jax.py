@@ -12,8 +12,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def jax(gpu, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+def jax(gpu):
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("this JAX uses no GPU")
