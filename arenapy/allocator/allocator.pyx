@@ -50,7 +50,7 @@ cdef list at_end = []        # to be called with each that is about to end
 
 def live_allocators():
     """All allocators of this process that are alive now, in no order."""
-    found = [reference() for reference in list(alive.values())]
+    found = [reference() for reference in alive.copy().values()]
     return [one for one in found if one is not None]
 
 

@@ -228,7 +228,7 @@ def trim_relays():
     """Internal: give back the pinned memory of all relays that are not in use."""
     cdef list kept
     cdef Relay relay
-    for key, kept in list(relays.items()):
+    for key, kept in relays.copy().items():
         for _ in range(len(kept)):
             try:
                 relay = kept.pop(0)

@@ -425,7 +425,7 @@ cdef void raw_trim() noexcept nogil:
 
 
 cdef void trim_all() noexcept with gil:
-    for pool in list(pools.values()):
+    for pool in pools.copy().values():
         try:
             pool.trim()
         except Exception as error:

@@ -100,7 +100,7 @@ cdef class PoolHandler:
         """Idents of the threads that have it."""
         cdef Presence one
         found = set()
-        for ident, reference in list(self.presences.items()):
+        for ident, reference in self.presences.copy().items():
             one = reference()
             if one is not None and one.times > 0:
                 found.add(ident)

@@ -521,7 +521,7 @@ cdef class StreamCaches:
     cdef bint settle_graphs(self) except -1:
         cdef StreamCache cache
         cdef bint freed = False
-        for graph, cache in list(self.of_graphs.items()):
+        for graph, cache in self.of_graphs.copy().items():
             if not self.core.hooks.done(graph):
                 continue
             if cache.n_held:                 # those that were dropped after the capture
@@ -539,7 +539,7 @@ cdef class StreamCaches:
         cdef Py_ssize_t left
         cdef uint32_t chain
         cdef bint inherits = heir is not None
-        for name, cache in list(self.of_streams.items()):
+        for name, cache in self.of_streams.copy().items():
             if not hooks.ended(name):
                 continue
             if cache.n_held:
@@ -588,11 +588,11 @@ cdef class StreamCaches:
         cdef uint64_t asked
         cdef uint32_t chain
         cdef int busy = 0
-        for cache in list(self.of_graphs.values()):
+        for cache in self.of_graphs.copy().values():
             allowed += cache.idle()          # which nobody else may have
         if self.core.lent_idle <= allowed:
             return freed > 0
-        for cache in list(self.of_streams.values()):
+        for cache in self.of_streams.copy().values():
             asked = cache.allocations()
             if (asked == cache.asked and self.core.lent_idle > allowed
                     and busy < ASKED_TO_GROW and cache.idle()):
@@ -611,7 +611,7 @@ cdef class StreamCaches:
         cdef StreamCache cache
         cdef uint32_t chain
         cdef bint any = False
-        for cache in list(self.of_streams.values()):
+        for cache in self.of_streams.copy().values():
             cache.hooks.collect(<PyObject*>cache, wait)
             chain = cache.detach(age)
             if chain == 0:
@@ -625,13 +625,13 @@ cdef class StreamCaches:
 
     cdef int collect(self) except -1:
         cdef StreamCache cache
-        for cache in list(self.of_streams.values()):
+        for cache in self.of_streams.copy().values():
             cache.hooks.collect(<PyObject*>cache, False)
         return 0
 
     cdef int trim_old(self, uint32_t age) except -1:
         cdef StreamCache cache
-        for cache in list(self.of_streams.values()):
+        for cache in self.of_streams.copy().values():
             cache.lent.look += 1
         if self.give_back_all(False, age):
             self.core.note_time()
