@@ -745,6 +745,44 @@ def test_threads_that_capture_and_allocate(gpu):
     pool.check()
 
 
+def test_a_collection_of_garbage_that_allocates_for_a_further_capture(gpu):
+    """It may come while the Pool looks at what its graphs have, and adds a graph to them."""
+    pool = big_pool()
+    seen, held = 0, []
+
+    def captured():
+        s = new_stream(gpu)
+        gpu.begin_capture(s.handle_, RELAXED)
+        held.append(pool.alloc(KIB, stream=s))
+
+    def collected(phase, info):
+        nonlocal seen
+        seen += phase == "stop"
+        if phase == "stop" and seen == at:
+            captured()
+
+    for _ in range(10):
+        captured()
+    pairs = [(i, i) for i in range(5000)]  # CPython keeps free ones, and takes those first
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.freeze()  # collections take no time
+    try:
+        for at in range(1, 150):
+            seen = 0
+            gc.set_threshold(1)
+            captured()
+            gc.set_threshold(*thresholds)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+        gc.unfreeze()
+    del pairs
+    assert seen >= 150, "garbage was not collected"
+    assert len({block.address for block in held}) == len(held)
+    pool.check()
+
+
 def test_debug_mode(gpu):
     pool, s = Pool(8 * MIB, cuda.Device(), debug=True), new_stream(gpu)
     gpu.begin_capture(s.handle_)
