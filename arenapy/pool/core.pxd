@@ -71,17 +71,18 @@ cdef class PoolCore(ThreadCaches):
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
     cdef int n_samples
     cdef uint32_t latest     # tick in one of them; under heap_lock
-    cdef Hold* leased_blocks         # freed blocks that only other processes see; linked by next
+    cdef Hold* leased_blocks         # freed blocks that only other processes see; linked by next,
+                                     # under heap_lock
     cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]
 
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
-    cdef Lent* lent          # of each other stream; under lent_lock, as is what those that are gone
-    cdef arenapy_spin lent_lock          # did: allocations beyond `taken`, and their bytes
+    cdef Lent* lent          # of each other stream; under lent_lock, as the next four
+    cdef arenapy_spin lent_lock
     cdef size_t lent_idle    # bytes of all that is idle there
-    cdef uint64_t lent_before[N_CLASSES]
-    cdef uint64_t lent_bytes_before
+    cdef uint64_t lent_before[N_CLASSES]     # allocations beyond `taken` of streams that are gone
+    cdef uint64_t lent_bytes_before          # and their bytes
 
     cdef void ready(self) noexcept nogil
     cdef void update_fast_path(self) noexcept nogil

@@ -383,6 +383,7 @@ cdef class Pages(AllocatorCore):
         arenapy_assert(heap_is_valid(self), b"the heap is valid")
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
 
+    # A Pool's ThreadCaches override both: they take the locks of caches and depots before this one.
     cdef void lock_all(self) noexcept nogil:
         arenapy_spin_acquire(&self.heap_lock)
 

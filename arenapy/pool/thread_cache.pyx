@@ -53,9 +53,9 @@ from arenapy.base.thread_slot cimport (
 )
 
 cdef enum:
-    # What a thread cache holds of one step up to 32 KiB: so many bytes, within two bounds.
+    # What a thread cache holds of one step up to 32 KiB; or MAGAZINE_MOST slots if that is less.
+    # docs/pool.md has this number.
     MAGAZINE_BYTES = 256 << 10
-    MAGAZINE_LEAST = 8       # slots; the other bound is MAGAZINE_MOST
     STAGGER = 1024           # not on the cache lines that other arrays begin on
     # Before a pool grows for one thread, others keep what is free in their caches if it is no more
     # than this part of what is live, and so many bytes for each cache.
@@ -138,8 +138,7 @@ cdef class ThreadCaches(Segments):
             self.steps[s].size = <uint32_t>size
             self.steps[s].slots = slots_of(size)
             self.steps[s].pages = <uint32_t>(self.steps[s].slots * size) >> PAGE_BITS
-            self.steps[s].depth = max(
-                MAGAZINE_LEAST, min(<size_t>MAGAZINE_MOST, MAGAZINE_BYTES // size))
+            self.steps[s].depth = min(<size_t>MAGAZINE_MOST, MAGAZINE_BYTES // size)
             self.steps[s].inverse = ~<uint64_t>0 // size + 1
         for i in range(SMALL_LINES + 1):
             self.step_at[i] = <uint8_t>step_of(rounded(<size_t>i << 6, rounding))
