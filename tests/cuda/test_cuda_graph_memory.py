@@ -601,6 +601,30 @@ def test_a_result_is_read_after_the_capture(gpu):
     assert pool.stats().pending_bytes == 0
 
 
+def test_a_block_that_grows_after_its_capture(gpu):
+    """The graph writes to the bytes of its temporaries whenever it is launched."""
+    pool, s = big_pool(), new_stream(gpu)
+    gpu.begin_capture(s.handle_)
+    (where,), _ = chain(gpu, pool, s, 1, 2 * MIB)
+    block = pool.alloc(MIB, stream=s)
+    slowly_fill(gpu, s, block, 7)
+    graph = graph_of(gpu, s)
+    gpu.replay(graph, s.handle_)
+    block = pool.grow(block, 2 * MIB)
+    assert block.address != where
+    late = []
+    for _ in range(2):
+        gpu.replay(graph, s.handle_)
+        gpu.drain()
+        late.append(sample(content(block)[:MIB]))
+    assert late == [{7}, {7}]
+    gpu.destroy_graph(graph)
+    del block
+    gpu.drain(), pool.stats(), gpu.drain()
+    assert pool.stats().pending_bytes == 0
+    pool.check()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_every_allocator_serves_a_capture(gpu, allocator, source):
