@@ -436,7 +436,7 @@ cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n):
             check_open(old)
             if old.size != size:
                 raise ValueError(f"{old!r} did not grow: another thread changed it")
-            c.hooks.move(new, old)
+            new.owner.hooks.move(new, old)
         except BaseException:
             new.release()
             raise

@@ -19,7 +19,7 @@ from cpython.buffer cimport PyObject_CheckBuffer
 from libc.stdint cimport uint64_t
 
 from arenapy.buffer.block cimport (
-    Block, is_readonly, name_of, note_use, pin, root_of, unpin, writable,
+    Block, is_readonly, name_of, note_use, pin, root_of, unpin, uses_of, writable,
 )
 from arenapy.buffer.dlpack cimport KIND_CPU, as_pair
 from arenapy.buffer.buffer cimport copy_bytes, move_bytes
@@ -102,7 +102,8 @@ cdef class CudaMemory(Ordering):
         cdef StreamRef one
         if own is not None and own not in streams:
             streams.append(own)
-        for one in streams:
+        # Also one of whose capture the block is: `told` has only what is done before that.
+        for one in streams + [use for use in uses_of(<Block>source) if isinstance(use, StreamRef)]:
             free_to_use(
                 one, "the block cannot move to grow; do this before the capture, or after it", None)
         self.after_told(source, own)

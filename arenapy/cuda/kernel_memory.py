@@ -204,6 +204,8 @@ class _KernelMemory:
 
     def _counters(self, stream: object) -> tuple[int, int, int]:
         found = bytearray(COUNTERS.size)
+        if stream is not None:  # a copy on one that is captured would be a part of the graph
+            event_on(stream, self.device_id).synchronize()
         self._all[LINE : LINE + COUNTERS.size].copy_to(found, stream=stream)
         if stream is not None:
             event_on(stream, self.device_id).synchronize()

@@ -572,7 +572,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return done
 
     cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align):
-        if isinstance(owner, StreamCache):
+        # What a graph has idle is used whenever it is launched. (A block that moves is of a capture
+        # that is over.)
+        if isinstance(owner, StreamCache) and not (<StreamCache>owner).lent.of_graph:
             return self.stream_block(<StreamCache>owner, n, align)
         return self.block(n, align, False)
 

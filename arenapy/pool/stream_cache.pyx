@@ -495,6 +495,7 @@ cdef class StreamCaches:
         cdef uint64_t ids[REFILL]
         cdef char* more[REFILL]
         cdef int i, k = 0
+        cdef bint owned = False
         while k < REFILL and (k + 2) * max(n, c.block_align) <= REFILL_BYTES:
             more[k] = c.heap_alloc(n, align, False, &ids[k])
             if more[k] == NULL:
@@ -504,18 +505,20 @@ cdef class StreamCaches:
         try:
             c.hooks.join(cache.stream, c.hooks.own)
             cache.own(ptr, block_id)
+            owned = True
+            while i < k:
+                cache.add(more[i], ids[i])
+                i += 1
         except BaseException:
-            c.free_block(ptr, block_id)
             while i < k:
                 cache_free(c, more[i], ids[i])
                 i += 1
-            raise
+            if not owned:                    # else there is the user's block, without the others
+                c.free_block(ptr, block_id)
+                raise
         # It came back for what others had got of it: so much more may lie idle.
         self.idle_allowed += cache.reclaimed
         cache.reclaimed = 0
-        while i < k:
-            cache.add(more[i], ids[i])
-            i += 1
         return 0
 
     cdef bint settle_graphs(self) except -1:

@@ -365,6 +365,37 @@ def test_an_event_of_a_capture_joins_a_stream_to_it(gpu):
     gpu.destroy_graph(graph_of(gpu, s.handle))
 
 
+@pytest.mark.parametrize("when", ["in the capture", "after it"])
+def test_the_host_cannot_ask_for_an_event_of_a_capture(gpu, when):
+    """It is told so, and the capture stays valid."""
+    s = cuda.Stream()
+    gpu.begin_capture(s.handle, RELAXED)
+    event = s.record()
+    graph = None if when == "in the capture" else graph_of(gpu, s.handle)
+    assert not event.done
+    with pytest.raises(cuda.CudaError, match="recorded during a capture"):
+        event.synchronize()
+    gpu.destroy_graph(graph or graph_of(gpu, s.handle))
+
+
+@pytest.mark.parametrize("what", ["used", "in_use", "buffer"])
+def test_memory_of_kernels_while_a_stream_captures(gpu, what):
+    """What the host would wait for is refused, and nothing of it is in the graph."""
+    s = cuda.Stream()
+    memory = cuda.KernelSlab(64, 10) if what == "in_use" else cuda.KernelArena(MIB)
+    gpu.begin_capture(s.handle, RELAXED)
+    with pytest.raises(cuda.CudaError, match="recorded during a capture"):
+        if what == "buffer":
+            memory.buffer(memory.address + 256, 64, stream=s)
+        else:
+            getattr(memory, what)(s)
+    graph = graph_of(gpu, s.handle)
+    nodes = gpu.graph_handles.get(graph).nodes
+    assert [node.what for node in nodes if "record" not in node.what] == []
+    gpu.destroy_graph(graph)
+    gc.collect()
+
+
 # The driver fails, or a capture begins between two of its calls --------------------------------
 
 

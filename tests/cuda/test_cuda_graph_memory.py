@@ -601,6 +601,52 @@ def test_a_result_is_read_after_the_capture(gpu):
     assert pool.stats().pending_bytes == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", ["bump", "pool"])
+def test_a_block_does_not_move_in_its_capture(gpu, allocator, source, mode):
+    """It has its contents only when the graph runs. Nothing changes."""
+    one, s = ALLOCATORS[allocator](SOURCES[source]()), new_stream(gpu)
+    gpu.begin_capture(s.handle_, mode)
+    block = one.alloc(64 * KIB, stream=s)
+    behind = one.alloc(4 * KIB, stream=s)
+    slowly_fill(gpu, s, block, 5)
+    with pytest.raises(cuda.CudaError, match="cannot move to grow"):
+        one.grow(block, 100 * KIB)
+    seen = samples(gpu, s, block)
+    graph = graph_of(gpu, s)
+    gpu.replay(graph, s.handle_)
+    backwards(gpu)
+    assert seen == [{5}] and block.nbytes == 64 * KIB
+    gpu.destroy_graph(graph)
+    one.check()
+    del behind
+
+
+def test_a_block_that_grows_after_its_capture(gpu):
+    """The graph writes to the bytes of its temporaries whenever it is launched."""
+    pool, s = big_pool(), new_stream(gpu)
+    gpu.begin_capture(s.handle_)
+    (where,), _ = chain(gpu, pool, s, 1, 2 * MIB)
+    block = pool.alloc(MIB, stream=s)
+    slowly_fill(gpu, s, block, 7)
+    graph = graph_of(gpu, s)
+    gpu.replay(graph, s.handle_)
+    block = pool.grow(block, 2 * MIB)
+    assert block.address != where
+    late = []
+    for _ in range(2):
+        gpu.replay(graph, s.handle_)
+        gpu.drain()
+        late.append(sample(content(block)[:MIB]))
+    assert late == [{7}, {7}]
+    gpu.destroy_graph(graph)
+    del block
+    gpu.drain(), pool.stats(), gpu.drain()
+    assert pool.stats().pending_bytes == 0
+    pool.check()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_every_allocator_serves_a_capture(gpu, allocator, source):

@@ -1,4 +1,4 @@
-"""A block of a Bump that moves to grow, while streams use it. On the simulated driver."""
+"""A block that moves to grow, while streams use it. On the simulated driver."""
 
 import gc
 
@@ -18,7 +18,7 @@ from cuda_support import (
 from helpers import poke
 from stream_wrappers import NOT_OWNERS
 
-from arenapy import Bump, cuda
+from arenapy import Bump, OutOfMemory, Pool, cuda
 
 N = 4096
 STREAMS = {
@@ -91,6 +91,31 @@ def test_its_streams_go_on_with_it(gpu, source, who, way):
     backwards(gpu)
     assert [set(one) for one in seen] == [{1}]
     del behind, kept
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", STREAMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_streams_of_a_pool_go_on_with_it(gpu, source, who, way):
+    """Also the stream that the block was allocated for, of which the block has no note."""
+    pool, stream = Pool(4 * MIB, SOURCES[source]()), STREAMS[who](gpu)
+    block, kept = written(gpu, pool, stream, way)
+    grown = pool.grow(block, MIB)
+    assert grown is not block and block.closed and grown.nbytes == MIB
+    start = grown.address
+    seen = reads(gpu, handle_of(stream), start, N)
+    del block, grown, kept
+    others = []
+    with pytest.raises(OutOfMemory):
+        while True:
+            others.append(pool.alloc(MIB))
+            if source in HOST_VISIBLE:
+                poke(others[-1].address, MIB, 2)
+            else:
+                slowly_fill(gpu, LEGACY, others[-1], 2)
+    backwards(gpu)
+    assert [set(one) for one in seen] == [{1}]
+    pool.check()
 
 
 @pytest.mark.parametrize("source", SOURCES)

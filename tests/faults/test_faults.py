@@ -14,13 +14,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from cuda_support import MIB, a_gpu, new_stream
 from fault_operations import OPERATIONS
 from fault_runner import attempt, calls_of, errors_of
 from fault_table import CANNOT_FAIL, ERRORS, TABLE
-from faults import PACKAGE, PYTHON_CALLS, SYSCALLS, Faults, compiled
+from faults import FAILED, PACKAGE, PYTHON_CALLS, SYSCALLS, Faults, compiled
 from injection import is_one_of, row_of
 
-from arenapy import File
+from arenapy import File, Pool, cuda
 from arenapy.linux import vm
 
 pytestmark = [
@@ -134,3 +135,24 @@ def test_a_file_is_locked_although_a_signal_interrupts_that(faults, tmp_path):
     with open(path, "rb") as file:
         assert vm.first_lease(file.fileno(), 0, (1 << 63) - 1) == (1 << 62, 1)
     del region
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_a_stream_gets_its_first_blocks_without_memory_for_their_records(faults, nth):
+    """There is the block without the others that come with it, or an error. None is lost."""
+    with a_gpu() as gpu:
+        pool, s = Pool(4 * MIB, cuda.Device()), new_stream(gpu)
+        pool.alloc(300).release()
+        block = None
+        with faults.noting(), faults.armed("realloc", nth, errno.ENOMEM):
+            try:
+                block = pool.alloc(300, stream=s)
+            except MemoryError:
+                assert nth == 0
+            failed = sum(call.state == FAILED for call in faults.armed_calls())
+        assert failed == (nth < 2)
+        assert pool.stats().active_allocations == (block is not None)
+        pool.check()
+        del block
+        pool.trim(), gpu.drain(), pool.trim()
+        assert pool.stats().reserved_bytes == 0
