@@ -339,6 +339,27 @@ def test_two_empty_blocks_at_one_address_are_no_overlap():
     assert not attack(Shared, examples=10).findings
 
 
+def test_an_impossible_size_stays_impossible_when_a_program_shrinks():
+    class Wrapping(AllocatorMachine):
+        alignments = st.none()
+
+        def make(self):
+            return []
+
+        def allocate(self, state, nbytes, align):
+            if nbytes < 0:
+                raise MemoryError
+            state.append(ctypes.create_string_buffer(nbytes + 1 if nbytes < sys.maxsize else 1))
+            return state[-1]
+
+        def address(self, block):
+            return ctypes.addressof(block)
+
+    found = attack(Wrapping, examples=20).findings["oversize"]
+    step = json.loads(found.program[-1])
+    assert step["step"] == "allocate_impossible" and step["arguments"]["nbytes"] >= sys.maxsize
+
+
 def test_the_message_says_which_alignment_to_set():
     class Ignoring(AllocatorMachine):
         def make(self):
