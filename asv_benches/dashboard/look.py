@@ -46,6 +46,7 @@ SCRIPT = """\
   var plot = $.plot;
   $.plot = $.extend(function (place, data, options) {
     if (!data.length || data[0].label === undefined) { return plot(place, data, options); }
+    options = $.extend(true, {legend: {backgroundOpacity: 0.5}}, options);  /* lines show through */
     var found = styled(data), made = plot(place, found.lines, options);
     $(place).find(".legendLayer text").slice(0, found.mine).css("font-weight", "bold");
     return made;
