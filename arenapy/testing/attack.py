@@ -180,6 +180,7 @@ def attack(
     shrink: float = SHRINK_SECONDS,
     watch: Callable[[Tally], None] | None = None,
     before: Tally | None = None,
+    apart: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
     """Run random examples, and list each kind of fault that they show.
@@ -203,6 +204,9 @@ def attack(
         of these.
     before : Tally, optional
         The tally of an attack that this one continues.
+    apart : bool
+        Run each smaller program in a forked child, which may crash or hang. Memory of a GPU cannot
+        be used there.
     clock : callable
         Returns the time in seconds.
 
@@ -235,7 +239,7 @@ def attack(
     )
     return search(
         machine, options, seconds=seconds, start=start, shrink_seconds=shrink, watch=watch,
-        before=before, clock=clock,
+        before=before, apart=apart, clock=clock,
     )  # fmt: skip
 
 
