@@ -32,7 +32,7 @@ cdef struct Hold:
     Hold* ended_next     # in the owner's list of ended holds
     uintptr_t start
     uintptr_t end
-    PyObject* uses       # owned: what has to be over besides, the owner's hooks's; or NULL
+    PyObject* uses       # owned: the uses that have to end first, a list of the hooks; or NULL
     uint64_t tag         # the Buffer's tag
     uint32_t pad         # bytes skipped before start for alignment
     uint32_t flags       # HOLD_*
@@ -271,7 +271,7 @@ cdef inline void drop_hold(MemoryOwner owner, Hold* hold) noexcept nogil:
 
 # A hold of a Buffer that has ended.
 cdef void end_hold(PyObject* root) noexcept
-# What uses a block besides, from now on; it is in a list of the hold. The owner has hooks.
+# Add a further use of a block to the hold's list of uses. The owner has hooks.
 # The length of that list; 0: it was there already. And no longer, unless it is the only one.
 cdef int note_use(Block block, object use) except -1
 cdef void drop_use(Block block, object use) noexcept

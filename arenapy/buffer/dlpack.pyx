@@ -8,7 +8,7 @@ call from any thread with or without the GIL, ends it. A capsule that nobody con
 by its own destructor.
 
 Memory that streams use (arenapy.cuda) is lent to the consumer's stream, in the numbers of the array
-API standard. Where the consumer is the host it waits instead: no stream is told of it then.
+API standard. If the consumer is the host, the export waits instead, and no stream gets the block.
 """
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF

@@ -169,6 +169,8 @@ def _search(
 
     A crash or a hang is set aside like every other fault, and a new process goes on. Without
     --seconds, the last death or a hang ends the search: one more process makes programs smaller.
+    If a smaller program of a fault ends the process, that is no fault of another kind: another
+    process runs each smaller program in a child.
     """
     limits, allow, report = job["attack"], job["machine"]["allow"], folder / REPORT
     end = None if limits["seconds"] is None else clock() + limits["seconds"]
@@ -186,6 +188,9 @@ def _search(
         searching = bool(lines) and found.get("searching", False)
         if searching:
             found["examples"] += 1  # that one has not been counted
+        elif found.get("findings") and not limits.get("apart"):
+            limits |= {"seconds": 0.0, "shrink": limits["shrink"] / 2, "apart": True}
+            continue
         if kind not in shown:
             began = clock()
             message, program, again = _death(status, lines, limits["shrink"] / 2, clock)

@@ -100,8 +100,8 @@ class Source:
     Notes
     -----
     An allocator takes whole regions from the resource, and gives one back when all streams of the
-    device have done their work. For this, each region takes 2 MiB of the device besides its own
-    memory. The allocator can take a region only while no blocking stream is captured.
+    device have done their work. For this, each region takes another 2 MiB of the device. The
+    allocator can take a region only while no blocking stream is captured.
     Streams order the blocks, as those of ``cuda.Device``. A region keeps the resource alive. Do not
     give a resource that itself takes from the same Pool.
     Thread-safety: immutable; may be used from any thread if the resource may.

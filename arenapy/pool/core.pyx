@@ -1,4 +1,4 @@
-"""The pool algorithm as the owner of Buffers: what is to be done with a block besides.
+"""Pool's side of the Buffer protocol: a block whose Buffer is dropped, exported, leased or forked.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
 where blocks come from (thread_cache, page_heap), getting memory (memory), errors (pool).

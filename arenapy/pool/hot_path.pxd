@@ -353,7 +353,7 @@ cdef inline char* cache_alloc(
     return ptr
 
 
-# Free a block, also if the fast path is off: the caller has done what is to be done besides.
+# Free a block, also if the fast path is off. The caller has done everything else.
 # False: the block is not live.
 cdef inline bint cache_free(ThreadCaches c, char* ptr, uint64_t block_id) noexcept nogil:
     cdef uint64_t me = slot_at(c.slot_offset)

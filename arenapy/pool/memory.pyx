@@ -305,11 +305,11 @@ cdef class PoolMemory:
     cdef int recycle(self, size_t pages, size_t n) except -1:
         """Before growth: give idle pages back, so that what is reserved does not grow.
 
-        Free memory in pieces that are too small moves into one piece that way, at the price of
-        faulting it in again. A program that repeats itself would pay for ever. It is known by
-        requests of the same size to the byte: after REPEATS times, as much more may lie idle.
-        Others, when as much as RECYCLED_FIRST times what is reserved has been paid, may have
-        something idle, and from then on twice as much after every RECYCLED_AGAIN times.
+        This moves free memory from small pieces into one large piece, which is then faulted in
+        again. A loop would pay this on every iteration. We detect a loop by repeated requests of
+        the identical size. After REPEATS of them the pool may keep that many more bytes idle. In
+        other programs, the pool may keep some bytes idle once it has returned RECYCLED_FIRST times
+        what it has reserved, and twice as many after each further RECYCLED_AGAIN times.
 
         Where memory comes by the granule, only the `excess` moves, and idle pages next to which the
         pool grows stay. Repetitions are not counted there: most programs settle without it.

@@ -192,7 +192,7 @@ cdef uint64_t check_parts(SlabCore c, Fault* f) noexcept nogil:
 cdef uint64_t check_stack(
     SlabCore c, Stack* s, uint64_t** seen, Fault* f
 ) noexcept nogil:
-    """Every item in it is free, and in no stack besides. How many there are."""
+    """Check that every item in it is free, and in no other stack. Returns the number of items."""
     cdef int64_t i
     cdef uint64_t name, bit
     cdef uint32_t number, index

@@ -1,4 +1,4 @@
-"""The slab algorithm as the owner of Buffers: what is to be done with an item besides.
+"""Slab's side of the Buffer protocol: an item whose Buffer is dropped, exported, leased or forked.
 
 What lives here: dropped Buffers, bytes that other processes see, fork, figures. What does not:
 which items are free (slots), getting memory from a source, errors (slab).
@@ -41,7 +41,7 @@ from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow
 # Items of one size: which are free, in what order, and where they lie.
 #
 # What lives here: stacks of free items, the bitmap of live ones, parts (the items of one region).
-# What does not: whom an item concerns besides (core), getting memory from a source, errors.
+# What does not: Buffers, leases and forks (core), getting memory from a source, errors.
 #
 # Why it is fast: to allocate is to pop a name from a stack and to set a bit, to give back is the
 # reverse. Items that were never handed out are in no stack: a part remembers how far it was used,

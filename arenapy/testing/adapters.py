@@ -139,7 +139,7 @@ class Adapter:
             method()
 
     def remaining(self) -> int | None:
-        """What it says is left, if it says."""
+        """Return the number of free bytes, or None if the allocator does not say."""
         found = getattr(self.allocator, "remaining", None)
         found = found() if callable(found) else found
         return found if isinstance(found, int) else None

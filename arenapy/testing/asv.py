@@ -143,6 +143,12 @@ def peak_bytes(function: Callable[[], object]) -> int:
     -----
     Thread-safety: memory of other threads counts, too. The kernel's peak of the process
     (``VmHWM``) is reset.
+
+    Examples
+    --------
+    >>> from arenapy.testing.asv import peak_bytes
+    >>> peak_bytes(lambda: b"x" * (64 << 20)) > 48 << 20
+    True
     """
     gc.collect()
     try:

@@ -37,11 +37,17 @@ C_ALIGN = 8  # what malloc() aligns even a byte to, in the libraries that are at
 
 
 class AdapterMachine(AllocatorMachine):
-    """Attack what an `Adapter` can be made of.
+    """Test any allocator whose methods have usual names: see `machine_for`.
 
     Notes
     -----
     Thread-safety: one thread runs a machine.
+
+    Examples
+    --------
+    >>> from arenapy.testing.attack import AdapterMachine, machine_for
+    >>> issubclass(machine_for(library="libc.so.6"), AdapterMachine)
+    True
     """
 
     grows = True  # what `remaining` means is its own business
@@ -49,7 +55,7 @@ class AdapterMachine(AllocatorMachine):
     arguments: ClassVar[dict[str, Any]] = {}
 
     def make(self) -> Any:
-        """An adapter to a new allocator."""
+        """Return an adapter to a new allocator."""
         adapter = Adapter(self.new())
         self.mark = None if adapter.mark is None else lambda state: state.mark()
         self.reset = None if adapter.reset is None else self.reset_adapter
@@ -58,38 +64,38 @@ class AdapterMachine(AllocatorMachine):
 
     @staticmethod
     def new() -> Any:
-        """A new allocator."""
+        """Return a new allocator."""
         raise NotImplementedError
 
     def allocate(self, state: Any, nbytes: int, align: int | None) -> Any:
-        """(block, bytes)."""
+        """Return (block, bytes)."""
         return state.allocate(nbytes, align)
 
     def address(self, block: Any) -> int:
-        """By the block's usual names."""
+        """Return the address, which the block has under a usual name."""
         found = address_of(block[0])
         if not found:  # a buffer of no bytes is nowhere, and none is apart from another
             self.empty_is_apart = False
         return found
 
     def free(self, state: Any, block: Any) -> None:
-        """Free it, or drop it."""
+        """Free the block, or drop it if the allocator has no method for that."""
         state.free(block)
 
     @staticmethod
     def reset_adapter(state: Any, mark: Any = None) -> None:
-        """To a mark, or to the start."""
+        """Reset to a mark, or to the start."""
         state.reset() if mark is None else state.reset(mark)
 
     def look(self) -> None:
-        """Also the allocator's own ``check()``."""
+        """Call the allocator's own ``check()``, too."""
         super().look()
         if self.state.check is not None:
             self.call(self.state.check)
 
     @classmethod
     def recipe(cls) -> dict[str, Any]:
-        """The arguments of `machine_for`."""
+        """Return the arguments of `machine_for`."""
         return {"machine": f"{MODULE}:machine_for", "arguments": cls.arguments}
 
 
@@ -100,7 +106,7 @@ def machine_for(
     allow: Sequence[str] = (),
     max_align: int = PAGE,
 ) -> type[AllocatorMachine]:
-    """A class of machines that attacks what is named.
+    """Return a class of machines that tests the named allocator or library.
 
     Parameters
     ----------
@@ -174,6 +180,7 @@ def attack(
     shrink: float = SHRINK_SECONDS,
     watch: Callable[[Tally], None] | None = None,
     before: Tally | None = None,
+    apart: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
     """Run random examples, and list each kind of fault that they show.
@@ -197,6 +204,9 @@ def attack(
         of these.
     before : Tally, optional
         The tally of an attack that this one continues.
+    apart : bool
+        Run each smaller program in a forked child, which may crash or hang. Memory of a GPU cannot
+        be used there.
     clock : callable
         Returns the time in seconds.
 
@@ -229,7 +239,7 @@ def attack(
     )
     return search(
         machine, options, seconds=seconds, start=start, shrink_seconds=shrink, watch=watch,
-        before=before, clock=clock,
+        before=before, apart=apart, clock=clock,
     )  # fmt: skip
 
 

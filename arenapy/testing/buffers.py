@@ -27,7 +27,7 @@ EXPORTS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(slots=True)
 class Exports:
-    """What somebody sees of a Buffer."""
+    """The live exports of a Buffer."""
 
     objects: list[Any] = field(default_factory=list)
     ever: bool = False
@@ -56,7 +56,7 @@ class BufferRules(AllocatorMachine):
         return super().survives(known) or (known.extra is not None and known.extra.ever)
 
     def give_all_back(self, how: str) -> None:
-        """Nobody sees anything any more."""
+        """Drop all exports, and then all blocks."""
         for known in self.live.values():
             known.extra = None
         super().give_all_back(how)

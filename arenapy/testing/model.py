@@ -213,7 +213,7 @@ class AllocatorModel(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def failures_kept(self) -> Iterator[None]:
-        """What fails in here leaves its program in the tally; what is allowed ends the example."""
+        """Put the program of a failure into the tally. An allowed failure ends the example."""
         try:
             yield
         except HypothesisException:  # an assumption, or wrong use: no failure of the allocator

@@ -57,7 +57,7 @@ Argument = st.SearchStrategy[Any] | OneOf | str | Callable[[Any], st.SearchStrat
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What `operation` was told: what a method needs, and where its arguments come from."""
+    """The arguments of `operation`: the needs of a method, and the sources of its arguments."""
 
     needs: tuple[str, ...]
     arguments: Mapping[str, Argument]

@@ -28,7 +28,7 @@ HANDED_OUT = ("total_allocations", "active_allocations", "allocated_bytes", "pea
 
 
 class OwnMachine(AllocatorMachine):
-    """What arenapy's allocators have in common."""
+    """The common part of the machines of arenapy's allocators."""
 
     default_align = DEFAULT_ALIGN
     # Not more than a region is aligned to: what is served must not depend on where memory lies.
@@ -240,7 +240,7 @@ class PoolMachine(OwnMachine):
         return Pool(max_bytes, source, rounding=rounding)
 
     def stats(self, state: Any) -> Any:
-        """What is handed out; free memory may be given back in search of room."""
+        """Return the figures of live blocks only: the pool may return free memory at any time."""
         stats = state.stats()
         return [getattr(stats, name) for name in HANDED_OUT]
 

@@ -1,8 +1,8 @@
-"""The oracle: which addresses are somebody's, and what they must read as.
+"""The oracle: which addresses belong to a block, and which bytes they must contain.
 
-It is told what was handed out and what was given back, and keeps the books by itself. It never asks
-the allocator under test. A block is filled with one byte that is not zero and that its neighbours
-in time do not have, so that what belongs to somebody else reads wrong.
+It keeps its own list of blocks, and never asks the allocator under test. Each block is filled with
+one byte, which is not zero. Blocks that are allocated one after the other have different bytes, so
+a block that lies in the memory of another one reads wrong.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def shared_by_empty(new: Live, others: Iterable[tuple[int, Live]]) -> str | None
 
 
 def check_reads(serial: int, known: Live, offset: int, seen: bytes) -> None:
-    """What was read at `offset` of a block is what was written there."""
+    """Check that the bytes read at `offset` of a block are those that were written there."""
     if seen != bytes([known.fill]) * len(seen):
         at = next(i for i, byte in enumerate(seen) if byte != known.fill)
         raise Fault(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from arenapy.testing.tally import NewKind, Tally
 __all__ = ["SHRINK_SECONDS", "report", "search", "shrink"]
 
 SHRINK_SECONDS = 30.0
+TRY_SECONDS = 5.0  # in a child, after which a program hangs
 AFTER_FIRST = 200  # more examples after the first finding; a profile may have a million
 SEED = "_hypothesis_internal_use_seed"  # where `seed` puts it
 
@@ -44,6 +47,7 @@ def search(
     shrink_seconds: float = SHRINK_SECONDS,
     watch: Callable[[Tally], None] | None = None,
     before: Tally | None = None,
+    apart: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
     """Run examples until enough have run, and keep a small program for each kind of fault.
@@ -67,6 +71,8 @@ def search(
         of these.
     before : Tally, optional
         The tally of a search that this one continues.
+    apart : bool
+        Run each smaller program in a forked child, which may crash or hang.
     clock : callable
         Returns the time in seconds.
 
@@ -123,14 +129,14 @@ def search(
             delattr(machine, SEED)
     if watch is not None:
         watch(tally)
-    for _ in _make_small(machine, tally, shrink_seconds, clock):
+    for _ in _make_small(machine, tally, shrink_seconds, clock, apart):
         if watch is not None:
             watch(tally)
     return tally
 
 
 def _make_small(
-    machine: type[Any], tally: Tally, seconds: float, clock: Callable[[], float]
+    machine: type[Any], tally: Tally, seconds: float, clock: Callable[[], float], apart: bool
 ) -> Iterator[None]:
     """The programs of all findings, the worst first; each gets an equal part of what is left.
 
@@ -143,16 +149,18 @@ def _make_small(
         until = now + (end - now) / (len(findings) - index)
         machine.tally = Tally(only=finding.kind)  # not to be counted
         try:
-            _shrink(machine, finding, until, clock)
+            _shrink(machine, finding, until, clock, apart)
         finally:
             machine.tally = tally
         yield
 
 
-def _shrink(machine: type[Any], finding: Finding, until: float, clock: Callable[[], float]) -> None:
+def _shrink(
+    machine: type[Any], finding: Finding, until: float, clock: Callable[[], float], apart: bool
+) -> None:
     """Replace the program of a finding by a small one."""
 
-    def fails(program: list[str]) -> bool:
+    def fails_here(program: list[str]) -> bool:
         try:
             Program.parse(program).run(machine)
         except Exception as error:
@@ -161,6 +169,26 @@ def _shrink(machine: type[Any], finding: Finding, until: float, clock: Callable[
                 return True
         return False
 
+    def fails_in_child(program: list[str]) -> bool:
+        receiving, sending = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # not the stacks of its crashes
+                if fails_here(program):
+                    os.write(sending, finding.message.encode())
+            finally:
+                os._exit(0)
+        os.close(sending)
+        ready, _, _ = select.select([receiving], [], [], TRY_SECONDS)
+        said = os.read(receiving, select.PIPE_BUF) if ready else b""
+        os.close(receiving)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        finding.message = said.decode(errors="replace") or finding.message
+        return bool(said)
+
+    fails = fails_in_child if apart else fails_here
     if fails(finding.program):
         finding.program = shrink(finding.program, fails, until, machine.smallest, clock)
     else:

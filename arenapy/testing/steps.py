@@ -266,7 +266,7 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
 
 
 def find(name: str, file: str | None = None) -> Any:
-    """What ``"package.module:object"`` names; `file` is where the module was, if it is known.
+    """Import the object that ``"package.module:object"`` names. `file` is its module's file.
 
     Raises
     ------

@@ -191,7 +191,7 @@ class StreamMachine(AllocatorMachine):
 
     @operation("live", which=OneOf("live"), stream=OneOf("places"), record=st.booleans())
     def read_on(self, which: int, stream: int, record: bool) -> None:
-        """Read a block on some stream, of which the allocator is told, or will not need to be."""
+        """Read a block on some stream, and record the stream if `record` says so."""
         self.use(self.pick_live(which), self.place(stream), write=False, record=record)
 
     @operation("live", which=OneOf("live"), stream=OneOf("places"), record=st.booleans())
@@ -249,11 +249,11 @@ class StreamMachine(AllocatorMachine):
         return self.places[drawn % len(self.places)]
 
     def stream(self, place: int) -> Any:
-        """What the allocator is given for it."""
+        """Return the stream object of a place. None stands for the host."""
         return None if place == HOST else self.device.streams[place]
 
     def use(self, picked: tuple[int, Live], place: int, *, write: bool, record: bool) -> None:
-        """Work on a block, of which the allocator is told if it can be."""
+        """Work on a block, and record the stream for it if possible."""
         serial, known = picked
         self.work(serial, known, place, write=write)
         told = place in known.extra.recorded
@@ -304,7 +304,7 @@ class StreamMachine(AllocatorMachine):
 
     @contextlib.contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """What is done in the body is done there."""
+        """Do the work of the body at this place."""
         before, self.on = self.on, place
         try:
             yield
@@ -334,7 +334,7 @@ class StreamMachine(AllocatorMachine):
         self.call(self.reset, state, mark[0] if mark else None, self.stream(self.on))
 
     def end_blocks(self, serial: int) -> None:
-        """What is younger leaves the model, but for the work that may not be done."""
+        """Remove younger blocks from the model. Their unfinished work stays."""
         before = dict(self.live)
         super().end_blocks(serial)
         self.retired.extend(pair for pair in before.items() if pair[0] not in self.live)

@@ -1,4 +1,4 @@
-"""What a class of machines has done so far, in all its examples: for the summary at the end."""
+"""Counts over all examples of a class of machines, for the summary at the end."""
 
 from __future__ import annotations
 

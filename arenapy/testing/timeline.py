@@ -48,7 +48,7 @@ class Work:
         self.clock = list(clock)
 
     def __str__(self) -> str:
-        """What is done, and where."""
+        """Name the work and the place."""
         return f"{self.what} {'by the host' if self.stream == HOST else f'on stream {self.stream}'}"
 
 
@@ -158,7 +158,7 @@ class SimulatedStream:
         return event
 
     def wait(self, event: SimulatedEvent) -> None:
-        """What is given to this stream from now on is done after `event`."""
+        """Let later work of this stream run after `event`."""
         event._open()
         join(self.clock, event._clock)
 
@@ -241,7 +241,7 @@ class SimulatedStreams:
         return self.submit(stream, f"the reading of block {serial}", run)
 
     def wait(self, stream: int, work: Work) -> None:
-        """What `stream` is given from now on comes after `work`; the host waits for it."""
+        """Let later work of `stream` run after `work`. The host waits for it."""
         clock = self._after(work)
         if stream == HOST:
             self.finish_clock(clock)
@@ -269,11 +269,11 @@ class SimulatedStreams:
             stream.synchronize()
 
     def wrong(self) -> list[str]:
-        """What was read by now and was not as it had been written."""
+        """List the reads so far that did not see the bytes that had been written."""
         return self._wrong
 
     def close(self) -> None:
-        """Leave undone what is not done."""
+        """Drop the work that is not done."""
         for stream in self.streams:
             stream.queue.clear()
 

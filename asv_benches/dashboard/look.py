@@ -1,7 +1,8 @@
 """What every published page of asv's gets: arenapy's lines stand out, and a phone can show it.
 
-asv has no setting for any of this, so a script and a style are put into its page. What lives here:
-which lines are arenapy's, and how lines, legends and pages look. What does not: where the scripts
+asv has no setting for any of this, so a script and a style are put into its page, and a few places
+of its own scripts are replaced. What lives here: which lines are arenapy's, and how lines, legends,
+numbers and pages look. What does not: where the scripts
 of asv's pages come from (offline.py).
 """
 
@@ -45,14 +46,33 @@ SCRIPT = """\
   var plot = $.plot;
   $.plot = $.extend(function (place, data, options) {
     if (!data.length || data[0].label === undefined) { return plot(place, data, options); }
+    options = $.extend(true, {legend: {backgroundOpacity: 0.5}}, options);  /* lines show through */
     var found = styled(data), made = plot(place, found.lines, options);
     $(place).find(".legendLayer text").slice(0, found.mine).css("font-weight", "bold");
     return made;
   }, plot);
 })(jQuery);
+
+function arenapyDigits(x) {  /* "1,050", where toPrecision(3) has "1.05e+3" */
+  "use strict";
+  return Math.abs(x) < 999.5 ? x.toPrecision(3) : Math.round(x).toLocaleString("en");
+}
 """
 
+#: What asv's scripts have, and what they get.
+REPLACED = {
+    "asv.js": (
+        ("x.toPrecision(3)", "arenapyDigits(x)"),
+        ("(x / time_units[i][2]).toFixed(3) + time_units",
+         "arenapyDigits(x / time_units[i][2]) + ' ' + time_units"),
+    ),
+    "graphdisplay.js": (("(v / multiplier).toPrecision(3)", "arenapyDigits(v / multiplier)"),),
+    # The name of a benchmark ends where its parameters begin; they may have parentheses, too.
+    "summarylist.js": (("match(/(.*)\\(.*$/)", "match(/(.*?)\\((?=['\"\\d])/)"),),
+}  # fmt: skip
+
 STYLE = """\
+#overview { min-height: 0 !important; }  /* asv's is taller than the place that it has */
 @media (max-width: 700px) {
   body { overflow-x: hidden; }
   .row, nav .nav { margin-left: 0 !important; margin-right: 0 !important; }
@@ -72,7 +92,10 @@ STYLE = """\
   .legendLayer { font-size: 10px; }
   .benchmark-container { width: 100%; }
   #regressions-body { overflow-x: auto !important; }
-  table.table { display: block; overflow-x: auto; }
+  table.table, table.table > * { display: block; }
+  table.table tr { display: flex; flex-wrap: wrap; border-top: 1px solid #ddd; padding: 4px 0; }
+  table.table tr > * { border: 0 !important; padding: 2px 8px !important; }
+  table.table tr > :first-child { flex: 0 0 100%; overflow-wrap: anywhere; }
 }
 """
 
@@ -82,6 +105,12 @@ def finish(site, machine, others):
     site = Path(site)
     (site / "arenapy.js").write_text(SCRIPT.replace("OURS", json.dumps(OURS)))
     (site / "arenapy.css").write_text(STYLE)
+    for name, places in REPLACED.items():
+        script = (site / name).read_text()
+        for old, new in places:
+            assert old in script, (name, old)
+            script = script.replace(old, new)
+        (site / name).write_text(script)
     page = site / "index.html"
     text = page.read_text()
     head = (

@@ -19,15 +19,15 @@ ROUNDS = 21
 WAYS = gpu_latency.OURS | gpu_latency.PEERS
 GROUPS = {
     "Block": (
-        "A block of a GPU's memory from Python",
+        "Allocate and free a block of GPU memory",
         {(name, n): way for n in gpu_latency.SIZES for name, way in WAYS.items()},
     ),
     "Stream": (
-        "The same on others' streams, from a Slab, a Bump, cuda.core",
+        "GPU blocks, by allocator and kind of stream",
         {(name, gpu_latency.SIZES[0]): way for name, way in gpu_latency.SMALL.items()},
     ),
     "Pinned": (
-        "A block of pinned memory from Python",
+        "Allocate and free a block of pinned memory",
         {
             (name, n): way
             for n in gpu_latency.PINNED_SIZES
@@ -35,7 +35,7 @@ GROUPS = {
         },
     ),
     "PingPong": (
-        "A block made on one stream and used by another",
+        "A block that moves between two streams",
         {(name, 1 << 20): way for name, way in gpu_latency.PING_PONG.items()},
     ),
 }

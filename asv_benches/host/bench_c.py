@@ -107,7 +107,7 @@ class Malloc:
     param_names = ("allocator", "block", "order", "touched")
     timeout = 300
 
-    @named("An allocation and a free in C, 64 blocks live", "ns")
+    @named("C alloc + free, 64 live blocks", "ns")
     def track_alloc_free(self, allocator, block, order, touched):
         """Of a Slab for 64 bytes, of a Pool for more."""
         nbytes = next(nbytes for nbytes in CASES if text(nbytes) == block)

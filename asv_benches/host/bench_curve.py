@@ -142,7 +142,7 @@ class Curve:
     param_names = ("allocator", "live", "order")
     timeout = 600
 
-    @named("A free and an allocation in C, so many blocks live", "ns")
+    @named("C free + alloc, by number of live blocks", "ns")
     def track_alloc_free(self, allocator, live, order):
         """The median of rounds in a worker."""
         return in_c([allocator], live, 21)[allocator, order] * 1e9
@@ -155,7 +155,7 @@ class PythonCurve:
     param_names = ("live", "order", "allocator")
     timeout = 600
 
-    @named("A drop and an allocation from Python, so many blocks live", "ns")
+    @named("Python free + alloc, by number of live blocks", "ns")
     def track_alloc_drop(self, live, order, allocator):
         """Both take turns; one is kept."""
         return in_python(live, 21).get((allocator, order), float("nan")) * 1e9
@@ -168,13 +168,13 @@ class EachCall:
     param_names = ("live", "sizes")
     timeout = 600
 
-    @named("The slowest single call of a Pool", "ns")
+    @named("Slowest single Pool call", "ns")
     def track_worst_call(self, live, sizes):
         """Of filling, freeing and filling again."""
         found = each_call(live, KINDS[sizes])
         return max(int(calls.max()) for calls in found.values())
 
-    @named("Bookkeeping of a Pool, a block", "bytes")
+    @named("Bookkeeping memory of a Pool per block", "bytes")
     def track_metadata(self, live, sizes):
         """With all of them live."""
         return metadata(live, KINDS[sizes])

@@ -57,8 +57,8 @@ def namespace():
     return names
 
 
-Export = timed("Export", "A view of a block, made and dropped", EXPORTS, namespace)
-Exchange = timed("Exchange", "DLPack, array interface, pickle", EXCHANGES, namespace)
+Export = timed("Export", "Make and drop a view of a block", EXPORTS, namespace)
+Exchange = timed("Exchange", "Export by DLPack, array interface and pickle", EXCHANGES, namespace)
 
 
 def lines(quick):

@@ -122,7 +122,7 @@ class Faults:
     param_names = ("memory", "array")
     timeout = 600
 
-    @named("Page faults: scope, allocate, write all, an iteration", "faults")
+    @named("Page faults of a scope with one written array", "faults")
     def track_array(self, memory, array):
         """Of 20 iterations."""
         count = arena_faults if memory == "arena" else numpy_faults
@@ -145,7 +145,7 @@ class MixedFaults:
 
 
 FirstTouch = timed(
-    "FirstTouch", "64 MiB made, a byte of each page written", TOUCH, namespace, 1, unit="ms"
+    "FirstTouch", "Allocate 64 MiB and write to each page", TOUCH, namespace, 1, unit="ms"
 )
 
 

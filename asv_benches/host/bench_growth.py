@@ -53,7 +53,7 @@ class Reserved:
     param_names = ("growth",)
     timeout = 300
 
-    @named("Peak reserved over peak live, of batches that grow", "x")
+    @named("Peak reserved / peak live, growing batches", "x")
     def track_reserved_over_live(self, growth):
         """Of 192 blocks, half of which stay."""
         return reserved_over_live(growth, 64 * MIB)

@@ -45,12 +45,12 @@ class Import:
         if self.found is None:
             raise NotImplementedError(f"{module} cannot be imported here")
 
-    @named("Importing, NumPy being there", "ms")
+    @named("Import time when NumPy is already imported", "ms")
     def track_seconds(self, module):
         """The least of seven."""
         return min(imported(module)[0] for _ in range(7)) * 1e3
 
-    @named("Modules that an import brings", "modules")
+    @named("Number of modules that an import loads", "modules")
     def track_modules(self, module):
         """Of one."""
         return self.found[1]

@@ -181,18 +181,18 @@ def namespace():
     }
 
 
-Block = timed("Block", "A block from Python, made and dropped", BLOCKS, namespace)
+Block = timed("Block", "Allocate and free a small block", BLOCKS, namespace)
 LargeBlock = timed(
     "LargeBlock",
-    "A larger block, made and dropped",
+    "Allocate and free a larger block",
     {n: BLOCKS[n] for n in POOL.values()} | OTHERS,
     namespace,
 )
-Array = timed("Array", "An array, made and dropped", ARRAYS, namespace)
-Dtype = timed("Dtype", "An array of a dtype, made and dropped", DTYPES, namespace)
-Typed = timed("Typed", "An array of np.dtype('f8'), made and dropped", TYPED, namespace)
-Frame = timed("Frame", "A frame of an arena, entered and left", MARKS, namespace)
-Batch = timed("Batch", "Blocks made in one call or one by one", BATCHES, namespace)
+Array = timed("Array", "Allocate and free an array", ARRAYS, namespace)
+Dtype = timed("Dtype", "Allocate and free an array, by kind of dtype", DTYPES, namespace)
+Typed = timed("Typed", "Allocate and free an array of one dtype object", TYPED, namespace)
+Frame = timed("Frame", "Enter and leave a scope", MARKS, namespace)
+Batch = timed("Batch", "Allocate many blocks, in one call or one by one", BATCHES, namespace)
 
 
 def lines(quick):

@@ -83,7 +83,7 @@ class Layout:
         """New records."""
         self.loop = WAYS[loop].loop(namespace(PAGES[pages]))
 
-    @named("A sum over 4 Mi records, by layout and pages")
+    @named("Sum over 4 Mi records, by layout and pages")
     def time_4_mi_records(self, loop, pages):
         """Add up."""
         self.loop.timeit(1)

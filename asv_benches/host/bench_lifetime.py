@@ -82,7 +82,7 @@ class Lifetime:
     param_names = ("loop",)
     timeout = 300
 
-    @named("Room that loops need whose arrays outlive their scope", "F")
+    @named("Arena size for arrays that outlive their scope", "F")
     def track_reach(self, loop):
         """Fails where the bound does not do."""
         bound, sizes = LOOPS[loop]
@@ -94,7 +94,7 @@ class Kept:
 
     timeout = 300
 
-    @named("Bytes not given back for each byte that is kept", "1")
+    @named("Bytes that stay used per byte of live arrays", "1")
     def track_bytes_over_kept_bytes(self):
         """1 if nothing else is kept."""
         return kept_bytes(FRAMES // 10)[0]

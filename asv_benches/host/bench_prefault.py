@@ -98,7 +98,7 @@ class Prefault:
         if way == "touch each page":
             vm.inject_populate_error(22)
 
-    @named("1 GiB made ready for use")
+    @named("Prefault 1 GiB")
     def time_one_gib(self, way):
         """Fault all of it in."""
         if self.unmap is not None:  # the warm-up calls again without setup

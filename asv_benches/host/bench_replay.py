@@ -113,7 +113,7 @@ class Recording:
         """Remove the file."""
         self.folder.cleanup()
 
-    @named("An allocation or a free while a trace is recorded", "ns")
+    @named("Allocate or free while a trace is recorded", "ns")
     def track_event(self, way):
         """The median of rounds, each with a file of its own if it is recorded."""
         return turns({"": self.loop}, 1, 5)[""] / EVENTS * 1e9
@@ -132,12 +132,12 @@ class Replay:
         if self.found.ratio is None:
             raise NotImplementedError(self.found.note)
 
-    @named("Peak reserved over peak live of a trace, every page written", "x")
+    @named("Peak reserved / peak live of a trace", "x")
     def track_reserved(self, allocator, trace):
         """What rounding, fragmentation and bookkeeping cost in memory."""
         return self.found.ratio
 
-    @named("An event of a trace, in a second pass", "ns")
+    @named("Time per event of a trace, second pass", "ns")
     def track_event(self, allocator, trace):
         """The first byte of every block written."""
         return self.found.event_ns

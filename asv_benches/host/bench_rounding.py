@@ -55,7 +55,7 @@ def reserved_over_live(rounding, replaced):
     return pool.stats().reserved_bytes / most  # which only grew: nothing was trimmed
 
 
-Rounding = timed("Rounding", "A block of a Pool replaced by another size, in C", WAYS, namespace)
+Rounding = timed("Rounding", "C: replace a Pool block by one of another size", WAYS, namespace)
 
 
 class Reserved:
@@ -65,7 +65,7 @@ class Reserved:
     param_names = ("rounding",)
     timeout = 300
 
-    @named("Peak reserved over peak asked for, by rounding", "x")
+    @named("Peak reserved / peak requested, by rounding", "x")
     def track_reserved_over_live(self, rounding):
         """Of 50,000 blocks replaced."""
         return reserved_over_live(rounding, REPLACED)

@@ -237,7 +237,7 @@ class Isolation:
     param_names = ("items",)
     timeout = 300
 
-    @named("A write by each of two threads to neighbouring items of a Slab", "ns")
+    @named("Two threads write to neighbouring Slab items", "ns")
     def track_write(self, items):
         """The median of some rounds."""
         return isolation(ASV_ROUNDS)[self.params.index(items)] * 1e9
@@ -250,7 +250,7 @@ class Threads:
     param_names = ("allocator", "work", "threads")
     timeout = 300
 
-    @named("Allocations and frees in C, all threads together", "M/s")
+    @named("C alloc + free, sum of all threads", "M/s")
     def track_rate(self, allocator, work, threads):
         """The best of some rounds."""
         malloc = OURS if allocator in HEAPS else allocator
@@ -265,7 +265,7 @@ class PythonThreads:
     param_names = ("statement", "threads")
     timeout = 300
 
-    @named("Allocations and drops from Python, all threads together", "M/s")
+    @named("Python alloc + free, sum of all threads", "M/s")
     def track_rate(self, statement, threads):
         """The best of some rounds."""
         return rates_in_python(statement, ASV_ROUNDS, (threads,))[threads] / 1e6

@@ -194,16 +194,16 @@ GROUPS = {
         "an array", bench_latency.ARRAYS, bench_latency.namespace, ours(bench_latency.ARRAYS)
     ),
     "Dtype": Group(
-        "an array of a dtype",
+        "an array, by kind of dtype",
         bench_latency.DTYPES | bench_latency.TYPED,
         bench_latency.namespace,
         ours(bench_latency.DTYPES | bench_latency.TYPED),
     ),
     "Frame": Group(
-        "a frame", bench_latency.MARKS, bench_latency.namespace, ours(bench_latency.MARKS)
+        "a scope", bench_latency.MARKS, bench_latency.namespace, ours(bench_latency.MARKS)
     ),
     "Batch": Group(
-        "a block of many",
+        "each block of a batch",
         bench_latency.BATCHES,
         bench_latency.namespace,
         ours(bench_latency.BATCHES),
@@ -231,15 +231,17 @@ GROUPS = {
         C_RUNS,
     ),
     "Handler": Group(
-        "an array of NumPy's, and dropped",
+        "a NumPy array",
         HANDLER,
         handler,
         tuple(name for name in HANDLER if name.endswith("arenapy")),
     ),
     "Replay": Group("an event of a trace", REPLAYS, replays, tuple(REPLAYS)[:1]),
-    "Made": Group("an allocator, made and dropped", MADE, makers, tuple(MADE)[:3], runs=LEAST_RUNS),
+    "Made": Group(
+        "making and dropping an allocator", MADE, makers, tuple(MADE)[:3], runs=LEAST_RUNS
+    ),
 }
-EXTRA = {"Locks": Group("what locks cost", LOCKS, unlocked_heaps, (), True, C_RUNS)}
+EXTRA = {"Locks": Group("locks", LOCKS, unlocked_heaps, (), True, C_RUNS)}
 # What is promised as a ratio of times has one of instructions too.
 RATIOS = [
     (bench_latency.OURS, bench_latency.NOOP),

@@ -97,7 +97,7 @@ class Calls:
     param_names = ("memory", "call")
     timeout = 300
 
-    @named("Page faults of calls with memory of malloc's, 20 runs", "faults")
+    @named("Page faults of C code that uses malloc, 20 runs", "faults")
     def track_faults(self, memory, call):
         """Once it is warm."""
         setup, statement = CALLS[call]

@@ -158,7 +158,7 @@ class Empty:
         """A new pool."""
         self.loop = empty_loops(elements)[memory]
 
-    @named("np.empty of float64, made and dropped", "ns")
+    @named("Allocate and free with np.empty, float64", "ns")
     def track_empty(self, memory, elements):
         """The median of rounds."""
         return turns({"": self.loop}, CALLS, 15)[""] * 1e9

@@ -137,7 +137,7 @@ class Workloads:
     param_names = ("workload", "memory")
     timeout = 600
 
-    @named("A step of a program", "ms")
+    @named("Time per step of a program", "ms")
     def track_step(self, workload, memory):
         """Steady state; NaN if a library that it needs is not here."""
         with Program(memory) as program:

@@ -325,6 +325,15 @@ def test_a_phone_shows_the_whole_menu_and_nothing_beside_the_page(shown, page):
             assert all(one["top"] >= box["bottom"] for one in others)
         below = "return document.querySelector('nav').getBoundingClientRect().bottom"
         assert boxes[-1]["bottom"] <= shown.execute_script(below)
+        beside = shown.execute_script("""
+            return [...document.querySelectorAll("table.table td, table.table th")]
+              .map(e => e.getBoundingClientRect().right).filter(right => right > innerWidth);
+        """)
+        assert not beside
+        if canvas := shown.find_elements("css selector", "#overview canvas"):
+            menu = shown.find_element("id", "graphdisplay-navigation")
+            overview = canvas[0].rect
+            assert overview["y"] + overview["height"] <= menu.rect["y"]
     finally:
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -341,6 +350,11 @@ def test_arenapys_lines_come_first_and_stand_out(shown):
     assert found[:3] == [[f"{call}", 3, "700"] for call in
                          ("arena.alloc(64)", "slab.alloc()", "pool.alloc(64)")]  # fmt: skip
     assert {(width, weight) for _, width, weight in found[3:]} == {(1.25, "400")}
+    # The 1,000 of an axis has no exponent.
+    go_to(shown, "instructions.bench_instructions.Block.track_instructions")
+    texts = "return [...document.querySelectorAll('#main-graph text')].map(e => e.textContent)"
+    ticks = shown.execute_script(texts)
+    assert "1,000" in ticks and not [one for one in ticks if "e+" in one]
     # For lines of Python's: what only peers do is no regression.
     ours = re.compile(look.OURS)
     for line in ("'arenapy.Pool'", "'np.asarray(b)'", "'b[64:128]'", "'pool.alloc(4 KiB)'"):

@@ -24,7 +24,8 @@ from arenapy import cuda
 MODULES = ("arenapy", "arenapy.stats", "arenapy.debug", "arenapy.plot", "arenapy.trace",
            "arenapy.cuda")  # fmt: skip
 #: Those whose functions and classes are public, but not all methods.
-NAMES_ONLY = ("arenapy.testing",
+NAMES_ONLY = ("arenapy.testing", "arenapy.testing.asv", "arenapy.testing.attack",
+              "arenapy.testing.crashes",
               *[f"arenapy.interop.{one}" for one in (
                   "cupy", "dask", "hip", "numba", "numba_kernels", "rmm", "torch")])  # fmt: skip
 

@@ -339,6 +339,27 @@ def test_two_empty_blocks_at_one_address_are_no_overlap():
     assert not attack(Shared, examples=10).findings
 
 
+def test_an_impossible_size_stays_impossible_when_a_program_shrinks():
+    class Wrapping(AllocatorMachine):
+        alignments = st.none()
+
+        def make(self):
+            return []
+
+        def allocate(self, state, nbytes, align):
+            if nbytes < 0:
+                raise MemoryError
+            state.append(ctypes.create_string_buffer(nbytes + 1 if nbytes < sys.maxsize else 1))
+            return state[-1]
+
+        def address(self, block):
+            return ctypes.addressof(block)
+
+    found = attack(Wrapping, examples=20).findings["oversize"]
+    step = json.loads(found.program[-1])
+    assert step["step"] == "allocate_impossible" and step["arguments"]["nbytes"] >= sys.maxsize
+
+
 def test_the_message_says_which_alignment_to_set():
     class Ignoring(AllocatorMachine):
         def make(self):
@@ -473,6 +494,42 @@ def test_without_a_time_a_hang_ends_the_search(tmp_path, monkeypatch):
 def test_a_crash_while_shrinking_is_the_last(tmp_path, monkeypatch):
     processes = Processes(monkeypatch, (-11, 1, False))
     assert processes.search(tmp_path) == (-11, ["crash"], "process 1")
+
+
+def test_a_smaller_program_that_crashes_is_no_further_kind(tmp_path, monkeypatch):
+    """Another process goes on, in half of the time, and tries each program in a child."""
+    (tmp_path / "report.json").write_text('{"findings": [{"kind": "overlap"}]}')
+    processes = Processes(monkeypatch, (-11, 1, False))
+    assert processes.search(tmp_path) == (0, ["overlap"], "process 2")
+    assert processes.limits == [(None, 10), (0.0, 5)]
+
+
+@pytest.mark.parametrize("end", ["crash", "hang"])
+def test_programs_are_made_smaller_in_children(end, monkeypatch):
+    """Although each one that asks for a byte crashes or hangs."""
+    monkeypatch.setattr("arenapy.testing.search.TRY_SECONDS", 0.2)
+    parent = os.getpid()
+
+    class Shared(AllocatorMachine):
+        alignments = st.none()
+        sizes = st.integers(1, 100)
+        bad_request = None
+
+        def make(self):
+            return ctypes.create_string_buffer(100)
+
+        def allocate(self, state, nbytes, align):
+            if nbytes == 1 and os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL if end == "crash" else signal.SIGSTOP)
+            return ctypes.addressof(state)
+
+        def address(self, block):
+            return block
+
+    found = attack(Shared, examples=5, shrink=10, apart=True)
+    assert list(found.findings) == ["overlap"] and "overlaps block 1" in found.error
+    assert len(found.failing) <= 3 and '"nbytes": 1,' not in str(found.failing.lines())
+    assert found.failing.lines() and "[1, " not in str(found.failing.lines())
 
 
 def test_what_may_be_allowed_is_checked(capsys):

@@ -51,7 +51,7 @@ def _measured(device: str, batches: int, nbytes: int, runs: int) -> Pipeline:
         console=terminal, auto_refresh=False, transient=True, disable=not terminal.is_terminal,
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=WAYS * runs + OTHER_STEPS)
-        done = -1  # a step is told of when it begins
+        done = -1  # a step is shown when it begins
 
         def step(what: str) -> None:
             nonlocal done

@@ -143,7 +143,7 @@ class Pooled:
         self.pool.prewarm({nbytes: DEPTH})
 
     def run(self, batches: Batches, numbers: Iterable[int], noted: Noted = _unnoted) -> None:
-        """As the others; `noted` is told of what each stream does."""
+        """Run the batches as the other ways do. `noted` gets what each stream does."""
         copying, computing = self.copying, self.computing
         for number in numbers:
             item = self.staging.alloc()
