@@ -5,12 +5,14 @@
 
 Draws lines of the core's .pyx files and changes each in one place: a comparison, an operator, a
 constant, or a statement that is left out. Every mutant is built alone, beside a copy of the
-installed package, and attacked by the tests of its part. It is killed if one of them fails, crashes
-or does not end; a survivor is shown with its line, again at the end. What does not compile is drawn
-again. Install the package and run this with CFLAGS=-DARENAPY_ASSERT: CI has the assertions on, too.
-Tests that fail without a mutant are named, and left out. Run it on many cores: a mutant
-takes one about half a minute. The exit status is 0 whatever survives: a survivor is to be looked
-at, and may change nothing that anybody could see.
+installed package, and attacked by the tests of its part, the quickest first. It is killed if one of
+them fails, crashes or does not end; a survivor is shown with its line, again at the end. What does
+not compile is drawn again. Install the package and run this with CFLAGS=-DARENAPY_ASSERT: CI has
+the assertions on, too. Tests that fail without a mutant are named, and left out; `--known` keeps
+what was found of that for the next run. Run it on many cores: a mutant that is killed takes one of
+them some ten seconds, and a survivor as long as all its tests. So use `--tier quick` first, then
+`--again` with all tests. The exit status is 0 whatever survives: a survivor is to be looked at, and
+may change nothing that anybody could see.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "arenapy"
 COMMON = [
-    "test_attacks", "test_bad_input", "test_bookkeeping", "test_debug", "test_debug_c",
+    "test_attacks", "test_bad_input", "test_bookkeeping", "test_cycles", "test_debug", "test_debug_c",
     "test_every_allocator", "test_every_source", "test_fork", "test_leases", "test_reentry",
     "test_schedules", "test_shared", "test_stats", "test_steady", "test_thread_caches",
     "test_threads", "test_trace", "test_trace_blocks", "test_walks",
