@@ -98,7 +98,7 @@ KNOWN = {
     ("pool/thread_cache", "if f.n_large == LARGE_MOST:", "if f.n_large != LARGE_MOST:"):
         "equivalent but for speed: a cache is flushed sooner, so it is never full",
 }  # fmt: skip
-SECONDS = 300  # for the tests of one file, without a mutant
+SECONDS = 300  # for a build, and from the end of one test to that of the next
 NOTHING_LEFT = 5  # pytest's exit status
 SWAPS = [
     (r" < ", " <= "), (r" <= ", " < "), (r" > ", " >= "), (r" >= ", " > "),
@@ -187,11 +187,11 @@ def build(mutant, place, installed):
         f"['arenapy/{mutant.module}.pyx'], extra_compile_args=flags['COMPILE_ARGS'] + ['-O1'])], "
         "compiler_directives=flags['DIRECTIVES'], quiet=True))"
     )
-    return quiet([sys.executable, "-c", code], place, 300) == 0
+    return quiet([sys.executable, "-c", code], place) == 0
 
 
-def quiet(command, place, seconds, log=None):
-    """The exit status of a command; None if it took too long."""
+def quiet(command, place, log=None):
+    """The exit status of a command; None if it writes nothing for too long."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]),
         "ARENAPY_STEPS": str(place / "steps"),
@@ -203,8 +203,13 @@ def quiet(command, place, seconds, log=None):
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            size, since = 0, time.monotonic()
+            while time.monotonic() - since < SECONDS:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(1)
+                written = os.fstat(out.fileno()).st_size
+                if written != size:
+                    size, since = written, time.monotonic()
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -212,14 +217,14 @@ def quiet(command, place, seconds, log=None):
             process.wait()
 
 
-def pytest(place, names, tier, seconds, *more):
+def pytest(place, names, tier, *more):
     """(exit status, the tests that failed) of these files' tests, against what lies in a place."""
     files = [str(path) for name in names for path in (place / "tests").glob(f"*/{name}.py")]
     assert len(files) >= len(names), names
     log = place / f"{names[0]}.log"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", tier]
     command += ["-p", "no:benchmark"]  # where it is installed, it warns
-    status = quiet([*command, *more, *files], place, seconds, log)
+    status = quiet([*command, *more, *files], place, log)
     return status, re.findall(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M)
 
 
@@ -235,7 +240,7 @@ def unchanged(name, tier, noted):
         return noted[name]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="arenapy-original-") as place:
-        status, failed = pytest(copy_tests(Path(place)), [name], tier, SECONDS)
+        status, failed = pytest(copy_tests(Path(place)), [name], tier)
     if status not in (0, 1, NOTHING_LEFT):
         failed = [str(file.relative_to(ROOT)) for file in ROOT.glob(f"tests/*/{name}.py")]
     seconds = time.perf_counter() - start
@@ -257,8 +262,7 @@ def attack(mutant, installed, known, tier, tests=None):
         names = sorted(names, key=lambda name: known[name].result()[1])
         originals = [known[name].result() for name in names]
         useless = [f"--deselect={test}" for failed, _ in originals for test in failed]
-        seconds = 60 + 3 * sum(seconds for _, seconds in originals)
-        status, failed = pytest(place, names, tier, seconds, "-x", *useless)
+        status, failed = pytest(place, names, tier, "-x", *useless)
         mutant.outcome = "survived"
         if status not in (0, NOTHING_LEFT):
             ended = "no end" if status is None else f"exit {status}"
