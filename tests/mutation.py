@@ -36,7 +36,7 @@ PACKAGE = ROOT / "arenapy"
 COMMON = [
     "test_attacks", "test_bad_input", "test_bookkeeping", "test_cycles", "test_debug",
     "test_debug_c", "test_every_allocator", "test_every_source", "test_fork", "test_leases",
-    "test_reentry", "test_schedules", "test_shared", "test_stats", "test_steady",
+    "test_faults", "test_reentry", "test_schedules", "test_shared", "test_stats", "test_steady",
     "test_thread_caches", "test_threads", "test_trace", "test_trace_blocks", "test_walks",
 ]  # fmt: skip
 BUMP = [
