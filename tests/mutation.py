@@ -93,6 +93,11 @@ KNOWN = {
         "of free-threaded builds: with a GIL an owner has one freelist, which drop_kept() empties",
     ("slab/core", "if self.align >= POISON_UNIT:", "if self.align > POISON_UNIT:"):
         "of builds for a sanitizer",
+    ("slab/core", "if not POISONS or self.debug or self.align >= POISON_UNIT:",
+     "if not POISONS or self.debug or self.align > POISON_UNIT:"):
+        "of builds for a sanitizer",
+    ("base/interval_set", "if low == 0 or high == 0:", "if low == 0 and high == 0:"):
+        "equivalent but for speed: 0 has the lowest priority, so join() goes down to both ends",
     ("pool/page_heap", "done = most >= ARRAY_STEP", "done = most > ARRAY_STEP"):
         "equivalent but for a limit of the address space within a page of the smallest pool",
     ("pool/thread_cache", "if f.n_large == LARGE_MOST:", "if f.n_large != LARGE_MOST:"):
