@@ -1,16 +1,18 @@
 """Mutants of the core: do the tests notice when one line of it is wrong?
 
-    python tests/mutation.py [--mutants 96] [--seed 0] [--jobs N] [--json FILE] [--show]
-                             [--again FILE --tests NAME ...]
+    python tests/mutation.py [--mutants 96] [--seed 0] [--jobs N] [--tier quick]
+                             [--json FILE] [--show] [--again FILE [--tests NAME ...]]
 
 Draws lines of the core's .pyx files and changes each in one place: a comparison, an operator, a
 constant, or a statement that is left out. Every mutant is built alone, beside a copy of the
-installed package, and attacked by the tests of its part. It is killed if one of them fails, crashes
-or does not end; a survivor is shown with its line, again at the end. What does not compile is drawn
-again. Install the package and run this with CFLAGS=-DARENAPY_ASSERT: CI has the assertions on, too.
-Tests that fail without a mutant are named, and left out. Run it on many cores: a mutant
-takes one about half a minute. The exit status is 0 whatever survives: a survivor is to be looked
-at, and may change nothing that anybody could see.
+installed package, and attacked by the tests of its part, the quickest first. It is killed if one of
+them fails, crashes or does not end; a survivor is shown with its line, again at the end. What does
+not compile is drawn again. Install the package and run this with CFLAGS=-DARENAPY_ASSERT: CI has
+the assertions on, too. Tests that fail without a mutant are named, and left out; `--known` keeps
+what was found of that for the next run. Run it on many cores: a mutant that is killed takes one of
+them some ten seconds, and a survivor as long as all its tests. So use `--tier quick` first, then
+`--again` with all tests. The exit status is 0 whatever survives: a survivor is to be looked at, and
+may change nothing that anybody could see.
 """
 
 import argparse
@@ -32,28 +34,44 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "arenapy"
 COMMON = [
-    "test_bookkeeping", "test_stats", "test_thread_caches", "test_debug", "test_trace_blocks",
-    "test_steady", "test_shared", "test_fork", "test_leases", "test_every_allocator",
-    "test_reentry", "test_walks",
+    "test_attacks", "test_bad_input", "test_bookkeeping", "test_cycles", "test_debug",
+    "test_debug_c", "test_every_allocator", "test_every_source", "test_fork", "test_leases",
+    "test_faults", "test_reentry", "test_schedules", "test_shared", "test_stats", "test_steady",
+    "test_thread_caches", "test_threads", "test_trace", "test_trace_blocks", "test_walks",
 ]  # fmt: skip
-BUMP = ["test_bump_machine", "test_planted", "test_bump_growth", "test_bump", "test_buffer_held"]
-SLAB = ["test_slab_machine", "test_planted_slab", "test_slab_basics"]
+BUMP = [
+    "test_bump", "test_bump_growth", "test_bump_in_place", "test_bump_machine", "test_planted",
+    "test_buffer_held", "test_cuda_grow", "test_cuda_parked", "test_cuda_streams",
+]  # fmt: skip
+SLAB = [
+    "test_slab_basics", "test_slab_machine", "test_planted_slab", "test_cuda_parked",
+    "test_cuda_streams",
+]  # fmt: skip
 POOL = [
-    "test_pool_machine", "test_planted_pool", "test_pool_regions", "test_reservation",
-    "test_reservation_failures", "test_attacks_pool", "test_pool_skew", "test_cuda_streams",
-    "test_cuda_coming_streams", "test_cuda_limit",
+    "test_attacks_pool", "test_growth_failures", "test_planted_pool", "test_pool_grow",
+    "test_pool_in_c", "test_pool_machine", "test_pool_regions", "test_pool_skew",
+    "test_reservation", "test_reservation_failures", "test_size_classes",
+    "test_cuda_coming_streams", "test_cuda_in_place", "test_cuda_lanes", "test_cuda_limit",
+    "test_cuda_streams",
+]  # fmt: skip
+STREAMS = [
+    *POOL, "test_cuda_captures", "test_cuda_closed_streams", "test_cuda_graph_memory",
+    "test_cuda_lending", "test_cuda_machines", "test_cuda_resource", "test_cuda_threads",
+    "test_cuda_told", "test_raw_blocks",
 ]  # fmt: skip
 BUFFER = [
-    "test_buffer", "test_buffer_held", "test_buffer_protocol", "test_attacks", "test_cycles",
-    "test_cuda_streams", "test_cuda_copies",
+    "test_buffer", "test_buffer_held", "test_buffer_protocol", "test_cycles", "test_dlpack",
+    "test_dtypes", "test_interop", "test_classes", "test_cuda_copies", "test_cuda_retained",
+    "test_cuda_streams",
 ]  # fmt: skip
-#: Module: the tests of its part, quickest first.
+#: Module: the tests of its part. What fails first is what counts, so the quickest run first.
 CORE = {
-    "base/interval_set": BUMP, "linux/reserved_space": POOL,
+    "allocator/allocator_core": [*BUMP, *SLAB, *POOL],
+    "base/interval_set": BUMP, "base/sizes": POOL, "linux/reserved_space": POOL,
     "bump/bump": BUMP, "bump/core": BUMP, "bump/growth": BUMP,
-    "slab/core": SLAB,
-    "pool/core": POOL, "pool/memory": POOL, "pool/page_heap": POOL, "pool/pool": POOL,
-    "pool/thread_cache": POOL,
+    "slab/core": SLAB, "slab/slab": SLAB,
+    "pool/core": STREAMS, "pool/memory": POOL, "pool/page_heap": POOL, "pool/pool": STREAMS,
+    "pool/stream_cache": STREAMS, "pool/thread_cache": POOL,
     "buffer/buffer": BUFFER, "buffer/block": [*BUFFER, *BUMP],
 }  # fmt: skip
 #: Those that no test of an ordinary build kills, as (module, before, after), and why.
@@ -75,12 +93,17 @@ KNOWN = {
         "of free-threaded builds: with a GIL an owner has one freelist, which drop_kept() empties",
     ("slab/core", "if self.align >= POISON_UNIT:", "if self.align > POISON_UNIT:"):
         "of builds for a sanitizer",
+    ("slab/core", "if not POISONS or self.debug or self.align >= POISON_UNIT:",
+     "if not POISONS or self.debug or self.align > POISON_UNIT:"):
+        "of builds for a sanitizer",
+    ("base/interval_set", "if low == 0 or high == 0:", "if low == 0 and high == 0:"):
+        "equivalent but for speed: 0 has the lowest priority, so join() goes down to both ends",
     ("pool/page_heap", "done = most >= ARRAY_STEP", "done = most > ARRAY_STEP"):
         "equivalent but for a limit of the address space within a page of the smallest pool",
     ("pool/thread_cache", "if f.n_large == LARGE_MOST:", "if f.n_large != LARGE_MOST:"):
         "equivalent but for speed: a cache is flushed sooner, so it is never full",
 }  # fmt: skip
-SECONDS = 300  # for the tests of one file, without a mutant
+SECONDS = 300  # for a build, and from the end of one test to that of the next
 NOTHING_LEFT = 5  # pytest's exit status
 SWAPS = [
     (r" < ", " <= "), (r" <= ", " < "), (r" > ", " >= "), (r" >= ", " > "),
@@ -169,14 +192,15 @@ def build(mutant, place, installed):
         f"['arenapy/{mutant.module}.pyx'], extra_compile_args=flags['COMPILE_ARGS'] + ['-O1'])], "
         "compiler_directives=flags['DIRECTIVES'], quiet=True))"
     )
-    return quiet([sys.executable, "-c", code], place, 300) == 0
+    return quiet([sys.executable, "-c", code], place) == 0
 
 
-def quiet(command, place, seconds, log=None):
-    """The exit status of a command; None if it took too long."""
+def quiet(command, place, log=None):
+    """The exit status of a command; None if it writes nothing for too long."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]),
         "ARENAPY_STEPS": str(place / "steps"),
+        "ARENAPY_UNSHRUNK": "1",
     }
     with open(log or os.devnull, "w") as out:
         process = subprocess.Popen(
@@ -184,8 +208,13 @@ def quiet(command, place, seconds, log=None):
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            size, since = 0, time.monotonic()
+            while time.monotonic() - since < SECONDS:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(1)
+                written = os.fstat(out.fileno()).st_size
+                if written != size:
+                    size, since = written, time.monotonic()
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -193,14 +222,14 @@ def quiet(command, place, seconds, log=None):
             process.wait()
 
 
-def pytest(place, names, seconds, *more):
+def pytest(place, names, tier, *more):
     """(exit status, the tests that failed) of these files' tests, against what lies in a place."""
     files = [str(path) for name in names for path in (place / "tests").glob(f"*/{name}.py")]
     assert len(files) >= len(names), names
     log = place / f"{names[0]}.log"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", "full"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", tier]
     command += ["-p", "no:benchmark"]  # where it is installed, it warns
-    status = quiet([*command, *more, *files], place, seconds, log)
+    status = quiet([*command, *more, *files], place, log)
     return status, re.findall(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M)
 
 
@@ -210,19 +239,22 @@ def copy_tests(place):
     return place
 
 
-def unchanged(name):
+def unchanged(name, tier, noted):
     """What the tests of one file say, and how long they take, when nothing is wrong."""
+    if name in noted:
+        return noted[name]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="arenapy-original-") as place:
-        status, failed = pytest(copy_tests(Path(place)), [name], SECONDS)
+        status, failed = pytest(copy_tests(Path(place)), [name], tier)
     if status not in (0, 1, NOTHING_LEFT):
         failed = [str(file.relative_to(ROOT)) for file in ROOT.glob(f"tests/*/{name}.py")]
     seconds = time.perf_counter() - start
     say(f"{name}: {seconds:.0f} s", *(f"\n  fails without a mutant: {test}" for test in failed))
-    return failed, seconds
+    noted[name] = failed, seconds
+    return noted[name]
 
 
-def attack(mutant, installed, known, tests=None):
+def attack(mutant, installed, known, tier, tests=None):
     """Build it and run its tests, or these; what became of it is noted in it."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="arenapy-mutant-") as place:
@@ -231,16 +263,15 @@ def attack(mutant, installed, known, tests=None):
             mutant.outcome = "does not compile"
             return
         copy_tests(place)
+        names = tests or dict.fromkeys([*CORE[mutant.module], *COMMON])
+        names = sorted(names, key=lambda name: known[name].result()[1])
+        originals = [known[name].result() for name in names]
+        useless = [f"--deselect={test}" for failed, _ in originals for test in failed]
+        status, failed = pytest(place, names, tier, "-x", *useless)
         mutant.outcome = "survived"
-        for names in [tests] if tests else [CORE[mutant.module], COMMON]:
-            originals = [known[name].result() for name in names]
-            useless = [f"--deselect={test}" for failed, _ in originals for test in failed]
-            seconds = 20 + 2 * sum(seconds for _, seconds in originals)
-            status, failed = pytest(place, names, seconds, "-x", *useless)
-            if status not in (0, NOTHING_LEFT):
-                ended = "no end" if status is None else f"exit {status}"
-                mutant.outcome, mutant.by = "killed", failed[0] if failed else ended
-                break
+        if status not in (0, NOTHING_LEFT):
+            ended = "no end" if status is None else f"exit {status}"
+            mutant.outcome, mutant.by = "killed", failed[0] if failed else ended
     mutant.seconds = time.perf_counter() - start
 
 
@@ -251,6 +282,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after this")
+    parser.add_argument("--tier", default="full", help="of the tests: quick is to be gone on with")
+    parser.add_argument("--known", type=Path, metavar="FILE", help="what holds without a mutant")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after each mutant")
     parser.add_argument("--again", type=Path, metavar="FILE", help="the survivors of --json's")
     parser.add_argument("--tests", nargs="+", metavar="NAME", help="not those of the part: these")
@@ -272,10 +305,13 @@ def main():
     modules = {mutant.module for mutant in drawn[: options.mutants]}
     names = set(options.tests or [*COMMON, *(name for m in modules for name in CORE[m])])
     start = time.perf_counter()
+    noted = {}
+    if options.known and options.known.exists():
+        noted = json.loads(options.known.read_text())
     done, waiting = [], (mutant for mutant in drawn if mutant.module in modules)
     with ThreadPoolExecutor(options.jobs) as executor:
         # First in line, so that no mutant waits for what has not begun.
-        known = {name: executor.submit(unchanged, name) for name in names}
+        known = {name: executor.submit(unchanged, name, options.tier, noted) for name in names}
 
         def one():
             # Until enough were built and attacked.
@@ -283,13 +319,17 @@ def main():
                 mutant = next(waiting, None)
                 if mutant is None:
                     return
-                attack(mutant, installed, known, options.tests)
+                attack(mutant, installed, known, options.tier, options.tests)
                 if mutant.outcome != "does not compile":
                     done.append(mutant)
                     say(f"{mutant.outcome:9} {mutant.seconds:4.0f} s  {mutant}  [{mutant.by}]")
                 if options.json:
                     options.json.write_text(json.dumps([asdict(m) for m in done], indent=1))
 
+        if options.known:
+            for future in known.values():
+                future.result()
+            options.known.write_text(json.dumps(noted, indent=1))
         for future in [executor.submit(one) for _ in range(options.jobs)]:
             future.result()
     killed = sum(mutant.outcome == "killed" for mutant in done)

@@ -24,9 +24,9 @@ def used(allocator):
 
 
 ALLOCATORS = {
-    "bump": lambda: Bump(4 * PAGE, Regions(), max_bytes=1 << 20),
-    "slab": lambda: Slab(PAGE, 4, Regions(), max_count=256),
-    "pool": lambda: Pool(1 << 20, Regions(), 4 * PAGE),
+    "bump": lambda source: Bump(4 * PAGE, source, max_bytes=1 << 20),
+    "slab": lambda source: Slab(PAGE, 4, source, max_count=256),
+    "pool": lambda source: Pool(1 << 20, source, 4 * PAGE),
 }
 
 
@@ -37,15 +37,42 @@ def test_nothing_is_left_of_a_dropped_allocator(kind):
     for _ in range(4):  # malloc may take some memory once
         before = address_space()
         for _ in range(40):
-            used(ALLOCATORS[kind]())
+            used(ALLOCATORS[kind](Regions()))
         gc.collect()
         growth.append(address_space() - before)
     assert min(growth) < 40 * PAGE
 
 
+class GivesAnothers(Regions):
+    """Every region but the first is one that another allocator has."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = Pool(source=Regions(), initial_bytes=4 << 20)
+
+    def region(self, nbytes):
+        return self.other.regions[0] if self.calls else super().region(nbytes)
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize(("kind", "first", "nbytes"), [("slab", 4, PAGE), ("pool", 0, 16 * PAGE)])
+def test_nothing_is_left_of_a_region_that_is_refused(kind, first, nbytes):
+    allocator = ALLOCATORS[kind](GivesAnothers())
+    kept = [allocator.alloc(nbytes) for _ in range(first)]
+    growth = []
+    for _ in range(3):
+        before = address_space()
+        for _ in range(40):
+            with pytest.raises(ValueError, match="already"):
+                allocator.alloc(nbytes)
+        growth.append(address_space() - before)
+    assert min(growth) < 40 * PAGE
+    del kept
+
+
 @pytest.mark.parametrize("kind", ["slab", "pool"])
 def test_every_threads_table_counts(kind):
-    allocator = ALLOCATORS[kind]()
+    allocator = ALLOCATORS[kind](Regions())
     used(allocator)
     before = allocator.stats().metadata_bytes
     in_threads(*[lambda: allocator.alloc(PAGE)] * 8)

@@ -19,7 +19,7 @@ from helpers import exact
 from hypothesis import settings
 
 import arenapy
-from arenapy import Bump, Existing
+from arenapy import Bump, Existing, Pool, Slab
 
 
 class Owner(bytearray):
@@ -62,6 +62,26 @@ def collected(make):
         return reference() is None
     finally:
         gc.enable()
+
+
+BATCHES = {
+    "bump": lambda: Bump(4096).alloc_many([8] * 3),
+    "slab": lambda: Slab(64, 100).alloc_many(3),
+    "pool": lambda: Pool().alloc_many([8] * 3),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_list_of_blocks_in_a_cycle(kind):
+    """While it is filled, the collector does not know it; afterwards it has to."""
+
+    def cycle():
+        frame = Frame()
+        blocks = BATCHES[kind]()
+        blocks.append((frame, blocks))
+        return weakref.ref(frame)
+
+    assert collected(cycle)
 
 
 @pytest.mark.parametrize("kind", HOLDS)

@@ -105,6 +105,22 @@ def test_growth_gives_idle_memory_back_and_no_more_than_it_takes():
     del fences
 
 
+def test_growth_goes_on_to_the_end_of_a_huge_page():
+    pool = Pool(source=Host(prefault=False))
+    blocks = []
+    for nbytes in (3 * MIB, 5 * MIB + 40 * KIB, 7 * MIB):
+        blocks.append(pool.alloc(nbytes))
+        ((start, reserved),) = pool._reserved()
+        assert (start + reserved) % HUGE == 0
+
+
+def test_a_batch_needs_memory_whatever_number_of_descriptors_is_spare():
+    for shift in range(32):  # it grows by up to 18 blocks at a time
+        pool = Pool(source=Host(prefault=False))
+        sizes = [40 * KIB] * shift + [2 * MIB] * 1100  # the first descriptors are 1024
+        assert len(pool.alloc_many(sizes)) == len(sizes)
+
+
 def test_a_program_that_repeats_itself_is_served_from_what_is_idle_in_the_end():
     pool = Pool(source=Host(prefault=False))
     misses, kept = [], []

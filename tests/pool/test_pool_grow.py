@@ -175,6 +175,18 @@ def test_in_debug_mode_and_shared():
         assert pool.alloc(100).nbytes == 100
 
 
+def test_a_stream_of_another_pool_is_refused():
+    with a_gpu() as gpu:
+        pool, other = Pool(source=cuda.Device()), Pool(source=cuda.Device())
+        lent = other.alloc(MIB, stream=new_stream(gpu))
+        with pytest.raises(ValueError, match="not a block of this pool"):
+            pool.grow(lent, 2 * MIB)
+        assert not lent.closed
+        del lent, pool, other
+        gpu.drain()
+        assert gpu.errors == []
+
+
 def test_on_a_device():
     with a_gpu() as gpu:
         pool = Pool(source=cuda.Device(grow=True))
