@@ -136,13 +136,19 @@ asan_runtime() {
     clang -print-file-name="libclang_rt.asan-$(uname -m).so"
 }
 
-# Installs what one extra of the package asks for, without building the package again. One at a time:
-# the steps of both workers use the environment of the README.
-# install_extra PYTHON EXTRA
+# Installs what extras of the package ask for, without building the package again. One at a time: the
+# steps of both workers use the environment of the README.
+# install_extra PYTHON EXTRA...
 install_extra() {
-    "$1" - "$2" <<'PYTHON' | flock "$WORK" "$1" -m pip install --quiet --requirement /dev/stdin
+    "$1" - "${@:2}" <<'PYTHON' | flock "$WORK" "$1" -m pip install --quiet --requirement /dev/stdin
 import sys, tomllib
 with open("pyproject.toml", "rb") as file:
-    print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+print(*(wanted for extra in sys.argv[1:] for wanted in extras[extra]), sep="\n")
 PYTHON
+}
+
+# The arguments that leave out what .ci/redundant.txt lists; none in the tier long.
+without_redundant() {
+    [[ $TIER == long ]] || echo "@$ROOT/.ci/redundant.txt"
 }

@@ -41,10 +41,7 @@ step_suite() {
     need chromium chromium
     need chromedriver chromium-driver
     packages libjs-jquery libjs-jquery-flot libjs-jquery-stupidtable libjs-bootstrap node-blueimp-md5
-    install_extra "$PYTHON" pages
-    install_extra "$PYTHON" dask
-    install_extra "$PYTHON" http
-    install_extra "$PYTHON" bench
+    install_extra "$PYTHON" pages dask http bench
     rm -rf "$README_TREE/.git"
     cp -r "$ROOT/.git" "$README_TREE/.git"    # asv wants a repository beside its configuration
     cd "$README_TREE"
@@ -135,8 +132,10 @@ step_newcomer() {
 step_docs() {
     install_extra "$PYTHON" docs
     cd "$README_TREE"
-    "$PYTHON" -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
-    "$PYTHON" -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
+    # Both read the same pages, which takes most of the time: the second one finds them read.
+    local read=docs/_build/doctrees
+    "$PYTHON" -m sphinx -W --keep-going -n -q -d $read -b html docs docs/_build/html
+    "$PYTHON" -m sphinx -W --keep-going -q -d $read -b doctest docs docs/_build/doctest
     tail -8 docs/_build/doctest/output.txt
 }
 
@@ -161,8 +160,9 @@ step_instructions() {
 # Of the package's folders, those with extension modules in them.
 COMPILED="base linux diagnostics buffer memory allocator bump slab pool numpy_handler cuda interop"
 
-# Other CPythons: the newest one, what is compiled; in the tier long all of them, everything. Of
-# `cuda`, which has no line for a version of Python, the tier long runs all, too.
+# Other CPythons: the newest one, what is compiled, without what .ci/redundant.txt lists; in the tier
+# long all of them, everything. Of `cuda`, which has no line for a version of Python, the tier long
+# runs all, too.
 step_other_pythons() {
     local python tree code=0 found=() what
     mapfile -t found < <(other_pythons gil)
@@ -174,7 +174,7 @@ step_other_pythons() {
         tree=$WORK/$(python_version "$python")
         echo "--- $("$python" --version)"
         CFLAGS=-O0 test_environment "$tree" "$python"    # a third of the time to compile
-        (cd "$tree" && .venv/bin/python -m pytest -q -n 2 $what) || code=$?
+        (cd "$tree" && .venv/bin/python -m pytest -q -n 2 $(without_redundant) $what) || code=$?
     done
     return $code
 }
@@ -183,7 +183,8 @@ step_other_pythons() {
 # assertions and the order of locks besides. Leaks are not looked for: CPython and NumPy keep what
 # they like until exit. Left out are the tests marked no_sanitizer: they count page faults, limit the
 # address space or wait for a SIGSEGV, which AddressSanitizer does itself, or start an interpreter
-# for each case.
+# for each case. The tier quick also leaves out what .ci/redundant.txt lists: it costs most, and other
+# tests reach the same edges of the C code.
 # libstdc++ is named for matplotlib's exceptions. By clang, with what libFuzzer counts, so that the
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 # -O0 compiles in a third of the processor time of -O1, and the tests take as long. Its frames are
@@ -204,7 +205,7 @@ step_sanitizers() {
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:malloc_context_size=4:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
         .venv/bin/python -m pytest -q -n 2 --durations 20 -m 'not no_sanitizer' \
-        $(printf ' tests/%s' $COMPILED trace) || code=$?
+        $(without_redundant) $(printf ' tests/%s' $COMPILED trace) || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
     CC=clang overruns address || code=1

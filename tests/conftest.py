@@ -44,7 +44,7 @@ settings.register_profile(
     suppress_health_check=SLOW_IS_FINE,
     phases=PHASES,
 )
-settings.register_profile("full", settings.get_profile("quick"), max_examples=40)
+settings.register_profile("full", settings.get_profile("quick"), max_examples=20)
 settings.register_profile(
     "long",
     settings.get_profile("quick"),
@@ -61,6 +61,7 @@ settings.register_profile(
 
 TIERS = ["quick", "full", "long"]
 SAMPLE = 8  # of a test that is marked ``sampled``, one case of this many runs in the tier quick
+FEW = 12  # cases of it run all in the tier full; of more, one of 3, or of a prime that follows
 
 
 def pytest_addoption(parser):
@@ -105,14 +106,17 @@ def pytest_collection_modifyitems(config, items):
     once = config.getoption("--once")
     known = once.read_text().splitlines() if once and once.exists() else []
     passed = set(map(ast.literal_eval, known))
+    all_cases = collections.Counter((item.path, item.originalname) for item in items)
     cases = collections.Counter()
     chosen, left_out = [], []
     for item in items:
         test = item.path, item.originalname
         sampled = item.get_closest_marker("sampled")
         step = 1
-        if sampled and tier != "long":
-            step = SAMPLE if tier == "quick" else sampled.kwargs.get("full", 1)
+        if sampled and tier == "quick":
+            step = SAMPLE
+        elif sampled and tier == "full":
+            step = sampled.kwargs.get("full") or step_of(all_cases[test])
         if examples(item):
             item.keywords["examples"] = True  # a report has no more of its test
         left = cases[test] % step or any(map(item.get_closest_marker, later))
@@ -122,6 +126,12 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+
+
+def step_of(count):
+    """One of how many cases the tier full runs: with a common divisor, the cases of some parameter's
+    values would never be among them."""
+    return 1 if count <= FEW else next(n for n in (3, 5, 7, 11, 13, 17) if count % n)
 
 
 def examples(item):

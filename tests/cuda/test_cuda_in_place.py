@@ -351,6 +351,7 @@ def least_to_add(pool, nbytes):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled
 def test_growth_finds_the_place_that_lacks_least(gpu, seed):
     gpu.memory.sizes = gpu.MEMORY = (16 << 30, 1 << 30)
     chosen = random.Random(seed)

@@ -69,7 +69,7 @@ def test_each_call_can_fail(name):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_nothing_is_left_out(request):
     """Each entry point was failed, or is never called; each row says what came of some failure."""
     run = [item.name for item in request.session.items if item.path == request.path]

@@ -112,7 +112,7 @@ def plain(name):
 SELDOM = {"posix_memalign", "pthread_key_create", "pthread_setspecific"}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_nothing_is_left_out(faults, request):
     """Each function was failed in some operation, and each row says what came of some failure."""
     run = [item.name for item in request.session.items if item.path == request.path]
