@@ -186,18 +186,18 @@ cdef class PoolMemory:
                 missing[0] = pages - self.left()
                 return False
             # No address space as large as that: get more of it.
-            reservation = make_reservation(
+            made = make_reservation(
                 self.source, max(pages << PAGE_BITS, self.min_reservation))
-            if reservation is None:
+            if made is None:
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)
-            self.reservations[reservation.region.address] = reservation
+            reservation, region = made
+            self.reservations[region.address] = reservation
             try:
                 c.add_segment(
-                    reservation.region, reservation.region.page_size >> PAGE_BITS, NO_LIMIT,
-                    c.own_cache().tick)
+                    region, region.page_size >> PAGE_BITS, NO_LIMIT, c.own_cache().tick)
             except BaseException:
-                del self.reservations[reservation.region.address]
+                del self.reservations[region.address]
                 raise
             fresh = True
 
