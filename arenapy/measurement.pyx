@@ -85,13 +85,14 @@ class Measurement:
         with _lock:
             if self._began is not None:
                 raise RuntimeError(f"{self!r} has already begun; call measure() for another one")
+            # First: allocators that a collection of garbage makes meanwhile are younger than it.
+            _running.append(self)
             try:
                 for allocator in self._measured():
-                    _watch(allocator).begin(allocator, self)
+                    _watch(allocator, self).begin(allocator, self)
                     self._at_first[id(allocator)] = allocator._tally()[:2]
-                _running.append(self)
             except BaseException:
-                self._forget(self._measured())
+                self._forget()
                 raise
             self._faults = vm.minor_faults()
             self._began = perf_counter()
@@ -109,7 +110,7 @@ class Measurement:
             try:
                 self._figures = self._now(measured)
             finally:
-                self._forget(measured)
+                self._forget()
                 self._allocators = ()  # whoever keeps the figures does not keep the memory
 
     @property
@@ -187,11 +188,11 @@ class Measurement:
         gone = self._gone  # only now: one may have gone meanwhile
         return _Figures(seconds, faults, allocations + gone[0], nbytes + gone[1], peak + gone[2])
 
-    def _forget(self, measured: Sequence[Allocator]) -> None:
+    def _forget(self) -> None:
         """Measure no longer, and give the allocators back the peaks that they show."""
         if self in _running:
             _running.remove(self)
-        for allocator in measured:
+        for allocator in self._measured():   # also those that were made since the figures were read
             watch = _watches.get(id(allocator))
             if watch is not None:
                 watch.end(allocator, self)
@@ -280,18 +281,13 @@ class _Watch:
 
     __slots__ = ("peaks",)
 
-    def __init__(self, allocator: Allocator) -> None:
-        peak = allocator._exchange_peak(None)
-        self.peaks: dict[Measurement | None, int] = {None: peak}
-        for one in _running:
-            # It knows all allocators that were there when it began: this one is younger, and
-            # all that it ever did was in that block.
-            if one._allocators is None:
-                self.peaks[one] = peak
+    def __init__(self) -> None:
+        self.peaks: dict[Measurement | None, int] = {None: 0}
 
     def begin(self, allocator: Allocator, measurement: Measurement) -> None:
         self._raise(allocator._exchange_peak(None))
-        self.peaks[measurement] = 0
+        self.peaks.pop(measurement, None)
+        self.peaks[measurement] = 0          # the newest is the last
 
     def read(self, allocator: Allocator) -> None:
         """Bring all peaks up to date; the allocator goes on showing the newest."""
@@ -304,7 +300,7 @@ class _Watch:
         self.read(allocator)
         self.peaks.pop(measurement, None)
         self.read(allocator)  # the one before is shown again, which is no less
-        if len(self.peaks) == 1:
+        if len(self.peaks) == 1 and _watches.get(id(allocator)) is self:
             del _watches[id(allocator)]
 
     def _raise(self, seen: int) -> None:
@@ -315,10 +311,23 @@ class _Watch:
         return self.peaks[next(reversed(self.peaks))]
 
 
-def _watch(allocator: Allocator) -> _Watch:
-    watch = _watches.get(id(allocator))
-    if watch is None:
-        watch = _watches[id(allocator)] = _Watch(allocator)
+def _watch(allocator: Allocator, beginning: Measurement | None = None) -> _Watch:
+    """The watch of an allocator, with `beginning` among its peaks.
+
+    A collection of garbage may run code that measures, too. Between the lookup and the end of this
+    function is none: so there is one watch, and nobody drops it before `beginning` is in it.
+    """
+    if id(allocator) not in _watches:
+        _watches.setdefault(id(allocator), _Watch())
+    watch = _watches[id(allocator)]
+    peaks: dict = watch.peaks
+    for one in _running:
+        # It knows all allocators that were there when it began: this one is younger, and all that
+        # it ever did was in that block.
+        if one._allocators is None and one not in peaks:
+            peaks[one] = 0                   # until it is raised to the allocator's
+    if beginning is not None:
+        peaks[beginning] = 0
     return watch
 
 
@@ -337,13 +346,15 @@ def _note_end(allocator: Allocator) -> None:
         watch = _watch(allocator)
         try:
             watch.read(allocator)
-            for one, peak in watch.peaks.items():
+            for one, peak in watch.peaks.copy().items():     # a collection may begin another
                 if one is not None:
                     count, nbytes = _since(allocator, one._at_first.pop(id(allocator), None))
                     gone = one._gone
                     one._gone = (gone[0] + count, gone[1] + nbytes, gone[2] + peak)
         finally:
-            del _watches[id(allocator)]
+            _watches.pop(id(allocator), None)
+            for one in _running:             # another allocator gets its id
+                one._at_first.pop(id(allocator), None)
 
 
 call_at_end(_note_end)

@@ -30,7 +30,7 @@ cdef int check_source(object source) except -1
 cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t align)
 # The region that a source makes, checked to have at least n bytes, of the kind that `c` has.
 cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n)
-# The reservation that a source makes, checked likewise. None: it has made none.
+# (reservation, region): what a source reserves, checked likewise. None: it has reserved nothing.
 cdef object make_reservation(object source, size_t nbytes)
 # Raise ValueError if other processes may see a region that an allocator is about to take.
 cdef int check_unseen(AllocatorCore c, Region region) except -1

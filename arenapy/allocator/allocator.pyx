@@ -462,12 +462,13 @@ cdef object make_reservation(object source, size_t nbytes):
     reservation = source.reserve(nbytes)
     if reservation is None:
         return None
-    if not isinstance(getattr(reservation, "region", None), Region):
+    found = getattr(reservation, "region", None)
+    if not isinstance(found, Region):
         raise TypeError(
             f"{source!r}.reserve({nbytes}) returned {reservation!r}, whose region is not an "
             "arenapy.Region"
         )
-    region = <Region>reservation.region
+    region = <Region>found
     region.check_unused()
     if region.size < nbytes:
         raise ValueError(f"{source!r}.reserve({nbytes}) gave only {region.size} bytes")
@@ -477,7 +478,7 @@ cdef object make_reservation(object source, size_t nbytes):
             f"{source!r}.reserve({nbytes}) gave {region!r} with page_size={page}: a region that "
             f"grows begins on a page, whose size is a power of two from {PAGE}"
         )
-    return reservation
+    return reservation, region
 
 
 cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil:

@@ -180,7 +180,7 @@ cdef class Block:
     cdef uint64_t word
     cdef uint64_t tag                    # the owner's: which frame or slot the block is in
     cdef uint32_t pad                    # the owner's: bytes skipped before ptr
-    cdef uint32_t align                  # a Bump's: asked for, and kept when the block grows
+    cdef uint32_t align                  # of a Bump or Pool: asked for (0: not), kept in growth
     cdef bint sealed                     # read-only although the memory is not
     cdef uint32_t place                  # debug mode: where it was allocated; else NO_SITE
     cdef Hold* hold          # not NULL once HELD or pinned; if the owner recycles, with uses

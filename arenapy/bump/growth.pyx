@@ -49,10 +49,10 @@ cdef class InPlace:
         """The region, of so many bytes. It is asked for once."""
         if self.reservation is not None:
             raise ValueError("a source for one arena has given its region")
-        reservation = make_reservation(self.source, self.room)
-        if reservation is None:
+        made = make_reservation(self.source, self.room)
+        if made is None:
             raise TypeError(f"{self.source!r}.reserve({self.room}) returned None")
-        self.reservation, self.its_region = reservation, reservation.region
+        self.reservation, self.its_region = made
         self.nbytes, self.page = self.its_region.size, self.its_region.page_size
         self.extend(nbytes)
         self.its_region.check_unused()       # as before: the source may run any code

@@ -130,7 +130,8 @@ cdef uint32_t number_of_site() except NO_SITE:
 
 cdef object add_site(list found):
     cdef uint64_t number
-    lines = [f"{file}:{line} in {function}" for file, line, function in found]
+    # As a C int: the text of an int object may take a signal, whose exception would be lost here.
+    lines = [f"{file}:{<int>line} in {function}" for file, line, function in found]
     text = ", called at ".join(lines).encode("utf-8", "backslashreplace")
     number = arenapy_add(&n_sites, 1)
     if number >= MAX_SITES:

@@ -15,7 +15,7 @@ __all__ = ["remember", "summary"]
 PLACES = 10  # that a summary names at most
 
 # Of all allocators in debug mode; each lives as long as the last Buffer of its allocator.
-_ledgers: list[weakref.ref[Ledger]] = []
+_ledgers: dict[weakref.ref[Ledger], None] = {}
 
 
 def summary(blocks: Iterable[tuple[int, int, str]]) -> str:
@@ -36,12 +36,11 @@ def summary(blocks: Iterable[tuple[int, int, str]]) -> str:
 
 def remember(ledger: Ledger) -> None:
     """Report on this one when the interpreter exits."""
-    _ledgers[:] = [one for one in _ledgers if one() is not None]
-    _ledgers.append(weakref.ref(ledger))
+    _ledgers[weakref.ref(ledger, _ledgers.pop)] = None  # one step, whatever other threads do
 
 
 def _alive() -> list[Ledger]:
-    ledgers = [reference() for reference in list(_ledgers)]
+    ledgers = [reference() for reference in _ledgers.copy()]
     return [ledger for ledger in ledgers if ledger is not None]
 
 

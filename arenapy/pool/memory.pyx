@@ -27,6 +27,7 @@ from arenapy.allocator.allocator_core cimport record
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommit
 
 from arenapy.errors import OutOfMemory
+from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
 
 cdef extern from "Python.h":
@@ -185,18 +186,18 @@ cdef class PoolMemory:
                 missing[0] = pages - self.left()
                 return False
             # No address space as large as that: get more of it.
-            reservation = make_reservation(
+            made = make_reservation(
                 self.source, max(pages << PAGE_BITS, self.min_reservation))
-            if reservation is None:
+            if made is None:
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)
-            self.reservations[reservation.region.address] = reservation
+            reservation, region = made
+            self.reservations[region.address] = reservation
             try:
                 c.add_segment(
-                    reservation.region, reservation.region.page_size >> PAGE_BITS, NO_LIMIT,
-                    c.own_cache().tick)
+                    region, region.page_size >> PAGE_BITS, NO_LIMIT, c.own_cache().tick)
             except BaseException:
-                del self.reservations[reservation.region.address]
+                del self.reservations[region.address]
                 raise
             fresh = True
 
@@ -415,28 +416,34 @@ cdef class PoolMemory:
         cdef Segment* s = &c.segments[d.segment]
         cdef void* at = <void*>d.address
         cdef size_t nbytes = <size_t>d.pages << PAGE_BITS
+        cdef uint32_t forks = c.forks
         cdef bint done = False
         if c.debug:
             c.ledger.forget(<uintptr_t>at, <uintptr_t>at + nbytes)
         arenapy_add(&c.in_transit, 1)
         try:
-            if c.hooks is not None and not c.shut:
+            reservation = self.reservations[s.base]
+            if c.shut:
+                pass
+            elif type(reservation) is Reservation:       # what its `decommit` does
+                with nogil:
+                    done = vm_decommit(at, nbytes) >= 0
+            else:
                 try:
-                    self.reservations[s.base].decommit(
-                        <size_t>d.page << PAGE_BITS, nbytes, c.hooks.own)
+                    reservation.decommit(
+                        <size_t>d.page << PAGE_BITS, nbytes,
+                        None if c.hooks is None else c.hooks.own)
                     done = True
                 except (RuntimeError, MemoryError):
                     pass
-            elif not c.shut:
-                with nogil:
-                    done = vm_decommit(at, nbytes) >= 0
             if done:                         # before others may have it
                 record(c, EVENT_TRIM, at, nbytes)
         finally:
             arenapy_spin_acquire(&c.heap_lock)
-            c.end_trim(id, done)
+            if c.forks == forks:             # else it is VOID in this child, as in `commit`
+                c.end_trim(id, done)
+                arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
-            arenapy_sub(&c.in_transit, 1)
         return done
 
     cdef size_t trim_stale(self, double seconds) except? 0:

@@ -72,6 +72,7 @@ cdef inline object quick_alloc(PyObject* core, object nbytes):
     if ptr == NULL:
         return None
     (<Buffer>o).size = n
+    (<Buffer>o).align = 0
     (<Buffer>o).word = 0
     return freelist_pop(core, freelist, ptr)
 
@@ -89,6 +90,7 @@ cdef inline object quick_stream_alloc(PyObject* cache, object nbytes):
     if ptr == NULL:
         return None
     (<Buffer>o).size = n
+    (<Buffer>o).align = 0
     (<Buffer>o).word = 0
     return freelist_pop(cache, freelist, ptr)
 
@@ -258,6 +260,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if ptr == NULL:
             return self.general_alloc(nbytes, align, stream)
         (<Buffer>o).size = n
+        (<Buffer>o).align = 0
         (<Buffer>o).word = 0
         return freelist_pop(core, freelist, ptr)
 
@@ -316,7 +319,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.streams.lend(cache, ptr, block_id, n, align)
         elif c.fast_path_off:
             c.handed_out(ptr, n, block_id)
-        b.ptr, b.tag, b.word = ptr, block_id, 0
+        b.ptr, b.tag, b.align, b.word = ptr, block_id, align, 0
         if c.foreign:
             track(b)
         if c.debug:
@@ -351,6 +354,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             ptr = self.source_alloc(n, align, True, &block_id)
         b.ptr = ptr
         b.tag = block_id
+        b.align = align
         b.word = 0
         if c.foreign:
             track(b)
@@ -430,6 +434,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         for i in range(batch.n):
             b = <Buffer>blocks[i]
             b.ptr, b.tag, b.word = batch.entries[i].ptr, batch.entries[i].block_id, 0
+            b.align = 0
             if c.foreign:
                 track(b)
             if c.fast_path_off:

@@ -7,8 +7,10 @@ test_debug_c.py, and random programs in test_debug_machine.py.
 import ctypes
 import os
 import re
+import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 import arenapy
 from arenapy import Bump, Existing, File, Pool, Shared, Slab
 from arenapy.debug import LiveBlock, live_blocks
+from arenapy.diagnostics import leaks
 from arenapy.errors import MemoryCorruption
 
 FREED = 0xDB
@@ -488,3 +491,48 @@ def test_a_drop_while_an_exception_passes_leaves_it_alone(recycling):
     with pytest.raises(ZeroDivisionError):
         [recycling.alloc(10), recycling.alloc(1 // 0)]
     assert live_blocks(recycling) == []
+
+
+def test_a_signal_at_a_new_place_is_not_lost():
+    """Its text is made in a function that cannot raise."""
+    pool = Pool(debug=True)
+    pool.alloc(0).release()  # so that it need not ask its source
+    strike = ctypes.pythonapi.PyErr_SetInterruptEx  # which returns 0, and runs no handler
+    with pytest.raises(KeyboardInterrupt):
+        pool.alloc_many(map(strike, [signal.SIGINT]))
+        time.sleep(10)
+    pool.check()
+
+
+def test_an_allocator_that_another_thread_makes_meanwhile_is_reported():
+    """It is made before each bytecode of what notes another one, as a thread would."""
+    kept = [Bump(PAGE, debug=True) for _ in range(3)]
+    steps = 0
+
+    def make():
+        kept.append(Bump(PAGE, debug=True))
+
+    def trace(frame, event, _argument):
+        nonlocal steps
+        if frame.f_code.co_filename != leaks.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            steps += 1
+            if steps == strike:
+                del kept[0]
+                thread = threading.Thread(target=make)
+                thread.start()
+                thread.join()
+        return trace
+
+    before = sys.gettrace()
+    for strike in range(1, 40):  # beyond the last bytecode
+        steps = 0
+        sys.settrace(trace)
+        try:
+            make()
+        finally:
+            sys.settrace(before)
+        assert {ledger.allocator() for ledger in leaks._alive()} >= set(kept), strike
+    assert steps > 3

@@ -454,3 +454,54 @@ def test_fork_while_another_thread_measures(run_script):
         stop.set()
         thread.join()
     """)
+
+
+@pytest.mark.parametrize("measured", ["each", "all"])
+def test_collections_of_garbage_that_measure(measured, monkeypatch):
+    """Blocks begin and end, and allocators are made, in the middle of what `measure` does."""
+    unraisable = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
+    running, kept, failed = [], [], []
+    memory = bytearray(1 << 16)
+
+    def measure_too(phase, info):
+        if phase == "start" or len(kept) > 100:
+            return
+        gc.disable()  # a collection in this one would begin no other
+        try:
+            if len(running) < 4:
+                one = measure() if measured == "all" or not kept else measure(*kept[-2:])
+                running.append(one.__enter__())
+            else:
+                running.pop(0).__exit__(None, None, None)
+            if len(kept) < 20:
+                kept.append(arenapy.Bump(PAGE))
+        except Exception as error:
+            failed.append(error)
+        finally:
+            gc.enable()
+
+    gc.callbacks.append(measure_too)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        count = 0
+        with measure() as outer:
+            for i in range(100):
+                one = arenapy.Bump(PAGE, arenapy.Existing(memory)) if i % 2 else kept[-1]
+                one.alloc(8)
+                with measure(one) as inner:
+                    one.alloc(16)
+                count += 2
+                assert (inner.allocations, inner.bytes) == (1, 16)
+                if i % 2 == 0:
+                    one.reset()
+                del one
+    finally:
+        gc.callbacks.remove(measure_too)
+        gc.set_threshold(*before)
+        for one in running:
+            one.__exit__(None, None, None)
+    assert not failed and not unraisable
+    assert outer.allocations == count
+    assert not measurement._running and not measurement._watches

@@ -114,6 +114,26 @@ def test_bytes_that_an_export_keeps_are_not_grown_into():
     pool.check()
 
 
+@pytest.mark.parametrize("align", [256, 1 << 14, 2 * MIB])
+@pytest.mark.parametrize("nbytes", [100, 40 * KIB, MIB])
+def test_a_block_that_moves_keeps_its_alignment(source, nbytes, align):
+    pool = Pool(source=source)
+    skew = [pool.alloc(3 * 64 * KIB + PAGE)]  # so that no place is aligned by chance
+    for i in range(4):
+        block = filled(pool.alloc(nbytes, align), 1)
+        skew.append(pool.alloc(MIB + (i + 1) * PAGE))
+        for factor in (10, 20):
+            block = pool.grow(block, factor * nbytes)
+            assert block.address % align == 0 and has(block, 1, nbytes)
+            skew.append(pool.alloc(64 * KIB + PAGE))
+    # A Buffer object that is used again asks for no more than it is to.
+    del block
+    block = filled(pool.alloc(nbytes), 2)
+    skew.append(pool.alloc(MIB))
+    assert has(pool.grow(block, 10 * nbytes), 2, nbytes)
+    pool.check()
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [
