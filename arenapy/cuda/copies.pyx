@@ -31,7 +31,7 @@ from arenapy.cuda.ordering cimport told_to
 from arenapy.cuda.peers cimport Relay, goes_by_host, take_relay
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, StreamRef, free_to_use, handle_here, not_closed, refuse_unless_free,
-    says_captured,
+    says_captured, spread,
 )
 from arenapy.cuda.fence cimport (
     Retained, follow, follow_as, give_up, look, park, retain, retain_until, synchronize,
@@ -96,20 +96,20 @@ cdef class CudaMemory(Ordering):
         return wait_or_keep(s, [target, origin]) if stream is None and target.nbytes else 0
 
     cdef int move(self, object to, object source) except -1:
-        cdef list told = told_to(<Block>source)
-        cdef list streams = [one for one in told if isinstance(one, StreamRef)]
         cdef StreamRef own = <StreamRef>self.own
+        cdef list streams = streams_of(told_to(<Block>source))
         cdef StreamRef one
         if own is not None and own not in streams:
             streams.append(own)
-        # Also one of whose capture the block is: `told` has only what is done before that.
-        for one in streams + [use for use in uses_of(<Block>source) if isinstance(use, StreamRef)]:
+        # Also one of whose capture the block is: `told_to` has only what is done before that.
+        for one in streams + streams_of(spread(uses_of(<Block>source))):
             free_to_use(
                 one, "the block cannot move to grow; do this before the capture, or after it", None)
-        self.after_told(source, own)
+        self.after_told(source, own)         # also what a stream did that is closed now
         self.copy(to[:(<Block>source).size], source, own)
         for one in streams:
-            if one is not own and not one.fence:     # a fence is of what was exported: the old one
+            # A fence is of what was exported: the old one.
+            if one is not own and not one.fence and not one.gone():
                 self.begin(to, one)
         return 0
 
@@ -192,6 +192,11 @@ cdef class CudaMemory(Ordering):
 
 
 seal(CudaMemory)
+
+
+cdef list streams_of(list uses):
+    """Those that nobody has closed."""
+    return [one for one in uses if isinstance(one, StreamRef) and not (<StreamRef>one).gone()]
 
 
 cdef CudaMemory new_memory(

@@ -108,6 +108,26 @@ def test_its_work_is_done_before_its_blocks_are_used_again(gpu, reusing, closing
     assert not gpu.errors
 
 
+@pytest.mark.parametrize("how", ["recorded", "named"])
+@pytest.mark.parametrize("make", [Bump, Pool])
+def test_its_block_moves_to_grow(gpu, closing, make, how):
+    """With what the stream has written, though nobody can wait for the stream alone any more."""
+    one = make(8 * MIB, cuda.Device())
+    b = one.alloc(MIB, stream=closing if how == "named" else None)
+    behind = one.alloc(4096)
+    slowly_fill(gpu, closing, b, 1)
+    if how == "recorded":
+        b.record_stream(closing)
+    closing.close()
+    grown = one.grow(b, 3 * MIB)
+    assert b.closed and grown.nbytes == 3 * MIB
+    backwards(gpu)
+    assert sample(content(grown)[:MIB]) == {1}
+    one.check()
+    assert not gpu.errors
+    del behind
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_frame_of_a_bump(gpu, closing, when):
     arena = Bump(MIB, cuda.Device())

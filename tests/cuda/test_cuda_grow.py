@@ -3,7 +3,9 @@
 import gc
 
 import pytest
+from capsules import Consumer
 from cuda_support import (
+    ALLOCATORS,
     HOST_VISIBLE,
     LEGACY,
     MIB,
@@ -116,6 +118,24 @@ def test_streams_of_a_pool_go_on_with_it(gpu, source, who, way):
     backwards(gpu)
     assert [set(one) for one in seen] == [{1}]
     pool.check()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", ["bump", "pool"])
+def test_a_block_that_was_lent(gpu, allocator, source):
+    """Whoever had it does not tell on which stream, nor, of memory of the host, on which device."""
+    one = ALLOCATORS[allocator](SOURCES[source]())
+    block, behind = one.alloc(N), one.alloc(N)
+    poke(block.address, N, 9)
+    consumer = Consumer(block.__dlpack__())
+    slowly_fill(gpu, LEGACY, block, 1)
+    consumer.delete()
+    grown = one.grow(block, 16 * N)
+    assert grown is not block
+    backwards(gpu)
+    assert set(content(grown)[:N]) == {1}
+    one.check()
+    del behind
 
 
 @pytest.mark.parametrize("source", SOURCES)
