@@ -44,7 +44,7 @@ BUMP = [
     "test_buffer_held", "test_cuda_grow", "test_cuda_parked", "test_cuda_streams",
 ]  # fmt: skip
 SLAB = [
-    "test_slab_basics", "test_slab_machine", "test_planted_slab", "test_cuda_parked",
+    "test_slab_basics", "test_slab_in_c", "test_slab_machine", "test_planted_slab", "test_cuda_parked",
     "test_cuda_streams",
 ]  # fmt: skip
 POOL = [
