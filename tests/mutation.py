@@ -44,8 +44,8 @@ BUMP = [
     "test_buffer_held", "test_cuda_grow", "test_cuda_parked", "test_cuda_streams",
 ]  # fmt: skip
 SLAB = [
-    "test_slab_basics", "test_slab_in_c", "test_slab_machine", "test_planted_slab", "test_cuda_parked",
-    "test_cuda_streams",
+    "test_slab_basics", "test_slab_in_c", "test_slab_machine", "test_planted_slab",
+    "test_cuda_parked", "test_cuda_streams",
 ]  # fmt: skip
 POOL = [
     "test_attacks_pool", "test_growth_failures", "test_planted_pool", "test_pool_grow",
