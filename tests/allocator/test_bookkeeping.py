@@ -129,6 +129,19 @@ def test_a_pools_growth_is_recorded(tmp_path):
     assert sorted(grown["address"].tolist()) == sorted(one.address for one in pool.regions), kept
 
 
+@pytest.mark.parametrize("how", [{}, {"debug": True}, {"trim_after": 100.0}], ids=str)
+def test_every_free_of_a_pool_is_recorded(tmp_path, how):
+    pool = Pool(16 << 20, **how)
+    with trace.record(pool, tmp_path / "trace"):
+        for nbytes in (100, 100_000):
+            pool.alloc(nbytes).release()  # by a call, and when it is dropped
+            pool.alloc(nbytes)
+            memoryview(pool.alloc(nbytes)).release()
+    events = trace.load(tmp_path / "trace").events
+    for name in ("alloc", "free"):
+        assert sum(events["operation"] == trace.OPERATIONS[name]) == 6, name
+
+
 def test_a_thread_keeps_the_blocks_that_it_frees():
     """Sixty small ones fit into its magazine, so that another thread gets none of them."""
     pool = Pool(1 << 20)

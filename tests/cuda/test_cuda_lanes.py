@@ -77,6 +77,30 @@ def test_a_hit_on_a_threads_default_stream_costs_no_event(gpu):
     }  # fmt: skip
 
 
+def test_a_block_that_another_stream_has_used_is_the_streams_again_once_that_is_done(gpu):
+    pool, s, other = Pool(16 * MIB, cuda.Device()), new_stream(gpu), new_stream(gpu)
+    block = pool.alloc(MIB, stream=s)
+    at = block.address
+    block.record_stream(other)
+    slowly_fill(gpu, other, block, 1)
+    del block
+    idle = pool.alloc(MIB, stream=s)
+    assert idle.address != at, "the other stream is at work"
+    gpu.drain()
+    again = pool.alloc(MIB, stream=s)
+    assert again.address == at
+    again.record_stream(other)
+    slowly_fill(gpu, other, again, 2)
+    place = idle.address
+    del again, idle
+    gpu.drain()
+    idle = pool.alloc(MIB, stream=s)  # from what was idle, though more is so by now
+    assert idle.address == place
+    del idle
+    pool.trim()
+    assert pool.stats().active_allocations == pool.stats().reserved_bytes == 0
+
+
 @pytest.mark.parametrize("heir", ["thread", "stream", "own stream"])
 @pytest.mark.parametrize("alive", [False, True])
 def test_what_a_threads_default_stream_keeps_is_others_after_its_work(gpu, heir, alive):
