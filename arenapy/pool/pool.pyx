@@ -518,8 +518,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
         Notes
         -----
-        A block up to 32 KiB grows in place only within the bytes that it was rounded up to, and so
-        does memory of a device that other streams use. In the statistics, other growth in place is
+        A block up to 32 KiB grows in place only within the bytes that it was rounded up to. Memory
+        of a device that other streams use always moves. In the statistics, other growth in place is
         a release and an allocation.
 
         Examples
