@@ -189,7 +189,8 @@ step_other_pythons() {
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 # -O0 compiles in a third of the processor time of -O1, and the tests take as long. Its frames are
 # larger, so a recursion up to CPython's limit needs more stack. AddressSanitizer records few frames
-# for each allocation, because CPython allocates every object.
+# for each allocation, because CPython allocates every object. Assertions are not rewritten, which is
+# slow there: the ordinary build says more of one that fails.
 SANITIZERS_TREE=$WORK/sanitizers
 step_sanitizers() {
     need clang clang
@@ -204,7 +205,7 @@ step_sanitizers() {
         PYTHONMALLOC=malloc \
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:malloc_context_size=4:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
-        .venv/bin/python -m pytest -q -n 2 --durations 20 -m 'not no_sanitizer' \
+        .venv/bin/python -m pytest -q -n 2 --assert plain --durations 20 -m 'not no_sanitizer' \
         $(without_redundant) $(printf ' tests/%s' $COMPILED trace) || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1
