@@ -127,8 +127,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def step_of(count):
-    """The tier full runs one of how many cases: with a common divisor, some values of a parameter would
-    never be among them."""
+    """The tier full runs one of how many cases: with a common divisor, some values of a parameter
+    would never be among them."""
     return 1 if count <= FEW else next(n for n in (3, 5, 7, 11, 13, 17) if count % n)
 
 
