@@ -51,12 +51,14 @@ step_suite() {
     ! grep -E '^[0-9]+ skipped: (could not import .|needs )(asv|bokeh|selenium|pandas|pyarrow|distributed|aiohttp|uvicorn)' "$WORK/suite.log"
 }
 
-# NumPy's own tests with the handler, against the same without: those that allocate most. Its tests
-# of memory policies build a module with meson.
+# NumPy's own tests with the handler, against the same without: those that allocate most, of which
+# the tier quick runs half. Its tests of memory policies build a module with meson.
 step_numpy_suite() {
     flock "$WORK" "$PYTHON" -m pip install --quiet meson ninja
     cd "$README_TREE"
-    PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_handler/numpy_suite.py --quick
+    local which=--quick
+    [[ $TIER != long ]] || which=--most
+    PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_handler/numpy_suite.py $which
 }
 
 step_lint() {
