@@ -134,10 +134,8 @@ step_newcomer() {
 step_docs() {
     install_extra "$PYTHON" docs
     cd "$README_TREE"
-    # Both read the same pages, which takes most of the time: the second one finds them read.
-    local read=docs/_build/doctrees
-    "$PYTHON" -m sphinx -W --keep-going -n -q -d $read -b html docs docs/_build/html
-    "$PYTHON" -m sphinx -W --keep-going -q -d $read -b doctest docs docs/_build/doctest
+    "$PYTHON" -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+    "$PYTHON" -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
     tail -8 docs/_build/doctest/output.txt
 }
 
