@@ -51,12 +51,14 @@ step_suite() {
     ! grep -E '^[0-9]+ skipped: (could not import .|needs )(asv|bokeh|selenium|pandas|pyarrow|distributed|aiohttp|uvicorn)' "$WORK/suite.log"
 }
 
-# NumPy's own tests with the handler, against the same without: those that allocate most. Its tests
-# of memory policies build a module with meson.
+# NumPy's own tests with the handler, against the same without: those that allocate most, of which
+# the tier quick runs half. Its tests of memory policies build a module with meson.
 step_numpy_suite() {
     flock "$WORK" "$PYTHON" -m pip install --quiet meson ninja
     cd "$README_TREE"
-    PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_handler/numpy_suite.py --quick
+    local which=--quick
+    [[ $TIER != long ]] || which=--most
+    PATH=$PWD/.venv/bin:$PATH "$PYTHON" tests/numpy_handler/numpy_suite.py $which
 }
 
 step_lint() {
@@ -132,10 +134,8 @@ step_newcomer() {
 step_docs() {
     install_extra "$PYTHON" docs
     cd "$README_TREE"
-    # Both read the same pages, which takes most of the time: the second one finds them read.
-    local read=docs/_build/doctrees
-    "$PYTHON" -m sphinx -W --keep-going -n -q -d $read -b html docs docs/_build/html
-    "$PYTHON" -m sphinx -W --keep-going -q -d $read -b doctest docs docs/_build/doctest
+    "$PYTHON" -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+    "$PYTHON" -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
     tail -8 docs/_build/doctest/output.txt
 }
 
@@ -189,7 +189,8 @@ step_other_pythons() {
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 # -O0 compiles in a third of the processor time of -O1, and the tests take as long. Its frames are
 # larger, so a recursion up to CPython's limit needs more stack. AddressSanitizer records few frames
-# for each allocation, because CPython allocates every object.
+# for each allocation, because CPython allocates every object. Assertions are not rewritten, which is
+# slow there: the ordinary build says more of one that fails.
 SANITIZERS_TREE=$WORK/sanitizers
 step_sanitizers() {
     need clang clang
@@ -204,7 +205,7 @@ step_sanitizers() {
         PYTHONMALLOC=malloc \
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:malloc_context_size=4:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
-        .venv/bin/python -m pytest -q -n 2 --durations 20 -m 'not no_sanitizer' \
+        .venv/bin/python -m pytest -q -n 2 --assert plain --durations 20 -m 'not no_sanitizer' \
         $(without_redundant) $(printf ' tests/%s' $COMPILED trace) || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1

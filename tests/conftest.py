@@ -129,8 +129,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def step_of(count):
-    """One of how many cases the tier full runs: with a common divisor, the cases of some parameter's
-    values would never be among them."""
+    """The tier full runs one of how many cases: with a common divisor, some values of a parameter
+    would never be among them."""
     return 1 if count <= FEW else next(n for n in (3, 5, 7, 11, 13, 17) if count % n)
 
 

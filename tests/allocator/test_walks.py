@@ -132,7 +132,8 @@ def limits_of_now(monkeypatch):
 def test_walks(name, limits_of_now):
     make, acts = ACTS[name]
     acts = [Walk.alloc, Walk.array, Walk.see, Walk.release, Walk.drop, *acts]
-    for seed in range(25 * settings().max_examples):
+    examples = settings().max_examples
+    for seed in range(examples * (100 if examples > 1000 else 25)):
         dice = random.Random(seed)
         walk = Walk(make(), dice)
         for number, act in enumerate(dice.choices(acts, k=STEPS), 1):

@@ -1,7 +1,8 @@
 """NumPy's own tests with arenapy's handler in force; what does not pass, with the default one too.
 
     python tests/numpy_handler/numpy_suite.py               all of them
-    python tests/numpy_handler/numpy_suite.py --quick       those that allocate most, in minutes
+    python tests/numpy_handler/numpy_suite.py --most        those that allocate most, in minutes
+    python tests/numpy_handler/numpy_suite.py --quick       of these, half: without DEAR
     python tests/numpy_handler/numpy_suite.py numpy.fft ... these modules
     python tests/numpy_handler/numpy_suite.py pandas.tests.reshape sklearn.svm ...  of others
     python tests/numpy_handler/numpy_suite.py --debug ...   over a pool in debug mode
@@ -31,7 +32,7 @@ import numpy as np
 from numpy._core.multiarray import get_handler_name
 
 ALL = ["numpy._core", "numpy.lib", "numpy.ma", "numpy.fft", "numpy.linalg", "numpy.random"]
-QUICK = {
+MOST = {
     "numpy._core": [
         "multiarray", "mem_policy", "mem_overlap", "multithreading", "records", "stringdtype",
         "strings", "shape_base", "nditer", "ufunc", "regression", "indexing", "item_selection",
@@ -43,6 +44,8 @@ QUICK = {
     "numpy.linalg": ["linalg", "regression"],
     "numpy.random": ["generator_mt19937"],
 }  # fmt: skip
+#: Half of their time, and no edge of our modules that neither the others nor our own tests reach.
+DEAR = {"nditer", "strings", "stringdtype", "ufunc", "function_base", "core"}
 NAMES = {"default": "default_allocator", "pool": "arenapy", "debug": "arenapy"}
 MAX_MEMORY = "4 GB"  # of one test, in NumPy's words
 KEPT = 1 << 30  # bytes that the pool may keep idle from one test to the next
@@ -207,15 +210,22 @@ def compare(default, ours):
 def main():
     """Run, compare, print, and end with status 1 if the handler does worse."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a subset, without the slow tests")
+    parser.add_argument("--most", action="store_true", help="a subset, without the slow tests")
+    parser.add_argument("--quick", action="store_true", help="half of --most")
     parser.add_argument("--debug", action="store_true", help="over a pool with debug=True")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="numpy.fft, say; else all")
     options = parser.parse_args()
     modules = options.modules or ALL
     selection = ["--pyargs", *modules]
-    if options.quick:
-        quick = [f"{package}.tests.test_{name}" for package in QUICK for name in QUICK[package]]
-        selection = ["-m", "not slow", "--pyargs", *(options.modules or quick)]
+    if options.most or options.quick:
+        left_out = DEAR if options.quick else ()
+        some = [
+            f"{package}.tests.test_{name}"
+            for package, names in MOST.items()
+            for name in names
+            if name not in left_out
+        ]
+        selection = ["-m", "not slow", "--pyargs", *(options.modules or some)]
     with tempfile.TemporaryDirectory(prefix="numpy-suite.") as directory:
         directory = Path(directory)
         ours = Run("debug" if options.debug else "pool", selection, directory)
