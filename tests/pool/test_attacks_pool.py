@@ -94,12 +94,12 @@ def test_a_region_is_not_closed_under_a_thread_that_fills_it(run_script):
     run_script(
         TAKE_OVER
         + """
-    pool = arenapy.Pool(max_bytes=512 << 20)
+    pool = arenapy.Pool(max_bytes=2 << 30)
     pool.alloc(64)
 
     def grow():
         try:
-            pool.alloc(256 << 20)
+            pool.alloc(1 << 30)
         except Exception:
             pass
 
