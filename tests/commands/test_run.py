@@ -68,6 +68,23 @@ def test_nothing_is_left_once_numpy_is_there(script, tmp_path):
     assert_alike(tmp_path, "script.py", status=0)
 
 
+def test_modules_that_come_while_the_report_is_made(script, tmp_path):
+    """As threads import them. Here the name of one imports another when it is looked at."""
+    script(
+        """
+        import sys, types, numpy
+        class Name(str):
+            def partition(self, separator):
+                sys.modules[f"made_{len(sys.modules)}"] = types.ModuleType("made")
+                return str.partition(self, separator)
+        sys.modules[Name("odd")] = types.ModuleType("odd")
+        for i in range(9):
+            sys.modules[f"more_{i}"] = types.ModuleType("more")
+        """
+    )
+    assert "pool" in assert_alike(tmp_path, "script.py", status=0)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     assert not assert_alike(tmp_path, "nope.py", status=2)
     assert_alike(tmp_path, "-m", "nothing_of_this_name", status=1)

@@ -504,4 +504,4 @@ def test_collections_of_garbage_that_measure(measured, monkeypatch):
             one.__exit__(None, None, None)
     assert not failed and not unraisable
     assert outer.allocations == count
-    assert not measurement._running and not measurement._watches
+    assert not measurement._running

@@ -248,6 +248,8 @@ class Room:
     def commit(self, offset, nbytes):
         self.source.asked()
         self.inner.commit(offset, nbytes)
+    def decommit(self, offset, nbytes, stream=None):
+        self.inner.decommit(offset, nbytes, stream)
 
 class Rooms(Slow):
     def region(self, nbytes):

@@ -215,6 +215,9 @@ class Room:
             raise OutOfMemory(f"planned failure of {nbytes} bytes")
         self.inner.commit(offset, nbytes)
 
+    def decommit(self, offset, nbytes, stream=None):
+        self.inner.decommit(offset, nbytes, stream)
+
 
 def test_growth_that_failed_is_undone():
     source, plan = reserving()

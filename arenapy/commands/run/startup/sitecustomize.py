@@ -185,11 +185,12 @@ class Session:
         sight meanwhile; and one that is imported now and that the program has its own of is
         forgotten afterwards, so that the program gets its own.
         """
-        tops = {_top(name) for name in sys.modules} & sys.stdlib_module_names
+        known = sys.modules.copy()  # threads of the program may import meanwhile
+        tops = {_top(name) for name in known} & sys.stdlib_module_names
         tops = {top for top in tops if self._is_of_program(top)}
-        hidden = {name: module for name, module in sys.modules.items() if _top(name) in tops}
+        hidden = {name: module for name, module in known.items() if _top(name) in tops}
         for name in hidden:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
         before, program_path = set(sys.modules), sys.path[:]
         sys.path[:] = self.path
         try:
@@ -200,7 +201,7 @@ class Session:
             for name in set(sys.modules) - before:
                 top = _top(name)
                 if top in tops or (top in sys.stdlib_module_names and _finds(top, own)):
-                    del sys.modules[name]
+                    sys.modules.pop(name, None)
             sys.modules.update(hidden)
 
     def _is_of_program(self, name: str) -> bool:
