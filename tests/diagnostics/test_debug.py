@@ -119,7 +119,7 @@ def accused(error, address, byte, reads, nbytes=100, damaged=1):
     return True
 
 
-@pytest.mark.parametrize("kind", ALLOCATORS)
+@pytest.mark.parametrize("kind", ["slab", "pool"])  # a Bump's is held as by an array
 @pytest.mark.parametrize("released", [False, True])
 def test_what_a_stream_still_uses_is_given_back_nevertheless(kind, released):
     with a_gpu() as gpu:
