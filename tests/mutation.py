@@ -103,6 +103,8 @@ KNOWN = {
         "equivalent but for a limit of the address space within a page of the smallest pool",
     ("pool/thread_cache", "if f.n_large == LARGE_MOST:", "if f.n_large != LARGE_MOST:"):
         "equivalent but for speed: a cache is flushed sooner, so it is never full",
+    ("slab/slab", "usleep(MOMENT)", "pass"):
+        "equivalent but for the processor's time: it asks again at once, without the GIL as well",
     ("pool/stream_cache", "if chain and len(busy) < ASKED and hooks.done(name):",
      "if chain and len(busy) <= ASKED and hooks.done(name):"):
         "equivalent but for speed: one stream more is asked what it has done",
