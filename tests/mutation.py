@@ -41,7 +41,8 @@ COMMON = [
 ]  # fmt: skip
 BUMP = [
     "test_bump", "test_bump_growth", "test_bump_in_place", "test_bump_machine", "test_planted",
-    "test_buffer_held", "test_cuda_grow", "test_cuda_parked", "test_cuda_streams",
+    "test_buffer_held", "test_cuda_copies", "test_cuda_grow", "test_cuda_parked",
+    "test_cuda_streams",
 ]  # fmt: skip
 SLAB = [
     "test_slab_basics", "test_slab_in_c", "test_slab_machine", "test_planted_slab",
@@ -102,6 +103,11 @@ KNOWN = {
         "equivalent but for a limit of the address space within a page of the smallest pool",
     ("pool/thread_cache", "if f.n_large == LARGE_MOST:", "if f.n_large != LARGE_MOST:"):
         "equivalent but for speed: a cache is flushed sooner, so it is never full",
+    ("slab/slab", "usleep(MOMENT)", "pass"):
+        "equivalent but for the processor's time: it asks again at once, without the GIL as well",
+    ("pool/stream_cache", "if chain and len(busy) < ASKED and hooks.done(name):",
+     "if chain and len(busy) <= ASKED and hooks.done(name):"):
+        "equivalent but for speed: one stream more is asked what it has done",
     ("pool/thread_cache",
      "room = depot.n + n <= min(<uint32_t>DEPOT_MOST, 4 * self.steps[s].depth)",
      "room = depot.n + n <= max(<uint32_t>DEPOT_MOST, 4 * self.steps[s].depth)"):

@@ -142,6 +142,21 @@ def test_every_free_of_a_pool_is_recorded(tmp_path, how):
         assert sum(events["operation"] == trace.OPERATIONS[name]) == 6, name
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_free_of_a_bump_is_recorded_with_its_bytes(tmp_path, held):
+    arena = Bump(1 << 20)
+    with trace.record(arena, tmp_path / "trace"):
+        block = arena.alloc(1000)
+        if held:
+            memoryview(block).release()
+            del block
+        else:
+            block.release()
+    events = trace.load(tmp_path / "trace").events
+    (free,) = events[events["operation"] == trace.OPERATIONS["free"]]
+    assert free["nbytes"] == 1000
+
+
 def test_a_thread_keeps_the_blocks_that_it_frees():
     """Sixty small ones fit into its magazine, so that another thread gets none of them."""
     pool = Pool(1 << 20)

@@ -14,12 +14,13 @@ import time
 
 import numpy as np
 import pytest
+from cuda_support import a_gpu, new_stream, slowly_fill
 from helpers import GIL, PAGE, Pages, exact, peek, poke
 from hypothesis import given
 from hypothesis import strategies as st
 
 import arenapy
-from arenapy import Bump, Existing, File, Pool, Shared, Slab
+from arenapy import Bump, Existing, File, Pool, Shared, Slab, cuda
 from arenapy.debug import LiveBlock, live_blocks
 from arenapy.diagnostics import leaks
 from arenapy.errors import MemoryCorruption
@@ -119,6 +120,24 @@ def accused(error, address, byte, reads, nbytes=100, damaged=1):
     born, gone = re.search(r"allocated at (.*), and given back last at (.*);", text).groups()
     assert BORN in born and GONE in gone
     return True
+
+
+@pytest.mark.parametrize("kind", ["slab", "pool"])  # a Bump's is held as by an array
+@pytest.mark.parametrize("released", [False, True])
+def test_what_a_stream_still_uses_is_given_back_nevertheless(kind, released):
+    with a_gpu() as gpu:
+        allocator, stream = ALLOCATORS[kind](cuda.Pinned()), new_stream(gpu)
+        block = allocator.alloc(100)
+        block.record_stream(stream)
+        slowly_fill(gpu, stream, block, 1)
+        assert len(live_blocks(allocator)) == 1
+        if released:
+            block.release()
+        del block
+        assert not live_blocks(allocator)
+        gpu.drain()
+        allocator.check()
+        del allocator
 
 
 # ---- a write after free -----------------------------------------------------------------------

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from children import another_process
+from cuda_support import a_gpu
 from every import fill_up
 from helpers import PAGE, poke
 from pool_rules import KIB, MIB
 from sources import Adjacent, Regions
 
-from arenapy import Host, OutOfMemory, Pool, Shared
+from arenapy import Host, OutOfMemory, Pool, Shared, cuda
 
 HUGE = 2 * MIB
 LAZY = {"regions": Regions, "host": lambda: Host(prefault=False)}
@@ -112,6 +113,20 @@ def test_growth_goes_on_to_the_end_of_a_huge_page():
         blocks.append(pool.alloc(nbytes))
         ((start, reserved),) = pool._reserved()
         assert (start + reserved) % HUGE == 0
+
+
+def test_a_block_that_a_device_pool_keeps_is_never_too_small():
+    """There blocks are not rounded, so those of one step have different numbers of pages."""
+    with a_gpu():
+        pool = Pool(source=cuda.Device())
+        for pages in range(9, 130):
+            for nbytes in (pages * PAGE, pages * PAGE + 1):
+                block = pool.alloc(nbytes)
+                at = block.address
+                (info,) = [info for info in pool.blocks() if info.address == at]
+                assert nbytes <= info.nbytes < nbytes + 8 * PAGE
+                del block
+        del pool
 
 
 def test_a_batch_needs_memory_whatever_number_of_descriptors_is_spare():

@@ -349,6 +349,15 @@ def test_threads_that_pass_items_on():
     slab.check()
 
 
+def test_a_peak_is_remembered_through_refills_and_spills():
+    slab = arenapy.Slab(64, 1000)
+    for live in (1000, 300):
+        blocks = [slab.alloc() for _ in range(live)]
+        blocks.clear()
+        assert slab.stats().peak_bytes == 64 * live
+        slab.reset_peak()
+
+
 def test_the_peak_can_be_exchanged():
     slab = arenapy.Slab(100, 100)
     assert slab._tally() == (0, 0, 0) and slab._exchange_peak(None) == 0
