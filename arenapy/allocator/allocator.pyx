@@ -468,6 +468,11 @@ cdef object make_reservation(object source, size_t nbytes):
             f"{source!r}.reserve({nbytes}) returned {reservation!r}, whose region is not an "
             "arenapy.Region"
         )
+    for name in ("commit", "decommit"):
+        if not callable(getattr(reservation, name, None)):
+            raise TypeError(
+                f"{source!r}.reserve({nbytes}) returned {reservation!r}, which has no {name}() method"
+            )
     region = <Region>found
     region.check_unused()
     if region.size < nbytes:

@@ -1,6 +1,7 @@
 """A Bump over a source with ``grow=True``: one region, which grows in place and shrinks."""
 
 import gc
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -293,6 +294,19 @@ def test_a_reservation_that_no_arena_can_grow_in_is_refused(make, room, wrong, e
     with pytest.raises(error, match=message):
         make(source)
     assert len(source.made) == 1
+
+
+@pytest.mark.parametrize("arena", [Bump, partial(Pool, initial_bytes=8 * MIB)])
+@pytest.mark.parametrize("name", ["commit", "decommit"])
+def test_a_reservation_without_a_method_is_refused(arena, name):
+    class Lacking(Offering):
+        def reserve(self, nbytes):
+            made = super().reserve(nbytes)
+            setattr(made, name, None)
+            return made
+
+    with pytest.raises(TypeError, match=rf"has no {name}\(\) method"):
+        arena(64 * MIB, Lacking())
 
 
 def window(region, skip, page_size):
