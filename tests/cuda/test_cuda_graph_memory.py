@@ -814,8 +814,8 @@ def test_a_collection_of_garbage_that_allocates_for_a_further_capture(gpu):
     gc.callbacks.append(collected)
     gc.freeze()  # collections take no time
     try:
-        for at in range(1, 150):
-            seen = 0
+        for strike in range(1, 150):
+            seen, at = 0, strike
             gc.set_threshold(1)
             captured()
             gc.set_threshold(*thresholds)
