@@ -471,7 +471,8 @@ cdef object make_reservation(object source, size_t nbytes):
     for name in ("commit", "decommit"):
         if not callable(getattr(reservation, name, None)):
             raise TypeError(
-                f"{source!r}.reserve({nbytes}) returned {reservation!r}, which has no {name}() method"
+                f"{source!r}.reserve({nbytes}) returned {reservation!r}, which has no {name}() "
+                "method"
             )
     region = <Region>found
     region.check_unused()

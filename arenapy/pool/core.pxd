@@ -71,8 +71,7 @@ cdef class PoolCore(ThreadCaches):
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
     cdef int n_samples
     cdef uint32_t latest     # tick in one of them; under heap_lock
-    cdef Hold* leased_blocks         # freed blocks that only other processes see; linked by next,
-                                     # under heap_lock
+    cdef Hold* leased_blocks         # freed, seen by other processes only; by next; under heap_lock
     cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]
