@@ -44,6 +44,10 @@ class Streams(Protocol):
     2
     """
 
+    def __init__(self) -> None:
+        if type(self) is Streams:
+            raise TypeError("Streams only describes streams; pass SimulatedStreams(), or your own")
+
     @property
     def streams(self) -> Sequence[Any]: ...
 
