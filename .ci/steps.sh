@@ -205,7 +205,7 @@ step_sanitizers() {
         PYTHONMALLOC=malloc \
         ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:malloc_context_size=4:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
-        .venv/bin/python -m pytest -q -n 2 --assert plain --durations 20 -m 'not no_sanitizer' \
+        .venv/bin/python -m pytest -q -n 2 --durations 20 -m 'not no_sanitizer' \
         $(without_redundant) $(printf ' tests/%s' $COMPILED trace) || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1

@@ -129,6 +129,7 @@ def test_a_block_that_a_device_pool_keeps_is_never_too_small():
         del pool
 
 
+@pytest.mark.no_sanitizer  # it takes too long there
 def test_a_batch_needs_memory_whatever_number_of_descriptors_is_spare():
     for shift in range(32):  # it grows by up to 18 blocks at a time
         pool = Pool(source=Host(prefault=False))
