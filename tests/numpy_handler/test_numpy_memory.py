@@ -218,7 +218,7 @@ def test_a_failed_resize_keeps_the_array():
             array.resize(MIB, refcheck=False)
         another = empty(1000, 4)
         assert same(array, another) and live(pool) == 2
-    del array
+    del array, another
     assert live(pool) == 0
 
 
