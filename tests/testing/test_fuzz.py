@@ -504,7 +504,7 @@ def test_a_smaller_program_that_crashes_is_no_further_kind(tmp_path, monkeypatch
     assert processes.limits == [(None, 10), (0.0, 5)]
 
 
-@pytest.mark.parametrize("end", ["crash", "hang"])
+@pytest.mark.parametrize("end", ["crash", pytest.param("hang", marks=pytest.mark.full)])
 def test_programs_are_made_smaller_in_children(end, monkeypatch):
     """Although each one that asks for a byte crashes or hangs."""
     monkeypatch.setattr("arenapy.testing.search.TRY_SECONDS", 0.2)
