@@ -189,8 +189,7 @@ step_other_pythons() {
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 # -O0 compiles in a third of the processor time of -O1, and the tests take as long. Its frames are
 # larger, so a recursion up to CPython's limit needs more stack. AddressSanitizer records few frames
-# for each allocation, because CPython allocates every object. Assertions are not rewritten, which is
-# slow there: the ordinary build says more of one that fails.
+# for each allocation, because CPython allocates every object.
 SANITIZERS_TREE=$WORK/sanitizers
 step_sanitizers() {
     need clang clang
