@@ -77,7 +77,7 @@ cdef class PoolCore(ThreadCaches):
     cdef uint64_t pending_blocks[N_CLASSES]
 
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
-    cdef Lent* lent          # of each other stream; under lent_lock, as the next four
+    cdef Lent* lent          # of each other stream; under lent_lock, as are the figures below it
     cdef arenapy_spin lent_lock
     cdef size_t lent_idle    # bytes of all that is idle there
     cdef uint64_t lent_before[N_CLASSES]     # allocations beyond `taken` of streams that are gone

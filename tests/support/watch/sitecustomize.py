@@ -1,7 +1,7 @@
 """Has each Python process write down which edges of the compiled modules ran, and in which test.
 
-`choose.py` puts this folder on PYTHONPATH, so that Python imports this file at its start. A process
-that a signal ends, or that becomes another program, writes nothing.
+`tests/redundant.py` puts this folder on PYTHONPATH, so that Python imports this file at its start.
+A process that a signal ends, or that becomes another program, writes nothing.
 """
 
 import atexit
