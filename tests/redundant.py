@@ -12,7 +12,8 @@ process, and notes of each test function what it costs and which edges it reache
 too. Then it looks at the dearest first: a test is left out if it reaches fewer than WORTH edges for
 each of its seconds that no test reaches which stays. What takes less than LEAST stays, whatever it
 reaches. So does every state machine and every test that starts threads: they find what depends on
-the order of steps, of which edges tell nothing. The end names the modules of edges that are lost.
+the order of steps, of which edges tell nothing. Threads of child processes are not seen: take such
+tests out of the list by hand. The end names the modules of edges that are lost.
 
 The list is of arguments for pytest: `pytest @.ci/redundant.txt`. What it does not name runs, and so
 does a new test.
