@@ -124,7 +124,7 @@ cdef class ThreadCaches(Segments):
     cdef int n_caches        # of these
     # [N_SMALL], by step: from the second cache on. NULL: there are none.
     cdef Depot* depots
-    cdef ReservedArray depot_array       # where they lie
+    cdef ReservedArray depot_array       # where they lie, or will
     cdef ThreadCache* cache  # the first that was made; of threads too, if there is no memory
     cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added

@@ -48,7 +48,7 @@ from arenapy.base.sizes cimport (
     rounded, step_bytes, step_of,
 )
 from arenapy.linux.reserved_space cimport (
-    ReservedArray, array_close, array_grow, array_open, vm_fill, vm_protect,
+    ReservedArray, array_close, array_open, vm_fill, vm_protect,
 )
 from arenapy.base.thread_slot cimport (
     N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, prepare_takeovers, slot_offset,
@@ -105,8 +105,7 @@ cdef class ThreadCaches(Segments):
         cdef int i
         for i in range(CACHE_ARRAYS):
             array_close(&self.cache_arrays[i])
-        if self.depots != NULL:
-            array_close(&self.depot_array)
+        array_close(&self.depot_array)
 
     cdef int open(self, size_t pages, int rounding) except -1:
         """Make ready, for about so many pages; there is no memory yet."""
@@ -131,6 +130,10 @@ cdef class ThreadCaches(Segments):
         for i in range(SMALL_LINES + 1):
             self.step_at[i] = <uint8_t>step_of(rounded(<size_t>i << 6, rounding))
         self.rounding = rounding
+        # Now, for the same reason as the caches (CACHE_ARRAYS). Without them it is only slower.
+        if (array_open(&self.depot_array, N_SMALL * sizeof(Depot))
+                and vm_protect(self.depot_array.at, self.depot_array.reserved, True) < 0):
+            array_close(&self.depot_array)
         self.cache = self.own_cache()
         if self.cache == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
@@ -190,27 +193,22 @@ cdef class ThreadCaches(Segments):
 
     cdef void open_depots(self) noexcept nogil:
         """From now on slots go from thread to thread, if there is memory for that."""
-        cdef ReservedArray array
-        cdef size_t nbytes = N_SMALL * sizeof(Depot)
+        cdef ReservedArray* array = &self.depot_array
         cdef int s
         biased_acquire(&self.cache.lock)     # which, while it was alone, added nothing up
         arenapy_spin_acquire(&self.heap_lock)
         self.add_up_own(self.cache)
         arenapy_spin_release(&self.heap_lock)
         biased_release(&self.cache.lock)
-        if self.depots != NULL or not array_open(&array, nbytes):
+        if self.depots != NULL or array.at == NULL or vm_fill(array.at, array.reserved) < 0:
             return
-        if array_grow(&array, nbytes):
+        arenapy_spin_acquire(&self.births)
+        if self.depots == NULL:
             for s in range(N_SMALL):
                 rank_spin(&(<Depot*>array.at)[s].lock, RANK_DEPOT)
-            arenapy_spin_acquire(&self.births)
-            if self.depots == NULL:
-                self.depot_array = array
-                arenapy_store_ptr(<void**>&self.depots, array.at)
-                array.at = NULL
-            arenapy_spin_release(&self.births)
-        if array.at != NULL:
-            array_close(&array)
+            array.ready = array.reserved
+            arenapy_store_ptr(<void**>&self.depots, array.at)
+        arenapy_spin_release(&self.births)
 
     # -- blocks of the thread caches
 
