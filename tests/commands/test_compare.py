@@ -455,6 +455,7 @@ def test_a_comparison(script, tmp_path):
     assert shown.stdout.count("told") == shown.stderr.count("complained") == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "phases"),
     [
