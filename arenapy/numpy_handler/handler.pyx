@@ -85,14 +85,18 @@ cdef struct Header:
 cdef class Counts:
     """What a handler counts. Internal."""
 
-    def as_tuple(self):
-        """(allocations, bytes, live blocks) of libc's blocks, then of lazy zeros."""
+    def as_dict(self):
+        """The figures by name, as NumpyMemoryStats has them."""
         cdef Fallbacks* s = &self.system
         cdef Fallbacks* z = &self.lazy
-        return (
-            (arenapy_load(&s.count), arenapy_load(&s.nbytes), arenapy_load(&s.live)),
-            (arenapy_load(&z.count), arenapy_load(&z.nbytes), arenapy_load(&z.live)),
-        )
+        return {
+            "system_allocations": arenapy_load(&s.count),
+            "system_bytes": arenapy_load(&s.nbytes),
+            "system_live": arenapy_load(&s.live),
+            "lazy_allocations": arenapy_load(&z.count),
+            "lazy_bytes": arenapy_load(&z.nbytes),
+            "lazy_live": arenapy_load(&z.live),
+        }
 
 
 # ---- blocks of libc ----------------------------------------------------------------------

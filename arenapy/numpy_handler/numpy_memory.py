@@ -279,8 +279,10 @@ class numpy_memory(Context):
         """
         from arenapy.stats import NumpyMemoryStats
 
-        (count, nbytes, live), (lazy, lazy_nbytes, lazy_live) = self._handler.counts.as_tuple()
-        return NumpyMemoryStats(count, nbytes, live, lazy, lazy_nbytes, lazy_live)
+        return NumpyMemoryStats(**self._figures())
+
+    def _figures(self) -> dict[str, int]:
+        return self._handler.counts.as_dict()
 
     def unreached(self) -> list[str]:
         """Names of the threads that now run Python code without this handler.

@@ -208,48 +208,37 @@ seal(Listing)
 
 # ---- figures -----------------------------------------------------------------------------
 
-def stats_of(PoolCore core not None):
-    """The figures of this moment, as PoolStats."""
-    from arenapy.stats import ClassStats, PoolStats
-
+def figures_of(PoolCore core not None):
+    """The figures of this moment by name, as PoolStats has them; the classes are dicts, too."""
     cdef PoolFigures f = core.figures()
-    cdef ClassFigures* c
     cdef int k
-    classes = []
-    for k in range(N_CLASSES):
-        c = &f.classes[k]
-        classes.append(ClassStats(
-            index=k,
-            upper_bound=SIZE_CLASSES[k],
-            total_allocations=c.allocations,
-            pool_hits=c.hits,
-            pool_misses=c.misses,
-            splits=c.splits,
-            active_allocations=c.active,
-            allocated_bytes=c.live,
-            pending_bytes=c.pending,
-            idle_bytes=c.idle,
-            reserved_bytes=c.live + c.pending + c.idle,
-            peak_bytes=c.peak,
-            largest_free_block=c.largest,
-        ))
-    c = &f.all
-    return PoolStats(
-        total_allocations=c.allocations,
-        pool_hits=c.hits,
-        pool_misses=c.misses,
-        splits=c.splits,
-        active_allocations=c.active,
-        allocated_bytes=c.live,
-        pending_bytes=c.pending,
-        idle_bytes=c.idle,
-        reserved_bytes=f.reserved,
-        peak_bytes=c.peak,
-        metadata_bytes=f.metadata,
-        largest_free_block=c.largest,
-        regions=f.regions,
-        classes=tuple(classes),
-    )
+    return {
+        **counts_of(&f.all),
+        "reserved_bytes": f.reserved,
+        "metadata_bytes": f.metadata,
+        "regions": f.regions,
+        "classes": [
+            {"index": k, "upper_bound": SIZE_CLASSES[k], **counts_of(&f.classes[k])}
+            for k in range(N_CLASSES)
+        ],
+    }
+
+
+cdef dict counts_of(ClassFigures* c):
+    """The figures that the pool and each of its classes have."""
+    return {
+        "total_allocations": c.allocations,
+        "pool_hits": c.hits,
+        "pool_misses": c.misses,
+        "splits": c.splits,
+        "active_allocations": c.active,
+        "allocated_bytes": c.live,
+        "pending_bytes": c.pending,
+        "idle_bytes": c.idle,
+        "reserved_bytes": c.live + c.pending + c.idle,
+        "peak_bytes": c.peak,
+        "largest_free_block": c.largest,
+    }
 
 
 # ---- the check ---------------------------------------------------------------------------

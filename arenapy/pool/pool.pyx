@@ -40,7 +40,7 @@ from arenapy.memory.region cimport ask_source
 from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
-from arenapy.pool.check import extents, listing, stats_of, verify
+from arenapy.pool.check import extents, figures_of, listing, verify
 from arenapy.memory.sources import Existing, File, Host, Shared
 from arenapy.pool.trimming import start_trimming
 
@@ -797,6 +797,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         >>> stats.active_allocations, stats.allocated_bytes
         (1, 8192)
         """
+        from arenapy.stats import ClassStats, PoolStats
+
+        figures = self._figures()
+        classes = tuple([ClassStats(**one) for one in figures.pop("classes")])
+        return PoolStats(**figures, classes=classes)
+
+    def _figures(self):
+        # As stats(), without the import of the dataclasses.
         if self.core.may_lease:
             self.core.settle_sends()
         self.core.reclaim_leases()
@@ -804,7 +812,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.streams is not None:
             self.streams.settle_graphs()
             self.streams.collect()
-        return stats_of(self.core)
+        return figures_of(self.core)
 
     def reset_peak(self):
         """Restart `peak_bytes` from the present value, for the pool and each class.
