@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What a block of code costs: page faults, bytes, allocations, peak.
+"""The cost of a block of code: page faults, bytes, allocations, peak.
 
 What lives here: the differences between the beginning and the end of a block. What does not: the
 counting. An allocator counts from when it is made (`_tally`), and keeps one peak, which can be

@@ -52,7 +52,7 @@ class Limit(NamedTuple):
 
     @property
     def available(self) -> int:
-        """What is free."""
+        """The free bytes under this limit."""
         return max(self.nbytes - self.used, 0)
 
 
@@ -290,7 +290,7 @@ def numa_nodes(sys: Folder = SYS) -> tuple[int, ...]:
 
 
 def _node_limits(sys: Folder, node: int) -> Iterator[Limit]:
-    """What is free on one NUMA node: pages bound to it cannot come from elsewhere."""
+    """The free memory of one NUMA node. Pages that are bound to it cannot come from elsewhere."""
     figures = {}
     for line in (_read(f"{sys}/devices/system/node/node{node}/meminfo") or "").splitlines():
         words = line.split()  # Node 0 MemFree:  1234 kB

@@ -38,14 +38,14 @@ __all__ = [
 
 LOOKED_AT = 1024  # bytes of a file that tell its kind
 STANDARD = {1: "standard output", 2: "standard error"}
-#: What a folder or a mount says where a file cannot be replaced, but may be written.
+#: Errors of a folder or a mount in which a file cannot be replaced, but perhaps written.
 IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV)
-#: What a file system says that has no hard links.
+#: Errors of a file system that has no hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Kind(NamedTuple):
-    """What an output is known by.
+    """A kind of output, and how to recognize it.
 
     Attributes
     ----------

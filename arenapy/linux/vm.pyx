@@ -606,7 +606,7 @@ def huge_page(int fd):
 
 
 def is_tmpfs(int fd):
-    """Whether a file is on tmpfs, where reading a hole takes a page of memory."""
+    """True if a file is on tmpfs, where reading a hole takes a page of memory."""
     cdef int answer = c_is_tmpfs(fd)
     if answer < 0:
         fail()

@@ -225,7 +225,7 @@ cdef void forget(Holding* holding) noexcept:
 @cython.final
 @cython.no_gc_clear               # the view is needed until the region is gone
 cdef class Claim:
-    """What a region claims; `claim` makes it, and the region keeps it as its owner. Internal."""
+    """The claim of a region. `claim` makes it, and the region keeps it as its owner. Internal."""
 
     def __enter__(self):
         return self

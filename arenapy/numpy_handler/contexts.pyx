@@ -111,7 +111,7 @@ cdef class PoolHandler:
 
 @cython.final
 cdef class Entry:
-    """What is in force in a context; the first of a stack is what was before."""
+    """The handler in force in a context. The first entry of a stack is the handler from before."""
 
     cdef object capsule
     cdef Context memory              # None for the first

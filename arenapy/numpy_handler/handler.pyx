@@ -1,4 +1,4 @@
-"""What NumPy calls for the data of arrays: a handler (NEP 49) over a Pool.
+"""The handler (NEP 49) over a Pool, which NumPy calls for the data of arrays.
 
 What lives here: the callbacks, the capsule that arrays keep. What does not: which handler is in
 force where (contexts), what the short way cannot serve (blocks), the pool itself.
@@ -73,7 +73,7 @@ cdef enum:
     BASE_PAGE = 4096
     LARGE = 16 << 20         # what is larger and grows gets an eighth more than it asks for
 
-# What lies in front of a block of libc's.
+# The header in front of a block of libc's.
 cdef struct Header:
     void* base
     size_t nbytes            # of the block
@@ -83,7 +83,7 @@ cdef struct Header:
 
 @cython.final
 cdef class Counts:
-    """What a handler counts. Internal."""
+    """The counters of a handler. Internal."""
 
     def as_dict(self):
         """The figures by name, as NumpyMemoryStats has them."""
@@ -192,8 +192,8 @@ cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
 
 
 cdef void other_free(Handler* h, void* block) noexcept nogil:
-    """What `try_give` leaves, such as each block of a pool's second region. (Called from two
-    places, like other_alloc.)"""
+    """Frees that `try_give` leaves, such as each block of a pool's second region. (Two callers, as
+    other_alloc.)"""
     if not try_cache_free(<PoolCore>h.core, block):
         general_free(h, block)
 
@@ -204,7 +204,7 @@ cdef void general_free(Handler* h, void* block) noexcept nogil:
 
 
 cdef bint given_back(PoolCore c, void* block) noexcept nogil:
-    """Whether it was the pool's, to be freed or (a forked child, or freed twice) not any more."""
+    """True if the block is of the pool's memory; a forked child, for one, does not free it."""
     if c.free_block_at(<char*>block):
         c.tell()
         return True
@@ -216,7 +216,7 @@ cdef bint given_back(PoolCore c, void* block) noexcept nogil:
 
 
 cdef void* other_alloc(Handler* h, size_t n) noexcept nogil:
-    """What `try_take` leaves. (Called from two places, so that compilers keep it out of them.)"""
+    """Allocations that `try_take` leaves. (Two callers, so that compilers do not inline it.)"""
     cdef void* block = try_cache_alloc(<PoolCore>h.core, n, True)
     return block if block != NULL else general_alloc(h, n)
 
@@ -283,7 +283,7 @@ cdef extern from "numpy/arrayobject.h":
 
 cnp.import_array()
 
-# What a capsule points to.
+# The struct that a capsule points to.
 cdef struct Capsule:
     PyDataMem_Handler numpy  # first
     Handler handler

@@ -364,7 +364,7 @@ def handles(array: NDArray[Any]) -> Handle | None:
         if isinstance(owner, np.ndarray) and owner.base is None:
             found = handler_block(owner)
             return found and Handle(*found, start - found[2])
-        # Whatever stands between an array and its memory calls that its base, as NumPy does.
+        # Every object between an array and its memory calls the next one its base, as NumPy does.
         owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
         if owner is None:
             break

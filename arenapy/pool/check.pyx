@@ -1,4 +1,4 @@
-"""What must hold of a pool's bookkeeping, listings of its memory, and its figures for users.
+"""The invariants of a pool's bookkeeping, listings of its memory, and its figures for users.
 
 What lives here: reading all of it under all locks, then telling. Nothing is changed. The figures
 are counted again from the descriptors, and compared with those that are kept.
@@ -42,7 +42,7 @@ cdef struct List:
     Py_ssize_t n, capacity
     bint full                # no memory for more
 
-# What is wrong, and where; `why` NULL: nothing.
+# An error and its place; `why` NULL: none.
 cdef struct Fault:
     const char* why
     uintptr_t address

@@ -1,4 +1,4 @@
-"""What an allocation costs with 10 to 1,000,000 blocks live, of mixed sizes.
+"""The cost of an allocation with 10 to 1,000,000 live blocks of mixed sizes.
 
 Two orders: a random block is replaced by one of another size, or the last 64 are freed and
 allocated again, the last one first. Whatever has to look at a block that it did not just use pays

@@ -65,7 +65,7 @@ def below(depth, function):
 
 
 def namespace(path):
-    """What the ways use; `path` is a file to record into."""
+    """The names that the ways use. `path` is a file to record into."""
     pool = arenapy.Pool()
 
     def ask():
@@ -134,7 +134,7 @@ class Replay:
 
     @named("Peak reserved / peak live of a trace", "x")
     def track_reserved(self, allocator, trace):
-        """What rounding, fragmentation and bookkeeping cost in memory."""
+        """The cost of rounding, fragmentation and bookkeeping in memory."""
         return self.found.ratio
 
     @named("Time per event of a trace, second pass", "ns")

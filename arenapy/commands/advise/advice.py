@@ -1,4 +1,4 @@
-"""What the replays of ``arenapy advise`` say: which setting to use, and how sure that is.
+"""The advice of ``arenapy advise``: which setting to use by its replays, and how sure that is.
 
 What lives here: the rule, and the five lines. What does not: measuring.
 
@@ -31,7 +31,7 @@ TRIFLE = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to use.
+    """The setting to use, and the reasons.
 
     Attributes
     ----------

@@ -70,7 +70,7 @@ TOUCH = {"nothing": NOTHING, "first": FIRST_BYTE, "pages": EVERY_PAGE}
 
 
 cdef class Heap:
-    """What is asked for memory."""
+    """An allocator as the loop calls it. This one does nothing."""
 
     cdef void* take(self, size_t n) noexcept nogil:
         return <void*>ALIGN

@@ -104,7 +104,7 @@ PEERS = {
 
 
 def make_heap(name: str, program: Program, settings: Mapping[str, Any] | None = None) -> Heap:
-    """What `name` stands for, ready to run the program.
+    """The allocator of this name, ready to run the program.
 
     Parameters
     ----------

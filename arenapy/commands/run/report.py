@@ -137,7 +137,7 @@ class ProgramMemory:
         return Recording(self.pool, path, sites, TRACE_KIND).__enter__()
 
     def end_trace(self) -> None:
-        """What is done from now on is not recorded."""
+        """Stop recording."""
         if self.recording is not None:
             try:
                 self.recording.stop()
@@ -153,7 +153,7 @@ class ProgramMemory:
             self._unreached.update(self.handler.unreached())
 
     def figures(self) -> dict[str, Any]:
-        """What happened so far, as plain data; sizes are bytes."""
+        """The figures so far, as plain data. Sizes are bytes."""
         self.see_threads()
         # Not stats(): the program's end would wait for the import of the dataclasses.
         pool = _with_shares(self.pool._figures())
@@ -175,7 +175,7 @@ class ProgramMemory:
         }
 
     def measured(self) -> dict[str, Any]:
-        """What ``arenapy compare`` asks for, which takes no time: it ends the peak."""
+        """The figures for ``arenapy compare``, which are ready at once. The peak begins anew."""
         blocks, nbytes, _ = self.pool._tally()
         return {
             "blocks": blocks,
@@ -211,7 +211,7 @@ class ProgramMemory:
         )
 
     def _malloc(self, figures: Mapping[str, Any]) -> str:
-        """What becomes of memory that is none of the pool's."""
+        """The treatment of memory from malloc, in words."""
         if figures["libc_keeps"]:
             return "glibc keeps freed memory"
         if self.handler.libc is None:
@@ -219,7 +219,7 @@ class ProgramMemory:
         return f"unchanged: {printable(foreign_malloc() or '')} is not glibc's"
 
     def _fell_back(self, figures: Mapping[str, Any]) -> list[str]:
-        """What the pool did not serve, and why."""
+        """Lines about allocations that the pool did not serve, with the reason."""
         found, lines = figures["fell_back"], []
         if found["system_allocations"]:
             limit = self.pool.max_bytes
