@@ -21,7 +21,6 @@ import arenapy.buffer.dlpack
 import arenapy.pickling  # noqa: F401
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
-from arenapy.commands.run.command import TRACE_KIND
 from arenapy.diagnostics.recorder import Recorder, Recording
 from arenapy.linux.libc_malloc import foreign_malloc
 from arenapy.memory.region import Region
@@ -134,6 +133,8 @@ class ProgramMemory:
     def _begin_trace(self, path: str | None, sites: int) -> Recorder | None:
         if path is None:
             return None
+        from arenapy.commands.run.command import TRACE_KIND  # not at every start
+
         return Recording(self.pool, path, sites, TRACE_KIND).__enter__()
 
     def end_trace(self) -> None:
