@@ -1,7 +1,7 @@
 """Pictures of allocators, with matplotlib (the extra ``plot``), which is imported when drawing.
 
 What lives here: laying out. Memory is one long line, region after region, each from the beginning
-of a row; `position` in it is counted in bytes, and the picture is that line, wrapped. What is drawn
+of a row; `position` in it is counted in bytes, and the picture is that line, wrapped. The data
 comes from `blocks()`, nothing is asked of an allocator that a user could not ask.
 
 Why it is fast: blocks are rows of arrays, never objects of matplotlib's. Up to `MANY` pieces are

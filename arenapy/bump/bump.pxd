@@ -32,7 +32,7 @@ cdef class Scope:
 # -- in C
 # nogil calls for modules that `cimport arenapy`.
 #
-# Thread-safety: none. Whoever calls these owns the arena for the time, as with any bump
+# Thread-safety: none. The caller owns the arena for the time, as with any bump
 # allocator; only Buffers may die on other threads meanwhile.
 #
 # These hand out raw memory: a reset takes it back although it is in use. Only Buffers protect

@@ -108,7 +108,7 @@ def check_outputs(
     written : mapping
         By option, the file, None if it was not given, and what it will be.
     read : mapping, optional
-        What else the command line names.
+        Other files that the command line names.
     """
     for option, (path, kind) in written.items():
         if path is not None:

@@ -190,9 +190,9 @@ def check_request(
     Parameters
     ----------
     nbytes : int
-        What is to be faulted in.
+        The bytes that are to be faulted in.
     what : str
-        What asks, for the message.
+        The name of the caller, for the message.
     turn : str
         The option of it that helps, for the message.
     numa_node : int, optional

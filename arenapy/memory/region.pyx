@@ -13,7 +13,7 @@ are marked gone, and so are the allocators over them. For memory that parent and
 the handlers write down every byte that is not free, and give the child a lease by which its end is
 known (children). If any of this fails, the parent's allocator reuses nothing from then on.
 
-C code forks without the GIL. Whatever the GIL alone guards may then be half changed by another
+C code forks without the GIL. Data that the GIL alone guards may then be half changed by another
 thread, in the parent and in the child: the handlers call no Python, and read and write nothing of
 that kind.
 """

@@ -197,8 +197,8 @@ cdef class Context:
         """False: it is not installed in this context."""
         return self.leave(True, True)
 
-    # `asked`: by the user, and not for a thread that was started under it. What is done to the
-    # whole process is done for the user alone.
+    # `asked`: by the user, and not for a thread that was started under it. Changes to the
+    # whole process are made for the user alone.
 
     cdef int enter(self, bint installed, bint asked) except -1:
         cdef bint cover = asked and (self.threads or self._keeps)

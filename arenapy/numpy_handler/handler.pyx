@@ -45,7 +45,7 @@ from arenapy.base.sanitizer cimport POISONS
 # They stand in a module of their own so that compilers leave them out of the callbacks, whose
 # registers would be theirs to save. All run with or without the GIL, on any thread, and never
 # raise; only growth, which asks the source, needs the interpreter. A block is known by its address:
-# NumPy's idea of its size is not asked. What is in no region of the pool is libc's, and says in
+# NumPy's idea of its size is not asked. A block in no region of the pool is libc's, and says in
 # front of itself what it is.
 
 cdef extern from "Python.h":

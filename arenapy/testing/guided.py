@@ -60,7 +60,7 @@ class Found:
     lines : list of str
         The file of steps of the program that failed, made small; empty if none did.
     output : str
-        What libFuzzer and the sanitizers printed.
+        The output of libFuzzer and the sanitizers.
 
     Notes
     -----

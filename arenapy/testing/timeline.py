@@ -34,7 +34,7 @@ class Work:
     stream, number : int
         Whose it is, and the how manieth there, from 1.
     clock : list of int
-        What is done before.
+        The work that is done before.
     what : str
         For messages.
     """
@@ -105,7 +105,7 @@ class SimulatedEvent:
         self._owner.finish_clock(self._clock)
 
     def close(self) -> None:
-        """Destroy it. Who waits for it already goes on waiting."""
+        """Destroy it. Streams that wait for it already go on waiting."""
         self.closed = True
 
     def _open(self) -> None:

@@ -127,7 +127,7 @@ def blocks(trace: Trace) -> Blocks:
 def _reset_ends(events: Any, start: Ints) -> Ints:
     """The moment of the first reset that a block is allocated under, `len(events)`: there is none.
 
-    What no reset has ended so far is a stack of ranges of blocks; a reset takes from its top.
+    Blocks that no reset has ended so far are a stack of ranges; a reset takes from its top.
     """
     ends = np.full(len(start), len(events), "i8")
     codes = OPERATIONS["mark"], OPERATIONS["reset"]

@@ -72,7 +72,7 @@ class View:
     trace : Trace
         With at least one allocation.
     way : str, optional
-        What blocks are told apart by, of `holders.WAYS`; by default sites, if there are any,
+        The property that groups blocks, of `holders.WAYS`; by default sites, if there are any,
         else sizes.
     by_events : bool, optional
         Whether the axis of time counts events; by default only if the trace has no times.

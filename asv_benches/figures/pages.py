@@ -12,8 +12,8 @@ claims; docs/conf.py calls `write_pages`), or as in
     [0.038 µs](asv_benches/figures/gpu.json "latency: arenapy.Pool, 1 MiB")
 
 of a results file, where a page that Sphinx makes would not be found: in README.md. With --check it
-writes nothing: the exit status is 1 if something is not what the results files say. What was
-measured and has changed since is told, and does not fail.
+writes nothing: the exit status is 1 if something is not what the results files say. A figure that
+was measured and has changed since is told, and does not fail.
 """
 
 import argparse

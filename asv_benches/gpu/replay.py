@@ -16,7 +16,7 @@ All is called from one Python loop, whose own cost is the row "loop". Memory is 
 
 `--file` takes a file of arenapy's, or torch's memory snapshot. `--into` stores the figures in the
 results file, beside report.py's. The exit status is 1 if arenapy has taken more over peak live
-than torch, RMM's pool or CuPy on any trace, or if one of them could not be run. What one has taken
+than torch, RMM's pool or CuPy on any trace, or if one of them could not be run. The memory taken
 is the larger of both accounts: the driver maps 2 MiB at a time, and not every allocator counts it.
 """
 

@@ -1,8 +1,8 @@
 """Processes that answer questions, so that rounds of all of them follow each other in any order.
 
 A malloc library is measured as its users have it, preloaded into a process of its own. Such a
-process waits until it is asked to run something, and answers with what it found. What it runs, and
-what it imports for that, is said elsewhere: workers.py (loops in C), rivals.py (NumPy programs).
+process waits until it is asked to run something, and answers with what it found. Statements, and
+the imports for them, are elsewhere: workers.py (loops in C), rivals.py (NumPy programs).
 """
 
 import ctypes.util

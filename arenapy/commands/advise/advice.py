@@ -39,8 +39,8 @@ class Advice:
         Of the setting; the baseline if nothing is surely better.
     baseline : str
     other : str or None
-        What it is compared with: the baseline, or if that is advised the fastest other one. None:
-        nothing else was measured.
+        The setting to compare with: the baseline or, if that is advised, the fastest other one.
+        None: nothing else was measured.
     ratio : Ratio or None
         The time of the one of the two that is not the baseline, divided by the baseline's.
     word : str
@@ -131,7 +131,7 @@ def lines(
     program : str
         The words of the program, for the line to paste.
     seconds : float
-        What the replays were given.
+        The time that the replays were given.
     """
     setting = settings[advice.name]
     if advice.name == advice.baseline:

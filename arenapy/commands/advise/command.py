@@ -111,7 +111,7 @@ def advise(
     Returns
     -------
     dict
-        What ``--json`` writes.
+        The data that ``--json`` writes.
 
     Raises
     ------

@@ -192,7 +192,7 @@ def measure(
     Parameters
     ----------
     workload : Workload
-        What to compute.
+        The computation.
     rounds : int
         Rounds, each of one block of iterations a way.
     iterations : int

@@ -335,7 +335,7 @@ class Rmm(Heap):
 
 
 class RmmArena(Rmm):
-    """RMM's arena. What it holds is what it was told to take: time only."""
+    """RMM's arena. It holds as much as it was told to take: time only."""
 
     about = "rmm.mr.ArenaMemoryResource"
     note = "takes its arena at once, here twice the peak live: not compared"
@@ -406,7 +406,7 @@ def script(steps: Program, streams: npt.NDArray[np.int64], native: Sequence[Any]
 def run(
     heap: Heap, lines: Steps, count: int, after: Callable[[int], object] | None = None
 ) -> float:
-    """One pass; seconds. What is live at its end is freed, untimed."""
+    """One pass; seconds. Blocks that are live at its end are freed, untimed."""
     take, give = heap.take, heap.give
     blocks: list[Any] = [None] * count
     sizes: dict[int, tuple[int, Any]] = {}

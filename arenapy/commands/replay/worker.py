@@ -48,7 +48,7 @@ class Peer:
     about : str
         For the help.
     library : str
-        What is loaded, beside the malloc of the process. "": libc, or none is needed.
+        A library to load beside the malloc of the process. "": libc, or none is needed.
     symbols : tuple of str
         Its malloc and free.
     environment : mapping
