@@ -134,7 +134,7 @@ class Replay:
 
     @named("Peak reserved / peak live of a trace", "x")
     def track_reserved(self, allocator, trace):
-        """The cost of rounding, fragmentation and bookkeeping in memory."""
+        """What rounding, fragmentation and bookkeeping cost in memory."""
         return self.found.ratio
 
     @named("Time per event of a trace, second pass", "ns")
