@@ -1,8 +1,8 @@
 """Threads: numbered, so that what is kept by thread has few owners and goes on to new threads.
 
-Also: the process made ready for threads that take locks from their owners (biased_lock).
+This module also prepares the process for threads that take locks from their owners (biased_lock).
 
-In a forked child only the thread that forked has a number. What is kept under the others is whole,
+In a forked child only the thread that forked has a number. Data kept under the others is whole,
 or is forgotten there: the locks that guard it are taken around a fork, and freelists emptied
 after it.
 """

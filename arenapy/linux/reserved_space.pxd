@@ -1,6 +1,6 @@
 # The C surface of reserved address space: what allocators keep their growing tables in.
 # None of these raises or touches Python. Addresses are multiples of the page; sizes are rounded up
-# to it. What is returned as int is 0 or a negative errno.
+# to it. A result of type int is 0 or a negative errno.
 from posix.types cimport pid_t
 
 
@@ -36,7 +36,7 @@ cdef int vm_decommit(void* at, size_t nbytes) noexcept nogil
 
 
 # -- arrays that grow in place
-# An array that grows in place, in address space of its own: allocators' metadata. What is ready was
+# An array that grows in place, in address space of its own: allocators' metadata. Ready memory was
 # faulted in, so that using it faults no more, and nothing that points into it ever moves.
 
 cdef struct ReservedArray:
