@@ -164,6 +164,11 @@ cdef class Ordering(StreamHooks):
             return thread_stream(self.device_id, primary(self.device_id))
         if ARENAPY_GIL:
             number = core_handle(stream)
+            if number == LEGACY and self.own is not None:
+                found = <StreamRef>self.own
+                if <uintptr_t>found.handle == LEGACY:
+                    need()
+                    return found
             for known in self.recent:
                 found = <StreamRef>known[1]
                 if ((known[0] is stream or number > PER_THREAD and

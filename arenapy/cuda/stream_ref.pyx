@@ -59,6 +59,20 @@ cdef extern from *:
     cdef struct CoreStream "arenapy_core_stream":
         const uintptr_t* handle
 
+cdef extern from *:
+    """
+    /* The default stream that this thread named last: borrowed from `this_thread`, which drops it
+       in this thread, so that its end finds it here. */
+    static __thread struct { PyObject *stream; void *context; int generation; } arenapy_mine;
+    static __thread uint64_t arenapy_thread_number;
+    """
+    ctypedef struct Mine:
+        PyObject* stream
+        void* context
+        int generation
+    Mine arenapy_mine
+    uint64_t arenapy_thread_number
+
 cdef enum:
     LEGACY = 1               # CU_STREAM_LEGACY; 0 is taken for it, too
     PER_THREAD = 2           # CU_STREAM_PER_THREAD
@@ -115,6 +129,8 @@ cdef class OwnStream:
     """A stream object of arenapy. Internal."""
 
     def __dealloc__(self):
+        if arenapy_mine.stream == <PyObject*>self:
+            arenapy_mine.stream = NULL
         if self.stream is not None:          # the collector may have cleared it
             self.stream.ended = True
 
@@ -409,10 +425,10 @@ cdef object device_of(object stream):
 
 cdef uint64_t number_of_thread() except 0:
     """Never that of another thread, dead or alive, unlike its ident."""
-    number = getattr(this_thread, "number", None)
-    if number is None:
-        number = this_thread.number = next(threads)
-    return number
+    global arenapy_thread_number
+    if arenapy_thread_number == 0:
+        arenapy_thread_number = next(threads)
+    return arenapy_thread_number
 
 
 cdef int current_device() except -1:
@@ -500,9 +516,13 @@ cdef StreamRef stream_of(object stream, int device_id):
 
 cdef StreamRef thread_stream(int device, void* context):
     """The default stream of this thread, which keeps it."""
-    cdef dict kept = getattr(this_thread, "streams", None)
+    cdef dict kept
     cdef OwnStream one
     cdef StreamRef made
+    if (arenapy_mine.stream != NULL and arenapy_mine.context == context
+            and arenapy_mine.generation == generation):
+        return (<OwnStream>arenapy_mine.stream).stream
+    kept = getattr(this_thread, "streams", None)
     if kept is None:
         kept = this_thread.streams = {}
     one = kept.get((generation, <uintptr_t>context))
@@ -513,6 +533,8 @@ cdef StreamRef thread_stream(int device, void* context):
         one = OwnStream.__new__(OwnStream)
         one.stream = made
         kept[generation, <uintptr_t>context] = one
+    arenapy_mine.stream, arenapy_mine.context = <PyObject*>one, context
+    arenapy_mine.generation = generation
     return one.stream
 
 

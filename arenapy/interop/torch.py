@@ -148,9 +148,9 @@ def collate(slab: Slab) -> Callable[[Sequence[Any]], Any]:
     batch is gone, and the current stream has done its work. If another stream copies from a batch,
     let the current stream wait for it before you drop the batch.
 
-    A batch that does not fit raises ValueError. If all items are in use, the batch is copied as
-    torch does it, and a RuntimeWarning says so once in each worker. The items of a worker that was
-    killed go to the next worker that finds no other one.
+    A batch that does not fit raises ValueError. If all items are in use for a second, the batch is
+    copied as torch does it, and a RuntimeWarning says so once in each worker. The items of a worker
+    that was killed go to the next worker that finds no other one.
 
     Thread-safety: any thread may read and drop batches.
 

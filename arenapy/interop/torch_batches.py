@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from arenapy.slab.slab import Slab
 
 HEAD = 64  # bytes of an item before the batch: the word, and the alignment of all tensors
 TICKETS = 1 << 32
+PATIENCE = 1.0  # seconds: the program may be ahead of the copies, but it may also keep all batches
+MOMENT = 0.0002
 
 _collates: "weakref.WeakValueDictionary[int, Collate]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -102,7 +105,7 @@ class Collate:
     def _begin(self, number: int, buffers: Sequence[Buffer]) -> None:
         self._number = number
         self._items = Items(buffers)
-        self._warned = False
+        self._warned = self._impatient = False
 
     # A worker that is spawned, and not forked, gets the items by handle.
     def __getstate__(self) -> tuple[int, list[Buffer]]:
@@ -118,6 +121,11 @@ class Collate:
         from torch.utils.data._utils.collate import collate
 
         taken = self._items.take()
+        end = time.monotonic() + (0 if self._impatient else PATIENCE)
+        while taken is None and time.monotonic() < end:
+            time.sleep(MOMENT)
+            taken = self._items.take()
+        self._impatient = taken is None
         if taken is None:
             if not self._warned:
                 self._warned = True
@@ -159,9 +167,10 @@ class Collate:
         if os.getpid() != self._process or sys.is_finalizing():
             return
         torch = sys.modules["torch"]
-        if self._leaving is None:
+        if self._leaving is None or not torch.cuda.is_initialized():
             self._items.give_back(item, word)
-        elif not torch.cuda.is_current_stream_capturing():  # else a graph may read it for good
+            return
+        if not torch.cuda.is_current_stream_capturing():  # else a graph may read it for good
             event = torch.cuda.Event(blocking=True)
             event.record()
             self._leaving.put((event, item, word))

@@ -1,7 +1,8 @@
 """Training steps of torch in a Pool and in torch's own allocator, each in a program of its own.
 
-All programs of a model are there at once, and take turns of a few steps. So what slows the machine
-down for a while slows all of them down.
+The models are so large that the device always has work, since the speed of Python differs by
+several percent from program to program. All programs of a model are there at once, and take turns
+of a few steps. So what slows the machine down for a while slows all of them down.
 """
 
 import json
@@ -11,8 +12,9 @@ import sys
 from dataclasses import dataclass
 
 PROGRAM = """
-import json, sys, time
+import json, sys, time, warnings
 import torch
+warnings.simplefilter("ignore")
 source, model = sys.argv[1:]
 if source:
     import arenapy
@@ -24,9 +26,9 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 if model == "blocks":
     net, batches = torch.nn.Linear(1, 1), []
 elif model == "transformer":
-    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(512, 1000))
-    batches = [torch.randn(16, n, 512) for n in (64, 96, 128, 80)]
+    layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
+    net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(1024, 1000))
+    batches = [torch.randn(32, n, 1024) for n in (64, 96, 128, 80)]
 else:
     layers, channels = [], 3
     for width in (64, 128, 256, 512):
@@ -35,7 +37,7 @@ else:
         channels = width
     net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.LazyLinear(100))
     net(torch.zeros(2, 3, 64, 64))
-    batches = [torch.randn(n, 3, 64, 64) for n in (32, 48, 64, 40)]
+    batches = [torch.randn(n, 3, 64, 64) for n in (256, 384, 512, 320)]
 net = net.cuda()
 batches = [one.cuda() for one in batches]
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -53,7 +55,7 @@ def steps(n):
         optimizer.step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        losses.append(float(loss).hex())
+        losses.append(loss.item().hex())
     step += 1
     return losses, seconds, torch.cuda.memory_reserved()
 
