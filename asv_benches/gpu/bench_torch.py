@@ -113,16 +113,6 @@ class Program:
         self.process.communicate()
 
 
-def in_a_program(model, way, steps):
-    """Train so many steps in one of the WAYS."""
-    program = Program(model, way)
-    try:
-        program.train(steps)
-    finally:
-        program.end()
-    return program.done
-
-
 def report(models=("blocks", *MODELS), programs=2, rounds=12, steps=12):
     """Print a line for each model and source: times and memory, as ratios to native torch."""
     for model in models:

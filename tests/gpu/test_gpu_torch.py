@@ -303,9 +303,11 @@ def test_training_is_bit_for_bit():
     from asv_benches.gpu import bench_torch
 
     for model in bench_torch.MODELS:
-        native, pool, growing = (
-            bench_torch.in_a_program(model, way, steps=8) for way in ("native", "pool", "growing")
-        )
+        programs = [bench_torch.Program(model, way) for way in ("native", "pool", "growing")]
+        for program in programs:
+            program.train(8)
+            program.end()
+        native, pool, growing = (program.done for program in programs)
         assert pool.losses == growing.losses == native.losses
         assert growing.reserved <= native.reserved, (model, growing.reserved, native.reserved)
         assert pool.reserved <= 1.1 * native.reserved, (model, pool.reserved, native.reserved)

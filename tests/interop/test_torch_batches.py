@@ -1,9 +1,13 @@
 """`arenapy.interop.torch.collate`: workers of a DataLoader write batches into a Slab."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,3 +264,14 @@ def test_no_warnings_in_an_ordinary_program():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert epoch(DataLoader(Samples(), batch_size=8, num_workers=1, collate_fn=collate)) == 8
+
+
+def test_the_guides_program():
+    guide = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    (program,) = [one for one in programs if "DataLoader" in one]
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", program],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
