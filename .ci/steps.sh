@@ -257,7 +257,7 @@ step_other_suites() {
         >"$cv/modules/python/test/conftest.py"
     python $suite pandas.tests.reshape
     python $suite scipy.ndimage
-    python $suite sklearn.svm sklearn.tree sklearn.decomposition
+    python $suite sklearn.svm
     python $suite --in sources/pillow-* Tests/test_{numpy,image,image_access,image_array,color_lut}.py
     python $suite --in "$cv/modules/python/test" .
 }

@@ -210,8 +210,11 @@ def test_a_batch_of_a_worker_that_has_ended():
     item, word = collate._items.take()  # of the dead
     with pytest.raises(RuntimeError, match="worker that made this batch has ended"):
         collate._tensor(item, child << 32 | 1, 64, (1,), torch.uint8)
-    collate._items.give_back(item, word)
-    assert not any(words(collate))
+    tensor = collate._tensor(item, word, 64, (1,), torch.uint8)
+    with pytest.raises(RuntimeError, match="worker that made this batch has ended"):
+        collate._tensor(item, child << 32 | 1, 64, (1,), torch.uint8)
+    del tensor
+    assert nobody_has_any(collate)
 
 
 def test_a_forked_child_frees_nothing():
