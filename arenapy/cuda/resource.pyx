@@ -114,7 +114,7 @@ cdef class HandedOut:
             arenapy_count(&(<Block>block).owner.n_held, 1)
         self.blocks[address] = block
         try:
-            # from_handle(address, size, resource, None, stream=stream), without a new tuple of names
+            # from_handle(address, size, resource, None, stream=stream); no new tuple of names
             given = [<PyObject*>address, <PyObject*>size, <PyObject*>resource, <PyObject*>None,
                      <PyObject*>stream]
             return PyObject_Vectorcall(self.from_handle, given, 4, STREAM)
@@ -163,7 +163,8 @@ class _Resource:
 
     def deallocate(self, ptr, size, *, stream):
         """Free a block when `stream` has done all work that it has been given so far."""
-        (<HandedOut>self._out).deallocate(ptr if type(ptr) is int else int(ptr), stream)
+        address = ptr if type(ptr) is int else int(ptr)
+        (<HandedOut>self._out).deallocate(address, stream)
 
     @property
     def is_device_accessible(self):

@@ -368,6 +368,11 @@ cdef uintptr_t core_handle(object stream) noexcept:
     return fields.handle[0]
 
 
+def knows_core_fields():
+    """Are the handles of cuda.core's streams read here? For tests."""
+    return core_fields_known
+
+
 cdef bint look_at_fields(object stream, object handle) noexcept:
     """Is the handle of this stream of cuda.core's where `core_handle` reads it?
 
