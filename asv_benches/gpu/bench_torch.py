@@ -79,7 +79,7 @@ WARM = 8  # steps
 
 @dataclass
 class Training:
-    """What a program did."""
+    """The results of a program."""
 
     losses: list[str]
     seconds: list[float]  # of each step
