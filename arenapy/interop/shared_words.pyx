@@ -1,6 +1,6 @@
 """The first word of a Buffer, which processes that share its memory change one at a time.
 
-What lives here: the two operations. What does not: what a word says (torch_batches).
+Contents: the two operations. The meaning of a word is in torch_batches.
 """
 from libc.stdint cimport uint64_t
 

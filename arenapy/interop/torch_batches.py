@@ -1,7 +1,7 @@
 """Batches of torch's DataLoader in memory that its workers and the program share.
 
-What lives here: the collate function, and who has which item of its Slab. What does not: the memory
-(Slab over Shared).
+Contents: the collate function, and the ownership of the items of its Slab. The memory is that of a
+Slab over Shared.
 
 Each item begins with a word: 0 if nobody has the item, otherwise a process (the upper half) and a
 ticket (the lower half). Every change is a compare-and-swap. So an item has one owner at all times,
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 class Items:
-    """Who has which item. Any process that maps the items may have one of these."""
+    """Ownership of the items. Each process that maps the items has one of these."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
@@ -58,7 +58,7 @@ class Items:
         return mine if shared_words.swap(self.buffers[number], word, mine) else 0
 
     def give_back(self, number: int, word: int) -> None:
-        """Nobody has the item now."""
+        """Make the item free."""
         shared_words.swap(self.buffers[number], word, 0)
 
 
@@ -73,7 +73,7 @@ def _has_ended(process: int) -> bool:
 
 
 class Collate:
-    """What `arenapy.interop.torch.collate` returns."""
+    """A function that makes batches in the items of a Slab, for ``DataLoader(collate_fn=...)``."""
 
     def __init__(self, torch: Any, slab: Slab) -> None:
         if not isinstance(slab, Slab):
@@ -148,7 +148,7 @@ class Collate:
         return made
 
     def _tensor(self, item: int, word: int, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A tensor of the program, of what a worker wrote."""
+        """A tensor of the program over the bytes that a worker wrote."""
         import torch
 
         with self._lock:
@@ -163,7 +163,7 @@ class Collate:
         return _part(torch.from_numpy(held.array()), offset, shape, dtype)
 
     def _dropped(self, item: int, word: int) -> None:
-        """The last tensor of a batch is gone: its memory is free after the copies out of it."""
+        """Free the memory of a batch, whose last tensor is gone, after the copies out of it."""
         if os.getpid() != self._process or sys.is_finalizing():
             return
         torch = sys.modules["torch"]
@@ -229,7 +229,7 @@ class _Batch:
         self.bytes = torch.frombuffer(collate._items.buffers[item], dtype=torch.uint8)
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
-        """For torch's `collate`: how each kind of sample becomes a tensor."""
+        """The argument of torch's `collate` that says how each kind of sample becomes a tensor."""
         import torch
         from torch.utils.data._utils.collate import default_collate_fn_map as usual
 
@@ -254,7 +254,7 @@ class _Batch:
         return {**numbers, torch.Tensor: stacked}
 
     def filled(self, shape: Sequence[int], dtype: Any, fill: Callable[[Any], Any]) -> Any:
-        """A tensor in the item, as it is to be in the batch."""
+        """A new tensor in the item, as the batch shall contain it."""
         import torch
 
         offset, shape = self.used, tuple(shape)
@@ -297,7 +297,7 @@ def _unpin(runtime: Any, buffer: Buffer) -> None:
 
 
 def _give_back_when_done(leaving: Any, items: Items) -> None:
-    """The thread that waits for the copies out of batches that the program has dropped."""
+    """Wait, in a thread, for the copies out of batches that the program has dropped."""
     while (left := leaving.get()) is not None:
         event, item, word = left
         event.synchronize()
