@@ -236,6 +236,32 @@ step_oldest_numpy() {
     .venv/bin/python -m pytest -q -n 2 --tier full
 }
 
+# A part of the tests of libraries that use NumPy, with the handler, against the same without. Those
+# of Pillow and OpenCV are in their sources alone.
+step_other_suites() {
+    local tree=$WORK/other-suites suite=tests/numpy_handler/numpy_suite.py cv
+    test_environment "$tree" python3
+    cd "$tree"
+    PATH=$PWD/.venv/bin:$PATH
+    pip install --quiet pandas scipy scikit-learn pillow opencv-python-headless
+    for library in pillow opencv-python-headless; do
+        pip download --quiet --no-deps --no-binary "$library" --dest sources \
+            "$library==$(pip show "$library" | sed -n 's/^Version: //p')"
+    done
+    for source in sources/*.tar.gz; do
+        tar -xzf "$source" -C sources
+        rm "$source"
+    done
+    cv=$(echo "$PWD"/sources/opencv*/opencv)
+    printf 'import tests_common\ntests_common.NewOpenCVTests.repoPath = "%s"\n' "$cv" \
+        >"$cv/modules/python/test/conftest.py"
+    python $suite pandas.tests.reshape
+    python $suite scipy.ndimage
+    python $suite sklearn.svm
+    python $suite --in sources/pillow-* Tests/test_{numpy,image,image_access,image_array,color_lut}.py
+    python $suite --in "$cv/modules/python/test" .
+}
+
 # Invalid reads, writes and frees. Undefined values are not looked for: CPython uses some itself.
 # A build that tells valgrind which bytes nobody may touch: the overruns on purpose, the state
 # machines of the core with few examples, and somebody else's package.

@@ -32,6 +32,7 @@ cdef struct Driver:
     int (*cuDevicePrimaryCtxGetState)(int, unsigned int*, int*) noexcept nogil
     int (*cuCtxPushCurrent)(void*) noexcept nogil
     int (*cuCtxPopCurrent)(void**) noexcept nogil
+    int (*cuCtxGetCurrent)(void**) noexcept nogil
     int (*cuCtxGetDevice)(int*) noexcept nogil
     int (*cuCtxGetLimit)(size_t*, int) noexcept nogil
     int (*cuCtxSetLimit)(int, size_t) noexcept nogil

@@ -51,6 +51,7 @@ ENTRIES = (
     ("cuDevicePrimaryCtxGetState", "CUresult (CUdevice, unsigned int *, int *)"),
     ("cuCtxPushCurrent", "CUresult (CUcontext)"),
     ("cuCtxPopCurrent", "CUresult (CUcontext *)"),
+    ("cuCtxGetCurrent", "CUresult (CUcontext *)"),
     ("cuCtxGetDevice", "CUresult (CUdevice *)"),
     ("cuCtxGetLimit", "CUresult (size_t *, CUlimit)"),
     ("cuCtxSetLimit", "CUresult (CUlimit, size_t)"),

@@ -50,8 +50,9 @@ from arenapy.cuda.fence cimport (
     wait_for_those, wait_here, wait_outside, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, device_of, free_to_use,
-    elsewhere, handle_of, named_now, not_closed, number_of, refuse_unless_free, spread, stream_of,
+    CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
+    free_to_use, elsewhere, handle_of, named_now, not_closed, number_of, refuse_unless_free, spread,
+    stream_of, thread_stream,
 )
 from arenapy.base.sealed cimport seal
 
@@ -156,12 +157,23 @@ cdef class Ordering(StreamHooks):
     cdef object named(self, object stream):
         cdef tuple known
         cdef StreamRef found
+        cdef uintptr_t number
         if isinstance(stream, (StreamRef, OwnStream)):
             return stream_of(stream, self.device_id)
+        if type(stream) is int and stream == PER_THREAD and self.device_id >= 0:
+            return thread_stream(self.device_id, primary(self.device_id))
         if ARENAPY_GIL:
+            number = core_handle(stream)
+            if number == LEGACY and self.own is not None:
+                found = <StreamRef>self.own
+                if <uintptr_t>found.handle == LEGACY:
+                    need()
+                    return found
             for known in self.recent:
-                if known[0] is stream and not (<StreamRef>known[1]).gone():
-                    return known[1]
+                found = <StreamRef>known[1]
+                if ((known[0] is stream or number > PER_THREAD and
+                        number == <uintptr_t>found.handle) and not found.gone()):
+                    return found
         handle = handle_of(stream)
         if 0 <= handle <= LEGACY and self.own is not None:    # the usual stream of both, perhaps
             found = <StreamRef>self.own
@@ -762,11 +774,18 @@ cdef int give_back(Buffer block, object stream) except -1:
     handle is the same event at release.
     """
     cdef StreamRef s
+    cdef Ordering order
     told = told_to(block) if uses_of(block) else ()
     if len(told) == 1 and isinstance(told[0], StreamRef):
         s = <StreamRef>told[0]
         if not s.fence and not s.gone() and handle_of(stream) == <uintptr_t>s.handle:
             stream = None
+    elif not told:                           # the usual one, whose order is enough
+        order = <Ordering>(<Block>block).owner.hooks
+        if not order.host_accessible and not order.borrowed and stream is not None:
+            s = <StreamRef>order.named(stream)
+            if s is order.own and not s.captures():
+                stream = None
     block.release(stream)
     return 0
 

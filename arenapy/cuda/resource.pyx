@@ -16,6 +16,7 @@ from arenapy.buffer.buffer cimport Buffer
 from arenapy.bump.bump cimport Bump
 from arenapy.cuda.ordering cimport give_back
 from arenapy.pool.pool cimport Pool
+from cpython.object cimport PyObject
 from libc.stdint cimport uintptr_t
 
 import importlib
@@ -23,6 +24,11 @@ import importlib
 from arenapy.cuda.errors import Unavailable
 
 __all__ = ["memory_resource"]
+
+cdef extern from "Python.h":
+    object PyObject_Vectorcall(object function, PyObject** given, size_t n, object names)
+
+cdef tuple STREAM = ("stream",)
 
 
 def memory_resource(allocator):
@@ -93,7 +99,8 @@ cdef class HandedOut:
 
     cdef object allocate(self, object size, object stream, object resource):
         cdef Buffer block
-        cdef object named = stream if self.streams else None
+        cdef PyObject* given[5]
+        cdef object address, named = stream if self.streams else None
         if isinstance(self.allocator, Pool):
             block = (<Pool>self.allocator).general_alloc(size, None, named)
         else:
@@ -107,7 +114,10 @@ cdef class HandedOut:
             arenapy_count(&(<Block>block).owner.n_held, 1)
         self.blocks[address] = block
         try:
-            return self.from_handle(address, size, mr=resource, stream=stream)
+            # from_handle(address, size, resource, None, stream=stream); no new tuple of names
+            given = [<PyObject*>address, <PyObject*>size, <PyObject*>resource, <PyObject*>None,
+                     <PyObject*>stream]
+            return PyObject_Vectorcall(self.from_handle, given, 4, STREAM)
         except BaseException:
             if self.blocks.pop(address, None) is not None:   # else it has given the block back
                 self.uncount(block)
@@ -153,7 +163,8 @@ class _Resource:
 
     def deallocate(self, ptr, size, *, stream):
         """Free a block when `stream` has done all work that it has been given so far."""
-        (<HandedOut>self._out).deallocate(int(ptr), stream)
+        address = ptr if type(ptr) is int else int(ptr)
+        (<HandedOut>self._out).deallocate(address, stream)
 
     @property
     def is_device_accessible(self):

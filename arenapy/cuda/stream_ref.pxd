@@ -1,5 +1,5 @@
 # Streams as users name them, and events on them.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 
 cdef enum:
@@ -64,6 +64,10 @@ cdef StreamRef made_stream(void* context, int device_id, unsigned int flags)
 cdef StreamRef stream_of(object stream, int device_id)
 # The handle that an object stands for, as an int.
 cdef object handle_of(object stream)
+# The same of a stream of cuda.core's, if that takes no call; 0: it does.
+cdef uintptr_t core_handle(object stream) noexcept
+# The default stream of this thread.
+cdef StreamRef thread_stream(int device, void* context)
 # The ordinal of the device that an object says it is on; None: it does not say.
 cdef object device_of(object stream)
 # The ordinal of the current context's device; 0 if there is none.

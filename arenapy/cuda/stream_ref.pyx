@@ -26,10 +26,14 @@ instead, which waits for it (`handle_here`).
 Thread-safety: everything here may be called from any thread.
 """
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
+
+from arenapy.base.atomic cimport ARENAPY_GIL
 
 import functools
 import itertools
+import sys
 import threading
 import weakref
 
@@ -40,6 +44,34 @@ from arenapy.cuda.driver cimport (
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.errors import CudaError
+
+cdef extern from *:
+    """
+    struct arenapy_core_stream {             /* cuda.core's Stream, 1.2 */
+        PyObject_HEAD
+        void *functions;
+        const uintptr_t *handle;             /* a shared_ptr, as the next one */
+        void *handle_count, *context, *context_count;
+        int device_id, nonblocking, priority;
+        PyObject *weak;
+    };
+    """
+    cdef struct CoreStream "arenapy_core_stream":
+        const uintptr_t* handle
+
+cdef extern from *:
+    """
+    /* The default stream that this thread named last: borrowed from `this_thread`, which drops it
+       in this thread, so that its end finds it here. */
+    static __thread struct { PyObject *stream; void *context; int generation; } arenapy_mine;
+    static __thread uint64_t arenapy_thread_number;
+    """
+    ctypedef struct Mine:
+        PyObject* stream
+        void* context
+        int generation
+    Mine arenapy_mine
+    uint64_t arenapy_thread_number
 
 cdef enum:
     LEGACY = 1               # CU_STREAM_LEGACY; 0 is taken for it, too
@@ -97,6 +129,8 @@ cdef class OwnStream:
     """A stream object of arenapy. Internal."""
 
     def __dealloc__(self):
+        if arenapy_mine.stream == <PyObject*>self:
+            arenapy_mine.stream = NULL
         if self.stream is not None:          # the collector may have cleared it
             self.stream.ended = True
 
@@ -165,14 +199,21 @@ cdef class StreamRef:
 seal(StreamRef)
 
 
+cdef bint is_current(void* context) noexcept:
+    cdef void* current = NULL
+    cdef int result = driver.cuCtxGetCurrent(&current)   # of this thread: it waits for nobody
+    forget(result)
+    return result == SUCCESS and current == context
+
+
 cdef int state_of(void* context, void* handle) noexcept:
-    # The one call of the driver that is made with the GIL, which costs three times as much to let
-    # go as this takes. It waits for nobody who may want the GIL: not for host functions, stream
+    # The one question to the driver that is asked with the GIL, which costs three times as much to
+    # let go as this takes. It waits for nobody who may want the GIL: not for host functions, stream
     # callbacks or user objects' destructors that run, nor for threads that allocate, free or
     # synchronize (driver 580; tests/gpu/test_gpu_gil.py).
     cdef int status = 0, result
     cdef bint may_go = <uintptr_t>handle > PER_THREAD    # a default stream is always there
-    if may_go:                               # it has its context
+    if may_go or is_current(context):        # it has its context; a default stream, the current one
         result = driver.cuStreamIsCapturing(handle, &status)
         forget(result)
     else:
@@ -201,6 +242,9 @@ cdef bint says_captured(int state, void* handle) except -1:
 cdef object handle_of(object stream):
     """The handle that an object stands for, as an int."""
     cdef str kind
+    cdef uintptr_t number = core_handle(stream)
+    if number:
+        return number
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
     if is_core_stream(stream):               # the same as below, without what it does not need
@@ -306,10 +350,44 @@ cdef class Named:
 seal(Named)
 
 cdef object core_type = None         # cuda.core's Stream, once one was seen
+cdef bint core_fields_known = False  # where this file expects them
 
 
 cdef bint is_core_stream(object stream) noexcept:
     return type(stream) is core_type and core_type is not None
+
+
+cdef uintptr_t core_handle(object stream) noexcept:
+    """The handle of a stream of cuda.core's, read from the object; 0: ask the object.
+
+    The call of its `__cuda_stream__` takes longer than all else that an allocation does.
+    """
+    cdef CoreStream* fields = <CoreStream*><PyObject*>stream
+    if not core_fields_known or type(stream) is not core_type or fields.handle == NULL:
+        return 0
+    return fields.handle[0]
+
+
+def knows_core_fields():
+    """Are the handles of cuda.core's streams read here? For tests."""
+    return core_fields_known
+
+
+cdef bint look_at_fields(object stream, object handle) noexcept:
+    """Is the handle of this stream of cuda.core's where `core_handle` reads it?
+
+    The file reads this process's memory as the code below would, without the risk of a crash.
+    """
+    cdef CoreStream* fields = <CoreStream*><PyObject*>stream
+    try:
+        # On builds without the GIL, another thread may close the stream during a read.
+        if not ARENAPY_GIL or type(stream).__basicsize__ != sizeof(CoreStream):
+            return False
+        with open("/proc/self/mem", "rb", 0) as memory:
+            memory.seek(<uintptr_t>fields.handle)
+            return int.from_bytes(memory.read(sizeof(uintptr_t)), sys.byteorder) == handle
+    except Exception:
+        return False
 
 
 cdef object shared(object stream, object handle):
@@ -319,11 +397,12 @@ cdef object shared(object stream, object handle):
     last of them. It makes another one for whatever names the handle of such a stream. If cuda.core
     did not make the stream, its new object keeps the one that named it instead, which is looked at.
     """
-    global core_type
+    global core_type, core_fields_known
     cdef Named one
     if type(stream).__qualname__ != "Stream" or type(stream).__module__ != "cuda.core._stream":
         return None
-    core_type = type(stream)
+    if core_type is not type(stream):
+        core_type, core_fields_known = type(stream), look_at_fields(stream, handle)
     one = Named.__new__(Named)
     one.handle = handle
     try:
@@ -353,10 +432,10 @@ cdef object device_of(object stream):
 
 cdef uint64_t number_of_thread() except 0:
     """Never that of another thread, dead or alive, unlike its ident."""
-    number = getattr(this_thread, "number", None)
-    if number is None:
-        number = this_thread.number = next(threads)
-    return number
+    global arenapy_thread_number
+    if arenapy_thread_number == 0:
+        arenapy_thread_number = next(threads)
+    return arenapy_thread_number
 
 
 cdef int current_device() except -1:
@@ -444,9 +523,13 @@ cdef StreamRef stream_of(object stream, int device_id):
 
 cdef StreamRef thread_stream(int device, void* context):
     """The default stream of this thread, which keeps it."""
-    cdef dict kept = getattr(this_thread, "streams", None)
+    cdef dict kept
     cdef OwnStream one
     cdef StreamRef made
+    if (arenapy_mine.stream != NULL and arenapy_mine.context == context
+            and arenapy_mine.generation == generation):
+        return (<OwnStream>arenapy_mine.stream).stream
+    kept = getattr(this_thread, "streams", None)
     if kept is None:
         kept = this_thread.streams = {}
     one = kept.get((generation, <uintptr_t>context))
@@ -457,6 +540,8 @@ cdef StreamRef thread_stream(int device, void* context):
         one = OwnStream.__new__(OwnStream)
         one.stream = made
         kept[generation, <uintptr_t>context] = one
+    arenapy_mine.stream, arenapy_mine.context = <PyObject*>one, context
+    arenapy_mine.generation = generation
     return one.stream
 
 

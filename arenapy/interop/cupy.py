@@ -134,19 +134,10 @@ def pinned_allocator(pool: Pool) -> Callable[[int], Any]:
             f"{pool!r} is over {pool.kind} memory, which is not pinned; give "
             "arenapy.Pool(source=arenapy.cuda.Pinned())"
         )
-    pointer = library("cupy", OLDEST).cuda.PinnedMemoryPointer
-    return lambda size: pointer(_Pinned(pool, size), 0)
+    cupy = library("cupy", OLDEST)
+    from arenapy.interop import cupy_blocks
 
-
-class _Pinned:
-    """Pinned memory as CuPy uses it: an address, a size, and an object that keeps the block."""
-
-    __slots__ = ("block", "ptr", "size")
-
-    def __init__(self, pool: Pool, size: int) -> None:
-        self.block = pool.alloc(size)
-        self.ptr = self.block.address if size else 0
-        self.size = size
+    return cupy_blocks.pinned_allocator_of(pool, cupy.cuda.PinnedMemoryPointer)
 
 
 def _blocks() -> Any:

@@ -1,13 +1,25 @@
 from typing import Any, final
 
+from arenapy.buffer.buffer import Buffer
 from arenapy.pool.pool import Pool
 
 def connect() -> None: ...
 def knows_fields(known: bool | None = None) -> bool: ...
+def pinned_allocator_of(pool: Pool, pointer_type: Any) -> PinnedAllocator: ...
 def allocator_of(pools: dict[int, Pool]) -> Allocator: ...
 
 @final
 class Kept: ...
+
+@final
+class PinnedMemory:
+    block: Buffer
+    ptr: int
+    size: int
+
+@final
+class PinnedAllocator:
+    def __call__(self, size: int) -> Any: ...
 
 @final
 class Allocator:

@@ -263,6 +263,45 @@ cdef class Allocator:
 seal(Allocator, "an Allocator of CuPy's memory is made by arenapy.interop.cupy.allocator")
 
 
+@cython.final
+cdef class PinnedMemory:
+    """Pinned memory as CuPy uses it: an address, a size, and an object that keeps the block."""
+    cdef readonly Buffer block
+    cdef readonly intptr_t ptr
+    cdef readonly Py_ssize_t size
+
+
+seal(PinnedMemory)
+
+
+@cython.final
+cdef class PinnedAllocator:
+    """CuPy's allocator of pinned memory of a Pool."""
+    cdef Pool pool
+    cdef object pointer_type                 # CuPy's PinnedMemoryPointer
+
+    def __call__(self, size):
+        """Memory of `size` bytes, as CuPy wants it."""
+        cdef PinnedMemory memory = PinnedMemory.__new__(PinnedMemory)
+        block = self.pool.usual_alloc(size)
+        if block is None:
+            block = self.pool.general_alloc(size, None, None)
+        memory.block = <Buffer>block
+        memory.size = memory.block.size
+        memory.ptr = <intptr_t>memory.block.ptr if memory.size else 0
+        return self.pointer_type(memory, 0)
+
+
+seal(PinnedAllocator, "it is made by arenapy.interop.cupy.pinned_allocator")
+
+
+def pinned_allocator_of(Pool pool not None, pointer_type):
+    """The allocator of a Pool of pinned memory, which keeps the Pool."""
+    cdef PinnedAllocator made = PinnedAllocator.__new__(PinnedAllocator)
+    made.pool, made.pointer_type = pool, pointer_type
+    return made
+
+
 def allocator_of(dict pools not None):
     """The Allocator of these Pools, by the ordinal of their device; after `connect`."""
     cdef Allocator made = Allocator.__new__(Allocator)

@@ -45,11 +45,17 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         The source of host memory for each Pool. It is pickled. By default ``arenapy.Host()``.
     trim_after : float, optional
         Seconds after which unused memory is returned, as in :class:`arenapy.Pool`.
+    device : Source, optional
+        The source of device memory for a second Pool of each worker, such as
+        ``arenapy.cuda.Device(grow=True)``. It serves the arrays of CuPy. It is pickled. By default
+        there is no such Pool, since it takes a CUDA context in each worker.
 
     Attributes
     ----------
     pool : arenapy.Pool
         The Pool of this worker: ``get_worker().plugins["arenapy"].pool``.
+    device_pool : arenapy.Pool or None
+        The Pool over `device` of this worker.
     trimmed_bytes : int
         Bytes that the Pool returned because the worker was above its memory limit.
 
@@ -70,7 +76,8 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
 
     The metrics of a worker include ``pool_allocated_bytes``, ``pool_idle_bytes``,
     ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``
-    (served by libc). Dask's dashboard shows them on the page of its workers.
+    (served by libc), and with `device` ``pool_device_allocated_bytes``, ``pool_device_idle_bytes``
+    and so on. Dask's dashboard shows them on the page of its workers.
 
     Thread-safety: a worker calls it in the thread of its event loop.
 
@@ -86,6 +93,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
     _of_process: ArenaPlugin | None = None
 
     pool: Pool
+    device_pool: Pool | None = None
     trimmed_bytes: int
 
     def __init__(
@@ -93,6 +101,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         max_bytes: int | None = None,
         source: Source | None = None,
         trim_after: float | None = None,
+        device: Source | None = None,
     ) -> None:
         _tcp()
         self._options: dict[str, Any] = {
@@ -100,6 +109,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             "source": source,
             "trim_after": trim_after,
         }
+        if not (device is None or callable(getattr(device, "region", None))):
+            raise TypeError(f"device={device!r} is not a source; give arenapy.cuda.Device()")
+        self._device = device
         numpy_memory(Pool(**self._options))
 
     def setup(self, worker: Any) -> None:
@@ -122,13 +134,17 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         self._context.run(self._memory.install)
         ArenaPlugin._of_process = self
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._served: list[str] = []  # metrics
         try:
             self._replace(worker, "execute", self._memory(worker.execute))
             self._replace(worker.monitor, "get_process_memory", self._trimmed)
             for module in (tcp, utils):
                 self._replace(module, "host_array", self._memory(module.host_array))
+            if self._device is not None:
+                self._serve_cupy()
             for name, figure in self._metrics().items():
                 worker.metrics[PREFIX + name] = figure
+                self._served.append(name)
         except BaseException:
             self.teardown(worker)
             raise
@@ -145,8 +161,12 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             else:
                 setattr(place, name, before)
         ArenaPlugin._of_process = None
+        if self.device_pool is not None:
+            allocator, self._cupy._default_memory_pool = self._cupys
+            self._cupy.cuda.set_allocator(allocator)
+            self.device_pool = None
         self._context.run(self._memory.uninstall)
-        for name in self._metrics():
+        for name in self._served:
             worker.metrics.pop(PREFIX + name, None)
 
     def _replace(self, place: Any, name: str, ours: Any) -> None:
@@ -154,8 +174,18 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         self._replaced.append((place, name, vars(place).get(name), ours))
         setattr(place, name, ours)
 
+    def _serve_cupy(self) -> None:
+        from arenapy.interop import cupy as arenapy_cupy
+        from arenapy.interop.device_pools import library
+
+        pool = Pool(source=self._device)
+        self._cupy = library("cupy", arenapy_cupy.OLDEST)
+        self._cupys = self._cupy.cuda.get_allocator(), self._cupy._default_memory_pool
+        arenapy_cupy.use(pool)
+        self.device_pool = pool
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options}
+        return {"_options": self._options, "_device": self._device}
 
     def _trimmed(self) -> int:
         """The memory of the process, after the Pool has given back what it can of an excess."""
@@ -182,6 +212,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         figures: dict[str, Any] = {name: lambda worker, name=name: figure(name) for name in FIGURES}
         figures["trimmed_bytes"] = lambda worker: self.trimmed_bytes
         figures["system_bytes"] = lambda worker: self._memory.stats().system_bytes
+        if (device := self.device_pool) is not None:
+            for name in FIGURES:
+                figures[f"device_{name}"] = lambda worker, name=name: getattr(device.stats(), name)
         return figures
 
 

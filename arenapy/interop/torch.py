@@ -6,14 +6,17 @@ torch counts memory only for its own allocator. So this module replaces `memory_
 torch's other functions build, by one that shows the Pool's figures.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from arenapy.interop import raw_blocks
 from arenapy.interop.device_pools import by_device
+from arenapy.interop.torch_batches import Collate
 from arenapy.pool.pool import Pool
+from arenapy.slab.slab import Slab
 
-__all__ = ["mem_pool", "use"]
+__all__ = ["collate", "mem_pool", "use"]
 
 LEGACY = 1  # the legacy default stream: torch's default, for which torch uses the handle 0
 OLDEST = (2, 6)
@@ -114,7 +117,54 @@ def mem_pool(pool: Pool) -> Any:
     return torch.cuda.MemPool(_allocator.allocator())
 
 
-def _torch() -> Any:
+def collate(slab: Slab) -> Callable[[Sequence[Any]], Any]:
+    """Let the workers of a DataLoader write batches into a Slab, and read them there.
+
+    Parameters
+    ----------
+    slab : Slab
+        Over ``arenapy.Shared()``. An item has room for a batch, 64 bytes, and up to 64 bytes more
+        for each tensor. Give it ``num_workers * prefetch_factor`` items, and one for each batch
+        that the program keeps. All free items are taken.
+
+    Returns
+    -------
+    callable
+        For ``DataLoader(collate_fn=...)``, without ``pin_memory=``. It makes the batches that
+        torch's ``default_collate`` makes. The same one may serve several DataLoaders.
+
+    Raises
+    ------
+    ImportError
+        If torch is missing or too old. The message says what to install.
+    TypeError, ValueError
+        If `slab` is not a Slab over ``Shared()``, or has no free item.
+
+    Notes
+    -----
+    A worker copies each sample into the item. The tensors of the batch lie there: nothing is copied
+    again. If torch has CUDA, the items are pinned, so copies to a device run at full speed, and
+    beside the program with ``non_blocking=True``. An item is free again when the last tensor of its
+    batch is gone, and the current stream has done its work. If another stream copies from a batch,
+    let the current stream wait for it before you drop the batch.
+
+    A batch that does not fit raises ValueError. If all items are in use for a second, the batch is
+    copied as torch does it, and a RuntimeWarning says so once in each worker. The items of a worker
+    that was killed go to the next worker that finds no other one.
+
+    Thread-safety: any thread may read and drop batches.
+
+    Examples
+    --------
+    >>> slab = arenapy.Slab(64 << 20, 12, arenapy.Shared())                # doctest: +SKIP
+    >>> loader = torch.utils.data.DataLoader(                              # doctest: +SKIP
+    ...     dataset, batch_size=64, num_workers=4,
+    ...     collate_fn=arenapy_torch.collate(slab))
+    """
+    return Collate(_torch(cuda=False), slab)
+
+
+def _torch(cuda: bool = True) -> Any:
     try:
         import torch
     except ImportError as error:
@@ -127,7 +177,7 @@ def _torch() -> Any:
             f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST))}, the oldest "
             "that arenapy.interop.torch supports: pip install --upgrade torch"
         )
-    if not torch.backends.cuda.is_built():
+    if cuda and not torch.backends.cuda.is_built():
         raise ImportError(
             f"torch {torch.__version__} was built without CUDA; install a torch that has CUDA"
         )

@@ -40,6 +40,26 @@ def cupy_empty(pool):
         yield f"cupy.empty{name}", on(ours, stream), on(theirs, stream)
 
 
+def cupy_pinned(pool):
+    import cupy
+
+    from arenapy.interop import cupy as arenapy_cupy
+
+    def on(allocator):
+        def make(nbytes):
+            cupy.cuda.set_pinned_memory_allocator(allocator)
+            alloc = cupy.cuda.alloc_pinned_memory
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                alloc(nbytes)
+            return time.perf_counter() - start
+
+        return make
+
+    ours = arenapy_cupy.pinned_allocator(arenapy.Pool(source=cuda.Pinned()))
+    yield "cupy.cuda.alloc_pinned_memory", on(ours), on(cupy.cuda.PinnedMemoryPool().malloc)
+
+
 def numba_device_array(pool):
     from numba import cuda as numba_cuda
 
@@ -115,7 +135,7 @@ def core_allocate(pool):
 
 def report():
     """A line for each call and size."""
-    for front in (cupy_empty, numba_device_array, rmm_buffer, core_allocate):
+    for front in (cupy_empty, cupy_pinned, numba_device_array, rmm_buffer, core_allocate):
         pool = arenapy.Pool(source=cuda.Device())
         try:
             for name, *both in front(pool):

@@ -1,4 +1,9 @@
-"""Training steps of torch in a Pool and in torch's own allocator, each in a program of its own."""
+"""Training steps of torch in a Pool and in torch's own allocator, each in a program of its own.
+
+The models are so large that the device always has work, since the speed of Python differs by
+several percent from program to program. All programs of a model are there at once, and take turns
+of a few steps. So what slows the machine down for a while slows all of them down.
+"""
 
 import json
 import statistics
@@ -7,31 +12,23 @@ import sys
 from dataclasses import dataclass
 
 PROGRAM = """
-import json, sys, time
+import json, sys, time, warnings
 import torch
-way, model, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if way == "pool":
+warnings.simplefilter("ignore")
+source, model = sys.argv[1:]
+if source:
     import arenapy
     from arenapy import cuda
     from arenapy.interop import torch as arenapy_torch
-    arenapy_torch.use(arenapy.Pool(source=cuda.Device()))
+    arenapy_torch.use(arenapy.Pool(source=eval(source)))
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True, warn_only=True)
 if model == "blocks":
-    sizes = (512, 64 << 10, 4 << 20)
-    kept = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in sizes]
-    seconds = []
-    for n in sizes * steps:
-        start = time.perf_counter()
-        for _ in range(1000):
-            torch.empty(n, dtype=torch.uint8, device="cuda")
-        seconds.append((time.perf_counter() - start) / 1000)
-    print(json.dumps([[], seconds, torch.cuda.memory_reserved()]))
-    sys.exit()
-if model == "transformer":
-    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(512, 1000))
-    batches = [torch.randn(16, n, 512) for n in (64, 96, 128, 80)]
+    net, batches = torch.nn.Linear(1, 1), []
+elif model == "transformer":
+    layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
+    net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(1024, 1000))
+    batches = [torch.randn(32, n, 1024) for n in (64, 96, 128, 80)]
 else:
     layers, channels = [], 3
     for width in (64, 128, 256, 512):
@@ -40,28 +37,47 @@ else:
         channels = width
     net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.LazyLinear(100))
     net(torch.zeros(2, 3, 64, 64))
-    batches = [torch.randn(n, 3, 64, 64) for n in (32, 48, 64, 40)]
+    batches = [torch.randn(n, 3, 64, 64) for n in (256, 384, 512, 320)]
 net = net.cuda()
 batches = [one.cuda() for one in batches]
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-losses, seconds = [], []
-for step in range(steps):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    optimizer.zero_grad(set_to_none=True)
-    loss = net(batches[step % 4]).square().mean()
-    loss.backward()
-    optimizer.step()
-    torch.cuda.synchronize()
-    seconds.append(time.perf_counter() - start)
-    losses.append(float(loss).hex())
-print(json.dumps([losses, seconds, torch.cuda.memory_reserved()]))
+step = 0
+
+def steps(n):
+    global step
+    losses, seconds = [], []
+    for step in range(step, step + n):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        loss = net(batches[step % 4]).square().mean()
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item().hex())
+    step += 1
+    return losses, seconds, torch.cuda.memory_reserved()
+
+def empties(n):
+    seconds = []
+    for n in (512, 64 << 10, 4 << 20) * n:
+        start = time.perf_counter()
+        for _ in range(1000):
+            torch.empty(n, dtype=torch.uint8, device="cuda")
+        seconds.append((time.perf_counter() - start) / 1000)
+    return [], seconds, torch.cuda.memory_reserved()
+
+kept = torch.empty(4 << 20, dtype=torch.uint8, device="cuda") if model == "blocks" else None
+for line in sys.stdin:
+    print(json.dumps((empties if model == "blocks" else steps)(int(line))), flush=True)
 """
 MODELS = ("transformer", "CNN")
+WAYS = {"growing": "cuda.Device(grow=True)", "pool": "cuda.Device()", "native": ""}  # sources
 WARM = 8  # steps
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
     """The results of a program."""
 
@@ -70,42 +86,64 @@ class Training:
     reserved: int  # bytes, at its end
 
 
-def in_a_program(model, way, steps):
-    """Train so many steps; `way` is "pool" or "native"."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, way, model, str(steps)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return Training(*json.loads(done.stdout))
+class Program:
+    """A program that trains a model in one of the WAYS."""
+
+    def __init__(self, model, way):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, WAYS[way], model],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.done = Training([], [], 0)
+
+    def train(self, steps):
+        """Train so many more steps."""
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the program has ended; see its output")
+        losses, seconds, reserved = json.loads(line)
+        self.done.losses.extend(losses)
+        self.done.seconds.extend(seconds)
+        self.done.reserved = max(self.done.reserved, reserved)
+
+    def end(self):
+        """End the program."""
+        self.process.communicate()
 
 
-def report(rounds=2, steps=80):
-    """Print a line for each model: times and memory, as ratios to native torch."""
-    for model in ("blocks", *MODELS):
-        found = {"pool": [], "native": []}
+def report(models=("blocks", *MODELS), programs=2, rounds=12, steps=12):
+    """Print a line for each model and source: times and memory, as ratios to native torch."""
+    for model in models:
+        found = {way: [Program(model, way) for _ in range(programs)] for way in WAYS}
+        every = [one for way in found.values() for one in way]
         for _ in range(rounds):
-            for way, trainings in found.items():
-                trainings.append(in_a_program(model, way, steps))
+            for one in every:
+                one.train(steps)
+            every.reverse()
+        for one in every:
+            one.end()
         step = {
             way: statistics.median(
-                seconds for training in trainings for seconds in training.seconds[WARM:]
+                seconds for one in trained for seconds in one.done.seconds[WARM:]
             )
-            for way, trainings in found.items()
+            for way, trained in found.items()
         }
         reserved = {
-            way: max(training.reserved for training in trainings)
-            for way, trainings in found.items()
+            way: max(one.done.reserved for one in trained) for way, trained in found.items()
         }
-        same = found["pool"][0].losses == found["native"][0].losses
-        print(
-            f"{model}: {1e6 * step['pool']:.2f} us a step, {step['pool'] / step['native']:.3f} of "
-            f"native; {reserved['pool'] >> 20} MiB reserved, of native "
-            f"{reserved['pool'] / reserved['native']:.3f}; losses "
-            f"{'are the same' if same else 'DIFFER'}",
-            flush=True,
-        )
+        for way, source in WAYS.items():
+            if not source:
+                continue
+            same = found[way][0].done.losses == found["native"][0].done.losses
+            print(
+                f"{model}, {source}: {1e6 * step[way]:.2f} us a step, "
+                f"{step[way] / step['native']:.3f} of native; {reserved[way] >> 20} MiB reserved, "
+                f"of native {reserved[way] / reserved['native']:.3f}; losses "
+                f"{'are the same' if same else 'DIFFER'}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a pool keeps for streams other than its own: time takes it, and so do newer streams."""
 
+import contextlib
 import gc
 import random
 import threading
@@ -66,15 +67,18 @@ def test_what_streams_keep_is_given_back_in_time(gpu, use, source):
     pool.check()
 
 
-def test_a_hit_on_a_threads_default_stream_costs_no_event(gpu):
+@pytest.mark.parametrize("current", [True, False])
+def test_a_hit_on_a_threads_default_stream_costs_no_event(gpu, current):
+    """A default stream is that of the current context, so the pool's is made current if need be."""
     pool = Pool(16 * MIB, cuda.Device())
     address = pool.alloc(5000, stream=PER_THREAD).address
-    before = gpu.calls.copy()
-    for _ in range(10):
-        assert pool.alloc(5000, stream=PER_THREAD).address == address
-    assert gpu.calls - before == {
-        "cuCtxPushCurrent": 10, "cuStreamIsCapturing": 10, "cuCtxPopCurrent": 10,
-    }  # fmt: skip
+    asked = {"cuCtxGetCurrent": 10, "cuStreamIsCapturing": 10}
+    with contextlib.nullcontext() if current else gpu.on(1):
+        before = gpu.calls.copy()
+        for _ in range(10):
+            assert pool.alloc(5000, stream=PER_THREAD).address == address
+        made = {} if current else {"cuCtxPushCurrent": 10, "cuCtxPopCurrent": 10}
+        assert gpu.calls - before == asked | made
 
 
 def test_a_block_that_another_stream_has_used_is_the_streams_again_once_that_is_done(gpu):

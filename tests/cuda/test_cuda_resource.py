@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib.util
 import itertools
+import os
 import sys
 import types
 import weakref
@@ -126,6 +127,24 @@ def test_nothing_keeps_itself_alive(core):
     assert gone() is not None
     del buffer
     assert gone() is None
+
+
+def test_a_forked_child(gpu, monkeypatch):
+    """It gets no memory, and an error that says why; the parent's is as it was."""
+    fake_core(monkeypatch)
+    pool = arenapy.Pool(1 << 20, cuda.Device())
+    resource = cuda.memory_resource(pool)
+    buffer = resource.allocate(100, stream=1)
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.allocate(100, stream=1)
+        except (ValueError, cuda.Unavailable) as error:
+            os._exit("fork" not in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    buffer.close()
+    assert pool.stats().active_allocations == 0
 
 
 def test_one_class_for_all(core):

@@ -101,6 +101,7 @@ TABLE = [
     ),  # at the release: FINE
     row("alloc in a capture.*", "cuMemFree", TOLD, leaves="memory"),
     row(ANY, "cuStreamIsCapturing", FINE, UNKNOWN),
+    row(ANY, "cuCtxGetCurrent", FINE),  # then a context is made current
     row(ANY, "cuStreamQuery|cuEventQuery", FINE),
     row(ANY, "cuDevicePrimaryCtxGetState", FINE),  # it counts as in use
     row("release of pinned memory that .*", "cuDeviceGet", FINE),  # likewise

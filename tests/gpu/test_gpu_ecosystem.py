@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 GUIDE = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text()
-PROGRAMS = {
-    re.search(r"interop import (\w+)", program)[1]: program
-    for program in re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
-}
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+LIBRARIES = [re.search(r"interop import (\w+)", program)[1] for program in PROGRAMS]
 MODULES = {"numba": "numba.cuda"}
 
 
-@pytest.mark.parametrize("library", PROGRAMS)
-def test_the_guide(gpu, library):
+@pytest.mark.parametrize(
+    ("library", "program"), zip(LIBRARIES, PROGRAMS, strict=True), ids=LIBRARIES
+)
+def test_the_guide(gpu, library, program):
     pytest.importorskip(MODULES.get(library, library))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[library]],
+        [sys.executable, "-c", program],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import pytest
 from real_gpu import content
 
 from arenapy import Bump, Pool, cuda
+from arenapy.cuda import stream_ref
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -284,6 +285,13 @@ def test_cuda_core_allocates_from_a_pool(gpu, core):
     gc.collect()
     assert pool.stats().pending_bytes == 0
     assert not resource._blocks
+
+
+def test_the_fields_of_cuda_cores_streams_are_known(core, pool):
+    """Else each allocation would call the stream for its handle. (They are not read without the
+    GIL.)"""
+    pool.alloc(KIB, stream=core.Device(0).create_stream())
+    assert stream_ref.knows_core_fields()
 
 
 def test_cuda_core_under_kernels(gpu, core):

@@ -1,7 +1,9 @@
 """Clusters of Dask whose workers have a Pool, in worker processes of their own."""
 
 import asyncio
+import functools
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -15,6 +17,7 @@ from simulated_driver import simulated
 
 import arenapy
 from arenapy import cuda
+from arenapy.interop import cupy as arenapy_cupy
 from arenapy.interop import dask as arenapy_dask
 from arenapy.interop.dask import ArenaPlugin
 
@@ -320,6 +323,7 @@ def test_a_distributed_that_is_too_old(monkeypatch):
         ({"source": "host"}, TypeError, "source='host'"),
         ({"trim_after": -1}, ValueError, "trim_after=-1"),
         ({"source": cuda.Device()}, BufferError, "device"),
+        ({"device": 0}, TypeError, "device=0 is not a source"),
     ],
 )
 def test_options_are_checked_before_a_worker_sees_them(distributed, options, error, text):
@@ -384,6 +388,45 @@ def test_a_worker_that_lacks_something_has_no_plugin(distributed):
     with pytest.raises((TypeError, AttributeError)):
         ArenaPlugin().setup(worker)
     assert (worker.execute, of_process()) == (execute, before)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """A stand-in for CuPy, whose allocator arenapy replaces."""
+    module = types.ModuleType("cupy")
+    module.__version__ = "14.2.0"
+    module.cuda = types.SimpleNamespace(get_allocator=lambda: module.served)
+    module.cuda.set_allocator = functools.partial(setattr, module, "served")
+    module.served = module._default_memory_pool = "CuPy's"
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(arenapy_cupy, "allocator", lambda pool: pool)
+    monkeypatch.setattr(arenapy_cupy, "library", lambda name, oldest: module)
+    return module
+
+
+def test_a_pool_of_the_device(distributed, cupy):
+    with simulated() as driver, driver.on(0):
+        plugin = pickle.loads(pickle.dumps(ArenaPlugin(device=cuda.Device())))
+        worker, before = a_worker(), of_process()
+        plugin.setup(worker)
+        pool = plugin.device_pool
+        assert pool.kind == "device"
+        assert cupy.served is cupy._default_memory_pool is pool
+        block = pool.alloc(1 << 20)
+        assert worker.metrics["pool_device_allocated_bytes"](worker) == block.nbytes
+        plugin.teardown(worker)
+        assert (cupy.served, cupy._default_memory_pool) == ("CuPy's", "CuPy's")
+        assert (plugin.device_pool, worker.metrics, of_process()) == (None, {}, before)
+
+
+def test_a_device_without_cupy(distributed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with simulated() as driver, driver.on(0):
+        worker, before = a_worker(), of_process()
+        execute = worker.execute
+        with pytest.raises(ImportError, match=r"arenapy\.interop\.cupy needs cupy"):
+            ArenaPlugin(device=cuda.Device()).setup(worker)
+        assert (worker.execute, worker.metrics, of_process()) == (execute, {}, before)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The C functions that torch calls: blocks by device and stream, without Buffers and the GIL."""
 
 import ctypes
+import os
 import random
 import threading
 import weakref
@@ -140,6 +141,37 @@ def test_a_device_without_a_pool(driver, serve, capfd):
     serve(Pool(4 * MIB, cuda.Device()))
     assert alloc(64, 3, 0) is None
     assert "no pool was given for device 3, only for [0]" in capfd.readouterr().err
+
+
+def test_a_forked_child(driver, serve, capfd):
+    """Neither way gives it a block, and it frees nothing of the parent's."""
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    kept, idle = alloc(64, 0, 0), alloc(64, 0, 0)
+    free(idle, 64, 0, 0)
+    child = os.fork()
+    if child == 0:
+        free(kept, 64, 0, 0)
+        os._exit(2 * (alloc(64, 0, 0) is not None) + (alloc(MIB, 0, 0) is not None))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "forked" in capfd.readouterr().err
+    assert pool.stats().active_allocations == 1
+    assert alloc(64, 0, 0) == idle
+    free(idle, 64, 0, 0)
+    free(kept, 64, 0, 0)
+    assert pool.stats().active_allocations == 0
+    pool.check()
+
+
+def test_a_pool_in_use_is_not_closed(driver, serve):
+    """The process keeps it, and its regions do not close: the library has addresses in them."""
+    pool = serve(Pool(4 * MIB, cuda.Device()))
+    block = alloc(64, 0, 0)
+    with pytest.raises(BufferError):
+        pool.regions[0].close()
+    free(block, 64, 0, 0)
+    with pytest.raises(BufferError):
+        pool.regions[0].close()
+    pool.check()
 
 
 def test_nothing_is_no_block(driver, serve):

@@ -5,10 +5,13 @@
     python tests/numpy_handler/numpy_suite.py --quick       of these, half: without DEAR
     python tests/numpy_handler/numpy_suite.py numpy.fft ... these modules
     python tests/numpy_handler/numpy_suite.py pandas.tests.reshape sklearn.svm ...  of others
+    python tests/numpy_handler/numpy_suite.py --in FOLDER PATH ...  tests that no wheel has
     python tests/numpy_handler/numpy_suite.py --debug ...   over a pool in debug mode
 
 Any library whose wheel has its tests is named like this, NumPy's neighbours in site-packages. The
-wheels of Pillow and OpenCV have none.
+wheels of Pillow and OpenCV have none, so FOLDER is in the sources of the installed version: the
+unpacked sdist of Pillow, with the path Tests, or `opencv/modules/python/test` of OpenCV's, with the
+path `.`. `.ci/run other_suites` runs a part of the tests of each.
 
 A test that passes with the default allocator and does not with the handler fails the run. So does a
 handler that served next to nothing, and a run that did not get to the end. Needs pytest >= 8.2 and
@@ -117,14 +120,15 @@ class Watch:
 class Run:
     """One run of the tests in a process of its own, and what it wrote down."""
 
-    def __init__(self, memory, selection, directory):
+    def __init__(self, memory, selection, directory, folder=None):
+        self.elsewhere = folder is not None  # a library whose tests may make few arrays
         outcomes, log = directory / f"{memory}.outcomes", directory / f"{memory}.log"
         # An empty configuration: that of a project around the environment is not NumPy's.
         (directory / "pytest.ini").write_text("[pytest]\n")
         command = [
             sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", "-p", "numpy_suite",
             "-p", "no:cacheprovider", "-c", str(directory / "pytest.ini"),
-            f"--rootdir={PACKAGES}", f"--memory={memory}",
+            f"--rootdir={folder or PACKAGES}", f"--memory={memory}",
             f"--outcomes={outcomes}", f"--basetemp={directory / 'files'}", *selection,
         ]  # fmt: skip
         # Tests that need more are left out of both runs, whatever else the machine is doing.
@@ -134,7 +138,7 @@ class Run:
         with log.open("w") as file:
             done = subprocess.run(
                 command,
-                cwd=directory,
+                cwd=folder or directory,
                 env={**environment, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -178,7 +182,8 @@ class Run:
             return f"ended with status {self.status} after {last}\n" + "\n".join(self.log[-60:])
         if not self.order:
             return "there were no tests"
-        if self.memory != "default" and self.figures["served"] < len(self.order):
+        least = 1 if self.elsewhere else len(self.order)
+        if self.memory != "default" and self.figures["served"] < least:
             return f"served {self.figures['served']} blocks in {len(self.order)} tests: was it on?"
         return None
 
@@ -213,10 +218,11 @@ def main():
     parser.add_argument("--most", action="store_true", help="a subset, without the slow tests")
     parser.add_argument("--quick", action="store_true", help="half of --most")
     parser.add_argument("--debug", action="store_true", help="over a pool with debug=True")
+    parser.add_argument("--in", type=Path, dest="folder", help="where the tests are")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="numpy.fft, say; else all")
     options = parser.parse_args()
-    modules = options.modules or ALL
-    selection = ["--pyargs", *modules]
+    modules, folder = options.modules or ALL, options.folder and options.folder.resolve()
+    selection = modules if folder else ["--pyargs", *modules]
     if options.most or options.quick:
         left_out = DEAR if options.quick else ()
         some = [
@@ -228,14 +234,14 @@ def main():
         selection = ["-m", "not slow", "--pyargs", *(options.modules or some)]
     with tempfile.TemporaryDirectory(prefix="numpy-suite.") as directory:
         directory = Path(directory)
-        ours = Run("debug" if options.debug else "pool", selection, directory)
+        ours = Run("debug" if options.debug else "pool", selection, directory, folder)
         print(ours, flush=True)
         wrong = [f"{ours.memory}: {ours.complaint()}"] if ours.complaint() else []
         again = suspects(ours)
         if again and not wrong:
             arguments = directory / "suspects"
-            arguments.write_text("".join(f"{PACKAGES / name}\n" for name in again))
-            default = Run("default", [f"@{arguments}"], directory)
+            arguments.write_text("".join(f"{(folder or PACKAGES) / name}\n" for name in again))
+            default = Run("default", [f"@{arguments}"], directory, folder)
             print(default, flush=True)
             wrong = compare(default, ours)
     print("\n".join(wrong) or "nothing fails that passes with the default allocator")

@@ -34,8 +34,8 @@ DEINITIALIZED, INVALID_DEVICE, PEER_UNSUPPORTED, UNKNOWN = 4, 101, 217, 999
 PEER_ALREADY_ENABLED, ALREADY_REGISTERED, NOT_REGISTERED = 704, 712, 713
 LOST = 700  # CUDA_ERROR_ILLEGAL_ADDRESS, after which a context says nothing else
 WITHOUT_CONTEXT = {  # they succeed all the same
-    "cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxGetDevice", "cuDeviceGet", "cuDeviceGetCount",
-    "cuGetErrorName", "cuGetErrorString", "cuThreadExchangeStreamCaptureMode",
+    "cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxGetCurrent", "cuCtxGetDevice", "cuDeviceGet",
+    "cuDeviceGetCount", "cuGetErrorName", "cuGetErrorString", "cuThreadExchangeStreamCaptureMode",
 }  # fmt: skip
 ERRORS = {
     INVALID_VALUE: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
@@ -270,6 +270,9 @@ class SimulatedDriver(gpu.Gpu):
         if not self.current:
             return gpu.INVALID_CONTEXT
         put(out, ctypes.c_void_p, self.current.pop())
+
+    def cuCtxGetCurrent(self, out):
+        put(out, ctypes.c_void_p, self.current[-1] if self.current else 0)
 
     def cuCtxGetDevice(self, out):
         put(out, ctypes.c_int, self.device())
