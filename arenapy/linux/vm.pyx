@@ -257,13 +257,14 @@ cdef int size_bits(size_t page_size) noexcept nogil:
 
 
 def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=False,
-               bint writable=True, size_t align=0, bint guard=False, size_t page_size=0):
+               bint writable=True, size_t align=0, bint guard=False, size_t page_size=0,
+               bint accessible=True):
     """Map `nbytes` (rounded up to pages): anonymous memory, or a file's bytes from `offset`.
 
     Address space is reserved first, aligned, and then mapped over; the first and last page stay
     ``PROT_NONE`` if `guard`. A `page_size` above the base page's asks for hugetlbfs pages, which
     the kernel reserves now (never ``MAP_NORESERVE``), or, with `fd`, says that this is what the
-    file is made of.
+    file is made of. If not `accessible`, all of it stays ``PROT_NONE``: see `protect`.
 
     Returns
     -------
@@ -274,7 +275,7 @@ def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=Fals
     cdef size_t page = max(page_size, BASE_PAGE)
     cdef size_t margin = BASE_PAGE if guard else 0
     cdef size_t address = 0
-    cdef int protection = PROT_READ | (PROT_WRITE if writable else 0)
+    cdef int protection = PROT_READ | (PROT_WRITE if writable else 0) if accessible else PROT_NONE
     cdef int flags = MAP_FIXED | (MAP_SHARED if shared else MAP_PRIVATE)
     cdef void* at
     cdef int saved

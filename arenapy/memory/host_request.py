@@ -38,16 +38,25 @@ class MemoryOptions(Protocol):
     def lock(self) -> bool: ...
     @property
     def numa_node(self) -> int | None: ...
+    @property
+    def grow(self) -> bool: ...
 
 
 class Request:
     """One region asked of `Host` or `Shared`: its sizes, its checks, and its errors."""
 
     def __init__(
-        self, options: MemoryOptions, what: str, nbytes: int, *, private: bool = True
+        self,
+        options: MemoryOptions,
+        what: str,
+        nbytes: int,
+        *,
+        private: bool = True,
+        threads: int | None = None,
     ) -> None:
         self.options = options
         self.private = private
+        self.threads = threads
         self.what = what
         self.nbytes = nbytes
         self.page_size = PAGE_SIZES[options.huge_pages]
@@ -55,6 +64,12 @@ class Request:
         self.mapped = -(-nbytes // self.page_size) * self.page_size
         self.wants_thp = options.huge_pages == "auto" and nbytes >= THP_SIZE
         self.align = THP_SIZE if self.wants_thp else self.page_size
+
+    def part(self, nbytes: int) -> "Request":
+        """The same for a part of what was asked: messages then have the size of the part."""
+        return Request(
+            self.options, self.what, nbytes, private=self.private, threads=self.threads
+        )
 
     def check(self) -> int:
         """Refuse what would fail or be killed, before anything is mapped. Bytes that are free.
@@ -96,16 +111,17 @@ class Request:
                 f'hugepages-{self.page_size >> 10}kB/nr_hugepages), or pass huge_pages="auto".'
             )
 
-    def map(self, fd: int = -1, *, guard: bool = False) -> Mapping:
+    def map(self, fd: int = -1, *, guard: bool = False, accessible: bool = True) -> Mapping:
         """`vm.map_memory` of what is asked, its failure explained."""
         try:
             return vm.map_memory(
                 self.nbytes,
                 fd=fd,
                 shared=fd >= 0,
-                align=self.align,
+                align=self.align if accessible else THP_SIZE,
                 guard=guard,
                 page_size=self.page_size,
+                accessible=accessible,
             )
         except OSError as error:
             raise self.explain_map(error) from error
@@ -119,10 +135,10 @@ class Request:
                 return explained
         return explain_map(error, self.what, self.nbytes)
 
-    def fill(self, address: int, threads: int = 0) -> None:
+    def fill(self, address: int) -> None:
         """Place, lock and fault in what was mapped: in this order, before the first page."""
         self.place(address)
-        self.take(address, threads)
+        self.take(address)
 
     def place(self, address: int) -> None:
         """Say where pages come from, and how large they may be."""
@@ -142,12 +158,12 @@ class Request:
         except OSError as error:
             raise self.explain_map(error) from error
 
-    def take(self, address: int, threads: int = 0) -> None:
+    def take(self, address: int) -> None:
         """Lock and fault in, as the options say."""
         if self.options.lock:
             self._lock(address)
         if self.options.prefault or self.hugetlb:
-            self._prefault(address, threads)
+            self._prefault(address)
 
     def _bind(self, address: int, node: int) -> None:
         try:
@@ -172,9 +188,11 @@ class Request:
             )
             raise refusal(error, text) from error
 
-    def _prefault(self, address: int, threads: int) -> None:
+    def _prefault(self, address: int) -> None:
         try:
-            vm.prefault(address, self.mapped, threads=threads, slice_nbytes=self._slice())
+            vm.prefault(
+                address, self.mapped, threads=self.threads or 0, slice_nbytes=self._slice()
+            )
         except OSError as error:
             if self.hugetlb and error.errno in (errno.EFAULT, errno.ENOMEM):
                 self._check_pool(" (they ran out: by a NUMA node or a hugetlb cgroup limit)")
@@ -275,6 +293,12 @@ def check_options(options: MemoryOptions) -> None:
     check_choice("huge_pages", options.huge_pages, ("auto", "2M", "1G", None))
     check_flag("prefault", options.prefault)
     check_flag("lock", options.lock)
+    check_flag("grow", options.grow)
+    if options.grow and options.huge_pages in ("2M", "1G"):
+        raise ValueError(
+            f"grow=True with huge_pages={options.huge_pages!r}: the kernel sets huge pages aside "
+            "for all addresses that are reserved; use huge_pages='auto', or leave grow out"
+        )
     if options.numa_node is not None:
         node = checked_index("numa_node", options.numa_node)
         nodes = numa_nodes()

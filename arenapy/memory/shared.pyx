@@ -223,8 +223,11 @@ def forget_arrived():
                 _under_way.remove(entry)
 
 
-def _map(handle, identity, offset, nbytes, page_size, readonly=False):
-    """Map a part of the file behind a handle, populated; the mapping keeps the lease."""
+def _map(handle, identity, offset, nbytes, page_size, readonly=False, holes=False):
+    """Map a part of the file behind a handle, populated; the mapping keeps the lease.
+
+    If it may have `holes` and has one, it stays as it is: a hole would take memory.
+    """
     cdef Descriptor file = Descriptor.__new__(Descriptor)
     cdef ReceivedFile kept
     cdef Region region
@@ -258,7 +261,8 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
             raise explain_map(error, what, nbytes) from error
         with mapping:
             try:
-                vm.prefault(mapping.address, offset - start + nbytes)
+                if not (holes and os.lseek(file.fileno(), start, os.SEEK_HOLE) < offset + nbytes):
+                    vm.prefault(mapping.address, offset - start + nbytes)
             except OSError as error:
                 raise refusal(error, f"cannot fault in {what}: {error.strerror}") from error
             # Its leases keep the owner's allocator off, so that nobody need be asked, who may be in
@@ -309,7 +313,7 @@ def _check_inside(shape, strides, at, itemsize, nbytes):
 
 def receive_region(handle, identity, offset, nbytes, page_size):
     """The receiver's Region over the same memory."""
-    cdef Region region = _map(handle, identity, offset, nbytes, page_size)
+    cdef Region region = _map(handle, identity, offset, nbytes, page_size, holes=True)
     region.received, region.shared = True, False
     return region
 

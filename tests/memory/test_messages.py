@@ -36,9 +36,9 @@ def pair():
         yield here, there
 
 
-@pytest.fixture
-def pool():
-    return Pool(source=Shared())
+@pytest.fixture(params=[False, True], ids=["regions", "grow"])
+def pool(request):
+    return Pool(source=Shared(grow=request.param))
 
 
 def whole(pool, dtype="f8"):

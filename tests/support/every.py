@@ -52,6 +52,7 @@ HOST_SOURCES = {
     "host lock": lambda directory: Host(lock=True),
     "shared": lambda directory: Shared(),
     "shared prefault=False": lambda directory: Shared(prefault=False),
+    "shared grow": lambda directory: Shared(grow=True),
     "file w+": lambda directory: File(directory / "memory", "w+"),
     "file r+": lambda directory: File(existing_file(directory), "r+"),
     "file c": lambda directory: File(existing_file(directory), "c"),
@@ -86,7 +87,9 @@ SOURCES = [*HOST_SOURCES, "simulated hip pinned", *cuda_sources("pinned")]
 HOST_VISIBLE = [*SOURCES, *cuda_sources("managed")]
 EVERYWHERE = [*HOST_VISIBLE, *cuda_sources("device", "growing device", "driver pool")]
 #: Those over which an allocator is closed in a forked child.
-CLOSED_IN_CHILD = {"host fork=skip", "shared", "shared prefault=False", "file w+", "file r+"}
+CLOSED_IN_CHILD = {
+    "host fork=skip", "shared", "shared prefault=False", "shared grow", "file w+", "file r+"
+}  # fmt: skip
 
 
 def lacking(name):
