@@ -115,8 +115,7 @@ cdef int vm_decommit(void* at, size_t nbytes, bint shared) noexcept nogil:
     if rc == -EINVAL and not shared:           # locked
         rc = advise_all(at, nbytes, MADV_DONTNEED_LOCKED)
     if rc == -EINVAL:                          # shared and locked, or a kernel before 5.18
-        munlock(at, nbytes)
-        rc = advise_all(at, nbytes, advice)
+        rc = -errno if munlock(at, nbytes) else advise_all(at, nbytes, advice)
     return rc
 
 

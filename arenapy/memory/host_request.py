@@ -67,9 +67,7 @@ class Request:
 
     def part(self, nbytes: int) -> "Request":
         """The same for a part of what was asked: messages then have the size of the part."""
-        return Request(
-            self.options, self.what, nbytes, private=self.private, threads=self.threads
-        )
+        return Request(self.options, self.what, nbytes, private=self.private, threads=self.threads)
 
     def check(self) -> int:
         """Refuse what would fail or be killed, before anything is mapped. Bytes that are free.
@@ -190,9 +188,7 @@ class Request:
 
     def _prefault(self, address: int) -> None:
         try:
-            vm.prefault(
-                address, self.mapped, threads=self.threads or 0, slice_nbytes=self._slice()
-            )
+            vm.prefault(address, self.mapped, threads=self.threads or 0, slice_nbytes=self._slice())
         except OSError as error:
             if self.hugetlb and error.errno in (errno.EFAULT, errno.ENOMEM):
                 self._check_pool(" (they ran out: by a NUMA node or a hugetlb cgroup limit)")

@@ -134,7 +134,7 @@ class Reservation:
 
         It stays accessible, so that nothing splits the mapping. If it was locked, memory of a Host
         goes on counting towards ``RLIMIT_MEMLOCK``. With ``huge_pages="auto"`` parts should be
-        multiples of 2 MiB: where a huge page could be, the kernel may fill in what is missing of it.
+        multiples of 2 MiB: where a huge page could be, the kernel may fill in what is missing.
 
         `stream` is for memory of a device, and None here.
 

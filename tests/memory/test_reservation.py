@@ -104,7 +104,7 @@ def test_none_under_a_resource_limit(run_script, kind):
 def test_none_if_there_are_not_that_many_addresses():
     for nbytes in (1 << 62, (1 << 63) - 1):
         assert Host().reserve(nbytes) is None
-        with pytest.raises(OutOfMemory, match="grow=True needs [48] EiB"):
+        with pytest.raises(OutOfMemory, match=r"grow=True needs [48] EiB"):
             Shared().reserve(nbytes)
 
 
@@ -279,7 +279,8 @@ def test_lock(source, prefault):
 
 @both
 def test_lock_beyond_the_limit(source, run_script):
-    out = run_script("""
+    out = run_script(
+        """
         import os, resource
         from arenapy.errors import OutOfMemory
         from arenapy.memory.sources import Host, Shared
@@ -296,7 +297,8 @@ def test_lock_beyond_the_limit(source, run_script):
                 print(error)
         reservation.decommit(0, 2 << 20)
         reservation.commit(0, 2 << 20)     # counts once
-    """.replace("SOURCE", source.__name__))
+    """.replace("SOURCE", source.__name__)
+    )
     lines = out.splitlines()
     assert len(lines) == 2
     for part in ("2 MiB", "RLIMIT_MEMLOCK is 3 MiB", "ulimit -l", "lock=False"):
