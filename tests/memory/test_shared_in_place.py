@@ -101,6 +101,12 @@ class Child:
         self.socket.close()
 
 
+def fill(block, byte):
+    """By an export, so that a reset does not close it."""
+    with memoryview(block) as view:
+        view[:] = bytes([byte]) * block.nbytes
+
+
 class Program:
     """An allocator, whoever sees bytes of it, and what each is to see."""
 
@@ -121,7 +127,7 @@ class Program:
     def alloc(self, nbytes):
         self.byte = self.byte % 255 + 1
         block = self.allocator.alloc(nbytes)
-        block[:] = bytes([self.byte]) * nbytes
+        fill(block, self.byte)
         self.blocks.append((block, self.byte))
 
     def drop(self, i):
@@ -147,7 +153,7 @@ class Program:
             i %= len(self.blocks)
             block, byte = self.blocks[i]
             block = self.allocator.grow(block, max(nbytes, block.nbytes))
-            block[:] = bytes([byte]) * block.nbytes
+            fill(block, byte)
             self.blocks[i] = block, byte
 
     def fork(self):
