@@ -308,6 +308,7 @@ seal(LastPage)
 
 cdef dict last_pages = {}                # by generation and context
 
+
 @cython.final
 cdef class Addresses:
     """A reserved range, and which of its pages have memory. Internal."""

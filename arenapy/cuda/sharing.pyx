@@ -16,7 +16,7 @@ over when nobody holds the lease. Released blocks wait for it as they wait for a
 range of the region as in Shared memory, since every way by which memory of a device becomes free
 asks for the uses of a block, and only some ask for ranges.
 
-The pages of a block are whole, so a receiver's process could see what lies beside the block in them.
+Pages are sent as a whole, so a receiver could see what lies beside the block in them.
 """
 cimport cython
 import os
@@ -163,9 +163,9 @@ cdef object refusal(Buffer buffer, Region region):
             f"{buffer.size} bytes of a device were received from another process: let that one "
             "send them, or send a copy")
     return BufferError(
-        f"{buffer.size} bytes are in memory of a device that cannot be shared: copy them to a block "
-        "of a Bump or Pool over cuda.Device(grow=True), on a device and system that can export "
-        "memory as a descriptor")
+        f"{buffer.size} bytes are in memory of a device that cannot be shared: copy them to a "
+        "block of a Bump or Pool over cuda.Device(grow=True), on a device and system that can "
+        "export memory as a descriptor")
 
 
 def reduce_buffer(Buffer buffer not None):

@@ -533,7 +533,7 @@ def unbundled(int sock):
     cdef char byte
     cdef Py_ssize_t got = 1
     while got > 0:
-        parts = [Descriptor.__new__(Descriptor) for i in range(ARENAPY_FILES)]
+        parts = [Descriptor.__new__(Descriptor) for _ in range(ARENAPY_FILES)]
         for i in range(ARENAPY_FILES):
             numbers[i] = -1
         got = arenapy_receive(sock, &byte, 1, numbers, ARENAPY_FILES, &lost)

@@ -258,7 +258,7 @@ def forget_arrived():
 
 
 def detached(handle, nbytes):
-    """The descriptor of a handle, or of a message of our own, which is the caller's from here on."""
+    """The descriptor of a handle, or of a message of our own: the caller's from here on."""
     cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
     try:
         if isinstance(handle, Descriptor):
