@@ -157,7 +157,7 @@ def test_a_receiver_that_is_killed_writes_no_more(gpu):
         del block
 
 
-def test_it_is_sent_when_its_streams_are_done(gpu):
+def test_a_block_waits_for_its_streams_before_it_is_sent(gpu):
     stream = cuda.Stream()
     pool = ALLOCATORS["pool"]()
     block = pool.alloc(256 * MIB, stream=stream)
@@ -168,7 +168,7 @@ def test_it_is_sent_when_its_streams_are_done(gpu):
         assert sock.recv(9) == bytes([99])
 
 
-def test_before_and_after_growth_and_trim(gpu):
+def test_sent_before_and_after_growth_and_trim(gpu):
     pool = ALLOCATORS["pool"]()
     first = filled(pool.alloc(10 * MIB), 1)
     with another() as (_, one), another() as (_, two):
