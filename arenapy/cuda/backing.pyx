@@ -272,14 +272,14 @@ cdef class LastPage:
     """The page of cuMemAlloc of all ranges of received memory on a device. Internal."""
 
     cdef void* context
-    cdef uint64_t address                # 0: there is none now
-    cdef Py_ssize_t users
+    cdef uint64_t address                # atomic; 0: there is none now
+    cdef uint64_t users                  # atomic: ranges that are going to need it
 
     cdef int make(self) except -1:
         """Before a range is used. It may be taken away at once by the end of another one."""
         cdef uint64_t address = 0
         cdef int result, mode
-        if self.address:
+        if arenapy_load(&self.address):
             return 0
         with nogil:
             result = relax(self.context, &mode)
@@ -291,16 +291,17 @@ cdef class LastPage:
         return 0
 
     cdef uint64_t take(self) noexcept:
-        cdef uint64_t address = self.address
-        self.address = 0
+        cdef uint64_t address = arenapy_load(&self.address)
+        while address and not arenapy_cas(&self.address, &address, 0):
+            pass
         return address
 
     cdef void put(self, uint64_t address) noexcept:
         """Keep it, if somebody is going to need it and has none."""
+        cdef uint64_t none = 0
         cdef int mode
-        if self.address == 0 and self.users:
-            self.address = address
-        elif address:
+        if address and not (
+                arenapy_load(&self.users) and arenapy_cas(&self.address, &none, address)):
             with nogil:
                 if relax(self.context, &mode) == SUCCESS:
                     forget(driver.cuMemFree(address))
@@ -418,7 +419,7 @@ cdef class Addresses:
                 restore_capture_mode(&mode)
             forget(result)
         if self.received is not None:
-            self.received.users -= result == SUCCESS
+            arenapy_sub(&self.received.users, result == SUCCESS)
             self.received.put(last)
         if result == SUCCESS:
             self.address = 0
@@ -651,11 +652,11 @@ cdef LastPage last_page(Addresses a):
     cdef LastPage last = last_pages.setdefault(
         (generation, <uintptr_t>a.context), LastPage.__new__(LastPage))
     last.context = a.context
-    last.users += 1
+    arenapy_add(&last.users, 1)
     try:
         last.make()
     except BaseException:
-        last.users -= 1
+        arenapy_sub(&last.users, 1)
         raise
     return last
 

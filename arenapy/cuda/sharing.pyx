@@ -21,6 +21,9 @@ Pages are sent as a whole, so a receiver could see what lies beside the block in
 cimport cython
 import os
 import struct
+import threading
+
+from libc.errno cimport EBADF
 
 from arenapy.base.sealed cimport seal
 from arenapy.buffer.block cimport check_open, pin, root_of, unpin
@@ -50,6 +53,7 @@ cdef enum:
 #: What of a message says which bytes: the device's UUID, and where in the first page they begin.
 PLACE = struct.Struct("<16sQ")
 
+cdef object opening = threading.Lock()
 cdef OpenFile lease_file             # once it is open, for good
 cdef long long leases = 0            # ever: the byte of the last one
 lease_file.fd = -1
@@ -88,19 +92,20 @@ cdef Descriptor new_lease(LeaseFence fence):
     global leases
     cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
     cdef int fd, rc = 0
-    if not vm_is_open(&lease_file):
-        if leases:
-            raise OSError(
-                "blocks of a device cannot be sent any more: other code closed the descriptor of "
-                "their leases; do not close descriptors that you did not open"
-            )
-        rc = vm_lease_file(&lease_file)
-    fd = vm_reopen(&lease_file) if rc == 0 else rc
+    with opening:
+        if not vm_is_open(&lease_file):
+            if leases:
+                raise OSError(
+                    EBADF, "blocks of a device cannot be sent any more: other code closed the "
+                    "descriptor of their leases; do not close descriptors that you did not open"
+                )
+            rc = vm_lease_file(&lease_file)
+        fd = vm_reopen(&lease_file) if rc == 0 else rc
+        leases += fd >= 0
+        fence.at = leases
     if fd < 0:
         raise OSError(-fd, f"cannot lease a block: {os.strerror(-fd)}")
     file.own(fd)
-    leases += 1
-    fence.at = leases
     rc = vm_lease(fd, fence.at, 1)
     if rc < 0:
         raise OSError(-rc, f"cannot lease a block: {os.strerror(-rc)}")
