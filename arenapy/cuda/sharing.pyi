@@ -1,9 +1,11 @@
-from typing import Any
+from typing import Any, Never, Self, final
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.linux.vm import Descriptor
 
-class LeaseFence: ...
+@final
+class LeaseFence:
+    def __new__(cls, not_called: Never, /) -> Self: ...
 
 def lend(buffer: Buffer) -> tuple[Descriptor, bytes]: ...
 def reduce_buffer(buffer: Buffer) -> tuple[Any, ...]: ...

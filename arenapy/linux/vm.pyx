@@ -506,15 +506,21 @@ def bundle(list files not None):
     cdef Py_ssize_t first
     if socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair):
         fail()
+    try:
+        theirs.own(pair[1])
+    except BaseException:
+        close(pair[0])
+        raise
     ours.own(pair[0])
-    theirs.own(pair[1])
     for first in range(0, len(files), ARENAPY_FILES):
         n = 0
         for file in files[first : first + ARENAPY_FILES]:
             numbers[n] = (<Descriptor?>file).file.fd
             n += 1
-        if arenapy_send_files(pair[0], numbers, n) < 0:
-            fail()
+        while arenapy_send_files(pair[0], numbers, n) < 0:
+            if errno != EINTR:
+                fail()
+            PyErr_CheckSignals()
     ours.close()
     return theirs
 
@@ -541,6 +547,7 @@ def unbundled(int sock):
             if numbers[i] >= 0 and vm_identify(numbers[i], &(<Descriptor>parts[i]).file) < 0:
                 close(numbers[i])
         if got < 0 and errno == EINTR:
+            PyErr_CheckSignals()
             got = 1
         made += [one for one in parts if (<Descriptor>one).file.fd >= 0]
     return made

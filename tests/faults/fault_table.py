@@ -44,6 +44,8 @@ ERRORS = {
     "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
     "pread": ("EIO", "EINTR"),
     "recvmsg": ("ECONNRESET", "EINTR"),
+    "sendmsg": ("ETOOMANYREFS", "EAGAIN", "EINTR"),
+    "socketpair": ("EMFILE",),
     "posix_fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
     "pwrite": ("ENOSPC", "EIO"),
     "write": ("ENOSPC", "EIO", "EINTR"),
@@ -127,7 +129,10 @@ TABLE = [
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
     row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
     row(
-        ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg", "EINTR", FINE
+        ANY,
+        r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg|sendmsg",
+        "EINTR",
+        FINE,
     ),
     row(ANY, "pthread_create", "EAGAIN", FINE),
     row("huge_fraction|can_scan_pages.*", "open|ioctl", ANY, FINE),  # smaps is asked then
@@ -199,6 +204,10 @@ TABLE = [
     row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
     row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),
     # Shared memory that is sent.
+    row("bundle.*", "socketpair", "EMFILE", "OSError: Too many open files"),
+    row("bundle.*", "sendmsg", "ETOOMANYREFS", "OSError: Too many references"),
+    row("bundle.*", "sendmsg", "EAGAIN", "BlockingIOError: "),
+    row("bundle.*", "recvmsg", "ECONNRESET", FINE),  # its receiver counts them
     row("send.*", "open", "EMFILE", FINE, "OSError: again, to lease it"),  # fine: to send it on
     row("send.*", "open", "ENOENT", FINE, "FileNotFoundError: again, to lease it"),
     row("send.*", "fstat", "EIO", FINE, "OSError: cannot be sent any more", "OSError: Input/out"),
