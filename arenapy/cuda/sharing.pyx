@@ -144,15 +144,15 @@ def lend(Buffer buffer not None):
     pin(buffer)
     try:
         region = region_behind(buffer)
+        offset = <size_t>(buffer.ptr - region.ptr)
+        pages = exported_pages(region, offset, buffer.size)
+        if pages is None:
+            raise refusal(buffer, region)
         order = <Ordering?>root_of(buffer).owner.hooks
         if order.graph is not None:
             raise CudaError(
                 "a block that was allocated in a capture is the graph's, so it cannot be sent: "
                 "allocate it before the capture")
-        offset = <size_t>(buffer.ptr - region.ptr)
-        pages = exported_pages(region, offset, buffer.size)
-        if pages is None:
-            raise refusal(buffer, region)
         order.ready(buffer, None)
         lease = new_lease(fence)
         order.note(buffer, fence)            # before anybody else has it

@@ -436,6 +436,15 @@ def test_no_descriptor_is_leaked(gpu, kind):
     assert kept.nbytes
 
 
+def test_memory_of_no_device_that_the_host_cannot_access(pair):
+    memory = np.zeros(4096, "u1")
+    region = arenapy.Region.from_address(
+        memory.ctypes.data, 4096, owner=memory, kind="other", host_accessible=False
+    )
+    with pytest.raises(BufferError, match=r"cuda\.Device\(grow=True\)"):
+        arenapy.send(pair[0], region.buffer())
+
+
 @both
 def test_a_forked_child_cannot_receive(gpu, kind):
     allocator = ALLOCATORS[kind]()
