@@ -39,7 +39,7 @@ sock = socket.socket(fileno=int(sys.argv[1]))
 received = arenapy.receive(sock)
 got = bytearray(received.nbytes)
 received.copy_to(got)
-sock.sendall(bytes(set(got)))
+sock.sendall(got[:1] if got == got[:1] * len(got) else b"?")
 what = sock.recv(1)
 stream = cuda.Stream()
 if what == b"k":
@@ -83,7 +83,7 @@ def filled(block, byte, stream=None):
 
 
 def has(block, byte):
-    return set(bytes(content(block))) == {byte}
+    return bool((content(block) == byte).all())
 
 
 def settled(allocator):
@@ -195,7 +195,7 @@ def work(queue, answers):
     block.copy_to(got)
     block.fill(9)
     cuda.Stream().synchronize()
-    answers.put((set(got), block.shape, str(block.dtype)))
+    answers.put((set(got[::1000]), block.shape, str(block.dtype)))
     answers.get()
 
 
