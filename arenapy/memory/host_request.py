@@ -46,17 +46,10 @@ class Request:
     """One region asked of `Host` or `Shared`: its sizes, its checks, and its errors."""
 
     def __init__(
-        self,
-        options: MemoryOptions,
-        what: str,
-        nbytes: int,
-        *,
-        private: bool = True,
-        threads: int | None = None,
+        self, options: MemoryOptions, what: str, nbytes: int, *, private: bool = True
     ) -> None:
         self.options = options
         self.private = private
-        self.threads = threads
         self.what = what
         self.nbytes = nbytes
         self.page_size = PAGE_SIZES[options.huge_pages]
@@ -67,7 +60,7 @@ class Request:
 
     def part(self, nbytes: int) -> "Request":
         """The same for a part of what was asked: messages then have the size of the part."""
-        return Request(self.options, self.what, nbytes, private=self.private, threads=self.threads)
+        return Request(self.options, self.what, nbytes, private=self.private)
 
     def check(self) -> int:
         """Refuse what would fail or be killed, before anything is mapped. Bytes that are free.
@@ -109,18 +102,24 @@ class Request:
                 f'hugepages-{self.page_size >> 10}kB/nr_hugepages), or pass huge_pages="auto".'
             )
 
-    def map(self, fd: int = -1, *, guard: bool = False, accessible: bool = True) -> Mapping:
+    def map(self, fd: int = -1, *, guard: bool = False) -> Mapping:
         """`vm.map_memory` of what is asked, its failure explained."""
         try:
             return vm.map_memory(
                 self.nbytes,
                 fd=fd,
                 shared=fd >= 0,
-                align=self.align if accessible else THP_SIZE,
+                align=self.align,
                 guard=guard,
                 page_size=self.page_size,
-                accessible=accessible,
             )
+        except OSError as error:
+            raise self.explain_map(error) from error
+
+    def map_reserved(self, fd: int) -> Mapping:
+        """The same of a file, without access as yet."""
+        try:
+            return vm.map_memory(self.nbytes, fd=fd, shared=True, align=THP_SIZE, accessible=False)
         except OSError as error:
             raise self.explain_map(error) from error
 
@@ -188,7 +187,8 @@ class Request:
 
     def _prefault(self, address: int) -> None:
         try:
-            vm.prefault(address, self.mapped, threads=self.threads or 0, slice_nbytes=self._slice())
+            threads = getattr(self.options, "threads", None) or 0  # Shared has no such option
+            vm.prefault(address, self.mapped, threads=threads, slice_nbytes=self._slice())
         except OSError as error:
             if self.hugetlb and error.errno in (errno.EFAULT, errno.ENOMEM):
                 self._check_pool(" (they ran out: by a NUMA node or a hugetlb cgroup limit)")

@@ -50,7 +50,7 @@ def no_addresses(nbytes: int, limits: str) -> OutOfMemory:
 def reserve(host: "Host", nbytes: int) -> "Reservation | None":
     """A reservation with the options of `host`; see `Host.reserve`."""
     nbytes = whole_huge_pages(nbytes)
-    request = Request(host, "a Host region", nbytes, threads=host.threads)
+    request = Request(host, "a Host region", nbytes)
     if request.hugetlb or any(limit.counts_mappings for limit in read_limits()):
         return None
     try:

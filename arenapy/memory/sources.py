@@ -206,7 +206,7 @@ class Host:
         (100, 'host')
         """
         nbytes = checked_size(nbytes)
-        request = Request(self, "a Host region", nbytes, threads=self.threads)
+        request = Request(self, "a Host region", nbytes)
         request.check()
         with request.map(guard=self.guard) as mapping:
             fork = self.fork or ("skip" if request.hugetlb else "inherit")
@@ -358,10 +358,11 @@ class Shared:
             file = vm.memfd(os.fsencode(self.name), request.mapped, request.page_size)
         except OSError as error:
             raise request.explain_map(error) from error
+        map_file = request.map_reserved if reserved else request.map
         with (
             file,
             claim([(*vm.identity(file), 0, ALL_BYTES, True)], repr(self)) as claimed,
-            request.map(file.fileno(), accessible=not reserved) as mapping,
+            map_file(file.fileno()) as mapping,
         ):
             if reserved:
                 request.place(mapping.address)
