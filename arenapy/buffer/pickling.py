@@ -24,7 +24,7 @@ def layout_of(buffer: Buffer) -> tuple[Any, Any] | None:
 
 
 def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
-    """What ``Buffer.__reduce_ex__`` returns: the bytes, out of band where the pickler asks."""
+    """The value of ``Buffer.__reduce_ex__``: the bytes, out of band if the pickler can."""
     try:
         flat = memoryview(buffer.view())
     except BufferError as error:

@@ -128,7 +128,7 @@ def pattern(buffer):
 
 
 def same(buffer):
-    """Whether they arrived."""
+    """True if the words arrived unchanged."""
     words = np.empty(buffer.nbytes // 4, np.uint32)
     buffer.copy_to(words)
     return bool((words == np.arange(len(words), dtype=np.uint32) * np.uint32(2654435761)).all())
