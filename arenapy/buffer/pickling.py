@@ -25,6 +25,14 @@ def layout_of(buffer: Buffer) -> tuple[Any, Any] | None:
 
 def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
     """The value of ``Buffer.__reduce_ex__``: the bytes, out of band if the pickler can."""
-    flat = memoryview(buffer.view())
+    try:
+        flat = memoryview(buffer.view())
+    except BufferError as error:
+        if buffer.device_id < 0:
+            raise
+        raise BufferError(
+            f"{error}. multiprocessing and arenapy.send() share it, without a copy, if it is of a "
+            "Bump or Pool over cuda.Device(grow=True)"
+        ) from error
     data = pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
     return _rebuild[0], (data, layout_of(buffer), buffer.readonly)

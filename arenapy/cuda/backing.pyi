@@ -12,6 +12,9 @@ class DeviceBacking(Backing): ...  # type: ignore[misc]
 class LentBacking(Backing): ...  # type: ignore[misc]
 
 @final
+class LastPage: ...
+
+@final
 class Addresses: ...
 
 @final

@@ -8,15 +8,18 @@ driver then frees what there is, or nobody may. Errors at an end are not reporte
 """
 cimport cython
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport uint64_t
-from libc.stdlib cimport calloc, free
+from libc.errno cimport errno
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
+import os
 from collections import deque
 from functools import partial
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_cas, arenapy_load, arenapy_sub
 from arenapy.buffer.block cimport StreamHooks
+from arenapy.linux.vm cimport Descriptor, vm_keep_leases, vm_unmap
 from arenapy.memory.region cimport Backing, Region
 from arenapy.cuda.copies cimport CudaMemory, new_memory
 from arenapy.cuda.driver cimport (
@@ -39,7 +42,6 @@ from arenapy.linux.limits import memory_info as host_memory
 
 cdef enum:
     PAGE = 4096
-    DEVICE_PAGE = 2 << 20            # bytes: what the driver maps device memory by
     DEVICE_LINE = 256
     ATTACH_GLOBAL = 1                # CU_MEM_ATTACH_GLOBAL
     REGISTER_PORTABLE = 1            # CU_MEMHOSTREGISTER_PORTABLE
@@ -51,7 +53,9 @@ cdef enum:
     ON_DEVICE = 1                    # CU_MEM_LOCATION_TYPE_DEVICE
     READ_WRITE = 3                   # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     VIRTUAL_MEMORY = 102             # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    HANDLES_ARE_DESCRIPTORS = 103    # ..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
     RDMA_WITH_VIRTUAL_MEMORY = 110   # ..._GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    AS_DESCRIPTOR = 1                # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     MAX_ACCESS = 64                  # devices that may access memory that grows
     SPREAD = 4                       # addresses, in units of the memory that may lie there
     LEGACY = 1                       # the legacy default stream
@@ -254,6 +258,60 @@ def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_ba
 # cuMemUnmap waits for nobody, unlike cuMemFree. So whoever takes memory away waits first: for the
 # stream in whose order the memory is free; or, at the end of a range, for all streams. For this end
 # each range has a page of cuMemAlloc, since the device may be full by then: cuMemFree waits.
+#
+# Each page can be exported to another process as a descriptor. There, the pages of one block are
+# mapped side by side in a range of their own, which ends in the same way, and keeps the lease of
+# the block until then. These ranges, of which there may be many small ones, share one page of
+# cuMemAlloc on a device. Whoever has freed it allocates it again for the others.
+#
+# To make pages exportable costs nothing if nobody exports them: on an H100, creating and mapping
+# one took 38.5 us without and 38.9 us with it (medians of 19 rounds; their quartiles overlap).
+
+@cython.final
+cdef class LastPage:
+    """The page of cuMemAlloc of all ranges of received memory on a device. Internal."""
+
+    cdef void* context
+    cdef uint64_t address                # atomic; 0: there is none now
+    cdef uint64_t users                  # atomic: ranges that are going to need it
+
+    cdef int make(self) except -1:
+        """Before a range is used. It may be taken away at once by the end of another one."""
+        cdef uint64_t address = 0
+        cdef int result, mode
+        if arenapy_load(&self.address):
+            return 0
+        with nogil:
+            result = relax(self.context, &mode)
+            if result == SUCCESS:
+                result = driver.cuMemAlloc(&address, DEVICE_PAGE)
+                restore_capture_mode(&mode)
+        checked(result, "cuMemAlloc")
+        self.put(address)
+        return 0
+
+    cdef uint64_t take(self) noexcept:
+        cdef uint64_t address = arenapy_load(&self.address)
+        while address and not arenapy_cas(&self.address, &address, 0):
+            pass
+        return address
+
+    cdef void put(self, uint64_t address) noexcept:
+        """Keep it, if somebody is going to need it and has none."""
+        cdef uint64_t none = 0
+        cdef int mode
+        if address and not (
+                arenapy_load(&self.users) and arenapy_cas(&self.address, &none, address)):
+            with nogil:
+                if relax(self.context, &mode) == SUCCESS:
+                    forget(driver.cuMemFree(address))
+                    restore_capture_mode(&mode)
+
+
+seal(LastPage)
+
+cdef dict last_pages = {}                # by generation and context
+
 
 @cython.final
 cdef class Addresses:
@@ -265,17 +323,23 @@ cdef class Addresses:
     cdef size_t pages
     cdef char* mapped                    # of each page: does it have memory?
     cdef uint64_t last                   # the page of cuMemAlloc, from the first memory on
+    cdef LastPage received               # of received memory: where that page is; else None
+    cdef bint exportable
+    cdef size_t lease                    # of another process's memory: a page that keeps it, or 0
 
     def __dealloc__(self):
         free(self.mapped)
 
     cdef int fill(self, size_t first, size_t pages, const AllocationProps* props,
-                  const Access* access, size_t n_access) noexcept nogil:
-        """Give pages memory: all of them, or none. Their context is current."""
+                  const int* files, const Access* access, size_t n_access) noexcept nogil:
+        """Give pages memory: all of them, or none. Their context is current.
+
+        It is new memory, or (`files` is not NULL) what another process has exported.
+        """
         cdef size_t i
         cdef uint64_t handle = 0, none = 0, last = 0
         cdef int result = SUCCESS
-        if arenapy_load(&self.last) == 0:
+        if files == NULL and arenapy_load(&self.last) == 0:
             result = driver.cuMemAlloc(&last, DEVICE_PAGE)
             if result != SUCCESS:
                 return result
@@ -284,7 +348,11 @@ cdef class Addresses:
         for i in range(first, first + pages):
             if self.mapped[i]:               # it could not be unmapped before
                 continue
-            result = driver.cuMemCreate(&handle, DEVICE_PAGE, props, 0)
+            if files == NULL:
+                result = driver.cuMemCreate(&handle, DEVICE_PAGE, props, 0)
+            else:
+                result = driver.cuMemImportFromShareableHandle(
+                    &handle, <void*><uintptr_t>files[i], AS_DESCRIPTOR)
             if result != SUCCESS:
                 break
             result = driver.cuMemMap(self.address + i * DEVICE_PAGE, DEVICE_PAGE, 0, handle, 0)
@@ -312,29 +380,56 @@ cdef class Addresses:
                     worst = result
         return worst
 
+    cdef int exported(self, size_t page, int* file) noexcept nogil:
+        """A new descriptor of a page's memory. Its context is current."""
+        cdef uint64_t handle = 0
+        cdef int result = driver.cuMemRetainAllocationHandle(
+            &handle, <void*>(self.address + page * DEVICE_PAGE))
+        if result == SUCCESS:
+            result = driver.cuMemExportToShareableHandle(file, handle, AS_DESCRIPTOR, 0)
+            forget(driver.cuMemRelease(handle))
+        return result
+
     cdef bint end(self) noexcept:
         """Give all of it back when every stream has done its work. False: not now."""
+        cdef uint64_t last = 0
         cdef int result, mode
         if self.address == 0 or self.generation != generation:
-            return True                      # there is another driver, and nothing of that one
+            self.end_lease()                 # there is another driver, and nothing of that one
+            return True
         if not callable_(self.generation):
             return False
+        if self.received is not None and self.last == 0:
+            self.last = self.received.take()
         with nogil:
             result = relax(self.context, &mode)
             if result == SUCCESS:
-                if self.last:
+                if self.last == 0 and self.received is not None:
+                    result = driver.cuMemAlloc(&self.last, DEVICE_PAGE)
+                if result == SUCCESS and self.last:
                     result = driver.cuMemFree(self.last)
                 if result == SUCCESS:
                     self.last = 0
                     result = self.empty(0, self.pages)
+                    if self.received is not None and driver.cuMemAlloc(&last, DEVICE_PAGE):
+                        last = 0             # the others get one when they end
                 if result == SUCCESS:
                     result = driver.cuMemAddressFree(
                         self.address, self.pages * DEVICE_PAGE)
                 restore_capture_mode(&mode)
             forget(result)
+        if self.received is not None:
+            arenapy_sub(&self.received.users, result == SUCCESS)
+            self.received.put(last)
         if result == SUCCESS:
             self.address = 0
+            self.end_lease()
         return result == SUCCESS
+
+    cdef void end_lease(self) noexcept nogil:
+        if self.lease:
+            vm_unmap(self.lease, PAGE)
+        self.lease = 0
 
 
 seal(Addresses)
@@ -406,7 +501,7 @@ cdef class DeviceReservation:
         with nogil:
             result = relax(a.context, &mode)
             if result == SUCCESS:
-                result = a.fill(first, pages, &self.props, self.access, self.n_access)
+                result = a.fill(first, pages, &self.props, NULL, self.access, self.n_access)
                 restore_capture_mode(&mode)
         if result == OUT_OF_MEMORY:
             raise out_of_memory(nbytes, self.ordinal, "cuMemCreate")
@@ -440,59 +535,43 @@ cdef class DeviceReservation:
 seal(DeviceReservation)
 
 
-def reserve_device(StreamHooks memory, size_t nbytes):
-    """Addresses on a device for at least so many bytes of memory, wherever those lie among them.
-
-    Free memory is given back where it lies, and taken again where there is room for a large block.
-    So there are more addresses than memory.
-    """
-    cdef DeviceReservation self = DeviceReservation.__new__(DeviceReservation)
+cdef GrownBacking reserved(int ordinal, size_t size, AllocationProps* props, str remedy):
+    """So many bytes of addresses, a multiple of DEVICE_PAGE; and what their pages are to be."""
     cdef Addresses a = Addresses.__new__(Addresses)
-    cdef GrownBacking backing
-    cdef int ordinal = memory.device_id
+    cdef GrownBacking backing = GrownBacking.__new__(GrownBacking)
     cdef void* context = primary(ordinal)
-    cdef size_t granule = 0, size
+    cdef size_t granule = 0
     cdef uint64_t address = 0
-    cdef int result, mode, other, can
+    cdef int result, mode
     if not attribute(VIRTUAL_MEMORY, ordinal):
         raise ValueError(
             f"grow=True: device {ordinal} cannot map memory by the page; leave grow out")
     if unended:
         end_what_left()
-    size = -(-nbytes // DEVICE_PAGE) * DEVICE_PAGE * SPREAD
-    memset(&self.props, 0, sizeof(self.props))
-    self.props.allocation_type = ALLOCATION_PINNED
-    self.props.location.type = ON_DEVICE
-    self.props.location.id = ordinal
-    self.props.gpu_direct_rdma = attribute(RDMA_WITH_VIRTUAL_MEMORY, ordinal) != 0
-    for other in range(min(<int>device_count(), <int>MAX_ACCESS)):
-        can = other == ordinal
-        with nogil:
-            result = SUCCESS if can else driver.cuDeviceCanAccessPeer(&can, other, ordinal)
-        checked(result, "cuDeviceCanAccessPeer")
-        if can:
-            self.access[self.n_access].location.type = ON_DEVICE
-            self.access[self.n_access].location.id = other
-            self.access[self.n_access].flags = READ_WRITE
-            self.n_access += 1
+    memset(props, 0, sizeof(props[0]))
+    a.exportable = attribute(HANDLES_ARE_DESCRIPTORS, ordinal) != 0
+    props.allocation_type = ALLOCATION_PINNED
+    props.handle_types = AS_DESCRIPTOR if a.exportable else 0
+    props.location.type = ON_DEVICE
+    props.location.id = ordinal
+    props.gpu_direct_rdma = attribute(RDMA_WITH_VIRTUAL_MEMORY, ordinal) != 0
     a.pages = size // DEVICE_PAGE
     a.mapped = <char*>calloc(a.pages, 1)
     if a.mapped == NULL:
         raise MemoryError("no memory for the bookkeeping of a reservation")
     a.context, a.generation = context, generation
-    backing = GrownBacking.__new__(GrownBacking)
     backing.addresses = a
     with nogil:
         result = relax(context, &mode)
         if result == SUCCESS:
-            result = driver.cuMemGetAllocationGranularity(&granule, &self.props, 0)
+            result = driver.cuMemGetAllocationGranularity(&granule, props, 0)
             if result == SUCCESS and granule and DEVICE_PAGE % granule == 0:
                 result = driver.cuMemAddressReserve(&address, size, DEVICE_PAGE, 0, 0)
             restore_capture_mode(&mode)
     if result == OUT_OF_MEMORY:
         raise OutOfMemory(
             f"cuMemAddressReserve of {format_bytes(size)} on device {ordinal} failed: there are "
-            "too few addresses left; give a smaller max_bytes, or leave grow out"
+            f"too few addresses left; {remedy}"
         )
     checked(result, "cuMemAddressReserve")
     if address == 0:
@@ -501,10 +580,122 @@ def reserve_device(StreamHooks memory, size_t nbytes):
             "is no multiple; leave grow out"
         )
     a.address = address
-    self.addresses, self.ordinal = a, ordinal
+    return backing
+
+
+cdef size_t allowed(int ordinal, Access* access) except? 0:
+    """Which devices may access memory of a device: how many they are."""
+    cdef size_t n = 0
+    cdef int result, other, can
+    for other in range(min(<int>device_count(), <int>MAX_ACCESS)):
+        can = other == ordinal
+        with nogil:
+            result = SUCCESS if can else driver.cuDeviceCanAccessPeer(&can, other, ordinal)
+        checked(result, "cuDeviceCanAccessPeer")
+        if can:
+            access[n].location.type = ON_DEVICE
+            access[n].location.id = other
+            access[n].flags = READ_WRITE
+            n += 1
+    return n
+
+
+def reserve_device(StreamHooks memory, size_t nbytes):
+    """Addresses on a device for at least so many bytes of memory, wherever those lie among them.
+
+    Free memory is given back where it lies, and taken again where there is room for a large block.
+    So there are more addresses than memory.
+    """
+    cdef DeviceReservation self = DeviceReservation.__new__(DeviceReservation)
+    cdef size_t size = -(-nbytes // DEVICE_PAGE) * DEVICE_PAGE * SPREAD
+    cdef GrownBacking backing = reserved(
+        memory.device_id, size, &self.props, "give a smaller max_bytes, or leave grow out")
+    self.n_access = allowed(memory.device_id, self.access)
+    self.addresses, self.ordinal = backing.addresses, memory.device_id
     self.nbytes, self.page_size = size, DEVICE_PAGE
-    self.region = region_of(address, size, backing, <CudaMemory>memory, DEVICE_PAGE)
+    self.region = region_of(
+        self.addresses.address, size, backing, <CudaMemory>memory, DEVICE_PAGE)
     return self
+
+
+# ---- pages of it in other processes ------------------------------------------------------
+
+cdef list exported_pages(Region region, size_t offset, size_t nbytes):
+    """Descriptors of the pages that have these bytes of a region; None: they cannot be exported."""
+    cdef Addresses a
+    cdef Descriptor file
+    cdef list files = []
+    cdef size_t page
+    cdef int result, mode, number
+    if not isinstance(region.owner, GrownBacking):
+        return None
+    a = (<GrownBacking>region.owner).addresses
+    if not a.exportable or a.lease:          # what was received is its sender's to send
+        return None
+    for page in range(offset // DEVICE_PAGE, (offset + nbytes - 1) // DEVICE_PAGE + 1):
+        file = Descriptor.__new__(Descriptor)    # before there is anything to own
+        number = -1
+        with nogil:
+            result = relax(a.context, &mode)
+            if result == SUCCESS:
+                result = a.exported(page, &number)
+                restore_capture_mode(&mode)
+        checked(result, "cuMemExportToShareableHandle")
+        file.own(number)
+        os.set_inheritable(number, False)
+        files.append(file)
+    return files
+
+
+cdef LastPage last_page(Addresses a):
+    """For a range that is going to use it."""
+    cdef LastPage last = last_pages.setdefault(
+        (generation, <uintptr_t>a.context), LastPage.__new__(LastPage))
+    last.context = a.context
+    arenapy_add(&last.users, 1)
+    try:
+        last.make()
+    except BaseException:
+        arenapy_sub(&last.users, 1)
+        raise
+    return last
+
+
+cdef Region imported_region(
+    CudaMemory memory, list files, Descriptor lease, size_t skip, size_t nbytes, bint readonly
+):
+    """A region of pages of another process: so many bytes, `skip` bytes from their beginning."""
+    cdef AllocationProps props
+    cdef Access[MAX_ACCESS] access
+    cdef size_t i, n_access, pages = len(files)
+    cdef GrownBacking backing = reserved(
+        memory.device_id, pages * DEVICE_PAGE, &props, "drop blocks that were received")
+    cdef Addresses a = backing.addresses
+    cdef Region region
+    cdef int result, mode
+    cdef int* numbers
+    n_access = allowed(memory.device_id, access)
+    a.received = last_page(a)
+    a.lease = <size_t>vm_keep_leases(lease.file.fd, PAGE)
+    if a.lease == 0:
+        raise OutOfMemory(f"no mapping for the lease of {nbytes} bytes: {os.strerror(errno)}")
+    numbers = <int*>malloc(pages * sizeof(int))
+    if numbers == NULL:
+        raise MemoryError("no memory for the pages of a message")
+    for i in range(pages):
+        numbers[i] = (<Descriptor>files[i]).file.fd
+    with nogil:
+        result = relax(a.context, &mode)
+        if result == SUCCESS:
+            result = a.fill(0, pages, NULL, numbers, access, n_access)
+            restore_capture_mode(&mode)
+    free(numbers)
+    if result == OUT_OF_MEMORY:
+        raise out_of_memory(nbytes, memory.device_id, "cuMemImportFromShareableHandle")
+    checked(result, "cuMemImportFromShareableHandle or cuMemMap")
+    region = region_of(a.address + skip, nbytes, backing, memory, DEVICE_PAGE)
+    region.shared, region.readonly = True, readonly
+    return region
 
 
 # ---- pinned memory -----------------------------------------------------------------------

@@ -27,6 +27,7 @@ cdef struct Driver:
     int (*cuDeviceGetCount)(int*) noexcept nogil
     int (*cuDeviceGetName)(char*, int, int) noexcept nogil
     int (*cuDeviceGetAttribute)(int*, int, int) noexcept nogil
+    int (*cuDeviceGetUuid)(void*, int) noexcept nogil
     int (*cuDeviceCanAccessPeer)(int*, int, int) noexcept nogil
     int (*cuDevicePrimaryCtxRetain)(void**, int) noexcept nogil
     int (*cuDevicePrimaryCtxGetState)(int, unsigned int*, int*) noexcept nogil
@@ -50,6 +51,9 @@ cdef struct Driver:
     int (*cuMemMap)(uint64_t, size_t, size_t, uint64_t, uint64_t) noexcept nogil
     int (*cuMemUnmap)(uint64_t, size_t) noexcept nogil
     int (*cuMemSetAccess)(uint64_t, size_t, const void*, size_t) noexcept nogil
+    int (*cuMemRetainAllocationHandle)(uint64_t*, void*) noexcept nogil
+    int (*cuMemExportToShareableHandle)(void*, uint64_t, int, uint64_t) noexcept nogil
+    int (*cuMemImportFromShareableHandle)(uint64_t*, void*, int) noexcept nogil
     int (*cuMemHostRegister)(void*, size_t, unsigned int) noexcept nogil
     int (*cuMemHostUnregister)(void*) noexcept nogil
     int (*cuPointerGetAttribute)(void*, int, uint64_t) noexcept nogil

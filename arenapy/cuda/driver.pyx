@@ -46,6 +46,7 @@ ENTRIES = (
     ("cuDeviceGetCount", "CUresult (int *)"),
     ("cuDeviceGetName", "CUresult (char *, int, CUdevice)"),
     ("cuDeviceGetAttribute", "CUresult (int *, CUdevice_attribute, CUdevice)"),
+    ("cuDeviceGetUuid", "CUresult (CUuuid *, CUdevice)"),
     ("cuDeviceCanAccessPeer", "CUresult (int *, CUdevice, CUdevice)"),
     ("cuDevicePrimaryCtxRetain", "CUresult (CUcontext *, CUdevice)"),
     ("cuDevicePrimaryCtxGetState", "CUresult (CUdevice, unsigned int *, int *)"),
@@ -83,6 +84,16 @@ ENTRIES = (
     ),
     ("cuMemUnmap", "CUresult (CUdeviceptr, size_t)"),
     ("cuMemSetAccess", "CUresult (CUdeviceptr, size_t, CUmemAccessDesc const *, size_t)"),
+    ("cuMemRetainAllocationHandle", "CUresult (CUmemGenericAllocationHandle *, void *)"),
+    (
+        "cuMemExportToShareableHandle",
+        "CUresult (void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType, "
+        "unsigned PY_LONG_LONG)",
+    ),
+    (
+        "cuMemImportFromShareableHandle",
+        "CUresult (CUmemGenericAllocationHandle *, void *, CUmemAllocationHandleType)",
+    ),
     ("cuMemHostRegister", "CUresult (void *, size_t, unsigned int)"),
     ("cuMemHostUnregister", "CUresult (void *)"),
     ("cuPointerGetAttribute", "CUresult (void *, CUpointer_attribute, CUdeviceptr)"),

@@ -7,6 +7,7 @@ Thread-safety: sources may be used from any thread. None of them touches the dri
 region, or the first allocator over it, is made.
 """
 
+import importlib
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
@@ -42,7 +43,8 @@ class Device:
     grow : bool
         Let a Bump or Pool grow in place: it has one range of addresses, and maps memory into it in
         pieces of 2 MiB (``cuMemMap``). Free memory merges across growth, and `trim` returns it
-        wherever it lies. The limit of a Pool is rounded up to 2 MiB.
+        wherever it lies. The limit of a Pool is rounded up to 2 MiB. Blocks can be sent to other
+        processes, as those of `Shared` are (not those of a Slab).
 
     Raises
     ------
@@ -72,6 +74,9 @@ class Device:
         """Refuse what cannot be, before anything depends on it."""
         check_ordinal(self.ordinal)
         check_flag("grow", self.grow)
+        if self.grow:
+            # Its blocks can be sent. This imports multiprocessing, which others need not have.
+            importlib.import_module("arenapy.cuda.sharing")
 
     @property
     def hooks(self) -> StreamHooks:

@@ -31,8 +31,9 @@ cdef int vm_commit(void* at, size_t nbytes) noexcept nogil
 cdef int vm_fill(void* at, size_t nbytes) noexcept nogil
 # Take a range that nothing is mapped in, so that nothing else comes to lie there.
 cdef int vm_occupy(size_t address, size_t nbytes) noexcept nogil
-# Give a part's pages back, locked or not; it stays accessible, and reads as zeros.
-cdef int vm_decommit(void* at, size_t nbytes) noexcept nogil
+# Give a part's pages back, locked or not; it stays accessible, and reads as zeros. Of shared memory
+# (`shared`) they go for every process that has it mapped.
+cdef int vm_decommit(void* at, size_t nbytes, bint shared) noexcept nogil
 
 
 # -- arrays that grow in place

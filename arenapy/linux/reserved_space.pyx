@@ -33,11 +33,14 @@ cdef extern from * nogil:
     """
     #include <sched.h>
     #include <sys/mman.h>
+    #ifndef MADV_REMOVE
+    #define MADV_REMOVE 9
+    #endif
     #ifndef MADV_DONTNEED_LOCKED        /* Linux 5.18 */
     #define MADV_DONTNEED_LOCKED 24
     #endif
     """
-    const int MADV_DONTNEED_LOCKED
+    const int MADV_REMOVE, MADV_DONTNEED_LOCKED
     int sched_yield()
 
 cdef size_t BASE_PAGE = os.sysconf("SC_PAGESIZE")
@@ -96,7 +99,7 @@ cdef int vm_commit(void* at, size_t nbytes) noexcept nogil:
         return rc
     rc = vm_fill(at, nbytes)
     if rc:
-        vm_decommit(at, nbytes)
+        vm_decommit(at, nbytes, False)
     return rc
 
 
@@ -108,16 +111,16 @@ cdef int advise_all(void* at, size_t nbytes, int advice) noexcept nogil:
     return -errno if rc else 0
 
 
-cdef int vm_decommit(void* at, size_t nbytes) noexcept nogil:
+cdef int vm_decommit(void* at, size_t nbytes, bint shared) noexcept nogil:
     cdef int rc
+    cdef int advice = MADV_REMOVE if shared else MADV_DONTNEED
     if <size_t>at & (BASE_PAGE - 1):
         return -EINVAL
-    rc = advise_all(at, nbytes, MADV_DONTNEED)
-    if rc == -EINVAL:                          # locked
+    rc = advise_all(at, nbytes, advice)
+    if rc == -EINVAL and not shared:           # locked
         rc = advise_all(at, nbytes, MADV_DONTNEED_LOCKED)
-        if rc == -EINVAL:                      # a kernel before 5.18
-            munlock(at, nbytes)
-            rc = advise_all(at, nbytes, MADV_DONTNEED)
+    if rc == -EINVAL:                          # shared and locked, or a kernel before 5.18
+        rc = -errno if munlock(at, nbytes) else advise_all(at, nbytes, advice)
     return rc
 
 
@@ -224,11 +227,14 @@ def commit(size_t address, size_t nbytes):
     checked(rc)
 
 
-def decommit(size_t address, size_t nbytes):
-    """Give the pages of a part back, locked or not. It stays accessible, and reads as zeros."""
+def decommit(size_t address, size_t nbytes, *, bint shared=False):
+    """Give the pages of a part back, locked or not. It stays accessible, and reads as zeros.
+
+    Of shared memory they go from the file (``MADV_REMOVE``), so for every process.
+    """
     cdef int rc
     with nogil:
-        rc = vm_decommit(<void*>address, nbytes)
+        rc = vm_decommit(<void*>address, nbytes, shared)
     checked(rc)
 
 
@@ -254,7 +260,7 @@ cdef bint array_grow(ReservedArray* t, size_t nbytes) noexcept nogil:
     if nbytes > t.reserved or not make_accessible(t, nbytes):
         return False
     if vm_fill(t.at + t.ready, nbytes - t.ready) < 0:
-        vm_decommit(t.at + t.ready, nbytes - t.ready)
+        vm_decommit(t.at + t.ready, nbytes - t.ready, False)
         return False
     t.ready = nbytes
     return True

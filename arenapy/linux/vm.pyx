@@ -39,12 +39,12 @@ from arenapy.linux.reserved_space import commit, decommit, protect, reserve
 from arenapy.linux.reserved_space cimport Mapping, vm_reserve_within
 
 __all__ = [
-    "PAGE_SIZE", "Descriptor", "address_of", "advise", "areas", "bind", "can_populate",
+    "PAGE_SIZE", "Descriptor", "address_of", "advise", "areas", "bind", "bundle", "can_populate",
     "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease",
     "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
     "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
     "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes",
-    "unlock",
+    "unbundled", "unlock",
 ]
 
 cdef extern from * nogil:
@@ -100,14 +100,19 @@ cdef extern from * nogil:
         if (out) *out = lock;
         return rc;
     }
-    /* What is there of a message; of the descriptors that came with it, the first. */
-    static ssize_t arenapy_receive(int sock, void *data, size_t nbytes, int *file, int *lost) {
-        union { struct cmsghdr head; char room[CMSG_SPACE(2 * sizeof(int))]; } control;
+    #define ARENAPY_FILES 64            /* descriptors that are looked for in one message */
+    /* What is there of a message; of the descriptors that came with it, the first `most`. */
+    static ssize_t arenapy_receive(int sock, void *data, size_t nbytes, int *files, int most,
+                                   int *lost) {
+        union {
+            struct cmsghdr head;
+            char room[CMSG_SPACE((ARENAPY_FILES + 1) * sizeof(int))];
+        } control;
         struct iovec part = {data, nbytes};
         struct msghdr message = {0};
         struct cmsghdr *one;
         ssize_t got;
-        *file = -1;
+        int k = 0;
         message.msg_iov = &part;
         message.msg_iovlen = 1;
         message.msg_control = &control;
@@ -121,10 +126,31 @@ cdef extern from * nogil:
             for (i = 0; i < n; i++) {
                 int fd;
                 memcpy(&fd, CMSG_DATA(one) + i * sizeof fd, sizeof fd);
-                if (*file < 0) *file = fd; else close(fd);
+                if (k < most) files[k++] = fd; else close(fd);
             }
         }
         return got;
+    }
+    static ssize_t arenapy_send_files(int sock, int *files, int n) {
+        union {
+            struct cmsghdr head;
+            char room[CMSG_SPACE(ARENAPY_FILES * sizeof(int))];
+        } control;
+        char byte = 0;
+        struct iovec part = {&byte, 1};
+        struct msghdr message = {0};
+        struct cmsghdr *one;
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = &control;
+        message.msg_controllen = CMSG_SPACE(n * sizeof(int));
+        memset(&control, 0, sizeof control);
+        one = CMSG_FIRSTHDR(&message);
+        one->cmsg_level = SOL_SOCKET;
+        one->cmsg_type = SCM_RIGHTS;
+        one->cmsg_len = CMSG_LEN(n * sizeof(int));
+        memcpy(CMSG_DATA(one), files, n * sizeof(int));
+        return sendmsg(sock, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
     /* PROCMAP_QUERY of Linux 6.11, see proc_pid_maps(5) and the kernel's linux/fs.h. */
     struct arenapy_procmap_query {
@@ -202,7 +228,10 @@ cdef extern from * nogil:
     long mlock2 "arenapy_mlock2"(size_t address, size_t nbytes, int flags)
     long mbind "arenapy_mbind"(
         size_t address, size_t nbytes, int mode, const unsigned long* nodes, unsigned long bits)
-    ssize_t arenapy_receive(int sock, void* data, size_t nbytes, int* file, int* lost)
+    const int ARENAPY_FILES, AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC
+    int socketpair(int domain, int kind, int protocol, int* pair)
+    ssize_t arenapy_send_files(int sock, int* files, int n)
+    ssize_t arenapy_receive(int sock, void* data, size_t nbytes, int* files, int most, int* lost)
     int lock_range "arenapy_lock_range"(
         int fd, int command, int type, long long offset, long long nbytes, flock* out)
     int c_fstat "arenapy_fstat"(int fd, uint64_t* device, uint64_t* inode, long long* nbytes)
@@ -257,13 +286,14 @@ cdef int size_bits(size_t page_size) noexcept nogil:
 
 
 def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=False,
-               bint writable=True, size_t align=0, bint guard=False, size_t page_size=0):
+               bint writable=True, size_t align=0, bint guard=False, size_t page_size=0,
+               bint accessible=True):
     """Map `nbytes` (rounded up to pages): anonymous memory, or a file's bytes from `offset`.
 
     Address space is reserved first, aligned, and then mapped over; the first and last page stay
     ``PROT_NONE`` if `guard`. A `page_size` above the base page's asks for hugetlbfs pages, which
     the kernel reserves now (never ``MAP_NORESERVE``), or, with `fd`, says that this is what the
-    file is made of.
+    file is made of. If not `accessible`, all of it stays ``PROT_NONE``: see `protect`.
 
     Returns
     -------
@@ -274,7 +304,7 @@ def map_memory(size_t nbytes, *, int fd=-1, long long offset=0, bint shared=Fals
     cdef size_t page = max(page_size, BASE_PAGE)
     cdef size_t margin = BASE_PAGE if guard else 0
     cdef size_t address = 0
-    cdef int protection = PROT_READ | (PROT_WRITE if writable else 0)
+    cdef int protection = PROT_READ | (PROT_WRITE if writable else 0) if accessible else PROT_NONE
     cdef int flags = MAP_FIXED | (MAP_SHARED if shared else MAP_PRIVATE)
     cdef void* at
     cdef int saved
@@ -440,16 +470,87 @@ def receive(int sock, size_t nbytes):
     cdef int fd = -1, lost = 0
     cdef Py_ssize_t got
     with nogil:
-        got = arenapy_receive(sock, at, nbytes, &fd, &lost)
+        got = arenapy_receive(sock, at, nbytes, &fd, 1, &lost)
     while got < 0 and errno == EINTR:
         PyErr_CheckSignals()
         with nogil:
-            got = arenapy_receive(sock, at, nbytes, &fd, &lost)
+            got = arenapy_receive(sock, at, nbytes, &fd, 1, &lost)
     if got < 0:
         fail()
     if fd >= 0:
         file.own(fd)
     return bytes(data[:got]), file, bool(lost)
+
+
+def bundle(list files not None):
+    """One descriptor that has others with it, for `unbundled`: a socket with them on their way.
+
+    They are there as long as somebody has it, and gone with it if nobody takes them out.
+
+    Parameters
+    ----------
+    files : list of Descriptor
+        They may be closed afterwards.
+
+    Raises
+    ------
+    OSError
+        ``ETOOMANYREFS`` or ``EMFILE`` if the process has no room for so many, ``EAGAIN`` if the
+        socket has none.
+    """
+    cdef Descriptor ours = Descriptor.__new__(Descriptor)      # before there is anything to own
+    cdef Descriptor theirs = Descriptor.__new__(Descriptor)
+    cdef int pair[2]
+    cdef int numbers[64]
+    cdef int n = 0
+    cdef Py_ssize_t first
+    if socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair):
+        fail()
+    try:
+        theirs.own(pair[1])
+    except BaseException:
+        close(pair[0])
+        raise
+    ours.own(pair[0])
+    for first in range(0, len(files), ARENAPY_FILES):
+        n = 0
+        for file in files[first : first + ARENAPY_FILES]:
+            numbers[n] = (<Descriptor?>file).file.fd
+            n += 1
+        while arenapy_send_files(pair[0], numbers, n) < 0:
+            if errno != EINTR:
+                fail()
+            PyErr_CheckSignals()
+    ours.close()
+    return theirs
+
+
+def unbundled(int sock):
+    """The descriptors in a `bundle`. Does not wait, whatever the descriptor is.
+
+    Returns
+    -------
+    list of Descriptor
+        Fewer, if it was no bundle, or the process has no descriptor free.
+    """
+    cdef list made = []
+    cdef int numbers[64]
+    cdef int i, lost = 0
+    cdef char byte
+    cdef Py_ssize_t got = 1
+    while got > 0:
+        parts = [Descriptor.__new__(Descriptor) for _ in range(ARENAPY_FILES)]
+        for i in range(ARENAPY_FILES):
+            numbers[i] = -1
+        got = arenapy_receive(sock, &byte, 1, numbers, ARENAPY_FILES, &lost)
+        for i in range(ARENAPY_FILES):
+            if numbers[i] >= 0 and vm_identify(numbers[i], &(<Descriptor>parts[i]).file) < 0:
+                close(numbers[i])
+        if got < 0 and errno == EINTR:
+            PyErr_CheckSignals()
+            got = 1
+        made += [one for one in parts if (<Descriptor>one).file.fd >= 0]
+    return made
 
 
 def memfd(bytes name not None, size_t nbytes, size_t page_size=0):

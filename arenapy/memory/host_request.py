@@ -38,6 +38,8 @@ class MemoryOptions(Protocol):
     def lock(self) -> bool: ...
     @property
     def numa_node(self) -> int | None: ...
+    @property
+    def grow(self) -> bool: ...
 
 
 class Request:
@@ -55,6 +57,10 @@ class Request:
         self.mapped = -(-nbytes // self.page_size) * self.page_size
         self.wants_thp = options.huge_pages == "auto" and nbytes >= THP_SIZE
         self.align = THP_SIZE if self.wants_thp else self.page_size
+
+    def part(self, nbytes: int) -> "Request":
+        """The same for a part of what was asked: messages then have the size of the part."""
+        return Request(self.options, self.what, nbytes, private=self.private)
 
     def check(self) -> int:
         """Refuse what would fail or be killed, before anything is mapped. Bytes that are free.
@@ -110,6 +116,13 @@ class Request:
         except OSError as error:
             raise self.explain_map(error) from error
 
+    def map_reserved(self, fd: int) -> Mapping:
+        """The same of a file, without access as yet."""
+        try:
+            return vm.map_memory(self.nbytes, fd=fd, shared=True, align=THP_SIZE, accessible=False)
+        except OSError as error:
+            raise self.explain_map(error) from error
+
     def explain_map(self, error: OSError) -> Exception:
         """The error to raise for a mapping that failed."""
         if self.hugetlb and error.errno == errno.ENOMEM:
@@ -119,10 +132,10 @@ class Request:
                 return explained
         return explain_map(error, self.what, self.nbytes)
 
-    def fill(self, address: int, threads: int = 0) -> None:
+    def fill(self, address: int) -> None:
         """Place, lock and fault in what was mapped: in this order, before the first page."""
         self.place(address)
-        self.take(address, threads)
+        self.take(address)
 
     def place(self, address: int) -> None:
         """Say where pages come from, and how large they may be."""
@@ -142,12 +155,12 @@ class Request:
         except OSError as error:
             raise self.explain_map(error) from error
 
-    def take(self, address: int, threads: int = 0) -> None:
+    def take(self, address: int) -> None:
         """Lock and fault in, as the options say."""
         if self.options.lock:
             self._lock(address)
         if self.options.prefault or self.hugetlb:
-            self._prefault(address, threads)
+            self._prefault(address)
 
     def _bind(self, address: int, node: int) -> None:
         try:
@@ -172,8 +185,9 @@ class Request:
             )
             raise refusal(error, text) from error
 
-    def _prefault(self, address: int, threads: int) -> None:
+    def _prefault(self, address: int) -> None:
         try:
+            threads = getattr(self.options, "threads", None) or 0  # Shared has no such option
             vm.prefault(address, self.mapped, threads=threads, slice_nbytes=self._slice())
         except OSError as error:
             if self.hugetlb and error.errno in (errno.EFAULT, errno.ENOMEM):
@@ -275,6 +289,12 @@ def check_options(options: MemoryOptions) -> None:
     check_choice("huge_pages", options.huge_pages, ("auto", "2M", "1G", None))
     check_flag("prefault", options.prefault)
     check_flag("lock", options.lock)
+    check_flag("grow", options.grow)
+    if options.grow and options.huge_pages in ("2M", "1G"):
+        raise ValueError(
+            f"grow=True with huge_pages={options.huge_pages!r}: the kernel sets huge pages aside "
+            "for all addresses that are reserved; use huge_pages='auto', or leave grow out"
+        )
     if options.numa_node is not None:
         node = checked_index("numa_node", options.numa_node)
         nodes = numa_nodes()

@@ -35,6 +35,9 @@ MAGIC = b"arenapy1"
 #: where the bytes begin in the file, how many they are, and where in them the first item is.
 HEAD = struct.Struct("<8sBBHIQQQ")
 PLAIN, TYPED, ARRAY = range(3)
+#: Added to a kind if the memory is on a device. Then 24 bytes follow the dtype, and say where.
+ON_DEVICE = 4
+PLACE_BYTES = 24
 MAX_DIMS = 64  # NumPy's limit
 MAX_DTYPE = 1 << 16
 #: The exceptions of a text that is not a dtype.
@@ -109,10 +112,14 @@ def _dtype_of(text: bytes) -> np.dtype[Any]:
 def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any, Any]) -> None:
     """Send a Buffer or an array to another process, which then sees the same memory.
 
-    The memory must be of an allocator over :class:`Shared`. It is not reused until the receiver
-    drops it or ends, also if the sender drops it. The message outlives the sender. The receiver
-    can read and write the whole region that contains the bytes. So let only programs connect that
-    you trust.
+    The memory must be of an allocator over :class:`Shared`, or of a Bump or Pool over
+    :class:`cuda.Device` with ``grow=True``. It is not reused until the receiver drops it or ends,
+    also if the sender drops it. The message outlives the sender. The receiver can read and write
+    the whole region that contains the bytes, or the whole pages of 2 MiB of a device. So let only
+    programs connect that you trust.
+
+    A Buffer of a device is sent when the streams that were told of it have done their work: this
+    thread waits for them.
 
     Parameters
     ----------
@@ -125,7 +132,9 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
     Raises
     ------
     BufferError
-        If the bytes are not in shared memory, or there are none. Nothing is sent.
+        If the bytes are not in memory that can be shared, or there are none. Nothing is sent.
+    CudaError
+        If a stream that uses the Buffer is being captured into a graph. Nothing is sent.
     TypeError, ValueError
         If `thing` is not a Buffer or an array, or is a closed Buffer, or if the connection cannot
         carry descriptors. Nothing is sent.
@@ -148,7 +157,7 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
     """
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
-    dtype, at, kind = b"", 0, PLAIN
+    dtype, at, kind, place = b"", 0, PLAIN, b""
     if isinstance(thing, Buffer):
         buffer, readonly = thing, thing.readonly
         if isinstance(thing, View):
@@ -172,10 +181,14 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
         )
     sock = _unix_socket(connection)
     try:
-        leased = shared.leased_file(buffer)
-        if leased is None:
-            raise _not_shared(thing)
-        file, offset, _ = leased
+        if shared.is_on_device(buffer):
+            file, place = shared.lend_of_device(buffer)
+            kind, offset = kind | ON_DEVICE, 0
+        else:
+            leased = shared.leased_file(buffer)
+            if leased is None:
+                raise _not_shared(thing)
+            file, offset, _ = leased
         with file:
             message = b"".join(
                 (
@@ -184,6 +197,7 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
                     ),
                     struct.pack(f"<{len(shape) + len(strides)}q", *shape, *strides),
                     dtype,
+                    place,
                 )
             )
             fds = array.array("i", [file.fileno()])
@@ -255,7 +269,8 @@ def _made(sock: socket.socket, head: bytes, file: vm.Descriptor) -> Buffer | np.
     magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
     if (
         magic != MAGIC
-        or kind > ARRAY
+        or kind & ~ON_DEVICE > ARRAY
+        or kind == ARRAY | ON_DEVICE
         or readonly > 1
         or ndim > MAX_DIMS
         or n_dtype > MAX_DTYPE
@@ -270,6 +285,10 @@ def _made(sock: socket.socket, head: bytes, file: vm.Descriptor) -> Buffer | np.
     n = 2 * ndim if kind == ARRAY else ndim
     rest = _exactly(sock, 8 * n + n_dtype)
     layout = struct.unpack_from(f"<{n}q", rest)
+    if kind & ON_DEVICE:
+        typed = (layout, _dtype_of(rest[8 * n :])) if kind & TYPED else None
+        place = _exactly(sock, PLACE_BYTES)
+        return shared.receive_of_device(file, place, nbytes, bool(readonly), typed)
     if file.fileno() < 0:
         raise ValueError("the message has no descriptor of shared memory; close the connection")
     _check_memory(file.fileno(), offset, nbytes)

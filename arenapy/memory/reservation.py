@@ -1,17 +1,25 @@
-"""Address space of a `Host` region that gets its memory part by part.
+"""Address space of a `Host` or `Shared` region that gets its memory part by part.
 
-What lives here: `Reservation`, how a pool over `Host` grows in one range of addresses and gives
-parts of it back. What does not: which parts (the pool), the checks and explanations that every
-request shares (`host_request.py`), and the mapping, which its `Region` owns.
+What lives here: `Reservation`, how an allocator over `Host` or `Shared` grows in one range of
+addresses and gives parts of it back. What does not: which parts (the allocator), the checks and
+explanations that every request shares (`host_request.py`), and the mapping, which its `Region`
+owns.
 
 What holds for the whole range, NUMA node, huge pages, guard pages and fork, is set once, before
 there is a page; access, locks and pages come with each commit.
+
+A shared range is one memfd of the whole size, without pages at first. Its size never changes, so
+handles, leases and receivers of blocks see no difference. The kernel counts its pages one by one.
+To decommit a part is to punch a hole into the file, so its pages go for all processes. Only bytes
+that are free in the allocator are decommitted: no lease is on them, so nobody looks there.
 """
 
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from arenapy.base.text import format_bytes
+from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.linux.limits import read_limits
 from arenapy.memory.host_request import THP_SIZE, Request, checked_index
@@ -20,16 +28,29 @@ from arenapy.memory.region import Region
 if TYPE_CHECKING:
     from arenapy.memory.sources import Host
 
-WHAT = "a Host region"  # in messages; their sizes are those of the part
 MOMENT = 0.1  # seconds
 SHARE = 16
 AHEAD = 256 << 20  # bytes
 
 
+def whole_huge_pages(nbytes: int) -> int:
+    """What is reserved of so many bytes."""
+    return -(-nbytes // THP_SIZE) * THP_SIZE
+
+
+def no_addresses(nbytes: int, limits: str) -> OutOfMemory:
+    """The error if they cannot be reserved, and the source does nothing else."""
+    return OutOfMemory(
+        f"grow=True needs {format_bytes(nbytes)} of addresses, which cannot be reserved: a limit "
+        f"counts them ({limits}), or they are too many. Raise the limit, give a smaller max_bytes, "
+        "or leave grow out"
+    )
+
+
 def reserve(host: "Host", nbytes: int) -> "Reservation | None":
     """A reservation with the options of `host`; see `Host.reserve`."""
-    nbytes = -(-nbytes // THP_SIZE) * THP_SIZE
-    request = Request(host, WHAT, nbytes)
+    nbytes = whole_huge_pages(nbytes)
+    request = Request(host, "a Host region", nbytes)
     if request.hugetlb or any(limit.counts_mappings for limit in read_limits()):
         return None
     try:
@@ -48,7 +69,7 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
             fork=host.fork or "inherit",  # not hugetlbfs: see above
             mapping=mapping,
         )
-    return Reservation(host, region)
+    return Reservation(request, region)
 
 
 class Reservation:
@@ -60,6 +81,8 @@ class Reservation:
         The whole range, aligned to 2 MiB; at its end it is unmapped.
     nbytes, page_size : int
         Its size, a multiple of 2 MiB, and that of its pages, of which parts are multiples.
+    shared : bool
+        Whether it is of a `Shared`.
 
     Notes
     -----
@@ -67,10 +90,13 @@ class Reservation:
     the region is being closed.
     """
 
-    __slots__ = ("_failed", "_host", "_open", "_room", "_until", "nbytes", "page_size", "region")
+    __slots__ = (
+        "_failed", "_open", "_room", "_until", "_whole", "nbytes", "page_size", "region", "shared"
+    )  # fmt: skip
 
-    def __init__(self, host: "Host", region: Region) -> None:
-        self._host = host
+    def __init__(self, request: Request, region: Region) -> None:
+        self._whole = request
+        self.shared = region.kind == "shared"
         self._room, self._until = 0, 0.0
         self._open, self._failed = 0, False
         self.region = region
@@ -83,20 +109,22 @@ class Reservation:
         Raises
         ------
         OutOfMemory, OSError
-            As `Host.region` does for that many bytes. The part has no memory then.
+            As the source's `region` does for that many bytes. The part has no memory then.
         ValueError, TypeError
             It is no part of this reservation, or the region is closed.
         """
         address = self._address(offset, nbytes)
-        request = Request(self._host, WHAT, nbytes)
+        request = self._whole.part(nbytes)
         self._check(request)
         opened = False
         try:
             try:
                 opened = self._make_accessible(offset, nbytes)
+                if self.shared:  # others may have written there: what is committed is zero
+                    vm.decommit(address, nbytes, shared=True)
             except OSError as error:
                 raise request.explain_map(error) from error
-            request.take(address, self._host.threads or 0)
+            request.take(address)
         except BaseException:
             self._give_back(address, nbytes, opened)
             raise
@@ -104,9 +132,9 @@ class Reservation:
     def decommit(self, offset: int, nbytes: int, stream: object = None) -> None:
         """Give the memory of a part back. To use it again, commit it again.
 
-        It stays accessible, so that nothing splits the mapping, and if it was locked, goes on
-        counting towards ``RLIMIT_MEMLOCK``. With ``huge_pages="auto"`` parts should be multiples of
-        2 MiB: where a huge page could be, the kernel may fill in what is missing of it.
+        It stays accessible, so that nothing splits the mapping. If it was locked, memory of a Host
+        goes on counting towards ``RLIMIT_MEMLOCK``. With ``huge_pages="auto"`` parts should be
+        multiples of 2 MiB: where a huge page could be, the kernel may fill in what is missing.
 
         `stream` is for memory of a device, and None here.
 
@@ -115,7 +143,7 @@ class Reservation:
         ValueError, TypeError
             It is no part of this reservation, or the region is closed.
         """
-        vm.decommit(self._address(offset, nbytes), nbytes)
+        vm.decommit(self._address(offset, nbytes), nbytes, shared=self.shared)
 
     def _check(self, request: Request) -> None:
         """`request.check()`, unless what was free a moment ago is far more than was taken since.
@@ -132,7 +160,7 @@ class Reservation:
         """A part; and what lies behind it, if this is how the reservation grows. False: it was so.
 
         mprotect waits for all threads that are faulting pages in, and they wait for it: a call for
-        each part would let no two threads fault in at once.
+        each part would let no two threads fault in at once. So what is accessible doubles.
         """
         end = offset + nbytes
         if self._failed or offset > self._open:
@@ -140,7 +168,7 @@ class Reservation:
             return True
         if end <= self._open:
             return False
-        start, stop = self._open, min(end + AHEAD, self.nbytes)
+        start, stop = self._open, min(end + max(AHEAD, end), self.nbytes)
         try:
             vm.protect(self.region.address + start, stop - start, True)
         except OSError:  # a limit that counts what is accessible, and has room for the part maybe
@@ -153,9 +181,10 @@ class Reservation:
         return True
 
     def _give_back(self, address: int, nbytes: int, opened: bool) -> None:
-        vm.decommit(address, nbytes)
+        with suppress(OSError):  # shared memory that could not be made accessible
+            vm.decommit(address, nbytes, shared=self.shared)
         with suppress(OSError):  # of either, if splitting the mapping needs one too many
-            if self._host.lock:
+            if self._whole.options.lock:
                 vm.unlock(address, nbytes)
             if opened:
                 self._failed = True  # from now on not all that lies before `_open` is accessible

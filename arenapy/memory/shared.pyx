@@ -14,6 +14,7 @@ asks for foreign locks before it hands bytes out again (F_OFD_GETLK; see fcntl(2
 description locks").
 """
 cimport cython
+import importlib
 import os
 import warnings
 import weakref
@@ -71,6 +72,37 @@ cdef ReceivedFile _file_of(Descriptor received):
     return kept
 
 
+# How blocks of a device are sent and received, which only arenapy.cuda knows: see `share_devices`.
+_of_devices = []
+
+
+def share_devices(lend, reduce, receive):
+    """Name what sends and receives memory of devices, which this folder knows nothing of."""
+    _of_devices[:] = [lend, reduce, receive]
+    install()
+
+
+def is_on_device(Buffer buffer not None):
+    """Whether the host cannot access a Buffer's bytes, so that they are not sent as others are."""
+    return not root_of(buffer).owner.host_accessible
+
+
+def lend_of_device(buffer):
+    """`lend` of arenapy.cuda.sharing."""
+    return _devices()[0](buffer)
+
+
+def receive_of_device(*arguments):
+    """`receive_buffer` of arenapy.cuda.sharing."""
+    return _devices()[2](*arguments)
+
+
+cdef list _devices():
+    if not _of_devices:
+        importlib.import_module("arenapy.cuda.sharing")    # it calls `share_devices`
+    return _of_devices
+
+
 def install():
     """Teach multiprocessing's pickler Buffers, arrays and Regions. Again, it does nothing."""
     for kind in (Buffer, _View):
@@ -116,12 +148,14 @@ def leased_file(Buffer buffer not None):
 
 def reduce_buffer(Buffer buffer not None):
     """A handle if the memory is shared (the bytes are leased from now on), else a copy."""
+    if is_on_device(buffer):
+        return _devices()[1](buffer)
     leased = leased_file(buffer)
     if leased is None:
         return buffer.__reduce_ex__(2)
     file, offset, region = leased
     with file:
-        handle = _send(file)
+        handle = handle_of(file)
     return receive_buffer, (
         handle, _identity(region), offset, buffer.size, region.page_size, buffer.readonly,
         layout_of(buffer),
@@ -191,7 +225,7 @@ def reduce_region(Region region not None):
     if region.user != NULL:
         (<MemoryOwner>region.user).expect_leases()
     with region.reopened() as file:
-        handle = _send(file)
+        handle = handle_of(file)
     return receive_region, (
         handle, _identity(region), region.file_offset, region.size, region.page_size,
     )
@@ -202,7 +236,7 @@ cdef tuple _identity(Region region):
     return region.file.device, region.file.inode
 
 
-cdef object _send(Descriptor file):
+def handle_of(Descriptor file not None):
     """multiprocessing's handle of a descriptor, which it duplicates but for spawned children."""
     cdef Descriptor inherited = Descriptor.__new__(Descriptor)
     forget_arrived()
@@ -223,12 +257,9 @@ def forget_arrived():
                 _under_way.remove(entry)
 
 
-def _map(handle, identity, offset, nbytes, page_size, readonly=False):
-    """Map a part of the file behind a handle, populated; the mapping keeps the lease."""
-    cdef Descriptor file = Descriptor.__new__(Descriptor)
-    cdef ReceivedFile kept
-    cdef Region region
-    install()                                  # so that it can be sent on
+def detached(handle, nbytes):
+    """The descriptor of a handle, or of a message of our own: the caller's from here on."""
+    cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
     try:
         if isinstance(handle, Descriptor):
             (<Descriptor>handle).take(&file.file)
@@ -236,10 +267,23 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
             file.own(handle.detach())
     except (ConnectionError, FileNotFoundError, EOFError) as error:
         raise ConnectionError(
-            f"the {nbytes} bytes of Shared memory in this message cannot be reached: their sender "
-            "has ended, or is on another machine. It has to live until the message is read. "
+            f"the {nbytes} bytes of memory in this message cannot be reached: their sender has "
+            "ended, or is on another machine. It has to live until the message is read. "
             "arenapy.send() needs no living sender, nor does a copy (numpy.array(x))"
         ) from error
+    return file
+
+
+def _map(handle, identity, offset, nbytes, page_size, readonly=False, holes=False):
+    """Map a part of the file behind a handle, populated; the mapping keeps the lease.
+
+    If it may have `holes` and has one, it stays as it is: a hole would take memory.
+    """
+    cdef Descriptor file
+    cdef ReceivedFile kept
+    cdef Region region
+    install()                                  # so that it can be sent on
+    file = detached(handle, nbytes)
     start = offset // page_size * page_size
     what = "received shared memory"
     with file:
@@ -258,7 +302,8 @@ def _map(handle, identity, offset, nbytes, page_size, readonly=False):
             raise explain_map(error, what, nbytes) from error
         with mapping:
             try:
-                vm.prefault(mapping.address, offset - start + nbytes)
+                if not (holes and os.lseek(file.fileno(), start, os.SEEK_HOLE) < offset + nbytes):
+                    vm.prefault(mapping.address, offset - start + nbytes)
             except OSError as error:
                 raise refusal(error, f"cannot fault in {what}: {error.strerror}") from error
             # Its leases keep the owner's allocator off, so that nobody need be asked, who may be in
@@ -309,7 +354,7 @@ def _check_inside(shape, strides, at, itemsize, nbytes):
 
 def receive_region(handle, identity, offset, nbytes, page_size):
     """The receiver's Region over the same memory."""
-    cdef Region region = _map(handle, identity, offset, nbytes, page_size)
+    cdef Region region = _map(handle, identity, offset, nbytes, page_size, holes=True)
     region.received, region.shared = True, False
     return region
 

@@ -27,8 +27,10 @@ from arenapy.buffer.block import Block
 from arenapy.buffer.buffer import refuse_objects
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
+from arenapy.linux.limits import read_limits
 from arenapy.memory.claims import claim, in_file
 from arenapy.memory.host_request import (
+    SIZE_LIMIT,
     THP_SIZE,
     HugePages,
     Request,
@@ -40,7 +42,7 @@ from arenapy.memory.host_request import (
     explain_map,
 )
 from arenapy.memory.region import Region, claim_behind
-from arenapy.memory.reservation import Reservation, reserve
+from arenapy.memory.reservation import Reservation, no_addresses, reserve, whole_huge_pages
 
 __all__ = ["Existing", "File", "Host", "Shared", "Source"]
 
@@ -162,12 +164,6 @@ class Host:
         """Refuse what cannot be, before anything depends on it."""
         check_options(self)
         check_flag("guard", self.guard)
-        check_flag("grow", self.grow)
-        if self.grow and self.huge_pages in ("2M", "1G"):
-            raise ValueError(
-                f"grow=True with huge_pages={self.huge_pages!r}: the kernel sets huge pages aside "
-                "for all addresses that are reserved; use huge_pages='auto', or leave grow out"
-            )
         check_choice("fork", self.fork, ("inherit", "skip", None))
         if self.fork == "inherit" and self.huge_pages in ("2M", "1G"):
             raise ValueError(
@@ -216,7 +212,7 @@ class Host:
             fork = self.fork or ("skip" if request.hugetlb else "inherit")
             if fork == "skip":
                 request.keep_from_children(mapping.address)
-            request.fill(mapping.address, self.threads or 0)
+            request.fill(mapping.address)
             return Region.from_address(
                 mapping.address,
                 nbytes,
@@ -242,11 +238,7 @@ class Host:
         """
         made = reserve(self, checked_size(nbytes))
         if made is None and self.grow:
-            raise OutOfMemory(
-                f"grow=True needs {format_bytes(nbytes)} of addresses, which cannot be reserved: a "
-                "limit counts them (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2), or they are "
-                "too many. Raise the limit, give a smaller max_bytes, or leave grow out"
-            )
+            raise no_addresses(nbytes, "RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2")
         return made
 
 
@@ -261,6 +253,10 @@ class Shared:
     huge_pages, prefault, lock, numa_node
         As for `Host`. "auto" has an effect if ``shmem_enabled`` in
         ``/sys/kernel/mm/transparent_hugepage`` allows it.
+    grow : bool
+        Let an allocator grow in place: a Bump or Pool reserves `max_bytes` of addresses and gives
+        them memory as it grows. It then has one region and one descriptor instead of many, and
+        ``trim()`` returns memory from the middle of the region to the system, for all processes.
 
     Raises
     ------
@@ -286,6 +282,7 @@ class Shared:
     prefault: bool = True
     lock: bool = False
     numa_node: int | None = None
+    grow: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
@@ -320,25 +317,60 @@ class Shared:
         >>> arenapy.Shared().region(1 << 20).kind
         'shared'
         """
-        nbytes = checked_size(nbytes)
+        request = self._request(checked_size(nbytes))
+        request.check()
+        return self._made(request)
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Internal: address space for a region that gets its memory part by part.
+
+        Raises
+        ------
+        OSError, ValueError, TypeError
+            As `region` does, except errors about pages: there are none yet.
+        OutOfMemory
+            If a limit counts addresses or the size of files (``RLIMIT_AS``, ``RLIMIT_FSIZE``).
+        """
+        request = self._request(whole_huge_pages(checked_size(nbytes)))
+        failure: Exception | None = None
+        if request.nbytes < SIZE_LIMIT and all(
+            limit.name != "RLIMIT_AS" for limit in read_limits()
+        ):
+            try:
+                return Reservation(request, self._made(request, reserved=True))
+            except OutOfMemory as error:
+                failure = error
+            except OSError as error:
+                if error.errno != errno.EFBIG:
+                    raise
+                failure = error
+        raise no_addresses(nbytes, "RLIMIT_AS, RLIMIT_FSIZE") from failure
+
+    def _request(self, nbytes: int) -> Request:
+        return Request(self, "a Shared region", nbytes, private=False)
+
+    def _made(self, request: Request, reserved: bool = False) -> Region:
+        """The region of a request; a reserved one has no memory, and cannot be accessed."""
         from arenapy.memory import shared
 
         shared.install()
-        request = Request(self, "a Shared region", nbytes, private=False)
-        request.check()
         try:
             file = vm.memfd(os.fsencode(self.name), request.mapped, request.page_size)
         except OSError as error:
             raise request.explain_map(error) from error
+        map_file = request.map_reserved if reserved else request.map
         with (
             file,
             claim([(*vm.identity(file), 0, ALL_BYTES, True)], repr(self)) as claimed,
-            request.map(file.fileno()) as mapping,
+            map_file(file.fileno()) as mapping,
         ):
-            request.fill(mapping.address)
+            if reserved:
+                request.place(mapping.address)
+            else:
+                request.fill(mapping.address)
             return Region.from_address(
                 mapping.address,
-                nbytes,
+                request.nbytes,
                 kind="shared",
                 owner=claimed,
                 page_size=request.page_size,

@@ -18,7 +18,7 @@ cdef class PoolMemory:
     cdef PoolCore core
     cdef object source
     cdef bint unaligned              # the source's regions may not begin on a page
-    cdef bint may_reserve            # the source reserves address space: Host
+    cdef bint may_reserve            # the source reserves address space
     cdef dict reservations           # its Reservations, by address
     cdef size_t min_reservation      # bytes of address space that one takes at least
     cdef size_t most_pages           # the most that were reserved since the last trim

@@ -417,7 +417,7 @@ cdef class PoolMemory:
         cdef void* at = <void*>d.address
         cdef size_t nbytes = <size_t>d.pages << PAGE_BITS
         cdef uint32_t forks = c.forks
-        cdef bint done = False
+        cdef bint shared, done = False
         if c.debug:
             c.ledger.forget(<uintptr_t>at, <uintptr_t>at + nbytes)
         arenapy_add(&c.in_transit, 1)
@@ -426,8 +426,9 @@ cdef class PoolMemory:
             if c.shut:
                 pass
             elif type(reservation) is Reservation:       # what its `decommit` does
+                shared = reservation.shared
                 with nogil:
-                    done = vm_decommit(at, nbytes) >= 0
+                    done = vm_decommit(at, nbytes, shared) >= 0
             else:
                 try:
                     reservation.decommit(

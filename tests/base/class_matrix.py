@@ -341,6 +341,7 @@ NEVER_SEEN = {
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
     "arenapy.cuda.ordering.Ordering", "arenapy.cuda.fence.Retained",
     "arenapy.cuda.stream_ref.OwnStream", "arenapy.cuda.fence.GraphFence",
+    "arenapy.cuda.backing.LastPage", "arenapy.cuda.sharing.LeaseFence",
     "arenapy.cuda.stream_ref.Named", "arenapy.cuda.resource.HandedOut",
     "arenapy.cuda.fence.Fence",
     "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.block.StreamHooks",

@@ -14,12 +14,18 @@ MIB = 1 << 20
 SMALL_PAGES = {"huge_pages": None}
 
 
-def arena_of(nbytes=PAGE, max_bytes=64 * MIB, **options):
-    return Bump(nbytes, Host(grow=True, **options), max_bytes)
+@pytest.fixture(params=[Host, Shared])
+def arena_of(request):
+    def make(nbytes=PAGE, max_bytes=64 * MIB, **options):
+        if request.param is Shared:
+            options.pop("guard", None)  # it has none
+        return Bump(nbytes, request.param(grow=True, **options), max_bytes)
+
+    return make
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_PAGES, {"guard": True}, {"prefault": False}])
-def test_blocks_lie_side_by_side_across_growth(options):
+def test_blocks_lie_side_by_side_across_growth(arena_of, options):
     arena = arena_of(10_000, **options)
     (region,) = arena.regions
     assert region.nbytes == arena.capacity == 10_000
@@ -36,7 +42,7 @@ def test_blocks_lie_side_by_side_across_growth(options):
     arena.check()
 
 
-def test_growth_takes_little_more_than_it_needs():
+def test_growth_takes_little_more_than_it_needs(arena_of):
     arena = arena_of(MIB)
     while arena.used < 48 * MIB:
         arena.alloc(MIB)
@@ -46,7 +52,7 @@ def test_growth_takes_little_more_than_it_needs():
     assert block.address + block.nbytes == arena.regions[0].address + arena.capacity
 
 
-def test_up_to_max_bytes_to_the_byte():
+def test_up_to_max_bytes_to_the_byte(arena_of):
     arena = arena_of(PAGE, 10 * PAGE + 1)
     first = arena.alloc(10 * PAGE + 1, align=1)
     poke(first.address, first.nbytes, 1)
@@ -65,7 +71,7 @@ def test_without_max_bytes_it_does_not_grow():
     assert arena.capacity == PAGE
 
 
-def test_a_block_grows_in_place_as_far_as_the_addresses_go():
+def test_a_block_grows_in_place_as_far_as_the_addresses_go(arena_of):
     arena = arena_of()
     block = arena.alloc(100)
     view = memoryview(block)  # it need not move
@@ -84,7 +90,7 @@ def test_a_block_grows_in_place_as_far_as_the_addresses_go():
     arena.check()
 
 
-def test_a_block_grows_over_memory_that_came_back_behind_it():
+def test_a_block_grows_over_memory_that_came_back_behind_it(arena_of):
     arena = arena_of(4 * PAGE)
     first, kept = arena.alloc(PAGE), arena.zeros(PAGE, "u1")
     rest = arena.alloc(PAGE)
@@ -103,7 +109,7 @@ def test_a_block_grows_over_memory_that_came_back_behind_it():
 
 @pytest.mark.parametrize("options", [{}, SMALL_PAGES])
 @pytest.mark.no_sanitizer
-def test_trim_gives_the_end_back_to_the_system(options):
+def test_trim_gives_the_end_back_to_the_system(arena_of, options):
     arena = arena_of(MIB, **options)
     kept = arena.alloc(3 * MIB)
     poke(kept.address, kept.nbytes, 5)
@@ -124,7 +130,7 @@ def test_trim_gives_the_end_back_to_the_system(options):
     arena.check()
 
 
-def test_trim_keeps_what_is_held_at_the_end():
+def test_trim_keeps_what_is_held_at_the_end(arena_of):
     arena = arena_of(PAGE)
     mark = arena.mark()
     arena.alloc(8 * MIB)
@@ -142,7 +148,7 @@ def test_trim_keeps_what_is_held_at_the_end():
     arena.check()
 
 
-def test_trim_keeps_as_much_as_it_is_told():
+def test_trim_keeps_as_much_as_it_is_told(arena_of):
     arena = arena_of(MIB)
     with arena.scope():
         arena.alloc(20 * MIB)
@@ -163,7 +169,7 @@ def test_trim_of_an_arena_of_many_regions_drops_the_free_ones_at_the_end():
     arena.check()
 
 
-def test_a_batch_that_fails_gives_back_what_it_made_the_arena_grow():
+def test_a_batch_that_fails_gives_back_what_it_made_the_arena_grow(arena_of):
     arena = arena_of(PAGE, 8 * MIB)
     before = unchanged_view(arena)
     with pytest.raises(OutOfMemory):
@@ -385,18 +391,20 @@ def test_a_limit_that_counts_addresses_is_named(run_script):
     """)
 
 
-def test_options_that_do_not_go_together():
-    with pytest.raises(ValueError, match="grow=True with huge_pages='2M'"):
-        Host(grow=True, huge_pages="2M")
+@pytest.mark.parametrize("source", [Host, Shared])
+def test_options_that_do_not_go_together(source):
+    for pages in ("2M", "1G"):
+        with pytest.raises(ValueError, match=f"grow=True with huge_pages='{pages}'"):
+            source(grow=True, huge_pages=pages)
     with pytest.raises(TypeError, match="grow=1"):
-        Host(grow=1)
+        source(grow=1)
 
 
-def test_a_slab_and_a_region_take_it_in_one_piece():
-    items = Slab(PAGE, 4, Host(grow=True), max_count=8)
+@pytest.mark.parametrize("source", [Host, Shared])
+def test_a_slab_and_a_region_take_it_in_one_piece(source):
+    items = Slab(PAGE, 4, source(grow=True), max_count=8)
     assert len({items.alloc().address for _ in range(1)}) == 1
-    assert Host(grow=True).region(PAGE).nbytes == PAGE
-    assert "grow" not in Shared.__dataclass_fields__
+    assert source(grow=True).region(PAGE).nbytes == PAGE
 
 
 def test_a_forked_child_grows_its_own_copy(run_script):

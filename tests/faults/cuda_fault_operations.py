@@ -6,6 +6,7 @@ Those of `cuda_fault_uses` are among them.
 """
 
 import gc
+import socket
 
 import cuda_fault_uses  # adds its own
 from cuda_fault_acts import (
@@ -24,6 +25,7 @@ from cuda_support import (
     MIB,
     PER_THREAD,
     SOURCES,
+    content,
     new_stream,
     only_one,
     slowly_fill,
@@ -32,6 +34,7 @@ from cuda_support import (
 from injection import Act
 from simulated_driver import INVALID_HANDLE, INVALID_VALUE
 
+import arenapy
 from arenapy import Bump, Pool, cuda
 from arenapy.cuda import driver
 
@@ -276,6 +279,24 @@ def trim_growing(gpu):
         before = one.stats().reserved_bytes
         one.trim()
         assert done or one.stats().reserved_bytes == before, "unmapped under a kernel"
+
+    return Act(act, view=lambda: in_use(one), end=lambda: usable(kept))
+
+
+@operation("sent block of a growing pool")
+def sending(gpu):
+    """And received, in this process."""
+    one, kept = growing_pool()
+    usable(kept)
+
+    def act():
+        here, there = socket.socketpair()
+        with here, there:
+            arenapy.send(here, kept)
+            received = arenapy.receive(there)
+        received.fill(8)
+        gpu.drain()
+        assert content(received) == content(kept)
 
     return Act(act, view=lambda: in_use(one), end=lambda: usable(kept))
 

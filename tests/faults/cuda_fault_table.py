@@ -34,6 +34,7 @@ NO_WAIT = (
 UNKNOWN = "CudaError: the stream"
 FULL = "OutOfMemory: fit into the "
 NO_ROOM = "OutOfMemory: are free; ask for less"
+NO_ADDRESS = "OutOfMemory: drop blocks that were received"
 EXCHANGE = "cuThreadExchangeStreamCaptureMode"
 BY_THE_HOST = "copy between devices by way of the host"
 GONE = "was unregistered while|which is not the driver's"
@@ -113,6 +114,11 @@ TABLE = [
     # If there is no memory for the way through the host, the driver copies.
     row(BY_THE_HOST, f"{FOR_A_REGION}|{EVENTS}|cuCtxGetDevice", FINE, TOLD),
     row(BY_THE_HOST, WAITS, TOLD, *NO_WAIT),
+    # A block that another process gets. At the end of what it received, nobody is told.
+    row("sent .*", "cuMemRelease|cuMemUnmap|cuMemFree|cuMemAddressFree", FINE, leaves="memory?"),
+    row("sent .*", PUSH, FINE, TOLD, NO_ROOM, UNKNOWN, NO_ADDRESS, *NO_WAIT, leaves="memory?"),
+    row("sent .*", f"cuMemAddressReserve|{GRANULARITY}", TOLD, NO_ADDRESS),
+    row("sent .*", ANY, FINE, TOLD, NO_ROOM, *NO_WAIT),
     # Memory that grows in place. What cannot be unmapped stays, and is used again; what could not
     # be given back at an end is given back when the next one is made.
     row("growing .*", "cuMemRelease", FINE, leaves="memory?"),

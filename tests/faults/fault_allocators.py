@@ -66,21 +66,28 @@ def grown(arena, first, held):
 bump_act("in place, a block", grown, **IN_PLACE)
 
 
-@operation("Bump in place, trim")
-def trim_in_place():
-    arena = Bump(MIB, Host(grow=True), 16 * MIB)
+def in_place(kind, **options):
+    """Bumps over one range of addresses."""
 
-    def act():
-        with arena.scope():
-            arena.alloc(5 * MIB)
-        arena.trim()
+    @operation(f"Bump in place, {kind.__name__}, trim")
+    def trimmed():
+        arena = Bump(MIB, kind(grow=True, **options), 16 * MIB)
 
-    return Act(act, view=lambda: (arena.check(), arena.used))
+        def act():
+            with arena.scope():
+                arena.alloc(5 * MIB)
+            arena.trim()
+
+        return Act(act, view=lambda: (arena.check(), arena.used))
+
+    @operation(f"Bump in place, {kind.__name__}, made")
+    def made():
+        source = kind(grow=True, **options)
+        return Act(lambda: Bump(MIB, source, 16 * MIB), good=lambda arena: arena.check())
 
 
-@operation("Bump in place, made")
-def made_in_place():
-    return Act(lambda: Bump(MIB, Host(grow=True), 16 * MIB), good=lambda arena: arena.check())
+in_place(Host)
+in_place(Shared, lock=True)
 
 
 @operation("Bump reset with survivors")
@@ -207,6 +214,7 @@ for _name, _use in POOL_ACTS.items():
     pool_act(_name, _use)
 for _name in ("alloc, growing", "trim", "defragment"):
     pool_act(f"over Shared {_name}", POOL_ACTS[_name], source=Shared())
+    pool_act(f"over Shared in place {_name}", POOL_ACTS[_name], source=Shared(grow=True))
     pool_act(f"locked {_name}", POOL_ACTS[_name], source=Host(lock=True), max_bytes=64 * MIB)
     pool_act(f"fork=skip {_name}", POOL_ACTS[_name], source=Host(fork="skip", guard=True))
 pool_act("debug alloc", POOL_ACTS["alloc"], debug=True)

@@ -260,6 +260,12 @@ def send_array():
     return Act(lambda: receive(array[::2, ::-1]), view=blocks.check, python=True)
 
 
+@operation("bundle of descriptors")
+def bundle():
+    files = [vm.memfd(b"one", 4096) for _ in range(70)]
+    return Act(lambda: vm.unbundled(vm.bundle(files).fileno()))
+
+
 @operation("send over a Unix socket")
 def send_by_socket():
     blocks = Pool(max_bytes=8 * MIB, source=Shared())

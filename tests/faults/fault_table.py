@@ -21,6 +21,7 @@ ERRORS = {
     "mprotect": ("ENOMEM", LASTS, "EACCES"),
     "madvise(DONTNEED)": ("ENOMEM", "EINVAL", "EAGAIN"),
     "madvise(DONTNEED_LOCKED)": ("EAGAIN", "EINVAL"),
+    "madvise(REMOVE)": ("ENOMEM", "EINVAL", "EACCES", "EAGAIN"),
     "madvise(DONTFORK)": ("ENOMEM", "EAGAIN"),
     "madvise(HUGEPAGE)": ("ENOMEM", "EINVAL", "EAGAIN"),
     "madvise(WIPEONFORK)": ("ENOMEM", "EINVAL"),
@@ -43,6 +44,8 @@ ERRORS = {
     "ioctl": ("ENOTTY", "EINVAL", "EINTR"),
     "pread": ("EIO", "EINTR"),
     "recvmsg": ("ECONNRESET", "EINTR"),
+    "sendmsg": ("ETOOMANYREFS", "EAGAIN", "EINTR"),
+    "socketpair": ("EMFILE",),
     "posix_fallocate": ("ENOSPC", "EOPNOTSUPP", "EINTR"),
     "pwrite": ("ENOSPC", "EIO"),
     "write": ("ENOSPC", "EIO", "EINTR"),
@@ -99,6 +102,7 @@ def row(operations, calls, errors, *outcomes):
     return Row(operations, calls, errors, outcomes)
 
 
+NO_ADDRESSES = "OutOfMemory: cannot be reserved"
 NO_MAP = "OutOfMemory: the kernel refused to map"
 NO_PAGES = "OutOfMemory: cannot fault in"
 NO_LOCK = "OutOfMemory: RLIMIT_MEMLOCK"
@@ -126,7 +130,10 @@ TABLE = [
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),
     row("region of .*|reserve", r"madvise\(DONTFORK\)", "EAGAIN", FINE),
     row(
-        ANY, r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg", "EINTR", FINE
+        ANY,
+        r"open|ftruncate|posix_fallocate|fcntl\(.*\)|ioctl|write|pread|recvmsg|sendmsg",
+        "EINTR",
+        FINE,
     ),
     row(ANY, "pthread_create", "EAGAIN", FINE),
     row("huge_fraction|can_scan_pages.*", "open|ioctl", ANY, FINE),  # smaps is asked then
@@ -170,10 +177,19 @@ TABLE = [
     row("NumPy memory, installed", "malloc", NO_MEMORY, "MemoryError: a NumPy handler"),
     row("NumPy.*", f"{MEMORY}|realloc", ANY, FINE),
     # An arena that grows in place. Accessible is only the part, if the rest behind it cannot be.
-    row("Bump in place, made", "mmap", f"{NO_MEMORY}|EACCES", "OutOfMemory: cannot be reserved"),
+    row("Bump in place, Host, made", "mmap", f"{NO_MEMORY}|EACCES", NO_ADDRESSES),
+    row("Bump in place, Shared, made", r"mmap|madvise\(HUGEPAGE\)", NO_MEMORY, NO_ADDRESSES),
+    row("Bump in place, Shared, made", "calloc|strdup", NO_MEMORY, NO_CLAIM),
+    row("Bump in place, Shared, made", "memfd_create|ftruncate", "ENOMEM|EFBIG", NO_ADDRESSES),
     row("Bump in place.*", "mprotect", f"{NO_MEMORY}|EACCES", FINE, NO_MAP, NOT_MAPPED),
     row("Bump in place.*", MEMORY, "ENOMEM", FINE, NO_PAGES, NO_MAP),
     row("Bump in place.*", r"madvise\(DONTNEED\)", "ENOMEM", "OSError: Cannot allocate memory"),
+    # Of shared memory, also before a part gets its memory. What is locked is unlocked first.
+    row("Bump in place.*", "munlock", "ENOMEM", "OSError: Cannot allocate", NO_MAP),
+    row(ANY, r"madvise\(REMOVE\)", "EAGAIN|EINVAL", FINE),
+    row("Bump in place.*", r"madvise\(REMOVE\)", "ENOMEM", NO_MAP, FINE, "OSError: Cannot"),
+    row("Bump in place.*", r"madvise\(REMOVE\)", "EACCES", "PermissionError: "),
+    row("Pool .*", r"madvise\(REMOVE\)", "ENOMEM|EACCES", FINE, NOT_MAPPED, POOL_FULL),
     # Arenas and slabs ask for less before they give up.
     row("Bump alloc_many, growing", MEMORY, "ENOMEM", FINE),
     row("Bump .*growing|Bump grow", r"mmap|madvise\(HUGEPAGE\)", NO_MEMORY, NO_MAP),
@@ -191,6 +207,10 @@ TABLE = [
     row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
     row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),
     # Shared memory that is sent.
+    row("bundle.*", "socketpair", "EMFILE", "OSError: Too many open files"),
+    row("bundle.*", "sendmsg", "ETOOMANYREFS", "OSError: Too many references"),
+    row("bundle.*", "sendmsg", "EAGAIN", "BlockingIOError: "),
+    row("bundle.*", "recvmsg", "ECONNRESET", FINE),  # its receiver counts them
     row("send.*", "open", "EMFILE", FINE, "OSError: again, to lease it"),  # fine: to send it on
     row("send.*", "open", "ENOENT", FINE, "FileNotFoundError: again, to lease it"),
     row("send.*", "fstat", "EIO", FINE, "OSError: cannot be sent any more", "OSError: Input/out"),

@@ -29,6 +29,7 @@ enum { MINUS, NOTHING, NUMBER, NOTED };
     X(syscall, MINUS) X(open64, MINUS) X(close, NOTED) X(fstat64, MINUS) X(ftruncate64, MINUS) \
     X(fstatfs64, MINUS) X(fallocate64, MINUS) X(posix_fallocate64, NUMBER) X(pwrite64, MINUS) \
     X(fcntl64, MINUS) X(ioctl, MINUS) X(pread64, MINUS) X(write, MINUS) X(recvmsg, MINUS) X(malloc, NOTHING) \
+    X(sendmsg, MINUS) X(socketpair, MINUS) \
     X(calloc, NOTHING) X(realloc, NOTHING) X(strdup, NOTHING) X(posix_memalign, NUMBER) X(free, NOTED) \
     X(pthread_create, NUMBER) X(pthread_key_create, NUMBER) X(pthread_setspecific, NUMBER) \
     X(__register_atfork, NUMBER)

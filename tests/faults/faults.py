@@ -32,6 +32,7 @@ SYSCALLS = (
 )
 ADVICE = {
     4: "DONTNEED",
+    9: "REMOVE",
     10: "DONTFORK",
     14: "HUGEPAGE",
     18: "WIPEONFORK",

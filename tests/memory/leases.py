@@ -38,10 +38,14 @@ MANY = 512  # more descriptors than a case has open
 CHILDS, PARENTS = 7, 9  # what is written into a block by whoever has it
 
 ALLOCATORS = {
-    "bump": lambda source: Bump(NBYTES, source),
+    "bump": lambda source: Bump(4 * ITEM if growing(source) else NBYTES, source, NBYTES),
     "slab": lambda source: Slab(ITEM, NBYTES // ITEM, source),
-    "pool": lambda source: Pool(NBYTES, source, NBYTES),
+    "pool": lambda source: Pool(NBYTES, source, 0 if growing(source) else NBYTES),
 }
+
+
+def growing(source):
+    return getattr(source, "grow", False)
 
 
 def file_there(directory):
@@ -75,6 +79,7 @@ class Mine:
 
 SOURCES = {
     "shared": lambda directory: Shared(),
+    "shared grow": lambda directory: Shared(grow=True),
     "file w+": lambda directory: File(pathlib.Path(directory, "new"), "w+"),
     "file r+": lambda directory: File(file_there(directory), "r+"),
     "existing mmap": lambda directory: Existing(mmap.mmap(-1, FILE_BYTES)),
@@ -220,6 +225,8 @@ def case(source, kind, keep, trouble, end):
     def meets(allocator=allocator):
         if kind == "bump":
             allocator.reset()
+        if source.endswith("grow") and kind != "slab":
+            allocator.trim()  # what is free gets new pages
         taken = take_all(allocator)
         return taken, any(at < address + ITEM and address < at + ITEM for at in taken)
 
@@ -252,7 +259,7 @@ def case(source, kind, keep, trouble, end):
 
 def cases(source, thorough):
     """Each allocator with each thing kept, each end and each trouble; or all of these together."""
-    keeps = [keep for keep in KEEPS if keep != "window" or source == "shared"]
+    keeps = [keep for keep in KEEPS if keep != "window" or source.startswith("shared")]
     for kind in ALLOCATORS:
         for keep, trouble, end in product(keeps, TROUBLES, ENDS):
             usual = (keep == keeps[0]) + (trouble == "none") + (end == "exit")

@@ -1,19 +1,25 @@
 """A reservation's memory, for its tests: written and read by address, judged by the kernel."""
 
 import ctypes
+import os
 
+import pytest
 from kernel_view import resident, smaps
 
 from arenapy.linux import vm
-from arenapy.memory.sources import Host
+from arenapy.memory.sources import Host, Shared
 
 MIB = 1 << 20
 PAGE = vm.PAGE_SIZE
 SIZE = 64 * MIB
 
 
-def reserve(nbytes=SIZE, **options):
-    reservation = Host(**options).reserve(nbytes)
+#: For tests of what both do.
+both = pytest.mark.parametrize("source", [Host, Shared])
+
+
+def reserve(nbytes=SIZE, source=Host, **options):
+    reservation = source(**options).reserve(nbytes)
     assert reservation is not None
     return reservation
 
@@ -34,9 +40,11 @@ def read(reservation, offset, nbytes):
 
 
 def rss(reservation):
-    """Bytes of it in memory."""
+    """Bytes of it in memory; of shared memory those that any process keeps there."""
+    if reservation.shared:
+        return os.fstat(reservation.region.fd).st_blocks * 512
     return resident(reservation.region.address, reservation.nbytes)
 
 
 def accessible(reservation, offset):
-    return smaps(reservation.region.address + offset)["permissions"] == "rw-p"
+    return smaps(reservation.region.address + offset)["permissions"][:2] == "rw"

@@ -36,9 +36,9 @@ def pair():
         yield here, there
 
 
-@pytest.fixture
-def pool():
-    return Pool(source=Shared())
+@pytest.fixture(params=[False, True], ids=["regions", "grow"])
+def pool(request):
+    return Pool(source=Shared(grow=request.param))
 
 
 def whole(pool, dtype="f8"):
@@ -546,7 +546,7 @@ def owned(x):
     """The descriptor of an array's memory."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:arenapy"):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:arenapy ("):
                 return fd
     raise AssertionError("no memory")
 

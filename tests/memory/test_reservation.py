@@ -1,4 +1,7 @@
-"""`Host.reserve`: each option, and what commit and decommit do, read back from the kernel."""
+"""`Host.reserve` and `Shared.reserve`: each option, and what commit and decommit do.
+
+It is read back from the kernel.
+"""
 
 import ctypes
 import gc
@@ -12,7 +15,7 @@ from helpers import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_view import OWN_FAULTS, is_mapped, numa_map, resident, smaps, vm_flags
-from reserved import MIB, PAGE, SIZE, accessible, read, reserve, rss, write
+from reserved import MIB, PAGE, SIZE, accessible, both, read, reserve, rss, write
 
 from arenapy.errors import OutOfMemory
 
@@ -26,21 +29,24 @@ from arenapy.memory.sources import Existing, File, Host, Shared
 # ---- what it is
 
 
-def test_reservation_is_a_region_without_memory():
-    reservation = reserve(5 * MIB + 1)
+@both
+def test_reservation_is_a_region_without_memory(source):
+    reservation = reserve(5 * MIB + 1, source=source)
     region = reservation.region
     assert reservation.nbytes == region.nbytes == 6 * MIB
     assert reservation.page_size == region.page_size == PAGE
     assert region.address % (2 * MIB) == 0
-    assert (region.kind, region.readonly, region.closed) == ("host", False, False)
+    kind = source.__name__.lower()
+    assert (region.kind, region.readonly, region.closed) == (kind, False, False)
     assert rss(reservation) == 0
     assert not accessible(reservation, 0)
 
 
 @pytest.mark.no_sanitizer
-def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
+@both
+def test_more_than_there_is_can_be_reserved_but_not_committed(source, monkeypatch):
     nbytes = 16 * memory_info.memory_info().total
-    reservation = reserve(nbytes)
+    reservation = reserve(nbytes, source=source)
     reservation.commit(reservation.nbytes - 2 * MIB, 2 * MIB)
     assert resident(reservation.region.address + reservation.nbytes - 4 * MIB, 4 * MIB) == 2 * MIB
     assert write(reservation, reservation.nbytes - 2 * MIB, 2 * MIB) <= OWN_FAULTS
@@ -50,20 +56,21 @@ def test_more_than_there_is_can_be_reserved_but_not_committed(monkeypatch):
 
 
 @pytest.mark.parametrize(("moment", "asks"), [(1e9, [2, 1, 4, 4]), (-1.0, [2, 2, 1, 4, 4])])
-def test_what_is_free_is_asked_again_after_a_share_of_it_or_a_moment(monkeypatch, moment, asks):
+@both
+def test_what_is_free_is_asked_again_after_a_share_or_a_moment(source, monkeypatch, moment, asks):
     asked = []
     monkeypatch.setattr(
         request, "check_request", lambda n, *a, **k: asked.append(n // MIB) or 64 * MIB
     )
     monkeypatch.setattr("arenapy.memory.reservation.MOMENT", moment)
-    reservation = reserve(16 * MIB)
+    reservation = reserve(16 * MIB, source=source)
     for offset, nbytes in ((0, 2), (2, 2), (4, 1), (5, 4), (9, 4)):  # a share is 4 MiB
         reservation.commit(offset * MIB, nbytes * MIB)
     assert asked == asks
 
 
-def test_only_host_can_reserve():
-    for source in (Shared(), File("x"), Existing(bytearray(1))):
+def test_others_cannot_reserve():
+    for source in (File("x"), Existing(bytearray(1))):
         assert not hasattr(source, "reserve")
 
 
@@ -95,23 +102,51 @@ def test_none_under_a_resource_limit(run_script, kind):
 
 
 def test_none_if_there_are_not_that_many_addresses():
-    assert Host().reserve(1 << 62) is None
-    assert Host().reserve((1 << 63) - 1) is None
+    for nbytes in (1 << 62, (1 << 63) - 1):
+        assert Host().reserve(nbytes) is None
+        with pytest.raises(OutOfMemory, match=r"grow=True needs [48] EiB"):
+            Shared().reserve(nbytes)
+
+
+@pytest.mark.parametrize(("kind", "nbytes"), [("AS", 1 << 40), ("FSIZE", 1 << 25)])
+@pytest.mark.no_sanitizer
+def test_a_limit_on_addresses_or_on_files_is_named(run_script, kind, nbytes):
+    """Other limits do not count shared memory before it has pages."""
+    run_script(f"""
+        import resource
+        from arenapy import Bump, OutOfMemory, Pool, Shared
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 40,) * 2)
+        assert Shared().reserve(1 << 30).nbytes == 1 << 30
+        resource.setrlimit(resource.RLIMIT_{kind}, ({nbytes},) * 2)
+        source = Shared(grow=True)
+        for make in (lambda: Bump(4096, source, 1 << 30), lambda: Pool(1 << 30, source).alloc(1)):
+            try:
+                make()
+            except OutOfMemory as error:
+                assert "grow=True" in str(error) and "RLIMIT_{kind}" in str(error), error
+            else:
+                raise AssertionError("it did not refuse")
+        assert Shared().region(1 << 20).nbytes == 1 << 20
+    """)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 63])
-def test_bad_size_names_it(nbytes):
+@both
+def test_bad_size_names_it(source, nbytes):
     with pytest.raises(ValueError, match=re.escape(f"nbytes={nbytes!r}")):
-        Host().reserve(nbytes)
+        source().reserve(nbytes)
     with pytest.raises(TypeError, match=r"nbytes=1\.5"):
-        Host().reserve(1.5)
+        source().reserve(1.5)
 
 
 # ---- commit, decommit
 
 
 @pytest.mark.no_sanitizer
-@pytest.mark.parametrize("options", [{}, {"huge_pages": None}, {"threads": 3}, {"lock": True}])
+@pytest.mark.parametrize("options", [
+    {}, {"huge_pages": None}, {"threads": 3}, {"lock": True}, {"source": Shared},
+    {"source": Shared, "lock": True},
+])  # fmt: skip
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB, 6 * MIB])
 def test_committed_memory_does_not_fault(nbytes, options):
     reservation = reserve(**options)
@@ -128,8 +163,9 @@ def test_committed_memory_does_not_fault(nbytes, options):
     assert not read(reservation, 4 * MIB, nbytes).strip(b"\0")
 
 
-def test_parts_are_independent_and_committing_upwards_is_one_mapping():
-    reservation = reserve()
+@both
+def test_parts_are_independent_and_committing_upwards_is_one_mapping(source):
+    reservation = reserve(source=source)
     for offset in range(0, 16 * MIB, 2 * MIB):
         reservation.commit(offset, 2 * MIB)
         write(reservation, offset, 2 * MIB, offset // MIB + 1)
@@ -150,6 +186,9 @@ KINDS = [
     ({"huge_pages": None, "lock": True}, 3 * PAGE),
     ({}, 2 * MIB),
     ({"guard": True, "lock": True}, 2 * MIB),
+    ({"source": Shared, "huge_pages": None}, PAGE),
+    ({"source": Shared, "huge_pages": None, "lock": True}, 3 * PAGE),
+    ({"source": Shared}, 2 * MIB),
 ]
 
 
@@ -174,9 +213,10 @@ def test_any_order_of_commits_and_decommits(parts, kind):
 
 
 @pytest.mark.parametrize("ahead", [0, 4 * MIB])
-def test_what_is_not_committed_nor_shortly_behind_it_is_a_segfault(monkeypatch, ahead):
+@both
+def test_what_is_not_committed_nor_shortly_behind_it_is_a_segfault(source, monkeypatch, ahead):
     monkeypatch.setattr("arenapy.memory.reservation.AHEAD", ahead)
-    reservation = reserve()
+    reservation = reserve(source=source)
     reservation.commit(0, 2 * MIB)
     assert in_child(lambda: write(reservation, 0, 2 * MIB + ahead)) == 0
     assert in_child(lambda: write(reservation, 0, 2 * MIB + ahead + 1)) == -signal.SIGSEGV
@@ -186,8 +226,9 @@ def test_what_is_not_committed_nor_shortly_behind_it_is_a_segfault(monkeypatch, 
     ("offset", "nbytes"),
     [(0, 0), (-PAGE, PAGE), (0, -PAGE), (1, PAGE), (0, 1), (SIZE, PAGE), (PAGE, SIZE)],
 )
-def test_what_is_no_part(offset, nbytes):
-    reservation = reserve()
+@both
+def test_what_is_no_part(source, offset, nbytes):
+    reservation = reserve(source=source)
     for call in (reservation.commit, reservation.decommit):
         with pytest.raises(ValueError, match=f"offset={offset}, nbytes={nbytes}: .*{SIZE}"):
             call(offset, nbytes)
@@ -211,8 +252,9 @@ def test_huge_pages_option():
         assert vm.huge_bytes(auto.region.address, 4 * MIB) == 4 * MIB
 
 
-def test_without_prefault_pages_come_on_touch():
-    reservation = reserve(prefault=False, huge_pages=None)
+@both
+def test_without_prefault_pages_come_on_touch(source):
+    reservation = reserve(prefault=False, huge_pages=None, source=source)
     reservation.commit(0, MIB)
     assert rss(reservation) == 0
     assert write(reservation, 0, MIB) >= 4  # a fault may map several pages
@@ -220,8 +262,9 @@ def test_without_prefault_pages_come_on_touch():
 
 
 @pytest.mark.parametrize("prefault", [True, False])
-def test_lock(prefault):
-    reservation = reserve(lock=True, prefault=prefault)
+@both
+def test_lock(source, prefault):
+    reservation = reserve(lock=True, prefault=prefault, source=source)
     assert "lo" not in vm_flags(reservation.region.address)
     reservation.commit(0, 2 * MIB)
     assert "lo" in vm_flags(reservation.region.address)
@@ -234,15 +277,18 @@ def test_lock(prefault):
     assert "lo" not in vm_flags(reservation.region.address + 2 * MIB)
 
 
-def test_lock_beyond_the_limit(run_script):
-    out = run_script("""
+@both
+def test_lock_beyond_the_limit(source, run_script):
+    out = run_script(
+        """
         import os, resource
         from arenapy.errors import OutOfMemory
-        from arenapy.memory.sources import Host
+        from arenapy.memory.sources import Host, Shared
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (3 << 20,) * 2)
+        source = SOURCE(lock=True)
         if os.getuid() == 0:          # root may lock regardless
             os.setresuid(65534, 65534, 65534)
-        reservation = Host(lock=True).reserve(1 << 30)
+        reservation = source.reserve(1 << 30)
         reservation.commit(0, 2 << 20)
         for _ in range(2):
             try:
@@ -251,7 +297,8 @@ def test_lock_beyond_the_limit(run_script):
                 print(error)
         reservation.decommit(0, 2 << 20)
         reservation.commit(0, 2 << 20)     # counts once
-    """)
+    """.replace("SOURCE", source.__name__)
+    )
     lines = out.splitlines()
     assert len(lines) == 2
     for part in ("2 MiB", "RLIMIT_MEMLOCK is 3 MiB", "ulimit -l", "lock=False"):
@@ -272,18 +319,30 @@ def test_guard_pages_lie_around():
     assert not any(is_mapped(at) for at in (address - PAGE, address, address + SIZE))
 
 
-def test_numa_node(monkeypatch):
+@both
+def test_numa_node(source, monkeypatch):
     nodes = memory_info.numa_nodes()
     if not nodes:
         pytest.skip("a kernel without NUMA")
-    reservation = reserve(numa_node=nodes[0])
+    reservation = reserve(numa_node=nodes[0], source=source)
     reservation.commit(0, 2 * MIB)
     line = numa_map(reservation.region.address)
     assert f"bind:{nodes[0]}" in line
     assert re.search(rf"N{nodes[0]}=\d+", line)
     monkeypatch.setattr(request, "numa_nodes", lambda: (0, 1023))
     with pytest.raises(OSError, match=r"numa_node=1023: .* the nodes 0, 1023"):
-        Host(numa_node=1023).reserve(SIZE)
+        source(numa_node=1023).reserve(SIZE)
+
+
+def test_shared_memory_that_others_wrote_to_meanwhile_is_zero_again():
+    """A stray write into a part without memory, by another process or by this one."""
+    reservation = reserve(source=Shared)
+    reservation.commit(0, 2 * MIB)
+    reservation.decommit(0, 2 * MIB)
+    assert in_child(lambda: write(reservation, PAGE, PAGE)) == 0
+    assert rss(reservation) == PAGE
+    reservation.commit(0, 2 * MIB)
+    assert not read(reservation, 0, 2 * MIB).strip(b"\0")
 
 
 def refuses(reservation):
@@ -327,9 +386,9 @@ def test_threads_option(monkeypatch):
 # ---- its end
 
 
-@pytest.mark.parametrize("guard", [False, True])
-def test_unmapped_with_the_region_and_not_before(guard):
-    reservation = reserve(guard=guard)
+@pytest.mark.parametrize("options", [{}, {"guard": True}, {"source": Shared}])
+def test_unmapped_with_the_region_and_not_before(options):
+    reservation = reserve(**options)
     reservation.commit(0, 2 * MIB)
     region, address = reservation.region, reservation.region.address
     gc.disable()  # there is no cycle for it to find
@@ -342,14 +401,16 @@ def test_unmapped_with_the_region_and_not_before(guard):
         gc.enable()
 
 
-def test_after_the_region_is_closed():
-    reservation = reserve()
+@both
+def test_after_the_region_is_closed(source):
+    reservation = reserve(source=source)
     reservation.region.close()
     refuses(reservation)
 
 
-def test_threads_commit_parts_of_their_own():
-    reservation = reserve()
+@both
+def test_threads_commit_parts_of_their_own(source):
+    reservation = reserve(source=source)
 
     def work(first):
         for _ in range(20):

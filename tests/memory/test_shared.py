@@ -119,9 +119,14 @@ def other(request):
     process.close()
 
 
-@pytest.fixture
-def arena():
-    return Bump(1 << 20, source=Shared())
+@pytest.fixture(params=[False, True], ids=["one piece", "grow"])
+def arena(request):
+    if not request.param:
+        return Bump(1 << 20, source=Shared())
+    arena = Bump(1 << 16, Shared(grow=True), 64 << 20)
+    arena.alloc((1 << 20) - (1 << 16)).release()
+    arena.trim(1 << 20)  # it has grown, and shrunk to what the other one has
+    return arena
 
 
 def account(arena):

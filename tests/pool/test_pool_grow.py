@@ -11,7 +11,10 @@ from sources import Granules, Regions
 from arenapy import Host, OutOfMemory, Pool, Shared, cuda
 
 KIB, MIB = 1 << 10, 1 << 20
-SOURCES = {"host": lambda: Host(prefault=False), "granules": Granules, "regions": Regions}
+SOURCES = {
+    "host": lambda: Host(prefault=False), "shared": lambda: Shared(prefault=False, grow=True),
+    "granules": Granules, "regions": Regions,
+}  # fmt: skip
 
 
 @pytest.fixture(params=SOURCES)
@@ -49,8 +52,9 @@ def test_into_what_is_free_behind_it(kind):
     pool.check()
 
 
-def test_into_addresses_without_memory():
-    pool = Pool(source=Host(prefault=False, grow=True))
+@pytest.mark.parametrize("kind", [Host, Shared])
+def test_into_addresses_without_memory(kind):
+    pool = Pool(source=kind(prefault=False, grow=True))
     block = filled(pool.alloc(MIB), 1)
     assert pool.grow(block, 64 * MIB) is block
     assert pool.stats().pool_misses == 2 and has(block, 1, MIB)
@@ -58,8 +62,9 @@ def test_into_addresses_without_memory():
     pool.check()
 
 
-def test_into_a_hole_that_trim_left():
-    pool = Pool(source=Host(prefault=False, grow=True))
+@pytest.mark.parametrize("kind", [Host, Shared])
+def test_into_a_hole_that_trim_left(kind):
+    pool = Pool(source=kind(prefault=False, grow=True))
     blocks = [filled(pool.alloc(4 * MIB), i) for i in range(4)]
     blocks[1] = None
     pool.trim()

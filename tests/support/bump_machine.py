@@ -9,6 +9,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from machines import MarkRecord, choice, drawn, needs, step
+from sources import IN_PLACE
 
 import arenapy
 
@@ -391,13 +392,12 @@ class InPlaceMachine(BumpMachine):
         {
             "nbytes": st.one_of(st.integers(1, 4).map(lambda n: n * PAGE), st.integers(1, PAGE)),
             "growth": st.integers(0, 64 * PAGE) | st.integers(0, 5 << 20),
-            "options": st.sampled_from([{}, {"guard": True}, {"fork": "skip"}]),
+            "source": st.sampled_from(IN_PLACE),
         }
     )
 
-    def make(self, nbytes, growth, options):
+    def make(self, nbytes, growth, source):
         self.max_bytes = nbytes + growth
-        source = arenapy.Host(huge_pages=None, prefault=False, grow=True, **options)
         return arenapy.Bump(nbytes, source, self.max_bytes, self.strict)
 
     def most(self):

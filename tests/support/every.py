@@ -52,6 +52,7 @@ HOST_SOURCES = {
     "host lock": lambda directory: Host(lock=True),
     "shared": lambda directory: Shared(),
     "shared prefault=False": lambda directory: Shared(prefault=False),
+    "shared grow": lambda directory: Shared(grow=True),
     "file w+": lambda directory: File(directory / "memory", "w+"),
     "file r+": lambda directory: File(existing_file(directory), "r+"),
     "file c": lambda directory: File(existing_file(directory), "c"),

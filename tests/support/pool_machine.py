@@ -9,7 +9,7 @@ from hypothesis.stateful import invariant, rule
 from machines import choice, drawn, needs, step
 from pool_model import PoolModel
 from pool_rules import BOUNDS, COARSE, KIB, MIB, interesting_sizes
-from sources import GRANULE, Granules
+from sources import GRANULE, IN_PLACE, Granules
 
 import arenapy
 
@@ -304,14 +304,13 @@ class HostPoolMachine(PoolMachine):
             "rounding": st.sampled_from(["step", "class"]),
             "initial_bytes": st.sampled_from([0, 0, 1, 64 * KIB, 2 * MIB]),
             "room": st.none() | st.sampled_from([0, PAGE, 64 * KIB, MIB, 5 * MIB]),
-            "options": st.sampled_from([{}, {"guard": True}, {"fork": "skip"}]),
+            "source": st.sampled_from(IN_PLACE),
             "hook": st.sampled_from([None, "frees", "refuses"]),
         }
     )
 
-    def make(self, options, **config):
+    def make(self, source, **config):
         super().make(**config, skew=0, adjacent=None, fail_on=set())
-        source = arenapy.Host(huge_pages=None, prefault=False, **options)
         hook = self.on_oom if self.hook_kind else None
         return arenapy.Pool(
             self.max_bytes, source, config["initial_bytes"], None, hook, self.rounding
@@ -325,7 +324,7 @@ class HostPoolMachine(PoolMachine):
 class GranulesPoolMachine(HostPoolMachine):
     """Pages that come and go some at a time, as on a device."""
 
-    def make(self, options, **config):
+    def make(self, source, **config):
         PoolMachine.make(self, **config, skew=0, adjacent=None, fail_on=set())
         if self.max_bytes is not None:
             self.max_bytes = max(self.max_bytes, GRANULE)  # else there is never any memory

@@ -7,6 +7,7 @@ that a GPU could leave undone. `before_call` is where progress, or anything, can
 """
 
 import ctypes
+import os
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ UNIFIED_ADDRESSING, CONCURRENT_MANAGED_ACCESS, VIRTUAL_MEMORY = 41, 89, 102  # o
 ALREADY_MAPPED = 208
 RELEASE_THRESHOLD = 4  # of a memory pool
 MOVE = 1  # a flag: the reference itself
+AS_DESCRIPTOR, DESCRIPTORS = 1, 103  # a handle's kind, and whether a device has it
 
 
 def c_type(name):
@@ -104,9 +106,10 @@ class SimulatedDriver(gpu.Gpu):
         self.raised = None  # by before_call, or by a kernel that a call has run
         self.heap = 8 << 20
         self.attributes.update(
-            {UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1, VIRTUAL_MEMORY: 1}
+            {UNIFIED_ADDRESSING: 1, CONCURRENT_MANAGED_ACCESS: 1, VIRTUAL_MEMORY: 1, DESCRIPTORS: 1}
         )
         self.allocations = Handles("allocation", 0x700000, INVALID_VALUE)
+        self.retained_at = {}  # handle: where its memory is mapped
         self.granularity = GRANULE
         self.advised = []  # arguments of cuMemAdvise and cuMemPrefetchAsync
         self.entries = {}
@@ -250,6 +253,9 @@ class SimulatedDriver(gpu.Gpu):
     def cuDeviceGetAttribute(self, out, attribute, device):
         put(out, ctypes.c_int, self.attributes.get(attribute, 0))
 
+    def cuDeviceGetUuid(self, out, device):
+        ctypes.memmove(out, b"simulated GPU %2d" % device, 16)
+
     def cuDeviceCanAccessPeer(self, out, device, peer):
         put(out, ctypes.c_int, (device, peer) in self.peers)
 
@@ -382,14 +388,48 @@ class SimulatedDriver(gpu.Gpu):
         self.unsafe()
         self._whole(nbytes)
         device = self._device_of(props)
+        handles = ctypes.c_int.from_address(props + 4).value
+        if handles not in (0, AS_DESCRIPTOR):
+            raise Refused(INVALID_VALUE, f"handles of the kind {handles}")
         self.memory.take(device, nbytes)
-        put(out, ctypes.c_uint64, self.allocations.add(Allocation(nbytes, device)))
+        one = Allocation(nbytes, device, exportable=handles == AS_DESCRIPTOR)
+        put(out, ctypes.c_uint64, self.allocations.add(one))
 
     def cuMemRelease(self, handle):
         self.unsafe()
         one = self.allocations.remove(handle)
-        one.held = False
+        one.held -= 1
         self.memory.drop(one)
+
+    def cuMemRetainAllocationHandle(self, out, address):
+        self.unsafe()
+        space = self.memory.space(address, 1)
+        if address not in space.mappings:
+            raise Refused(INVALID_VALUE, f"no mapping begins at {address:#x}")
+        one, _ = space.mappings[address]
+        one.held += 1
+        self.retained_at[handle := self.allocations.add(one)] = address
+        put(out, ctypes.c_uint64, handle)
+
+    def cuMemExportToShareableHandle(self, out, handle, kind, flags):
+        """As a file that has the bytes."""
+        self.unsafe()
+        one = self.allocations.get(handle)
+        if flags or kind != AS_DESCRIPTOR or not one.exportable or not one.mapped:
+            raise Refused(INVALID_VALUE, "an allocation that was not made for it")
+        put(out, ctypes.c_int, self.memory.export(self.retained_at[handle]))
+
+    def cuMemImportFromShareableHandle(self, out, file, kind):
+        """Of any process's simulated device, the first one."""
+        self.unsafe()
+        try:
+            nbytes = os.fstat(file or 0).st_size
+        except OSError:
+            nbytes = 0
+        if kind != AS_DESCRIPTOR or not nbytes or nbytes % self.granularity:
+            raise Refused(INVALID_VALUE)
+        one = Allocation(nbytes, self.device(), file=os.dup(file or 0), imported=True)
+        put(out, ctypes.c_uint64, self.allocations.add(one))
 
     def cuMemMap(self, address, nbytes, offset, handle, flags):
         self.unsafe()

@@ -1,6 +1,7 @@
 """What is behind the simulated driver: what its entry points say, handles, and memory."""
 
 import ctypes
+import os
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -13,6 +14,7 @@ PATTERN = 0xA5  # what fresh memory holds
 PAGE, GRANULE, RESERVED = 4096, 2 << 20, 64 << 30
 PROT_NONE, PROT_READ_WRITE, MADV_DONTNEED = 0, 3, 4
 MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
+MAP_FIXED, MAP_SHARED_FIXED = 0x10, 0x01 | 0x10
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -81,8 +83,11 @@ class Allocation:
 
     nbytes: int
     device: int
-    held: bool = True  # by its handle
+    held: int = 1  # by handles
     mapped: bool = False
+    exportable: bool = False
+    file: int = -1  # the memory, once it was exported
+    imported: bool = False  # it is another process's, or counted already in this one
 
 
 @dataclass(eq=False)
@@ -219,12 +224,29 @@ class Memory:
         raise Refused(INVALID_VALUE, f"{nbytes} bytes from {address:#x} are not reserved")
 
     def map(self, address, one):
-        libc.mprotect(address, one.nbytes, PROT_READ_WRITE)
-        if self.fresh:
-            self.fresh(address, PATTERN, one.nbytes)
-        libc.mprotect(address, one.nbytes, PROT_NONE)
+        if one.file >= 0:
+            self.lay(address, one)
+        else:
+            libc.mprotect(address, one.nbytes, PROT_READ_WRITE)
+            if self.fresh:
+                self.fresh(address, PATTERN, one.nbytes)
+            libc.mprotect(address, one.nbytes, PROT_NONE)
         self.space(address, one.nbytes).mappings[address] = one, frozenset()
         one.mapped = True
+
+    def lay(self, address, one, access=PROT_NONE):
+        """Map the file of an allocation there."""
+        assert libc.mmap(address, one.nbytes, access, MAP_SHARED_FIXED, one.file, 0) == address
+
+    def export(self, address):
+        """A new descriptor of the memory at an address, which from now on is a file."""
+        one, access = self.space(address, 1).mappings[address]
+        if one.file < 0:
+            one.file = os.memfd_create("simulated device")
+            os.ftruncate(one.file, one.nbytes)
+            os.pwrite(one.file, ctypes.string_at(address, one.nbytes), 0)
+            self.lay(address, one, PROT_READ_WRITE if access else PROT_NONE)
+        return os.dup(one.file)
 
     def allow(self, address, nbytes, devices):
         space = self.space(address, nbytes)
@@ -242,14 +264,19 @@ class Memory:
         if address not in space.mappings or space.mappings[address][0].nbytes != nbytes:
             raise Refused(INVALID_VALUE, f"{nbytes} bytes from {address:#x} are no whole mapping")
         one, _ = space.mappings.pop(address)
-        libc.madvise(address, nbytes, MADV_DONTNEED)
-        libc.mprotect(address, nbytes, PROT_NONE)
+        flags = MAP_PRIVATE_ANONYMOUS_NORESERVE | MAP_FIXED
+        assert libc.mmap(address, nbytes, PROT_NONE, flags, -1, 0) == address
         one.mapped = False
         self.drop(one)
 
     def drop(self, one):
-        if not one.held and not one.mapped:
+        if one.held or one.mapped:
+            return
+        if not one.imported:
             self.used[one.device] -= one.nbytes
+        if one.file >= 0:
+            os.close(one.file)
+            one.file = -1
 
 
 def unmap_all(reserved):

@@ -15,6 +15,15 @@ from arenapy.linux import vm
 
 LAZY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
+#: Sources of one region that grows and shrinks in place.
+IN_PLACE = [
+    *(
+        arenapy.Host(huge_pages=None, prefault=False, grow=True, **options)
+        for options in ({}, {"guard": True}, {"fork": "skip"})
+    ),
+    arenapy.Shared(huge_pages=None, prefault=False, grow=True),
+]
+
 
 def lazy_map(nbytes):
     """(the first multiple of 2 MiB, what keeps the memory mapped) of room for `nbytes` bytes."""
