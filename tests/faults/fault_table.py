@@ -201,7 +201,7 @@ TABLE = [
     row("Pool prewarm|Pool alloc, first", MEMORY, "ENOMEM", FINE, POOL_FULL),
     row("Pool alloc, first", "mmap", "EACCES", FINE, POOL_FULL),  # regions, if none is reserved
     row("Pool alloc, first", "realloc", NO_MEMORY, "OutOfMemory: bookkeeping of an allocator"),
-    row(r"Pool\(\).*", "mmap", "ENOMEM|EACCES", FINE, NO_TABLE),  # it asks for less
+    row(r"Pool\(\).*", "mmap|mprotect", "ENOMEM|EACCES", FINE, NO_TABLE),  # it asks for less
     row(r"Pool\(\).*", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NO_TABLE),
     row("Pool .*", "mprotect", "ENOMEM|EACCES", FINE, NOT_MAPPED, POOL_FULL),  # tables ask for less
     row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
