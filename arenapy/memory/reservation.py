@@ -160,7 +160,7 @@ class Reservation:
         """A part; and what lies behind it, if this is how the reservation grows. False: it was so.
 
         mprotect waits for all threads that are faulting pages in, and they wait for it: a call for
-        each part would let no two threads fault in at once. So what is accessible doubles.
+        each part would let no two threads fault in at once.
         """
         end = offset + nbytes
         if self._failed or offset > self._open:
@@ -168,7 +168,7 @@ class Reservation:
             return True
         if end <= self._open:
             return False
-        start, stop = self._open, min(end + max(AHEAD, end), self.nbytes)
+        start, stop = self._open, min(end + AHEAD, self.nbytes)
         try:
             vm.protect(self.region.address + start, stop - start, True)
         except OSError:  # a limit that counts what is accessible, and has room for the part maybe

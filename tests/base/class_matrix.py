@@ -337,6 +337,7 @@ NEVER_SEEN = {
     "arenapy.buffer.block.MemoryOwner", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
     "arenapy.cuda.foreign.Exported", "arenapy.cuda.peers.Relay",
     "arenapy.interop.cupy_blocks.Allocator", "arenapy.interop.cupy_blocks.Kept",  # without CuPy
+    "arenapy.interop.cupy_blocks.PinnedAllocator", "arenapy.interop.cupy_blocks.PinnedMemory",
     "arenapy.interop.hip_calls.Memory",  # without HIP
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
     "arenapy.cuda.ordering.Ordering", "arenapy.cuda.fence.Retained",

@@ -195,6 +195,7 @@ TABLE = [
     row("Bump .*growing|Bump grow", r"mmap|madvise\(HUGEPAGE\)", NO_MEMORY, NO_MAP),
     row("Slab .*", MEMORY, "ENOMEM", FINE, NO_TABLE),
     row("Slab .*", MEMORY, "ENOMEM, lasting", SLAB_FULL, NO_TABLE),
+    row(r"Slab\(\)", "mprotect", "ENOMEM|EACCES", FINE, NO_MAP, NOT_MAPPED, NO_TABLE),
     row(r"Slab\(\)", MEMORY, NO_MEMORY, NO_MAP, NO_PAGES, NO_TABLE),
     row("Slab .*", "mprotect", "EACCES", FINE, NOT_MAPPED, NO_TABLE),  # tables ask for less
     row("Slab.*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, NO_TABLE),
