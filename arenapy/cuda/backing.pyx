@@ -19,6 +19,7 @@ from arenapy.base.atomic cimport arenapy_add, arenapy_cas, arenapy_load, arenapy
 from arenapy.buffer.block cimport StreamHooks
 from arenapy.memory.region cimport Backing, Region
 from arenapy.cuda.copies cimport CudaMemory, new_memory
+from arenapy.cuda.ordering cimport unseen_list
 from arenapy.cuda.driver cimport (
     OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
     need, primary,
@@ -651,6 +652,7 @@ cdef void free_what_left() noexcept:
 
 
 @cython.final
+@cython.no_gc_clear                  # the end of a region needs it
 cdef class DriverPoolHandle:
     """A memory pool of the driver, and a stream to ask it on. Internal."""
 
@@ -769,7 +771,7 @@ def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nby
                 result = driver.cuStreamSynchronize(stream)
             restore_capture_mode(&mode)
     backing.pool, backing.address, backing.generation = pool, address, generation
-    backing.earlier = []
+    backing.earlier = unseen_list()
     if result == OUT_OF_MEMORY:
         raise out_of_memory(nbytes, pool.ordinal, "cuMemAllocFromPoolAsync")
     checked(result, "cuMemAllocFromPoolAsync")

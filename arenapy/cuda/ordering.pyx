@@ -66,6 +66,7 @@ cdef extern from "Python.h":
     void count_down "Py_DECREF" (PyObject* o) noexcept
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
+    void PyObject_GC_UnTrack(PyObject* o)
 
 cdef enum:
     FEW = 16                 # batches
@@ -80,7 +81,11 @@ cdef enum:
     MANY_USES = 16           # of a block: with so many more, it drops those that are over
 
 
+# The collector takes garbage apart in any order, and the end of an allocator needs its batches. So
+# the collector sees neither batches nor the lists of them. It does not see the uses of blocks
+# either, which name the same streams: no other cycle is lost by this.
 @cython.final
+@cython.no_gc
 cdef class Batch:
     """Released blocks that wait for the same. Internal."""
 
@@ -91,13 +96,19 @@ cdef class Batch:
 seal(Batch)
 
 
+cdef list unseen_list():
+    """An empty list that the collector does not see, and so does not empty."""
+    cdef list made = []
+    PyObject_GC_UnTrack(<PyObject*>made)
+    return made
+
+
 @cython.no_gc_clear                  # blocks may wait to the last
 cdef class Ordering(StreamHooks):
     """When memory that streams use may be used again. Internal."""
 
     def __cinit__(self, *args, **kwargs):
-        self.open = []
-        self.batches = []
+        self.open, self.batches = unseen_list(), unseen_list()
         self.recent = []
         self.capacity = <size_t>-1
         self.most = FEW
@@ -570,7 +581,7 @@ cdef class Ordering(StreamHooks):
                 drop_uses(hold)
                 (<MemoryOwner>owner).finish_free(hold)
                 hold = next
-        self.open, self.batches = [], []
+        self.open, self.batches = unseen_list(), unseen_list()
         return waits
 
     cdef Py_ssize_t advance(self, PyObject* owner, bint wait, StreamRef waiter) noexcept:

@@ -1,0 +1,133 @@
+"""Allocators and regions that end by the garbage collector while streams use their memory.
+
+The collector takes the objects of a cycle apart in any order. So in each case here, each of them is
+taken apart first once, as the collector would do it.
+"""
+
+import ctypes
+import gc
+
+import pytest
+from cuda_support import MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
+
+from arenapy import Pool, cuda
+
+N = 4096
+TP_CLEAR = object.__basicsize__ + 8 * 22  # where a type has a pointer to its function of this name
+EACH_SOURCE = {**SOURCES, "growing device": lambda: cuda.Device(grow=True)}
+clearing = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)
+
+
+def function_of(kind):
+    return ctypes.c_void_p.from_address(id(kind) + TP_CLEAR).value
+
+
+def test_where_the_function_is():
+    names = {name: function_of(kind) for name, kind in (("list", list), ("dict", dict))}
+    assert all(names.values()) and names["list"] != names["dict"]
+    assert function_of(int) is None
+    there = [1]
+    clearing(function_of(list))(there)
+    assert there == []
+
+
+def pool_with_an_event(gpu, source):
+    """The stream is an integer, so the release of the block records an event."""
+    pool, s = Pool(MIB, source()), new_stream(gpu)
+    block = pool.alloc(N)
+    block.record_stream(s.handle_)
+    slowly_fill(gpu, s, block, 1)
+    return pool
+
+
+def pool_with_a_stream(gpu, source):
+    """The event is still to be recorded."""
+    pool, s = Pool(MIB, source()), cuda.Stream()
+    block = pool.alloc(N)
+    block.record_stream(s)
+    slowly_fill(gpu, s.handle, block, 1)
+    return pool
+
+
+def pool_of_a_stream(gpu, source):
+    """Memory that the host can access has no own stream."""
+    s = cuda.Stream()
+    own = None if source().region(N).host_accessible else s
+    pool = Pool(MIB, source(), stream=own)
+    block = pool.alloc(N, stream=s)
+    slowly_fill(gpu, s.handle, block, 1)
+    return pool
+
+
+def pool_with_a_graph(gpu, source):
+    pool, s = Pool(MIB, source()), new_stream(gpu)
+    gpu.begin_capture(s.handle_)
+    block = pool.alloc(N, stream=s)
+    slowly_fill(gpu, s, block, 1)
+    gpu.replay(graph_of(gpu, s), s.handle_)
+    return pool
+
+
+def region(gpu, source):
+    one, s = source().region(MIB), new_stream(gpu)
+    block = one.buffer(0, N)
+    block.record_stream(s.handle_)
+    slowly_fill(gpu, s, block, 1)
+    return one
+
+
+MAKE = [pool_with_an_event, pool_with_a_stream, pool_of_a_stream, pool_with_a_graph, region]
+
+
+class Frame:
+    """Any object of a user's program."""
+
+
+def garbage(make, *arguments):
+    """What the collector would free, itself included."""
+    gc.collect()  # what others left
+    frame = Frame()
+    frame.itself, frame.thing = frame, make(*arguments)
+    del frame
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        return gc.garbage[:]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+def problems(make, source, which):
+    """What is wrong if the collector begins with one of the objects; how many there are."""
+    with a_gpu(leaks=True) as gpu:
+        things = [
+            thing
+            for thing in garbage(make, gpu, EACH_SOURCE[source])
+            if function_of(type(thing)) and type(thing) is not Frame
+        ]
+        many = len(things)
+        if which < many:
+            clearing(function_of(type(things[which])))(things[which])
+        things.clear()
+        gc.collect()
+        gpu.drain()
+        found = gpu.errors[:]
+        gpu.errors.clear()
+    return found, many
+
+
+@pytest.mark.parametrize("source", EACH_SOURCE)
+@pytest.mark.parametrize("make", MAKE, ids=[make.__name__ for make in MAKE])
+@pytest.mark.sampled
+def test_the_collector_may_begin_anywhere(make, source):
+    problems(make, source, 0)  # the first of all makes what stays
+    gc.collect()
+    gc.freeze()  # so that each collection is short
+    try:
+        found, many = problems(make, source, 0)
+        assert not found and 0 < many < 100
+        for which in range(1, many):
+            assert not problems(make, source, which)[0], which
+    finally:
+        gc.unfreeze()
