@@ -8,6 +8,7 @@ import ctypes
 import gc
 
 import pytest
+from capsules import Tensor
 from cuda_support import MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
 
 from arenapy import Pool, cuda
@@ -76,7 +77,38 @@ def region(gpu, source):
     return one
 
 
-MAKE = [pool_with_an_event, pool_with_a_stream, pool_of_a_stream, pool_with_a_graph, region]
+class Both(Tensor):
+    """An array with DLPack and the array interface, as those of CuPy."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def array_of_another_library(gpu, source):
+    """It is used anew at once when its library may have it. (Its memory is always a device's.)"""
+    address = gpu.got("cuMemAlloc", ctypes.c_uint64, N)
+    array, s = Both(address, (N,)), new_stream(gpu)
+    block = cuda.asbuffer(array)
+    block.record_stream(s)
+    slowly_fill(gpu, s, block, 1)
+
+    def reuse():
+        if gpu.uses(address, N):
+            gpu.errors.append("another array got its bytes while a kernel was to use them")
+
+    array.on_delete = reuse
+    return block
+
+
+MAKE = [
+    pool_with_an_event,
+    pool_with_a_stream,
+    pool_of_a_stream,
+    pool_with_a_graph,
+    region,
+    array_of_another_library,
+]
 
 
 class Frame:
