@@ -16,10 +16,10 @@ from collections import deque
 from functools import partial
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_cas, arenapy_load, arenapy_sub
+from arenapy.base.unseen cimport unseen_list
 from arenapy.buffer.block cimport StreamHooks
 from arenapy.memory.region cimport Backing, Region
 from arenapy.cuda.copies cimport CudaMemory, new_memory
-from arenapy.cuda.ordering cimport unseen_list
 from arenapy.cuda.driver cimport (
     OUT_OF_MEMORY, SUCCESS, Location, callable_, checked, driver, enter, forget, generation, leave,
     need, primary,

@@ -63,7 +63,5 @@ cdef class Ordering(StreamHooks):
 
 # `block.release(stream)` for a stream that may be named by another object than at the allocation.
 cdef int give_back(Buffer block, object stream) except -1
-# An empty list that the collector does not see, and so does not empty while it is needed.
-cdef list unseen_list()
 # The streams that were told of a block, and events of those that are gone.
 cdef list told_to(Block block)

@@ -34,6 +34,7 @@ from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store,
     arenapy_sub, arenapy_take_ptr,
 )
+from arenapy.base.unseen cimport unseen_list
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.buffer.block cimport (
@@ -66,7 +67,6 @@ cdef extern from "Python.h":
     void count_down "Py_DECREF" (PyObject* o) noexcept
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
-    void PyObject_GC_UnTrack(PyObject* o)
 
 cdef enum:
     FEW = 16                 # batches
@@ -94,13 +94,6 @@ cdef class Batch:
 
 
 seal(Batch)
-
-
-cdef list unseen_list():
-    """An empty list that the collector does not see, and so does not empty."""
-    cdef list made = []
-    PyObject_GC_UnTrack(<PyObject*>made)
-    return made
 
 
 @cython.no_gc_clear                  # blocks may wait to the last

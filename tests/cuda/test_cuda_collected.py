@@ -1,7 +1,7 @@
 """Allocators and regions that end by the garbage collector while streams use their memory.
 
-The collector takes the objects of a cycle apart in any order. So in each case here, each of them is
-taken apart first once, as the collector would do it.
+The collector takes the objects of a cycle apart in any order. So in each case here, it begins with
+each of them once.
 """
 
 import ctypes
@@ -9,27 +9,13 @@ import gc
 
 import pytest
 from capsules import Tensor
+from collecting import collect_from
 from cuda_support import MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
 
 from arenapy import Pool, cuda
 
 N = 4096
-TP_CLEAR = object.__basicsize__ + 8 * 22  # where a type has a pointer to its function of this name
 EACH_SOURCE = {**SOURCES, "growing device": lambda: cuda.Device(grow=True)}
-clearing = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)
-
-
-def function_of(kind):
-    return ctypes.c_void_p.from_address(id(kind) + TP_CLEAR).value
-
-
-def test_where_the_function_is():
-    names = {name: function_of(kind) for name, kind in (("list", list), ("dict", dict))}
-    assert all(names.values()) and names["list"] != names["dict"]
-    assert function_of(int) is None
-    there = [1]
-    clearing(function_of(list))(there)
-    assert there == []
 
 
 def pool_with_an_event(gpu, source):
@@ -111,38 +97,10 @@ MAKE = [
 ]
 
 
-class Frame:
-    """Any object of a user's program."""
-
-
-def garbage(make, *arguments):
-    """What the collector would free, itself included."""
-    gc.collect()  # what others left
-    frame = Frame()
-    frame.itself, frame.thing = frame, make(*arguments)
-    del frame
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        gc.collect()
-        return gc.garbage[:]
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-
-
 def problems(make, source, which):
     """What is wrong if the collector begins with one of the objects; how many there are."""
     with a_gpu(leaks=True) as gpu:
-        things = [
-            thing
-            for thing in garbage(make, gpu, EACH_SOURCE[source])
-            if function_of(type(thing)) and type(thing) is not Frame
-        ]
-        many = len(things)
-        if which < many:
-            clearing(function_of(type(things[which])))(things[which])
-        things.clear()
-        gc.collect()
+        many = collect_from(lambda: make(gpu, EACH_SOURCE[source]), which)
         gpu.drain()
         found = gpu.errors[:]
         gpu.errors.clear()
