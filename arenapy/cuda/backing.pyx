@@ -25,7 +25,7 @@ from arenapy.cuda.driver cimport (
     need, primary,
 )
 from arenapy.cuda.stream_ref cimport (
-    StreamRef, current_device, known_in, made_stream, relax, restore_capture_mode,
+    StreamRef, current_device, is_done, known_in, made_stream, relax, restore_capture_mode,
     stream_of,
 )
 from arenapy.cuda.fence cimport Fence, late_work_of, synchronize
@@ -522,16 +522,19 @@ cdef class PinnedBacking(Backing):
 
     def __dealloc__(self):
         cdef char* start
-        cdef int mode
+        cdef int result, mode
         arenapy_sub(&registered, self.counted)
-        if self.context == NULL:
-            return
-        start = self.host.ptr
-        if callable_(self.generation):
+        if self.context != NULL and callable_(self.generation):
+            start = self.host.ptr
             with nogil:
-                if relax(self.context, &mode) == SUCCESS:
-                    forget(driver.cuMemHostUnregister(start))
+                result = relax(self.context, &mode)
+                if result == SUCCESS:
+                    result = driver.cuMemHostUnregister(start)
                     restore_capture_mode(&mode)
+                forget(result)
+            if not is_done(result):
+                # It stays, for the driver would use its old pages for what is mapped there next.
+                Py_INCREF(self.host)
 
 
 seal(PinnedBacking)
