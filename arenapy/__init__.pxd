@@ -1,4 +1,4 @@
-# What `cimport arenapy` gives: docs/c_api.md describes it. No NumPy here, nor in any file below.
+# For `cimport arenapy`, which docs/c_api.md describes. No NumPy here, nor in any file below.
 from arenapy.base.abi cimport ARENAPY_ABI
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.bump.bump cimport Bump, BumpMark, bump_alloc, bump_free, bump_mark, bump_reset

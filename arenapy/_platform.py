@@ -32,7 +32,7 @@ def require_supported() -> None:
 
 
 def in_main_interpreter() -> bool:
-    """Whether this is the interpreter that the process began with."""
+    """True in the interpreter that the process began with."""
     try:
         return bool(_thread._is_main_interpreter())  # type: ignore[attr-defined]
     except AttributeError:  # before 3.12

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What a block of code costs: page faults, bytes, allocations, peak.
+"""The cost of a block of code: page faults, bytes, allocations, peak.
 
 What lives here: the differences between the beginning and the end of a block. What does not: the
 counting. An allocator counts from when it is made (`_tally`), and keeps one peak, which can be
@@ -7,9 +7,9 @@ exchanged (`_exchange_peak`): no allocation is slower because somebody measures.
 
 That one peak has to serve blocks that nest or overlap, in any number of threads. So each allocator
 that is being measured has a `_Watch`: a list of peaks, the first one the allocator's own from
-before, then one for each measurement that runs, the newest last. What the allocator shows is the
-newest one's. Whenever it is read, all of them are raised: the newest began last, so what was seen
-since then is in everybody's block.
+before, then one for each measurement that runs, the newest last. The allocator shows the
+newest one. Whenever it is read, all of them are raised: the newest began last, so all it has seen
+is in everybody's block.
 
 It is compiled so that a signal's exception comes before a block is entered or left, or after that,
 and not in the middle: see numpy_handler/contexts.

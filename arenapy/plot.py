@@ -1,7 +1,7 @@
 """Pictures of allocators, with matplotlib (the extra ``plot``), which is imported when drawing.
 
 What lives here: laying out. Memory is one long line, region after region, each from the beginning
-of a row; `position` in it is counted in bytes, and the picture is that line, wrapped. What is drawn
+of a row; `position` in it is counted in bytes, and the picture is that line, wrapped. The data
 comes from `blocks()`, nothing is asked of an allocator that a user could not ask.
 
 Why it is fast: blocks are rows of arrays, never objects of matplotlib's. Up to `MANY` pieces are
@@ -50,7 +50,7 @@ or, in a clone of arenapy, with the extra of this package: python -m pip install
 
 
 class HasBlocks(Protocol):
-    """What can be drawn."""
+    """An object that can be drawn."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -217,7 +217,7 @@ class _Layout:
         return list(np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1))
 
     def regions(self) -> _Extents:
-        """What is drawn of the regions, as positions."""
+        """The part of each region that is drawn, as positions."""
         return _Extents(self.first_rows * self.row_bytes, self.shown)
 
 

@@ -39,7 +39,7 @@ CLASS_COLUMNS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Figures:
-    """What all dataclasses of figures have in common: they are shown, and become dicts."""
+    """The base of all dataclasses of figures: it shows them, and makes dicts of them."""
 
     def as_dict(self) -> dict[str, Any]:
         """All figures by name as plain data, including derived figures and those by class.

@@ -139,7 +139,7 @@ class Copies:
         self.device = cuda.Device().region(nbytes).buffer()
 
     def loop(self, host, piece=None, to_device=True):
-        """What `turns` runs. piece: bytes of each copy of many."""
+        """The statement for `turns`. piece: the size in bytes of each of many copies."""
         parts = [(self.device, host)]
         if piece is not None:
             edges = range(0, host.nbytes, piece)
@@ -277,7 +277,7 @@ def driver_allocations(quick):
 
 @dataclass(frozen=True)
 class Claim:
-    """What is said, and how it is looked at."""
+    """A statement of the documentation, and the function that measures it."""
 
     said: str
     measure: Callable

@@ -1,1 +1,1 @@
-"""What Bump, Slab and Pool have in common."""
+"""Common parts of Bump, Slab and Pool."""

@@ -1,4 +1,4 @@
-# What every allocator has in common, for the modules that implement one.
+# Common parts of all allocators, for the modules that implement one.
 from arenapy.buffer.block cimport MemoryOwner
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.ndarray cimport Spec
@@ -10,7 +10,7 @@ cdef class Allocator:
     cdef AllocatorCore base      # its core
     cdef list shards         # of its core, to live as long as this
 
-    # What alloc() does with a stream, or without.
+    # The block of alloc(), with a stream or without.
     cdef Buffer buffer_for(self, Py_ssize_t n, Py_ssize_t align, object stream)
     # The same for a stream, as the hooks name it, that is being captured into a graph.
     cdef Buffer captured_block(self, Py_ssize_t n, Py_ssize_t align, object stream)
@@ -20,7 +20,7 @@ cdef class Allocator:
     cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align)
     # A block for a C call that found none free: the source is asked. NULL, or an exception: none.
     cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL
-    # What empty() gives on a device.
+    # The result of empty() on a device.
     cdef Buffer device_array(self, object shape, object descr, object order, Spec* spec)
 
 
@@ -43,7 +43,7 @@ cdef int complete(Allocator one) except -1
 cdef Buffer begun(MemoryOwner owner, Buffer b, object stream)
 # Raise ValueError unless `old` is open and has at most n bytes.
 cdef int check_growth(Buffer old, Py_ssize_t n) except -1
-# What `one` gives for a block that cannot grow in place to n bytes: a new block of `owner`, the
+# The result of `one` for a block that cannot grow in place to n bytes: a new block of `owner`, the
 # allocator's core or a part of it, with the contents. The old one is released.
 cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n)
 # Not to be listed among the allocators of this process: it is a part of another one.

@@ -143,7 +143,7 @@ cdef class Allocator:
         raise NotImplementedError(type(self).__name__)
 
     def _ledger(self):
-        """That of debug mode, or None. Private to arenapy.debug."""
+        """The ledger of debug mode, or None. Private to arenapy.debug."""
         return self.base.ledger if self.base is not None else None
 
     def _reserved(self):

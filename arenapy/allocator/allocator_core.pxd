@@ -30,11 +30,11 @@ cdef class AllocatorCore(MemoryOwner):
     cdef uint64_t n_recording    # atomic: threads that may have read `recorder`, and are using it
     cdef list recorders      # unseen: all that such a thread may be using
 
-    # What kind of memory its source gives, and to what stream blocks belong that name no other.
+    # Note the kind of the source's memory, and the stream of blocks that name no other.
     cdef int adopt(self, object source, object stream) except -1
     # Give back what streams were at work on; False: nothing. `wait`: until they are done.
     cdef bint settle_streams(self, bint wait) except -1
-    # What a core does first when it ends, while it is still whole.
+    # The first step when a core ends, while it is still whole.
     cdef void finish(self) noexcept
     # Take a region over, as the last one.
     cdef int take_region(self, Region region, tuple regions) except -1

@@ -323,7 +323,7 @@ cdef class AllocatorCore(MemoryOwner):
             PyErr_Restore(kind, value, trace)
 
     cdef void verify_quietly(self) noexcept:
-        # What was found, and that a file shrank, is for a call that can raise it.
+        # Findings, and a file that shrank, are left to a call that can raise.
         if self.ledger.n_found == 0 and not self.shrunk():
             self.verify()                    # to sys.unraisablehook
 

@@ -1,1 +1,1 @@
-"""What knows nothing of memory: atomics, locks, sizes, sets of intervals, classes, text."""
+"""Parts that know nothing of memory: atomics, locks, sizes, sets of intervals, classes, text."""

@@ -1,4 +1,4 @@
-# What a struct's comments promise, said in code: each core checks it on entry and exit.
+# The promises of a struct's comments, in code: each core checks them on entry and exit.
 #
 # Only assertion builds look (CFLAGS=-DARENAPY_ASSERT; docs/internals.md has the command). All
 # others evaluate nothing.

@@ -147,8 +147,8 @@ cdef extern from *:
     bint arenapy_finalizing() noexcept nogil
 
 
-# What has no rank is the last in the order. (The lock of an object is checked on builds with a GIL,
-# too, where it is empty.)
+# A lock without a rank comes last in the order. (The lock of an object is checked on builds with
+# a GIL, too, where it is empty.)
 
 cdef inline void arenapy_lock_acquire(arenapy_lock* lock) noexcept nogil:
     if ASSERTS:

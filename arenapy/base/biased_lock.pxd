@@ -43,8 +43,8 @@ cdef extern from *:
     static int arenapy_membarrier(int command) {
         return syscall(SYS_membarrier, command, 0, 0) == 0;
     }
-    /* Asks only. To register takes 10 to 20 ms in a process that has threads, and OpenBLAS starts
-       some when NumPy is imported: whoever takes a lock from its owner first does it. */
+    /* Asks only. `prepare_takeovers` (thread_slot) registers. A thread that takes a lock from its
+       owner before that is done registers itself. */
     static int arenapy_may_own(void) {
         static int may = -1;
         int known = __atomic_load_n(&may, __ATOMIC_RELAXED);

@@ -27,7 +27,7 @@ cdef struct Extents:
 # has changed then.
 cdef bint make_room(
     void** items, Py_ssize_t* capacity, Py_ssize_t wanted, size_t item) noexcept nogil
-# Room for `more` extents beside those there. What follows needs it: insert one, carve one.
+# Room for `more` extents beside those there. These calls need it: insert one, carve one.
 cdef bint extents_room(Extents* set, Py_ssize_t more) noexcept nogil
 # NULL if there is none: the last extent that starts at or below (region, at); the first above it;
 # the first of all; the last of all.

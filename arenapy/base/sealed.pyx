@@ -50,7 +50,7 @@ def refuse_new(cls, *args, **kwargs):
 
 
 cdef int refuse_init(object self, PyObject* args, PyObject* kwargs) except -1:
-    """What a call runs after ``tp_new``. Classes derived in C that users do call inherit it."""
+    """The ``__init__`` of sealed classes. Subclasses that users may call inherit it, and pass."""
     how = hows.get(type(self))
     if how is not None:
         raise TypeError(how)

@@ -98,5 +98,5 @@ cdef enum:
 
 cdef Py_ssize_t as_size(object value, str what) except -1
 cdef Py_ssize_t as_align(object value) except -1
-# What a constructor's debug=None means.
+# The value of a constructor's argument `debug`. None: as ARENAPY_DEBUG says.
 cdef bint debug_wanted(object debug) except -1

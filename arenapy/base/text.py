@@ -44,7 +44,7 @@ def printable_lines(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception says; its type if it says nothing, as Python's own MemoryError."""
+    """The text of an exception; its type if it has no text, as Python's own MemoryError."""
     return str(error) or type(error).__name__
 
 

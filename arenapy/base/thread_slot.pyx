@@ -1,6 +1,8 @@
 """Threads: numbered, so that what is kept by thread has few owners and goes on to new threads.
 
-In a forked child only the thread that forked has a number. What is kept under the others is whole,
+This module also prepares the process for threads that take locks from their owners (biased_lock).
+
+In a forked child only the thread that forked has a number. Data kept under the others is whole,
 or is forgotten there: the locks that guard it are taken around a fork, and freelists emptied
 after it.
 """
@@ -10,8 +12,13 @@ from arenapy.base.assertion cimport ASSERTS, arenapy_assert
 
 cdef extern from *:
     """
+    #include <linux/membarrier.h>
     #include <pthread.h>
+    #include <signal.h>
     #include <stdint.h>
+    #include <sys/stat.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
     static uint64_t arenapy_taken;               /* bit i: a living thread has number 1 + i */
     static uint64_t arenapy_others;              /* threads that found all taken */
     static __thread uint64_t arenapy_number;     /* of this thread; 0: none yet */
@@ -58,6 +65,28 @@ cdef extern from *:
         return arenapy_number = arenapy_slot = 1 + i;
     }
 
+    /* To register takes 10 to 20 ms in a process that has threads, and no time in another one.
+       OpenBLAS starts some when NumPy is imported. */
+    static void *arenapy_register(void *nothing) {
+        syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0);
+        return nothing;
+    }
+    static void arenapy_register_soon(void) {
+        static char begun;
+        struct stat tasks;
+        sigset_t all, before;
+        pthread_t thread;
+        if (__atomic_exchange_n(&begun, 1, __ATOMIC_RELAXED)) return;
+        if (stat("/proc/self/task", &tasks) == 0 && tasks.st_nlink == 3) {    /* 2, and threads */
+            arenapy_register(NULL);
+            return;
+        }
+        sigfillset(&all);                        /* no signal's handler is to run in it */
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (pthread_create(&thread, NULL, arenapy_register, NULL) == 0) pthread_detach(thread);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+
     /* Of this thread: how many locks of a rank it holds, and how many of those are other
        cores', which a fork took. */
     typedef struct {
@@ -77,6 +106,7 @@ cdef extern from *:
     uint64_t number "arenapy_number"
     uint64_t new_number "arenapy_new_number" () noexcept nogil
     int64_t offset_of_slot "arenapy_slot_offset" () noexcept nogil
+    void register_soon "arenapy_register_soon" () noexcept nogil
 
 
 cdef uint64_t thread_number() noexcept nogil:
@@ -85,6 +115,10 @@ cdef uint64_t thread_number() noexcept nogil:
 
 cdef int64_t slot_offset() noexcept nogil:
     return offset_of_slot()
+
+
+cdef void prepare_takeovers() noexcept nogil:
+    register_soon()
 
 
 # ---- the order of locks: in assertion builds only ------------------------------------------

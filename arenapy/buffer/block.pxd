@@ -64,9 +64,9 @@ cdef class StreamHooks:
     # which some streams cannot be.
     cdef StreamHooks bound(self, object stream)
     cdef StreamHooks of_allocator(self, object stream)
-    # What a user's argument names; None: no stream but the allocator's own, or none at all.
+    # The stream of a user's argument; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)
-    # What a stream names, if its blocks are to be kept for it; else None. It may be given work now.
+    # The name of a stream whose blocks are kept for it; else None. It may be given work now.
     cdef object stream_cache(self, object stream)
     # The graph that a stream is being captured into. `bound`, `join` (as the first) and `done` take
     # it for a stream: blocks are its own until it is gone, and free for that stream in its capture.
@@ -92,7 +92,7 @@ cdef class StreamHooks:
     cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1
-    # What DLPack's number for a stream names; None: the consumer sees to the order itself.
+    # The stream of DLPack's number; None: the consumer sees to the order itself.
     cdef object consumer(self, object stream)
     # Another library is to use a block, on that stream: which waits for those that used it before.
     cdef int lend(self, object block, object stream) except -1
@@ -114,7 +114,7 @@ cdef class StreamHooks:
     cdef int fill(self, object block, int byte, object stream) except -1
 
 
-# What bytes belong to: a Region, or the core of an allocator. It keeps them mapped, knows
+# The owner of bytes: a Region, or the core of an allocator. It keeps them mapped, knows
 # whether an unheld Buffer is still valid, and is told when a held one ends.
 cdef class MemoryOwner:
     cdef readonly str kind
@@ -189,7 +189,7 @@ cdef class Block:
     cdef Block root                      # None: this is a root; else what counts as held
 
 
-# What the roots that the threads of one number make count instead of their owner, whose own count
+# Reference-count shard: roots made in one thread slot count it instead of their owner, whose count
 # would be a cache line that all threads write. It counts the owner. Its allocator, and each of
 # those roots, keeps it.
 cdef class CountShard:
@@ -276,7 +276,7 @@ cdef void end_hold(PyObject* root) noexcept
 cdef int note_use(Block block, object use) except -1
 cdef void drop_use(Block block, object use) noexcept
 cdef list uses_of(Block block)               # as they are now
-# What a stream argument names, for memory of this owner; None: nothing to take note of.
+# The stream of an argument, for memory of this owner; None: nothing to take note of.
 cdef object named_stream(MemoryOwner owner, object stream)
 
 

@@ -37,7 +37,7 @@ cdef extern from "<stdlib.h>" nogil:
 
 
 cdef class MemoryOwner:
-    """What a Buffer's bytes belong to. Internal: a Region or an allocator's core."""
+    """The owner of a Buffer's bytes: a Region or an allocator's core. Internal."""
 
     def __cinit__(self, *args, **kwargs):
         self.kind = "host"

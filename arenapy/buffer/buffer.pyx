@@ -180,7 +180,7 @@ cdef class Buffer(Block):
 
     @property
     def readonly(self) -> bool:
-        """Whether exports are read-only."""
+        """True if exports are read-only."""
         return is_readonly(self)
 
     @property
@@ -282,7 +282,7 @@ cdef class Buffer(Block):
                 arenapy_store(&self.word, CLOSED)
                 done = True
             arenapy_lock_release(&self.owner.lock)
-            # What is closed is this call's alone. Not under the lock: this may write a recording,
+            # A closed root is this call's alone. Not under the lock: this may write a recording,
             # and ask whether another process sees the block.
             if mine and self.owner.recycles:
                 self.owner.release_block(self)
@@ -721,7 +721,7 @@ cdef int fill_bytes(Block block, object value, object stream) except -1:
 
 
 cdef StreamHooks either_hooks(Block block, object other):
-    """That of memory which streams use, if one of both is."""
+    """The stream hooks of the first of both that has some; None if neither has."""
     cdef StreamHooks hooks = block.owner.hooks
     if hooks is None and isinstance(other, Block):
         hooks = (<Block>other).owner.hooks

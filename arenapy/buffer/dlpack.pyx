@@ -115,7 +115,7 @@ cdef void _fill(
 
 
 def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
-    """What ``Buffer.__dlpack__`` returns.
+    """The capsule that ``Buffer.__dlpack__`` returns.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
     hooks = buffer.owner.hooks
     here = device(buffer)
     where = here if dl_device is None else as_pair(dl_device, "dl_device")
-    # Who asks for pinned memory may use it on the host, or on the device too.
+    # A consumer that asks for pinned memory may use it on the host, or on the device too.
     both = dl_device is None and buffer.owner.kind == "pinned"
     if both and stream is not None:
         where = PINNED                       # whoever names a stream knows of it
@@ -178,7 +178,7 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
 cdef int check_ignored(Buffer buffer, tuple where, object stream) except -1:
     """A stream for memory without hooks. It must be None, but consumers of HIP's memory name one.
 
-    Whoever exports that memory has synchronized its streams (interop/hip).
+    The exporter of that memory has synchronized its streams (interop/hip).
     """
     if where[0] not in (KIND_ROCM, KIND_ROCM_HOST):
         raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")

@@ -55,7 +55,7 @@ cdef type ndarray_type = np.ndarray
 cdef enum:
     MEANINGS = 64
 
-# What dtype arguments mean, found by address. Each is one of NumPy's or Python's own scalar types,
+# Known dtype arguments, found by address. Each is one of NumPy's or Python's own scalar types,
 # one of NumPy's own dtypes, or a string whose dtype has no fields: those always mean the same, and
 # nothing in their dtype changes, as names of fields can, and by __setstate__, which is left to
 # pickle, all of a dtype that is not NumPy's own. An entry counts both, so that no other argument
@@ -310,7 +310,7 @@ cdef tuple fit(object shape, Py_ssize_t itemsize, Py_ssize_t nbytes, object dtyp
 
 
 def view(Buffer buffer not None, shape, dtype):
-    """What Buffer.view returns."""
+    """The typed view that Buffer.view returns."""
     # Not a dict's key: equal dtypes may differ in the names of their fields.
     descr = as_dtype("u1" if dtype is None else dtype)
     itemsize, typestr, format = describe(descr)
@@ -321,7 +321,7 @@ def view(Buffer buffer not None, shape, dtype):
 
 
 cpdef object dtype_of(View view):
-    """What View.dtype is."""
+    """The value of View.dtype."""
     return np.dtype(view.typestr) if view.descr is None else view.descr
 
 

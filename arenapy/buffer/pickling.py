@@ -24,7 +24,7 @@ def layout_of(buffer: Buffer) -> tuple[Any, Any] | None:
 
 
 def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
-    """What ``Buffer.__reduce_ex__`` returns: the bytes, out of band where the pickler asks."""
+    """The value of ``Buffer.__reduce_ex__``: the bytes, out of band if the pickler can."""
     flat = memoryview(buffer.view())
     data = pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
     return _rebuild[0], (data, layout_of(buffer), buffer.readonly)

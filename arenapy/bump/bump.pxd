@@ -32,11 +32,11 @@ cdef class Scope:
 # -- in C
 # nogil calls for modules that `cimport arenapy`.
 #
-# Thread-safety: none. Whoever calls these owns the arena for the time, as with any bump
+# Thread-safety: none. The caller owns the arena for the time, as with any bump
 # allocator; only Buffers may die on other threads meanwhile.
 #
-# What these hand out is raw: a reset takes it back whoever still looks. Not to dangle is what
-# Buffers are for.
+# These hand out raw memory: a reset takes it back although it is in use. Only Buffers protect
+# against that.
 
 # A position, valid until a reset to an older one.
 cdef struct BumpMark:

@@ -656,7 +656,7 @@ cdef class Bump(Allocator):
 @cython.final
 @cython.freelist(64)
 cdef class Scope:
-    """What :meth:`Bump.scope` returns: marks on entry, resets to it on exit."""
+    """The result of :meth:`Bump.scope`: it marks on entry, and resets to the mark on exit."""
 
     def __enter__(self):
         if self.mark is not None:
@@ -670,6 +670,9 @@ cdef class Scope:
             raise ValueError("this scope is not entered")
         self.mark = None
         self.arena.leave(mark, kind is not None)
+
+    def __repr__(self):
+        return f"<Scope of {self.arena!r}, {'open' if self.mark is not None else 'not open'}>"
 
 
 seal(Scope, "a scope is made by Bump.scope(), not by calling the class")

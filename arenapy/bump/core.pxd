@@ -12,7 +12,7 @@ from arenapy.allocator.allocator_core cimport AllocatorCore
 
 
 # -- the arena
-# What of an arena's regions it may not hand out.
+# The parts of an arena's regions that it may not hand out.
 
 cdef class Arena(AllocatorCore):
     cdef Extents free        # what is free, but for what the allocator has taken to hand out next
@@ -33,7 +33,7 @@ cdef class Arena(AllocatorCore):
 
 # -- core
 
-# What was allocated since a mark (the base frame: since the last full reset).
+# The allocations since a mark (the base frame: since the last full reset).
 cdef struct Frame:
     uint64_t content         # tag of the Buffers allocated in it; new after every reset to it
     uint64_t id              # carried by its marks; grows along the frames
@@ -44,7 +44,7 @@ cdef struct Frame:
     uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
 
 
-# What stats() and the properties say; bytes.
+# The figures of stats() and of the properties; bytes.
 cdef struct Figures:
     size_t capacity, used, live, free, largest_free, retired, leased, peak, metadata
     Py_ssize_t held, marks, regions
@@ -115,7 +115,7 @@ cdef class BumpCore(Arena):
     cdef Py_ssize_t frame_of(self, uint64_t content) noexcept nogil
 
 
-# What the fields above promise, as far as that takes a few instructions (`check` does all of it).
+# The invariants of the fields above that take a few instructions to check (`check` checks all).
 # With the lock held, and between operations.
 cdef inline bint bump_is_valid(BumpCore c) noexcept nogil:
     cdef uintptr_t start = c.runs[c.n_runs - 1].start

@@ -64,7 +64,7 @@ cdef class InPlace:
         cdef size_t step = max(self.page, <size_t>HUGE) if nbytes >= HUGE else self.page
         return min((nbytes + step - 1) // step * step, self.nbytes)
 
-    # What is unmapped while the source works there, others may have mapped again: it is pinned.
+    # Pinned: others could map parts of it that are unmapped while the source works there.
 
     cdef int extend(self, size_t nbytes) except -1:
         cdef size_t ready = self.with_memory(nbytes)

@@ -1,7 +1,7 @@
 # The quick way of a Bump: `take` moves the cursor forward, `rewind` moves it back.
 #
-# What does not fit is for `arena_alloc_slow`, which looks for another free extent; what is held, or
-# was moved since the mark, for `rewind_slow`, which retires the survivors.
+# Requests that do not fit go to `arena_alloc_slow`, which looks for another extent. Blocks that
+# are held, or were moved since the mark, go to `rewind_slow`, which retires the survivors.
 from libc.stdint cimport uint32_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit

@@ -3,7 +3,7 @@
 A subcommand is a module with ``main(argv) -> int`` and a line in `COMMANDS`. It is imported when it
 is the one asked for, so that ``arenapy --version`` costs nothing and a missing extra of one
 subcommand does not break another. The program of ``arenapy run`` waits for what is imported here,
-which is next to nothing. What a subcommand prints is its own business; how a command ends is
+which is next to nothing. The output of a subcommand is its own business; how a command ends is
 decided here: 0 for success, 1 for a failure told in one line on standard error, 2 for wrong
 arguments (argparse), 130 for Ctrl-C, and SIGPIPE when the reader has gone away.
 """

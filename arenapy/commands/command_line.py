@@ -1,4 +1,4 @@
-"""What the command lines have in common: the parser, numbers, files, text for the terminal.
+"""Common parts of the command lines: the parser, numbers, files, text for the terminal.
 
 What lives here: what must be alike in all commands. What does not: any option. A number that an
 option takes has bounds, so that what a user types is refused by name and never overflows later.
@@ -108,7 +108,7 @@ def check_outputs(
     written : mapping
         By option, the file, None if it was not given, and what it will be.
     read : mapping, optional
-        What else the command line names.
+        Other files that the command line names.
     """
     for option, (path, kind) in written.items():
         if path is not None:

@@ -35,13 +35,13 @@ class Fact:
     Attributes
     ----------
     group, name : str
-        What it is about.
+        The subject.
     value : str, int, bool, list or None
         As data: sizes are bytes, None is "no limit" or "not known".
     shown : str
         The value as text.
     meaning : str
-        What it means for the user, in one line.
+        The meaning for the user, in one line.
     """
 
     group: str

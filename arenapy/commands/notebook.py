@@ -21,7 +21,7 @@ __all__ = ["CellReport", "load_ipython_extension"]
 
 
 class CellReport:
-    """What a pool did for one cell: a table in a notebook, lines at a terminal.
+    """The report of a pool about one cell: a table in a notebook, lines at a terminal.
 
     Attributes
     ----------

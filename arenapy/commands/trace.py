@@ -45,7 +45,7 @@ def _parser() -> Parser:
 
 
 def _tables(view: View) -> list[Table]:
-    """Who holds how much."""
+    """Tables of the holders, at the peak and at the end."""
     found = []
     for title, moment in (
         ("In use at the peak", view.blocks.peak),

@@ -4,7 +4,7 @@ What lives here: getting memory from the driver, and giving it back when the reg
 does not: options and their checks (source), who uses the memory (ordering).
 
 A Backing ends without the GIL, and not at all once the interpreter ends or in a forked child: the
-driver then frees what there is, or nobody may. What goes wrong at an end is told nobody.
+driver then frees what there is, or nobody may. Errors at an end are not reported.
 """
 cimport cython
 from cpython.ref cimport Py_INCREF
@@ -223,7 +223,7 @@ def lent_region(StreamHooks memory, size_t nbytes, object borrow, object give_ba
     """A region at the address that `borrow(nbytes)` returns; `give_back(address, nbytes)` ends it.
 
     The address may be free in the order of the legacy stream only, in which both are called, with
-    the device current. `check(address)` may refuse it. What the backing has to give back is noted
+    the device current. `check(address)` may refuse it. `give_back` is noted
     here, between whose lines no signal's exception can come.
     """
     cdef LentBacking backing = LentBacking.__new__(LentBacking)

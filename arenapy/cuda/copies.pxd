@@ -28,7 +28,7 @@ cdef class Side:
 
 cdef CudaMemory new_memory(
     str kind, int device_id, bint host_accessible, bint device_accessible, Py_ssize_t align)
-# What is known of one side, whose memory is to be written to or read by `stream` of `leading`, as
+# Describe one side, whose memory is to be written to or read by `stream` of `leading`, as
 # the user gave it; nothing is changed.
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
 # The state of a stream that is to copy. Raises, saying what to do, if it cannot be used now.

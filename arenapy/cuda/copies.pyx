@@ -223,7 +223,7 @@ cdef int refuse_readonly(Block block) except -1:
 
 
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
-    """What is known of one side; nothing is changed."""
+    """Describe one side of a copy. This changes nothing."""
     cdef Side side = Side.__new__(Side)
     cdef Foreign array
     cdef Block b
@@ -257,7 +257,7 @@ cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
 
 
 cdef int of_buffer(Side side, bint to) except -1:
-    """What the host has."""
+    """Describe a side that is an object of the host with a buffer."""
     side.on_host = True
     try:
         side.view = memoryview(side.thing)
@@ -369,7 +369,7 @@ cdef int prepare(Side side, StreamRef s, int state, bint now, set joined) except
     cdef Block block = block_of(side)
     cdef CudaMemory m = memory_under(side)
     if m is not None:
-        # Who had these bytes before used them on the own stream.
+        # The former owner of these bytes used them on the allocator's own stream.
         if m.own is not None and m.own not in joined:
             if m.own is not s:
                 follow_as(s, state, m.own, True)
@@ -530,7 +530,7 @@ cdef CudaMemory memory_of(object thing):
 # Both calls of the driver have other arguments since CUDA 13; of each, the one is there that the
 # installed cuda-python has.
 
-#: What may be advised, in the driver's numbers (CU_MEM_ADVISE_*).
+#: The advice that can be given, in the driver's numbers (CU_MEM_ADVISE_*).
 ADVICE = {
     "read_mostly": 1,
     "unset_read_mostly": 2,

@@ -1,4 +1,4 @@
-"""What CUDA can raise."""
+"""The exceptions of CUDA."""
 
 
 class Unavailable(RuntimeError):

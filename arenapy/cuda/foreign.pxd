@@ -1,4 +1,4 @@
-# What other libraries say of their memory.
+# Descriptions of memory by other libraries.
 from libc.stdint cimport uint64_t
 
 from arenapy.cuda.stream_ref cimport StreamRef

@@ -173,7 +173,7 @@ cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
 
 
 cdef int place(Foreign array) except -1:
-    """What kind of memory it is, and on which device."""
+    """Note the kind of the array's memory, and its device."""
     cdef int device = 0, managed = 0, kind = 0, result
     cdef uint64_t address = array.address
     with nogil:
@@ -288,7 +288,7 @@ cdef Foreign taken_over(object capsule, object thing):
 
 
 cdef Foreign of_tensor(DLTensor* tensor, object thing):
-    """What a tensor says; it is still the capsule's."""
+    """The array that a tensor describes. The tensor still belongs to the capsule."""
     cdef Foreign array = Foreign.__new__(Foreign)
     cdef int i
     cdef int ndim = tensor.ndim

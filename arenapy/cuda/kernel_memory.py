@@ -78,7 +78,7 @@ class _Reset:
 
 
 class _KernelMemory:
-    """What both have: a struct, whose second line has the counters, and the memory behind it."""
+    """Common part of both: a struct with counters in its second line, then the memory."""
 
     _all: Buffer
     _windows: weakref.WeakSet[_Window]

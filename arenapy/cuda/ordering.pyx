@@ -22,7 +22,7 @@ all others it is free when the graph is gone, and with it all that was made from
 
 Locks. `ended` is called by destructors, so it only pushes onto a list; then whoever finds `busy`
 unset does the rest, which calls the driver, without the GIL and under no lock. Others leave what
-they have to that thread, which looks again before it goes. Who needs memory waits for that thread,
+they have to that thread, which looks again before it goes. A request for memory waits for it,
 so it calls no code of the user: it asks only streams that are `lasting` whether they are closed.
 """
 cimport cython
@@ -286,7 +286,7 @@ cdef class Ordering(StreamHooks):
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1:
         """A block that many streams and graphs used one after the other need not keep them all.
 
-        What counts is what a stream is given until the block is released. That is known already if
+        Only work counts that a stream is given until the block is released. It is known already if
         nobody else has its object. The last `most` uses are looked at.
         """
         cdef StreamRef s
@@ -513,7 +513,7 @@ cdef class Ordering(StreamHooks):
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
         look(True)
-        # What waits for another thread's default stream is the legacy one, and not that stream.
+        # If the own stream is another thread's default one, the legacy stream would wait.
         if wait and self.own is not None and not self.host_accessible and not (
                 <StreamRef>self.own).gone() and not elsewhere(
                 <StreamRef>self.own) and (<StreamRef>self.own).state() == FREE_TO_USE:
@@ -617,7 +617,7 @@ cdef class Ordering(StreamHooks):
     cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept:
         """Blocks that nothing else uses are free, others wait for the next; how many are free.
 
-        What they no longer wait for is added to `over`.
+        The uses that they no longer wait for are added to `over`.
         """
         cdef Py_ssize_t n = 0
         cdef Hold* hold = batch.first

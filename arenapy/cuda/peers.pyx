@@ -37,7 +37,7 @@ cdef enum:
     PEER_UNSUPPORTED = 217   # CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
     PEER_ALREADY_ENABLED = 704
     TOO_MANY_PEERS = 711
-    # What a link carries while it does one piece more of a copy, without the piece. A copy of n
+    # The cost of one more piece of a copy, as bytes that a link carries meanwhile. A copy of n
     # bytes in pieces of p takes as long as n + p + n / p * BYTES_A_PIECE bytes on one link. So p is
     # best as the root of n * BYTES_A_PIECE. (Two H100: 3 us. Two streams on each side hid none.)
     BYTES_A_PIECE = 200_000

@@ -291,14 +291,14 @@ class _Line:
         self.consumer = consumer
         self.readers: ThreadPoolExecutor
         self.next = 0  # the first byte that no task is to read yet
-        # What is ahead, oldest first: memory of the device, and the end of the task that fills it.
+        # Items ahead, oldest first: memory of the device, and the end of the task that fills it.
         self.ahead: deque[tuple[Buffer, Future[Event]]] = deque()
         self.items: list[Buffer] = []  # pinned, one after the other
         self.copied: list[Event | None] = []  # of each item: the copy out of it
         self.tasks = 0
 
     def begin(self) -> None:
-        """Whatever takes memory; Unavailable and its like are raised here."""
+        """Take all memory. Unavailable and other errors of CUDA are raised here."""
         self.stream = Stream(self.device_id)
         if self.pool is None:
             count = self.depth + 1  # and the one that the consumer has

@@ -41,6 +41,9 @@ cdef class StreamRef:
     # Has it done all that it was given? Not sure: no. Nor is the legacy stream: it would only tell
     # of its own work, and who uses its memory untold does so on any of the blocking streams.
     cdef bint idle(self) noexcept
+    # Its parts, for whom `state` was FREE_TO_USE just now: may one ask, and the answer.
+    cdef bint tells_idle(self) noexcept
+    cdef bint has_nothing_to_do(self) noexcept
 
 
 # The base of our own stream objects.

@@ -142,16 +142,18 @@ cdef class StreamRef:
         return says_captured(self.state(), handle_here(self))
 
     cdef bint idle(self) noexcept:
-        cdef int result, mode = RELAXED
+        return self.tells_idle() and self.state() == FREE_TO_USE and self.has_nothing_to_do()
+
+    cdef bint tells_idle(self) noexcept:
+        """May `has_nothing_to_do` be asked, if it is free to use?"""
         # Of one that may be gone, the handle may be another's: an event is asked, which tells. So
         # is one for another thread's default stream.
         if self.thread:
-            if elsewhere(self):
-                return False
-        elif self.id == 0 or not self.lasting or self.gone():
-            return False
-        if self.state() != FREE_TO_USE:
-            return False
+            return not elsewhere(self)
+        return self.id != 0 and self.lasting and not self.gone()
+
+    cdef bint has_nothing_to_do(self) noexcept:
+        cdef int result, mode = RELAXED
         with nogil:
             result = relax(self.context, &mode)
             if result == SUCCESS:

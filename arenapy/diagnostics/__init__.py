@@ -1,1 +1,1 @@
-"""Who called, and what happened: call sites, traces, the ledger of debug mode."""
+"""Records of callers and events: call sites, traces, the ledger of debug mode."""

@@ -28,7 +28,7 @@ cdef enum:
 # Where the running thread is. With or without the GIL, and with an exception on its way; under no
 # lock of arenapy.
 cdef uint32_t call_site() noexcept nogil
-# What a number stands for, NUL-terminated, for good.
+# The text of a site's number, NUL-terminated, valid for good.
 cdef const char* site_text(uint32_t site) noexcept nogil
 # " (allocated at ...)", to follow the name of a block; nothing for NO_SITE.
 cdef str allocated_at(uint32_t site)

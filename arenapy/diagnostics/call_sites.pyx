@@ -157,7 +157,7 @@ cdef enum:
     MAX_DEPTH = 64
     MAX_STACKS = 1 << 16     # later ones are number 0: their code would be kept for ever
 
-#: What would be mistaken for the end of a name.
+#: Characters that a reader would take for the end of a name, and their replacements.
 CONTROL = bytes(range(32)), b"?" * 32
 TABLE = bytes.maketrans(*CONTROL)
 

@@ -63,7 +63,7 @@ cdef void describe(char* text, Ledger ledger, const Damage* d) noexcept nogil:
 
 @cython.final
 cdef class Ledger:
-    """What is where, in an allocator in debug mode. Internal."""
+    """The blocks of an allocator in debug mode, by address. Internal."""
 
     def __cinit__(self, str what):
         self.what = what

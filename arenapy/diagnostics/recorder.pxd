@@ -24,7 +24,7 @@ cdef enum:
     EVENT_TEXT = 9       # written by the recorder: 16 bytes of the text of sites
     EVENT_KEEP = 10      # the block outlived the resets so far, and may do so beyond the last event
 
-# What recorder.pyx describes; docs/traces.md has it for readers of files.
+# An event, which recorder.pyx describes; docs/traces.md describes it for readers of files.
 cdef struct Event:
     uint64_t time        # ticks since the recording began, with the operation in the top 8 bits
     uint64_t block       # address

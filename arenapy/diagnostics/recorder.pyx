@@ -611,7 +611,7 @@ cdef class Recording:
     allocator, path, sites
         As for :func:`arenapy.trace.record`.
     kind : str, optional
-        What the trace says it is of. By default the class of the allocator, with ", device" after
+        The subject of the trace. By default the class of the allocator, with ", device" after
         it if its memory is a GPU's.
 
     Notes

@@ -194,7 +194,7 @@ cdef class Allocator:
         return <Pool>pool
 
     cdef object stream_of(self, intptr_t handle, Pool pool):
-        """What names CuPy's current stream."""
+        """The stream argument that stands for CuPy's current stream."""
         cdef Kept one
         cdef StreamRef named
         for one in self.kept:

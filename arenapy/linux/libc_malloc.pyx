@@ -14,11 +14,11 @@ faulted in anew. `mallopt` ends it:
 
 Any of these calls ends, for good, that glibc adapts its thresholds, and none tells what was in
 force before. So the end is the state that glibc comes to by itself when a block of 32 MiB was
-freed, the largest that it learns from. What was kept until then goes back as glibc finds it at the
+freed, the largest that it learns from. Memory kept until then goes back as glibc finds it at the
 end of a heap, or by `malloc_trim`, which is not called here: it would also give back what any
 program keeps.
 
-What mallopt cannot do is ask for huge pages; GLIBC_TUNABLES does (commands/run/command.py).
+mallopt cannot ask for huge pages; GLIBC_TUNABLES does (commands/run/command.py).
 
 Thread-safety: every function may be called from any thread.
 """

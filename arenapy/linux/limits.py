@@ -52,7 +52,7 @@ class Limit(NamedTuple):
 
     @property
     def available(self) -> int:
-        """What is free."""
+        """The free bytes under this limit."""
         return max(self.nbytes - self.used, 0)
 
 
@@ -190,9 +190,9 @@ def check_request(
     Parameters
     ----------
     nbytes : int
-        What is to be faulted in.
+        The bytes that are to be faulted in.
     what : str
-        What asks, for the message.
+        The name of the caller, for the message.
     turn : str
         The option of it that helps, for the message.
     numa_node : int, optional
@@ -290,7 +290,7 @@ def numa_nodes(sys: Folder = SYS) -> tuple[int, ...]:
 
 
 def _node_limits(sys: Folder, node: int) -> Iterator[Limit]:
-    """What is free on one NUMA node: pages bound to it cannot come from elsewhere."""
+    """The free memory of one NUMA node. Pages that are bound to it cannot come from elsewhere."""
     figures = {}
     for line in (_read(f"{sys}/devices/system/node/node{node}/meminfo") or "").splitlines():
         words = line.split()  # Node 0 MemFree:  1234 kB

@@ -38,14 +38,14 @@ __all__ = [
 
 LOOKED_AT = 1024  # bytes of a file that tell its kind
 STANDARD = {1: "standard output", 2: "standard error"}
-#: What a folder or a mount says where a file cannot be replaced, but may be written.
+#: Errors of a folder or a mount in which a file cannot be replaced, but perhaps written.
 IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV)
-#: What a file system says that has no hard links.
+#: Errors of a file system that has no hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Kind(NamedTuple):
-    """What an output is known by.
+    """A kind of output, and how to recognize it.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
     begins : bytes
         Its first bytes.
     holds : bytes
-        What else is in the first `LOOKED_AT` of them.
+        Bytes that are also in the first `LOOKED_AT` of them.
     """
 
     name: str
@@ -82,12 +82,12 @@ def check(path: Path, kind: Kind) -> None:
     ----------
     path : path-like
     kind : Kind
-        What will be written.
+        The kind of the output to write.
 
     Raises
     ------
     FileExistsError
-        What is there is neither empty nor of this kind.
+        The present file is neither empty nor of this kind.
     OSError
         The file cannot be written: it is a folder, there is no folder for it, somebody else is
         writing it, this process may not.
@@ -102,7 +102,7 @@ def check_apart(named: Mapping[str, Path]) -> None:
     Parameters
     ----------
     named : mapping
-        What each file is for, and its path.
+        The purpose of each file, and its path.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def write(path: Path, data: bytes, kind: Kind) -> None:
     Raises
     ------
     OSError
-        As `check`, or it cannot be written. What was there is then still there, unless neither the
+        As `check`, or it cannot be written. The old file is then still there, unless neither the
         folder nor a mount lets it be replaced.
     """
     done = False

@@ -113,7 +113,7 @@ cdef uint64_t injected_count = 0
 
 
 cdef bint injected() noexcept nogil:
-    """Whether a test wants this slice to fail."""
+    """True if a test wants this slice to fail."""
     cdef uint64_t n
     if not injected_errno:
         return False
@@ -324,11 +324,11 @@ def huge_bytes(size_t address, size_t nbytes):
 
 
 def can_populate():
-    """Whether the kernel has ``MADV_POPULATE_WRITE``."""
+    """True if the kernel has ``MADV_POPULATE_WRITE``."""
     # Of nothing at all, which any kernel does that knows the advice.
     return madvise(NULL, 0, MADV_POPULATE_WRITE) == 0
 
 
 def can_scan_pages():
-    """Whether the kernel has ``PAGEMAP_SCAN``, without which `huge_bytes` reads smaps."""
+    """True if the kernel has ``PAGEMAP_SCAN``, without which `huge_bytes` reads smaps."""
     return scanned_huge_bytes(<size_t>&BASE_PAGE, 1) >= 0

@@ -1,6 +1,6 @@
 # The C surface of reserved address space: what allocators keep their growing tables in.
 # None of these raises or touches Python. Addresses are multiples of the page; sizes are rounded up
-# to it. What is returned as int is 0 or a negative errno.
+# to it. A result of type int is 0 or a negative errno.
 from posix.types cimport pid_t
 
 
@@ -27,6 +27,8 @@ cdef int vm_protect(void* at, size_t nbytes, bint accessible) noexcept nogil
 # Make a part accessible and fault it in, so that using it faults no more. It must hold nothing: on
 # failure the part has no page.
 cdef int vm_commit(void* at, size_t nbytes) noexcept nogil
+# The latter alone, of a part that is accessible; on failure some of its pages may be there.
+cdef int vm_fill(void* at, size_t nbytes) noexcept nogil
 # Take a range that nothing is mapped in, so that nothing else comes to lie there.
 cdef int vm_occupy(size_t address, size_t nbytes) noexcept nogil
 # Give a part's pages back, locked or not; it stays accessible, and reads as zeros.
@@ -34,12 +36,13 @@ cdef int vm_decommit(void* at, size_t nbytes) noexcept nogil
 
 
 # -- arrays that grow in place
-# An array that grows in place, in address space of its own: allocators' metadata. What is ready was
+# An array that grows in place, in address space of its own: allocators' metadata. Ready memory was
 # faulted in, so that using it faults no more, and nothing that points into it ever moves.
 
 cdef struct ReservedArray:
     char* at                 # NULL: closed
     size_t ready             # bytes that may be used
+    size_t accessible        # bytes, of which those that are not ready have no pages
     size_t reserved          # bytes; 0 if closed
 
 # Reserve room for nbytes; False: there is no such address space.

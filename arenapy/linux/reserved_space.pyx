@@ -82,14 +82,19 @@ cdef int vm_protect(void* at, size_t nbytes, bint accessible) noexcept nogil:
     return -errno if mprotect(at, nbytes, access) else 0
 
 
+cdef int vm_fill(void* at, size_t nbytes) noexcept nogil:
+    cdef int rc = vm_populate(<size_t>at, nbytes, True)
+    while rc == -EINTR or rc == -EAGAIN:
+        sched_yield()
+        rc = vm_populate(<size_t>at, nbytes, True)
+    return rc
+
+
 cdef int vm_commit(void* at, size_t nbytes) noexcept nogil:
     cdef int rc = vm_protect(at, nbytes, True)
     if rc:
         return rc
-    rc = vm_populate(<size_t>at, nbytes, True)
-    while rc == -EINTR or rc == -EAGAIN:
-        sched_yield()
-        rc = vm_populate(<size_t>at, nbytes, True)
+    rc = vm_fill(at, nbytes)
     if rc:
         vm_decommit(at, nbytes)
     return rc
@@ -236,7 +241,7 @@ cdef enum:
 
 cdef bint array_open(ReservedArray* t, size_t nbytes) noexcept nogil:
     nbytes = (nbytes + PAGE - 1) & ~<size_t>(PAGE - 1)
-    t.ready = 0
+    t.ready = t.accessible = 0
     t.at = <char*>vm_reserve(nbytes, PAGE)
     t.reserved = nbytes if t.at != NULL else 0
     return t.at != NULL
@@ -246,9 +251,27 @@ cdef bint array_grow(ReservedArray* t, size_t nbytes) noexcept nogil:
     nbytes = (nbytes + PAGE - 1) & ~<size_t>(PAGE - 1)
     if nbytes <= t.ready:
         return True
-    if nbytes > t.reserved or vm_commit(t.at + t.ready, nbytes - t.ready) < 0:
+    if nbytes > t.reserved or not make_accessible(t, nbytes):
+        return False
+    if vm_fill(t.at + t.ready, nbytes - t.ready) < 0:
+        vm_decommit(t.at + t.ready, nbytes - t.ready)
         return False
     t.ready = nbytes
+    return True
+
+
+cdef bint make_accessible(ReservedArray* t, size_t nbytes) noexcept nogil:
+    """At least so many bytes. Twice as many each time: mprotect waits for all threads that are
+    faulting pages in, and they wait for it.
+    """
+    cdef size_t wished = min(max(nbytes, 2 * t.accessible), t.reserved)
+    if nbytes <= t.accessible:
+        return True
+    if vm_protect(t.at + t.accessible, wished - t.accessible, True) < 0:
+        wished = nbytes                      # a limit may leave room for no more than that
+        if vm_protect(t.at + t.accessible, wished - t.accessible, True) < 0:
+            return False
+    t.accessible = wished
     return True
 
 
@@ -256,4 +279,4 @@ cdef void array_close(ReservedArray* t) noexcept nogil:
     if t.at != NULL:
         vm_unmap(<size_t>t.at, t.reserved)
         t.at = NULL
-        t.ready = t.reserved = 0
+        t.ready = t.accessible = t.reserved = 0

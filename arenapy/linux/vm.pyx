@@ -606,7 +606,7 @@ def huge_page(int fd):
 
 
 def is_tmpfs(int fd):
-    """Whether a file is on tmpfs, where reading a hole takes a page of memory."""
+    """True if a file is on tmpfs, where reading a hole takes a page of memory."""
     cdef int answer = c_is_tmpfs(fd)
     if answer < 0:
         fail()
@@ -755,8 +755,8 @@ def file_nbytes(int fd):
 #
 # A byte-range lock of an open file description (OFD) says that somebody still sees these bytes. The
 # kernel drops it with the last reference to that description, also when a process is killed: no
-# protocol, nothing to clean up. Descriptors are such references, and so are mappings. Whoever sees
-# the bytes has a mapping of the description, so that the lock lasts when descriptors are closed.
+# protocol, nothing to clean up. Descriptors are such references, and so are mappings. Each process
+# that sees them maps the description, so that the lock lasts when descriptors are closed.
 
 cdef int reopened(int fd) noexcept nogil:
     cdef char path[32]

@@ -7,7 +7,7 @@ cdef struct Child
 cdef struct Span:
     uintptr_t start, end     # start < end
 
-# What a child sees of a region: what was in use there at the fork.
+# The part of a region that a child sees: the ranges in use there at the fork.
 cdef struct Seen:
     Child* child
     Span* spans              # owned; ascending and disjoint

@@ -1,4 +1,4 @@
-"""What forked children see of this process's memory, and whether they have ended.
+"""Records of the memory that forked children see, and of whether the children have ended.
 
 What lives here: the records of what was in use at each fork, and the one lease of each child. What
 does not: which ranges those are (the allocators), which regions a child sees (region).

@@ -225,7 +225,7 @@ cdef void forget(Holding* holding) noexcept:
 @cython.final
 @cython.no_gc_clear               # the view is needed until the region is gone
 cdef class Claim:
-    """What a region claims; `claim` makes it, and the region keeps it as its owner. Internal."""
+    """The claim of a region. `claim` makes it, and the region keeps it as its owner. Internal."""
 
     def __enter__(self):
         return self
@@ -298,7 +298,7 @@ def claim(ranges not None, str label not None, *, view=None, bint anyway=False, 
         Device and inode of the file (0 and 0: addresses), first byte and last one + 1, and whether
         nobody else may have them.
     label : str
-        What to call the region in messages.
+        The name of the region in messages.
     view : object, optional
         Kept until the region is gone.
     anyway : bool

@@ -28,7 +28,7 @@ HugePages = Literal["auto", "2M", "1G"] | None
 
 
 class MemoryOptions(Protocol):
-    """What `Host` and `Shared` have in common."""
+    """The options that `Host` and `Shared` have in common."""
 
     @property
     def huge_pages(self) -> HugePages: ...

@@ -37,7 +37,7 @@ HEAD = struct.Struct("<8sBBHIQQQ")
 PLAIN, TYPED, ARRAY = range(3)
 MAX_DIMS = 64  # NumPy's limit
 MAX_DTYPE = 1 << 16
-#: What a text that is not a dtype raises.
+#: The exceptions of a text that is not a dtype.
 MALFORMED = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
     TypeError, ValueError,
@@ -87,7 +87,7 @@ def _let_go(sock: socket.socket, connection: socket.socket | Connection) -> None
 
 
 def _dtype_text(dtype: np.dtype[Any]) -> bytes:
-    """What `_dtype_of` reads: its name, or of a structured one its fields."""
+    """The text of a dtype for `_dtype_of`: its name, or the fields of a structured one."""
     text = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
     return text.encode()
 
@@ -250,7 +250,7 @@ def _received(sock: socket.socket) -> Buffer | np.ndarray[Any, Any]:
 
 
 def _made(sock: socket.socket, head: bytes, file: vm.Descriptor) -> Buffer | np.ndarray[Any, Any]:
-    """What the message says; the memory takes the descriptor over."""
+    """The Buffer or array of a message. Its memory takes the descriptor over."""
     head += _exactly(sock, HEAD.size - len(head))
     magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
     if (

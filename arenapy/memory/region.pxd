@@ -65,7 +65,7 @@ cdef class Region(MemoryOwner):
     cdef int pin(self) except -1
     cdef void unpin(self) noexcept
 
-# What source.region(nbytes) gives: a Region, it is to be hoped.
+# The result of source.region(nbytes), which should be a Region and is not checked here.
 cdef object ask_source(object source, object nbytes)
 # The region that a Buffer's bytes are in, or None.
 cdef Region region_behind(Block block)

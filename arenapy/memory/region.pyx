@@ -13,7 +13,7 @@ are marked gone, and so are the allocators over them. For memory that parent and
 the handlers write down every byte that is not free, and give the child a lease by which its end is
 known (children). If any of this fails, the parent's allocator reuses nothing from then on.
 
-C code forks without the GIL. Whatever the GIL alone guards may then be half changed by another
+C code forks without the GIL. Data that the GIL alone guards may then be half changed by another
 thread, in the parent and in the child: the handlers call no Python, and read and write nothing of
 that kind.
 """
@@ -89,7 +89,7 @@ cdef uint64_t made = 0              # regions ever
 
 
 cdef class Backing:
-    """What a region's memory is, where it is no mapping of its own. Internal."""
+    """The memory behind a region that has no mapping of its own. Internal."""
 
 
 seal(Backing, "a Backing is internal; make a source's region")
@@ -681,7 +681,7 @@ cdef bint _child_writes_here(PyObject* p) noexcept nogil:
     return (
         (<Region>p).fork == FORK_CLOSED
         and not ((<Region>p).inherited or (<Region>p).gone or (<Region>p).lease_lost)
-        # What nobody allocates from now is viewed, and may be allocated from later: by an allocator
+        # A region without an allocator is viewed, and may get one later: an allocator
         # over this region, or over another one of the same bytes of a user's object.
         and ((<Region>p).user != NULL or (<Region>p).borrowed or not (
             (<Region>p).received or (<Region>p).shared or (<Region>p).readonly))
@@ -721,7 +721,7 @@ cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
 cdef void _after_fork(bint child) noexcept nogil:
     cdef PyObject* p = regions
     children_unlock(child)
-    # What a user's object has may lie in a region that is not for children, and be occupied below.
+    # A user's object may lie in a region that is not for children, and be occupied below.
     while child and p != NULL:
         if (<Region>p).borrowed:
             _inherit(p, vm_is_mapped(<uintptr_t>(<Region>p).ptr, (<Region>p).size))

@@ -6,7 +6,7 @@ from arenapy.buffer.buffer import Buffer
 from arenapy.linux.vm import Descriptor
 from arenapy.memory.region import Region
 
-# What multiprocessing sends in place of a file descriptor.
+# The object that multiprocessing sends in place of a file descriptor.
 class _Handle(Protocol):
     def detach(self) -> int: ...
 

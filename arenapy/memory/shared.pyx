@@ -6,7 +6,7 @@ mapping itself (sources, vm), fork (region), what a leased range means for an al
 pool/page_heap, slab/core).
 
 A lease is a read lock on the Buffer's bytes of the memfd, taken through an open file
-description of its own, whose descriptor is what travels. Whoever has that descriptor, or has
+description of its own, whose descriptor travels. A process that has that descriptor, or has
 mapped it, holds the lease: first the message under way, then the receiver (and the children it
 forks), which maps the bytes through it and so keeps the lease when it closes the descriptor. The
 kernel ends it with the last descriptor and mapping, also when a process is killed. The owner
@@ -317,7 +317,7 @@ def receive_region(handle, identity, offset, nbytes, page_size):
 def leased_window(Region region not None, Py_ssize_t offset, Py_ssize_t nbytes):
     """A region for one Buffer of a received one: same mapping, own lease.
 
-    What is mapped for it is a page that keeps the lease.
+    The mapping made for it is a page that keeps the lease.
     """
     cdef Region window = Region.from_address(
         region.address + offset, nbytes, kind="shared", owner=region,

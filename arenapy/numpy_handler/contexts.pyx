@@ -111,7 +111,7 @@ cdef class PoolHandler:
 
 @cython.final
 cdef class Entry:
-    """What is in force in a context; the first of a stack is what was before."""
+    """The handler in force in a context. The first entry of a stack is the handler from before."""
 
     cdef object capsule
     cdef Context memory              # None for the first
@@ -197,8 +197,8 @@ cdef class Context:
         """False: it is not installed in this context."""
         return self.leave(True, True)
 
-    # `asked`: by the user, and not for a thread that was started under it. What is done to the
-    # whole process is done for the user alone.
+    # `asked`: by the user, and not for a thread that was started under it. Changes to the
+    # whole process are made for the user alone.
 
     cdef int enter(self, bint installed, bint asked) except -1:
         cdef bint cover = asked and (self.threads or self._keeps)

@@ -2,13 +2,13 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-# What fell back to libc, all atomic.
+# Counters of allocations that fell back to libc, all atomic.
 cdef struct Fallbacks:
     uint64_t count           # ever
     uint64_t nbytes          # ever
     uint64_t live            # blocks that are alive
 
-# What the callbacks know of the pool and the policy.
+# The data of the callbacks: the pool and the policy.
 cdef struct Handler:
     PyObject* core           # the PoolCore, owned
     PyObject* counts         # the Counts, owned

@@ -1,4 +1,4 @@
-"""What NumPy calls for the data of arrays: a handler (NEP 49) over a Pool.
+"""The handler (NEP 49) over a Pool, which NumPy calls for the data of arrays.
 
 What lives here: the callbacks, the capsule that arrays keep. What does not: which handler is in
 force where (contexts), what the short way cannot serve (blocks), the pool itself.
@@ -45,7 +45,7 @@ from arenapy.base.sanitizer cimport POISONS
 # They stand in a module of their own so that compilers leave them out of the callbacks, whose
 # registers would be theirs to save. All run with or without the GIL, on any thread, and never
 # raise; only growth, which asks the source, needs the interpreter. A block is known by its address:
-# NumPy's idea of its size is not asked. What is in no region of the pool is libc's, and says in
+# NumPy's idea of its size is not asked. A block in no region of the pool is libc's, and says in
 # front of itself what it is.
 
 cdef extern from "Python.h":
@@ -73,7 +73,7 @@ cdef enum:
     BASE_PAGE = 4096
     LARGE = 16 << 20         # what is larger and grows gets an eighth more than it asks for
 
-# What lies in front of a block of libc's.
+# The header in front of a block of libc's.
 cdef struct Header:
     void* base
     size_t nbytes            # of the block
@@ -83,16 +83,20 @@ cdef struct Header:
 
 @cython.final
 cdef class Counts:
-    """What a handler counts. Internal."""
+    """The counters of a handler. Internal."""
 
-    def as_tuple(self):
-        """(allocations, bytes, live blocks) of libc's blocks, then of lazy zeros."""
+    def as_dict(self):
+        """The figures by name, as NumpyMemoryStats has them."""
         cdef Fallbacks* s = &self.system
         cdef Fallbacks* z = &self.lazy
-        return (
-            (arenapy_load(&s.count), arenapy_load(&s.nbytes), arenapy_load(&s.live)),
-            (arenapy_load(&z.count), arenapy_load(&z.nbytes), arenapy_load(&z.live)),
-        )
+        return {
+            "system_allocations": arenapy_load(&s.count),
+            "system_bytes": arenapy_load(&s.nbytes),
+            "system_live": arenapy_load(&s.live),
+            "lazy_allocations": arenapy_load(&z.count),
+            "lazy_bytes": arenapy_load(&z.nbytes),
+            "lazy_live": arenapy_load(&z.live),
+        }
 
 
 # ---- blocks of libc ----------------------------------------------------------------------
@@ -188,8 +192,8 @@ cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
 
 
 cdef void other_free(Handler* h, void* block) noexcept nogil:
-    """What `try_give` leaves, such as each block of a pool's second region. (Called from two
-    places, like other_alloc.)"""
+    """Frees that `try_give` leaves, such as each block of a pool's second region. (Two callers, as
+    other_alloc.)"""
     if not try_cache_free(<PoolCore>h.core, block):
         general_free(h, block)
 
@@ -200,7 +204,7 @@ cdef void general_free(Handler* h, void* block) noexcept nogil:
 
 
 cdef bint given_back(PoolCore c, void* block) noexcept nogil:
-    """Whether it was the pool's, to be freed or (a forked child, or freed twice) not any more."""
+    """True if the block is of the pool's memory; a forked child, for one, does not free it."""
     if c.free_block_at(<char*>block):
         c.tell()
         return True
@@ -212,7 +216,7 @@ cdef bint given_back(PoolCore c, void* block) noexcept nogil:
 
 
 cdef void* other_alloc(Handler* h, size_t n) noexcept nogil:
-    """What `try_take` leaves. (Called from two places, so that compilers keep it out of them.)"""
+    """Allocations that `try_take` leaves. (Two callers, so that compilers do not inline it.)"""
     cdef void* block = try_cache_alloc(<PoolCore>h.core, n, True)
     return block if block != NULL else general_alloc(h, n)
 
@@ -279,7 +283,7 @@ cdef extern from "numpy/arrayobject.h":
 
 cnp.import_array()
 
-# What a capsule points to.
+# The struct that a capsule points to.
 cdef struct Capsule:
     PyDataMem_Handler numpy  # first
     Handler handler

@@ -279,8 +279,10 @@ class numpy_memory(Context):
         """
         from arenapy.stats import NumpyMemoryStats
 
-        (count, nbytes, live), (lazy, lazy_nbytes, lazy_live) = self._handler.counts.as_tuple()
-        return NumpyMemoryStats(count, nbytes, live, lazy, lazy_nbytes, lazy_live)
+        return NumpyMemoryStats(**self._figures())
+
+    def _figures(self) -> dict[str, int]:
+        return self._handler.counts.as_dict()
 
     def unreached(self) -> list[str]:
         """Names of the threads that now run Python code without this handler.
@@ -362,7 +364,7 @@ def handles(array: NDArray[Any]) -> Handle | None:
         if isinstance(owner, np.ndarray) and owner.base is None:
             found = handler_block(owner)
             return found and Handle(*found, start - found[2])
-        # Whatever stands between an array and its memory calls that its base, as NumPy does.
+        # Every object between an array and its memory calls the next one its base, as NumPy does.
         owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
         if owner is None:
             break

@@ -3,8 +3,8 @@
 # Thread-safety: any thread may call these, with or without the GIL, and free what another
 # allocated.
 #
-# What these hand out is raw, and is the caller's to free, once. Not to dangle is what Buffers are
-# for; their blocks are not to be freed here.
+# These hand out raw memory, which the caller frees, once. Only Buffers protect against dangling
+# pointers; their blocks are not to be freed here.
 from arenapy.base.abi cimport ARENAPY_ABI
 from arenapy.pool.pool cimport Pool
 

@@ -1,4 +1,4 @@
-"""What must hold of a pool's bookkeeping, listings of its memory, and its figures for users.
+"""The invariants of a pool's bookkeeping, listings of its memory, and its figures for users.
 
 What lives here: reading all of it under all locks, then telling. Nothing is changed. The figures
 are counted again from the descriptors, and compared with those that are kept.
@@ -42,7 +42,7 @@ cdef struct List:
     Py_ssize_t n, capacity
     bint full                # no memory for more
 
-# What is wrong, and where; `why` NULL: nothing.
+# An error and its place; `why` NULL: none.
 cdef struct Fault:
     const char* why
     uintptr_t address
@@ -208,48 +208,37 @@ seal(Listing)
 
 # ---- figures -----------------------------------------------------------------------------
 
-def stats_of(PoolCore core not None):
-    """The figures of this moment, as PoolStats."""
-    from arenapy.stats import ClassStats, PoolStats
-
+def figures_of(PoolCore core not None):
+    """The figures of this moment by name, as PoolStats has them; the classes are dicts, too."""
     cdef PoolFigures f = core.figures()
-    cdef ClassFigures* c
     cdef int k
-    classes = []
-    for k in range(N_CLASSES):
-        c = &f.classes[k]
-        classes.append(ClassStats(
-            index=k,
-            upper_bound=SIZE_CLASSES[k],
-            total_allocations=c.allocations,
-            pool_hits=c.hits,
-            pool_misses=c.misses,
-            splits=c.splits,
-            active_allocations=c.active,
-            allocated_bytes=c.live,
-            pending_bytes=c.pending,
-            idle_bytes=c.idle,
-            reserved_bytes=c.live + c.pending + c.idle,
-            peak_bytes=c.peak,
-            largest_free_block=c.largest,
-        ))
-    c = &f.all
-    return PoolStats(
-        total_allocations=c.allocations,
-        pool_hits=c.hits,
-        pool_misses=c.misses,
-        splits=c.splits,
-        active_allocations=c.active,
-        allocated_bytes=c.live,
-        pending_bytes=c.pending,
-        idle_bytes=c.idle,
-        reserved_bytes=f.reserved,
-        peak_bytes=c.peak,
-        metadata_bytes=f.metadata,
-        largest_free_block=c.largest,
-        regions=f.regions,
-        classes=tuple(classes),
-    )
+    return {
+        **counts_of(&f.all),
+        "reserved_bytes": f.reserved,
+        "metadata_bytes": f.metadata,
+        "regions": f.regions,
+        "classes": [
+            {"index": k, "upper_bound": SIZE_CLASSES[k], **counts_of(&f.classes[k])}
+            for k in range(N_CLASSES)
+        ],
+    }
+
+
+cdef dict counts_of(ClassFigures* c):
+    """The figures that the pool and each of its classes have."""
+    return {
+        "total_allocations": c.allocations,
+        "pool_hits": c.hits,
+        "pool_misses": c.misses,
+        "splits": c.splits,
+        "active_allocations": c.active,
+        "allocated_bytes": c.live,
+        "pending_bytes": c.pending,
+        "idle_bytes": c.idle,
+        "reserved_bytes": c.live + c.pending + c.idle,
+        "peak_bytes": c.peak,
+        "largest_free_block": c.largest,
+    }
 
 
 # ---- the check ---------------------------------------------------------------------------

@@ -42,7 +42,7 @@ cdef struct Node:
     uint32_t next            # in its bucket, a chain or those unused; 0: it is the last
     uint32_t look            # Lent.look when it was given back
 
-# What a stream or a graph has of a device's pool: see stream_cache. For the pool, all is live.
+# Blocks of a device's pool that a stream or a graph has: see stream_cache. For the pool, all live.
 cdef struct Lent:
     Lent* next
     Lent* prev

@@ -327,7 +327,7 @@ cdef class PoolCore(ThreadCaches):
         return r
 
     cdef void add_lent(self, PoolFigures* r) noexcept nogil:
-        """What streams have done with the blocks that they have, which `r` takes for live."""
+        """Correct `r` for blocks that streams and graphs have: it counts all of them as live."""
         cdef Lent* lent
         cdef Node* node
         cdef Descriptor* d

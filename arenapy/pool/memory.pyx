@@ -81,7 +81,7 @@ cdef void leave(list growing) noexcept:
 
 @cython.final
 cdef class PoolMemory:
-    """What a Pool reserves. Internal."""
+    """The memory and the address space that a Pool has reserved. Internal."""
 
     def __cinit__(
         self, PoolCore core not None, object source, size_t max_pages, size_t min_reservation

@@ -27,7 +27,7 @@ cdef enum:
     MAX_DESCRIPTORS = 1 << 26
     BIN_WORDS = (N_STEPS + 63) >> 6
 
-    # What an extent is
+    # States of an extent
     UNUSED = 0               # the descriptor describes nothing
     FREE = 1                 # in a bin, merged with its neighbours
     VOID = 2                 # address space without memory
@@ -275,7 +275,7 @@ cdef inline int segment_of(Pages p, uintptr_t at) noexcept nogil:
     return p.order[low] if (at - s.base) >> PAGE_BITS < s.pages else -1
 
 
-# What the fields above promise, as far as that takes a few instructions. The heap's lock held.
+# The invariants of the fields above that take a few instructions to check. The heap's lock held.
 cdef inline bint heap_is_valid(Pages p) noexcept nogil:
     arenapy_assert(
         p.n_descriptors <= p.descriptor_array.ready // sizeof(Descriptor),

@@ -635,8 +635,8 @@ cdef class Segments(Pages):
     cdef uint32_t begin_trim(self, size_t most, bint enough, const Place* spared) noexcept nogil:
         """Make the free pages that were unused longest BUSY, in whole granules; 0: none are.
 
-        At most so many; or (`enough`) no granule more than it takes for so many. What lies in a
-        spared place stays.
+        At most so many; or (`enough`) no granule more than it takes for so many. Pages in a
+        spared place stay.
         """
         cdef uint32_t id = self.oldest
         cdef uint32_t rest, older, start = 0, end = 0, n, low, high

@@ -19,7 +19,7 @@ cdef class Pool(Allocator):
     cdef double streams_due              # when `trim_after` looks at stream caches and streams next
 
     cdef Buffer stream_block(self, StreamCache cache, object nbytes, object alignment)
-    # What `trim_after` means, now: pages that were given back.
+    # Give back now what `trim_after` would give back; the number of pages.
     cdef size_t trim_old(self) except? 0
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     # Grow a block where it is. False: it has to move.

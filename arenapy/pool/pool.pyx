@@ -40,7 +40,7 @@ from arenapy.memory.region cimport ask_source
 from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
-from arenapy.pool.check import extents, listing, stats_of, verify
+from arenapy.pool.check import extents, figures_of, listing, verify
 from arenapy.memory.sources import Existing, File, Host, Shared
 from arenapy.pool.trimming import start_trimming
 
@@ -577,7 +577,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return done
 
     cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align):
-        # What a graph has idle is used whenever it is launched. (A block that moves is of a capture
+        # A graph uses its idle memory whenever it is launched. (A block that moves is of a capture
         # that is over.)
         if isinstance(owner, StreamCache) and not (<StreamCache>owner).lent.of_graph:
             return self.stream_block(<StreamCache>owner, n, align)
@@ -645,7 +645,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return Defragmented(self.trim(), 1e3 * (time.perf_counter() - start))
 
     def _trim_stale(self):
-        """What `trim_after` means, now."""
+        """Give back now what `trim_after` would give back; return the bytes."""
         return self.trim_old() << PAGE_BITS
 
     # -- growth: what is done for a request that the memory of the pool cannot serve
@@ -708,7 +708,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         # Another thread that grows has the room meanwhile, and may have had more than it needs.
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
-        # What other streams keep, or are still at work on; in the order of the pool's own.
+        # Memory that other streams keep or still work on; in the order of the pool's own.
         if (streams is not None and streams.give_back_all(False, 0) or c.settle_streams(True)
                 or streams is not None and (streams.give_back_all(True, 0)
                                             or streams.wait_for_chains())
@@ -797,6 +797,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         >>> stats.active_allocations, stats.allocated_bytes
         (1, 8192)
         """
+        from arenapy.stats import ClassStats, PoolStats
+
+        figures = self._figures()
+        classes = tuple([ClassStats(**one) for one in figures.pop("classes")])
+        return PoolStats(**figures, classes=classes)
+
+    def _figures(self):
+        # As stats(), without the import of the dataclasses.
         if self.core.may_lease:
             self.core.settle_sends()
         self.core.reclaim_leases()
@@ -804,7 +812,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.streams is not None:
             self.streams.settle_graphs()
             self.streams.collect()
-        return stats_of(self.core)
+        return figures_of(self.core)
 
     def reset_peak(self):
         """Restart `peak_bytes` from the present value, for the pool and each class.
@@ -878,7 +886,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
 
 cdef object as_seconds(object value):
-    """What `trim_after` says, as a float."""
+    """The argument `trim_after` as a float."""
     cdef double seconds = -1
     try:
         seconds = float(value)

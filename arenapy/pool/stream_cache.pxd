@@ -20,7 +20,7 @@ cdef class StreamCache(MemoryOwner):
     # A live block of the pool is this stream's from now on, and its user's; or idle.
     cdef int own(self, char* ptr, uint64_t block_id) except -1
     cdef int add(self, char* ptr, uint64_t block_id) except -1
-    # What is idle, in one chain, which nobody finds; only what is as old as `age` looks. `attach`
+    # Take out the idle blocks as old as `age` looks, in one chain, which nobody finds. `attach`
     # undoes it.
     cdef uint32_t detach(self, uint32_t age) noexcept nogil
     cdef void attach(self, uint32_t chain) noexcept nogil
@@ -51,13 +51,13 @@ cdef class StreamCaches:
     cdef Py_ssize_t come             # streams, since those that are gone were looked for
     cdef size_t idle_allowed         # bytes that streams may keep idle when the pool grows
 
-    # Who has the blocks for a stream of the user: its cache, or the pool's core if it is the pool's
-    # own stream. Else what names it: it is being captured, or gets no cache.
+    # The owner of the blocks of a user's stream: its cache, or the pool's core if it is the pool's
+    # own stream. Else the stream's name: it is being captured, or gets no cache.
     cdef object owner_of(self, object stream)
-    # What a graph has for a stream that is being captured into it.
+    # The cache of a graph for a stream that is being captured into it.
     cdef StreamCache graph_cache(self, object name)
     # A live block of the pool, and others like it, are a stream's, which waits for the pool's own.
-    # What fails frees the block.
+    # If this fails, the block is freed.
     cdef int lend(
         self, StreamCache cache, char* ptr, uint64_t block_id, size_t n, size_t align
     ) except -1
@@ -69,10 +69,10 @@ cdef class StreamCaches:
     cdef size_t settle_gone(self, StreamCache heir) except? 0
     # Before the pool grows: what streams do not use any more. False: nothing.
     cdef bint reclaim(self) except -1
-    # What streams keep is the pool's once they have done what they were given. Only what is as old
+    # The pool takes back blocks of streams that have done their work. Only those that are as old
     # as `age` looks of `trim_after`. `wait`: also what other streams work on. False: nothing.
     cdef bint give_back_all(self, bint wait, uint32_t age) except -1
-    # What the hooks have of Buffers that were dropped goes to the caches.
+    # Blocks of dropped Buffers go from the hooks to the caches.
     cdef int collect(self) except -1
     # A look of `trim_after`: what is as old as `age` of them.
     cdef int trim_old(self, uint32_t age) except -1

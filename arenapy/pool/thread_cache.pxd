@@ -17,6 +17,9 @@ cdef enum:
     SLOTS_MOST = 64          # in a span: the bits of a word
     SMALL_LINES = SMALL_MOST >> 6
     SKEW = 2048              # bytes
+    # A new thread's first allocation may not wait for mmap and mprotect, which wait for all threads
+    # that are faulting pages in. So the first of several threads asks for the caches of all.
+    CACHE_ARRAYS = 8
     FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
 
 # A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
@@ -71,7 +74,6 @@ cdef struct ThreadCache:
     Magazine small[N_SMALL]  # on cache lines
     Count counts[N_CLASSES]
     uint32_t large[N_EXACT - N_SMALL]    # BLOCKs linked by next
-    ReservedArray array      # where this lies
 
 # Slots of one step that go from thread to thread, without a visit to their spans: a depot.
 cdef struct Depot:
@@ -116,11 +118,13 @@ cdef class ThreadCaches(Segments):
     cdef bint fast_path_off  # not the short ways: each call is to do more
     cdef int64_t slot_offset             # slot_offset()
     cdef ThreadCache* caches[N_SLOTS + 1]    # by slot; NULL: there is none, as for slot 0
+    # Where they lie: those of the first N_SLOTS / CACHE_ARRAYS slots, of as many more, and so on.
+    cdef ReservedArray cache_arrays[CACHE_ARRAYS]
     cdef int top_slot        # no slot above it has a cache; under `births`, and grows only, as
     cdef int n_caches        # of these
     # [N_SMALL], by step: from the second cache on. NULL: there are none.
     cdef Depot* depots
-    cdef ReservedArray depot_array       # where they lie
+    cdef ReservedArray depot_array       # where they lie, or will
     cdef ThreadCache* cache  # the first that was made; of threads too, if there is no memory
     cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added
@@ -179,6 +183,7 @@ cdef class ThreadCaches(Segments):
     cdef void add_up_here(self, ThreadCache* f, int s) noexcept nogil
     cdef void add_up_own(self, ThreadCache* f) noexcept nogil
     cdef void open_depots(self) noexcept nogil
+    cdef ThreadCache* room_for_cache(self, int i) noexcept nogil
     cdef bint from_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef bint to_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef void return_slots(self, const Entry* items, uint32_t n, uint32_t tick) noexcept nogil

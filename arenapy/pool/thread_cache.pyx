@@ -47,9 +47,11 @@ from arenapy.base.sizes cimport (
     MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, ROUND_LINES, SMALL_MOST, class_of, round_bytes,
     rounded, step_bytes, step_of,
 )
-from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
+from arenapy.linux.reserved_space cimport (
+    ReservedArray, array_close, array_open, vm_fill, vm_protect,
+)
 from arenapy.base.thread_slot cimport (
-    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
+    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, prepare_takeovers, slot_offset,
 )
 
 cdef enum:
@@ -67,26 +69,17 @@ cdef BiasedLock no_cache
 no_cache.owner = NOBODY
 
 
-cdef ThreadCache* new_cache(ThreadCaches c) noexcept nogil:
-    cdef ReservedArray array
-    cdef ThreadCache* f
+cdef void make_cache(ThreadCaches c, ThreadCache* f) noexcept nogil:
+    """In fresh pages, which are zero."""
     cdef int s
-    if not array_open(&array, STAGGER + sizeof(ThreadCache)):
-        return NULL
-    if not array_grow(&array, STAGGER + sizeof(ThreadCache)):
-        array_close(&array)
-        return NULL
-    f = <ThreadCache*>(array.at + STAGGER)   # fresh pages are zero
     arenapy_assert(
         (<uintptr_t>&f.small[0] | sizeof(Magazine)) & 63 == 0, b"magazines begin on cache lines")
-    f.array = array
     rank_biased(&f.lock, RANK_CACHE)
     for s in range(N_SMALL):
         f.small[s].depth = c.steps[s].depth
         f.small[s].inverse = c.steps[s].inverse
         f.small[s].size = c.steps[s].size
         f.small[s].count = &f.counts[c.class_at[s]]
-    return f
 
 
 cdef bint is_empty(ThreadCache* f) noexcept nogil:
@@ -100,11 +93,6 @@ cdef bint is_empty(ThreadCache* f) noexcept nogil:
     return True
 
 
-cdef void drop_cache(ThreadCache* f) noexcept nogil:
-    cdef ReservedArray array = f.array
-    array_close(&array)
-
-
 @cython.no_gc_clear
 cdef class ThreadCaches(Segments):
     """Blocks from pages, through thread caches. Internal."""
@@ -115,19 +103,18 @@ cdef class ThreadCaches(Segments):
 
     def __dealloc__(self):
         cdef int i
-        for i in range(1, self.top_slot + 1):
-            if self.caches[i] != NULL:
-                drop_cache(self.caches[i])
-        if self.depots != NULL:
-            array_close(&self.depot_array)
+        for i in range(CACHE_ARRAYS):
+            array_close(&self.cache_arrays[i])
+        array_close(&self.depot_array)
 
     cdef int open(self, size_t pages, int rounding) except -1:
         """Make ready, for about so many pages; there is no memory yet."""
         cdef int s, i
         cdef size_t size
+        prepare_takeovers()
         if not self.open_arrays(pages):
             raise MemoryError(
-                "no address space for the bookkeeping of a pool, which takes some 200 KiB at "
+                "no address space for the bookkeeping of a pool, which takes some 800 KiB at "
                 "least: raise RLIMIT_AS (`ulimit -v`) or RLIMIT_DATA (`ulimit -d`), or, if this "
                 "process has very many mappings, vm.max_map_count"
             )
@@ -143,6 +130,10 @@ cdef class ThreadCaches(Segments):
         for i in range(SMALL_LINES + 1):
             self.step_at[i] = <uint8_t>step_of(rounded(<size_t>i << 6, rounding))
         self.rounding = rounding
+        # Now, for the same reason as the caches (CACHE_ARRAYS). Without them it is only slower.
+        if (array_open(&self.depot_array, N_SMALL * sizeof(Depot))
+                and vm_protect(self.depot_array.at, self.depot_array.reserved, True) < 0):
+            array_close(&self.depot_array)
         self.cache = self.own_cache()
         if self.cache == NULL:
             raise MemoryError("no memory for the bookkeeping of a pool")
@@ -152,58 +143,72 @@ cdef class ThreadCaches(Segments):
         """The cache of this thread; the first one if there is no memory for another."""
         cdef int i = cache_number()
         cdef ThreadCache* f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
-        cdef ThreadCache* made
         cdef bint off
         if f != NULL:
             return f
-        made = new_cache(self)
-        if made == NULL:
+        f = self.room_for_cache(i)
+        if f == NULL:
             return self.cache
         if self.n_caches == 1:
             self.open_depots()
         arenapy_spin_acquire(&self.births)
-        f = self.caches[i]
-        if f == NULL:
+        if self.caches[i] == NULL:           # else another thread of this slot was first
+            make_cache(self, f)
             self.top_slot = max(self.top_slot, i)
             self.n_caches += 1
-            arenapy_store_ptr(<void**>&self.caches[i], made)
+            arenapy_store_ptr(<void**>&self.caches[i], f)
             # set_fast_path_off may run now, in another thread. It stores the flag before it looks
             # for caches, so one of the two threads sees what the other one stored.
             while True:
                 off = self.fast_path_off
-                arenapy_store_ptr(<void**>&self.quick[i], &no_cache if off else made)
+                arenapy_store_ptr(<void**>&self.quick[i], &no_cache if off else f)
                 arenapy_fence()
                 if off == self.fast_path_off:
                     break
         arenapy_spin_release(&self.births)
-        if f == NULL:
-            return made
-        drop_cache(made)                     # of threads that share a slot, another was first
         return f
+
+    cdef ThreadCache* room_for_cache(self, int i) noexcept nogil:
+        """Where a slot's cache lies, with its pages. NULL: there is no memory."""
+        cdef size_t nbytes = (STAGGER + sizeof(ThreadCache) + PAGE - 1) & ~<size_t>(PAGE - 1)
+        cdef int together = N_SLOTS // CACHE_ARRAYS
+        cdef ReservedArray* lie = &self.cache_arrays[(i - 1) // together]
+        cdef ReservedArray made
+        cdef char* at
+        if arenapy_load_ptr(<void**>&lie.at) == NULL:
+            if not array_open(&made, together * nbytes):
+                return NULL
+            if vm_protect(made.at, made.reserved, True) < 0:
+                array_close(&made)
+                return NULL
+            arenapy_spin_acquire(&self.births)
+            if lie.at == NULL:
+                lie.reserved = made.reserved
+                arenapy_store_ptr(<void**>&lie.at, made.at)
+                made.at = NULL
+            arenapy_spin_release(&self.births)
+            array_close(&made)
+        at = lie.at + (i - 1) % together * nbytes
+        return NULL if vm_fill(at, nbytes) < 0 else <ThreadCache*>(at + STAGGER)
 
     cdef void open_depots(self) noexcept nogil:
         """From now on slots go from thread to thread, if there is memory for that."""
-        cdef ReservedArray array
-        cdef size_t nbytes = N_SMALL * sizeof(Depot)
+        cdef ReservedArray* array = &self.depot_array
         cdef int s
         biased_acquire(&self.cache.lock)     # which, while it was alone, added nothing up
         arenapy_spin_acquire(&self.heap_lock)
         self.add_up_own(self.cache)
         arenapy_spin_release(&self.heap_lock)
         biased_release(&self.cache.lock)
-        if self.depots != NULL or not array_open(&array, nbytes):
+        if self.depots != NULL or array.at == NULL or vm_fill(array.at, array.reserved) < 0:
             return
-        if array_grow(&array, nbytes):
+        arenapy_spin_acquire(&self.births)
+        if self.depots == NULL:
             for s in range(N_SMALL):
                 rank_spin(&(<Depot*>array.at)[s].lock, RANK_DEPOT)
-            arenapy_spin_acquire(&self.births)
-            if self.depots == NULL:
-                self.depot_array = array
-                arenapy_store_ptr(<void**>&self.depots, array.at)
-                array.at = NULL
-            arenapy_spin_release(&self.births)
-        if array.at != NULL:
-            array_close(&array)
+            array.ready = array.reserved
+            arenapy_store_ptr(<void**>&self.depots, array.at)
+        arenapy_spin_release(&self.births)
 
     # -- blocks of the thread caches
 

@@ -1,4 +1,4 @@
-"""What must hold of a slab's bookkeeping, and a listing of its items.
+"""The invariants of a slab's bookkeeping, and a listing of its items.
 
 What lives here: reading all of it under all locks, then telling. Nothing is changed. Every figure
 that is kept is counted again.
@@ -130,7 +130,7 @@ def listing(SlabCore c not None):
 
 # ---- the check ---------------------------------------------------------------------------
 
-# What is wrong, and where; `why` NULL: nothing.
+# An error and its place; `why` NULL: none.
 cdef struct Fault:
     const char* why
     uintptr_t address

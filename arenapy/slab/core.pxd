@@ -67,7 +67,7 @@ cdef class Items(AllocatorCore):
     cdef size_t align        # of items
     # Free items: newest first from the stack of the thread, a small one that the depot feeds.
     cdef Stack* depot
-    # What the short way takes, by the slot of the thread: the thread's stack, or one that nobody
+    # The stack for the short way, by the slot of the thread: the thread's own, or one that nobody
     # owns while there is none or the slab is off the fast path.
     cdef Stack* quick[N_SLOTS + 1]
     cdef int64_t slot_offset  # slot_offset()
@@ -163,7 +163,7 @@ cdef inline char* address_of(Items c, uint64_t name) noexcept nogil:
     return c.parts[name >> 32].base + <uint32_t>name * c.stride
 
 
-# What the fields above promise, as far as that takes a few instructions. The stack's lock held.
+# The invariants of the fields above that take a few instructions to check. The stack's lock held.
 cdef inline bint stack_is_valid(Items c, Stack* s) noexcept nogil:
     arenapy_assert(0 <= s.n, b"0 <= n of a stack")
     arenapy_assert(s.least <= s.n, b"least <= n of a stack")

@@ -78,7 +78,7 @@ cdef inline bint push(Items c, Stack* s, Group* group, uint64_t name) noexcept n
     return True
 
 
-# The short ways. Who owns the lock of its stack need not ask whether the slab is off the fast path:
+# The short ways. The owner of its stack's lock need not ask whether the slab is off the fast path:
 # then `quick` has a stack that nobody owns.
 
 # NULL: the stack is empty, or the slab is off the fast path.

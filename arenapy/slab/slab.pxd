@@ -30,8 +30,8 @@ cdef class Slab(Allocator):
 # Thread-safety: any thread may call these, with or without the GIL, and free what another
 # allocated.
 #
-# What these hand out is raw, and is the caller's to free, once. Not to dangle is what Buffers are
-# for; their items are not to be freed here.
+# These hand out raw memory, which the caller frees, once. Only Buffers protect against dangling
+# pointers; their items are not to be freed here.
 
 # When the stack of the thread is empty (grows if it has to, and takes the GIL for that), and for
 # slabs that do more on each call: the short ways do nothing there.

@@ -1,4 +1,4 @@
-"""What your own asv suite can track of memory: page faults, peaks, hit rates.
+"""Figures of memory that your own asv suite can track: page faults, peaks, hit rates.
 
 asv's ``mem_`` benchmarks see Python objects, and its ``peakmem_`` a process's peak since it began:
 neither sees what a C library, NumPy or an allocator does in the body of a benchmark. The functions

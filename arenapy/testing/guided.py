@@ -44,7 +44,7 @@ UBSAN = "halt_on_error=1:print_stacktrace=1"
 
 @dataclass(slots=True)
 class Found:
-    """What a run did.
+    """The results of a run.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Found:
     lines : list of str
         The file of steps of the program that failed, made small; empty if none did.
     output : str
-        What libFuzzer and the sanitizers printed.
+        The output of libFuzzer and the sanitizers.
 
     Notes
     -----
@@ -109,7 +109,7 @@ class Found:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """That of a process with libFuzzer and the sanitizers in it."""
+    """The environment of a process with libFuzzer and the sanitizers in it."""
     spec = importlib.util.find_spec("atheris")
     runtime = Path(spec.origin).parent.parent / RUNTIME if spec and spec.origin else None
     if runtime is None or not runtime.exists():
@@ -164,7 +164,7 @@ def _process(
 
 
 def _fails(lines: list[str]) -> bool:
-    """Whether the steps of a file, done again under the sanitizers, find something."""
+    """True if the steps of a file, done again under the sanitizers, find something."""
     with tempfile.TemporaryDirectory(prefix="arenapy-again-") as name:
         path = Path(name) / "again.jsonl"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")

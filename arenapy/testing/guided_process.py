@@ -130,7 +130,7 @@ def by_chance(
     seconds : float
         To go on for.
     watch : callable
-        What it returns is entered around each program.
+        It returns a context manager, which is entered around each program.
     """
 
     @settings(

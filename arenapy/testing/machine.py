@@ -308,7 +308,7 @@ class AllocatorMachine(AllocatorModel):
         self.expect("leak", served == expected, told)
 
     def teardown(self) -> None:
-        """Whatever the example was, see that nothing was lost on the way, and give all back."""
+        """Check after each example that nothing was lost, and give everything back."""
         if (
             self.started and not self.over and sys.exc_info()[1] is self.handled
         ):  # else it has failed already

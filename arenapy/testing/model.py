@@ -167,7 +167,7 @@ class AllocatorModel(RuleBasedStateMachine):
         return ctypes.string_at(self.address(block) + offset, nbytes)
 
     def survives(self, known: Live) -> bool:
-        """Whether a block stays valid after a reset, because it is in use."""
+        """True if a block stays valid after a reset, because it is in use."""
         return False
 
     def look(self) -> None:
@@ -225,11 +225,11 @@ class AllocatorModel(RuleBasedStateMachine):
                 self.tally.failed(Program(tuple(self.program)), error)
             if not allowed:
                 raise
-            # What follows such a fault says nothing: the example ends.
+            # Steps after such a fault say nothing: the example ends.
             raise UnsatisfiedAssumption from None
 
     def allows(self, kind: str) -> bool:
-        """Whether faults of this kind are no failure: of the class's choice, or found already."""
+        """True if faults of this kind are no failure: allowed by the class, or found already."""
         return kind in self.allow or self.tally.set_aside(kind)
 
     def expect(self, kind: str, condition: object, message: str) -> None:

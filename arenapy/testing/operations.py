@@ -63,7 +63,7 @@ class Operation:
     arguments: Mapping[str, Argument]
 
     def possible(self, machine: Any) -> bool:
-        """Whether the machine (or its class, where nothing is live yet) has all that it needs."""
+        """True if the machine (or its class, before a machine is made) has all that this needs."""
         return all(getattr(machine, name, True) for name in self.needs)
 
     def steps(self, machine: type[Any], name: str) -> st.SearchStrategy[Step]:

@@ -280,7 +280,7 @@ def _aligns(align: int | None) -> list[int | None]:
 
 
 def report(tally: Tally, machine: type[Any]) -> str:
-    """What a failing test says: all findings, the worst first, and a file to repeat the worst."""
+    """The message of a failing test: all findings, worst first, and a file to repeat the worst."""
     parts = []
     for finding in worst_first(tally.findings.values()):
         parts.append(f"{finding}\n{Program.parse(finding.program)}")

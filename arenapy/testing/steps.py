@@ -193,7 +193,7 @@ def _descriptor(owner: int) -> int:
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def remove() -> None:
-        # Who gets as far as this did not crash. Forked children leave the file alone.
+        # A process that gets here did not crash. Forked children leave the file alone.
         if os.getpid() == owner and "ARENAPY_STEPS" not in os.environ and os.path.exists(path):
             os.unlink(path)
 

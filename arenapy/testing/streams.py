@@ -61,7 +61,7 @@ class Streams(Protocol):
         """Let later work of `stream` come after `work`."""
 
     def ordered(self, before: Any, after: Any) -> bool:
-        """Whether one piece of work surely ends before another begins; True if it is not known."""
+        """True if one piece of work surely ends before another begins, or if it is not known."""
 
     def progress(self, which: int) -> None:
         """Do a piece of work."""
@@ -288,7 +288,7 @@ class StreamMachine(AllocatorMachine):
         uses.all.append((place, work))
 
     def look_at_former_owners(self, serial: int, known: Live, work: Any) -> None:
-        """Whoever had these bytes before is done with them."""
+        """Check that all earlier work on these bytes ends before `work` begins."""
         for _, former in self.retired:
             if known.start < former.end and former.start < known.end:
                 for place, earlier in former.extra.all:
@@ -315,7 +315,7 @@ class StreamMachine(AllocatorMachine):
         finally:
             self.on = before
 
-    # What AllocatorMachine does, with streams ----------------------------------------------------
+    # The steps of AllocatorMachine, with streams -------------------------------------------------
 
     def begin(self, config: dict[str, Any]) -> None:
         """Streams first: the allocator may want them."""

@@ -95,7 +95,7 @@ class Tally:
             hypothesis.event(state)
 
     def set_aside(self, kind: str) -> bool:
-        """Whether a search knows this kind already, or looks for another."""
+        """True if a search knows this kind already, or looks for another."""
         if self.only is not None:
             return kind != self.only
         return self.watch is not None and kind in self.findings

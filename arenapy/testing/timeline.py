@@ -34,7 +34,7 @@ class Work:
     stream, number : int
         Whose it is, and the how manieth there, from 1.
     clock : list of int
-        What is done before.
+        The work that is done before.
     what : str
         For messages.
     """
@@ -95,7 +95,7 @@ class SimulatedEvent:
         self._clock = list(stream.clock)
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """True if the work before the event is done."""
         self._open()
         return self._owner.seen(self._clock)
 
@@ -105,7 +105,7 @@ class SimulatedEvent:
         self._owner.finish_clock(self._clock)
 
     def close(self) -> None:
-        """Destroy it. Who waits for it already goes on waiting."""
+        """Destroy it. Streams that wait for it already go on waiting."""
         self.closed = True
 
     def _open(self) -> None:
@@ -163,7 +163,7 @@ class SimulatedStream:
         join(self.clock, event._clock)
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """True if all work is done."""
         return self._owner.seen(self.clock)
 
     def synchronize(self) -> None:
@@ -215,7 +215,7 @@ class SimulatedStreams:
         self._host: Clock = [0] * count
         self._wrong: list[str] = []
 
-    # What a machine asks for ---------------------------------------------------------------------
+    # The interface for a machine -----------------------------------------------------------------
 
     def write(self, stream: int, known: Live, serial: int) -> Work:
         """Fill a block with its byte."""
@@ -249,7 +249,7 @@ class SimulatedStreams:
             join(self.streams[stream].clock, clock)
 
     def ordered(self, before: Work, after: Work) -> bool:
-        """Whether `before` is done when `after` begins, however fast the streams are."""
+        """True if `before` is done when `after` begins, however fast the streams are."""
         return before.stream == HOST or after.clock[before.stream] >= before.number
 
     def progress(self, which: int) -> None:
@@ -292,7 +292,7 @@ class SimulatedStreams:
         return work
 
     def seen(self, clock: Sequence[int]) -> bool:
-        """Whether the host sees all of it done; then it knows."""
+        """True if all of it is done. Then the host's clock notes that it knows this."""
         if any(done < number for done, number in zip(self._done, clock, strict=True)):
             return False
         join(self._host, clock)

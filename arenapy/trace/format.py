@@ -100,7 +100,7 @@ Site: TypeAlias = tuple[Frame, ...]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What is in a file; `arenapy.trace.Trace` says what each attribute is.
+    """The content of a file. `arenapy.trace.Trace` describes each attribute.
 
     Raises
     ------
@@ -207,7 +207,7 @@ def read(path: str | os.PathLike[str], make: type[ContentsT]) -> ContentsT:
 
 
 def _contents(header: Any, records: Events, make: type[ContentsT]) -> ContentsT:
-    """What header and records say. ValueError if no recorder can have written them."""
+    """The content that header and records stand for. ValueError if no recorder writes such ones."""
     for field, size in ("header_nbytes", HEADER.itemsize), ("event_nbytes", RECORD.itemsize):
         if header[field] != size:
             raise ValueError(f"{field} is {header[field]} and not {size}")

@@ -1,4 +1,4 @@
-"""Who holds the memory of a trace: its blocks in groups, and what there is to say in sentences.
+"""The holders of a trace's memory: its blocks in groups, and sentences about them.
 
 What lives here: groups of blocks by site, size, thread or stream, how much each holds at a moment,
 how long blocks lived. What does not: drawing (page.py). Which line of a call stack a site is
@@ -35,7 +35,7 @@ __all__ = [
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-#: What blocks can be told apart by.
+#: The properties that tell blocks apart.
 WAYS = ("site", "size", "thread", "stream")
 SIZES = tuple(1 << bits for bits in (12, 16, 20, 24, 26, 28))  # upper bounds, the last has none
 UNKNOWN = Frame("", 0, "not known: no Python code was running")
@@ -81,7 +81,7 @@ class Groups:
     ordered: bool = False
 
     def bytes_at(self, found: Blocks, moment: int) -> Ints:
-        """What each group holds."""
+        """The bytes that each group holds at a moment."""
         there = found.at(moment)
         held = np.zeros(len(self.names), "i8")
         np.add.at(held, self.of[there], found.nbytes[there])
@@ -158,7 +158,7 @@ class Holder(NamedTuple):
 def holders(
     found: Blocks, groups: Groups, sites: Sequence[Site], moment: int, most: int
 ) -> list[Holder]:
-    """Who holds most at a moment, in descending order; the last one is all others."""
+    """The largest holders at a moment, in descending order; the last one is all others together."""
     there = found.at(moment)
     of, nbytes, start = groups.of[there], found.nbytes[there], found.start[there]
     held, count = np.zeros((2, len(groups.names)), "i8")

@@ -119,7 +119,7 @@ def chosen(found: Blocks, left: Floats, right: Floats, height: float, most: int)
 
 
 class Image(NamedTuple):
-    """What share of each cell of a grid is covered, rows upwards.
+    """The covered share of each cell of a grid, rows upwards.
 
     Attributes
     ----------

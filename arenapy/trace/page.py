@@ -92,7 +92,7 @@ def page(view: View, title: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """What a policy calls a script by."""
+    """The name of a script in a Content-Security-Policy: the hash of its text."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
@@ -404,7 +404,7 @@ def _legend(view: View) -> str:
 
 
 def _table(view: View, moment: int) -> str:
-    """Who holds how much at a moment."""
+    """The table of holders at a moment, in HTML."""
     rows = view.holders(moment)
     if not rows:
         return "<p>None: all blocks were freed.</p>"

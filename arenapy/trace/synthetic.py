@@ -1,4 +1,4 @@
-"""What a made-up trace consists of: what `arenapy.trace.synthetic` draws from a seed.
+"""The steps of a made-up trace, which `arenapy.trace.synthetic` draws from a seed.
 
 What lives here: sizes, lifetimes, and the order of allocations and frees that follows from them.
 What does not: traces.

@@ -58,7 +58,7 @@ class Blocks:
 
     @property
     def is_freed(self) -> npt.NDArray[np.bool_]:
-        """Whether each one was."""
+        """For each block, True if it was freed before the trace ends."""
         return self.end < self.moments
 
     @cached_property
@@ -127,7 +127,7 @@ def blocks(trace: Trace) -> Blocks:
 def _reset_ends(events: Any, start: Ints) -> Ints:
     """The moment of the first reset that a block is allocated under, `len(events)`: there is none.
 
-    What no reset has ended so far is a stack of ranges of blocks; a reset takes from its top.
+    Blocks that no reset has ended so far are a stack of ranges; a reset takes from its top.
     """
     ends = np.full(len(start), len(events), "i8")
     codes = OPERATIONS["mark"], OPERATIONS["reset"]
@@ -184,7 +184,7 @@ class Reserved(NamedTuple):
 
 
 def reserved(trace: Trace) -> Reserved | None:
-    """What the allocator had; None if the trace does not say."""
+    """The memory that the allocator had; None if the trace does not tell."""
     events: Any = trace.events
     grow = OPERATIONS["grow"]
     at = np.flatnonzero(np.isin(events["operation"], (grow, OPERATIONS["trim"])))
@@ -225,7 +225,7 @@ class _Ranges:
         return place
 
     def remove(self, start: int, end: int, now: int) -> None:
-        """What is in there ends; nothing need be."""
+        """End the ranges between two addresses. There may be none."""
         first = self._cut(start)
         last = self._cut(end)
         for at, (stop, since) in zip(self.starts[first:last], self.rest[first:last], strict=True):
@@ -233,7 +233,7 @@ class _Ranges:
         del self.starts[first:last], self.rest[first:last]
 
     def add(self, start: int, end: int, now: int) -> None:
-        """What is in there already stays as it is."""
+        """Begin a range between two addresses. Parts that exist already stay as they are."""
         place = bisect_right(self.starts, start)
         if place:
             start = max(start, self.rest[place - 1][0])

@@ -28,10 +28,10 @@ from arenapy.trace.format import Frame, Site
 
 __all__ = ["History", "Snapshot", "history", "is_pickle"]
 
-#: What ``torch.cuda.memory._snapshot()`` returns, or the file of ``_dump_snapshot()``.
+#: The result of ``torch.cuda.memory._snapshot()``, or the file of ``_dump_snapshot()``.
 Snapshot: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 
-#: What an entry is in a trace. Those of other actions are about the recording itself, or say
+#: Operations by torch's actions. Other actions are about the recording itself, or say
 #: "free_requested": the block is not free then if other streams use it.
 ACTIONS = {
     "alloc": "alloc",
@@ -90,14 +90,14 @@ LINES = b"ILSVFgP"
 
 
 class _Plain(pickle.Unpickler):
-    """What is no class and no function."""
+    """An unpickler of plain data: it refuses every class and function."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot is plain data")
 
 
 def is_pickle(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as pickles of this century do. (A pipe cannot be read twice.)"""
+    """True if a file begins as pickles of protocol 2 and later do. A pipe is not read: False."""
     if stat.S_ISFIFO(os.stat(path).st_mode):
         return False
     with open(path, "rb") as file:
@@ -198,7 +198,7 @@ def history(snapshot: Snapshot, device: int | None) -> History:
 
 
 def _site(entry: Mapping[str, Any]) -> Site:
-    """Who allocated; nobody, if torch did not record that, or something that is not known here."""
+    """The call stack of an allocation. Empty if torch did not record one, or in an unknown form."""
     frames = entry.get("frames")
     if entry["action"] != "alloc" or not isinstance(frames, list | tuple):
         return ()

@@ -1,4 +1,4 @@
-"""What the page of a trace shows: everything but the drawing.
+"""The content of a trace's page: everything but the drawing.
 
 What lives here: the axis of time, curves at a number of moments that can be drawn, the map, the
 tables, and the sentences that sum all of it up. What does not: colours and HTML (page.py).
@@ -72,7 +72,7 @@ class View:
     trace : Trace
         With at least one allocation.
     way : str, optional
-        What blocks are told apart by, of `holders.WAYS`; by default sites, if there are any,
+        The property that groups blocks, of `holders.WAYS`; by default sites, if there are any,
         else sizes.
     by_events : bool, optional
         Whether the axis of time counts events; by default only if the trace has no times.
@@ -154,7 +154,7 @@ class View:
 
     @cached_property
     def reserved(self) -> Reserved | None:
-        """What the allocator had, if the trace says all of it."""
+        """The memory that the allocator had. None if the trace does not tell about all of it."""
         found = reserved(self.trace)
         if found is None or (found.at(np.arange(self.blocks.moments)) < self.blocks.live).any():
             return None
@@ -162,7 +162,7 @@ class View:
 
     @property
     def mapped(self) -> Reserved | None:
-        """What of it is drawn on the map: all, if that is not too much."""
+        """The reserved memory as the map draws it: all of it, or None if it has too many ranges."""
         had = self.reserved
         return None if had is None or len(had.address) > MAX_RANGES else had
 
@@ -192,7 +192,7 @@ class View:
 
     @cached_property
     def curves(self) -> Curves:
-        """What each colour holds over time, to the end."""
+        """The bytes that the blocks of each colour hold over time, to the end."""
         at = self.moments
         live = self.blocks.live_by(self.colours.of, len(self.colours.names), at)
         had = None if self.reserved is None else self.reserved.at(at)
@@ -248,18 +248,18 @@ class View:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether blocks lie over each other: then addresses are names here, and no places."""
+        """True if blocks lie over each other. Then addresses are names here, and not places."""
         return bool(self._image(np.ones(len(self.blocks), bool)).share.max() > OVERLAP)
 
     # ---- tables and sentences
 
     def holders(self, moment: int) -> list[Holder]:
-        """Who holds most at a moment."""
+        """The largest holders at a moment."""
         return holders(self.blocks, self.groups, self.trace.sites, moment, MAX_ROWS)
 
     @cached_property
     def place_names(self) -> list[str]:
-        """Who allocated, in few letters, for each site of the trace."""
+        """A short name of each site of the trace."""
         return [label(place(site)) for site in self.trace.sites]
 
     @cached_property
@@ -282,7 +282,7 @@ class View:
         return said
 
     def sentences(self) -> list[str]:
-        """What there is to know first."""
+        """The most important facts, for the head of the page."""
         found, summary = self.blocks, self.trace.summary()
         counts: Any = summary.operations
         when = ""
@@ -336,7 +336,7 @@ class View:
         return text
 
     def notes(self) -> list[str]:
-        """What is missing, left out or merged."""
+        """Remarks about missing, omitted and merged data."""
         found, said = self.blocks, []
         if not self.trace.complete:
             said.append("The recording did not end properly, so its last events are missing.")

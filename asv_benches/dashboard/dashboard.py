@@ -50,11 +50,11 @@ FEW_SAMPLES = (
 
 
 class Refusal(Exception):
-    """What cannot be done, and what to do about it."""
+    """Something cannot be done. The text says what, and what to do about it."""
 
 
 def git(*arguments, root=ROOT):
-    """What a git command prints."""
+    """The output of a git command."""
     command = ["git", "-C", str(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -198,7 +198,7 @@ def publish(site=SITE, online=False, results=RESULTS):
 
 
 def stale(site=SITE, results=RESULTS):
-    """Whether there is no site, or an older one."""
+    """True if there is no site, or only one that is older than the results."""
     made = Path(site, "index.json")
     newest = max(path.stat().st_mtime for path in Path(results).rglob("*.json"))
     return not made.exists() or made.stat().st_mtime < newest
@@ -234,7 +234,7 @@ def last_commits(count, root=ROOT):
 
 
 def described(name, results=RESULTS):
-    """What the results say about a machine, in asv's words; nothing if they do not."""
+    """The description of a machine in the results, in asv's words; empty if there is none."""
     path = Path(results, name or "", "machine.json")
     known = json.loads(path.read_text()) if path.exists() else {}
     known.pop("version", None)

@@ -20,7 +20,7 @@ WHO = {
 
 
 def git(repository, *arguments, date=0):
-    """What a git command prints there."""
+    """The output of a git command in that repository."""
     when = {f"GIT_{role}_DATE": f"{date} +0000" for role in ("AUTHOR", "COMMITTER")}
     command = ["git", "-C", str(repository), *arguments]
     environment = os.environ | WHO | when

@@ -1,4 +1,4 @@
-"""What every published page of asv's gets: arenapy's lines stand out, and a phone can show it.
+"""The look of every published page of asv's: arenapy's lines stand out, and a phone can show it.
 
 asv has no setting for any of this, so a script and a style are put into its page, and a few places
 of its own scripts are replaced. What lives here: which lines are arenapy's, and how lines, legends,
@@ -10,7 +10,7 @@ import json
 from html import escape
 from pathlib import Path
 
-#: What the label of a line has if arenapy does what is measured; for Python and JavaScript.
+#: The label of a line matches this if arenapy does the work; for Python and JavaScript.
 OURS = (
     r"\b(arenapy|arena|pool|slab|pool-class|isolated|recorded|with an alloc)\b"
     r"|\b(bump|slab|pool)_|\b(Pool|Slab|Bump)\(|prefault|Pinned region"
@@ -59,7 +59,7 @@ function arenapyDigits(x) {  /* "1,050", where toPrecision(3) has "1.05e+3" */
 }
 """
 
-#: What asv's scripts have, and what they get.
+#: Texts of asv's scripts, and their replacements.
 REPLACED = {
     "asv.js": (
         ("x.toPrecision(3)", "arenapyDigits(x)"),

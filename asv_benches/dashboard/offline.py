@@ -20,7 +20,7 @@ TAG = re.compile(
 
 @dataclass(frozen=True)
 class Asset:
-    """What a tag asks for, by a pattern of its address; the file that has it; whose it is."""
+    """A file that a tag asks for: a pattern of its address, the file here, and its package."""
 
     asked: str
     file: str

@@ -17,7 +17,7 @@ from asv_benches.support.results import load
 
 CHART = Path(__file__).resolve().parents[2] / "docs" / "_static" / "speed.svg"
 SIZE = "1 MiB"
-#: What the bars are called: the lines of the results.
+#: Names of the bars, and their lines in the results.
 BARS = {
     "arenapy": "arenapy.Pool",
     "CuPy pool": "CuPy MemoryPool.malloc",

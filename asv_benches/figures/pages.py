@@ -12,8 +12,8 @@ claims; docs/conf.py calls `write_pages`), or as in
     [0.038 µs](asv_benches/figures/gpu.json "latency: arenapy.Pool, 1 MiB")
 
 of a results file, where a page that Sphinx makes would not be found: in README.md. With --check it
-writes nothing: the exit status is 1 if something is not what the results files say. What was
-measured and has changed since is told, and does not fail.
+writes nothing: the exit status is 1 if something is not what the results files say. A figure that
+was measured and has changed since is told, and does not fail.
 """
 
 import argparse
@@ -55,7 +55,7 @@ SHOWN = re.compile(
 
 
 def stamped(stamp, with_gpu=True):
-    """What a section was measured on; a GPU that it does not use is left out."""
+    """The machine of a section, in words. A GPU that the section does not use is left out."""
     with_gpu = with_gpu and stamp.get("gpu")
     gpu = f"{stamp['gpu']}, driver {stamp['driver']}, " if with_gpu else ""
     names = VERSIONS + (GPU_VERSIONS if with_gpu else ())
@@ -81,7 +81,7 @@ def short(line):
 
 
 def anchor(title):
-    """What a heading is linked by."""
+    """The anchor of a heading, for links."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -110,7 +110,7 @@ def made_of(found):
 
 
 def once(results, with_gpu=True):
-    """What all sections were measured on, if that is one machine and one commit; else None."""
+    """The machine and commit of all sections, in words; None if they differ."""
     said = {stamped(found["stamp"], with_gpu) for found in results.values()}
     return said.pop() if len(said) == 1 else None
 

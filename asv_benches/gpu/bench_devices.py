@@ -30,9 +30,7 @@ from asv_benches.support.sizes import MIB, text
 SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 BATCH_BYTES = 1 << 30  # of copies before a wait; at most so many copies
 BATCH_MOST = 64
-# Of the best of CuPy, torch and the driver. Smaller copies take as long as the calls that queue
-# them, and CuPy makes none that let the copy wait for the stream that owns the target.
-BEST, BEST_FROM = 0.95, 4 * MIB
+BEST = 0.95  # of the best of CuPy, torch and the driver
 # Of the slower one of two links. Of smaller copies the first piece, during which nothing is on the
 # second link, and 3 us for each piece are more.
 SLOWER_LINK, SLOWER_LINK_FROM = 0.9, 256 * MIB
@@ -130,7 +128,7 @@ def pattern(buffer):
 
 
 def same(buffer):
-    """Whether they arrived."""
+    """True if the words arrived unchanged."""
     words = np.empty(buffer.nbytes // 4, np.uint32)
     buffer.copy_to(words)
     return bool((words == np.arange(len(words), dtype=np.uint32) * np.uint32(2654435761)).all())
@@ -154,9 +152,8 @@ def direct(quick):
             theirs = [value for way, value in found.items() if way.startswith(name)]
             if theirs:
                 ours = best_of(found, "arenapy")
-                limit = BEST if nbytes >= BEST_FROM else None
                 yield Line("direct", f"arenapy / {name}, {text(nbytes)}", ours / max(theirs), "x",
-                           limit, at_least=True)  # fmt: skip
+                           BEST, at_least=True)  # fmt: skip
         gpus.trim()
 
 

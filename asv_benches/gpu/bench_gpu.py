@@ -3,7 +3,7 @@
     python asv_benches/dashboard/dashboard.py gpu
 
 runs it on a machine that has a GPU, and the peers in its own Python; elsewhere asv shows these as
-skipped. What is compared takes turns in one process (latency.py, copies.py); report.py
+skipped. All ways take turns in one process (latency.py, copies.py); report.py
 has more, with verdicts.
 
 What this does not show: blocks that stay (replay.py), and what kernels do meanwhile.

@@ -63,7 +63,7 @@ WARM = 8  # steps
 
 @dataclass(frozen=True)
 class Training:
-    """What a program did."""
+    """The results of a program."""
 
     losses: list[str]
     seconds: list[float]  # of each step

@@ -27,7 +27,7 @@ GIGA = 1e9
 
 
 def on_the_device(stream, work):
-    """What `turns` runs: seconds on the device of what `work` gives the stream."""
+    """A statement for `turns`: seconds on the device of the work that `work` submits."""
     return Clocked(lambda: elapsed(stream, work, 0))
 
 

@@ -1,4 +1,4 @@
-"""What a block of CUDA memory costs from Python, beside its peers: made and dropped at once.
+"""The cost of a block of CUDA memory in Python, beside its peers: made and dropped at once.
 
 The cost of the loop is in every figure. All that is compared takes turns in one run; time is the
 wall's, since a driver may wait.

@@ -16,7 +16,7 @@ All is called from one Python loop, whose own cost is the row "loop". Memory is 
 
 `--file` takes a file of arenapy's, or torch's memory snapshot. `--into` stores the figures in the
 results file, beside report.py's. The exit status is 1 if arenapy has taken more over peak live
-than torch, RMM's pool or CuPy on any trace, or if one of them could not be run. What one has taken
+than torch, RMM's pool or CuPy on any trace, or if one of them could not be run. The memory taken
 is the larger of both accounts: the driver maps 2 MiB at a time, and not every allocator counts it.
 """
 
@@ -79,7 +79,7 @@ def measure(heap, steps, streams, native, device_used=lambda: 0):
 
 
 def in_this_process(name, folder):
-    """What the process of one allocator and one trace does."""
+    """Replay one trace with one allocator; this is the work of one process."""
     steps = Program.load(folder)
     streams = np.load(folder / "streams.npy")
     heap = HEAPS[name](int(steps.live().max()))
@@ -175,7 +175,7 @@ def table(title, results):
 
 
 def account(found):
-    """What an allocator has taken over peak live; in brackets what it says, where that is less."""
+    """Memory taken / peak live of an allocator; in brackets by its own account, if that is less."""
     if "ratio" not in found:
         return ""
     said, of_device = f"{found['ratio']:.3f}", f"{found['device_ratio']:.3f}"
@@ -194,7 +194,7 @@ def stored(figures):
 
 
 def machine():
-    """What the figures depend on."""
+    """The device and the versions that the figures depend on."""
     from arenapy import cuda
 
     found = {"python": platform.python_version(), "device": "none"}

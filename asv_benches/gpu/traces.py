@@ -123,7 +123,7 @@ def pack(trace, path):
 
 
 def unpack(path):
-    """What `pack` wrote: streams are numbered from 1, and 0 is none, as in any trace."""
+    """Read a trace that `pack` wrote. As in any trace, streams begin with 1, and 0 is none."""
     with np.load(path) as found:
         events = np.zeros(len(found["operation"]), EVENT)
         events["operation"] = found["operation"]

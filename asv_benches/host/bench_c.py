@@ -1,4 +1,4 @@
-"""What the C calls cost: loops compiled as a user's would be, beside four mallocs.
+"""The cost of the C calls: loops compiled as a user's would be, beside four mallocs.
 
 *The arena.* The compiler inlines bump_alloc. In the plain loop it may do what it likes as long as
 every pointer is made; "opaque" stands for a caller whose other code the compiler cannot see
@@ -58,7 +58,7 @@ def lines(quick):
 LIVE = 64
 RUN = 0.001  # seconds in one call, beside which that call from Python (5 µs) is nothing
 ORDERS = {"slot by slot": "replace", "all at once": "fill_and_empty"}
-# What is promised in nanoseconds, {touched: limit}.
+# The limits that are promised, in nanoseconds: {touched: limit}.
 CASES = {
     64: ("slab", f"arenapy.Slab(64, {2 * LIVE})", {True: 8}),
     4 * KIB: ("pool", "arenapy.Pool()", {False: 20}),

@@ -1,8 +1,8 @@
-"""What an allocation costs with 10 to 1,000,000 blocks live, of mixed sizes.
+"""The cost of an allocation with 10 to 1,000,000 live blocks of mixed sizes.
 
 Two orders: a random block is replaced by one of another size, or the last 64 are freed and
-allocated again, the last one first. Whatever has to look at a block that it did not just use pays
-for the caches when there are many; nothing may cost more because it looks at all of them. That no
+allocated again, the last one first. A call that looks at a block that it did not just use pays for
+the caches when there are many; nothing may cost more because it looks at all of them. That no
 call does shows in the worst single call, of pools that are filled, emptied in random order, and
 filled with larger blocks, for which the smaller ones must have been merged. Each worst call is the
 worst of what was the least of several repetitions: a machine that was busy is not in it. What

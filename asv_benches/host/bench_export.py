@@ -1,4 +1,4 @@
-"""What others' views of a block cost: memoryviews, arrays, DLPack, pickles that copy nothing.
+"""The cost of others' views of a block: memoryviews, arrays, DLPack, pickles that copy nothing.
 
 Each export is made and dropped at once, of one block that stays; the first export of a block costs
 more, since its root then takes notes: "of a new block" has both.

@@ -2,7 +2,7 @@
 
 The program makes batches of blocks, each batch larger than the one before, and beside each block a
 small one that stays. So no region becomes free entirely, and no hole is large enough for the next
-batch. What is compared is the most that the pool had to reserve, by the most that was live. Nothing
+batch. The figure is the most that the pool had to reserve, by the most that was live. Nothing
 is written, so that none of it is faulted in. On a device: asv_benches/gpu/replay.py, with
 --trace "growing sequences".
 """

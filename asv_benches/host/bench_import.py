@@ -1,4 +1,4 @@
-"""What `import arenapy` costs a program that has NumPy already, and how much it brings.
+"""The cost of `import arenapy` for a program that has NumPy already, and how much it brings.
 
 Each in an interpreter of its own, which has done what the import needs beforehand where that is
 not the question: NumPy is imported first, since nobody allocates arrays without it.

@@ -1,4 +1,4 @@
-"""What one call from Python costs, beside its peers: blocks, arrays, frames, batches.
+"""The cost of one call from Python, beside its peers: blocks, arrays, frames, batches.
 
 Every figure has the cost of the loop around the call in it. Results are dropped at once, as
 temporaries are, so that a Slab and a Pool hand out the block that came back last. The arena is
@@ -68,7 +68,7 @@ ARRAYS = {OUR_ARRAY: Way(f"empty({SHAPES[0]})", "arena.reset(); empty = arena.em
     if name != "slab.empty" or shape == SHAPES[0]
 }
 
-# What users write for a dtype but a string; the first three have a budget.
+# Arguments that users give for a dtype, other than a string; the first three have a budget.
 KINDS = (
     "np.dtype('f8')",
     "np.float64",
@@ -202,7 +202,7 @@ def lines(quick):
     blocks = {name: BLOCKS[name] for name in (OURS, *PEERS) if name != ARROW or pyarrow}
     arrays = {name: ARRAYS[name] for name in (OUR_ARRAY, NP_ARRAY)} | DTYPES
     found = {}
-    # What is compared takes turns; what is not need not.
+    # Ways that are compared take turns; others need not.
     for group in (blocks, arrays, MARKS):
         found |= medians(group, names, CALLS, rounds)
         for name in group:

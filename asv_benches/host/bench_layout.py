@@ -1,4 +1,4 @@
-"""What layout and page size do to loops: the same sums over differently placed words.
+"""The effect of layout and page size on loops: the same sums over differently placed words.
 
 Sixteen 32-bit fields make a record of one cache line. As an array of structs, one field of every
 record is a stride of 16 words; as a struct of arrays, a stride of 1. A random gather picks as many

@@ -31,7 +31,7 @@ libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def prepare(way, nbytes):
-    """What is not measured: a mapping; None if that is the way."""
+    """Do the part that is not measured: make a mapping. None if mapping is what is measured."""
     with vm.map_memory(nbytes, align=THP_SIZE) as mapping:
         vm.advise(mapping.address, nbytes, mmap.MADV_HUGEPAGE)
         vm.prefault(mapping.address, nbytes)  # so that the host has these pages
@@ -44,7 +44,7 @@ def prepare(way, nbytes):
 
 
 def carry_out(way, nbytes, mapping):
-    """What is measured; gives the call that unmaps it."""
+    """Do the part that is measured, and return a call that unmaps the memory."""
     if way == "MAP_POPULATE":
         address = libc.mmap(
             None,

@@ -65,7 +65,7 @@ def below(depth, function):
 
 
 def namespace(path):
-    """What the ways use; `path` is a file to record into."""
+    """The names that the ways use. `path` is a file to record into."""
     pool = arenapy.Pool()
 
     def ask():

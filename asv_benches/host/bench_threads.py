@@ -59,7 +59,7 @@ SCALING_ROUNDS = 101
 SCALING_SECONDS = 0.002  # of a round: less than the turns that programs get
 MAX_TRIES = 10  # for each round that counts
 NEAR_LINEAR = 0.8  # of what the loop gains; on a busy machine figures differ by a tenth
-#: What makes `alloc` in each thread, of what they share; and what is run there.
+#: The statement that makes `alloc` in each thread, and the statement that each thread runs.
 SCALING = {
     LOOP: ("alloc = None", "n = 0\nfor _ in range(100): n ^= 1"),
     "a Bump of each": (
@@ -121,7 +121,7 @@ def at_once(makers):
 
 
 def beside_each_other(spans):
-    """Whether nearly all was done while the others ran too."""
+    """True if nearly all was done while the others ran too."""
     longest = max(span.end - span.start for span in spans)
     common = min(span.end for span in spans) - max(span.start for span in spans)
     return common >= longest * 0.7

@@ -92,7 +92,7 @@ class OfConnection(OfSlab):
 
 
 class OfBytes(asyncio.Protocol):
-    """What asyncio gives by itself."""
+    """A protocol that gets new bytes objects, as asyncio gives them by itself."""
 
     def connection_made(self, transport):
         """Keep it."""

@@ -171,7 +171,7 @@ def replays():
 
 
 def makers():
-    """What allocators are made of."""
+    """The names that the code which makes allocators uses."""
     return {"arenapy": arenapy, "source": lazy()}
 
 
@@ -242,7 +242,7 @@ GROUPS = {
     ),
 }
 EXTRA = {"Locks": Group("locks", LOCKS, unlocked_heaps, (), True, C_RUNS)}
-# What is promised as a ratio of times has one of instructions too.
+# Ratios of times that are promised; each has a ratio of instructions, too.
 RATIOS = [
     (bench_latency.OURS, bench_latency.NOOP),
     (bench_latency.OURS, bench_latency.BYTEARRAY),
@@ -294,7 +294,7 @@ def child(groups, gate, stir=0):
 
 @dataclass
 class Counts:
-    """What was counted: instructions by the name of the way; why others were not; the package."""
+    """Instructions by the name of the way, the reason for each way without any, and the package."""
 
     found: dict[str, float]
     absent: dict[str, str]
@@ -328,7 +328,7 @@ def run(directory, groups, gate=False, path=None, stir=0):
     command += [f"--callgrind-out-file={directory}/out", sys.executable, __file__, "--child"]
     command += [*groups, *["--gate"] * gate, f"--stir={stir}"]
     environment = bare_environment(path)
-    # What is compiled on first use is there before: bytecode, and the loops in C.
+    # Compile beforehand what is compiled on first use: bytecode, and the loops in C.
     subprocess.run([sys.executable, __file__, "--prepare"], check=True, env=environment)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -366,7 +366,7 @@ def count(groups=tuple(GROUPS), gate=False, path=None, stir=0):
 
 
 def annotate(path, lines):
-    """What share of a dump each function has, the largest first."""
+    """Print the share of each function in a dump, the largest first."""
     text = subprocess.run(
         ["callgrind_annotate", "--threshold=100", "--auto=no", str(path)],
         capture_output=True, text=True, check=True,
@@ -380,7 +380,7 @@ def annotate(path, lines):
 
 
 def print_locks(counts):
-    """What share of a hit is spent on locks, of which one is taken to allocate and one to free."""
+    """Print the share of locks in a hit, which takes one lock to allocate and one to free."""
     locks = counts[SLAB] - counts[UNLOCKED]
     for name in (*POOL.values(), *bench_latency.POOL.values()):
         print(f"{locks / counts[name]:8.1%}  locks of {name}")

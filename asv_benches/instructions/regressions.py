@@ -81,7 +81,7 @@ class Change:
         return 100 * (self.after - self.before) / self.before
 
     def regressed(self, limit):
-        """Whether that is more than `limit` percent."""
+        """True if the count has grown by more than `limit` percent."""
         return self.percent > limit and self.after - self.before >= LEAST
 
 
@@ -89,7 +89,7 @@ class Change:
 
 
 def git(*arguments, root=ROOT):
-    """What a git command prints; raises CalledProcessError."""
+    """The output of a git command. Raises CalledProcessError."""
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -154,12 +154,12 @@ def accepted_since(base, root=ROOT):
 
 
 def matches(pattern, name):
-    """Whether a name is meant; only `*` is special."""
+    """True if the pattern matches a name; only `*` is special."""
     return fnmatch.fnmatchcase(name, re.sub(r"([\[?])", r"[\1]", pattern))
 
 
 def changes(before, after, accepted):
-    """What both commits have, in the order of `after`."""
+    """The benchmarks that both commits have, in the order of `after`."""
     return [
         Change(
             name,
@@ -249,7 +249,7 @@ def count_both(tree, make, groups=None, stir=0):
 
 
 def count_again(found, tree, limit):
-    """What seems to have regressed, counted again: the least difference of each holds."""
+    """Count again what seems to have regressed, and keep the least difference of each."""
     from asv_benches.instructions import counts as instructions
 
     found = list(found)

@@ -1,4 +1,4 @@
-"""What is not NumPy's: LAPACK's workspaces, pandas' hash tables and strings come from malloc.
+"""Memory that is not NumPy's: LAPACK's workspaces, pandas' hash tables and strings use malloc.
 
 Each call in processes of its own for each rival, as the expression of bench_numpy: they take turns,
 more than once from the start. arenapy comes twice, as `arenapy run` has it, and with malloc as it
@@ -29,7 +29,7 @@ JOIN = (
 )
 STRINGS = "t = np.array([f'the string {{i}}, a rather long one' for i in range({n})], 'T')"
 
-#: What is shown: (setup, statement); of each a small one for --quick.
+#: The calls, as (setup, statement); of each a small one for --quick.
 CALLS = {
     "solve, 600": (MATRIX.format(n=600), "np.linalg.solve(a, b)"),
     "solve, 8, 600,000 right sides": (
@@ -79,7 +79,7 @@ def ratios(figures):
 
 
 def call_lines(found):
-    """What is promised of the calls."""
+    """The report's lines about the calls."""
     for name, figures in found.items():
         ratio, alone = ratios(figures)
         best = f"{name}: best rival ({ratio.who}) / arenapy"

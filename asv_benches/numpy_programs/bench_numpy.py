@@ -94,7 +94,7 @@ def empties(quick=False):
 
 
 def expression_lines(found):
-    """What is promised of the expressions."""
+    """The report's lines about the expressions."""
     ratios = {}
     for n, figures in found.items():
         ratios[n] = Ratios.of({rival: one.seconds for rival, one in figures.items()})
@@ -111,7 +111,7 @@ def expression_lines(found):
 
 
 def empty_lines(found):
-    """What is promised of empty arrays."""
+    """The report's lines about empty arrays."""
     for n, seconds in found.items():
         for name, one in seconds.items():
             yield Line("numpy", f"np.empty(({n},), 'f8'): {name}", one * 1e9, "ns")

@@ -107,7 +107,7 @@ def peaks(figures):
 
 
 def workload_lines(found):
-    """What is promised of the workloads."""
+    """The report's lines about the workloads."""
     for name, figures in found.items():
         step, program = ratios(figures)
         for what, ratio in (("step", step), ("program", program)):

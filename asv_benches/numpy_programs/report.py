@@ -138,7 +138,7 @@ def trace_table(found):
 
 
 def section(measure, promised, table, title):
-    """What report.main runs: prints a table of all, and gives the lines that are promised."""
+    """A function for report.main, which prints a table and returns the report's lines."""
 
     def run(quick):
         found = measure(quick)

@@ -164,7 +164,7 @@ def summary(found):
 
 
 def row_lines(found):
-    """What is promised of the table."""
+    """The report's lines about the table."""
     for name, seconds in found.items():
         ratio = Ratios.of(seconds).default
         yield Line("table", f"{name}: default / arenapy", ratio, "x", LEAST, at_least=True)

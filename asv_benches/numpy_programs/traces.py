@@ -151,7 +151,7 @@ def traces(quick=False):
 
 
 def trace_lines(found):
-    """What is promised of the replays."""
+    """The report's lines about the replays."""
     for program, results in found.items():
         ratios = {one.name: one.ratio for one in results if one.ratio is not None}
         peak = results[0].peak_live / 2**20

@@ -18,7 +18,7 @@ def side(usual, scale):
 
 
 def count(usual, scale):
-    """That share of a number of elements."""
+    """A number of elements, scaled; at least 64."""
     return max(64, round(usual * scale))
 
 

@@ -1,1 +1,1 @@
-"""What benchmarks are made of: rounds, worker processes, loops in C, results files."""
+"""Parts of the benchmarks: rounds, worker processes, loops in C, results files."""

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What the benchmarks need in C: a floor for method calls, and loops without the interpreter.
+"""The C parts of the benchmarks: a floor for method calls, and loops without the interpreter.
 
 native.py compiles this file against the installed arenapy, as any user of `cimport arenapy` would.
 """

@@ -21,7 +21,7 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def key(source, macros):
-    """What the compiled module depends on, as a file name."""
+    """A hash of everything that the compiled module depends on, for its file name."""
     digest = hashlib.sha256(f"{sys.version} {macros}".encode())
     digest.update(arenapy.__version__.encode())
     for path in [source, *sorted(Path(arenapy.__file__).parent.rglob("*.pxd"))]:

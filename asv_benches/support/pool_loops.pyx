@@ -50,7 +50,7 @@ cdef enum:
 
 
 cdef class Malloc:
-    """What malloc() and free() are in this process."""
+    """malloc() and free() of this process."""
 
     @property
     def file(self):

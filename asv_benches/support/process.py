@@ -1,8 +1,8 @@
 """Processes that answer questions, so that rounds of all of them follow each other in any order.
 
 A malloc library is measured as its users have it, preloaded into a process of its own. Such a
-process waits until it is asked to run something, and answers with what it found. What it runs, and
-what it imports for that, is said elsewhere: workers.py (loops in C), rivals.py (NumPy programs).
+process waits until it is asked to run something, and answers with what it found. Statements, and
+the imports for them, are elsewhere: workers.py (loops in C), rivals.py (NumPy programs).
 """
 
 import ctypes.util
@@ -21,7 +21,7 @@ MALLOCS = {
     "tcmalloc": "tcmalloc_minimal",
 }
 
-# What changes a malloc from outside; a process has only what it is given.
+# Variables that change a malloc from outside. A process has only those that it is given.
 TUNING = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "MIMALLOC_", "TCMALLOC_", "NUMPY_MADVISE")
 
 
@@ -90,11 +90,11 @@ class Process:
         self.ask("run", statement)
 
     def value(self, expression):
-        """What an expression is there."""
+        """The value of an expression in that process."""
         return self.ask("value", expression)
 
     def loop(self, way):
-        """What runs the statement of a Way there."""
+        """An object that runs the statement of a Way in that process."""
         return Loop(self, way)
 
     def close(self):

@@ -1,4 +1,4 @@
-"""What the commands `report.py` have in common: lines with a verdict, printed and stored."""
+"""Common parts of the commands `report.py`: lines with a verdict, printed and stored."""
 
 import argparse
 import os

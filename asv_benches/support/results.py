@@ -40,7 +40,7 @@ class Row(NamedTuple):
         return cls(line.what, line.value, line.unit, kept, target)
 
     def stored(self):
-        """What the file has: no more digits than serve, and no end that says nothing."""
+        """The line as the file has it: rounded, and without empty cells at its end."""
         value = rounded(self.value)
         cells = [self.what, value, self.unit, self.kept, self.target]
         return cells if self.target else cells[:4] if self.kept is not None else cells[:3]
@@ -92,7 +92,7 @@ def as_text(stored):
 
 
 def machine():
-    """What the figures depend on."""
+    """The machine and the versions that the figures depend on."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -108,7 +108,7 @@ def machine():
 
 
 def has_gpu():
-    """Whether there is a device that can be used."""
+    """True if there is a device that can be used."""
     try:
         return bool(cuda.devices())
     except cuda.Unavailable:

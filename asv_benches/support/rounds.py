@@ -39,7 +39,7 @@ class Way:
         ]
 
     def loop(self, names, clock=CLOCK):
-        """What runs the statement: `loop.timeit(n)` gives the seconds of n runs."""
+        """An object that runs the statement: `loop.timeit(n)` gives the seconds of n runs."""
         return timeit.Timer(self.statement, self.before, clock, names)
 
 
@@ -65,7 +65,7 @@ class Line:
 
 
 class Ways:
-    """What asv times: a call of each of `ways`. `timed` makes classes of it."""
+    """A benchmark of asv that times a call of each of `ways`. `timed` makes classes of it."""
 
     CALLS = 10_000
     ROUNDS = 15

@@ -207,6 +207,7 @@ def test_frozen_slotted_and_documented(kind):
     assert sorted(named) == sorted(expected)
 
 
+@pytest.mark.full
 def test_text_is_the_same_everywhere():
     """No colours, no wrapping, ASCII: whatever the terminal, the notebook and the locale."""
     program = "import arenapy; print(arenapy.Bump(1 << 20).stats())"

@@ -188,6 +188,15 @@ def test_a_scope_gives_everything_back(arena):
     assert arena.used == used and arena.stats().marks == 0
 
 
+def test_a_scope_says_whose_it_is_and_whether_it_is_open(arena):
+    scope = arena.scope()
+    assert repr(scope) == f"<Scope of {arena!r}, not open>"
+    with scope:
+        arena.alloc(1000)
+        assert repr(scope) == f"<Scope of {arena!r}, open>"
+    assert repr(scope) == f"<Scope of {arena!r}, not open>"
+
+
 def test_an_exception_passes_a_scope_unharmed(arena):
     error = KeyError("mine")
     with pytest.raises(KeyError) as caught, arena.scope(), arena.scope():

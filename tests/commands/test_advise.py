@@ -544,6 +544,7 @@ def gpu(monkeypatch):
         yield one
 
 
+@pytest.mark.full
 def test_a_trace_of_a_gpu_is_replayed_on_one(gpu, monkeypatch, tmp_path):
     """All settings and rounds are in one process: starting one takes longer than a replay."""
     started(

@@ -125,6 +125,41 @@ def test_too_few_rounds():
     assert verdict(ratio_of([0.1, 0.1, 1.1], [1.0] * 3)).word == "undecided"
 
 
+def test_no_gain_is_said_at_the_end_alone():
+    """Of twelve ratios the third is the bound; the sign test of a single look leaves two out."""
+    ratios = [0.9, 0.95, 0.98, 0.99, 0.99, 1.0, 1.02, 1.03, 1.04, 1.06, 1.2, 1.3]
+    found = ratio_of(ratios, [1.0] * 12, chance_of(3))
+    assert (found.low, found.least) == (0.9, 0.98)
+    assert verdict(found).word == "undecided"
+    said = verdict(found, last=True)
+    assert (said.word, said.final) == ("no gain", True)
+    assert said.reason.endswith("1.0% longer, and surely no 3% less (95% sure: -2.0% or more)")
+    gains = ratio_of([ratio - 0.011 for ratio in ratios], [1.0] * 12, chance_of(3))
+    assert verdict(gains, last=True).word == "undecided"
+    assert verdict(ratio_of([0.98, 1.0, 1.1], [1.0] * 3), last=True).word == "probably no gain"
+    assert verdict(ratio_of([0.96, 1.0, 1.1], [1.0] * 3), last=True).word == "undecided"
+
+
+@pytest.mark.parametrize("ratio", [0.97, 1.0])
+def test_all_that_is_said_is_wrong_in_five_percent_at_most(ratio):
+    """A gain of 3 % is not denied, and where there is no difference no direction is claimed."""
+    generator, trials, wrong = random.Random(5), 400, 0
+    false = {"worth it", "a little faster"} if ratio == 1 else {"no gain", "no difference"}
+    false |= {"not worth it", "a little slower"}
+    for _ in range(trials):
+        plain, ours = scattered(generator, ratio, 0.05, rounds=30)
+        look = at = 0
+        while (at := next_look(at)) <= 30:
+            look += 1
+            said = verdict(ratio_of(ours[:at], plain[:at], chance_of(look)))
+            if said.final:
+                break
+        else:
+            said = verdict(ratio_of(ours, plain, chance_of(look + 1, last=True)), last=True)
+        wrong += said.word in false
+    assert wrong / trials <= 0.05
+
+
 def test_all_looks_together_take_five_percent():
     chances = [chance_of(look) for look in range(1, 1000)]
     assert sum(chances) == pytest.approx(0.05, abs=1e-4)
@@ -455,6 +490,7 @@ def test_a_comparison(script, tmp_path):
     assert shown.stdout.count("told") == shown.stderr.count("complained") == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "phases"),
     [

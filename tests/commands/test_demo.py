@@ -64,6 +64,7 @@ def whole_run(tmp_path_factory):
     return done, json.loads((folder / "figures.json").read_text()), folder / "chart.png"
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_output_is_plain_text_in_80_columns(whole_run):
     done, _, _ = whole_run
@@ -72,6 +73,7 @@ def test_output_is_plain_text_in_80_columns(whole_run):
     assert "…" not in done.stdout, "a cell was cut off"
 
 
+@pytest.mark.full
 def test_the_tables_show_what_the_json_says(whole_run):
     done, figures, _ = whole_run
     times, rest = done.stdout.split("An iteration: ")
@@ -93,6 +95,7 @@ def test_the_tables_show_what_the_json_says(whole_run):
     assert "computed the same bits" in done.stdout
 
 
+@pytest.mark.full
 def test_the_json_is_complete_and_consistent(whole_run):
     _, figures, _ = whole_run
     assert figures["schema"] == 1
@@ -123,6 +126,7 @@ def test_the_json_is_complete_and_consistent(whole_run):
             assert workload["paid_after_iterations"] is None
 
 
+@pytest.mark.full
 def test_an_arena_does_not_fault_where_numpy_does(whole_run):
     _, figures, _ = whole_run
     # Each array is new to the process.
@@ -132,6 +136,7 @@ def test_an_arena_does_not_fault_where_numpy_does(whole_run):
         assert workload["ways"]["arena"]["minor_faults"] < 1, workload["name"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc learns otherwise")
 def test_malloc_learns_and_plain_numpy_then_stops_faulting(whole_run):
     done, figures, _ = whole_run
@@ -146,6 +151,7 @@ def test_malloc_learns_and_plain_numpy_then_stops_faulting(whole_run):
     )
 
 
+@pytest.mark.full
 def test_the_accuracy_is_shown(whole_run):
     done, figures, _ = whole_run
     accuracy = figures["workloads"][0]["accuracy"]
@@ -154,6 +160,7 @@ def test_the_accuracy_is_shown(whole_run):
     assert {workload["accuracy"] for workload in figures["workloads"][1:]} == {None}
 
 
+@pytest.mark.full
 def test_the_chart_is_a_picture_with_the_three_colours_in_it(whole_run):
     *_, path = whole_run
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -11,11 +11,13 @@ import textwrap
 import time
 
 import alike
+import numpy as np
 import pytest
 from alike import REPORT, TIMEOUT, split
 
 from arenapy.commands.command_line import size
 from arenapy.commands.run.command import huge_heap
+from arenapy.commands.run.report import ProgramMemory
 from arenapy.linux.libc_malloc import foreign_malloc
 
 PLAIN = [sys.executable]
@@ -280,6 +282,30 @@ def test_figures_are_those_of_the_program(script, tmp_path):
     assert found["peak_reserved_bytes"] - found["pool"]["peak_bytes"] == found["never_used_bytes"]
     assert found["fell_back"]["system_allocations"] == found["fell_back"]["lazy_allocations"] == 0
     assert found["unreached_threads"] == []
+
+
+def test_figures_are_named_as_in_the_stats():
+    """The report has them without the dataclasses, whose import would make a program end later."""
+    options = {"max_bytes": None, "initial_bytes": 0, "huge_pages": "auto", "lock": False,
+               "on_full": "system", "libc": None, "trace": None, "sites": 0}  # fmt: skip
+    memory = ProgramMemory(options)
+    try:
+        kept = [np.ones(size) for size in (10, 1000, 1 << 20, 5 << 20)]
+        del kept[1:3]
+        found, stats = memory.figures(), memory.pool.stats()
+        assert found["fell_back"] == memory.handler.stats().as_dict()
+    finally:
+        memory.handler.uninstall()
+    assert found["pool"] == stats.as_dict()
+    assert 0 < stats.fragmentation < 1 and stats.total_allocations >= 4
+
+
+def test_the_report_imports_nothing(script, tmp_path):
+    script("import numpy, sys; print('the end', file=sys.stderr)")
+    said = run([*PLAIN, "-X", "importtime", "-m", "arenapy", "run", "script.py"], tmp_path).stderr
+    own, report = split(said.partition("the end\n")[2])
+    assert "page faults" in report
+    assert "import time" not in own
 
 
 def test_what_fell_back_and_why(script, tmp_path):

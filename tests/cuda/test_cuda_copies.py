@@ -120,6 +120,23 @@ def test_the_first_use_by_a_stream_comes_after_the_own_one(gpu):
     assert set(content(b)) == {2}
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_owner_that_has_done_its_work_costs_no_event(gpu, busy):
+    own, s = cuda.Stream(), cuda.Stream()
+    block = Pool(4 * MIB, cuda.Device(), stream=own).alloc(1000)
+    source = Pool(4 * MIB, cuda.Device(), stream=s).alloc(1000)
+    source.fill(1, stream=s)
+    gpu.drain()
+    if busy:
+        block.fill(2, stream=own)
+    events = gpu.calls["cuEventRecord"]
+    block.copy_from(source, stream=s)
+    assert gpu.calls["cuEventRecord"] - events == busy
+    while gpu.step(1):
+        pass
+    assert set(content(block)) == {1}
+
+
 @pytest.mark.parametrize("peers", [set(), {(0, 1), (1, 0)}])
 def test_across_devices(gpu, peers):
     gpu.peers = peers

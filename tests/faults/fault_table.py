@@ -74,13 +74,14 @@ CANNOT_FAIL = {
     "it has no error": ("free", "getpid", "sched_yield", "pthread_once"),
     "it fails for arguments only that we never give": (
         *("clock_gettime", "getrusage", "sysconf", "pthread_join", "pthread_sigmask"),
+        "pthread_detach",
         *("lseek64", "pthread_mutex_lock", "pthread_mutex_unlock"),
     ),
     "a wait that ends early is begun again, or was a courtesy": ("nanosleep", "usleep"),
     "the descriptor is closed whatever it says, and its lock goes with it": ("close", "flock"),
     "it does not return": ("__assert_fail",),
-    "that it fails is the answer: there is a gap, another malloc, or no torch": (
-        *("msync", "dlopen", "dlsym", "dladdr"),
+    "that it fails is the answer: there is a gap, another malloc, no torch, or no /proc": (
+        *("msync", "dlopen", "dlsym", "dladdr", "stat64"),
     ),
     "a message to stderr, of what is wrong anyway": ("fprintf",),
 }
@@ -179,12 +180,14 @@ TABLE = [
     row("Slab .*", MEMORY, "ENOMEM", FINE, NO_TABLE),
     row("Slab .*", MEMORY, "ENOMEM, lasting", SLAB_FULL, NO_TABLE),
     row(r"Slab\(\)", MEMORY, NO_MEMORY, NO_MAP, NO_PAGES, NO_TABLE),
+    row("Slab .*", "mprotect", "EACCES", FINE, NOT_MAPPED, NO_TABLE),  # tables ask for less
     row("Slab.*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, NO_TABLE),
     row("Pool prewarm|Pool alloc, first", MEMORY, "ENOMEM", FINE, POOL_FULL),
     row("Pool alloc, first", "mmap", "EACCES", FINE, POOL_FULL),  # regions, if none is reserved
     row("Pool alloc, first", "realloc", NO_MEMORY, "OutOfMemory: bookkeeping of an allocator"),
     row(r"Pool\(\).*", "mmap", "ENOMEM|EACCES", FINE, NO_TABLE),  # it asks for less
     row(r"Pool\(\).*", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NO_TABLE),
+    row("Pool .*", "mprotect", "ENOMEM|EACCES", FINE, NOT_MAPPED, POOL_FULL),  # tables ask for less
     row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
     row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),
     # Shared memory that is sent.

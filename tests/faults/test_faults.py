@@ -65,6 +65,7 @@ def test_each_call_can_fail(faults, tmp_path, name):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.full
 def test_calls_of_the_first_use(tmp_path):
     """Of the import, too: each in a process that has not done it yet."""
     script = Path(__file__).with_name("fault_first_use.py")

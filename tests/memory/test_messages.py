@@ -620,6 +620,7 @@ def test_a_receiver_without_a_free_descriptor(run_script):
     """)
 
 
+@pytest.mark.full
 def test_too_many_messages_under_way(run_script):
     run_script("""
         import errno, resource, socket

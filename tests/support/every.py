@@ -85,8 +85,6 @@ def cuda_sources(*names):
 SOURCES = [*HOST_SOURCES, "simulated hip pinned", *cuda_sources("pinned")]
 HOST_VISIBLE = [*SOURCES, *cuda_sources("managed")]
 EVERYWHERE = [*HOST_VISIBLE, *cuda_sources("device", "growing device", "driver pool")]
-#: Those over which an allocator is closed in a forked child.
-CLOSED_IN_CHILD = {"host fork=skip", "shared", "shared prefault=False", "file w+", "file r+"}
 
 
 def lacking(name):

@@ -96,6 +96,7 @@ def test_wrong_arguments(arguments, named):
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", ["1", "2"])
 @pytest.mark.parametrize("name", ["libjemalloc.so.2", "libmimalloc.so.2"])
 @pytest.mark.sampled
@@ -237,6 +238,7 @@ def test_a_step_that_does_not_end_is_found(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "kept.jsonl").read_text().count("\n") >= 2
 
 
+@pytest.mark.full
 def test_a_process_that_the_attacked_code_started_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("HELPER", str(tmp_path / "helper"))
     try:
@@ -285,7 +287,7 @@ def planted(name, folder):
     return "planted_slab"
 
 
-TOYS = ["Arena", "FreeList", pytest.param("Slab", marks=pytest.mark.full)]
+TOYS = ["FreeList", *(pytest.param(name, marks=pytest.mark.full) for name in ("Arena", "Slab"))]
 
 
 @pytest.mark.no_sanitizer

@@ -221,6 +221,7 @@ def test_the_smallest_program_is_small():
         assert found.steps > len(found.failing)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["full", "quick", "long", "fuzz"])
 @pytest.mark.sampled
 def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):

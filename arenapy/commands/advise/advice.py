@@ -1,4 +1,4 @@
-"""What the replays of ``arenapy advise`` say: which setting to use, and how sure that is.
+"""The advice of ``arenapy advise``: which setting to use by its replays, and how sure that is.
 
 What lives here: the rule, and the five lines. What does not: measuring.
 
@@ -31,7 +31,7 @@ TRIFLE = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to use.
+    """The setting to use, and the reasons.
 
     Attributes
     ----------
@@ -39,8 +39,8 @@ class Advice:
         Of the setting; the baseline if nothing is surely better.
     baseline : str
     other : str or None
-        What it is compared with: the baseline, or if that is advised the fastest other one. None:
-        nothing else was measured.
+        The setting to compare with: the baseline or, if that is advised, the fastest other one.
+        None: nothing else was measured.
     ratio : Ratio or None
         The time of the one of the two that is not the baseline, divided by the baseline's.
     word : str
@@ -131,7 +131,7 @@ def lines(
     program : str
         The words of the program, for the line to paste.
     seconds : float
-        What the replays were given.
+        The time that the replays were given.
     """
     setting = settings[advice.name]
     if advice.name == advice.baseline:

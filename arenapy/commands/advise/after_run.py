@@ -51,7 +51,7 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
 
 
 def _state(file: str) -> tuple[int, int] | None:
-    """What is different after the file was written; None: there is none."""
+    """Time of the last change and size of a file, to see later if it was written. None: no file."""
     try:
         found = os.stat(file)
     except FileNotFoundError:

@@ -111,7 +111,7 @@ def advise(
     Returns
     -------
     dict
-        What ``--json`` writes.
+        The data that ``--json`` writes.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def advise(
 
 
 def _on_a_device(trace: Trace) -> tuple[Sequence[str], str, float]:
-    """What is tried for a trace of a GPU's memory, the baseline, and what an event may cost."""
+    """Of a trace of a GPU's memory: names to try, the baseline, and the seconds of an event."""
     from arenapy import cuda
 
     try:

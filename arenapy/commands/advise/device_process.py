@@ -23,7 +23,7 @@ from arenapy.commands.replay.command import failure
 
 __all__ = ["COMMAND", "DeviceProcess"]
 
-#: What is started, with the folder of the program as its argument.
+#: The command to start, without its argument: the folder of the program.
 COMMAND = [sys.executable, "-P", "-m", "arenapy.commands.advise.device_worker"]
 
 

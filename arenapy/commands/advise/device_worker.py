@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     request.add_argument("--written", action="store_true")
     request.add_argument("--passes", type=int)
     request.add_argument("--settings", type=json.loads, default={})
-    # What a package prints is no answer.
+    # The output of a package is no answer.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:

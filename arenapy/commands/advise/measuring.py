@@ -199,7 +199,7 @@ class Replays:
         return result["first"] + later * (self.repeat - 1)
 
     def _lost(self, name: str) -> bool:
-        """Whether another one was faster in every round, by more than a trifle."""
+        """True if another setting was faster in every round, by more than `WORTH`."""
         own = self.times[name]
         return any(
             all(mine > (1 + WORTH) * its for mine, its in zip(own, times, strict=True))

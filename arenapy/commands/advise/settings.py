@@ -1,4 +1,4 @@
-"""What ``arenapy advise`` tries: allocators with their arguments, and how a user writes them.
+"""The settings that ``arenapy advise`` tries: allocators with arguments, and the line to paste.
 
 What lives here: which settings suit a program, and the line to paste. What does not: running them
 (measuring.py), choosing one (advice.py).
@@ -30,7 +30,7 @@ DEVICE_LINES = {
     "torch": "torch.cuda.caching_allocator_alloc(nbytes)",
     "driver": "nothing to change",
 }
-#: What ``--with`` takes, in the order of preference if several are as good.
+#: The names that ``--with`` takes, in the order of preference if several are as good.
 NAMES = ("malloc", "pool", "bump", "slab", "jemalloc", "mimalloc", "tcmalloc")
 OF_NUMPY = tuple(name for name in NAMES if name not in ("bump", "slab"))
 #: A Bump or a Slab that needs more than this many times what is ever live is not tried.
@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is an allocator of arenapy's."""
+        """True if it is an allocator of arenapy's."""
         return self.peer in CLASSES
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Setting:
         return f"{format_bytes(self.prefault)} {word.removesuffix('e')}ed at the start"
 
     def line(self, numpy: bool = False, program: str = "SCRIPT") -> str:
-        """What a user types to have it.
+        """The line that a user types to get this setting.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ PLAIN_POOL = Setting("pool", {}, None)
 
 
 def settings_for(program: Program, names: Sequence[str], device: bool = False) -> list[Setting]:
-    """What is tried, in the order of preference; `ready_pool` makes another one later."""
+    """The settings to try, in the order of preference. `ready_pool` makes another one later."""
     align = DEVICE_ALIGN if device else ALIGN
     made: Mapping[str, Callable[[], list[Setting]]] = {
         "pool": lambda: [PLAIN_POOL, Setting("pool", {"rounding": "class"}, None)],

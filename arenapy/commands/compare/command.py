@@ -61,7 +61,7 @@ from arenapy.linux.libc_malloc import foreign_malloc
 __all__ = ["Comparison", "Failed", "main"]
 
 CHILD = Path(__file__).with_name("worker.py")
-SECONDS, MAX_ROUNDS = 35.0, 1_000_000
+SECONDS, MAX_ROUNDS = 50.0, 1_000_000
 OF_POOL = ("prefault", "never_used_bytes", "blocks", "served_bytes")
 FEWEST = 3  # rounds, however long they take
 LOOK_EVERY = 0.005  # seconds
@@ -141,7 +141,7 @@ class Comparison:
             number += 1
 
     def _goes_on(self, rounds: int) -> bool:
-        """Whether there is another round; notes how sure the verdict is."""
+        """True if there is another round. Notes how sure the verdict is."""
         if self.options.rounds is not None:
             return rounds < self.options.rounds
         spent = time.monotonic() - self.began
@@ -151,11 +151,11 @@ class Comparison:
             look, at = look + 1, next_look(at)
         if rounds and (at == rounds or ends):
             self.chance = chance_of(look, last=ends)
-            ends = ends or verdict_on(self.runs, chance=self.chance).final
+            ends = ends or verdict_on(self.runs, chance=self.chance, last=False).final
         return not ends and rounds < MAX_ROUNDS
 
     def _run(self, way: str, interval: float | None = None) -> dict[str, Any]:
-        """What was measured of one run."""
+        """Run the program once, and return the figures."""
         spec_file, result, errors, marks = (
             self.folder / name for name in ("spec.json", "result.json", "errors", "marks")
         )
@@ -195,7 +195,7 @@ class Comparison:
 
 
 def _as_run(found: dict[str, Any]) -> Run:
-    """What was measured of a run, as the table wants it."""
+    """The figures of a run, as the table wants them."""
     ready = next((mark for mark in found["marks"] if mark["when"] == "ready"), None)
     taken = {field.name: found[field.name] for field in fields(Run) if field.name in found}
     if ready is not None:

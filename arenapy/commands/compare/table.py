@@ -1,4 +1,4 @@
-"""What ``arenapy compare`` says: the table, the verdict, its reason, and what to do next.
+"""The output of ``arenapy compare``: the table, the verdict, its reason, and what to do next.
 
 What lives here: words and layout. What does not: measuring (command.py) and the rule of the verdict
 (verdict.py).
@@ -154,7 +154,7 @@ def table(runs: Mapping[str, Sequence[Run]], huge: Mapping[str, int]) -> Table:
 
 
 def is_busy(runs: Mapping[str, Sequence[Run]]) -> bool:
-    """Whether plain and arenapy keep one processor busy: CPU time then says what time does."""
+    """True if plain and arenapy keep one processor busy. CPU time then tells what time does."""
     plain, ours = (
         statistics.median(run.cpu / run.time for run in runs[way]) for way in (PLAIN, OURS)
     )
@@ -166,11 +166,13 @@ def verdict_on(
     way: str = OURS,
     than: str = PLAIN,
     chance: float = 1 - CONFIDENCE,
+    *,
+    last: bool = True,
 ) -> Verdict:
-    """Whether a way takes less time than another."""
+    """The verdict on a way over another; `last`: no more rounds follow."""
     name = "cpu" if is_busy(runs) else "time"
     ours, theirs = ([getattr(run, name) for run in runs[one]] for one in (way, than))
-    return verdict(ratio_of(ours, theirs, chance))
+    return verdict(ratio_of(ours, theirs, chance), last=last)
 
 
 def sentences(runs: Mapping[str, Sequence[Run]], chance: float = 1 - CONFIDENCE) -> list[str]:
@@ -225,7 +227,7 @@ def reasons(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 def next_step(
     runs: Mapping[str, Sequence[Run]], said: Verdict, program: str, seconds: float
 ) -> str:
-    """What to type next."""
+    """The command that the user should type next, and why."""
     startup, steady = _medians(runs, "startup"), _medians(runs, "steady")
     if not startup:
         return (

@@ -15,7 +15,7 @@ __all__ = ["OURS", "OURS_ALONE", "PLAIN", "WAYS", "Way"]
 
 PLAIN, OURS, OURS_ALONE = "plain", "arenapy", "pool-alone"
 
-#: What changes a malloc from outside: an alternative has its own only.
+#: Variables that change a malloc from outside. An alternative has only its own.
 TUNING = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "MIMALLOC_", "TCMALLOC_")
 
 NEVER = 1 << 40  # bytes: a threshold that nothing reaches

@@ -1,4 +1,4 @@
-"""Whether one way of running a program is faster than another: the rule of ``arenapy compare``.
+"""The rule of ``arenapy compare``: is one way of running a program faster than another?
 
 What lives here: what follows from measured times, and when there were enough. What does not:
 measuring.
@@ -12,10 +12,15 @@ fourteen two). It assumes nothing about how times scatter, and single rounds tha
 disturbed do not matter. An interval needs six rounds: with five, all on one side is chance once in
 16 times.
 
-Whoever looks after every few rounds and stops at the first sure verdict is wrong more often than
-who looks once. So the 5 % are shared out over all looks that there may be: the first look, after
-six rounds, takes 1/32, the least that six rounds need, and the later ones share the rest. The last
-one, when the time is spent, takes what is left.
+A measurement that looks after every few rounds and stops at the first sure verdict is wrong more
+often than one that looks once. So the 5 % are shared out over all looks that there may be: the
+first look, after six rounds, takes 1/32, the least that six rounds need, and the later ones share
+the rest. The last one, when the time is spent, takes what is left.
+
+If no look was sure of a direction, the last one asks once more, and less: is a gain of `WORTH` out
+of the question? The lower bound for that is the one of a single look, since it is looked at once.
+This costs no more than the 5 %. Where there is such a gain, the looks say by mistake in 2.5 % that
+there is none, and this bound in another 2.5 %. Where there is none, this answer is right.
 """
 
 from __future__ import annotations
@@ -45,6 +50,8 @@ class Ratio:
     estimate : float
     low, high : float or None
         The bounds of the interval; None if there were too few rounds for one.
+    least : float or None
+        The lower bound of the interval if this is the only look, at `CONFIDENCE`.
     lowest, highest : float
         Of all rounds.
     rounds : int
@@ -53,6 +60,7 @@ class Ratio:
     estimate: float
     low: float | None
     high: float | None
+    least: float | None
     lowest: float
     highest: float
     rounds: int
@@ -60,13 +68,13 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a ratio says.
+    """The verdict on a ratio.
 
     Attributes
     ----------
     word : str
-        "worth it", "not worth it", "a little faster", "a little slower", "no difference" or
-        "undecided"; "probably " before one of the others if there were too few rounds to be sure.
+        "worth it", "not worth it", "a little faster", "a little slower", "no difference", "no gain"
+        or "undecided"; "probably " before another one if there were too few rounds to be sure.
     reason : str
     final : bool
         More rounds would not change it, as far as chance allows.
@@ -123,11 +131,20 @@ def ratio_of(
     ratios = sorted(time / other for time, other in zip(times, others, strict=True))
     estimate, rank = statistics.median(ratios), _rank(len(ratios), chance)
     low, high = (ratios[rank - 1], ratios[-rank]) if rank else (None, None)
-    return Ratio(estimate, low, high, ratios[0], ratios[-1], len(ratios))
+    single = _rank(len(ratios))
+    least = ratios[single - 1] if single else None
+    return Ratio(estimate, low, high, least, ratios[0], ratios[-1], len(ratios))
 
 
-def verdict(ratio: Ratio) -> Verdict:
-    """What to do about a ratio of a way's time to the time without it."""
+def verdict(ratio: Ratio, *, last: bool = False) -> Verdict:
+    """The verdict on a ratio of a way's time to the time without it.
+
+    Parameters
+    ----------
+    ratio : Ratio
+    last : bool
+        If True, no more rounds follow, and "no gain" may be said.
+    """
     change = ratio.estimate - 1
     takes = f"the program takes {abs(change):.1%} {'less time' if change < 0 else 'longer'}"
     is_large = abs(change) >= WORTH
@@ -138,6 +155,8 @@ def verdict(ratio: Ratio) -> Verdict:
             return Verdict(f"probably {'not ' * (change > 0)}worth it", f"{takes} {few}", False)
         if ratio.lowest > 1 - WORTH and ratio.highest < 1 + WORTH:
             return Verdict("probably no difference", f"{takes} {few}", False)
+        if last and ratio.lowest > 1 - WORTH:
+            return Verdict("probably no gain", f"{takes} {few}", False)
         return Verdict("undecided", f"{takes} {few}", False)
     sure = f"({CONFIDENCE:.0%} sure: {ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})"
     is_narrow = ratio.low > 1 - WORTH and ratio.high < 1 + WORTH
@@ -148,4 +167,7 @@ def verdict(ratio: Ratio) -> Verdict:
                        is_narrow)  # fmt: skip
     if is_narrow:
         return Verdict("no difference", f"{takes}, less than {WORTH:.0%} either way {sure}", True)
+    if last and ratio.least is not None and ratio.least > 1 - WORTH:
+        sure = f"({CONFIDENCE:.0%} sure: {ratio.least - 1:+.1%} or more)"
+        return Verdict("no gain", f"{takes}, and surely no {WORTH:.0%} less {sure}", True)
     return Verdict("undecided", f"{takes} {sure}", False)

@@ -36,7 +36,7 @@ GPU_RUNS, QUICK_GPU_RUNS = 3, 1
 MAX_SIZE, MAX_ROUNDS, MAX_BATCH_BYTES = 1 << 31, 1_000_000, 1 << 48
 
 #: When a block that came straight from the kernel is freed, glibc's malloc keeps blocks up to its
-#: size from then on (M_MMAP_THRESHOLD in mallopt(3), 32 MiB at most). What was freed before is
+#: size from then on (M_MMAP_THRESHOLD in mallopt(3), 32 MiB at most). The sizes freed before are
 #: therefore part of a measurement: we go through the sizes in ascending order, then teach malloc
 #: with a block of this size and go once more through those that it has now learnt.
 LEARNT_BYTES = 31 << 20

@@ -1,4 +1,4 @@
-"""What is computed of a batch, in PTX for the device and in NumPy to check it.
+"""The checksum of a batch, computed in PTX on the device and in NumPy to check it.
 
 Each 32-bit word is mixed with its place, then goes through as many rounds as are asked for of a
 shift, an exclusive or and a multiplication; the sum of what comes out is the batch's checksum. All

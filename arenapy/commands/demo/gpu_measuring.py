@@ -44,7 +44,7 @@ MAX_ROUNDS = 1 << 14
 
 @dataclass
 class WayTiming:
-    """What one way took; a figure a round."""
+    """The times and page faults of one way, a figure for each round."""
 
     name: str
     batches: int
@@ -157,7 +157,7 @@ def rounds_for(wanted: float, few: tuple[int, float], many: tuple[int, float]) -
 
 
 class _Measurement:
-    """What the steps of a measurement share: the ways, the batches, the checksums expected."""
+    """The state that the steps of a measurement share: ways, batches, expected checksums."""
 
     def __init__(self, gpu: Gpu, count: int, nbytes: int) -> None:
         self.gpu = gpu

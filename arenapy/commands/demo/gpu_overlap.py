@@ -1,4 +1,4 @@
-"""What a device did at the same time, by timed events: spans of copies and of kernels.
+"""Work that a device did at the same time, by timed events: spans of copies and of kernels.
 
 The spans are the device's own: from when a stream has reached a piece of work until it is done.
 Neither stream shares its engine with the other, so a span holds no waiting for somebody else's work

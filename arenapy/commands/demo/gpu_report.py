@@ -1,4 +1,4 @@
-"""What the demo says of the pipeline: the tables, the sentences under them, the same as JSON.
+"""The report on the pipeline: the tables, the sentences under them, and the same as JSON.
 
 Every sentence follows from figures alone.
 """

@@ -28,7 +28,7 @@ DEPTH = 4  # batches under way: one is filled, one copied, one computed, and one
 PATTERN = np.random.default_rng(1998).integers(0, 1 << 32, ROW, dtype=np.uint32)
 
 Words = NDArray[np.uint32]
-#: What is noted of a piece of work on a stream: ``with noted("copy", stream): ...``
+#: A context that notes a piece of work on a stream: ``with noted("copy", stream): ...``
 Noted = Callable[[str, cuda.Stream], AbstractContextManager[object]]
 
 
@@ -41,7 +41,7 @@ def fill(words: Words, number: int) -> None:
 
 
 class Batches:
-    """What all ways do: batches of so many bytes, so many rounds, and where the checksums go.
+    """The work of all ways: batches of equal size, rounds of the kernel, memory for the checksums.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class Way(Protocol):
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
 
     def run(self, batches: Batches, numbers: Iterable[int]) -> None:
         """Do these batches; the device may still be at work on the last ones."""

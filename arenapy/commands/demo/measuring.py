@@ -40,7 +40,7 @@ class ResultsDiffer(Exception):
 
 @dataclass
 class Timing:
-    """What one way took: a figure a round, per iteration."""
+    """The time and page faults of one way per iteration, a figure for each round."""
 
     name: str
     rounds_ms: list[float] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Result:
 
     @property
     def gain(self) -> bool:
-        """Whether the arena was faster by more than the noise."""
+        """True if the arena was faster by more than the noise."""
         return self.speedup(
             self.arena
         ) >= GAIN_AT_LEAST and self.rounds_won >= GAIN_IN_SHARE_OF_ROUNDS * len(
@@ -192,7 +192,7 @@ def measure(
     Parameters
     ----------
     workload : Workload
-        What to compute.
+        The computation.
     rounds : int
         Rounds, each of one block of iterations a way.
     iterations : int

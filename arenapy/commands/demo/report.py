@@ -1,4 +1,4 @@
-"""What the demo says: the tables, the sentences under them, and the same as JSON."""
+"""The report of the demo: the tables, the sentences under them, and the same as JSON."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Where the temporaries of a job live: the three ways that the demo compares.
 
-A way has a ``scope()`` to put around an iteration and a ``step(job)`` that does it. What ``step``
-returns belongs to the scope and is dropped before the scope ends.
+A way has a ``scope()`` to put around an iteration and a ``step(job)`` that does it. The result
+of ``step`` belongs to the scope and is dropped before the scope ends.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""What the demo computes. Nothing here knows about time, and nothing about arenas.
+"""The computations of the demo. Nothing here knows about time, and nothing about arenas.
 
 A `Job` does one iteration at a time in two spellings of the same arithmetic: ``plain()`` is NumPy
 as anybody writes it, and ``placed(empty)`` takes the memory of each temporary from ``empty(shape,
@@ -41,7 +41,7 @@ class Workload(Protocol):
 
     @property
     def name(self) -> str:
-        """What the tables call it."""
+        """Its name in the tables."""
 
     @property
     def iterations(self) -> int:

@@ -44,7 +44,7 @@ class Heap:
         pass
 
     def native(self, stream: Any) -> Any:
-        """What stands for one of arenapy's streams here."""
+        """The stream object of this library for one of arenapy's streams."""
         return stream
 
     def take(self, nbytes: int, stream: Any) -> Any:
@@ -242,7 +242,7 @@ class Torch(Heap):
         self.delete(block)
 
     def reserved(self) -> int | None:
-        """What torch.cuda.memory_reserved says."""
+        """The bytes that torch.cuda.memory_reserved returns."""
         return int(self.stats(0)["reserved_bytes"]["all"]["current"])
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class Rmm(Heap):
         self.pool = self.resource(rmm.mr, peak_live)
 
     def resource(self, mr: Any, peak_live: int) -> Any:
-        """What allocates."""
+        """The memory resource that is measured."""
         return mr.PoolMemoryResource(self.counted, initial_pool_size=MIB)
 
     def native(self, stream: Any) -> Any:
@@ -326,7 +326,7 @@ class Rmm(Heap):
             self.pool.deallocate(block, nbytes, stream)
 
     def reserved(self) -> int | None:
-        """What went through its upstream."""
+        """The bytes that it has from its upstream resource."""
         return int(self.counted.allocation_counts.current_bytes)
 
     def close(self) -> None:
@@ -335,13 +335,13 @@ class Rmm(Heap):
 
 
 class RmmArena(Rmm):
-    """RMM's arena. What it holds is what it was told to take: time only."""
+    """RMM's arena. It holds as much as it was told to take: time only."""
 
     about = "rmm.mr.ArenaMemoryResource"
     note = "takes its arena at once, here twice the peak live: not compared"
 
     def resource(self, mr: Any, peak_live: int) -> Any:
-        """What allocates."""
+        """The memory resource that is measured."""
         return mr.ArenaMemoryResource(
             self.counted, arena_size=2 * peak_live // MIB * MIB + 256 * MIB
         )
@@ -353,7 +353,7 @@ class RmmAsync(Rmm):
     about = "rmm.mr.CudaAsyncMemoryResource, initial_pool_size=1 MiB"
 
     def resource(self, mr: Any, peak_live: int) -> Any:
-        """What allocates."""
+        """The memory resource that is measured."""
         return mr.CudaAsyncMemoryResource(initial_pool_size=MIB)
 
     def reserved(self) -> int | None:
@@ -379,7 +379,7 @@ HEAPS: dict[str, type[Heap]] = {
     "loop": Heap,
 }
 
-#: Whose peak reserved arenapy's is to be no more than.
+#: The peers whose peak reserved memory is the limit for arenapy's.
 PEERS = ("torch", "rmm", "cupy")
 
 
@@ -406,7 +406,7 @@ def script(steps: Program, streams: npt.NDArray[np.int64], native: Sequence[Any]
 def run(
     heap: Heap, lines: Steps, count: int, after: Callable[[int], object] | None = None
 ) -> float:
-    """One pass; seconds. What is live at its end is freed, untimed."""
+    """One pass; seconds. Blocks that are live at its end are freed, untimed."""
     take, give = heap.take, heap.give
     blocks: list[Any] = [None] * count
     sizes: dict[int, tuple[int, Any]] = {}

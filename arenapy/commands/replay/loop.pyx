@@ -70,7 +70,7 @@ TOUCH = {"nothing": NOTHING, "first": FIRST_BYTE, "pages": EVERY_PAGE}
 
 
 cdef class Heap:
-    """What is asked for memory."""
+    """An allocator as the loop calls it. This one does nothing."""
 
     cdef void* take(self, size_t n) noexcept nogil:
         return <void*>ALIGN
@@ -185,7 +185,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     slots, sizes : array of int32 and of uint64
         The program, and n_slots, which is more than any slot in it.
     touch : {"nothing", "first", "pages"}
-        What is written of every new block.
+        The part of every new block that is written.
     statm : int
         /proc/self/statm, open: resident memory is read after every allocation. -1: it is not.
     recorder : Recorder, optional

@@ -1,4 +1,4 @@
-"""What a trace asks of an allocator, as two arrays that a loop in C can follow.
+"""The requests of a trace to an allocator, as two arrays that a loop in C can follow.
 
 What lives here: telling which allocation a free, a reset or a reused address ends, and the figures
 of a trace that no allocator changes. What does not: running it (worker.py, loop.pyx).
@@ -86,7 +86,7 @@ class Program:
 
     @classmethod
     def load(cls, folder: Path) -> Program:
-        """What `save` wrote."""
+        """Read a program that `save` wrote."""
         count, ignored = np.load(folder / "counts.npy").tolist()
         return cls(np.load(folder / "slots.npy"), np.load(folder / "sizes.npy"), count, ignored)
 
@@ -121,7 +121,7 @@ class _Blocks:
 
 
 def program(trace: Trace) -> Program:
-    """What a trace asks of an allocator.
+    """The requests of a trace to an allocator.
 
     A reset becomes the frees of what was allocated since its mark, newest first. Threads are
     not told apart: everything happens in the order of the trace.

@@ -48,7 +48,7 @@ class Peer:
     about : str
         For the help.
     library : str
-        What is loaded, beside the malloc of the process. "": libc, or none is needed.
+        A library to load beside the malloc of the process. "": libc, or none is needed.
     symbols : tuple of str
         Its malloc and free.
     environment : mapping
@@ -104,7 +104,7 @@ PEERS = {
 
 
 def make_heap(name: str, program: Program, settings: Mapping[str, Any] | None = None) -> Heap:
-    """What `name` stands for, ready to run the program.
+    """The allocator of this name, ready to run the program.
 
     Parameters
     ----------

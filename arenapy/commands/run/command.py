@@ -136,7 +136,7 @@ def _seeing_environment(python: "Sequence[str]") -> list[str]:
 
 
 def _had_at_start(name: str) -> bool:
-    """Whether this process was started with an environment variable."""
+    """True if this process was started with an environment variable."""
     with open("/proc/self/environ", "rb") as file:
         return any(word.startswith(f"{name}=".encode()) for word in file.read().split(b"\0"))
 

@@ -7,13 +7,11 @@ the program (startup/sitecustomize.py), and the command line (run.py).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import time
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ import arenapy.buffer.dlpack
 import arenapy.pickling  # noqa: F401
 from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
-from arenapy.commands.run.command import TRACE_KIND
 from arenapy.diagnostics.recorder import Recorder, Recording
 from arenapy.linux.libc_malloc import foreign_malloc
 from arenapy.memory.region import Region
@@ -136,10 +133,12 @@ class ProgramMemory:
     def _begin_trace(self, path: str | None, sites: int) -> Recorder | None:
         if path is None:
             return None
+        from arenapy.commands.run.command import TRACE_KIND  # not at every start
+
         return Recording(self.pool, path, sites, TRACE_KIND).__enter__()
 
     def end_trace(self) -> None:
-        """What is done from now on is not recorded."""
+        """Stop recording."""
         if self.recording is not None:
             try:
                 self.recording.stop()
@@ -155,11 +154,12 @@ class ProgramMemory:
             self._unreached.update(self.handler.unreached())
 
     def figures(self) -> dict[str, Any]:
-        """What happened so far, as plain data; sizes are bytes."""
+        """The figures so far, as plain data. Sizes are bytes."""
         self.see_threads()
-        _import_stats()
-        pool = self.pool.stats()
-        peak_reserved = max(self.source.peak, pool.reserved_bytes)
+        # Not stats(): the program's end would wait for the import of the dataclasses.
+        pool = _with_shares(self.pool._figures())
+        pool["classes"] = [_with_shares(one) for one in pool["classes"]]
+        peak_reserved = max(self.source.peak, pool["reserved_bytes"])
         return {
             "arenapy": __version__,
             "numpy_version": np.__version__,
@@ -167,16 +167,16 @@ class ProgramMemory:
             "prefault_seconds": self.source.seconds,
             "prefault_bytes": self.source.nbytes,
             "peak_reserved_bytes": peak_reserved,
-            "never_used_bytes": max(0, peak_reserved - pool.peak_bytes),
+            "never_used_bytes": max(0, peak_reserved - pool["peak_bytes"]),
             "libc_keeps": self.handler.libc is not None and foreign_malloc() is None,
-            "fell_back": self.handler.stats().as_dict(),
+            "fell_back": self.handler._figures(),
             "unreached_threads": sorted(self._unreached),
             "trace": None if self.recording is None else self.recording.path,
-            "pool": pool.as_dict(),
+            "pool": pool,
         }
 
     def measured(self) -> dict[str, Any]:
-        """What ``arenapy compare`` asks for, which takes no time: it ends the peak."""
+        """The figures for ``arenapy compare``, which are ready at once. The peak begins anew."""
         blocks, nbytes, _ = self.pool._tally()
         return {
             "blocks": blocks,
@@ -212,7 +212,7 @@ class ProgramMemory:
         )
 
     def _malloc(self, figures: Mapping[str, Any]) -> str:
-        """What becomes of memory that is none of the pool's."""
+        """The treatment of memory from malloc, in words."""
         if figures["libc_keeps"]:
             return "glibc keeps freed memory"
         if self.handler.libc is None:
@@ -220,7 +220,7 @@ class ProgramMemory:
         return f"unchanged: {printable(foreign_malloc() or '')} is not glibc's"
 
     def _fell_back(self, figures: Mapping[str, Any]) -> list[str]:
-        """What the pool did not serve, and why."""
+        """Lines about allocations that the pool did not serve, with the reason."""
         found, lines = figures["fell_back"], []
         if found["system_allocations"]:
             limit = self.pool.max_bytes
@@ -240,18 +240,13 @@ class ProgramMemory:
         return lines or ["nothing"]
 
 
-def _import_stats() -> None:
-    """Import the dataclasses of figures, which would make up a third of the import of arenapy.
-
-    They are made by exec() of a string, after which Python has forgotten that Ctrl-C ended the
-    program, and its status would be another one. It remembers that after exec() of code.
-    """
-    code = partial(compile, filename="<string>", mode="exec")
-    dataclasses.exec = lambda text, names, own: exec(code(text), names, own)  # type: ignore[attr-defined]
-    try:
-        import arenapy.stats  # noqa: F401
-    finally:
-        del dataclasses.exec  # type: ignore[attr-defined]
+def _with_shares(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a pool or of a class with those that follow from them, as in `as_dict()`."""
+    requests, idle = found["total_allocations"], found["idle_bytes"]
+    return found | {
+        "hit_rate": found["pool_hits"] / requests if requests else 0.0,
+        "fragmentation": 1 - found["largest_free_block"] / idle if idle else 0.0,
+    }
 
 
 def _count(number: int, what: str) -> str:

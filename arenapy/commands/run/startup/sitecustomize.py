@@ -1,4 +1,4 @@
-"""What Python imports before the program under ``arenapy run``: the pool will come with NumPy.
+"""Python imports this before the program of ``arenapy run``: the pool will come with NumPy.
 
 ``arenapy run SCRIPT`` becomes ``python SCRIPT``, with this folder first in PYTHONPATH. Python
 imports a module ``sitecustomize`` before it looks at the program, and so finds this one. The rest
@@ -50,7 +50,7 @@ class AfterImport:
     def find_spec(
         self, name: str, path: "Any" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """What the other finders find, with a loader that tells."""
+        """The spec that the other finders find, with a loader that calls us when it has ended."""
         if name not in self.names:
             return None
         for finder in sys.meta_path:
@@ -205,7 +205,7 @@ class Session:
             sys.modules.update(hidden)
 
     def _is_of_program(self, name: str) -> bool:
-        """Whether a module comes from where the interpreter alone does not look."""
+        """True if a module comes from a folder in which the interpreter alone does not look."""
         module = sys.modules.get(name)
         spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
         if not file or getattr(spec, "origin", None) == "frozen":
@@ -221,7 +221,7 @@ def _top(name: str) -> str:
 
 
 def _finds(name: str, path: list[str]) -> bool:
-    """Whether there is a module of this name on the path."""
+    """True if there is a module of this name on the path."""
     from importlib.machinery import PathFinder
 
     return PathFinder.find_spec(name, path) is not None
@@ -277,7 +277,7 @@ def _leave_no_trace() -> "dict[str, Any] | None":
 
 
 def _set_flags(values: dict[str, int]) -> None:
-    """What -E and -I would have set: they would also have hidden PYTHONPATH from Python."""
+    """Set `sys.flags` as -E and -I do. Python runs without them, as they would hide PYTHONPATH."""
     before, known = set(sys.modules), set(sys.path_importer_cache)
     import ctypes
 
