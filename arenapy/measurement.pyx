@@ -17,6 +17,8 @@ and not in the middle: see numpy_handler/contexts.
 
 from __future__ import annotations
 
+from arenapy.base.identity cimport id_of
+
 import os
 import threading
 from collections.abc import Sequence
@@ -90,7 +92,7 @@ class Measurement:
             try:
                 for allocator in self._measured():
                     _watch(allocator, self).begin(allocator, self)
-                    self._at_first[id(allocator)] = allocator._tally()[:2]
+                    self._at_first[id_of(allocator)] = allocator._tally()[:2]
             except BaseException:
                 self._forget()
                 raise
@@ -181,7 +183,7 @@ class Measurement:
         for allocator in measured:
             watch = _watch(allocator)
             watch.read(allocator)
-            count, size = _since(allocator, self._at_first.get(id(allocator)))
+            count, size = _since(allocator, self._at_first.get(id_of(allocator)))
             allocations += count
             nbytes += size
             peak += watch.peaks[self]
@@ -193,7 +195,7 @@ class Measurement:
         if self in _running:
             _running.remove(self)
         for allocator in self._measured():   # also those that were made since the figures were read
-            watch = _watches.get(id(allocator))
+            watch = _watches.get(id_of(allocator))
             if watch is not None:
                 watch.end(allocator, self)
 
@@ -243,7 +245,7 @@ def measure(*allocators: Allocator) -> Measurement:
                 f"{allocator!r} is not an allocator; give a Bump, Slab or Pool "
                 "(of a PerThread what its get() returns), or nothing for all of them"
             )
-    unique = {id(allocator): allocator for allocator in allocators}
+    unique = {id_of(allocator): allocator for allocator in allocators}
     return Measurement(tuple(unique.values()) or None)
 
 
@@ -300,8 +302,8 @@ class _Watch:
         self.read(allocator)
         self.peaks.pop(measurement, None)
         self.read(allocator)  # the one before is shown again, which is no less
-        if len(self.peaks) == 1 and _watches.get(id(allocator)) is self:
-            del _watches[id(allocator)]
+        if len(self.peaks) == 1 and _watches.get(id_of(allocator)) is self:
+            del _watches[id_of(allocator)]
 
     def _raise(self, seen: int) -> None:
         for owner, peak in self.peaks.items():
@@ -317,9 +319,9 @@ def _watch(allocator: Allocator, beginning: Measurement | None = None) -> _Watch
     A collection of garbage may run code that measures, too. Between the lookup and the end of this
     function is none: so there is one watch, and nobody drops it before `beginning` is in it.
     """
-    if id(allocator) not in _watches:
-        _watches.setdefault(id(allocator), _Watch())
-    watch = _watches[id(allocator)]
+    if id_of(allocator) not in _watches:
+        _watches.setdefault(id_of(allocator), _Watch())
+    watch = _watches[id_of(allocator)]
     peaks: dict = watch.peaks
     for one in _running:
         # It knows all allocators that were there when it began: this one is younger, and all that
@@ -348,13 +350,13 @@ def _note_end(allocator: Allocator) -> None:
             watch.read(allocator)
             for one, peak in watch.peaks.copy().items():     # a collection may begin another
                 if one is not None:
-                    count, nbytes = _since(allocator, one._at_first.pop(id(allocator), None))
+                    count, nbytes = _since(allocator, one._at_first.pop(id_of(allocator), None))
                     gone = one._gone
                     one._gone = (gone[0] + count, gone[1] + nbytes, gone[2] + peak)
         finally:
-            _watches.pop(id(allocator), None)
+            _watches.pop(id_of(allocator), None)
             for one in _running:             # another allocator gets its id
-                one._at_first.pop(id(allocator), None)
+                one._at_first.pop(id_of(allocator), None)
 
 
 call_at_end(_note_end)

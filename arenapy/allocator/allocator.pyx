@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from arenapy.base.identity cimport id_of
 from arenapy.base.sizes cimport HOST_ALIGN
 from arenapy.base.atomic cimport (
     arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release,
@@ -69,13 +70,13 @@ cdef int complete(Allocator one) except -1:
     if c.debug:
         c.ledger.allocator = reference
         remember(c.ledger)
-    alive[id(one)] = c.allocator = reference
+    alive[id_of(one)] = c.allocator = reference
     PyObject_GC_Track(<PyObject*>one)
     return 0
 
 
 cdef int hide(Allocator one) except -1:
-    alive.pop(id(one), None)
+    alive.pop(id_of(one), None)
     return 0
 
 
@@ -104,7 +105,7 @@ cdef class Allocator:
             self.base.ledger.over = True
         for note in at_end:
             note(self)
-        alive.pop(id(self), None)
+        alive.pop(id_of(self), None)
 
     cdef Buffer buffer_for(self, Py_ssize_t n, Py_ssize_t align, object stream):
         cdef AllocatorCore c = self.base

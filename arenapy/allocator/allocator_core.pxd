@@ -28,7 +28,7 @@ cdef class AllocatorCore(MemoryOwner):
     cdef object allocator    # weakref to what the user holds
     cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording
     cdef uint64_t n_recording    # atomic: threads that may have read `recorder`, and are using it
-    cdef list recorders      # all that such a thread may be using
+    cdef list recorders      # unseen: all that such a thread may be using
 
     # Note the kind of the source's memory, and the stream of blocks that name no other.
     cdef int adopt(self, object source, object stream) except -1

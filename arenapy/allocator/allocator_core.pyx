@@ -10,6 +10,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
 from arenapy.base.sizes cimport HOST_ALIGN, debug_wanted
+from arenapy.base.unseen cimport unseen_list
 from arenapy.base.atomic cimport (
     arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
     arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
@@ -62,7 +63,7 @@ cdef class AllocatorCore(MemoryOwner):
     def __cinit__(self):
         self.regions = ()
         self.what = "arena"
-        self.recorders = []
+        self.recorders = unseen_list()
         self.block_align = HOST_ALIGN
         register_core(self)
 
@@ -235,7 +236,7 @@ cdef class AllocatorCore(MemoryOwner):
             arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)
         # No thread can reach those that have ended. (If one is about to: next time.)
         if arenapy_nobody(&self.n_recording):
-            self.recorders = [one for one in self.recorders if <PyObject*>one == self.recorder]
+            self.recorders[:] = [one for one in self.recorders if <PyObject*>one == self.recorder]
         return 0
 
     cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil:

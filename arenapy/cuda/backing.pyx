@@ -18,6 +18,7 @@ from collections import deque
 from functools import partial
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_cas, arenapy_load, arenapy_sub
+from arenapy.base.unseen cimport unseen_list
 from arenapy.buffer.block cimport StreamHooks
 from arenapy.linux.vm cimport Descriptor, vm_keep_leases, vm_unmap
 from arenapy.memory.region cimport Backing, Region
@@ -27,7 +28,7 @@ from arenapy.cuda.driver cimport (
     need, primary,
 )
 from arenapy.cuda.stream_ref cimport (
-    StreamRef, current_device, known_in, made_stream, relax, restore_capture_mode,
+    StreamRef, current_device, is_done, known_in, made_stream, relax, restore_capture_mode,
     stream_of,
 )
 from arenapy.cuda.fence cimport Fence, late_work_of, synchronize
@@ -712,16 +713,19 @@ cdef class PinnedBacking(Backing):
 
     def __dealloc__(self):
         cdef char* start
-        cdef int mode
+        cdef int result, mode
         arenapy_sub(&registered, self.counted)
-        if self.context == NULL:
-            return
-        start = self.host.ptr
-        if callable_(self.generation):
+        if self.context != NULL and callable_(self.generation):
+            start = self.host.ptr
             with nogil:
-                if relax(self.context, &mode) == SUCCESS:
-                    forget(driver.cuMemHostUnregister(start))
+                result = relax(self.context, &mode)
+                if result == SUCCESS:
+                    result = driver.cuMemHostUnregister(start)
                     restore_capture_mode(&mode)
+                forget(result)
+            if not is_done(result):
+                # It stays, for the driver would use its old pages for what is mapped there next.
+                Py_INCREF(self.host)
 
 
 seal(PinnedBacking)
@@ -842,6 +846,7 @@ cdef void free_what_left() noexcept:
 
 
 @cython.final
+@cython.no_gc_clear                  # the end of a region needs it
 cdef class DriverPoolHandle:
     """A memory pool of the driver, and a stream to ask it on. Internal."""
 
@@ -960,7 +965,7 @@ def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nby
                 result = driver.cuStreamSynchronize(stream)
             restore_capture_mode(&mode)
     backing.pool, backing.address, backing.generation = pool, address, generation
-    backing.earlier = []
+    backing.earlier = unseen_list()
     if result == OUT_OF_MEMORY:
         raise out_of_memory(nbytes, pool.ordinal, "cuMemAllocFromPoolAsync")
     checked(result, "cuMemAllocFromPoolAsync")

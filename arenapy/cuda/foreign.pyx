@@ -131,7 +131,10 @@ cdef Foreign as_described(object thing, object described):
     return array
 
 
+# Without its capsule the other library would use the memory anew, while streams are waited for. So
+# the collector does not see it. It sees nothing behind a capsule either way.
 @cython.final
+@cython.no_gc
 cdef class Exported:
     """A capsule that is only kept. Internal."""
 

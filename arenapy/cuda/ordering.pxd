@@ -22,15 +22,15 @@ cdef class Ordering(StreamHooks):
     cdef void* arrived               # atomic: Holds that ended, newest first, linked by ended_next
     cdef uint64_t busy               # atomic: the thread that is at work on all below, or 0
     cdef size_t capacity             # bytes that the allocator has
-    cdef list open                   # Batches without a fence, one a stream
-    cdef list batches                # others, oldest first
+    cdef list open                   # unseen: Batches without a fence, one a stream
+    cdef list batches                # unseen: others, oldest first
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
     # The memory is another library's, which may use it anew at once when it is gone: what the own
     # stream does counts, too.
     cdef bint borrowed
     # Of a region that has to be freed after the own streams of its allocators: for each that is
     # gone an event, or the stream, if none could be recorded. None: the free waits for all streams.
-    cdef list earlier
+    cdef list earlier                # unseen
     # The memory is what a graph has of an allocator, which belongs to no stream; None: it is not.
     cdef object graph
     cdef list recent                 # what was named last, and what it is; replaced, never changed

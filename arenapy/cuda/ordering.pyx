@@ -34,6 +34,7 @@ from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store,
     arenapy_sub, arenapy_take_ptr,
 )
+from arenapy.base.unseen cimport unseen_list
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.buffer.block cimport (
@@ -81,7 +82,11 @@ cdef enum:
     MANY_USES = 16           # of a block: with so many more, it drops those that are over
 
 
+# The collector takes garbage apart in any order, and the end of an allocator needs its batches. So
+# the collector sees neither batches nor the lists of them. It does not see the uses of blocks
+# either, which name the same streams: no other cycle is lost by this.
 @cython.final
+@cython.no_gc
 cdef class Batch:
     """Released blocks that wait for the same. Internal."""
 
@@ -97,8 +102,7 @@ cdef class Ordering(StreamHooks):
     """When memory that streams use may be used again. Internal."""
 
     def __cinit__(self, *args, **kwargs):
-        self.open = []
-        self.batches = []
+        self.open, self.batches = unseen_list(), unseen_list()
         self.recent = []
         self.capacity = <size_t>-1
         self.most = FEW
@@ -582,7 +586,7 @@ cdef class Ordering(StreamHooks):
                 drop_uses(hold)
                 (<MemoryOwner>owner).finish_free(hold)
                 hold = next
-        self.open, self.batches = [], []
+        self.open, self.batches = unseen_list(), unseen_list()
         return waits
 
     cdef Py_ssize_t advance(self, PyObject* owner, bint wait, StreamRef waiter) noexcept:

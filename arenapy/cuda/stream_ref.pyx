@@ -144,6 +144,7 @@ seal(OwnStream)
 
 
 @cython.final
+@cython.no_gc_clear                  # the end of an allocator needs it, and its owner
 cdef class StreamRef:
     """A stream. Internal."""
 

@@ -210,7 +210,7 @@ def trim(world):
 
 
 def grow(world):
-    if isinstance(world.allocator, Bump):
+    if isinstance(world.allocator, Bump) and world.blocks:
         with contextlib.suppress(MemoryError, ValueError, BufferError):
             world.made.append(world.allocator.grow(world.blocks[-1], 5000))
 

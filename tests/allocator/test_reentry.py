@@ -34,6 +34,30 @@ def test_nothing_that_is_held_changes(tmp_path):
     assert {door for door, times in entered.items() if not times} == later
 
 
+AUDITED = """
+import sys
+import arenapy
+
+seen = None
+sys.addaudithook(lambda event, arguments: seen is not None and seen.append(event))
+pool = arenapy.Pool()
+with arenapy.measure(pool):
+    pool.alloc(1000)
+seen = []
+with arenapy.measure(pool) as one, arenapy.measure():
+    pool.alloc(1000)
+    one.peak
+with arenapy.measure():
+    del pool
+assert not seen, seen
+"""
+
+
+def test_no_audit_hook_runs_where_allocators_are_looked_up():
+    """It may run any code. (The event of `id()` is new in Python 3.12.)"""
+    subprocess.run([sys.executable, "-c", AUDITED], check=True, timeout=60)
+
+
 def test_a_late_failure_counts_what_user_code_allocated():
     class Source:
         calls = 0

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 from cuda_support import ALLOCATORS, MIB, SOURCES, content, new_stream
-from helpers import in_threads
-from simulated_driver import INVALID_VALUE, OUT_OF_MEMORY
+from helpers import in_threads, peek
+from simulated_driver import INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN
 
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda import backing
@@ -299,3 +299,16 @@ def test_pinned_memory_of_two_threads_counts_as_one(gpu):
     with pytest.raises(OutOfMemory):
         source.region(2 * MIB)
     assert source.region(MIB).nbytes == MIB, "what failed is not counted"
+
+
+@pytest.mark.parametrize("call", ["cuMemHostUnregister", "cuCtxPushCurrent"])
+def test_memory_that_stays_pinned_stays_mapped(gpu, call):
+    """The driver would take what is mapped there next for the old pages."""
+    region = cuda.Pinned(huge_pages=None).region(MIB)
+    address = region.address
+    gpu.fail_at(call, 1, UNKNOWN)
+    del region
+    assert gpu.memory.registered
+    cuda.Pinned(huge_pages=None).region(MIB)  # lies elsewhere
+    assert peek(address, 1) == b"\0"
+    assert gpu.call("cuMemHostUnregister", address) == 0

@@ -1,0 +1,123 @@
+"""Allocators and regions that end by the garbage collector while streams use their memory.
+
+The collector takes the objects of a cycle apart in any order. So in each case here, it begins with
+each of them once.
+"""
+
+import ctypes
+import gc
+
+import pytest
+from capsules import Tensor
+from collecting import collect_from
+from cuda_support import MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
+
+from arenapy import Pool, cuda
+
+N = 4096
+EACH_SOURCE = {**SOURCES, "growing device": lambda: cuda.Device(grow=True)}
+
+
+def pool_with_an_event(gpu, source):
+    """The stream is an integer, so the release of the block records an event."""
+    pool, s = Pool(MIB, source()), new_stream(gpu)
+    block = pool.alloc(N)
+    block.record_stream(s.handle_)
+    slowly_fill(gpu, s, block, 1)
+    return pool
+
+
+def pool_with_a_stream(gpu, source):
+    """The event is still to be recorded."""
+    pool, s = Pool(MIB, source()), cuda.Stream()
+    block = pool.alloc(N)
+    block.record_stream(s)
+    slowly_fill(gpu, s.handle, block, 1)
+    return pool
+
+
+def pool_of_a_stream(gpu, source):
+    """Memory that the host can access has no own stream."""
+    s = cuda.Stream()
+    own = None if source().region(N).host_accessible else s
+    pool = Pool(MIB, source(), stream=own)
+    block = pool.alloc(N, stream=s)
+    slowly_fill(gpu, s.handle, block, 1)
+    return pool
+
+
+def pool_with_a_graph(gpu, source):
+    pool, s = Pool(MIB, source()), new_stream(gpu)
+    gpu.begin_capture(s.handle_)
+    block = pool.alloc(N, stream=s)
+    slowly_fill(gpu, s, block, 1)
+    gpu.replay(graph_of(gpu, s), s.handle_)
+    return pool
+
+
+def region(gpu, source):
+    one, s = source().region(MIB), new_stream(gpu)
+    block = one.buffer(0, N)
+    block.record_stream(s.handle_)
+    slowly_fill(gpu, s, block, 1)
+    return one
+
+
+class Both(Tensor):
+    """An array with DLPack and the array interface, as those of CuPy."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def array_of_another_library(gpu, source):
+    """It is used anew at once when its library may have it. (Its memory is always a device's.)"""
+    address = gpu.got("cuMemAlloc", ctypes.c_uint64, N)
+    array, s = Both(address, (N,)), new_stream(gpu)
+    block = cuda.asbuffer(array)
+    block.record_stream(s)
+    slowly_fill(gpu, s, block, 1)
+
+    def reuse():
+        if gpu.uses(address, N):
+            gpu.errors.append("another array got its bytes while a kernel was to use them")
+
+    array.on_delete = reuse
+    return block
+
+
+MAKE = [
+    pool_with_an_event,
+    pool_with_a_stream,
+    pool_of_a_stream,
+    pool_with_a_graph,
+    region,
+    array_of_another_library,
+]
+
+
+def problems(make, source, which):
+    """What is wrong if the collector begins with one of the objects; how many there are."""
+    with a_gpu(leaks=True) as gpu:
+        many = collect_from(lambda: make(gpu, EACH_SOURCE[source]), which)
+        gpu.drain()
+        found = gpu.errors[:]
+        gpu.errors.clear()
+    return found, many
+
+
+@pytest.mark.parametrize("source", EACH_SOURCE)
+@pytest.mark.parametrize("make", MAKE, ids=[make.__name__ for make in MAKE])
+@pytest.mark.sampled
+def test_the_collector_may_begin_anywhere(make, source):
+    problems(make, source, 0)  # the first of all makes what stays
+    gc.collect()
+    gc.freeze()  # so that each collection is short
+    try:
+        found, many = problems(make, source, 0)
+        assert not found and 0 < many < 100
+        for which in range(1, many):
+            assert not problems(make, source, which)[0], which
+    finally:
+        gc.unfreeze()
