@@ -98,7 +98,7 @@ class World:
             if not (array == byte).all():
                 raise Wrong(f"a held array of {byte} has {set(array.tolist())}")
             ranges.append((array.ctypes.data, array.ctypes.data + array.nbytes))
-        for one in self.made:
+        for one in {id(one): one for one in self.made}.values():  # a block may grow in place twice
             if isinstance(one, np.ndarray):
                 ranges.append((one.ctypes.data, one.ctypes.data + one.nbytes))
             elif not one.closed:
