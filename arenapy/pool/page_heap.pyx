@@ -733,7 +733,7 @@ cdef class Segments(Pages):
                 f"{MAX_PAGES} in a region: give a larger one, or several smaller"
             )
         segment = Segment(
-            base, <uint32_t>pages, granule, NULL, 0, ReservedArray(NULL, 0, 0), 0, NULL)
+            base, <uint32_t>pages, granule, NULL, 0, ReservedArray(NULL, 0, 0, 0), 0, NULL)
         if not (self.more_descriptors(STOCK) and array_open(&segment.array, pages * 4)):
             raise MemoryError("no memory for the bookkeeping of a pool")
         if not array_grow(&segment.array, min(pages * 4, <size_t>PAGE) if granule else pages * 4):
