@@ -14,7 +14,7 @@ MODULES = {"numba": "numba.cuda"}
 
 
 @pytest.mark.parametrize(
-    ("library", "program"), zip(LIBRARIES, PROGRAMS, strict=True), ids=LIBRARIES
+    ("library", "program"), list(zip(LIBRARIES, PROGRAMS, strict=True)), ids=LIBRARIES
 )
 def test_the_guide(gpu, library, program):
     pytest.importorskip(MODULES.get(library, library))

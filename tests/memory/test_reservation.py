@@ -261,6 +261,7 @@ def test_without_prefault_pages_come_on_touch(source):
     assert rss(reservation) == MIB
 
 
+@pytest.mark.no_sanitizer  # its munlock does nothing
 @pytest.mark.parametrize("prefault", [True, False])
 @both
 def test_lock(source, prefault):
