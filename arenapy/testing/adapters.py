@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,8 @@ class CLibrary:
     """
 
     def __init__(self, path: str) -> None:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(f"{path} is not a file; name a shared library")  # dlopen waits at a FIFO
         library = ctypes.CDLL(path)
         self._malloc = self._function(library, path, "malloc", ctypes.c_size_t)
         aligned = (ctypes.c_size_t, ctypes.c_size_t)

@@ -96,6 +96,13 @@ def test_wrong_arguments(arguments, named):
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_library_that_is_not_a_file(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    done = fuzz("--library", str(tmp_path / "fifo"))
+    assert done.returncode == 2
+    assert "fifo is not a file" in done.stderr
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("threads", ["1", "2"])
 @pytest.mark.parametrize("name", ["libjemalloc.so.2", "libmimalloc.so.2"])
