@@ -11,6 +11,7 @@ __all__ = [
     "advise",
     "areas",
     "bind",
+    "bundle",
     "can_populate",
     "can_scan_pages",
     "commit",
@@ -38,6 +39,7 @@ __all__ = [
     "reserve",
     "reserve_blocks",
     "smaps_huge_bytes",
+    "unbundled",
     "unlock",
 ]
 

@@ -4,24 +4,27 @@ Both loaders have workers that stay, and take turns. Each batch is copied to the
 """
 
 import statistics
+import sys
 import time
+from pathlib import Path
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+if not __package__:  # run as a script; behind what is installed
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import arenapy
 from arenapy.interop import torch as arenapy_torch
+from asv_benches.gpu.latency import imported
 
 WORKERS, PREFETCH, BATCH = 8, 4, 64
 BATCHES = 150
 ROUNDS = 5
 
 
-class Images(Dataset):
+class Images:
     """Images that are decoded already, so that nothing but the way of the batches is measured."""
 
-    def __init__(self, shape, dtype):
-        self.images = torch.randint(0, 255, (128, *shape)).to(dtype)
+    def __init__(self, images):
+        self.images = images
 
     def __len__(self):
         return BATCH * BATCHES
@@ -30,7 +33,7 @@ class Images(Dataset):
         return self.images[i % len(self.images)], i % 1000
 
 
-def rate(loader):
+def rate(torch, loader):
     """Batches a second, from the first one on."""
     start = None
     for images, labels in loader:
@@ -45,9 +48,10 @@ def rate(loader):
 
 def report():
     """Print a line for each kind of image."""
+    torch = imported("torch")
     for shape, dtype in (((3, 64, 64), torch.uint8), ((3, 224, 224), torch.uint8),
                          ((3, 224, 224), torch.float32)):  # fmt: skip
-        data = Images(shape, dtype)
+        data = Images(torch.randint(0, 255, (128, *shape)).to(dtype))
         nbytes = BATCH * data.images[0].nbytes
         slab = arenapy.Slab(nbytes + (1 << 16), WORKERS * PREFETCH + 4, arenapy.Shared())
         loaders = {
@@ -55,7 +59,7 @@ def report():
             "pin_memory": {"pin_memory": True},
         }
         loaders = {
-            name: DataLoader(
+            name: torch.utils.data.DataLoader(
                 data, batch_size=BATCH, num_workers=WORKERS, prefetch_factor=PREFETCH,
                 persistent_workers=True, **options,
             )
@@ -64,7 +68,7 @@ def report():
         found = {name: [] for name in loaders}
         for i in range(ROUNDS + 1):
             for name, loader in loaders.items():
-                one = rate(loader)
+                one = rate(torch, loader)
                 if i:  # the first round warms up
                     found[name].append(one)
         ours, theirs = (statistics.median(rates) for rates in found.values())
