@@ -82,7 +82,7 @@ class Reservation:
     nbytes, page_size : int
         Its size, a multiple of 2 MiB, and that of its pages, of which parts are multiples.
     shared : bool
-        Whether it is of a `Shared`.
+        True if it is of a `Shared`.
 
     Notes
     -----

@@ -83,7 +83,7 @@ def share_devices(lend, reduce, receive):
 
 
 def is_on_device(Buffer buffer not None):
-    """Whether the host cannot access a Buffer's bytes, so that they are not sent as others are."""
+    """True if the host cannot access a Buffer's bytes, so that they are not sent as others are."""
     return not root_of(buffer).owner.host_accessible
 
 
