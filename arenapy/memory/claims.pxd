@@ -8,6 +8,8 @@ cdef struct Holding
 
 # One range of a space, in a tree. A space is a file, by its device and inode; or memory: device 0,
 # and inode 0 for all addresses, else the number of the claim whose region's Buffers are meant.
+# Regions that were received or unpickled may have the same bytes. What lies within them is in
+# spaces for all of them: device 0 and inode WITHIN, and the file with WITHIN in its device.
 cdef struct Range:
     uint64_t device, inode
     uint64_t start, end      # start < end

@@ -1,6 +1,8 @@
 from types import TracebackType
 from typing import Any, Never, Self, final
 
+WITHIN: int
+
 @final
 class Claim:
     def __new__(cls, not_called: Never, /) -> Self: ...

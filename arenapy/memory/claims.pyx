@@ -62,6 +62,10 @@ cdef enum:
     MAPPED = 2               # addresses where regions have mapped files of theirs
     N_TREES = 3
 
+#: See Range. The kernel's devices, inodes of memory that has none, and claims are smaller numbers.
+WITHIN = 1 << 63
+cdef uint64_t within = WITHIN
+
 cdef Range* trees[N_TREES]
 trees[OWNED] = trees[VIEWED] = trees[MAPPED] = NULL
 cdef Holding* outliving = NULL
@@ -265,7 +269,7 @@ cdef class Claim:
         cdef bint in_files = False
         cdef int i
         for i in range(holding.n):
-            in_files = in_files or holding.ranges[i].device != 0
+            in_files = in_files or 0 < holding.ranges[i].device < within
         self.holding = NULL
         holding.outlived = True
         if seens != NULL:

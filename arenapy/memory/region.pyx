@@ -750,7 +750,7 @@ cdef object ask_source(object source, object nbytes):
 
 cdef Region region_behind(Block block):
     cdef Block root = root_of(block)
-    return <Region?>root.owner.region_at(root.ptr)
+    return root.owner.region_at(root.ptr)
 
 
 def in_shared_memory(uintptr_t at):
@@ -768,11 +768,17 @@ def in_shared_memory(uintptr_t at):
 
 
 def claim_behind(Block block not None):
-    """The number of the claim on a user's object that a Buffer is a part of; 0: there is none."""
+    """The claim on a user's object that a Buffer is a part of.
+
+    Returns
+    -------
+    tuple[int, bool]
+        Its number, 0 if there is none; and whether there may be others on the same bytes.
+    """
     cdef Region region = region_behind(block)
     if region is None or not region.borrowed:
-        return 0
-    return (<Claim>region.owner).number
+        return 0, False
+    return (<Claim>region.owner).number, (<Claim>region.owner).shared
 
 
 cdef void _in_parent() noexcept nogil:

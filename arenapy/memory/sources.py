@@ -28,7 +28,7 @@ from arenapy.buffer.buffer import refuse_objects
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.linux.limits import read_limits
-from arenapy.memory.claims import claim, in_file
+from arenapy.memory.claims import WITHIN, claim, in_file
 from arenapy.memory.host_request import (
     SIZE_LIMIT,
     THP_SIZE,
@@ -820,13 +820,19 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
     if type(exporter) in (bytes, bytearray):  # on the heap, which is private
         ranges = [(0, 0, start, end, alone)]
     else:
-        number = _claim_behind(exporter)
+        number, several = _claim_behind(exporter)
         ranges = [(0, number, start, end, alone)]
-        claimed_file = number or in_file(start, end)
+        # Bytes of a region. Others that were received or unpickled may have the same bytes, so what
+        # lies within any of them is claimed for all. (Unpickled Buffers are only views.)
+        inside = not number and in_file(start, end)
+        within = WITHIN if inside or several else 0
+        files = (alone or readonly) if within else not number
+        if several and files:
+            ranges.append((0, WITHIN, start, end, alone))
         try:
             areas = vm.areas(start, nbytes)
         except OSError as error:
-            if (alone or readonly) and not claimed_file:  # of a file, perhaps, which others map
+            if files and (alone or readonly):  # of a file, perhaps, which others map
                 raise OSError(
                     error.errno,
                     f"cannot find the file of the memory of {label}, to protect "
@@ -837,8 +843,8 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
         for shared, device, inode, at, size, name in areas:
             if shared:
                 fork = "closed"
-            if not claimed_file and _is_file(name, device, inode):
-                ranges.append((device, inode, at, at + size, alone and shared))
+            if files and _is_file(name, device, inode):
+                ranges.append((device | within, inode, at, at + size, alone and shared))
     with claim(ranges, label, view=view, shared=not (alone or readonly)) as claimed:
         return Region.from_address(
             start,
@@ -851,8 +857,8 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
         )
 
 
-def _claim_behind(exporter: Any) -> int:
-    """The claim that an object's memory is a part of, through a Buffer: 0 if there is none."""
+def _claim_behind(exporter: Any) -> tuple[int, bool]:
+    """`claim_behind` of the Buffer that an object's memory is in, if there is one."""
     numpy = sys.modules.get("numpy")
     for _ in range(BASES):
         if isinstance(exporter, Block):
@@ -863,7 +869,7 @@ def _claim_behind(exporter: Any) -> int:
             exporter = exporter.base
         else:
             break
-    return 0
+    return 0, False
 
 
 def _is_file(name: bytes, device: int, inode: int) -> bool:

@@ -462,6 +462,57 @@ def test_a_view_of_what_an_allocator_has_is_refused():
     assert Bump(50, Existing(block)).capacity == 50
 
 
+def received_twice(block):
+    data = [ForkingPickler.dumps(block) for _ in range(2)]
+    return [pickle.loads(one) for one in data]
+
+
+def mapped_twice(directory):
+    with open(directory / "file", "w+b") as file:
+        file.truncate(NBYTES)
+        return [mmap.mmap(file.fileno(), NBYTES) for _ in range(2)]
+
+
+#: Buffers of regions that have the same bytes.
+SEVERAL = {
+    "received": lambda _: received_twice(Bump(NBYTES, Shared()).alloc(NBYTES)),
+    "received, in place": lambda _: received_twice(Pool(source=Shared(grow=True)).alloc(NBYTES)),
+    "sent, and received": lambda _: [
+        block := Pool(source=Shared()).alloc(NBYTES), *received_twice(block)
+    ],
+    "a region and a Buffer": lambda _: [
+        region := Shared().region(NBYTES), received(region).buffer(), received(region.buffer())
+    ][1:],
+    "unpickled": lambda _: [unpickled(m) for m in [mmap.mmap(-1, NBYTES, mmap.MAP_PRIVATE)] * 2],
+    "unpickled, a shared object": lambda _: [unpickled(m) for m in [mmap.mmap(-1, NBYTES)] * 2],
+    "unpickled, two maps of a file": lambda path: [unpickled(m) for m in mapped_twice(path)],
+    "unpickled, of what was received": lambda _: [
+        unpickled(one) for one in received_twice(Bump(NBYTES, Shared()).alloc(NBYTES))
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", SEVERAL)
+@pytest.mark.parametrize("make", MAKERS)
+def test_one_allocator_inside_the_same_bytes_of_several_regions(way, make, tmp_path):
+    buffers = SEVERAL[way](tmp_path)
+    for one in buffers:
+        inner = make(Existing(one[4096:12288]))
+        for other in buffers:
+            with pytest.raises(OutOfMemory, match="already has a region"):
+                Existing(other[4096:]).region()
+            with pytest.raises(OutOfMemory, match="already has a region"):
+                Existing(other, readonly=True).region()
+            assert Existing(other[:4096]).region().nbytes == 4096
+            assert Existing(other[12288:]).region().nbytes > 0
+        block = inner.alloc() if isinstance(inner, Slab) else inner.alloc(64)
+        assert Bump(64, Existing(block)).capacity == 64, "and one inside that"
+        del inner, block
+        gc.collect()
+    views = [Existing(one, readonly=True).region() for one in buffers]
+    assert len(views) == len(buffers)
+
+
 def test_addresses_of_files_are_known():
     region = Shared().region(3 * mmap.PAGESIZE)
     start, end = region.address, region.address + region.nbytes
