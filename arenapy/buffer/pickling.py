@@ -26,7 +26,8 @@ def layout_of(buffer: Buffer) -> tuple[Any, Any] | None:
 def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
     """The value of ``Buffer.__reduce_ex__``: the bytes, out of band if the pickler can."""
     try:
-        flat = memoryview(buffer.view())
+        flat = buffer.view()
+        memory = memoryview(flat)
     except BufferError as error:
         if buffer.device_id < 0:
             raise
@@ -34,5 +35,6 @@ def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
             f"{error}. multiprocessing and arenapy.send() share it, without a copy, if it is of a "
             "Bump or Pool over cuda.Device(grow=True)"
         ) from error
-    data = pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
+    # Not of the memoryview: CPython 3.11 crashes when the collector clears one that is exported.
+    data = pickle.PickleBuffer(flat) if protocol >= 5 else memory.tobytes()
     return _rebuild[0], (data, layout_of(buffer), buffer.readonly)

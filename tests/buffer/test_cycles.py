@@ -281,3 +281,24 @@ def test_a_chain_of_any_length_ends(place, run_script):
             thread.start()
             thread.join()
     """)
+
+
+def test_cycles_through_a_pickle_whose_bytes_are_not_in_it(run_script):
+    """The collector takes what lies between the Buffer and the memory that it was pickled from."""
+    run_script(
+        """
+        import gc, pickle
+        import arenapy
+
+        pool = arenapy.Pool()
+        gc.disable()
+        for _ in range(100):
+            frames = []
+            data = pickle.dumps(pool.alloc(100), 5, buffer_callback=frames.append)
+            cycle = [pickle.loads(data, buffers=frames)]
+            cycle.append(cycle)
+        del frames, cycle
+        gc.collect()
+        assert pool.stats().active_allocations == 0
+        """
+    )
