@@ -128,9 +128,10 @@ def leased_file(Buffer buffer not None):
         The descriptor, where the Buffer's bytes begin in the file, and their region. None if the
         memory is not shared, or there are no bytes.
     """
-    cdef Region region = _region_of(buffer)
+    cdef Region region
     cdef long long offset
-    check_open(buffer)
+    check_open(buffer)                         # else its region may be gone
+    region = _region_of(buffer)
     if region is None or buffer.size == 0:
         return None
     acquire(buffer, False)
@@ -178,7 +179,7 @@ def bytes_of(array):
     if not isinstance(base, Buffer) or array.nbytes == 0:
         return None
     root = root_of(<Buffer>base)
-    if _region_of(<Buffer>root) is None or not is_open(root):
+    if not is_open(root) or _region_of(<Buffer>root) is None:
         return None
     # C code may give an array any base, to keep it alive.
     low, high = np.lib.array_utils.byte_bounds(array)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Client, Listener
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -392,6 +393,23 @@ def test_a_closed_buffer_is_not_sent(pair, pool):
     for closed in (block, view):
         with pytest.raises(ValueError, match="released"):
             arenapy.send(pair[0], closed)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Bump(1 << 16, Shared(), max_bytes=1 << 26), lambda: Pool(1 << 26, Shared(), 1 << 16)],
+)
+def test_a_closed_buffer_whose_region_is_gone_is_not_sent(make, pair):
+    allocator = make()
+    block = allocator.alloc(1 << 20)
+    part = block[:50]
+    block.release()
+    assert allocator.trim() > 0
+    for closed in (block, part):
+        with pytest.raises(ValueError, match="released"):
+            arenapy.send(pair[0], closed)
+        with pytest.raises(ValueError, match="released"):
+            ForkingPickler.dumps(closed)
 
 
 @pytest.mark.parametrize(
