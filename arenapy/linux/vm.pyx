@@ -40,7 +40,7 @@ from arenapy.linux.reserved_space cimport Mapping, vm_reserve_within
 
 __all__ = [
     "PAGE_SIZE", "Descriptor", "address_of", "advise", "areas", "bind", "bundle", "can_populate",
-    "can_scan_pages", "commit", "decommit", "file_nbytes", "first_lease",
+    "can_scan_pages", "commit", "decommit", "duplicate_socket", "file_nbytes", "first_lease",
     "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
     "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
     "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes",
@@ -457,6 +457,25 @@ def open_file(path, int flags, int mode=0o666):
         PyErr_SetFromErrnoWithFilenameObject(OSError, os.fspath(path))
     file.own(fd)
     return file
+
+
+def duplicate_socket(int sock):
+    """A socket object of its own, of Python's basic type, over an open socket.
+
+    Raises
+    ------
+    OSError
+        If it is not a socket, or no descriptor is free.
+    """
+    from socket import SocketType
+    cdef int fd = fcntl(sock, F_DUPFD_CLOEXEC, 0)
+    if fd < 0:
+        fail()
+    try:
+        return SocketType(-1, -1, -1, fd)    # in C: no signal's exception before it owns fd
+    except BaseException:
+        close(fd)
+        raise
 
 
 def receive(int sock, size_t nbytes):

@@ -17,7 +17,6 @@ import array
 import ast
 import errno
 import fcntl
-import os
 import socket
 import struct
 from typing import Any, Protocol
@@ -54,8 +53,9 @@ class Connection(Protocol):
         """Its descriptor."""
 
 
-def _unix_socket(connection: socket.socket | Connection) -> socket.socket:
+def _unix_socket(connection: socket.socket | Connection) -> socket.SocketType:
     """The socket of a connection, blocking or with its timeout. It is closed by `_let_go`."""
+    kept: socket.SocketType
     if isinstance(connection, socket.socket):
         kept = connection
     else:
@@ -65,11 +65,11 @@ def _unix_socket(connection: socket.socket | Connection) -> socket.socket:
                 f"{connection!r} is no connection: give a Unix socket or multiprocessing's "
                 "Connection over one"
             )
-        fd = os.dup(fileno())
         try:
-            kept = socket.socket(fileno=fd)
+            kept = vm.duplicate_socket(fileno())
         except OSError as error:
-            os.close(fd)
+            if error.errno != errno.ENOTSOCK:
+                raise
             raise ValueError(
                 f"{connection!r} is not a socket, and only those carry descriptors (queues and "
                 "Pipe(duplex=False) are pipes): use Pipe(), socket.socketpair() or a Unix socket"
@@ -83,7 +83,7 @@ def _unix_socket(connection: socket.socket | Connection) -> socket.socket:
     return kept
 
 
-def _let_go(sock: socket.socket, connection: socket.socket | Connection) -> None:
+def _let_go(sock: socket.SocketType, connection: socket.socket | Connection) -> None:
     """Close the socket if it is not the user's own."""
     if sock is not connection:
         sock.close()
@@ -257,13 +257,15 @@ def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, 
         _let_go(sock, connection)
 
 
-def _received(sock: socket.socket) -> Buffer | np.ndarray[Any, Any]:
+def _received(sock: socket.SocketType) -> Buffer | np.ndarray[Any, Any]:
     head, file = _first(sock)
     with file:
         return _made(sock, head, file)
 
 
-def _made(sock: socket.socket, head: bytes, file: vm.Descriptor) -> Buffer | np.ndarray[Any, Any]:
+def _made(
+    sock: socket.SocketType, head: bytes, file: vm.Descriptor
+) -> Buffer | np.ndarray[Any, Any]:
     """The Buffer or array of a message. Its memory takes the descriptor over."""
     head += _exactly(sock, HEAD.size - len(head))
     magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
@@ -304,7 +306,7 @@ def _made(sock: socket.socket, head: bytes, file: vm.Descriptor) -> Buffer | np.
     )
 
 
-def _first(sock: socket.socket) -> tuple[bytes, vm.Descriptor]:
+def _first(sock: socket.SocketType) -> tuple[bytes, vm.Descriptor]:
     """Of the head what there is, and the descriptor that comes with its first byte."""
     while True:
         sock.recv(1, socket.MSG_PEEK)  # waits as long as the socket's timeout says
@@ -324,7 +326,7 @@ def _first(sock: socket.socket) -> tuple[bytes, vm.Descriptor]:
     return head, file
 
 
-def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+def _exactly(sock: socket.SocketType, nbytes: int) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
         part = sock.recv(nbytes - len(data))

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import mmap
+import multiprocessing
 import os
 import pickle
 import socket
@@ -273,6 +274,20 @@ def send_by_socket():
 
     def act():
         here, there = socket.socketpair()
+        with here, there:
+            arenapy.send(here, array)
+            return arenapy.receive(there)
+
+    return Act(act, view=blocks.check, python=True)
+
+
+@operation("send over a Connection")
+def send_by_connection():
+    blocks = Pool(max_bytes=8 * MIB, source=Shared())
+    array = blocks.zeros((50, 100))
+
+    def act():
+        here, there = multiprocessing.Pipe()
         with here, there:
             arenapy.send(here, array)
             return arenapy.receive(there)
