@@ -35,6 +35,6 @@ def reduce_buffer(buffer: Buffer, protocol: int) -> tuple[Any, ...]:
             f"{error}. multiprocessing and arenapy.send() share it, without a copy, if it is of a "
             "Bump or Pool over cuda.Device(grow=True)"
         ) from error
-    # Not of the memoryview: CPython 3.11 crashes when the collector clears one that is exported.
+    # Not of the memoryview: CPython before 3.13 crashes when it collects one that is exported.
     data = pickle.PickleBuffer(flat) if protocol >= 5 else memory.tobytes()
     return _rebuild[0], (data, layout_of(buffer), buffer.readonly)
