@@ -7,6 +7,10 @@ Each item begins with a word: 0 if nobody has the item, otherwise a process (the
 ticket (the lower half). Every change is a compare-and-swap. So an item has one owner at all times,
 also if a process is killed, and a worker takes the items of processes that have ended. The ticket
 shows the program whether the item still has the batch that a worker sent.
+
+A forked child sees the batches that the program had at the fork. So a batch of the program has a
+token, a block in shared memory. arenapy records at a fork which blocks the child sees. The item
+stays the program's until no child sees the token any more.
 """
 
 import itertools
@@ -17,15 +21,19 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.interop import shared_words
+from arenapy.memory.shared import seen_elsewhere
+from arenapy.memory.sources import Shared
 from arenapy.slab.slab import Slab
 
 HEAD = 64  # bytes of an item before the batch: the word, and the alignment of all tensors
 TICKETS = 1 << 32
+MOST_TOKENS = 1 << 20
 PATIENCE = 1.0  # seconds: the program may be ahead of the copies, but it may also keep all batches
 MOMENT = 0.0002
 
@@ -39,6 +47,7 @@ class Items:
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
         self._tickets = itertools.count(1)
+        self._dropped: deque[tuple[int, int, Buffer]] = deque()
 
     def take(self) -> tuple[int, int] | None:
         """An item for this process, and its word; None if there is none."""
@@ -60,6 +69,26 @@ class Items:
     def give_back(self, number: int, word: int) -> None:
         """Make the item free."""
         shared_words.swap(self.buffers[number], word, 0)
+
+    def drop(self, number: int, word: int, token: Buffer) -> None:
+        """Make the item free when no forked child sees its batch."""
+        self._dropped.append((number, word, token))
+        self.settle()
+
+    def settle(self) -> None:
+        """Make the items free of those dropped batches that no child sees any more.
+
+        Only the program does this. A batch may be dropped in here, where garbage is collected.
+        """
+        for _ in range(len(self._dropped)):
+            try:
+                number, word, token = self._dropped.popleft()
+            except IndexError:
+                return
+            if seen_elsewhere(token):
+                self._dropped.append((number, word, token))
+            else:
+                self.give_back(number, word)
 
 
 def _has_ended(process: int) -> bool:
@@ -89,6 +118,8 @@ class Collate:
             raise ValueError(f"{slab!r} has no free item; make a Slab for the batches alone")
         self._begin(next(_numbers), slab.alloc_many(slab.capacity - slab.count))
         self._process = os.getpid()
+        source = Shared(huge_pages=None)
+        self._tokens = Slab(HEAD, len(self._items.buffers), source, max_count=MOST_TOKENS)
         self._held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
         self._leaving: queue.SimpleQueue[Any] | None = None
         self._lock = threading.Lock()
@@ -120,6 +151,8 @@ class Collate:
         from torch.utils.data import default_collate
         from torch.utils.data._utils.collate import collate
 
+        if os.getpid() == self._process:
+            self._items.settle()
         taken = self._items.take()
         end = time.monotonic() + (0 if self._impatient else PATIENCE)
         while taken is None and time.monotonic() < end:
@@ -151,36 +184,43 @@ class Collate:
         """A tensor of the program over the bytes that a worker wrote."""
         import torch
 
+        ours = os.getpid() == self._process
+        if ours:
+            self._items.settle()
         with self._lock:
             held = self._held.get(item)
             if held is None or held.sent != word:
+                token = self._tokens.alloc() if ours else None  # a forked child frees nothing
                 mine = self._items.claim(item, word)
                 if not mine:
                     raise RuntimeError(
                         "the worker that made this batch has ended, and another one has its memory"
                     )
-                held = self._held[item] = _Held(self, item, word, mine)
+                held = self._held[item] = _Held(self, item, word, mine, token)
         return _part(torch.from_numpy(held.array()), offset, shape, dtype)
 
-    def _dropped(self, item: int, word: int) -> None:
+    def _dropped(self, item: int, word: int, token: Buffer | None) -> None:
         """Free the memory of a batch, whose last tensor is gone, after the copies out of it."""
-        if os.getpid() != self._process or sys.is_finalizing():
+        if token is None or os.getpid() != self._process or sys.is_finalizing():
             return
         torch = sys.modules["torch"]
         if self._leaving is None or not torch.cuda.is_initialized():
-            self._items.give_back(item, word)
+            self._items.drop(item, word, token)
             return
         if not torch.cuda.is_current_stream_capturing():  # else a graph may read it for good
             event = torch.cuda.Event(blocking=True)
             event.record()
-            self._leaving.put((event, item, word))
+            self._leaving.put((event, item, word, token))
 
 
 class _Held:
     """A batch that the program has. Each of its tensors keeps it."""
 
-    def __init__(self, collate: Collate, item: int, sent: int, word: int) -> None:
+    def __init__(
+        self, collate: Collate, item: int, sent: int, word: int, token: Buffer | None
+    ) -> None:
         self.collate, self.item, self.sent, self.word = collate, item, sent, word
+        self.token = token
 
     def array(self) -> Any:
         import numpy as np
@@ -196,7 +236,7 @@ class _Held:
         }  # fmt: skip
 
     def __del__(self) -> None:
-        self.collate._dropped(self.item, self.word)
+        self.collate._dropped(self.item, self.word, self.token)
 
 
 class _Sent:
@@ -299,6 +339,6 @@ def _unpin(runtime: Any, buffer: Buffer) -> None:
 def _give_back_when_done(leaving: Any, items: Items) -> None:
     """Wait, in a thread, for the copies out of batches that the program has dropped."""
     while (left := leaving.get()) is not None:
-        event, item, word = left
+        event, item, word, token = left
         event.synchronize()
-        items.give_back(item, word)
+        items.drop(item, word, token)

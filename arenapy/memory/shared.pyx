@@ -119,6 +119,12 @@ cdef Region _region_of(Buffer buffer):
     return region
 
 
+def seen_elsewhere(Buffer buffer not None):
+    """True if another process may see an open Buffer's bytes, such as a forked child."""
+    cdef uintptr_t at, stop, start = <uintptr_t>buffer.ptr
+    return region_behind(buffer).leases(start, start + buffer.size, &at, &stop) != 0
+
+
 def leased_file(Buffer buffer not None):
     """The Buffer's memory, leased for as long as somebody has the descriptor.
 

@@ -1,8 +1,10 @@
 """`arenapy.interop.torch.collate`: workers of a DataLoader write batches into a Slab."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -228,6 +230,62 @@ def test_a_forked_child_frees_nothing():
     assert os.waitpid(child, 0)[1] == 0
     assert words(collate) == before
     del batch
+    assert nobody_has_any(collate)
+
+
+def filled(value):
+    return [torch.full((4,), float(value))] * 2
+
+
+def test_a_forked_child_keeps_the_batches_that_it_inherited():
+    """As long as it lives, whoever drops them; those of later are free at once."""
+    collate = arenapy_torch.collate(slab_of(3))
+    batch = collate(filled(1))
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        while theirs.recv(1):
+            theirs.send(b"y" if bool((batch == 1).all()) else b"n")
+        os._exit(0)
+    theirs.close()
+    with ours:
+        del batch
+        for value in range(2, 8):
+            later = [collate(filled(value)) for _ in range(2)]
+            with pytest.warns(RuntimeWarning) if value == 2 else contextlib.nullcontext():
+                assert bool((collate(filled(value)) == value).all())  # torch's copy
+            ours.send(b"?")
+            assert ours.recv(1) == b"y"
+            del later
+    assert os.waitpid(child, 0)[1] == 0
+    batches = [collate(filled(9)) for _ in range(3)]
+    assert all(words(collate))
+    del batches
+    assert nobody_has_any(collate)
+
+
+def test_workers_do_not_free_what_the_program_has_dropped():
+    collate = arenapy_torch.collate(slab_of(8))
+    batch = collate(filled(1))
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(theirs)
+        os.read(ours, 1)  # until the program closes it
+        os._exit(not bool((batch == 1).all()))
+    item = words(collate).index(max(words(collate)))
+    del batch
+    for _ in range(3):
+        loader = DataLoader(Samples(), batch_size=8, num_workers=2, collate_fn=collate)
+        for one in loader:
+            assert one["image"].shape[1:] == (3, 5)
+        del one, loader
+        assert words(collate)[item]
+    os.close(theirs)
+    os.close(ours)
+    assert os.waitpid(child, 0)[1] == 0
+    collate._items.settle()
     assert nobody_has_any(collate)
 
 
