@@ -13,6 +13,7 @@ token, a block in shared memory. arenapy records at a fork which blocks the chil
 stays the program's until no child sees the token any more.
 """
 
+import atexit
 import itertools
 import os
 import queue
@@ -39,6 +40,7 @@ MOMENT = 0.0002
 
 _collates: "weakref.WeakValueDictionary[int, Collate]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_threads: dict[threading.Thread, "queue.SimpleQueue[Any]"] = {}  # those that wait for copies
 
 
 class Items:
@@ -130,6 +132,7 @@ class Collate:
             waiting = threading.Thread(
                 target=_give_back_when_done, args=(self._leaving, self._items), daemon=True
             )
+            _threads[waiting] = self._leaving
             waiting.start()
             weakref.finalize(self, self._leaving.put, None)
 
@@ -342,3 +345,14 @@ def _give_back_when_done(leaving: Any, items: Items) -> None:
         event, item, word, token = left
         event.synchronize()
         items.drop(item, word, token)
+    _threads.pop(threading.current_thread(), None)
+
+
+# The interpreter ends daemon threads that come back to it. Inside torch, whose frames may not be
+# unwound, that would abort the program.
+@atexit.register
+def _end_threads() -> None:
+    while _threads:
+        thread, leaving = _threads.popitem()
+        leaving.put(None)
+        thread.join()
