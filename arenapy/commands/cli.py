@@ -81,12 +81,13 @@ def _heed_signals(words: "Sequence[str]") -> None:
     import _signal  # type: ignore[import-not-found]  # built into Python; `signal` imports enum
 
     _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # the reader of a pipe went away
-    if words[:1] == ["run"]:
+    if words[:1] == ["run"] and "--advise" not in words:
         return  # what else there is, is the program's
     import signal
 
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end)
+    for number in signal.SIGTERM, signal.SIGHUP:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
 
 
 def _end(number: int, frame: object) -> None:

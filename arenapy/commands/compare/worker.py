@@ -109,7 +109,7 @@ def main(spec_file: str, result: str) -> None:
 
 
 def _heed_signals() -> None:
-    for number in signal.SIGINT, signal.SIGTERM:
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         if signal.getsignal(number) != signal.SIG_IGN:  # as of a shell's background job
             signal.signal(number, _stop)
 
