@@ -29,6 +29,7 @@ __all__ = [
     "STEPS",
     "TRACE",
     "Kind",
+    "absolute",
     "begin",
     "check",
     "check_apart",
@@ -38,6 +39,7 @@ __all__ = [
 
 LOOKED_AT = 1024  # bytes of a file that tell its kind
 STANDARD = {1: "standard output", 2: "standard error"}
+MAX_LINKS = 40  # from one name to the next, as for the kernel
 #: Errors of a folder or a mount in which a file cannot be replaced, but perhaps written.
 IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV)
 #: Errors of a file system that has no hard links.
@@ -142,11 +144,12 @@ def write(path: Path, data: bytes, kind: Kind) -> None:
     done = False
     while not done:  # until the file that was looked at is the one that is replaced
         with _held(path, kind) as old:
-            if old is not None and not stat.S_ISREG(old.st_mode):  # a pipe, a terminal, /dev/null
+            place = _place(path)
+            if old is not None and _is_at(path, old) and not _has_name(place, old):
                 _write_over(path, data)
                 return
             try:
-                done = _replace(os.path.realpath(path), data, old)
+                done = _replace(place, data, old)
             except OSError as error:
                 if old is None or error.errno not in IN_PLACE:
                     raise
@@ -196,9 +199,9 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        if not os.path.basename(path):
+        folder, name = os.path.split(_place(path))
+        if not name:
             raise FileNotFoundError(f"{os.fspath(path)!r} is not a name of a file") from None
-        folder = os.path.dirname(os.path.realpath(path))
         if not os.path.isdir(folder):
             raise FileNotFoundError(
                 f"{os.fspath(path)!r}: there is no folder {folder!r}; make it first"
@@ -243,6 +246,35 @@ def _examine(fd: int, path: Path, kind: Kind) -> None:
         raise FileExistsError(
             f"{name!r} exists and is not {kind.name}: name another file, or remove it first"
         )
+
+
+def absolute(path: Path) -> str:
+    """The same file's name from the root.
+
+    Unlike ``os.path.abspath`` it leaves ".." in the name, which may follow a link to a folder.
+    """
+    name = os.fsdecode(path)
+    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+
+
+def _place(path: Path) -> str:
+    """Where a file of this name is, or would be made: its absolute name, and that of no link.
+
+    As the kernel finds it. ``os.path.realpath`` also finds "file" under the name "missing/../file".
+    """
+    place = absolute(path)
+    for _ in range(MAX_LINKS):
+        try:
+            link = os.readlink(place)
+        except OSError:  # it is no link, or not there
+            break
+        place = os.path.join(os.path.dirname(place), link)
+    return place
+
+
+def _has_name(place: str, found: os.stat_result) -> bool:
+    """False of a pipe, a terminal and /dev/null, and of an unlinked file that /dev/fd leads to."""
+    return stat.S_ISREG(found.st_mode) and _is_at(place, found)
 
 
 def _is_at(path: Path, found: os.stat_result) -> bool:

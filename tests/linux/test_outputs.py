@@ -21,17 +21,19 @@ import arenapy
 from arenapy import trace
 from arenapy.commands import demo, fuzz, testing
 from arenapy.commands import trace as trace_command
+from arenapy.commands.advise import command as advise
 from arenapy.commands.compare import command as compare
 from arenapy.commands.run import command as run
 from arenapy.diagnostics.recorder import Recorder
 from arenapy.linux import outputs
 from arenapy.testing import guided, steps
+from arenapy.trace.format import HEADER
 
 pytestmark = pytest.mark.no_sanitizer  # each case is a process
 
 TIMEOUT = 120
 OURS = [sys.executable, "-m", "arenapy"]
-REPORTS = ("arenapy run", "arenapy compare", "arenapy demo")
+REPORTS = ("arenapy run", "arenapy compare", "arenapy demo", "arenapy advise")
 SCRIPT = b"import numpy as np\nprint('precious')\n"
 
 
@@ -74,6 +76,9 @@ WRITERS = {
     "demo --plot": (demo.main, ["--plot", "{}"], outputs.CHART),
     "demo --gpu --json": (demo.main, ["--gpu", "--json", "{}"], outputs.report("arenapy demo")),
     "trace --html": (trace_command.main, ["{trace}", "--html", "{}"], outputs.PAGE),
+    "advise --json": (
+        advise.main, ["{trace}", "--json", "{}"], outputs.report("arenapy advise"),
+    ),
     "fuzz --save": (fuzz.main, ["a:b", "--save", "{}"], outputs.STEPS),
     "guided --save": (
         testing.main, ["guided", "a:b", "--corpus", "c", "--save", "{}"], outputs.STEPS,
@@ -94,7 +99,8 @@ def folder(tmp_path, monkeypatch):
 
     for where, name in [
         (os, "execve"), (os, "execv"), (compare, "_measure"), (demo, "_measure_all"),
-        (demo, "_run_gpu"), (trace_command, "load"), (fuzz, "_search"), (testing, "_guided"),
+        (demo, "_run_gpu"), (trace_command, "load"), (advise, "read"), (fuzz, "_search"),
+        (testing, "_guided"),
     ]:  # fmt: skip
         monkeypatch.setattr(where, name, begin)
     monkeypatch.chdir(tmp_path)
@@ -161,7 +167,11 @@ def test_a_script_is_found_behind_links(folder, name, capsys):
 @pytest.mark.parametrize("name", WRITERS)
 def test_places_that_cannot_be_written(folder, name, capsys):
     Path("loop.png").symlink_to("loop.png")
-    for path in ".", "no/such.png", "script.py/x.png", "loop.png", "x" * 300 + ".png", "", "new/":
+    Path("astray.png").symlink_to("missing/../script.py")
+    for path in (
+        ".", "no/such.png", "script.py/x.png", "loop.png", "x" * 300 + ".png", "", "new/",
+        "missing/../script.py", "missing/../new.png", "astray.png",
+    ):  # fmt: skip
         refused(folder, name, path, capsys)
 
 
@@ -274,6 +284,38 @@ def test_links_stay_links(tmp_path):
         assert (tmp_path / "soft").is_symlink()
         assert (tmp_path / "real").read_bytes() == text
     assert sorted(os.listdir(tmp_path)) == ["real", "soft"]
+
+
+def test_a_file_without_a_name(tmp_path, run_script):
+    run_script(f"""
+    import os
+    from arenapy.linux import outputs
+
+    with open({str(tmp_path / "gone")!r}, "w+b") as file:
+        os.unlink(file.name)
+        for text in b"arenatrc 1", b"arenatrc 2":
+            outputs.write(f"/dev/fd/{{file.fileno()}}", text, outputs.TRACE)
+            assert os.pread(file.fileno(), 100, 0) == text
+    """)
+    assert os.listdir(tmp_path) == ["script.py"]
+
+
+@pytest.mark.parametrize("path", ["new", "former", "soft", "dangling"])
+def test_dots_after_a_link_are_the_kernels(folder, path):
+    """A run writes the file that was checked, and not one of the folder in which the link is."""
+    (folder / "in" / "deep").mkdir(parents=True)
+    Path("link").symlink_to("in/deep")
+    Path("in/former").write_bytes(FORMER[outputs.TRACE])
+    Path("in/soft").symlink_to("former")
+    Path("in/dangling").symlink_to("deep/../new")
+    for name in "new", "former", "soft", "dangling":
+        Path(name).write_bytes(b"arenatrc of another program")
+    before = {name: Path(name).read_bytes() for name in os.listdir() if os.path.isfile(name)}
+    line = [*OURS, "run", "--quiet", "--trace", f"link/../{path}", "script.py"]
+    subprocess.run(line, check=True, timeout=TIMEOUT, capture_output=True)
+    assert {name: Path(name).read_bytes() for name in before} == before
+    assert len(trace.load(f"in/{path}")) == 0 and os.path.getsize(f"in/{path}") == HEADER.itemsize
+    assert Path("in/soft").is_symlink() and Path("in/dangling").is_symlink()
 
 
 FAILURES = [
