@@ -292,11 +292,10 @@ def _check_access(path: Path, mode: int) -> None:
 def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
     """Put a new file in the place of an old one, or of none; False: another is there by now."""
     beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with open(fd, "wb") as file:
+        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
             if old is not None:
-                os.fchmod(fd, stat.S_IMODE(old.st_mode))
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             file.write(data)
         if old is None:
             return _appear(beside, place, data)

@@ -180,6 +180,22 @@ def test_ctrl_c_ends_a_running_demo():
     assert (process.returncode, errors) == (130, "")
 
 
+def test_signals_act_as_ever_until_all_is_imported(tmp_path):
+    """An import may lose the exception of a signal handler, as NumPy's does."""
+    (tmp_path / "probe.py").write_text(
+        "from signal import *\n"
+        "found = [getsignal(number) for number in (SIGTERM, SIGHUP)]\n"
+        "def main(argv):\n"
+        "    found.extend(getsignal(number) for number in (SIGTERM, SIGHUP))\n"
+        "    return [one == SIG_DFL for one in found] != [True, True, False, False]\n"
+    )
+    program = (
+        "import sys; from arenapy.commands import cli\n"
+        "cli.COMMANDS['probe'] = 'probe', 'a probe'; sys.exit(cli.main())"
+    )
+    subprocess.run([sys.executable, "-c", program, "probe"], cwd=tmp_path, check=True, env=QUIET)
+
+
 #: Command lines that last, and a word of the child process that they have then.
 WITH_CHILD = {
     "compare": (["compare", "work.py"], "work.py"),

@@ -344,6 +344,38 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, name, error):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_an_audit_hook_that_forbids_to_open_leaves_what_was_there(tmp_path, run_script):
+    path = tmp_path / "a"
+    path.write_bytes(b"arenatrc old")
+    run_script(f"""
+    import os, sys
+    from pathlib import Path
+    from arenapy.linux import outputs
+
+    def forbid(event, arguments):
+        global allowed
+        if event == "open":
+            allowed -= 1
+            if allowed == -1:
+                raise PermissionError("forbidden")
+
+    allowed, refused = 100, 0
+    sys.addaudithook(forbid)
+    before = os.listdir("/proc/self/fd")
+    for allowed in range(5):
+        try:
+            outputs.write({str(path)!r}, b"arenatrc new", outputs.TRACE)
+        except PermissionError:
+            refused += 1
+            assert os.listdir("/proc/self/fd") == before
+            assert Path({str(path)!r}).read_bytes() == b"arenatrc old"
+        else:
+            break
+    assert refused > 1
+    """)
+    assert sorted(os.listdir(tmp_path)) == ["a", "script.py"]
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     """A limit on the size of files stands for it."""
     path = tmp_path / "a"
