@@ -217,12 +217,9 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
             raise OSError(f"{os.fspath(path)!r} is not a regular file; name one")
         yield found
         return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        _examine(fd, path, kind)
+    with vm.open_file(path, os.O_RDONLY | os.O_NONBLOCK) as file:
+        _examine(file.fileno(), path, kind)
         yield found
-    finally:
-        os.close(fd)
 
 
 def _examine(fd: int, path: Path, kind: Kind) -> None:
@@ -293,7 +290,10 @@ def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
     """Put a new file in the place of an old one, or of none; False: another is there by now."""
     beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
     try:
-        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
+        with (
+            vm.open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as owner,
+            open(owner.fileno(), "wb", closefd=False) as file,
+        ):
             if old is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             file.write(data)

@@ -25,7 +25,7 @@ from arenapy.commands.advise import command as advise
 from arenapy.commands.compare import command as compare
 from arenapy.commands.run import command as run
 from arenapy.diagnostics.recorder import Recorder
-from arenapy.linux import outputs
+from arenapy.linux import outputs, vm
 from arenapy.testing import guided, steps
 from arenapy.trace.format import HEADER
 
@@ -320,7 +320,7 @@ def test_dots_after_a_link_are_the_kernels(folder, path):
 
 FAILURES = [
     (name, error)
-    for name in ("open", "fchmod", "replace")
+    for name in ("open_file", "fchmod", "replace")
     for error in (OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken"), KeyboardInterrupt())
 ]
 
@@ -329,14 +329,15 @@ FAILURES = [
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, name, error):
     path = tmp_path / "a"
     path.write_bytes(b"arenatrc old")
-    real = getattr(os, name)
+    where = vm if name == "open_file" else os
+    real = getattr(where, name)
 
     def fail(*arguments, **how):
-        if name == "open" and not arguments[1] & os.O_CREAT:
+        if name == "open_file" and not arguments[1] & os.O_CREAT:
             return real(*arguments, **how)
         raise error
 
-    monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(where, name, fail)
     with pytest.raises(type(error)):
         outputs.write(path, b"arenatrc new", outputs.TRACE)
     monkeypatch.undo()
@@ -392,20 +393,22 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("open", errno.EACCES), ("replace", errno.EBUSY), ("replace", errno.EPERM)]
+    ("name", "number"),
+    [("open_file", errno.EACCES), ("replace", errno.EBUSY), ("replace", errno.EPERM)],
 )
 def test_where_files_cannot_be_replaced_they_are_written(tmp_path, monkeypatch, name, number):
     """A folder of somebody else's; a single file that is mounted, as containers have it."""
     path = tmp_path / "a"
     path.write_bytes(b"arenatrc old")
-    inode, real = path.stat().st_ino, getattr(os, name)
+    where = vm if name == "open_file" else os
+    inode, real = path.stat().st_ino, getattr(where, name)
 
     def fail(*arguments, **how):
-        if name == "open" and not arguments[1] & os.O_EXCL:
+        if name == "open_file" and not arguments[1] & os.O_EXCL:
             return real(*arguments, **how)
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(where, name, fail)
     outputs.write(path, b"arenatrc", outputs.TRACE)
     assert path.read_bytes() == b"arenatrc"
     assert path.stat().st_ino == inode
@@ -634,17 +637,17 @@ def test_a_file_that_was_replaced_is_not_recorded_into_unseen(tmp_path, monkeypa
     """Somebody saves a trace between opening the file and locking it."""
     path = tmp_path / "a.trace"
     trace.Trace(events()).save(path)
-    real, turns = os.open, itertools.count()
+    real, turns = vm.open_file, itertools.count()
 
     def late(*arguments, **how):
-        fd = real(*arguments, **how)
+        file = real(*arguments, **how)
         if next(turns) == 0:
-            monkeypatch.setattr(os, "open", real)
+            monkeypatch.setattr(vm, "open_file", real)
             trace.Trace(events(5)).save(path)
-            monkeypatch.setattr(os, "open", late)
-        return fd
+            monkeypatch.setattr(vm, "open_file", late)
+        return file
 
-    monkeypatch.setattr(os, "open", late)
+    monkeypatch.setattr(vm, "open_file", late)
     made = recorder(path)
     monkeypatch.undo()
     made.add("alloc", 1, 1)
