@@ -34,7 +34,7 @@ OUTLINE = "#404040"
 
 ROWS = 32  # about so many, unless told
 MAX_ROWS = 4096
-SMALLEST_ROW = 64  # bytes
+SMALLEST_ROW, MAX_ROW = 64, 1 << 47  # bytes; no more than there are addresses
 MANY = 5_000  # pieces; more are drawn as an image
 PIXELS = 512  # of a row of the image: no more than a screen shows, which skips none then
 LABELS = 40  # blocks that have their size written in, the largest ones
@@ -96,7 +96,7 @@ def memory_map(
     TypeError
         If `allocator` has no blocks.
     ValueError
-        If `row_bytes` is not positive, or makes too many rows.
+        If `row_bytes` is not positive, is more than 2**47, or makes too many rows.
 
     Notes
     -----
@@ -114,8 +114,10 @@ def memory_map(
     """
     if not (callable(getattr(allocator, "blocks", None)) and hasattr(allocator, "regions")):
         raise TypeError(f"{allocator!r} has no blocks to draw; give a Pool or a Slab")
-    if row_bytes is not None and (row_bytes := operator.index(row_bytes)) <= 0:
-        raise ValueError(f"row_bytes={row_bytes} is not positive; give the bytes of a row")
+    if row_bytes is not None and not 0 < (row_bytes := operator.index(row_bytes)) <= MAX_ROW:
+        raise ValueError(
+            f"row_bytes={row_bytes} is not from 1 to {MAX_ROW}; give the bytes of a row"
+        )
     try:
         from matplotlib import pyplot
     except ImportError as error:

@@ -76,21 +76,20 @@ def _parser() -> "Parser":
     return parser
 
 
-def _heed_signals(words: "Sequence[str]") -> None:
-    """End as other commands on Unix do. A caller in Python keeps its signal handlers."""
-    import _signal  # type: ignore[import-not-found]  # built into Python; `signal` imports enum
+def _end_by_signals() -> None:
+    """Let what ends a command raise an exception, so that it leaves no file and no process behind.
 
-    _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # the reader of a pipe went away
-    if words[:1] == ["run"]:
-        return  # what else there is, is the program's
+    Called when all is imported: code that imports may lose the exception, and there is nothing to
+    leave behind before.
+    """
     import signal
 
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end)
+    for number in signal.SIGTERM, signal.SIGHUP:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
 
 
 def _end(number: int, frame: object) -> None:
-    """Leave no temporary files and no measured program behind."""
     raise SystemExit(128 + number)
 
 
@@ -114,8 +113,10 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv is None:
-            _heed_signals(words)
+        if argv is None:  # a caller in Python keeps its signal handlers
+            import _signal  # type: ignore[import-not-found]  # built in; `signal` imports enum
+
+            _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # the reader of a pipe went away
         if not words or words[0] not in COMMANDS:
             parser = _parser()
             parser.parse_args(words[:1])  # says what there is, or what is wrong
@@ -124,6 +125,8 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         if words[0] == "run":
             from arenapy.commands.run.command import main as run
 
+            if argv is None and "--advise" in words:  # else it becomes the program
+                _end_by_signals()
             return run(words[1:])
         import importlib
 
@@ -132,7 +135,10 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         arenapy.Pool  # noqa: B018  # imports what a command does not import at once
         module, _ = COMMANDS[words[0]]
         # All words are the subcommand's: argparse would keep a first "--" for itself.
-        status: int = importlib.import_module(module).main(words[1:])
+        command = importlib.import_module(module).main
+        if argv is None:
+            _end_by_signals()
+        status: int = command(words[1:])
         if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit
             sys.stdout.flush()
         return status

@@ -38,6 +38,7 @@ from arenapy.commands.command_line import (
 )
 from arenapy.commands.replay.command import LATE
 from arenapy.linux import outputs
+from arenapy.linux.child_process import child_process
 from arenapy.testing.faults import Finding, check_kinds, varies, worst_first
 
 if TYPE_CHECKING:
@@ -124,16 +125,12 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     # Not a pipe, which has no end while a process that the attacked code started has it, too.
     errors = folder / "errors"
-    with errors.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)],
-            env={**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables},
-            stderr=file,
-        )
-    hangs = False
-    began = time.monotonic()
-    seen, since = -1, began
-    try:
+    line = [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)]
+    environment = {**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables}
+    with errors.open("wb") as file, child_process(line, env=environment, stderr=file) as process:
+        hangs = False
+        began = time.monotonic()
+        seen, since = -1, began
         while process.returncode is None:
             try:
                 process.wait(timeout=1)
@@ -149,9 +146,6 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
                     since = time.monotonic() - HANGS_AFTER + ABORT_SECONDS
                 elif time.monotonic() - since > HANGS_AFTER:
                     process.kill()
-    finally:
-        process.kill()
-        process.wait()
     if sys.stderr.isatty():
         print(end="\r\x1b[K", file=sys.stderr, flush=True)
     lines = written.read_text().splitlines() if written.exists() else []

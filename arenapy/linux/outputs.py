@@ -29,6 +29,7 @@ __all__ = [
     "STEPS",
     "TRACE",
     "Kind",
+    "absolute",
     "begin",
     "check",
     "check_apart",
@@ -38,6 +39,7 @@ __all__ = [
 
 LOOKED_AT = 1024  # bytes of a file that tell its kind
 STANDARD = {1: "standard output", 2: "standard error"}
+MAX_LINKS = 40  # from one name to the next, as for the kernel
 #: Errors of a folder or a mount in which a file cannot be replaced, but perhaps written.
 IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV)
 #: Errors of a file system that has no hard links.
@@ -142,11 +144,12 @@ def write(path: Path, data: bytes, kind: Kind) -> None:
     done = False
     while not done:  # until the file that was looked at is the one that is replaced
         with _held(path, kind) as old:
-            if old is not None and not stat.S_ISREG(old.st_mode):  # a pipe, a terminal, /dev/null
+            place = _place(path)
+            if old is not None and _is_at(path, old) and not _has_name(place, old):
                 _write_over(path, data)
                 return
             try:
-                done = _replace(os.path.realpath(path), data, old)
+                done = _replace(place, data, old)
             except OSError as error:
                 if old is None or error.errno not in IN_PLACE:
                     raise
@@ -196,9 +199,9 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        if not os.path.basename(path):
+        folder, name = os.path.split(_place(path))
+        if not name:
             raise FileNotFoundError(f"{os.fspath(path)!r} is not a name of a file") from None
-        folder = os.path.dirname(os.path.realpath(path))
         if not os.path.isdir(folder):
             raise FileNotFoundError(
                 f"{os.fspath(path)!r}: there is no folder {folder!r}; make it first"
@@ -214,12 +217,9 @@ def _held(path: Path, kind: Kind) -> Iterator[os.stat_result | None]:
             raise OSError(f"{os.fspath(path)!r} is not a regular file; name one")
         yield found
         return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        _examine(fd, path, kind)
+    with vm.open_file(path, os.O_RDONLY | os.O_NONBLOCK) as file:
+        _examine(file.fileno(), path, kind)
         yield found
-    finally:
-        os.close(fd)
 
 
 def _examine(fd: int, path: Path, kind: Kind) -> None:
@@ -245,6 +245,35 @@ def _examine(fd: int, path: Path, kind: Kind) -> None:
         )
 
 
+def absolute(path: Path) -> str:
+    """The same file's name from the root.
+
+    Unlike ``os.path.abspath`` it leaves ".." in the name, which may follow a link to a folder.
+    """
+    name = os.fsdecode(path)
+    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+
+
+def _place(path: Path) -> str:
+    """Where a file of this name is, or would be made: its absolute name, and that of no link.
+
+    As the kernel finds it. ``os.path.realpath`` also finds "file" under the name "missing/../file".
+    """
+    place = absolute(path)
+    for _ in range(MAX_LINKS):
+        try:
+            link = os.readlink(place)
+        except OSError:  # it is no link, or not there
+            break
+        place = os.path.join(os.path.dirname(place), link)
+    return place
+
+
+def _has_name(place: str, found: os.stat_result) -> bool:
+    """False of a pipe, a terminal and /dev/null, and of an unlinked file that /dev/fd leads to."""
+    return stat.S_ISREG(found.st_mode) and _is_at(place, found)
+
+
 def _is_at(path: Path, found: os.stat_result) -> bool:
     try:
         return os.path.samestat(os.stat(path), found)
@@ -260,11 +289,13 @@ def _check_access(path: Path, mode: int) -> None:
 def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
     """Put a new file in the place of an old one, or of none; False: another is there by now."""
     beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with open(fd, "wb") as file:
+        with (
+            vm.open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as owner,
+            open(owner.fileno(), "wb", closefd=False) as file,
+        ):
             if old is not None:
-                os.fchmod(fd, stat.S_IMODE(old.st_mode))
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             file.write(data)
         if old is None:
             return _appear(beside, place, data)

@@ -693,7 +693,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             try:
                 if self.memory.grow(pages, wished, &missing, &place):
                     return True
-            except MemoryError as e:
+            # The second one: a child still sees the file whose memory `trim` gave back.
+            except (MemoryError, BlockingIOError) as e:
                 error = e
                 missing = place.lacking if place.lacking else pages
             # The blocks that were unused longest make room, in the limit or in the machine. To find

@@ -9,6 +9,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from arenapy.linux.child_process import child_process
+
 __all__ = ["crashes", "smaller"]
 
 PATIENCE = 60.0  # seconds of one try: a program that hangs does not crash
@@ -45,19 +47,13 @@ def crashes(lines: list[str]) -> bool:
             file.write("\n".join(lines) + "\n")
         command = [sys.executable, "-m", "arenapy.testing", "reproduce", path]
         environment = {**os.environ, "ARENAPY_STEPS": os.path.join(folder, "again.jsonl")}
-        try:
-            # Not pipes, which may have no end: a process that the steps start has them, too.
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=PATIENCE,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode < 0
+        # Not pipes, which may have no end: a process that the steps start has them, too.
+        nowhere = subprocess.DEVNULL
+        with child_process(command, env=environment, stdout=nowhere, stderr=nowhere) as process:
+            try:
+                return process.wait(timeout=PATIENCE) < 0
+            except subprocess.TimeoutExpired:
+                return False
 
 
 def smaller(

@@ -100,7 +100,21 @@ def test_a_plain_buffer_is_a_tensor_of_bytes(buffer):
     assert (tensor.code, tensor.bits, tensor.ndim, tensor.shape[0]) == (UINT, 8, 1, 88)
 
 
-@pytest.mark.parametrize("dtype", ["M8[s]", "V8", "i4,f4", "S4"])
+@pytest.mark.parametrize("dtype", [*np.typecodes["AllInteger"], *"?efdgFDG", "M8[s]", "m8[s]"])
+def test_the_types_are_those_that_numpy_exports(buffer, dtype):
+    """A long double is none of them: on x86 it has 80 bits, and DLPack's floats are IEEE's."""
+    view = buffer[: 2 * np.dtype(dtype).itemsize].view((2,), dtype)
+    try:
+        np.zeros(2, dtype).__dlpack__()
+    except BufferError:
+        with pytest.raises(BufferError, match="DLPack has no type for"):
+            view.__dlpack__(max_version=(1, 0))
+        assert not buffer.held
+    else:
+        assert np.from_dlpack(view).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["V8", "i4,f4", "S4"])
 def test_types_that_dlpack_does_not_have_are_refused(buffer, dtype):
     view = buffer[: 2 * np.dtype(dtype).itemsize].view((2,), dtype)
     with pytest.raises(BufferError):

@@ -1,11 +1,14 @@
 """The ``arenapy`` command: finding subcommands, and ending as a Unix command should."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -175,6 +178,68 @@ def test_ctrl_c_ends_a_running_demo():
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, errors) == (130, "")
+
+
+def test_signals_act_as_ever_until_all_is_imported(tmp_path):
+    """An import may lose the exception of a signal handler, as NumPy's does."""
+    (tmp_path / "probe.py").write_text(
+        "from signal import *\n"
+        "found = [getsignal(number) for number in (SIGTERM, SIGHUP)]\n"
+        "def main(argv):\n"
+        "    found.extend(getsignal(number) for number in (SIGTERM, SIGHUP))\n"
+        "    return [one == SIG_DFL for one in found] != [True, True, False, False]\n"
+    )
+    program = (
+        "import sys; from arenapy.commands import cli\n"
+        "cli.COMMANDS['probe'] = 'probe', 'a probe'; sys.exit(cli.main())"
+    )
+    subprocess.run([sys.executable, "-c", program, "probe"], cwd=tmp_path, check=True, env=QUIET)
+
+
+#: Command lines that last, and a word of the child process that they have then.
+WITH_CHILD = {
+    "compare": (["compare", "work.py"], "work.py"),
+    "fuzz": (["fuzz", "--library", "libc.so.6", "--seconds", "100"], "arenapy.testing.attack"),
+    "replay": (["replay", "work.trace"], "arenapy.commands.replay.worker"),
+    "advise": (["advise", "work.trace"], "arenapy.commands.replay.worker"),
+    "run": (["run", "--advise", "--quiet", "work.py"], "arenapy.commands.replay.worker"),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("name", WITH_CHILD)
+def test_a_signal_leaves_no_process_and_no_file(tmp_path, name, number):
+    """As `kill` sends it to the command alone, or to all when a terminal is closed."""
+    arenapy.trace.synthetic(0, 100_000).save(tmp_path / "work.trace")
+    source = "import numpy as np\nfor n in range(20_000):\n    np.ones(1000 + n)\n"
+    (tmp_path / "work.py").write_text(source)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    words, child = WITH_CHILD[name]
+    with subprocess.Popen(
+        [*COMMAND, *words], cwd=tmp_path, env={**QUIET, "TMPDIR": str(folder)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        end = time.monotonic() + TIMEOUT
+        while not any(child in line for line in session(process.pid)):
+            assert process.poll() is None and time.monotonic() < end, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, errors) == (128 + number, "")
+    assert not session(process.pid) and not list(folder.iterdir())
+
+
+def session(leader):
+    """The command lines of the processes in a session, but that of its leader."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            line = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ")
+            if int(pid) != leader and os.getsid(int(pid)) == leader:
+                found.append(line.decode())
+    return found
 
 
 @pytest.mark.parametrize("arguments", [["info"], A_LONG_TIME])

@@ -232,7 +232,7 @@ TABLE = [
     row(ANY, r"madvise\(POPULATE_WRITE\)", "EHWPOISON", BAD_PAGE),
     row(ANY, "mmap|mprotect", "EACCES", NOT_MAPPED),
     row("decommit.*", r"madvise\(DONTNEED\)", "ENOMEM", "OSError: Cannot allocate memory"),
-    row("Pool .*", "mlock2", "ENOMEM", POOL_FULL),
+    row("Pool .*", "mlock2", "ENOMEM|EAGAIN", POOL_FULL),
     row(ANY, "mlock2", "ENOMEM", NO_LOCK),
     row(ANY, "mlock2", "EPERM", "PermissionError: RLIMIT_MEMLOCK"),
     row(ANY, "mlock2", "EAGAIN", "BlockingIOError: RLIMIT_MEMLOCK"),

@@ -21,17 +21,19 @@ import arenapy
 from arenapy import trace
 from arenapy.commands import demo, fuzz, testing
 from arenapy.commands import trace as trace_command
+from arenapy.commands.advise import command as advise
 from arenapy.commands.compare import command as compare
 from arenapy.commands.run import command as run
 from arenapy.diagnostics.recorder import Recorder
-from arenapy.linux import outputs
+from arenapy.linux import outputs, vm
 from arenapy.testing import guided, steps
+from arenapy.trace.format import HEADER
 
 pytestmark = pytest.mark.no_sanitizer  # each case is a process
 
 TIMEOUT = 120
 OURS = [sys.executable, "-m", "arenapy"]
-REPORTS = ("arenapy run", "arenapy compare", "arenapy demo")
+REPORTS = ("arenapy run", "arenapy compare", "arenapy demo", "arenapy advise")
 SCRIPT = b"import numpy as np\nprint('precious')\n"
 
 
@@ -74,6 +76,9 @@ WRITERS = {
     "demo --plot": (demo.main, ["--plot", "{}"], outputs.CHART),
     "demo --gpu --json": (demo.main, ["--gpu", "--json", "{}"], outputs.report("arenapy demo")),
     "trace --html": (trace_command.main, ["{trace}", "--html", "{}"], outputs.PAGE),
+    "advise --json": (
+        advise.main, ["{trace}", "--json", "{}"], outputs.report("arenapy advise"),
+    ),
     "fuzz --save": (fuzz.main, ["a:b", "--save", "{}"], outputs.STEPS),
     "guided --save": (
         testing.main, ["guided", "a:b", "--corpus", "c", "--save", "{}"], outputs.STEPS,
@@ -94,7 +99,8 @@ def folder(tmp_path, monkeypatch):
 
     for where, name in [
         (os, "execve"), (os, "execv"), (compare, "_measure"), (demo, "_measure_all"),
-        (demo, "_run_gpu"), (trace_command, "load"), (fuzz, "_search"), (testing, "_guided"),
+        (demo, "_run_gpu"), (trace_command, "load"), (advise, "read"), (fuzz, "_search"),
+        (testing, "_guided"),
     ]:  # fmt: skip
         monkeypatch.setattr(where, name, begin)
     monkeypatch.chdir(tmp_path)
@@ -161,7 +167,11 @@ def test_a_script_is_found_behind_links(folder, name, capsys):
 @pytest.mark.parametrize("name", WRITERS)
 def test_places_that_cannot_be_written(folder, name, capsys):
     Path("loop.png").symlink_to("loop.png")
-    for path in ".", "no/such.png", "script.py/x.png", "loop.png", "x" * 300 + ".png", "", "new/":
+    Path("astray.png").symlink_to("missing/../script.py")
+    for path in (
+        ".", "no/such.png", "script.py/x.png", "loop.png", "x" * 300 + ".png", "", "new/",
+        "missing/../script.py", "missing/../new.png", "astray.png",
+    ):  # fmt: skip
         refused(folder, name, path, capsys)
 
 
@@ -276,9 +286,41 @@ def test_links_stay_links(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["real", "soft"]
 
 
+def test_a_file_without_a_name(tmp_path, run_script):
+    run_script(f"""
+    import os
+    from arenapy.linux import outputs
+
+    with open({str(tmp_path / "gone")!r}, "w+b") as file:
+        os.unlink(file.name)
+        for text in b"arenatrc 1", b"arenatrc 2":
+            outputs.write(f"/dev/fd/{{file.fileno()}}", text, outputs.TRACE)
+            assert os.pread(file.fileno(), 100, 0) == text
+    """)
+    assert os.listdir(tmp_path) == ["script.py"]
+
+
+@pytest.mark.parametrize("path", ["new", "former", "soft", "dangling"])
+def test_dots_after_a_link_are_the_kernels(folder, path):
+    """A run writes the file that was checked, and not one of the folder in which the link is."""
+    (folder / "in" / "deep").mkdir(parents=True)
+    Path("link").symlink_to("in/deep")
+    Path("in/former").write_bytes(FORMER[outputs.TRACE])
+    Path("in/soft").symlink_to("former")
+    Path("in/dangling").symlink_to("deep/../new")
+    for name in "new", "former", "soft", "dangling":
+        Path(name).write_bytes(b"arenatrc of another program")
+    before = {name: Path(name).read_bytes() for name in os.listdir() if os.path.isfile(name)}
+    line = [*OURS, "run", "--quiet", "--trace", f"link/../{path}", "script.py"]
+    subprocess.run(line, check=True, timeout=TIMEOUT, capture_output=True)
+    assert {name: Path(name).read_bytes() for name in before} == before
+    assert len(trace.load(f"in/{path}")) == 0 and os.path.getsize(f"in/{path}") == HEADER.itemsize
+    assert Path("in/soft").is_symlink() and Path("in/dangling").is_symlink()
+
+
 FAILURES = [
     (name, error)
-    for name in ("open", "fchmod", "replace")
+    for name in ("open_file", "fchmod", "replace")
     for error in (OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken"), KeyboardInterrupt())
 ]
 
@@ -287,19 +329,52 @@ FAILURES = [
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, name, error):
     path = tmp_path / "a"
     path.write_bytes(b"arenatrc old")
-    real = getattr(os, name)
+    where = vm if name == "open_file" else os
+    real = getattr(where, name)
 
     def fail(*arguments, **how):
-        if name == "open" and not arguments[1] & os.O_CREAT:
+        if name == "open_file" and not arguments[1] & os.O_CREAT:
             return real(*arguments, **how)
         raise error
 
-    monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(where, name, fail)
     with pytest.raises(type(error)):
         outputs.write(path, b"arenatrc new", outputs.TRACE)
     monkeypatch.undo()
     assert path.read_bytes() == b"arenatrc old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_an_audit_hook_that_forbids_to_open_leaves_what_was_there(tmp_path, run_script):
+    path = tmp_path / "a"
+    path.write_bytes(b"arenatrc old")
+    run_script(f"""
+    import os, sys
+    from pathlib import Path
+    from arenapy.linux import outputs
+
+    def forbid(event, arguments):
+        global allowed
+        if event == "open":
+            allowed -= 1
+            if allowed == -1:
+                raise PermissionError("forbidden")
+
+    allowed, refused = 100, 0
+    sys.addaudithook(forbid)
+    before = os.listdir("/proc/self/fd")
+    for allowed in range(5):
+        try:
+            outputs.write({str(path)!r}, b"arenatrc new", outputs.TRACE)
+        except PermissionError:
+            refused += 1
+            assert os.listdir("/proc/self/fd") == before
+            assert Path({str(path)!r}).read_bytes() == b"arenatrc old"
+        else:
+            break
+    assert refused > 1
+    """)
+    assert sorted(os.listdir(tmp_path)) == ["a", "script.py"]
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
@@ -318,20 +393,22 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("open", errno.EACCES), ("replace", errno.EBUSY), ("replace", errno.EPERM)]
+    ("name", "number"),
+    [("open_file", errno.EACCES), ("replace", errno.EBUSY), ("replace", errno.EPERM)],
 )
 def test_where_files_cannot_be_replaced_they_are_written(tmp_path, monkeypatch, name, number):
     """A folder of somebody else's; a single file that is mounted, as containers have it."""
     path = tmp_path / "a"
     path.write_bytes(b"arenatrc old")
-    inode, real = path.stat().st_ino, getattr(os, name)
+    where = vm if name == "open_file" else os
+    inode, real = path.stat().st_ino, getattr(where, name)
 
     def fail(*arguments, **how):
-        if name == "open" and not arguments[1] & os.O_EXCL:
+        if name == "open_file" and not arguments[1] & os.O_EXCL:
             return real(*arguments, **how)
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(where, name, fail)
     outputs.write(path, b"arenatrc", outputs.TRACE)
     assert path.read_bytes() == b"arenatrc"
     assert path.stat().st_ino == inode
@@ -560,17 +637,17 @@ def test_a_file_that_was_replaced_is_not_recorded_into_unseen(tmp_path, monkeypa
     """Somebody saves a trace between opening the file and locking it."""
     path = tmp_path / "a.trace"
     trace.Trace(events()).save(path)
-    real, turns = os.open, itertools.count()
+    real, turns = vm.open_file, itertools.count()
 
     def late(*arguments, **how):
-        fd = real(*arguments, **how)
+        file = real(*arguments, **how)
         if next(turns) == 0:
-            monkeypatch.setattr(os, "open", real)
+            monkeypatch.setattr(vm, "open_file", real)
             trace.Trace(events(5)).save(path)
-            monkeypatch.setattr(os, "open", late)
-        return fd
+            monkeypatch.setattr(vm, "open_file", late)
+        return file
 
-    monkeypatch.setattr(os, "open", late)
+    monkeypatch.setattr(vm, "open_file", late)
     made = recorder(path)
     monkeypatch.undo()
     made.add("alloc", 1, 1)

@@ -344,8 +344,10 @@ def test_a_figure_is_made_if_none_is_given():
     [
         (object(), None, TypeError, "has no blocks to draw; give a Pool or a Slab"),
         (Drawn, None, TypeError, "has no blocks"),
-        (Drawn([(BASE, 4096)], []), 0, ValueError, "row_bytes=0 is not positive"),
-        (Drawn([(BASE, 4096)], []), -1, ValueError, "row_bytes=-1 is not positive"),
+        (Drawn([(BASE, 4096)], []), 0, ValueError, "row_bytes=0 is not from 1 to"),
+        (Drawn([(BASE, 4096)], []), -1, ValueError, "row_bytes=-1 is not from 1 to"),
+        (Drawn([(BASE, 4096)], []), 2**47 + 1, ValueError, r"row_bytes=\d+ is not from 1 to"),
+        (Drawn([(BASE, 4096)], []), 2**70, ValueError, r"row_bytes=\d+ is not from 1 to"),
         (Drawn([(BASE, 4096)], []), "1", TypeError, "str"),
     ],
 )

@@ -121,6 +121,36 @@ assert arena.retired == 100
 """)
 
 
+@pytest.mark.parametrize("mode", ["w+", "r+"])
+def test_a_pool_whose_file_a_child_still_sees(program, tmp_path, mode):
+    """Its memory was given back, and cannot be had again before the child ends."""
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(1 << 20))
+    program(f"""
+from children import another_process
+
+ends = []                                # calls that end a child
+
+def end_child(nbytes):
+    return bool(ends) and not ends.pop()()
+
+pool = arenapy.Pool(
+    1 << 20, File({str(path)!r}, {mode!r}), initial_bytes=1 << 20, on_oom=end_child)
+with another_process():
+    assert pool.trim() == 1 << 20
+    refuses(lambda: pool.alloc(100), arenapy.OutOfMemory)
+    refuses(lambda: pool.alloc_many([100] * 3), arenapy.OutOfMemory)
+    pool.check()
+pool.alloc(100).release()
+child = another_process()
+child.__enter__()
+ends.append(lambda: child.__exit__(None, None, None))
+pool.trim()
+pool.alloc(100).release()
+assert not ends
+""")
+
+
 @pytest.mark.parametrize("source", ["Existing(mmap.mmap(-1, 1 << 20))", "File(path, 'r+')"])
 def test_a_pool_that_has_given_its_memory_back_is_closed_in_the_child(program, tmp_path, source):
     """Both would ask the source again, and get the same bytes."""

@@ -18,6 +18,7 @@ from arenapy.commands.run.command import Options, command, program_words
 __all__ = ["run_and_advise"]
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HEEDED = (*PASSED_ON, signal.SIGINT)
 
 
 def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> int:
@@ -33,16 +34,19 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
     with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder:
         file = options.trace or os.path.join(folder, "program.trace")
         before = _state(file)
+        # Until `_wait` knows what to do with a signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
         pid = os.fork()
         if pid == 0:
             try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 words, environment = command(
                     options, report=report, json_file=json_file, trace=file, sites=options.sites
                 )
                 os.execve(words[0], words, environment)
             finally:
                 os._exit(127)  # and never this process's own exit
-        status = _wait(pid)
+        status = _wait(pid, mask)
         if status < 0 or status == 128 + signal.SIGINT:
             return 128 - status if status < 0 else status
         for line in _advice(file if _state(file) != before else None, options):
@@ -73,12 +77,16 @@ def _advice(file: str | None, options: Options) -> list[str]:
     return ["arenapy advise", *(f"  {line}" for line in show(found))]
 
 
-def _wait(pid: int) -> int:
-    """The exit status of a child, which alone ends by Ctrl-C and what this process is sent."""
-    before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGINT)}
+def _wait(pid: int, mask: set[int]) -> int:
+    """The exit status of a child, which alone ends by Ctrl-C and what this process is sent.
+
+    Meanwhile the signal mask is `mask`.
+    """
+    before = {number: signal.getsignal(number) for number in HEEDED}
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     finally:

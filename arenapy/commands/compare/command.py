@@ -56,6 +56,7 @@ from arenapy.commands.compare.variants import OURS, OURS_ALONE, PLAIN, WAYS
 from arenapy.commands.compare.verdict import CONFIDENCE, chance_of, next_look
 from arenapy.commands.run import command as run
 from arenapy.linux import outputs
+from arenapy.linux.child_process import child_process
 from arenapy.linux.libc_malloc import foreign_malloc
 
 __all__ = ["Comparison", "Failed", "main"]
@@ -178,13 +179,10 @@ class Comparison:
         }
         spec_file.write_text(json.dumps(spec))  # a word of a command may have 128 KiB at most
         line = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)]
-        with subprocess.Popen(line) as worker:
-            try:
-                if worker.wait():
-                    raise subprocess.CalledProcessError(worker.returncode, line)
-            except BaseException:
-                worker.terminate()  # it ends the program that it measures
-                raise
+        # By SIGTERM it ends the program that it measures.
+        with child_process(line, subprocess.Popen.terminate) as worker:
+            if worker.wait():
+                raise subprocess.CalledProcessError(worker.returncode, line)
         found: dict[str, Any] = json.loads(result.read_text())
         if found["status"]:
             written = errors.read_text(errors="replace") if errors.exists() else ""

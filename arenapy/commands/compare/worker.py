@@ -24,6 +24,7 @@ __all__ = ["main"]
 
 HUGE = ("AnonHugePages:", "Private_Hugetlb:", "Shared_Hugetlb:")
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _huge_bytes(pid: int) -> int:
@@ -74,14 +75,18 @@ def main(spec_file: str, result: str) -> None:
     found: dict[str, object] = {}
     pid = 0
     try:
+        # No signal comes between the start of the program and the end of the assignment.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
         start = time.perf_counter()
         pid = os.posix_spawnp(
             spec["command"][0],
             spec["command"],
             spec["environment"],
             file_actions=actions,
+            setsigmask=mask,
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, a shell does not
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if spec["interval"]:
             found["huge_bytes"], found["loaded"] = _watch(pid, spec["interval"], spec["library"])
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -109,7 +114,7 @@ def main(spec_file: str, result: str) -> None:
 
 
 def _heed_signals() -> None:
-    for number in signal.SIGINT, signal.SIGTERM:
+    for number in HEEDED:
         if signal.getsignal(number) != signal.SIG_IGN:  # as of a shell's background job
             signal.signal(number, _stop)
 

@@ -23,6 +23,7 @@ from arenapy.base.text import format_bytes, format_ns, printable
 from arenapy.commands.command_line import Parser, console, whole
 from arenapy.commands.replay.program import Program, program
 from arenapy.commands.replay.worker import PEERS
+from arenapy.linux.child_process import child_process
 from arenapy.linux.limits import check_request
 from arenapy.trace import Trace, from_torch, load, synthetic
 from arenapy.trace.torch_snapshot import is_pickle
@@ -115,20 +116,20 @@ def run_worker(
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     environment = PEERS[name].environment
     command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
-    try:
-        done = subprocess.run(
-            [*command, *words],
-            env={**os.environ, "GLIBC_TUNABLES": tunables, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        raise OSError(f"it did not end within {seconds:.0f} s") from None
-    if done.returncode:
-        raise OSError(failure(done.returncode, done.stderr))
-    found: dict[str, Any] = json.loads(done.stdout)
+    with child_process(
+        [*command, *words],
+        env={**os.environ, "GLIBC_TUNABLES": tunables, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            figures, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise OSError(f"it did not end within {seconds:.0f} s") from None
+    if process.returncode:
+        raise OSError(failure(process.returncode, errors))
+    found: dict[str, Any] = json.loads(figures)
     return found
 
 

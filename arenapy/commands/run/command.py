@@ -165,12 +165,12 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment of a program in the pool that `options` want."""
     line, environment, settings = start_of(options, os.environ)
-    settings |= {
-        "report": report,
-        "json": json_file and os.path.abspath(json_file),
-        "trace": trace and os.path.abspath(trace),
-        "sites": SITES if sites else 0,
-    }
+    settings |= {"report": report, "sites": SITES if sites else 0}
+    if json_file is not None or trace is not None:  # the program may go to another folder
+        from arenapy.linux.outputs import absolute
+
+        settings["json"] = json_file and absolute(json_file)
+        settings["trace"] = trace and absolute(trace)
     environment[OPTIONS] = marshal.dumps(settings).hex()
     return line, environment
 
