@@ -24,8 +24,8 @@ from arenapy.base.atomic cimport (
     arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport (
-    CLOSED, Freelist, MemoryOwner, born_held, check_open, freelist_of, init_freelists,
-    is_open_locked, track,
+    CLOSED, ONE_EXPORT, Freelist, MemoryOwner, born_held, check_open, freelist_of,
+    init_freelists, is_open_locked, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.pool.page_heap cimport (
@@ -501,7 +501,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Buffer
             The same Buffer if the bytes behind the block are free, or are addresses of a range that
             grows in place. Otherwise a new Buffer with the same contents, and the old one is
-            released. Streams that use the old Buffer may continue with the new one: they wait for
+            released. A block without exports also moves if more bytes are idle than were ever live. Streams that use the old Buffer may continue with the new one: they wait for
             its contents, and it waits for them.
 
         Raises
@@ -564,6 +564,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if attempt == 0:
                 c.flush_all(True)            # what is free there may be in a thread's cache
             elif attempt == 1:
+                if self.has_plenty(buffer, n):
+                    return False
                 try:
                     miss = self.memory.grow_behind(buffer.tag, missing)
                 except MemoryError:
@@ -575,6 +577,17 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if c.debug:
                 c.operated()
         return done
+
+    cdef bint has_plenty(self, Buffer buffer, Py_ssize_t n):
+        """Shall the block move into idle memory, and the pool take no more? Without this, short-lived
+        blocks at the end, which grow one after another, would make the pool grow without bound."""
+        cdef PoolCore c = self.core
+        cdef PoolFigures f = c.figures()
+        return (
+            f.all.idle > f.all.peak and buffer.word < ONE_EXPORT
+            and (c.hooks is not None or c.host_accessible)
+            and has_run(c, c.pages_for(n, max(buffer.align, c.block_align)))
+        )
 
     cdef Buffer block_of(self, MemoryOwner owner, Py_ssize_t n, Py_ssize_t align):
         # A graph uses its idle memory whenever it is launched. (A block that moves is of a capture

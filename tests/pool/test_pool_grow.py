@@ -1,6 +1,7 @@
 """`Pool.grow`: in place into what is free behind a block, or into addresses without memory."""
 
 import threading
+from random import Random
 
 import numpy as np
 import pytest
@@ -230,3 +231,16 @@ def test_on_a_device():
         del block, grown, lent, pool
         gpu.drain()
         assert gpu.errors == []
+
+
+def test_blocks_that_grow_at_the_end_do_not_make_the_pool_grow_for_ever():
+    random, pool, kept = Random(1), Pool(source=Host(prefault=False)), []
+    for _ in range(40_000):
+        block = pool.alloc(random.choice([100, 40_000, 300_000]))
+        kept.append(block.grow(block.nbytes + 70_000))
+        del block
+        if len(kept) > 8:
+            del kept[random.randrange(8)]
+    stats = pool.stats()
+    assert stats.reserved_bytes <= 2 * stats.peak_bytes + 2 * MIB
+    pool.check()
