@@ -31,7 +31,7 @@ cdef tuple PINNED = (KIND_CUDA_HOST, 0)
 cdef tuple HIP_PINNED = (KIND_ROCM_HOST, 0)
 # NumPy's kind letter to DLPack's type code.
 cdef dict CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
-# Long doubles have 80 bits on x86. DLPack's floats are those of IEEE, so NumPy does not export them.
+# Long doubles have 80 bits on x86. DLPack's floats are those of IEEE, and NumPy exports no others.
 cdef tuple LONG = ("f12", "c24", "f16", "c32")
 # Pinned memory says that it is the host's: few libraries know KIND_CUDA_HOST. It may be asked for.
 cdef dict DEVICES = {"device": KIND_CUDA, "managed": KIND_CUDA_MANAGED, "hip": KIND_ROCM}

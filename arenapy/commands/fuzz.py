@@ -69,9 +69,10 @@ def _kinds(text: str) -> list[str]:
 
 
 def _alignment(text: str) -> int:
-    if not text.isdecimal() or int(text).bit_count() != 1 or int(text) > PAGE:
+    number = whole(1, PAGE)(text)
+    if number.bit_count() != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a power of two up to {PAGE}")
-    return int(text)
+    return number
 
 
 def _parser() -> Parser:

@@ -220,7 +220,7 @@ cdef bytes described(CodePoint* stack, int n):
         if code.co_filename.endswith(RUNNER):
             break
         if not code.co_filename.startswith(IMPORTS):
-            line = b"%d" % line_of(&stack[i])
+            line = f"{line_of(&stack[i])}".encode()  # as a C int, as in `add_site`
             fields += plain(code.co_filename), line, plain(code.co_qualname)
     return b"\t".join(fields) + b"\n"
 

@@ -92,7 +92,8 @@ def numbers(parser):
     return [
         (action.option_strings[0], action.type)
         for action in actions_of(parser)
-        if action.type is not None and action.type.__module__ == common.__name__
+        if getattr(action.type, "__module__", "") == common.__name__
+        or action.type is fuzz._alignment
     ]
 
 

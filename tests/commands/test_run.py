@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from alike import REPORT, TIMEOUT, split
 
+from arenapy import trace
 from arenapy.commands.command_line import size
 from arenapy.commands.run.command import huge_heap
 from arenapy.commands.run.report import ProgramMemory
@@ -254,6 +255,20 @@ def test_a_fork_while_another_thread_notes_what_it_got(run_script):
         thread.join()
         assert ended == (child, 0), "the child waits for ever"
     """)
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",), ("--quiet", "--json", "figures.json")])
+def test_a_trace_that_is_cut_off_is_told(script, tmp_path, options):
+    script("""
+        import resource, numpy as np
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # stands for a full disk
+        for _ in range(20_000):
+            np.ones(1000)
+    """)
+    done = run([*OURS, *options, "--trace", "a.trace", "script.py"], tmp_path)
+    assert done.returncode == 0 and not trace.load(tmp_path / "a.trace").complete
+    assert re.search(r"the trace .* has the first \d+ records, and \d+ are lost", done.stderr)
+    assert done.stderr.count("\n") == 1 or not options
 
 
 def test_figures_are_those_of_the_program(script, tmp_path):

@@ -1,9 +1,12 @@
 """Allocation sites: the lines that ask for memory, in the file and read from it again."""
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -232,6 +235,17 @@ def test_more_stacks_than_are_told_apart(path):
     assert len(found.sites) == most + 1
 
 
+def test_a_signal_at_a_new_stack_is_not_lost(path):
+    """Its text is made in a function that cannot raise."""
+    pool = arenapy.Pool()
+    pool.alloc(0).release()  # so that it need not ask its source
+    strike = ctypes.pythonapi.PyErr_SetInterruptEx  # which returns 0, and runs no handler
+    with trace.record(pool, path, sites=4), pytest.raises(KeyboardInterrupt):
+        pool.alloc_many(map(strike, [signal.SIGINT]))
+        time.sleep(10)
+    assert trace.load(path).complete
+
+
 def test_sites_that_make_no_sense(path):
     for sites in (-1, 65):
         with pytest.raises(ValueError, match=f"sites={sites}"):
@@ -334,8 +348,8 @@ def test_files_of_version_1_are_read(path):
     header["complete"], header["events"], header["kind"] = 1, 4, b"Pool"
     records = np.zeros(4, RECORD)
     words = [(1, 5, 0x1000, 100), (6, 6, 77, 0), (2, 7, 0x1000, 0), (5, 9, 0, 4096)]
-    for record, (operation, time, block, size) in zip(records, words, strict=True):
-        record["time"] = operation << 56 | time
+    for record, (operation, at, block, size) in zip(records, words, strict=True):
+        record["time"] = operation << 56 | at
         record["block"], record["size"] = block, 1 << 48 | size
     path.write_bytes(header.tobytes() + records.tobytes())
     found = trace.load(path)

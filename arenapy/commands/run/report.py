@@ -137,8 +137,8 @@ class ProgramMemory:
 
         return Recording(self.pool, path, sites, TRACE_KIND).__enter__()
 
-    def end_trace(self) -> None:
-        """Stop recording."""
+    def end_trace(self) -> bool:
+        """Stop recording. False: the trace is not complete, and `traced` says why."""
         if self.recording is not None:
             try:
                 self.recording.stop()
@@ -147,6 +147,8 @@ class ProgramMemory:
                 self.traced = f"{path}, {format_bytes(nbytes)}; see arenapy trace"
             except OSError as error:
                 self.traced = printable(str(error))
+                return False
+        return True
 
     def see_threads(self) -> None:
         """Note which threads run now and do not have the pool."""

@@ -122,10 +122,7 @@ class Session:
         try:
             self.apart(self._report)
         except (ImportError, OSError, ValueError) as error:  # a closed or full file
-            try:  # noqa: SIM105  # contextlib is not built in
-                os.write(2, f"arenapy run: no report: {error}\n".encode(errors="replace"))
-            except OSError:
-                pass
+            _say(f"no report: {error}")
 
     def _measured(self, when: str) -> None:
         """Write down what was measured, for ``arenapy compare``; what fails is left out."""
@@ -147,12 +144,12 @@ class Session:
 
     def _report(self) -> None:
         minor_faults = _minor_faults
+        # First: what follows may want a descriptor, and there is none.
+        if self.memory is not None and not self.memory.end_trace() and not self.options["report"]:
+            _say(self.memory.traced)  # a report has it
         if not self.options["report"] and self.options["json"] is None:
-            if self.memory is not None:
-                self.memory.end_trace()
             return
         if self.memory is not None:
-            self.memory.end_trace()  # first: what follows may want a descriptor, and there is none
             from arenapy.linux.vm import minor_faults
         figures = {
             "report": "arenapy run",
@@ -214,6 +211,14 @@ class Session:
         if base.startswith("__init__."):
             folder = os.path.dirname(folder)
         return folder not in self.path
+
+
+def _say(text: str) -> None:
+    """Write a line to the process's standard error, whatever the program did to `sys.stderr`."""
+    try:  # noqa: SIM105  # contextlib is not built in
+        os.write(2, f"arenapy run: {text}\n".encode(errors="replace"))
+    except OSError:
+        pass
 
 
 def _top(name: str) -> str:
