@@ -291,6 +291,41 @@ cdef class Buffer(Block):
             if self.owner.debug:
                 self.owner.verify()
 
+    def grow(self, nbytes):
+        """Grow the block to `nbytes` and keep its contents, as the allocator's ``grow`` does.
+
+        Parameters
+        ----------
+        nbytes : int
+            The new size in bytes, at least the present size.
+
+        Returns
+        -------
+        Buffer
+            The same Buffer if the block grows in place, else a new one. The old one is released
+            then.
+
+        Raises
+        ------
+        ValueError
+            If this is no block of a Bump or Pool, or the allocator is gone, or the block is larger
+            than `nbytes`.
+        BufferError, CudaError, OutOfMemory
+            As :meth:`Pool.grow` and :meth:`Bump.grow`. Nothing has changed then.
+
+        Examples
+        --------
+        >>> pool = arenapy.Pool(max_bytes=256 << 20, source=arenapy.Host(grow=True))
+        >>> block = pool.alloc(1 << 20)
+        >>> block.grow(100 << 20) is block       # in place, because nothing lies behind it
+        True
+        """
+        check_open(self)
+        grow = getattr(self.allocator, "grow", None)
+        if grow is None:
+            raise ValueError(f"{self!r} is not a block of a Bump or Pool, so it cannot grow")
+        return grow(self, nbytes)
+
     def __enter__(self):
         check_open(self)
         return self

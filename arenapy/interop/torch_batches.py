@@ -9,6 +9,7 @@ also if a process is killed, and a worker takes the items of processes that have
 shows the program whether the item still has the batch that a worker sent.
 """
 
+import atexit
 import itertools
 import os
 import queue
@@ -31,6 +32,7 @@ MOMENT = 0.0002
 
 _collates: "weakref.WeakValueDictionary[int, Collate]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_threads: dict[threading.Thread, "queue.SimpleQueue[Any]"] = {}  # those that wait for copies
 
 
 class Items:
@@ -99,6 +101,7 @@ class Collate:
             waiting = threading.Thread(
                 target=_give_back_when_done, args=(self._leaving, self._items), daemon=True
             )
+            _threads[waiting] = self._leaving
             waiting.start()
             weakref.finalize(self, self._leaving.put, None)
 
@@ -302,3 +305,14 @@ def _give_back_when_done(leaving: Any, items: Items) -> None:
         event, item, word = left
         event.synchronize()
         items.give_back(item, word)
+    _threads.pop(threading.current_thread(), None)
+
+
+# The interpreter ends daemon threads that come back to it. Inside torch, whose frames may not be
+# unwound, that would abort the program.
+@atexit.register
+def _end_threads() -> None:
+    while _threads:
+        thread, leaving = _threads.popitem()
+        leaving.put(None)
+        thread.join()

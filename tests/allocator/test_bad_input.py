@@ -44,6 +44,19 @@ def test_sizes_out_of_range(arena, nbytes):
     assert not block.closed
 
 
+def test_only_blocks_of_a_bump_or_pool_grow(arena):
+    item = Slab(4096, count=1).alloc()
+    whole = Host().region(4096).buffer()
+    for other in (item, whole):
+        with pytest.raises(ValueError, match="not a block of a Bump or Pool"):
+            other.grow(8192)
+        assert not other.closed
+    block = arena.alloc(16)
+    refuse(arena, ValueError, lambda: block[:8].grow(16), "not a block of this")
+    block.release()
+    refuse(arena, ValueError, lambda: block.grow(16), "released")
+
+
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [

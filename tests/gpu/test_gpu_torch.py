@@ -350,3 +350,18 @@ def test_without_the_wait_a_batch_is_overwritten():
     """So the test above can fail."""
     text = "torch_batches.Collate._dropped = lambda self, *item: self._items.give_back(*item)"
     assert int(output_of(textwrap.dedent(LOADER.replace("{before}", text)))) > 0
+
+
+def test_the_program_ends_while_a_batch_is_copied():
+    output_of(
+        textwrap.dedent("""
+            import arenapy, torch
+            from arenapy.interop import torch as arenapy_torch
+
+            collate = arenapy_torch.collate(arenapy.Slab(1 << 20, 8, arenapy.Shared()))
+            batch = collate([torch.ones(1000), torch.zeros(1000)])
+            torch.cuda._sleep(50_000_000)
+            copy = batch.to("cuda", non_blocking=True)
+            del batch
+        """)
+    )

@@ -225,7 +225,7 @@ class BumpMachine(BumpModel):
         before = self.snapshot()
         fill = block.fill
         try:
-            grown = self.allocator.grow(block.root, nbytes)
+            grown = block.root.grow(nbytes)
         except (BufferError, MemoryError) as error:
             assert self.snapshot() == before and not block.root.closed
             if isinstance(error, BufferError):

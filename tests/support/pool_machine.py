@@ -129,7 +129,7 @@ class PoolMachine(PoolModel):
         self.last_freed = None
         self.hook_calls.clear()
         try:
-            grown = self.allocator.grow(block.root, nbytes)
+            grown = block.root.grow(nbytes)
         except (BufferError, *self.refusals) as error:
             self.hooked = bool(self.hook_calls)
             assert block.root.nbytes == block.nbytes and not block.root.closed
