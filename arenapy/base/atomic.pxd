@@ -22,6 +22,8 @@ cdef extern from *:
     #include <stdint.h>
     #include <string.h>
     #define arenapy_likely(x) __builtin_expect(!!(x), 1)
+    /* So that a compiler does not ask later. */
+    #define arenapy_is_no_null(p) do { if (!(p)) __builtin_unreachable(); } while (0)
     static inline uint64_t arenapy_load(uint64_t *p) {
         return __atomic_load_n(p, __ATOMIC_ACQUIRE);
     }
@@ -121,6 +123,7 @@ cdef extern from *:
         pass
     const bint ARENAPY_GIL
     bint likely "arenapy_likely" (bint x) noexcept nogil
+    void is_no_null "arenapy_is_no_null" (void* p) noexcept nogil
     uint64_t arenapy_load(uint64_t* p) noexcept nogil
     void arenapy_store(uint64_t* p, uint64_t v) noexcept nogil
     bint arenapy_cas(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept nogil

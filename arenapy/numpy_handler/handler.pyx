@@ -25,7 +25,7 @@ from posix.mman cimport (
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub, likely
 from arenapy.buffer.block cimport GONE_FORKED, Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.pool.page_heap cimport Descriptor, segment_of
+from arenapy.pool.page_heap cimport Descriptor, id_of, segment_of
 from arenapy.pool.pool cimport Pool
 from arenapy.pool.core cimport PoolCore, try_cache_alloc, try_cache_free, try_give, try_take
 from arenapy.memory.region cimport Region
@@ -381,7 +381,7 @@ def handler_block(cnp.ndarray array not None):
     block_id = c.find(<char*>cnp.PyArray_DATA(array))
     if block_id == 0:
         return None
-    d = &c.descriptors[block_id >> 6]
+    d = &c.descriptors[id_of(block_id)]
     region = <object><PyObject*>c.segments[d.segment].region
     return c.allocator(), region, <uintptr_t>cnp.PyArray_DATA(array), c.size_of(block_id)
 

@@ -12,7 +12,8 @@ from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport block_is_live
 from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total, live_slots
 from arenapy.pool.page_heap cimport (
-    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, scatter, trimmable_of,
+    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, has_live, id_of,
+    scatter, slot_number, trimmable_of,
 )
 from arenapy.pool.core cimport (
     BUCKETS, ClassFigures, Lent, Node, PoolCore, PoolFigures, lent_bucket, lent_enter, lent_leave,
@@ -82,12 +83,12 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
             d = &c.descriptors[s.map[scatter(page)]]
             if d.state == SPAN:
                 for slot in range(c.steps[d.step].slots):
-                    k = LIVE if d.live.slots[slot] else IDLE
+                    k = LIVE if d.slots[slot] else IDLE
                     add(found, d.address + slot * c.steps[d.step].size, c.steps[d.step].size,
                         now - d.tick, k)
             elif d.state in (BLOCK, ODD, FREE):
                 add(found, d.address, <size_t>d.pages << PAGE_BITS, now - d.tick,
-                    LIVE if d.live.block else IDLE)
+                    LIVE if d.live else IDLE)
             page += d.pages
 
 
@@ -107,7 +108,7 @@ def listing(PoolCore c not None):
         for i in range(2):
             hold = c.aside if i else c.leased_blocks
             while hold != NULL:
-                add(&held, hold.start - c.descriptors[hold.tag >> 6].skew, 0, 0, PENDING)
+                add(&held, hold.start - c.descriptors[id_of(hold.tag)].skew, 0, 0, PENDING)
                 hold = hold.next
         lent_enter(c)
         lent = c.lent
@@ -310,15 +311,15 @@ cdef void check_extents(PoolCore c, Tally* t, Fault* f) noexcept nogil:
                 t.free_extents += 1
                 t.free_pages[k] += d.pages
                 t.aged += trimmable_of(c, d)
-                fault(f, d.live.block != 0, b"a free extent is live", at, d.live.block, 0)
+                fault(f, has_live(d), b"a free extent is live", at, d.live, 0)
             elif d.state == BLOCK or d.state == ODD:
                 t.taken[k] += d.pages
-                t.active[k] += d.live.block
-                t.live[k] += <int64_t>(d.live.block * d.pages) << PAGE_BITS
-                t.cached += d.live.block == 0
+                t.active[k] += d.live
+                t.live[k] += <int64_t>(d.live * d.pages) << PAGE_BITS
+                t.cached += d.live == 0
                 fault(f, d.size != <size_t>d.pages << PAGE_BITS or d.size_class != k,
                       b"a block has another size than its pages", at, d.size, d.pages)
-                fault(f, d.live.block > 1, b"a block is live more than once", at, d.live.block, 1)
+                fault(f, d.live > 1, b"a block is live more than once", at, d.live, 1)
             elif d.state == SPAN:
                 check_span(c, id, at, t, f)
             else:
@@ -332,11 +333,8 @@ cdef void check_span(PoolCore c, uint32_t id, uintptr_t at, Tally* t, Fault* f) 
     cdef int live = 0, slot
     cdef uint32_t page
     cdef bint free_here
-    cdef uint8_t* line = d.live.slots
-    if fault(f, not &c.descriptors[1] <= <Descriptor*>line < &c.descriptors[c.n_descriptors],
-             b"a span has lost the states of its slots", at, <uintptr_t>line, 0):
-        return
-    t.used += 1                              # that line
+    cdef uint8_t* line = d.slots
+    fault(f, d.live != 0, b"a span is live as a block", at, d.live, 0)
     for slot in range(SLOTS_MOST):
         free_here = d.detail.slots >> slot & 1
         fault(f, line[slot] > 1, b"a slot is live more than once", at, line[slot], 1)
@@ -366,13 +364,13 @@ cdef uint32_t check_entries(
     cdef int slot
     cdef Descriptor* d
     for i in range(n):
-        d = &c.descriptors[items[i].block_id >> 6]
-        slot = <int>(items[i].block_id & 63)
+        d = &c.descriptors[id_of(items[i].block_id)]
+        slot = slot_number(items[i].block_id)
         if fault(f, d.state != SPAN or d.step != s
                  or <uintptr_t>items[i].ptr != d.address + slot * c.steps[s].size,
                  b"a cached slot is misplaced", <uintptr_t>items[i].ptr, d.step, s):
             break
-        fault(f, d.live.slots[slot] or d.detail.slots >> slot & 1,
+        fault(f, d.slots[slot] or d.detail.slots >> slot & 1,
               b"a cached slot is live, or free in its span", <uintptr_t>items[i].ptr, slot, s)
     return n
 
@@ -438,7 +436,7 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
             id = cache.large[s]
             while id:
                 d = &c.descriptors[id]
-                if fault(f, d.state != BLOCK or d.step != s + N_SMALL or d.live.block != 0,
+                if fault(f, d.state != BLOCK or d.step != s + N_SMALL or d.live != 0,
                          b"a cached block is live, or of another step", d.address, d.step, s):
                     return
                 i += 1
@@ -521,7 +519,7 @@ cdef void check_lent(PoolCore c, Fault* f) noexcept nogil:
             at = lent.heads[i]
             while at and n <= lent.blocks:
                 node = &lent.nodes[at]
-                d = &c.descriptors[node.block_id >> 6]
+                d = &c.descriptors[id_of(node.block_id)]
                 fault(f, not block_is_live(c, node.block_id),
                       b"a block of a stream is free in its pool", <uintptr_t>node.ptr, 0, 1)
                 fault(f, lent_bucket(d.step) != i, b"a block of a stream is in the wrong bucket",

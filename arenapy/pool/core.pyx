@@ -140,7 +140,7 @@ cdef class PoolCore(ThreadCaches):
         arenapy_spin_acquire(&self.heap_lock)
         was_live = block_is_live(self, block_id)
         if was_live:
-            live_byte(d, block_id)[0] = 0
+            live_byte(self, block_id)[0] = 0
             self.pending_bytes[d.size_class] += d.size
             self.pending_blocks[d.size_class] += 1
         arenapy_spin_release(&self.heap_lock)
@@ -159,7 +159,7 @@ cdef class PoolCore(ThreadCaches):
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
-        live_byte(d, block_id)[0] = 1    # as `push` expects it
+        live_byte(self, block_id)[0] = 1    # as `push` expects it
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 

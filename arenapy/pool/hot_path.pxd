@@ -5,15 +5,15 @@
 # `full_free` empties the cache when it is full. The quick way calls no Python code, and the only
 # lock that it takes is the cache's.
 #
-# The tag of a block, also called its name, consists of two numbers: that of the block's descriptor
-# and that of its slot. `live` of the descriptor says whether the block is live. A second free finds
-# that it is not, so it is noticed. (Unless two threads free a block at the same moment, which in C
-# nothing forbids them. That is one of the uses of a raw pointer that nobody sees.)
+# The tag of a block, also called its name, leads to the byte of the block's descriptor that says
+# whether the block is live. A second free finds that it is not, so it is noticed. (Unless two
+# threads free a block at the same moment, which in C nothing forbids them. That is one of the uses
+# of a raw pointer that nobody sees.)
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport likely
+from arenapy.base.atomic cimport is_no_null, likely
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.thread_slot cimport slot_at
@@ -21,7 +21,8 @@ from arenapy.base.sizes cimport (
     N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, SMALL_MOST, rounded, step_of,
 )
 from arenapy.pool.page_heap cimport (
-    BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, earlier, scatter, segment_of,
+    BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, block_name, earlier, id_of, scatter, segment_of,
+    slot_name, slot_number,
 )
 from arenapy.pool.thread_cache cimport (
     Count, MAGAZINE_MOST, Entry, LARGE_MOST, Level, Magazine, SKEW, SLOTS_MOST, ThreadCache,
@@ -39,8 +40,8 @@ cdef extern from *:
         *slot = (uint64_t)(product >> 64);
         return (uint64_t)product < inverse;
     }
-    /* The same pointer. Compilers do not know how it was made, so they use it, and do not multiply
-       by the size of a magazine again for each field. */
+    /* The same pointer. Compilers do not know how it was made, so they use it, and do not compute
+       it again for each field. */
     static inline void *arenapy_opaque(void *p) {
         __asm__("" : "+r"(p));
         return p;
@@ -79,12 +80,14 @@ cdef inline void discount_block(ThreadCache* f, Descriptor* d) noexcept nogil:
 
 
 cdef inline Magazine* magazine_of(ThreadCache* f, int s) noexcept nogil:
-    return <Magazine*>opaque(&f.small[s])
+    # They begin where the second one would if the cache began with one. The offset is then part of
+    # each instruction.
+    return <Magazine*>opaque(<Magazine*>f + s) + 1
 
 
-# What a block's name names: a descriptor has 64 bytes, and a span at most 64 slots.
+# What a block's name names.
 cdef inline Descriptor* named(ThreadCaches c, uint64_t block_id) noexcept nogil:
-    return <Descriptor*>(<char*>c.descriptors + (block_id & ~<uint64_t>63))
+    return &c.descriptors[id_of(block_id)]
 
 
 # What the fields of a cache promise, as far as that takes a few instructions; its lock held.
@@ -107,7 +110,7 @@ cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t block_id) no
         d.state == SPAN or d.state == BLOCK or d.state == ODD, b"a block is in an extent of blocks")
     arenapy_assert(<uintptr_t>ptr >= d.address, b"a block begins in its extent")
     arenapy_assert(
-        d.state != SPAN or <uintptr_t>ptr == d.address + (block_id & 63) * d.size,
+        d.state != SPAN or <uintptr_t>ptr == d.address + slot_number(block_id) * d.size,
         b"a slot begins at a multiple of its size")
     arenapy_assert(
         <uintptr_t>ptr - d.address + d.size - (d.skew if d.state != SPAN else 0)
@@ -115,13 +118,13 @@ cdef inline bint block_is_valid(ThreadCaches c, char* ptr, uint64_t block_id) no
     return True
 
 
-# Where it says whether a block is live: 1 or 0. (The low byte of `block`, which is 1 or 0, too.)
-cdef inline uint8_t* live_byte(Descriptor* d, uint64_t block_id) noexcept nogil:
-    return &d.live.slots[block_id & 63] if d.state == SPAN else <uint8_t*>&d.live.block
+# Where it says whether a block is live: 1 or 0. (For a BLOCK, the low byte of `live`.)
+cdef inline uint8_t* live_byte(ThreadCaches c, uint64_t block_id) noexcept nogil:
+    return <uint8_t*>c.descriptors + block_id
 
 
 cdef inline bint block_is_live(ThreadCaches c, uint64_t block_id) noexcept nogil:
-    return live_byte(named(c, block_id), block_id)[0]
+    return live_byte(c, block_id)[0]
 
 
 # The name of the block that begins at an address, live or not; 0: none does. Under a cache's lock,
@@ -150,9 +153,9 @@ cdef inline uint64_t tag_at(ThreadCaches c, void* ptr, Descriptor** of) noexcept
     if likely(d.state == SPAN):
         slot = at * d.inverse >> 32
         if likely(slot * d.size == at and at < <uint64_t>d.pages << PAGE_BITS):
-            return <uint64_t>id << 6 | slot
+            return slot_name(id, slot)
     elif (d.state == BLOCK or d.state == ODD) and at == d.skew:
-        return <uint64_t>id << 6
+        return block_name(id)
     return 0
 
 
@@ -160,7 +163,7 @@ cdef inline uint64_t tag_at(ThreadCaches c, void* ptr, Descriptor** of) noexcept
 # that all begin on a page push each other out of the caches where many are read side by side. Half
 # a page, since a load waits for a store just before it whose address ends in the same 12 bits.
 cdef inline char* skewed(Descriptor* d, uint64_t block_id, size_t slack) noexcept nogil:
-    d.skew = <uint16_t>(block_id << 5 & SKEW) if slack >= SKEW else 0
+    d.skew = <uint16_t>(block_id << 4 & SKEW) if slack >= SKEW else 0
     return <char*>d.address + d.skew
 
 
@@ -199,11 +202,13 @@ cdef inline char* pop_slot(
     n -= 1
     m.n = n
     ptr = m.items[n].ptr
+    is_no_null(ptr)
     block_id[0] = id = m.items[n].block_id
     arenapy_assert(not block_is_live(c, id), b"a block in a cache is not live")
     arenapy_assert(
-        not named(c, id).detail.slots >> (id & 63) & 1, b"a slot is in a cache or in its span")
-    named(c, id).live.slots[id & 63] = 1
+        not named(c, id).detail.slots >> slot_number(id) & 1,
+        b"a slot is in a cache or in its span")
+    live_byte(c, id)[0] = 1
     m.allocations += 1
     rise(&m.count.level, m.size)
     rise(&f.level, m.size)
@@ -235,15 +240,15 @@ cdef inline char* pop_block(
     d = &c.descriptors[id]
     arenapy_assert(d.state == BLOCK, b"a large block in a cache is a BLOCK")
     arenapy_assert(d.step == s, b"a block is of the step that was asked for")
-    arenapy_assert(d.live.block == 0, b"a block in a cache is not live")
+    arenapy_assert(d.live == 0, b"a block in a cache is not live")
     arenapy_assert(f.n_large > 0, b"large blocks in a cache were counted")
     arenapy_assert(n <= d.size, b"a block has the bytes that were asked for")
     f.large[s - N_SMALL] = d.next
     f.n_large -= 1
     f.tick += 1
     d.tick = f.tick
-    block_id[0] = <uint64_t>id << 6
-    d.live.block = 1
+    block_id[0] = block_name(id)
+    d.live = 1
     count_block(f, d)
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     # A device's blocks have no processor's cache lines to be skewed over.
@@ -289,9 +294,9 @@ cdef inline bint push_block(
 ) noexcept nogil:
     cdef uint32_t* head
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
-    if not likely(f.n_large < LARGE_MOST) or not likely(d.live.block):
+    if not likely(f.n_large < LARGE_MOST) or not likely(d.live):
         return False
-    d.live.block = 0
+    d.live = 0
     f.tick += 1
     d.detail.taken = d.tick
     d.tick = f.tick
@@ -301,7 +306,7 @@ cdef inline bint push_block(
     f.n_large += 1
     discount_block(f, d)
     forbid_block(c, d, ptr)
-    arenapy_assert(block_is_valid(c, ptr, <uint64_t>id << 6), b"the block is valid")
+    arenapy_assert(block_is_valid(c, ptr, block_name(id)), b"the block is valid")
     arenapy_assert(cache_is_valid(f), b"the cache is valid")
     return True
 
@@ -311,10 +316,10 @@ cdef inline bint push(
     ThreadCaches c, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
 ) noexcept nogil:
     if likely(d.state == SPAN):
-        if likely(push_slot(c, f, magazine_of(f, d.step), d, &d.live.slots[block_id & 63], ptr,
+        if likely(push_slot(c, f, magazine_of(f, d.step), d, live_byte(c, block_id), ptr,
                             block_id)):
             return True
-    elif likely(d.state == BLOCK) and likely(push_block(c, f, d, ptr, <uint32_t>(block_id >> 6))):
+    elif likely(d.state == BLOCK) and likely(push_block(c, f, d, ptr, id_of(block_id))):
         return True
     return c.full_free(f, ptr, block_id)
 
@@ -413,7 +418,7 @@ cdef inline bint give_slot(
     cdef uint64_t slot
     return (likely(slot_of(<uintptr_t>ptr - d.address, m.inverse, &slot))
             and likely(slot < SLOTS_MOST)    # of a span with fewer, those beyond are never live
-            and push_slot(c, f, m, d, &d.live.slots[slot], ptr, <uint64_t>id << 6 | slot))
+            and push_slot(c, f, m, d, &d.slots[slot], ptr, slot_name(id, slot)))
 
 
 # Free the block that begins at an address. False: the general way is needed, or no live block

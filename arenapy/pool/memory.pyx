@@ -18,7 +18,7 @@ from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
 )
 from arenapy.pool.page_heap cimport (
-    HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare,
+    HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare, id_of,
 )
 from arenapy.pool.core cimport PoolCore
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
@@ -134,7 +134,7 @@ cdef class PoolMemory:
                 min(<size_t>pages + HUGE_PAGES, self.left())):
             return False
         arenapy_spin_acquire(&c.heap_lock)
-        id = c.begin_growth_behind(<uint32_t>(block_id >> 6), pages, self.left())
+        id = c.begin_growth_behind(id_of(block_id), pages, self.left())
         arenapy_spin_release(&c.heap_lock)
         if id:
             self.commit(id)

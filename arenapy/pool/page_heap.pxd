@@ -35,7 +35,11 @@ cdef enum:
     BLOCK = 4                # one block above 32 KiB, of an exact step: live, or in a thread cache
     SPAN = 5                 # slots of one step
     ODD = 6                  # one block of another size; it is never in a thread cache
-    # The line of a descriptor is also lent to a SPAN, for the states of its slots. It has no state.
+
+    # A block is named by where the byte lies, counted from `descriptors`, that says whether it is
+    # live. So the name needs no descriptor to find that byte. 0 names nothing.
+    NAME_BITS = 7            # of a name: the byte in its descriptor, which has 128
+    SLOTS_AT = 64            # there: `slots`
 
 cdef struct Links:
     uint32_t newer, older
@@ -45,16 +49,10 @@ cdef union Detail:
     Links age                # FREE, with a whole granule: neighbours in the age list, 0 at its ends
     uint32_t taken           # BLOCK, in a thread cache: the tick when it was handed out
 
-# Which blocks of an extent are handed out. Each slot has a byte of its own, so that threads that
-# have slots of one span need no atomic instruction.
-cdef union Live:
-    uint64_t block           # BLOCK, ODD: 1 if it is; others: 0
-    uint8_t* slots           # SPAN: a line of SLOTS_MOST bytes, byte i: 1 if slot i is
-
-# One extent: pages of one segment. 64 bytes, a cache line. An extent or block is named by the index
-# of its descriptor; 0 is nothing.
+# One extent: pages of one segment. Two cache lines, the second for the slots of a SPAN. An extent
+# is named by the index of its descriptor; 0 is nothing.
 cdef struct Descriptor:
-    Live live
+    uint64_t live            # BLOCK, ODD: 1 if it is handed out; others: 0
     Detail detail
     uintptr_t address        # of its first byte
     uint64_t size            # of a block, bytes. BLOCK: as many as its pages have. SPAN: a slot's
@@ -68,6 +66,9 @@ cdef struct Descriptor:
     uint8_t size_class       # BLOCK, SPAN: that of its blocks
     uint16_t skew            # BLOCK: bytes that are skipped before the block
     uint32_t inverse         # SPAN: ceil(2 ** 32 / size), to divide offsets by the slot's size
+    # SPAN: byte i: 1 if slot i is handed out. Others: 0. Each slot has a byte of its own, so that
+    # threads that have slots of one span need no atomic instruction.
+    uint8_t slots[64]
 
 # One region, or one reservation, tiled exactly by extents.
 cdef struct Segment:
@@ -167,14 +168,30 @@ cdef inline uint32_t later(uint32_t a, uint32_t b) noexcept nogil:
 
 # Whether any block of an extent is handed out.
 cdef inline bint has_live(Descriptor* d) noexcept nogil:
-    cdef uint64_t* words = <uint64_t*>d.live.slots
+    cdef uint64_t* words = <uint64_t*>d.slots
+    cdef uint64_t some = d.live
     cdef int i
-    if d.state != SPAN:
-        return d.live.block != 0
-    for i in range(64 // 8):
-        if words[i]:
-            return True
-    return False
+    for i in range(SLOTS_AT // 8):           # as many as there are slots
+        some |= words[i]
+    return some != 0
+
+
+# The name of a slot of a SPAN, and of the one block of another extent.
+cdef inline uint64_t slot_name(uint32_t id, uint64_t slot) noexcept nogil:
+    return (<uint64_t>id << NAME_BITS) + SLOTS_AT + slot
+
+
+cdef inline uint64_t block_name(uint32_t id) noexcept nogil:
+    return <uint64_t>id << NAME_BITS
+
+
+# The descriptor that a name names, and the slot of a SPAN.
+cdef inline uint32_t id_of(uint64_t block_id) noexcept nogil:
+    return <uint32_t>(block_id >> NAME_BITS)
+
+
+cdef inline int slot_number(uint64_t block_id) noexcept nogil:
+    return <int>(block_id & (SLOTS_AT - 1))
 
 
 # Where a map has the entry of a page. Within every 1,024 of them the cache lines, of 16 entries,

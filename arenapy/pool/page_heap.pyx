@@ -132,7 +132,8 @@ cdef class Pages(AllocatorCore):
         """A descriptor; there is a spare one."""
         cdef uint32_t id = self.new_descriptor()
         cdef Descriptor* d = &self.descriptors[id]
-        d.live.block = d.detail.slots = 0
+        arenapy_assert(not has_live(d), b"a spare descriptor has no live block")
+        d.live = d.detail.slots = 0
         d.page, d.pages = page, pages
         d.next = d.prev = 0
         d.segment = <uint16_t>segment
@@ -143,7 +144,7 @@ cdef class Pages(AllocatorCore):
     cdef void drop(self, uint32_t id) noexcept nogil:
         arenapy_assert(
             self.descriptors[id].state != UNUSED, b"a descriptor is given back once")
-        self.descriptors[id].live.block = 0
+        self.descriptors[id].live = 0
         self.drop_descriptor(id)
 
     cdef void set_boundary_tags(self, uint32_t id) noexcept nogil:
@@ -323,7 +324,7 @@ cdef class Pages(AllocatorCore):
             rest = self.cut(id, <uint32_t>pages)
             self.enter(rest)
             self.age_insert(rest, older)
-        d.live.block = 0
+        d.live = 0
         d.skew = 0
         d.size = pages << PAGE_BITS
         d.step = <uint16_t>step_of(d.size)
@@ -340,7 +341,7 @@ cdef class Pages(AllocatorCore):
     cdef void free_extent(self, uint32_t id, uint32_t tick) noexcept nogil:
         """A BLOCK or SPAN without blocks in use, freed last at `tick`, becomes free."""
         arenapy_assert(
-            self.descriptors[id].live.block == 0, b"an extent that becomes free has no live block")
+            not has_live(&self.descriptors[id]), b"an extent that becomes free has no live block")
         self.descriptors[id].tick = tick
         self.join(id, FREE)
         self.descriptors[id].state = FREE

@@ -10,6 +10,9 @@ from arenapy.base.thread_slot cimport N_SLOTS
 
 cdef enum:
     MAGAZINE_MOST = 64       # slots
+    # Entries from those of a magazine to the next one's. Not a power of two: the entries of all
+    # magazines would lie in the same sets of the processor's caches.
+    MAGAZINE_PITCH = MAGAZINE_MOST + 4
     # Blocks above 32 KiB in a thread cache, at most. Callers have it compiled in: ARENAPY_ABI.
     LARGE_MOST = 256
     DEPOT_MOST = 4 * MAGAZINE_MOST   # slots
@@ -22,7 +25,7 @@ cdef enum:
     CACHE_ARRAYS = 8
     FIT = 6                  # a device's block may have 1 / 2 ** FIT more than was asked for
 
-# A free slot, and its name: descriptor << 6 | slot. Blocks above 32 KiB are named alike.
+# A free slot, or a block above 32 KiB, and its name.
 cdef struct Entry:
     char* ptr
     uint64_t block_id
@@ -42,8 +45,8 @@ cdef struct Count:
     uint64_t allocations
     uint64_t frees
 
-# The free slots of one step in a thread cache. The cache line at its head has all else that an
-# allocation or a free needs.
+# The free slots of one step in a thread cache. The slots are elsewhere, so that a Magazine is a
+# cache line: it is found by a shift.
 cdef struct Magazine:
     uint32_t n               # <= depth
     uint32_t depth           # its step's
@@ -52,8 +55,8 @@ cdef struct Magazine:
     Count* count             # of the class
     uint64_t allocations     # ever. Frees are `allocations` + n - `arrived`.
     int64_t arrived          # slots from spans and depots, less slots moved there
-    uint64_t unused[2]
-    Entry items[MAGAZINE_MOST]       # in the order in which they were freed
+    Entry* items             # MAGAZINE_MOST, in the order in which they were freed
+    uint64_t unused
 
 # What caches have added up, of a class or of all. All that is live is `live` and the caches' own.
 cdef struct Total:
@@ -74,6 +77,7 @@ cdef struct ThreadCache:
     Magazine small[N_SMALL]  # on cache lines
     Count counts[N_CLASSES]
     uint32_t large[N_EXACT - N_SMALL]    # BLOCKs linked by next
+    Entry items[N_SMALL * MAGAZINE_PITCH]    # of the magazines
 
 # Slots of one step that go from thread to thread, without a visit to their spans: a depot.
 cdef struct Depot:

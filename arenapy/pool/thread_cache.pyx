@@ -24,7 +24,7 @@ and depots.
 """
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memcpy, memmove
 
 from arenapy.pool.hot_path cimport (
     block_is_valid, count_block, discount_block, forbid_block, magazine_is_valid, named, pop,
@@ -37,8 +37,8 @@ from arenapy.base.biased_lock cimport (
     NOBODY, BiasedLock, biased_acquire, biased_release, rank_biased,
 )
 from arenapy.pool.page_heap cimport (
-    BLOCK, FIT_LOOKS, ODD, PAGE, PAGE_BITS, SPAN, SPARE, STOCK, Descriptor, Segments, earlier,
-    has_live, have_spare, low_bit, scatter,
+    BLOCK, FIT_LOOKS, ODD, PAGE, PAGE_BITS, SPAN, SPARE, STOCK, Descriptor, Segments, block_name,
+    earlier, has_live, have_spare, id_of, low_bit, scatter, slot_name, slot_number,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
@@ -73,13 +73,15 @@ cdef void make_cache(ThreadCaches c, ThreadCache* f) noexcept nogil:
     """In fresh pages, which are zero."""
     cdef int s
     arenapy_assert(
-        (<uintptr_t>&f.small[0] | sizeof(Magazine)) & 63 == 0, b"magazines begin on cache lines")
+        <uintptr_t>f & 63 == 0 and sizeof(Magazine) == 64, b"a magazine is a cache line")
+    arenapy_assert(&f.small[0] == <Magazine*>f + 1, b"magazines begin where magazine_of says")
     rank_biased(&f.lock, RANK_CACHE)
     for s in range(N_SMALL):
         f.small[s].depth = c.steps[s].depth
         f.small[s].inverse = c.steps[s].inverse
         f.small[s].size = c.steps[s].size
         f.small[s].count = &f.counts[c.class_at[s]]
+        f.small[s].items = &f.items[s * MAGAZINE_PITCH]
 
 
 cdef bint is_empty(ThreadCache* f) noexcept nogil:
@@ -312,7 +314,7 @@ cdef class ThreadCaches(Segments):
     ) noexcept nogil:
         cdef ThreadCache* f = self.own_cache()
         cdef Descriptor* d = named(self, block_id)
-        cdef uint32_t id = <uint32_t>(block_id >> 6)
+        cdef uint32_t id = id_of(block_id)
         cdef uint32_t behind
         cdef size_t size, pages
         cdef bint done
@@ -423,7 +425,7 @@ cdef class ThreadCaches(Segments):
         cdef int k
         biased_acquire(&f.lock)
         for i in range(n - 1, -1, -1):
-            d = &self.descriptors[blocks[i].block_id >> 6]
+            d = &self.descriptors[id_of(blocks[i].block_id)]
             size = d.size
             if d.state == SPAN:
                 push(self, f, d, blocks[i].ptr, blocks[i].block_id)
@@ -463,8 +465,8 @@ cdef class ThreadCaches(Segments):
         self.taken[d.size_class] += pages
         f.tick += 1
         d.tick = f.tick
-        d.live.block = 1
-        block_id[0] = <uint64_t>id << 6
+        d.live = 1
+        block_id[0] = block_name(id)
         if self.n_caches > 1:
             self.add_up(f, d.size_class, True)
         count_block(f, d)
@@ -486,7 +488,7 @@ cdef class ThreadCaches(Segments):
         cdef Magazine* m = &f.small[s]
         cdef uint32_t id = self.partial[s]
         cdef uint32_t batch = min(step.depth, step.slots)  # so that few spans serve two threads
-        cdef uint32_t page, i, line
+        cdef uint32_t page, i
         cdef uint64_t free_slots
         cdef Descriptor* d
         cdef bint split = False
@@ -503,8 +505,6 @@ cdef class ThreadCaches(Segments):
             d.size = step.size
             d.inverse = <uint32_t>(((<uint64_t>1 << 32) + step.size - 1) // step.size)
             d.size_class = self.class_at[s]
-            line = self.new_descriptor()
-            d.live.slots = <uint8_t*>memset(&self.descriptors[line], 0, sizeof(Descriptor))
             d.detail.slots = all_slots(step.slots)
             d.next = d.prev = 0
             for page in range(d.page, d.page + d.pages):
@@ -522,7 +522,7 @@ cdef class ThreadCaches(Segments):
         while m.n < batch and free_slots:
             slot = low_bit(free_slots)
             free_slots &= free_slots - 1
-            m.items[m.n] = Entry(base + slot * step.size, <uint64_t>id << 6 | <uint64_t>slot)
+            m.items[m.n] = Entry(base + slot * step.size, slot_name(id, slot))
             m.n += 1
         m.arrived += m.n
         d.detail.slots = free_slots
@@ -545,7 +545,7 @@ cdef class ThreadCaches(Segments):
         cdef Descriptor* d = named(self, block_id)
         cdef int s = d.step
         if d.state == SPAN:
-            if not d.live.slots[block_id & 63]:
+            if not d.slots[slot_number(block_id)]:
                 return False
             if self.depots == NULL or not self.to_depot(f, s):
                 arenapy_spin_acquire(&self.heap_lock)
@@ -560,9 +560,9 @@ cdef class ThreadCaches(Segments):
         self, ThreadCache* f, Descriptor* d, char* ptr, uint64_t block_id
     ) noexcept nogil:
         """The same of a block above 32 KiB."""
-        if not d.live.block:
+        if not d.live:
             return False
-        d.live.block = 0
+        d.live = 0
         discount_block(f, d)
         f.tick += 1
         d.tick = f.tick
@@ -570,7 +570,7 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_acquire(&self.heap_lock)
         if f.n_large == LARGE_MOST:
             self.flush_large(f)
-        self.heap_free(<uint32_t>(block_id >> 6))
+        self.heap_free(id_of(block_id))
         arenapy_spin_release(&self.heap_lock)
         return True
 
@@ -579,9 +579,6 @@ cdef class ThreadCaches(Segments):
         arenapy_assert(not has_live(d), b"an extent that becomes free has no live block")
         arenapy_assert(
             self.taken[d.size_class] >= d.pages, b"pages of blocks and spans were counted")
-        if d.state == SPAN:
-            self.drop_descriptor(<uint32_t>(<Descriptor*>d.live.slots - self.descriptors))
-            d.live.block = 0
         self.taken[d.size_class] -= d.pages
         self.free_extent(id, d.tick)
 
@@ -591,7 +588,7 @@ cdef class ThreadCaches(Segments):
         cdef uint64_t every
         cdef Descriptor* d
         for i in range(n):
-            id = <uint32_t>(items[i].block_id >> 6)
+            id = id_of(items[i].block_id)
             d = &self.descriptors[id]
             every = all_slots(self.steps[d.step].slots)
             if d.detail.slots == 0:          # it has slots again
@@ -601,10 +598,10 @@ cdef class ThreadCaches(Segments):
                     self.descriptors[d.next].prev = id
                 self.partial[d.step] = id
             arenapy_assert(
-                not d.detail.slots >> (items[i].block_id & 63) & 1
-                and not d.live.slots[items[i].block_id & 63],
+                not d.detail.slots >> slot_number(items[i].block_id) & 1
+                and not d.slots[slot_number(items[i].block_id)],
                 b"a slot that goes back to its span is neither there nor live")
-            d.detail.slots |= <uint64_t>1 << (items[i].block_id & 63)
+            d.detail.slots |= <uint64_t>1 << slot_number(items[i].block_id)
             d.tick = tick
             if d.detail.slots == every:
                 if d.next:

@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator_core cimport forbid, permit
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport likely
+from arenapy.base.atomic cimport is_no_null, likely
 from arenapy.base.biased_lock cimport biased_enter, biased_leave
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.base.thread_slot cimport slot_at
@@ -31,6 +31,7 @@ cdef inline char* pop(Items c, Stack* s, uint64_t* name) noexcept nogil:
     cdef uint64_t top = names_of(s)[n]
     cdef Group* group = group_of(c, top)
     cdef char* ptr = address_of(c, top)
+    is_no_null(ptr)
     arenapy_assert(0 <= n, b"a stack that is popped is not empty")
     arenapy_assert(stack_is_valid(c, s), b"the stack is valid")
     arenapy_assert(name_is_valid(c, top), b"the name is valid")

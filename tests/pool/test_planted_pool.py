@@ -133,7 +133,7 @@ def test_a_block_that_a_device_pool_keeps_is_never_too_small():
 def test_a_batch_needs_memory_whatever_number_of_descriptors_is_spare():
     for shift in range(32):  # it grows by up to 18 blocks at a time
         pool = Pool(source=Host(prefault=False))
-        sizes = [40 * KIB] * shift + [2 * MIB] * 1100  # the first descriptors are 1024
+        sizes = [40 * KIB] * shift + [2 * MIB] * 1100  # the first descriptors are 512
         assert len(pool.alloc_many(sizes)) == len(sizes)
 
 

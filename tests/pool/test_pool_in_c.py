@@ -40,9 +40,7 @@ def test_free_refuses_each_address_that_is_no_live_block(nbytes):
 @pytest.mark.parametrize("nbytes", SMALL)
 def test_free_does_not_believe_what_the_map_says_of_a_block_s_inside(nbytes):
     pool = Pool(source=Host(prefault=False))
-    # The pages of these spans become one block, and their descriptors describe other spans. (The
-    # heap takes descriptors in turn for a span and for the states of its slots. Without `other`,
-    # those of the first spans would only be used for states.)
+    # The pages of these spans become one block, and their descriptors describe other spans.
     small = [pool_alloc(pool, nbytes, 64) for _ in range(2 * MIB // nbytes)]
     for at in small:
         pool_free(pool, at)
