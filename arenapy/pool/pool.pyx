@@ -501,8 +501,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         Buffer
             The same Buffer if the bytes behind the block are free, or are addresses of a range that
             grows in place. Otherwise a new Buffer with the same contents, and the old one is
-            released. A block without exports also moves if more bytes are idle than were ever live. Streams that use the old Buffer may continue with the new one: they wait for
-            its contents, and it waits for them.
+            released. A block without exports also moves if more bytes are idle than were ever live.
+            Streams that use the old Buffer may continue with the new one: they wait for its
+            contents, and it waits for them.
 
         Raises
         ------
@@ -579,8 +580,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         return done
 
     cdef bint has_plenty(self, Buffer buffer, Py_ssize_t n):
-        """Shall the block move into idle memory, and the pool take no more? Without this, short-lived
-        blocks at the end, which grow one after another, would make the pool grow without bound."""
+        """Shall the block move into idle memory, and the pool take no more? Without this, blocks at
+        the end that grow one after another would make the pool grow without bound."""
         cdef PoolCore c = self.core
         cdef PoolFigures f = c.figures()
         return (
