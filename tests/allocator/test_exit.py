@@ -84,6 +84,7 @@ def test_explicit_orders(program, order):
 @pytest.mark.parametrize(
     "pair", list(itertools.permutations(["keeper", "array", "capsule", "many"], 2))
 )
+@pytest.mark.sampled
 def test_globals_cleared_in_an_odd_order(program, pair):
     """Module globals that start with one underscore go first: rename to choose the order."""
     first, second = pair

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import Pages
 from hypothesis import settings
 from reentry import DOORS
@@ -17,6 +18,7 @@ from arenapy import Bump, OutOfMemory, measure
 EVERY = max(1, 6400 // settings().max_examples)
 
 
+@pytest.mark.full
 def test_nothing_that_is_held_changes(tmp_path):
     program = Path(__file__).with_name("reentry.py")
     done = subprocess.run(

@@ -76,6 +76,7 @@ WINDOWS = 12  # a leak grows in each of them; what a thread that ends leaves for
 
 @pytest.mark.parametrize("name", patterns.PATTERNS)
 @pytest.mark.no_sanitizer  # a long count; other tests run the same code there
+@pytest.mark.sampled
 def test_a_pattern_leaves_nothing_behind(name):
     """However often it is repeated. Caches fill up once, so one window without growth will do."""
     call, allocators = patterns.made(name)

@@ -245,6 +245,7 @@ def test_a_block_that_changes_while_room_is_made_for_it(meanwhile):
     assert arena.used == 0
 
 
+@pytest.mark.full
 def test_garbage_is_collected_while_the_list_of_regions_is_made(run_script):
     """The collector may run at any new object of the arena's own, and run code that grows it."""
     run_script("""

@@ -300,6 +300,7 @@ for at in range(0, {nbytes}, 4096): memory[at] = 1
 
 
 @pytest.mark.no_sanitizer
+@pytest.mark.full
 def test_what_a_run_is_measured_by(tmp_path):
     nothing = child(tmp_path, "pass")
     assert nothing["status"] == 0
@@ -319,6 +320,7 @@ def test_a_peak_is_not_that_of_who_started_it(tmp_path):
     assert len(keep) == 200 * MIB
 
 
+@pytest.mark.full
 def test_children_that_were_waited_for_count(tmp_path):
     busy = "import time\nwhile time.process_time() < 0.4: pass"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
@@ -528,6 +530,7 @@ def test_a_program_that_is_compared_sees_nothing_of_it(script, tmp_path, monkeyp
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("libc", ["keep", "none"])
+@pytest.mark.full
 def test_both_ways_of_libc(script, tmp_path, libc):
     script("import numpy\nfrom arenapy.linux import libc_malloc as libc\nprint(libc.keepers())")
     found = run(tmp_path, "-n", "1", "--show-output", "--libc", libc, "script.py")
@@ -591,6 +594,7 @@ def test_a_signal_to_the_command_alone(script, tmp_path, number):
     assert not os.path.exists(f"/proc/{child}") and not list(folder.iterdir())
 
 
+@pytest.mark.full
 def test_a_program_that_fails_only_in_the_pool(script, tmp_path):
     script("import numpy, sys; sys.exit('arenapy' in sys.modules)")
     found = run(tmp_path, "-n", "2", "script.py")

@@ -176,6 +176,7 @@ def test_the_chart_is_a_picture_with_the_three_colours_in_it(whole_run):
         assert (pixels == wanted).all(axis=1).sum() > 1000
 
 
+@pytest.mark.full
 def test_progress_goes_to_the_terminal_and_not_into_the_output():
     master, terminal = pty.openpty()
     with subprocess.Popen(

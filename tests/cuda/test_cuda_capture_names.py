@@ -131,6 +131,7 @@ EVERYBODY = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
     ("use", "name"),
     [(use, "integer") for use in USES if use != "release"] + [("fill", name) for name in EVERYBODY],
 )
+@pytest.mark.sampled
 def test_what_it_is_given_after_the_capture_counts(gpu, use, name, again):
     """Until the block is released, `again`: in another capture. The first graph is gone then."""
     own, handle = new_stream(gpu), new_handle(gpu)

@@ -110,6 +110,7 @@ def problems(make, source, which):
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("make", MAKE, ids=[make.__name__ for make in MAKE])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_the_collector_may_begin_anywhere(make, source):
     problems(make, source, 0)  # the first of all makes what stays
     gc.collect()

@@ -166,6 +166,7 @@ class ComingMachine(Acting):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.sampled(full=3)  # every allocator and every source among them
+@pytest.mark.full
 def test_streams_that_come_and_go(monkeypatch, allocator, source):
     fake_core(monkeypatch)
     host, make = SOURCES[source]

@@ -447,6 +447,7 @@ CALLS = ["cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate",
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.full
 def test_a_copy_that_fails_leaves_nothing_behind(call):
     """Whichever of its calls it is: nothing goes on, and the next copy is whole."""
     failures = 0

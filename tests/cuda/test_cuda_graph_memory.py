@@ -84,6 +84,7 @@ def test_temporaries_of_a_capture_share_memory(gpu, name, mode):
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.no_sanitizer  # a long count; other tests run the same code there
+@pytest.mark.full
 def test_many_launches_beside_other_streams(gpu, safe):
     """They get the bytes that are free, again and again. Of memory that was allocated without the
     captured stream's name nobody knows that a graph has it, and they get that, too."""

@@ -201,6 +201,7 @@ def test_nothing_is_unmapped_while_the_stream_may_be_captured(gpu):
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 @pytest.mark.parametrize("result", [1, 2])
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.sampled
 def test_growth_that_fails_half_way_is_undone(gpu, name, result, n):
     pool = pool_of()
     kept = filled(pool.alloc(2 * MIB), 1)
@@ -423,6 +424,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
+@pytest.mark.full
 def test_a_trace_that_is_repeated_asks_the_driver_for_nothing(large_gpu, name):
     replayed = Replayed(large_gpu, TRACES[name](), cuda.Device(grow=True))
     passes = [replayed.run() for _ in range(3)]

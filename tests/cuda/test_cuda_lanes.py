@@ -274,6 +274,7 @@ PROGRESS = {  # requests, and what the device does after each
 
 @pytest.mark.parametrize("progress", PROGRESS)
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.sampled
 def test_a_stream_for_each_request(large, source, progress):
     """However many: memory, bookkeeping, streams and calls of the driver stay few."""
     pool = Pool(4 << 30, SOURCES[source]())

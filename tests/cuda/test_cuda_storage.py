@@ -138,6 +138,7 @@ def borrows(block, array, stream):
 @EACH
 @pytest.mark.parametrize("operate", [copies_from, copies_a_batch, borrows])
 @pytest.mark.parametrize("named", [True, False])
+@pytest.mark.sampled
 def test_the_storage_is_kept_until_it_is_read(gpu, library, operate, named):
     """At each point of the call, and when it has returned, it has another one."""
     pool = Pool(4 * MIB, cuda.Device())

@@ -104,6 +104,7 @@ LOOKS = (copied_to_the_host, copied_to_a_block, copied_to_pinned_memory, copied_
 @EACH_WAY
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("own", ["legacy", "an object"])
+@pytest.mark.sampled
 def test_a_copy_without_a_stream_comes_after_them(own, source, tell, look):
     with a_gpu() as gpu:
         options = {} if own == "legacy" or source in HOST_VISIBLE else {"stream": new_stream(gpu)}

@@ -212,6 +212,7 @@ def test_import_machinery_and_runners_are_not_callers(path):
 
 
 @pytest.mark.no_sanitizer  # a long count; other tests run the same code there
+@pytest.mark.full
 def test_more_stacks_than_are_told_apart(path):
     """65,536 of them; what comes later has no site, and those that are known keep theirs."""
     most = 1 << 16

@@ -57,6 +57,7 @@ def targets(strikes):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.sampled
+@pytest.mark.full
 def test_a_signal_at_every_bytecode(faults, strikes, tmp_path, name):
     faults.install()
     attempt(faults, name, tmp_path, strikes.at())  # what is done the first time only
@@ -105,6 +106,7 @@ def hip_copy():
 
 
 @pytest.mark.parametrize("act", [hip_region, hip_pinned, hip_pool, hip_copy])
+@pytest.mark.full
 def test_a_signal_while_hip_works(tmp_path, act):
     """Memory is freed, the device is current that was so before, and the exception is not lost."""
     library = strikes_library.compiled(tmp_path)

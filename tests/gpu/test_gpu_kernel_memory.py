@@ -364,8 +364,8 @@ kernel((1,), (64,), (cupy.uint64(arena.address), cupy.uint64(slab.address)))
 """ + END)  # fmt: skip
 
 
+@pytest.mark.usefixtures("core")
 def test_cuda_core():
-    pytest.importorskip("cuda.core")
     output_of(START + """
 from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
 device = Device()

@@ -120,6 +120,7 @@ def test_a_heap_that_refuses(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["torch", "cupy", "rmm"])
+@pytest.mark.full
 def test_what_is_not_there_is_said(tmp_path, name):
     if gpu_heaps.HEAPS[name].version() != gpu_heaps.NOT_INSTALLED:
         pytest.skip(f"{name} is installed")

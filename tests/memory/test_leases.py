@@ -208,6 +208,7 @@ def forker(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", leases.ALLOCATORS)
 @pytest.mark.parametrize("source", leases.SOURCES)
+@pytest.mark.sampled
 def test_c_code_forks_while_another_thread_allocates(source, kind, forker, run_script, tmp_path):
     """Without the GIL, at any moment: no two blocks overlap, and in the end all memory is free."""
     run_script(f"""

@@ -148,6 +148,7 @@ def test_bad_size_names_it(source, nbytes):
     {"source": Shared, "lock": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB, 6 * MIB])
+@pytest.mark.sampled
 def test_committed_memory_does_not_fault(nbytes, options):
     reservation = reserve(**options)
     for _ in range(3):

@@ -116,6 +116,7 @@ MAX_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
 
 @pytest.mark.skipif(MAX_MAPPINGS > 200_000, reason="to have that many mappings takes long")
 @pytest.mark.no_sanitizer
+@pytest.mark.full
 def test_too_many_mappings(run_script):
     out = run_script("""
         import gc

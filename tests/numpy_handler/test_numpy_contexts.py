@@ -358,6 +358,7 @@ def test_an_object_is_made_once():
 # Garbage -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_garbage_that_leaves_is_not_collected_while_another_one_enters(run_script):
     """Before Python 3.12 `ContextVar.set` may collect it, and then use what its end has freed."""
     run_script(

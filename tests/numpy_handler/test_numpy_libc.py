@@ -160,6 +160,7 @@ def faults_of_calls():
 @glibc
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("where", ["here", "in a thread"])
+@pytest.mark.sampled
 def test_workspaces_are_not_faulted_in_anew(run_script, where):
     """With it next to none; without it thousands, which is why it is there."""
     found = run_script(

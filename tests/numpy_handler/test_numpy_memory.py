@@ -123,6 +123,7 @@ def test_of_the_two_freed_last_the_one_made_later_serves_first(make, nbytes):
 
 @pytest.mark.parametrize("dtype", ["u1", "i2", "f8", "c16", "S3", "V5", "M8[s]", object, "T"])
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4096, 4097, 33_000, MIB, 5 * MIB])
+@pytest.mark.sampled
 def test_zeros_are_zero_on_recycled_memory(dtype, nbytes, pool):
     make_dirty(pool)
     count = nbytes // np.dtype(dtype).itemsize

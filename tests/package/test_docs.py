@@ -38,6 +38,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("code", PROGRAMS)
+@pytest.mark.full
 def test_programs_run_as_printed(code, tmp_path):
     needed = [name for name in NEEDED if re.search(rf"^ *(import|from) {name}\b", code, re.M)]
     needed += ["matplotlib"] * ("arenapy.plot" in code)

@@ -18,6 +18,7 @@ SOURCES = ["Host(prefault=False, huge_pages=None)", "Shared(prefault=False, huge
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.full
 def test_at_the_limit_of_recursion(run_script, source):
     run_script(
         START.format(source=source)
@@ -67,6 +68,7 @@ assert refused > 1, refused
     )
 
 
+@pytest.mark.full
 def test_a_list_without_memory_to_grow(run_script):
     """Cython 3.3 freed its items twice: the build hook mends that."""
     pytest.importorskip("_testcapi")

@@ -101,6 +101,7 @@ def test_a_source_that_allocates_from_the_pool_itself_does_not_wait_for_itself()
 
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("room", [24, 64, 300])
+@pytest.mark.full
 def test_a_pool_under_a_limit_on_addresses(run_script, room):
     """Its bookkeeping, reserved for the machine's memory, leaves most of the room for blocks."""
     out = run_script(f"""

@@ -13,6 +13,7 @@ MADE_WITH = "6.170.15"  # of Hypothesis: to another one the bytes may be other p
 
 
 @pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.sampled
 def test_corpus(name):
     inputs = sorted((CORPUS / name).iterdir())
     assert inputs

@@ -42,6 +42,7 @@ def fuzz(*arguments):
     [["crashing:bump"], ["crashing:pool", "--threads", "2"], ["--library", "libc.so.6"]],
 )
 @pytest.mark.sampled
+@pytest.mark.full
 def test_nothing_is_found_in_what_is_right(arguments):
     done = fuzz(*arguments, "--examples", "15", "--steps", "20", "--seed", "1")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -96,6 +97,7 @@ def test_wrong_arguments(arguments, named):
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_library_that_is_not_a_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     done = fuzz("--library", str(tmp_path / "fifo"))
@@ -204,6 +206,7 @@ def test_an_allocator_that_cannot_be_made_is_an_error():
 @pytest.mark.parametrize("made_by", [bytearray, lambda nbytes: np.empty(nbytes, "u1")])
 @pytest.mark.parametrize("start", [1, 2])
 @pytest.mark.sampled(full=3)  # each start and each maker once
+@pytest.mark.full
 def test_buffers_of_no_bytes_are_nowhere(made_by, start, monkeypatch):
     monkeypatch.setattr(
         crashing, "made_here", lambda: SimpleNamespace(alloc=made_by), raising=False
@@ -348,6 +351,7 @@ def test_two_empty_blocks_at_one_address_are_no_overlap():
     assert not attack(Shared, examples=10).findings
 
 
+@pytest.mark.full
 def test_an_impossible_size_stays_impossible_when_a_program_shrinks():
     class Wrapping(AllocatorMachine):
         alignments = st.none()
@@ -410,6 +414,7 @@ def slow(target, clock):
 
 
 @pytest.mark.parametrize("seconds", [0, 10])
+@pytest.mark.full
 def test_shrinking_ends_in_time(seconds):
     clock = Clock()
     began = []
@@ -436,6 +441,7 @@ def test_more_time_makes_a_program_smaller():
     assert length(0) > length(200)
 
 
+@pytest.mark.full
 def test_an_attack_ends_in_time():
     clock = Clock()
     found = attack(slow("crashing:bump", clock), seconds=30, clock=clock)
@@ -513,7 +519,8 @@ def test_a_smaller_program_that_crashes_is_no_further_kind(tmp_path, monkeypatch
     assert processes.limits == [(None, 10), (0.0, 5)]
 
 
-@pytest.mark.parametrize("end", ["crash", pytest.param("hang", marks=pytest.mark.full)])
+@pytest.mark.parametrize("end", ["crash", "hang"])
+@pytest.mark.full
 def test_programs_are_made_smaller_in_children(end, monkeypatch):
     """Although each one that asks for a byte crashes or hangs."""
     monkeypatch.setattr("arenapy.testing.search.TRY_SECONDS", 0.2)
@@ -548,6 +555,7 @@ def test_what_may_be_allowed_is_checked(capsys):
 
 
 @pytest.mark.no_sanitizer
+@pytest.mark.full
 def test_a_crash_is_one_kind_of_finding():
     """The search goes on after it. The report shows the stack."""
     few = ("--examples", "25", "--steps", "20", "--shrink", "1")

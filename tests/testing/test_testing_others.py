@@ -120,6 +120,7 @@ class TwoAtArrow(TwoThreadMachine, ArrowMachine):
 @pytest.mark.parametrize("base", [ArrowMachine, TwoAtArrow])
 @pytest.mark.parametrize("name", ["mimalloc", "jemalloc", "system"])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_arrow(name, base):
     pyarrow = pytest.importorskip("pyarrow")
     if name not in pyarrow.supported_memory_backends():

@@ -235,6 +235,7 @@ def test_a_damaged_file_is_told_or_makes_sense(tmp_path_factory, valid, data):
 
 
 @pytest.mark.no_sanitizer  # slow there; other tests here run the same C code
+@pytest.mark.full
 def test_every_length_of_a_file(tmp_path, valid):
     """A file that was cut is read as far as it goes."""
     whole = valid[2]

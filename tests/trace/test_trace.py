@@ -157,6 +157,7 @@ def test_threads_share_a_recorder(path):
     assert len(numbers) == n_threads
 
 
+@pytest.mark.full
 def test_threads_without_the_gil_share_a_recorder(path):
     """The same from C, where they do run at the same time, past many exchanges of buffers."""
     n_threads, each = 3, 100 * PLACES
@@ -329,6 +330,7 @@ CLOSED = """
 
 @pytest.mark.parametrize("how", ["stops", "drops", "opens none"])
 @pytest.mark.parametrize("n", [10, 2 * PLACES])
+@pytest.mark.full
 def test_a_program_that_closes_every_descriptor(path, how, n, tmp_path):
     """Its files may get the number that the trace's descriptor had, and keep their bytes."""
     command = [sys.executable, "-c", textwrap.dedent(CLOSED), path, how, str(n)]

@@ -141,6 +141,7 @@ def test_a_page_is_one_file(pages):
         assert len(text) < 10e6
 
 
+@pytest.mark.full
 def test_100_000_blocks_one_by_one_are_less_than_10_mb(tmp_path):
     many_blocks(tmp_path / "a.trace", 100_000)
     out = tmp_path / "a.html"
