@@ -158,7 +158,7 @@ cdef class MemoryOwner:
     cdef void disable(self, int why) noexcept nogil
     cdef void fork_lock(self) noexcept nogil          # everything, so that a child has it whole
     cdef void fork_unlock(self, bint child) noexcept nogil
-    cdef void expect_leases(self) noexcept nogil      # sets may_lease, for good
+    cdef void expect_leases(self, bint forks) noexcept nogil     # sets may_lease, for good
     cdef void forked(self, bint unmapped) noexcept nogil
     cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil
     cdef int check(self) except -1

@@ -100,7 +100,7 @@ cdef class MemoryOwner:
     cdef void disable(self, int why) noexcept nogil:
         self.gone = why
 
-    cdef void expect_leases(self) noexcept nogil:
+    cdef void expect_leases(self, bint forks) noexcept nogil:
         self.may_lease = True
 
     cdef void forked(self, bint unmapped) noexcept nogil:

@@ -100,7 +100,7 @@ cdef class Arena(AllocatorCore):
         forbid_new(self, start, start + region.size)
         self.settle_region(self.n_regions - 1)
         if known:
-            self.expect_leases()
+            self.expect_leases(False)
             self.carve_leases(start, start + region.size, self.n_regions - 1)
         return 0
 
@@ -317,7 +317,7 @@ cdef class BumpCore(Arena):
         """After what it depends on has changed."""
         self.fast_rewind = self.one_piece and not (self.shut or self.debug or self.may_lease)
 
-    cdef void expect_leases(self) noexcept nogil:
+    cdef void expect_leases(self, bint forks) noexcept nogil:
         """From any thread."""
         cdef uint64_t no = 0
         if arenapy_cas(&self.noted, &no, 1):

@@ -672,7 +672,7 @@ cdef void _before_fork() noexcept nogil:
     p = regions
     while p != NULL:
         if (<Region>p).user != NULL and ((<Region>p).seens != NULL or (<Region>p).lease_lost):
-            (<MemoryOwner>(<Region>p).user).expect_leases()
+            (<MemoryOwner>(<Region>p).user).expect_leases(True)
         p = (<Region>p).next
 
 

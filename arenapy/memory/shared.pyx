@@ -141,7 +141,7 @@ def leased_file(Buffer buffer not None):
     if region is None or buffer.size == 0:
         return None
     acquire(buffer, False)
-    root_of(buffer).owner.expect_leases()
+    root_of(buffer).owner.expect_leases(False)
     region.sent = True
     offset = buffer.ptr - region.ptr + region.file_offset
     file = region.reopened()
@@ -230,7 +230,7 @@ def reduce_region(Region region not None):
         return region.__reduce_ex__(2)         # says why not
     region.sent = True
     if region.user != NULL:
-        (<MemoryOwner>region.user).expect_leases()
+        (<MemoryOwner>region.user).expect_leases(False)
     with region.reopened() as file:
         handle = handle_of(file)
     return receive_region, (

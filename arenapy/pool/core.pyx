@@ -75,13 +75,9 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        cdef bint off
-        while True:
-            off = is_fast_path_off(self)
-            self.set_fast_path_off(off)
-            arenapy_fence()                  # a fork, without the GIL, may have said so just now
-            if off == is_fast_path_off(self):
-                return
+        arenapy_spin_acquire(&self.births)   # no other thread, and no fork, changes it meanwhile
+        self.set_fast_path_off(is_fast_path_off(self))
+        arenapy_spin_release(&self.births)
 
     cdef char* alloc_block(
         self, size_t n, size_t align, bint miss, uint64_t* block_id
@@ -507,14 +503,17 @@ cdef class PoolCore(ThreadCaches):
     cdef void disable(self, int why) noexcept nogil:
         cdef Lent* lent = self.lent          # a forked child: no other thread runs
         AllocatorCore.disable(self, why)
-        self.update_fast_path()
+        self.set_fast_path_off(True)
         while lent != NULL:
             (<MemoryOwner>lent.owner).disable(why)
             lent = lent.next
 
-    cdef void expect_leases(self) noexcept nogil:
+    cdef void expect_leases(self, bint forks) noexcept nogil:
         self.may_lease = True
-        self.update_fast_path()
+        if forks:                            # it has all locks
+            self.set_fast_path_off(True)
+        else:
+            self.update_fast_path()
 
     cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
         """A fork: the child sees every block of `region` that is not free."""
@@ -522,7 +521,7 @@ cdef class PoolCore(ThreadCaches):
         cdef Segment* s
         cdef Descriptor* d
         cdef uint32_t page = 0
-        self.expect_leases()
+        self.expect_leases(True)
         for i in range(self.n_segments):
             s = &self.segments[self.order[i]]
             if s.region != <void*>region:

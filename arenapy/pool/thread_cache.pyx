@@ -145,7 +145,6 @@ cdef class ThreadCaches(Segments):
         """The cache of this thread; the first one if there is no memory for another."""
         cdef int i = cache_number()
         cdef ThreadCache* f = <ThreadCache*>arenapy_load_ptr(<void**>&self.caches[i])
-        cdef bint off
         if f != NULL:
             return f
         f = self.room_for_cache(i)
@@ -159,14 +158,8 @@ cdef class ThreadCaches(Segments):
             self.top_slot = max(self.top_slot, i)
             self.n_caches += 1
             arenapy_store_ptr(<void**>&self.caches[i], f)
-            # set_fast_path_off may run now, in another thread. It stores the flag before it looks
-            # for caches, so one of the two threads sees what the other one stored.
-            while True:
-                off = self.fast_path_off
-                arenapy_store_ptr(<void**>&self.quick[i], &no_cache if off else f)
-                arenapy_fence()
-                if off == self.fast_path_off:
-                    break
+            if not self.fast_path_off:
+                arenapy_store_ptr(<void**>&self.quick[i], f)
         arenapy_spin_release(&self.births)
         return f
 
@@ -217,15 +210,11 @@ cdef class ThreadCaches(Segments):
     cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil:
         cdef int i
         cdef void* f
-        self.fast_path_off = fast_path_off   # under no lock: a fork calls this with all locks held
-        arenapy_fence()
+        self.fast_path_off = fast_path_off   # under `births`, or where no other thread runs
         for i in range(N_SLOTS + 1):
-            arenapy_store_ptr(<void**>&self.quick[i], &no_cache)
-        arenapy_fence()                      # a cache that is made now is seen, or sees the flag
-        for i in range(0 if fast_path_off else N_SLOTS + 1):
             f = arenapy_load_ptr(<void**>&self.caches[i])
-            if f != NULL:
-                arenapy_store_ptr(<void**>&self.quick[i], f)
+            arenapy_store_ptr(
+                <void**>&self.quick[i], &no_cache if fast_path_off or f == NULL else f)
 
     cdef char* shared_alloc(self, size_t n, bint hot, uint64_t* block_id) noexcept nogil:
         cdef ThreadCache* f

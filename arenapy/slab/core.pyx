@@ -144,10 +144,8 @@ cdef class Items(AllocatorCore):
         if s == NULL:
             self.top_slot = max(self.top_slot, i)
             arenapy_store_ptr(<void**>&self.caches[i], made)
-            arenapy_store_ptr(<void**>&self.quick[i], made)
-            arenapy_fence()                  # set_fast_path_off has the flag first
-            if self.fast_path_off:
-                arenapy_store_ptr(<void**>&self.quick[i], &no_stack)
+            if not self.fast_path_off:
+                arenapy_store_ptr(<void**>&self.quick[i], made)
         arenapy_spin_release(&self.births)
         if s == NULL:
             return made
@@ -256,8 +254,7 @@ cdef class Items(AllocatorCore):
 
     cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil:
         cdef int i
-        self.fast_path_off = fast_path_off   # under no lock: a fork calls this with all locks held
-        arenapy_fence()
+        self.fast_path_off = fast_path_off   # under `births`, or where no other thread runs
         for i in range(N_SLOTS + 1):
             arenapy_store_ptr(
                 <void**>&self.quick[i],
@@ -556,13 +553,9 @@ cdef class SlabCore(Items):
 
     cdef void update_fast_path(self) noexcept nogil:
         """After what it depends on has changed."""
-        cdef bint off
-        while True:
-            off = is_fast_path_off(self)
-            self.set_fast_path_off(off)
-            arenapy_fence()                  # a fork, without the GIL, may have said so just now
-            if off == is_fast_path_off(self):
-                return
+        arenapy_spin_acquire(&self.births)   # no other thread, and no fork, changes it meanwhile
+        self.set_fast_path_off(is_fast_path_off(self))
+        arenapy_spin_release(&self.births)
 
     # -- items
 
@@ -777,12 +770,15 @@ cdef class SlabCore(Items):
         AllocatorCore.fork_unlock(self, child)
 
     cdef void disable(self, int why) noexcept nogil:
-        AllocatorCore.disable(self, why)
-        self.update_fast_path()
+        AllocatorCore.disable(self, why)     # a forked child: no other thread runs
+        self.set_fast_path_off(True)
 
-    cdef void expect_leases(self) noexcept nogil:
+    cdef void expect_leases(self, bint forks) noexcept nogil:
         self.may_lease = True
-        self.update_fast_path()
+        if forks:                            # it has all locks
+            self.set_fast_path_off(True)
+        else:
+            self.update_fast_path()
 
     cdef int lease_live(self, PyObject* region, void* seen) noexcept nogil:
         """A fork: the child sees every live item of `region`."""
@@ -790,7 +786,7 @@ cdef class SlabCore(Items):
         cdef uint64_t i, first = 0
         cdef Part* p
         cdef bint live, run = False
-        self.expect_leases()
+        self.expect_leases(True)
         for k in range(1, self.numbered + 1):
             p = &self.parts[k]
             if p.items == 0 or p.region != region:
