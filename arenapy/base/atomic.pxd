@@ -53,8 +53,6 @@ cdef extern from *:
     static inline void arenapy_store_ptr(void **p, void *v) {
         __atomic_store_n(p, v, __ATOMIC_RELEASE);
     }
-    /* What was stored before is seen before anything is loaded after. */
-    static inline void arenapy_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
     static inline void *arenapy_take_ptr(void **p) {
         return __atomic_exchange_n(p, (void *)0, __ATOMIC_ACQUIRE);
     }
@@ -134,7 +132,6 @@ cdef extern from *:
     void arenapy_set_glanced(uint32_t* p, uint32_t v) noexcept nogil
     void* arenapy_load_ptr(void** p) noexcept nogil
     void arenapy_store_ptr(void** p, void* v) noexcept nogil
-    void arenapy_fence() noexcept nogil
     void* arenapy_take_ptr(void** p) noexcept nogil
     bint arenapy_cas_ptr(void** p, void** expected, void* desired) noexcept nogil
     int rank_of_lock "ARENAPY_RANK_OF" (arenapy_lock* lock) noexcept nogil

@@ -11,7 +11,7 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_count, arenapy_fence, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
     rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner

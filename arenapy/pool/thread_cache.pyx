@@ -31,7 +31,7 @@ from arenapy.pool.hot_path cimport (
     push, skewed, tag_at,
 )
 from arenapy.base.assertion cimport arenapy_assert
-from arenapy.base.atomic cimport arenapy_fence, arenapy_load_ptr, arenapy_store_ptr
+from arenapy.base.atomic cimport arenapy_load_ptr, arenapy_store_ptr
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.biased_lock cimport (
     NOBODY, BiasedLock, biased_acquire, biased_release, rank_biased,

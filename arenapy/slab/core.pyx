@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_count, arenapy_fence, arenapy_load, arenapy_load_ptr,
+    arenapy_add, arenapy_count, arenapy_load, arenapy_load_ptr,
     arenapy_spin_acquire, arenapy_spin_release, arenapy_store_ptr, arenapy_sub, rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
