@@ -31,8 +31,9 @@ PHASES = [phase for phase in Phase if phase is not Phase.explain]  # it triples 
 if "ARENAPY_UNSHRUNK" in os.environ:  # for mutants: that they fail is enough
     PHASES.remove(Phase.shrink)
 
-# A shell's background job ignores it, and so would the programs that tests interrupt.
+# A shell's background job and nohup ignore these, and so would the programs that tests end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples on every run: what a change broke fails, and nothing else.
 settings.register_profile(
