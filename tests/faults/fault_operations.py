@@ -267,32 +267,23 @@ def bundle():
     return Act(lambda: vm.unbundled(vm.bundle(files).fileno()))
 
 
-@operation("send over a Unix socket")
-def send_by_socket():
-    blocks = Pool(max_bytes=8 * MIB, source=Shared())
-    array = blocks.zeros((50, 100))
+def sending_operation(name, connected):
+    @operation(f"send over {name}")
+    def send_over():
+        blocks = Pool(max_bytes=8 * MIB, source=Shared())
+        array = blocks.zeros((50, 100))
 
-    def act():
-        here, there = socket.socketpair()
-        with here, there:
-            arenapy.send(here, array)
-            return arenapy.receive(there)
+        def act():
+            here, there = connected()
+            with here, there:
+                arenapy.send(here, array)
+                return arenapy.receive(there)
 
-    return Act(act, view=blocks.check, python=True)
+        return Act(act, view=blocks.check, python=True)
 
 
-@operation("send over a Connection")
-def send_by_connection():
-    blocks = Pool(max_bytes=8 * MIB, source=Shared())
-    array = blocks.zeros((50, 100))
-
-    def act():
-        here, there = multiprocessing.Pipe()
-        with here, there:
-            arenapy.send(here, array)
-            return arenapy.receive(there)
-
-    return Act(act, view=blocks.check, python=True)
+sending_operation("a Unix socket", socket.socketpair)
+sending_operation("a Connection", multiprocessing.Pipe)
 
 
 @operation("use of leased memory")
