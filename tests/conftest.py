@@ -8,6 +8,7 @@ a database in ``.hypothesis/fuzz`` and goes on from it.
 
 import ast
 import collections
+import fcntl
 import gc
 import os
 import signal
@@ -157,6 +158,14 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_report_header():
     trace = os.path.join(tempfile.gettempdir(), f"arenapy-machine-{os.getpid()}.trace")
     return f"a crash inside a state machine leaves its steps in {trace}"
+
+
+@pytest.fixture
+def hugetlb():
+    """The machine's reserved huge pages: no test of another process uses them or counts them."""
+    with open(Path(tempfile.gettempdir(), "arenapy-tests-hugetlb"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

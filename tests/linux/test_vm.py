@@ -129,6 +129,7 @@ def test_sizes_that_cannot_be(nbytes):
         vm.map_memory(-1)
 
 
+@pytest.mark.usefixtures("hugetlb")
 def test_hugetlb_without_pages_is_an_error_and_with_pages_is_huge(mapping):
     for size, pool in huge_pools().items():
         if pool.free:

@@ -348,22 +348,27 @@ def test_a_disk_that_is_full(run_script, tmp_path):
 
 
 @pytest.fixture
-def huge_pages():
+def huge_pages(hugetlb):
     """Bytes of a huge page, some of which are free."""
-    names = ("HugePages_Free", "Hugepagesize")
-    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free, kib = (int(found.get(name, "0").split()[0]) for name in names)
+
+    def figure(name):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(dict(line.split(":") for line in lines).get(name, "0").split()[0])
+
     setting = Path("/proc/sys/vm/nr_hugepages")
-    before = None
-    if free < HUGE_PAGES:
-        try:
-            before = int(setting.read_text())
-            setting.write_text(str(before + HUGE_PAGES - free))
-        except OSError:
-            pytest.skip("no huge pages are free, and only root can reserve some")
-    yield kib << 10
-    if before is not None:
-        setting.write_text(str(before))
+    try:
+        before = setting.read_text()
+        if figure("HugePages_Free") < HUGE_PAGES:
+            setting.write_text(str(int(before) + HUGE_PAGES - figure("HugePages_Free")))
+    except OSError:
+        pytest.skip("no huge pages are free, and only root can reserve some")
+    try:
+        if figure("HugePages_Free") < HUGE_PAGES:  # the kernel takes what it finds in one piece
+            pytest.skip("the machine's memory is too fragmented for huge pages")
+        yield figure("Hugepagesize") << 10
+    finally:
+        if setting.read_text() != before:
+            setting.write_text(before)
 
 
 @pytest.mark.no_sanitizer  # which maps memory of its own meanwhile

@@ -255,6 +255,7 @@ def test_numa_node_that_the_kernel_refuses(monkeypatch, nothing_leaks):
     assert caught.value.errno == errno.EINVAL
 
 
+@pytest.mark.usefixtures("hugetlb")
 def test_a_child_has_no_pages_of_hugetlbfs():
     """A copy whose pages run out would be a SIGBUS."""
     for size in ("2M", "1G"):
@@ -392,6 +393,7 @@ def test_data_limit_binds_private_memory_only(run_script):
     assert out.split() == [str(96 * MIB), "True"]
 
 
+@pytest.mark.usefixtures("hugetlb")
 @pytest.mark.parametrize("make", [Host, Shared])
 @pytest.mark.parametrize(("choice", "size"), [("2M", 2 * MIB), ("1G", 1024 * MIB)])
 def test_hugetlb(make, choice, size, nothing_leaks):
@@ -430,6 +432,7 @@ def test_hugetlb_is_prefaulted_whatever_the_option_says(make, monkeypatch):
     assert_prefaulted(region)
 
 
+@pytest.mark.usefixtures("hugetlb")
 @pytest.mark.parametrize("make", [Host, Shared])
 def test_hugetlb_pages_gone_between_check_and_map(make, monkeypatch, nothing_leaks):
     """What the check saw is gone when the kernel is asked: still the error that explains it."""
