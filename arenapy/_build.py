@@ -6,6 +6,7 @@ module shares, NumPy's headers for the one module that may see them, and where g
 """
 
 import contextlib
+import gc
 import hashlib
 import importlib.metadata
 import os
@@ -141,6 +142,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             c_file.stat().st_mtime < Path(__file__).stat().st_mtime
             for c_file in generated.rglob("*.c")
         )
+        gc.set_threshold(200_000)  # Cython's trees are large: collecting takes a third of its time
         translated = cythonize(
             self.extensions,
             build_dir=str(generated),
