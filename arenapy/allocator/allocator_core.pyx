@@ -224,16 +224,15 @@ cdef class AllocatorCore(MemoryOwner):
         return (<Region>self.region[region]).leases(start, end, at, stop) != 0
 
     cdef int record_into(self, object recorder) except -1:
-        self.open_check()
-        if recorder is None:
-            arenapy_store_ptr(<void**>&self.recorder, NULL)
-        elif not isinstance(recorder, Recorder):
-            raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
-        elif self.recorder != NULL:
-            raise ValueError(f"this {self.what} is already being recorded; end that first")
-        else:
+        if recorder is not None:             # a recording ends after a region too, and in a child
+            self.open_check()
+            if not isinstance(recorder, Recorder):
+                raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
+            if self.recorder != NULL:
+                raise ValueError(f"this {self.what} is already being recorded; end that first")
             self.recorders.append(recorder)
-            arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)
+        arenapy_store_ptr(<void**>&self.recorder,
+                          NULL if recorder is None else <PyObject*>recorder)
         # No thread can reach those that have ended. (If one is about to: next time.)
         if arenapy_nobody(&self.n_recording):
             self.recorders[:] = [one for one in self.recorders if <PyObject*>one == self.recorder]

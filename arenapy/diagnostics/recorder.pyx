@@ -660,9 +660,11 @@ cdef class Recording:
         if not self.entered:                 # the allocator may be recorded by another one
             raise ValueError("this recording is not entered; use it in a with statement")
         self.entered = False
-        self.allocator._record(None)
         try:
-            self.recorder.stop()
+            try:
+                self.allocator._record(None)
+            finally:
+                self.recorder.stop()
         except OSError as failure:
             if error is None:
                 raise

@@ -17,7 +17,7 @@ from helpers import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arenapy import Pool, trace
+from arenapy import Bump, Pool, Shared, Slab, trace
 from arenapy.commands.replay.loop import NoHeap, run
 from arenapy.diagnostics.recorder import Recorder
 from arenapy.trace.format import HEADER
@@ -478,6 +478,36 @@ def test_a_failed_end_does_not_mask_an_exception(path, monkeypatch):
     assert any("full" in note for note in raised.value.__notes__)
     with pytest.raises(OSError, match="full"), trace.record(Fake(), path):
         pass
+
+
+SHARED = {
+    "bump": lambda: Bump(1 << 20, Shared()),
+    "pool": lambda: Pool(1 << 20, Shared()),
+    "slab": lambda: Slab(64, 100, Shared()),
+}
+
+
+@pytest.mark.parametrize("maker", SHARED)
+def test_a_recording_ends_after_a_region(path, maker):
+    allocator = SHARED[maker]()
+    with trace.record(allocator, path) as recorder:
+        allocator.alloc(10)
+        for region in allocator.regions:
+            region.close()
+    assert not recorder.recording
+    assert trace.load(path).complete
+
+
+@pytest.mark.parametrize("maker", SHARED)
+def test_a_recording_ends_in_a_forked_child(path, maker):
+    """There as well as here, where it is complete."""
+    allocator = SHARED[maker]()
+    recording = trace.record(allocator, path)
+    with recording:
+        allocator.alloc(10)
+        assert in_child(lambda: recording.__exit__(None, None, None)) == 0
+    assert [event[0] for event in calls_in(trace.load(path).events)][:2] == ["grow", "alloc"]
+    assert trace.load(path).complete
 
 
 def test_a_recording_that_was_not_entered_ends_no_other_one(tmp_path):
