@@ -24,7 +24,8 @@ cdef class Pool(Allocator):
     cdef Buffer general_alloc(self, object nbytes, object align, object stream)
     # Grow a block where it is. False: it has to move.
     cdef bint grow_here(self, Buffer buffer, Py_ssize_t n) except -1
-    cdef bint has_plenty(self, Buffer buffer, Py_ssize_t n)
+    cdef bint is_mostly_idle(self)
+    cdef bint can_move(self, Buffer buffer, Py_ssize_t n)
     # pool_alloc but for its short way.
     cdef void* alloc_c(self, size_t nbytes, size_t align) noexcept nogil
     # A block for which the source is asked. `hooks`: on_oom may be called.

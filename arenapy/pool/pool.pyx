@@ -550,6 +550,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef uint32_t missing = 0
         cdef bint done, miss = False
         cdef int attempt
+        cdef Place behind
         if c.hooks is not None and not c.host_accessible and buffer.hold != NULL:
             return False                     # pages behind it are free in another stream's order
         for attempt in range(3):
@@ -565,8 +566,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if attempt == 0:
                 c.flush_all(True)            # what is free there may be in a thread's cache
             elif attempt == 1:
-                if self.has_plenty(buffer, n):
-                    return False
+                # Blocks at the end that grow one after another would make the pool grow without
+                # bound. So a block moves into idle memory, or as much of that is given back.
+                if self.is_mostly_idle():
+                    if self.can_move(buffer, n):
+                        return False
+                    behind = Place(0, <uintptr_t>buffer.ptr, <uintptr_t>buffer.ptr + n)
+                    self.memory.shrink(missing, True, &behind)
                 try:
                     miss = self.memory.grow_behind(buffer.tag, missing)
                 except MemoryError:
@@ -579,13 +585,15 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 c.operated()
         return done
 
-    cdef bint has_plenty(self, Buffer buffer, Py_ssize_t n):
-        """Shall the block move into idle memory, and the pool take no more? Without this, blocks at
-        the end that grow one after another would make the pool grow without bound."""
+    cdef bint is_mostly_idle(self):
+        cdef PoolFigures f = self.core.figures()
+        return f.all.idle > f.all.peak
+
+    cdef bint can_move(self, Buffer buffer, Py_ssize_t n):
+        """Into memory of the pool, now?"""
         cdef PoolCore c = self.core
-        cdef PoolFigures f = c.figures()
         return (
-            f.all.idle > f.all.peak and buffer.word < ONE_EXPORT
+            buffer.word < ONE_EXPORT
             and (c.hooks is not None or c.host_accessible)
             and has_run(c, c.pages_for(n, max(buffer.align, c.block_align)))
         )

@@ -1,5 +1,6 @@
 """`Pool.grow`: in place into what is free behind a block, or into addresses without memory."""
 
+import contextlib
 import threading
 from random import Random
 
@@ -241,6 +242,20 @@ def test_blocks_that_grow_at_the_end_do_not_make_the_pool_grow_for_ever():
         del block
         if len(kept) > 8:
             del kept[random.randrange(8)]
+    stats = pool.stats()
+    assert stats.reserved_bytes <= 2 * stats.peak_bytes + 2 * MIB
+    pool.check()
+
+
+@pytest.mark.parametrize("source", ["host", "shared", "granules"])
+def test_blocks_that_are_seen_and_grow_do_not_make_the_pool_grow_for_ever(source):
+    random, pool = Random(1), Pool(16 << 30, source=SOURCES[source]())
+    for _ in range(3000):
+        block = pool.alloc(random.randrange(50_000, 200_000))
+        with memoryview(block), contextlib.suppress(BufferError):
+            for _ in range(8):
+                pool.grow(block, block.nbytes + random.randrange(20_000, 200_000))
+        del block
     stats = pool.stats()
     assert stats.reserved_bytes <= 2 * stats.peak_bytes + 2 * MIB
     pool.check()
