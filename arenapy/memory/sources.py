@@ -718,7 +718,8 @@ class Existing:
     bytes is refused, by this source, by another view of the memory or by another mapping of the
     same file. Regions with ``readonly=True`` may coexist. `obj` may be a Buffer, or an array over a
     Buffer: then one allocator works inside a block of another. Writes through the object itself,
-    and by other processes that map the same memory, are not prevented.
+    and by other processes that map the same memory, are not prevented. All of these, such as a
+    process that the block was sent to, see the bytes that the allocator hands out.
 
     A forked child has a copy of private memory. Shared memory (``MAP_SHARED``: an ``mmap``,
     ``SharedMemory``) stays the parent's, and allocators over it are closed in the child. The parent
