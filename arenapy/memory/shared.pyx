@@ -19,6 +19,7 @@ import os
 import warnings
 import weakref
 from contextlib import suppress
+from functools import partial
 from multiprocessing import context, reduction
 
 import numpy as np
@@ -37,8 +38,9 @@ from arenapy.memory.region cimport Region, region_behind
 from arenapy.base.sealed cimport seal
 from arenapy.linux.vm cimport Descriptor, vm_is_open, vm_keep_leases
 
-# The files that this process has received parts of: (device, inode) to ReceivedFile.
-_received = weakref.WeakValueDictionary()
+# The files that this process has received parts of: (device, inode) to a weakref to ReceivedFile.
+# Not a WeakValueDictionary: its callback is Python code, in which a signal's exception is lost.
+_received = {}
 
 # A child that is being spawned inherits the very descriptor, after the pickling: until it runs,
 # the descriptor has to stay open here. (weakref to its Popen, Descriptor)
@@ -61,14 +63,17 @@ cdef ReceivedFile _file_of(Descriptor received):
 
     Its open file description is none of those that were received, which have leases.
     """
-    cdef ReceivedFile kept = _received.get(vm.identity(received))
+    cdef ReceivedFile kept
+    identity = vm.identity(received)
+    reference = _received.get(identity)
+    kept = None if reference is None else reference()
     if kept is None or not vm_is_open(&kept.file.file):
         kept = ReceivedFile.__new__(ReceivedFile)
         try:
             kept.file = vm.reopen(received.fileno())
         except OSError:                        # there is no /proc, or no descriptor left
             return None
-        _received[vm.identity(received)] = kept
+        _received[identity] = weakref.ref(kept, partial(_received.pop, identity))
     return kept
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -16,20 +18,25 @@ TIMES = 4  # that it looks in the seconds after which something is given back
 
 def start_trimming(pool: Pool, seconds: float) -> threading.Thread:
     """Trim the pool until it is gone, or closed. The thread keeps neither it nor the process."""
-    # Not an Event, whose set() waits for a lock: the collector may end the pool in this very thread
+    # The callback is no Python code, in which a signal's exception would be lost. A SimpleQueue, not
+    # an Event, whose set() waits for a lock: the collector may end the pool in this very thread
     # while it has that lock, and would collect nothing ever after.
-    there = threading.Lock()
-    there.acquire()
-    reference = weakref.ref(pool, lambda _: there.release())
+    gone: queue.SimpleQueue[weakref.ref[Pool]] = queue.SimpleQueue()
+    reference = weakref.ref(pool, gone.put)
     thread = threading.Thread(
-        target=_trim, args=(reference, there, seconds / TIMES), name="arenapy-trim", daemon=True
+        target=_trim, args=(reference, gone, seconds / TIMES), name="arenapy-trim", daemon=True
     )
     thread.start()
     return thread
 
 
-def _trim(reference: weakref.ref[Pool], there: threading.Lock, seconds: float) -> None:
-    while not there.acquire(timeout=min(max(seconds, 0.001), threading.TIMEOUT_MAX)):
+def _trim(
+    reference: weakref.ref[Pool], gone: queue.SimpleQueue[weakref.ref[Pool]], seconds: float
+) -> None:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            gone.get(timeout=min(max(seconds, 0.001), threading.TIMEOUT_MAX))
+            return
         pool = reference()
         if pool is None:
             return

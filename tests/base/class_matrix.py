@@ -136,7 +136,7 @@ def inside(thing, cls):
 def received_file():
     """What a Buffer that was sent keeps of its file."""
     buffer = pickle.loads(ForkingPickler.dumps(Bump(ROOM, Shared()).alloc(100)))
-    return *module("memory.shared")._received.values(), buffer
+    return *(ref() for ref in module("memory.shared")._received.values()), buffer
 
 
 def bump(**options):

@@ -5,8 +5,12 @@ unmapped or closed twice, nothing stays behind, no context stays in force, and t
 succeeds.
 """
 
+import pickle
 import random
 import time
+import types
+import weakref
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import faults as faults_library
@@ -17,8 +21,9 @@ from simulated_hip import MIB, simulated_hip
 from strike_operations import OPERATIONS
 from strike_runner import CUDA_OPERATIONS, attempt, cuda_attempt
 
-from arenapy import Pool
+from arenapy import Pool, Shared, numpy_memory
 from arenapy.interop import hip
+from arenapy.memory import shared
 
 EXAMPLES = settings.default.max_examples
 LONG = EXAMPLES >= 1000
@@ -173,3 +178,17 @@ def test_real_signals(faults, tmp_path):
         wrong += [f"{name} after {seconds}: {problem}" for problem in problems]
     assert not wrong, "\n".join(wrong)
     assert arrived
+
+
+def test_callbacks_of_weak_references_are_no_python_code():
+    """A signal's exception in one of them would be lost, and with it what the callback does."""
+    pool = Pool(trim_after=3600, trim_thread=True)
+    with numpy_memory(pool):
+        received = pickle.loads(ForkingPickler.dumps(Pool(source=Shared()).alloc(100)))
+        (file,) = (reference() for reference in shared._received.values())
+        for watched in (pool, file):
+            callbacks = [ref.__callback__ for ref in weakref.getweakrefs(watched)]
+            assert any(callbacks)
+            assert not any(isinstance(one, types.FunctionType) for one in callbacks), callbacks
+    del file, received, watched
+    assert not shared._received
