@@ -230,6 +230,8 @@ cdef str code_of(descr):
     cdef str code
     cdef list parts = []
     if descr.names is None:
+        if descr.itemsize == 0:              # of an empty string, which NumPy's arrays do not have
+            raise ValueError(f"a buffer format cannot express {descr}")
         return memoryview(np.empty((), descr)).format
     for name in descr.names:
         field, start = descr.fields[name][:2]

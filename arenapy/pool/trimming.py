@@ -18,9 +18,9 @@ TIMES = 4  # that it looks in the seconds after which something is given back
 
 def start_trimming(pool: Pool, seconds: float) -> threading.Thread:
     """Trim the pool until it is gone, or closed. The thread keeps neither it nor the process."""
-    # The callback is no Python code, in which a signal's exception would be lost. A SimpleQueue, not
-    # an Event, whose set() waits for a lock: the collector may end the pool in this very thread
-    # while it has that lock, and would collect nothing ever after.
+    # The callback is no Python code, in which a signal's exception would be lost. Not an Event,
+    # whose set() waits for a lock: the collector may end the pool in this very thread while it has
+    # that lock, and would collect nothing ever after.
     gone: queue.SimpleQueue[weakref.ref[Pool]] = queue.SimpleQueue()
     reference = weakref.ref(pool, gone.put)
     thread = threading.Thread(

@@ -205,7 +205,13 @@ def test_a_plain_type_has_numpys_own_format(dtype):
     assert memoryview(view).format == memoryview(np.empty((), dtype)).format
 
 
-@pytest.mark.parametrize("dtype", ["M8[s]", [("when", "M8[ns]"), ("x", "f4")], [("a:b", "i4")]])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "M8[s]", [("when", "M8[ns]"), ("x", "f4")], [("a:b", "i4")],
+        [("empty", "S0"), ("x", ">i4")], [("x", "f8"), ("empty", "U0")],
+    ],
+)  # fmt: skip
 def test_a_type_without_a_format_comes_by_the_array_interface(dtype):
     view = exact(4096).alloc(96).view((2,), dtype)
     with pytest.raises(BufferError, match=r"no code in the buffer protocol; use array\(\)"):
