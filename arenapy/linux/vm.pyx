@@ -568,7 +568,11 @@ def unbundled(int sock):
         if got < 0 and errno == EINTR:
             PyErr_CheckSignals()
             got = 1
-        made += [one for one in parts if (<Descriptor>one).file.fd >= 0]
+            continue
+        found = [one for one in parts if (<Descriptor>one).file.fd >= 0]
+        if not found:                        # no bundle: others may write into it without end
+            break
+        made += found
     return made
 
 

@@ -468,6 +468,14 @@ def test_a_bundle_of_many_descriptors(nbytes):
     assert descriptors() == before
 
 
+def test_a_socket_that_is_no_bundle_is_read_once(pair):
+    """Its other end may write without end."""
+    pair[1].setblocking(False)
+    pair[0].send(b"many bytes")
+    assert vm.unbundled(pair[1].fileno()) == []
+    assert pair[1].recv(100) == b"any bytes"
+
+
 # ---- real processes -----------------------------------------------------------------------------
 
 CHILD = """
