@@ -29,8 +29,8 @@ cdef int vm_protect(void* at, size_t nbytes, bint accessible) noexcept nogil
 cdef int vm_commit(void* at, size_t nbytes) noexcept nogil
 # The latter alone, of a part that is accessible; on failure some of its pages may be there.
 cdef int vm_fill(void* at, size_t nbytes) noexcept nogil
-# Take a range that nothing is mapped in, so that nothing else comes to lie there.
-cdef int vm_occupy(size_t address, size_t nbytes) noexcept nogil
+# Take what nothing is mapped in of a range, so that nothing else comes to lie there.
+cdef void vm_occupy(size_t address, size_t nbytes) noexcept nogil
 # Give a part's pages back, locked or not; it stays accessible, and reads as zeros. Of shared memory
 # (`shared`) they go for every process that has it mapped.
 cdef int vm_decommit(void* at, size_t nbytes, bint shared) noexcept nogil

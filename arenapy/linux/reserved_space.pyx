@@ -16,10 +16,10 @@ is released in system calls.
 import os
 
 cimport cython
-from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
+from libc.errno cimport EAGAIN, EEXIST, EINTR, EINVAL, errno
 from posix.mman cimport (
-    MADV_DONTNEED, MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE,
-    PROT_READ, PROT_WRITE, madvise, mmap, mprotect, munlock, munmap,
+    MADV_DONTNEED, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ,
+    PROT_WRITE, madvise, mmap, mprotect, munlock, munmap,
 )
 
 from posix.unistd cimport getpid
@@ -36,11 +36,14 @@ cdef extern from * nogil:
     #ifndef MADV_REMOVE
     #define MADV_REMOVE 9
     #endif
+    #ifndef MAP_FIXED_NOREPLACE         /* Linux 4.17 */
+    #define MAP_FIXED_NOREPLACE 0x100000
+    #endif
     #ifndef MADV_DONTNEED_LOCKED        /* Linux 5.18 */
     #define MADV_DONTNEED_LOCKED 24
     #endif
     """
-    const int MADV_REMOVE, MADV_DONTNEED_LOCKED
+    const int MADV_REMOVE, MADV_DONTNEED_LOCKED, MAP_FIXED_NOREPLACE
     int sched_yield()
 
 cdef size_t BASE_PAGE = os.sysconf("SC_PAGESIZE")
@@ -71,13 +74,19 @@ cdef void* vm_reserve(size_t nbytes, size_t align) noexcept nogil:
     return vm_reserve_within(nbytes, align, 0)
 
 
-cdef int vm_occupy(size_t address, size_t nbytes) noexcept nogil:
+cdef void vm_occupy(size_t address, size_t nbytes) noexcept nogil:
     cdef size_t start = address & ~(BASE_PAGE - 1)
     cdef size_t end = (address + nbytes + BASE_PAGE - 1) & ~(BASE_PAGE - 1)
+    cdef size_t half = ((end - start) // 2 + BASE_PAGE - 1) & ~(BASE_PAGE - 1)
     cdef void* at = mmap(
         <void*>start, end - start, PROT_NONE,
-        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0)
-    return -errno if at == MAP_FAILED else 0
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0)
+    if at == MAP_FAILED:
+        if errno == EEXIST and end - start > BASE_PAGE:
+            vm_occupy(start, half)
+            vm_occupy(start + half, end - start - half)
+    elif at != <void*>start:                   # Linux before 4.17: something is there
+        munmap(at, end - start)
 
 
 cdef int vm_protect(void* at, size_t nbytes, bint accessible) noexcept nogil:

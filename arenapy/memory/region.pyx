@@ -529,8 +529,11 @@ cdef class Region(MemoryOwner):
         self.delist(NULL)
 
     cdef bint seen_elsewhere(self) noexcept nogil:
+        cdef uintptr_t at, stop, start = <uintptr_t>self.ptr
         return self.sent or (not self.newborn and (
-            self.lease_lost or not children_ended(&self.seens)))
+            self.lease_lost or not children_ended(&self.seens)
+            # A child that has ended may have sent some of it.
+            or (not self.received and self.leases(start, start + self.size, &at, &stop))))
 
     cdef void detach(self) noexcept:
         arenapy_registry_lock()
@@ -711,9 +714,6 @@ cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
         (<Region>p).inherited = True
     if skipped or not mapped:
         (<Region>p).gone = GONE_FORKED
-    # An address that somebody kept is a segfault then, and not somebody else's memory.
-    if skipped and (<Region>p).map_size:
-        vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
     if (<Region>p).user != NULL and ((<Region>p).fork != FORK_INHERIT or not mapped):
         (<MemoryOwner>(<Region>p).user).forked((<Region>p).gone == GONE_FORKED)
 
@@ -721,15 +721,15 @@ cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
 cdef void _after_fork(bint child) noexcept nogil:
     cdef PyObject* p = regions
     children_unlock(child)
-    # A user's object may lie in a region that is not for children, and be occupied below.
     while child and p != NULL:
-        if (<Region>p).borrowed:
-            _inherit(p, vm_is_mapped(<uintptr_t>(<Region>p).ptr, (<Region>p).size))
+        _inherit(p, not (<Region>p).borrowed
+                 or vm_is_mapped(<uintptr_t>(<Region>p).ptr, (<Region>p).size))
         p = (<Region>p).next
     p = regions
-    while p != NULL:
-        if child and not (<Region>p).borrowed:
-            _inherit(p, True)
+    while child and p != NULL:
+        # An address that somebody kept is a segfault then, and not somebody else's memory.
+        if (<Region>p).gone == GONE_FORKED and (<Region>p).host_accessible:
+            vm_occupy(<uintptr_t>(<Region>p).ptr, (<Region>p).size)
         p = (<Region>p).next
     p = cores
     while p != NULL:
@@ -754,13 +754,13 @@ cdef Region region_behind(Block block):
 
 
 def in_shared_memory(uintptr_t at):
-    """Is there a region of shared memory that this process allocates from at an address?"""
+    """Is there an open region of shared memory that this process allocates from at an address?"""
     cdef PyObject* p
     cdef bint found = False
     arenapy_registry_lock()
     p = regions
     while p != NULL and not found:
-        found = (<Region>p).messages and (<Region>p).user != NULL and (
+        found = (<Region>p).messages and (<Region>p).user != NULL and not (<Region>p).gone and (
             at - <uintptr_t>(<Region>p).ptr < (<Region>p).size)
         p = (<Region>p).next
     arenapy_registry_unlock()

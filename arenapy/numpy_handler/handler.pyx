@@ -23,7 +23,7 @@ from posix.mman cimport (
 )
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub, likely
-from arenapy.buffer.block cimport GONE_FORKED, Block, MemoryOwner, root_of
+from arenapy.buffer.block cimport GONE_CLOSED, GONE_FORKED, Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.page_heap cimport Descriptor, id_of, segment_of
 from arenapy.pool.pool cimport Pool
@@ -185,6 +185,8 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
 cdef bint in_pool(PoolCore c, void* block) noexcept nogil:
     cdef ThreadCache* f = c.own_cache()
     cdef bint found
+    if c.gone == GONE_CLOSED:
+        return False
     biased_acquire(&f.lock)
     found = segment_of(c, <uintptr_t>block) >= 0
     biased_release(&f.lock)
@@ -322,6 +324,11 @@ cdef void drop_handler(object capsule) noexcept:
     Py_XDECREF(h.handler.core)
     Py_XDECREF(h.handler.counts)
     free(h)
+
+
+def refuse_closed(Pool pool not None):
+    """Raise ValueError if the pool no longer allocates."""
+    pool.core.open_check()
 
 
 def make_handler(Pool pool not None, bint fallback):

@@ -23,7 +23,7 @@ from arenapy.memory.host_request import check_flag
 from arenapy.memory.region import Region
 from arenapy.memory.sources import BASES
 from arenapy.numpy_handler.contexts import Context, PoolHandler
-from arenapy.numpy_handler.handler import buffer_block, handler_block, make_handler
+from arenapy.numpy_handler.handler import buffer_block, handler_block, make_handler, refuse_closed
 from arenapy.pool.pool import Pool
 
 if TYPE_CHECKING:  # they are slow to import, and a program's start waits for this module
@@ -155,6 +155,7 @@ class numpy_memory(Context):
         check_flag("threads", threads)
         if libc not in (None, "keep"):
             raise ValueError(f"libc={libc!r} is neither None nor 'keep'")
+        refuse_closed(pool)
         super().__init__(_handler_of(pool, on_full), threads, libc == "keep")
         self.pool, self.on_full, self.libc = pool, on_full, libc
 

@@ -14,7 +14,7 @@ from arenapy.base.atomic cimport (
     arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
     rank_spin,
 )
-from arenapy.buffer.block cimport HELD, Block, Hold, MemoryOwner
+from arenapy.buffer.block cimport GONE_CLOSED, HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, live_slots
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
@@ -504,6 +504,10 @@ cdef class PoolCore(ThreadCaches):
         cdef Lent* lent = self.lent          # a forked child: no other thread runs
         AllocatorCore.disable(self, why)
         self.set_fast_path_off(True)
+        if why == GONE_CLOSED:               # others may map something there: see tag_at
+            self.lock_all()
+            self.hot.mapped = 0
+            self.unlock_all()
         while lent != NULL:
             (<MemoryOwner>lent.owner).disable(why)
             lent = lent.next

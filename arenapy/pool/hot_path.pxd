@@ -20,6 +20,7 @@ from arenapy.base.thread_slot cimport slot_at
 from arenapy.base.sizes cimport (
     N_EXACT, N_SMALL, ROUND_LINES, ROUND_STEP, SMALL_MOST, rounded, step_of,
 )
+from arenapy.buffer.block cimport GONE_CLOSED
 from arenapy.pool.page_heap cimport (
     BLOCK, ODD, PAGE_BITS, SPAN, Descriptor, block_name, earlier, id_of, scatter, segment_of,
     slot_name, slot_number,
@@ -141,7 +142,7 @@ cdef inline uint64_t tag_at(ThreadCaches c, void* ptr, Descriptor** of) noexcept
         id = c.hot.map[scatter(page)]
     else:
         i = segment_of(c, <uintptr_t>ptr)
-        if i < 0:
+        if i < 0 or c.gone == GONE_CLOSED:   # whose addresses are others' now
             return 0
         page = (<uintptr_t>ptr - c.segments[i].base) >> PAGE_BITS
         if page >= c.segments[i].mapped:

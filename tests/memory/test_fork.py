@@ -391,3 +391,29 @@ if not children[0]:
 assert os.waitpid(children[0], 0)[1] == 0
 """
     )
+
+
+def test_what_a_child_does_not_get_is_nobody_elses_there(run_script):
+    run_script("""
+        import mmap, os
+        from arenapy import Existing, Host, Region
+        MIB = 1 << 20
+        private = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE)
+        private.madvise(mmap.MADV_DONTFORK)
+        mine = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE)
+        mine.madvise(mmap.MADV_DONTFORK)
+        start = Existing(mine).region().address
+        regions = [
+            Existing(memoryview(private)[100:-100]).region(),
+            Region.from_address(start, 64 * MIB, owner=mine, fork="skip"),
+            Host(huge_pages=None, fork="skip").region(64 * MIB),
+        ]
+        child = os.fork()
+        if not child:
+            memory = Host(huge_pages=None, prefault=False)
+            regions += [memory.region(MIB) for _ in range(300)]
+            spans = sorted((region.address, region.address + region.nbytes) for region in regions)
+            apart = all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
+            os._exit(0 if apart and regions[0].closed else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """)

@@ -19,12 +19,14 @@ import tempfile
 import time
 from multiprocessing.connection import Client, Listener
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from children import in_child
 
 import arenapy
-from arenapy import Bump, Pool, Shared
+from arenapy import Bump, OutOfMemory, Pool, Shared, Slab
 from arenapy.memory import messages
 
 STRUCTURED = np.dtype([("a", "<i2"), ("b", "<f8", (2,)), ("c", "S3")])
@@ -681,3 +683,21 @@ def test_an_interrupted_receive_goes_on(pair, pool):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert hits
+
+
+@pytest.mark.parametrize("make", [Bump, Pool, lambda n, source: Slab(64, n // 64, source)])
+def test_what_a_child_sent_is_not_handed_out_after_the_child(pair, make):
+    """By an allocator over the region that the parent makes then."""
+    region = Shared(huge_pages=None).region(1 << 16)
+
+    def send():
+        buffer = region.buffer()
+        buffer.fill(7)
+        arenapy.send(pair[0], buffer)
+
+    assert in_child(send) == 0
+    received = arenapy.receive(pair[1])
+    with contextlib.suppress(ValueError, OutOfMemory):
+        allocator = make(1 << 15, SimpleNamespace(region=lambda _: region))
+        (allocator.alloc() if isinstance(allocator, Slab) else allocator.alloc(64)).fill(1)
+    assert bytes(received) == bytes([7]) * (1 << 16)

@@ -10,7 +10,15 @@ from test_numpy_exit import PRELUDE as START
 
 pytestmark = [pytest.mark.sampled, pytest.mark.no_sanitizer]
 
-MAKE = SOURCES | {"skipped": "pool = Pool(64 << 20, Host(fork='skip'))"}
+MAKE = SOURCES | {
+    "skipped": "pool = Pool(64 << 20, Host(fork='skip'))",
+    "not for children": """
+import mmap
+private = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE)
+private.madvise(mmap.MADV_DONTFORK)
+pool = Pool(source=Existing(private))
+""",
+}
 PRELUDE = (
     START
     + """
@@ -55,7 +63,7 @@ pool.check()
 """)
 
 
-@pytest.mark.parametrize("make", ["shared", "skipped"])
+@pytest.mark.parametrize("make", ["shared", "skipped", "not for children"])
 @pytest.mark.parametrize("installed", [False, True])
 def test_where_the_pool_is_closed_the_child_has_libcs_memory(program, installed):
     program(f"""

@@ -460,3 +460,21 @@ def test_an_impossible_calloc_is_a_memory_error(pool):
             with pytest.raises(ValueError, match=r"too big|dimension"):
                 make((2**40, 2**40), "f8")
     assert live(pool) == 0
+
+
+def test_a_pool_whose_region_was_closed_frees_no_array_of_libcs():
+    """Others have its addresses then, malloc first of all."""
+    pool = Pool(4 << 30, Host(huge_pages=None, prefault=False))
+    memory = numpy_memory(pool)
+    with memory:
+        np.ones(MIB)
+        for region in pool.regions:
+            region.close()
+        for n in range(MIB, MIB + 40):
+            array = np.fromiter(iter(range(n)), "i8")
+            assert handles(array) is None
+            assert (array == np.arange(n)).all()
+            del array
+        assert memory.stats().system_live == 0
+    with pytest.raises(ValueError, match="a region of this pool was closed"), numpy_memory(pool):
+        pass
