@@ -20,6 +20,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
+from arenapy.allocator.allocator cimport raise_later
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_count, arenapy_finalizing, arenapy_load, arenapy_load_ptr,
     arenapy_store_ptr, arenapy_sub, likely,
@@ -264,10 +265,11 @@ cdef void* general_alloc(
         ptr = block_of(n, device, stream)
     except BaseException as error:
         out_of_memory[0] = isinstance(error, MemoryError)
-        text = str(error).encode(errors="replace")
+        text = (str(error) or repr(error)).encode(errors="replace")
         message[0] = <char*>malloc(len(text) + 1)
         if message[0] != NULL:
             memcpy(message[0], <const char*>text, len(text) + 1)
+        also_raise(error)
     PyErr_Restore(pending[0], pending[1], pending[2])
     return ptr
 
@@ -354,8 +356,9 @@ cdef bint free_special(void* block, int device, void* stream) noexcept with gil:
         done = freed_special(<uintptr_t>block, device, stream)
     except BaseException as error:
         # It is never free again, which is safe.
-        print(f"arenapy: the block at {<uintptr_t>block:#x} stays allocated: {error}",
+        print(f"arenapy: the block at {<uintptr_t>block:#x} stays allocated: {error!r}",
               file=sys.stderr)
+        also_raise(error)
     PyErr_Restore(pending[0], pending[1], pending[2])
     return done
 
@@ -415,7 +418,9 @@ cdef void record_use(uintptr_t at, void* stream) noexcept with gil:
                 told[at].append(use)
             break
     except BaseException as error:
-        print(f"arenapy: record_stream of the block at {at:#x} failed: {error}", file=sys.stderr)
+        print(f"arenapy: record_stream of the block at {at:#x} failed: {error!r}",
+              file=sys.stderr)
+        also_raise(error)
     PyErr_Restore(pending[0], pending[1], pending[2])
 
 
@@ -428,8 +433,15 @@ cdef void trim_all() noexcept with gil:
     for pool in pools.copy().values():
         try:
             pool.trim()
-        except Exception as error:
-            print(f"arenapy: a pool could not give memory back: {error}", file=sys.stderr)
+        except BaseException as error:
+            print(f"arenapy: a pool could not give memory back: {error!r}", file=sys.stderr)
+            also_raise(error)
+
+
+cdef void also_raise(object error) noexcept:
+    """The library cannot raise it: what a signal's handler raises, Python will have."""
+    if not isinstance(error, Exception):
+        raise_later(error)
 
 
 arenapy_raw_alloc, arenapy_raw_free = raw_alloc, raw_free
@@ -463,6 +475,26 @@ def withdraw(dict by_device not None):
     for i in range(ROUTES):
         free(routes[i])                      # what it kept is kept
         arenapy_store_ptr(&routes[i], NULL)
+
+
+def callbacks(Pool pool not None, int default):
+    """What allocates and what frees for RMM, by objects that name a stream, or 0 for `default`.
+
+    Compiled: no signal's exception comes between taking a block out of what is kept and freeing it,
+    which would free it in the order of the stream that it was allocated for.
+    """
+    cdef dict blocks = {}                    # the live ones, by address
+
+    def allocate(nbytes, stream):
+        cdef Buffer block = pool.alloc(nbytes, stream=stream.__cuda_stream__()[1] or default)
+        blocks[<uintptr_t>block.ptr] = block
+        return <uintptr_t>block.ptr
+
+    def deallocate(address, nbytes, stream):
+        used_by = stream.__cuda_stream__()[1] or default
+        blocks.pop(address).release(used_by)
+
+    return allocate, deallocate
 
 
 def raise_as_torch(c10, c10_cuda):

@@ -10,11 +10,11 @@ from typing import Any
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.block import StreamHooks
-from arenapy.buffer.buffer import Buffer
 from arenapy.cuda import backing
 from arenapy.cuda.foreign import asbuffer
 from arenapy.errors import OutOfMemory
 from arenapy.interop.device_pools import by_device, library
+from arenapy.interop.raw_blocks import callbacks
 from arenapy.memory.host_request import check_ordinal, checked_size
 from arenapy.memory.region import Region
 from arenapy.pool.pool import Pool
@@ -66,19 +66,7 @@ def resource(pool: Pool) -> Any:
     """
     by_device((pool,))
     made = library("rmm", OLDEST).mr.CallbackMemoryResource
-    blocks: dict[int, Buffer] = {}  # the live blocks, by address
-
-    def allocate(nbytes: int, stream: Any) -> int:
-        block = pool.alloc(nbytes, stream=stream.__cuda_stream__()[1] or LEGACY)
-        address = block.address
-        blocks[address] = block
-        return address
-
-    def deallocate(address: int, nbytes: int, stream: Any) -> None:
-        block = blocks.pop(address)
-        block.release(stream.__cuda_stream__()[1] or LEGACY)
-
-    return made(allocate, deallocate)
+    return made(*callbacks(pool, LEGACY))
 
 
 @dataclass(frozen=True, slots=True)

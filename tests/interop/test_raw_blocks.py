@@ -281,6 +281,40 @@ def test_threads_without_the_gil(driver, serve, kept):
     pool.check()
 
 
+def test_a_signals_exception_is_raised_after_the_call(driver, serve):
+    def named(device, handle):
+        if device not in struck:
+            struck.append(device)
+            raise KeyboardInterrupt
+        return LEGACY
+
+    struck = []
+    pool = serve(Pool(4 * MIB, cuda.Device()), named)
+    with pytest.raises(KeyboardInterrupt):
+        assert not alloc(64, 0, 0)
+        for _ in range(1000):  # until the interpreter looks
+            pass
+    free(alloc(64, 0, 0), 64, 0, 0)
+    pool.check()
+
+
+def test_a_block_of_rmms_is_not_free_if_its_stream_could_not_be_named(driver):
+    """Not even in the order of the stream that it was allocated for."""
+
+    class Stream:
+        def __cuda_stream__(self):
+            raise KeyboardInterrupt
+
+    pool = Pool(4 * MIB, cuda.Device())
+    allocate, deallocate = raw_blocks.callbacks(pool, LEGACY)
+    address = allocate(64, Wrapped(0))
+    with pytest.raises(KeyboardInterrupt):
+        deallocate(address, 64, Stream())
+    assert pool.stats().active_allocations == 1
+    deallocate(address, 64, Wrapped(0))
+    assert pool.stats().active_allocations == 0
+
+
 def test_one_thing_is_no_pool():
     with pytest.raises(TypeError):
         raw_blocks.serve({0: object()}, None)
