@@ -232,6 +232,7 @@ BUSY += [
 
 
 @pytest.mark.parametrize(("busy", "make"), BUSY)
+@pytest.mark.full
 def test_daemon_threads(program, busy):
     program(f"""
 stay, ready, handover = threading.Event(), threading.Barrier(4), queue.Queue()

@@ -88,6 +88,7 @@ def test_each_class_has_a_specimen():
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.sampled
+@pytest.mark.full
 def test_every_call_of_every_object(group, tmp_path):
     """Each may raise, and none ends the process."""
     program = Path(__file__).with_name("class_matrix.py")

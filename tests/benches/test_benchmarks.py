@@ -117,6 +117,7 @@ def test_graphs_show_peers():
             assert ours and peers, f"{name} shows {ours} beside {peers}"
 
 
+@pytest.mark.full
 def test_they_do_without_the_tools_of_tests():
     """asv's environments have the packages of asv.conf.json, and no others."""
     script = (

@@ -235,6 +235,7 @@ LINKS = {
 
 
 @pytest.mark.parametrize("place", ["in a thread with little stack", "in the main thread"])
+@pytest.mark.full
 def test_a_chain_of_any_length_ends(place, run_script):
     """Each link ends the one before, and is no frame on the stack."""
     links = 4000 if "thread" in place else 200_000

@@ -237,6 +237,7 @@ def test_a_reset_to_a_mark_inside_a_scope(arena):
 # Survivors -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_exactly_the_survivors_bytes_are_retired(arena):
     arrays = [arena.empty(100, "u1") for _ in range(10)]
     for number, array in enumerate(arrays):

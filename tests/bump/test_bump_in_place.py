@@ -25,6 +25,7 @@ def arena_of(request):
 
 
 @pytest.mark.parametrize("options", [{}, SMALL_PAGES, {"guard": True}, {"prefault": False}])
+@pytest.mark.sampled
 def test_blocks_lie_side_by_side_across_growth(arena_of, options):
     arena = arena_of(10_000, **options)
     (region,) = arena.regions

@@ -333,6 +333,7 @@ def test_how_a_run_ended(tmp_path):
     assert child(tmp_path, "import os; os.abort()")["status"] == -signal.SIGABRT
 
 
+@pytest.mark.full
 def test_huge_pages_and_libraries_are_seen(tmp_path):
     source = TOUCH.format(nbytes=64 * MIB, advice="mmap.MADV_{}") + "import time; time.sleep(0.3)"
     how = {"interval": 0.01, "library": "libc.so.6"}
@@ -519,6 +520,7 @@ def test_phases_are_those_of_the_program(script, tmp_path, source, phases):
     assert "arenapy run" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_program_that_is_compared_sees_nothing_of_it(script, tmp_path, monkeypatch):
     for name in [name for name in os.environ if "ARENAPY" in name]:
         monkeypatch.delenv(name)
@@ -541,6 +543,7 @@ def test_both_ways_of_libc(script, tmp_path, libc):
     assert (kept, not_kept) == (2 * keeps, 4 - 2 * keeps)
 
 
+@pytest.mark.full
 def test_a_module(script, tmp_path):
     script("import sys; assert sys.argv[1:] == ['--with', 'x'], sys.argv", "mine.py")
     assert run(tmp_path, "-n", "1", "-m", "mine", "--with", "x").returncode == 0
@@ -620,6 +623,7 @@ def test_options_of_the_pool_arrive(script, tmp_path):
     ],
 )
 @pytest.mark.sampled
+@pytest.mark.full
 def test_wrong_arguments(tmp_path, arguments, named):
     found = run(tmp_path, *arguments)
     assert (found.returncode, found.stdout) == (2, "")

@@ -98,6 +98,7 @@ def test_the_pipeline_takes_memory_once(fake):
 
 
 @pytest.mark.parametrize("way", [gpu_ways.Plain, gpu_ways.Pinned, gpu_ways.Pooled])
+@pytest.mark.full
 def test_one_wrong_bit_in_one_way_fails(way, fake, monkeypatch, capsys, tmp_path):
     honest = way.run
 

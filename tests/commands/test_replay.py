@@ -291,6 +291,7 @@ def small(tmp_path):
     return path
 
 
+@pytest.mark.full
 def test_the_command_as_json(small):
     done = command(small, "--with", "bump,pool,malloc,loop", "--json")
     assert done.returncode == 0, done.stderr

@@ -71,6 +71,7 @@ def test_nothing_is_left_once_numpy_is_there(script, tmp_path):
     assert_alike(tmp_path, "script.py", status=0)
 
 
+@pytest.mark.full
 def test_modules_that_come_while_the_report_is_made(script, tmp_path):
     """As threads import them. Here the name of one imports another when it is looked at."""
     script(
@@ -136,6 +137,7 @@ def test_ends(script, tmp_path, how):
     assert bool(report) == (how not in SILENT)
 
 
+@pytest.mark.full
 def test_interrupt_from_outside(script, tmp_path):
     script("import time, numpy\ntry:\n    print('on', flush=True); time.sleep(60)\n"
            "finally: print('off')")  # fmt: skip
@@ -192,6 +194,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_multiprocessing(script, tmp_path, method):
     script(CHILDREN)
     how = {"env": {**os.environ, "PYTHONWARNINGS": "ignore"}}
@@ -258,6 +261,7 @@ def test_a_fork_while_another_thread_notes_what_it_got(run_script):
 
 
 @pytest.mark.parametrize("options", [(), ("--quiet",), ("--quiet", "--json", "figures.json")])
+@pytest.mark.full
 def test_a_trace_that_is_cut_off_is_told(script, tmp_path, options):
     script("""
         import resource, numpy as np

@@ -240,6 +240,7 @@ def attempt(gpu, scene, operate, n, which, how):
 )
 @pytest.mark.parametrize("operate", OPERATIONS.values(), ids=list(OPERATIONS))
 @pytest.mark.sampled
+@pytest.mark.full
 def test_a_buffer_that_is_let_go_meanwhile(operate, allocator, source):
     if operate is prefetches:
         source = "managed"

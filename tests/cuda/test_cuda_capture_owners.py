@@ -75,6 +75,7 @@ def own_stream(gpu, own):
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
+@pytest.mark.sampled
 def test_a_graph_comes_after_the_blocks_earlier_owner(use, own, allocator):
     with a_gpu() as gpu:
         for blocking in (True, False):

@@ -347,6 +347,7 @@ def test_pieces_are_on_both_links_at_once(gpu, gpus):
 
 @pytest.mark.parametrize("access", [True, False])
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.full
 def test_both_ends_are_held_until_it_is_done(gpu, access, seed):
     """Dropped while it is copied, and written by who gets the memory next: nothing is corrupted."""
     if not access:

@@ -792,6 +792,7 @@ def test_threads_that_capture_and_allocate(gpu):
     pool.check()
 
 
+@pytest.mark.full
 def test_a_collection_of_garbage_that_allocates_for_a_further_capture(gpu):
     """It may come while the Pool looks at what its graphs have, and adds a graph to them."""
     pool = big_pool()

@@ -271,6 +271,7 @@ WAYS = [reset_to_the_start, reset_to_a_mark, leave_a_scope, close_its_region, tr
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", ALLOCATORS)
+@pytest.mark.sampled
 def test_nobody_gets_what_cuda_core_has(gpu, monkeypatch, name, source, way):
     """Two Buffers of cuda.core that are alive never have a byte in common."""
     core = fake_core(monkeypatch)

@@ -389,6 +389,7 @@ def test_a_call_that_fails_when_it_is_sent(gpu, pair, name, nth, result, kind):
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("name", RECEIVING)
 @both
+@pytest.mark.sampled
 def test_a_call_that_fails_when_it_is_received(gpu, pair, name, nth, result, kind):
     allocator = ALLOCATORS[kind]()
     block = allocator.alloc(3 * MIB)

@@ -372,6 +372,7 @@ def test_without_cuda(tmp_path, monkeypatch):
     assert list(cuda.chunks(b"", 4)) == [], "nothing is asked for then"
 
 
+@pytest.mark.full
 def test_the_interpreter_ends_in_the_middle(run_script):
     """Suspended, with a thread at work: nothing waits for ever, nothing is said."""
     run_script("""

@@ -274,6 +274,7 @@ def test_a_stream_that_somebody_still_has_is_not_forgotten(gpu):
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("many", [16, 17, 40])
 @pytest.mark.parametrize("name", ["torch", *list(NOT_OWNERS)[1:]])
+@pytest.mark.sampled
 def test_a_stream_that_does_not_end_with_its_object_is_not_forgotten(gpu, name, many, busy):
     """torch makes an object whenever it is asked for a stream of its pool, which lives on."""
     named = {**KNOWN_OWNERS, **NOT_OWNERS}[name]

@@ -67,6 +67,7 @@ def used(driver, allocator, way, stream, handle, other):
 @pytest.mark.parametrize("memory", [one for one in SOURCES if one != "driver pool"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("who", NOT_OWNERS)
+@pytest.mark.sampled
 def test_a_handle_that_is_destroyed_and_made_anew(gpu, who, way, memory):
     """The new stream has nothing to do; whoever asked it would take the old one's work for done."""
     allocator, others = one_of_many(SOURCES[memory]())

@@ -69,6 +69,7 @@ def test_streams(kind, source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.full
 def test_a_pool_that_is_told_of_no_stream_is_found(source):
     with a_gpu(leaks=True) as driver:
         driver.memory.sizes = ROOM, ROOM  # a failure's traceback keeps its pool

@@ -44,6 +44,7 @@ def failures_of(name, calls):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.sampled
+@pytest.mark.full
 def test_each_call_can_fail(name):
     usual = attempt(name)
     assert not (usual.error or usual.problems or usual.misused), usual

@@ -139,6 +139,7 @@ def test_a_file_is_locked_although_a_signal_interrupts_that(faults, tmp_path):
 
 
 @pytest.mark.parametrize("nth", range(3))
+@pytest.mark.full
 def test_a_stream_gets_its_first_blocks_without_memory_for_their_records(faults, nth):
     """There is the block without the others that come with it, or an error. None is lost."""
     with a_gpu() as gpu:

@@ -80,6 +80,7 @@ CUDA_REGIONS = [name for name in CUDA_OPERATIONS if name.startswith("region of "
 
 
 @pytest.mark.parametrize("name", CUDA_REGIONS)
+@pytest.mark.full
 def test_a_signal_while_a_driver_gives_memory(strikes, name):
     cuda_attempt(name, strikes.at())
     struck, problems, left = cuda_attempt(name, strikes.at())

@@ -73,6 +73,7 @@ def own_machine(kind, runtime, ordinal):
 @pytest.mark.parametrize("kind", [testing.BumpMachine, testing.SlabMachine, testing.PoolMachine])
 @pytest.mark.parametrize("ordinal", [0, 1])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_allocators_over_device_memory_keep_their_promises(runtime, kind, ordinal):
     few = settings(max_examples=max(settings().max_examples // 4, 3), deadline=None)
     run_state_machine_as_test(own_machine(kind, runtime, ordinal), settings=few)

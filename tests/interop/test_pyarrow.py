@@ -202,6 +202,7 @@ def read_and_answer(pipe):
     pipe.send(table.equals(table_of(1000)))  # after the sender has dropped it
 
 
+@pytest.mark.full
 def test_another_process_maps_a_table():
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()

@@ -457,6 +457,7 @@ def test_fork_while_another_thread_measures(run_script):
 
 
 @pytest.mark.parametrize("measured", ["each", "all"])
+@pytest.mark.full
 def test_collections_of_garbage_that_measure(measured, monkeypatch):
     """Blocks begin and end, and allocators are made, in the middle of what `measure` does."""
     unraisable = []

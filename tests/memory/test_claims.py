@@ -652,6 +652,7 @@ def other():
 MODES = ["r", "c", "r+", "w+"]
 
 
+@pytest.mark.full
 def test_one_file_in_two_processes(path, other):
     for here, there in itertools.product(MODES, MODES):
         path.write_bytes(CONTENT)

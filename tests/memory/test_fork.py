@@ -193,6 +193,7 @@ for arena, array in zip(arenas, arrays, strict=True):
 """)
 
 
+@pytest.mark.full
 def test_the_child_of_a_busy_program_is_not_locked(program):
     program(
         """

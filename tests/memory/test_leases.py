@@ -209,6 +209,7 @@ def forker(tmp_path_factory):
 @pytest.mark.parametrize("kind", leases.ALLOCATORS)
 @pytest.mark.parametrize("source", leases.SOURCES)
 @pytest.mark.sampled
+@pytest.mark.full
 def test_c_code_forks_while_another_thread_allocates(source, kind, forker, run_script, tmp_path):
     """Without the GIL, at any moment: no two blocks overlap, and in the end all memory is free."""
     run_script(f"""
@@ -275,6 +276,7 @@ def test_c_code_forks_while_another_thread_allocates(source, kind, forker, run_s
 
 @pytest.mark.parametrize("kind", leases.ALLOCATORS)
 @pytest.mark.parametrize("source", leases.SOURCES)
+@pytest.mark.full
 def test_a_fork_while_the_source_makes_a_region(source, kind, run_script, tmp_path):
     """The child has it, and nothing in it: the parent allocates there; in the child it may not."""
     run_script(f"""

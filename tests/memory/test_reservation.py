@@ -110,6 +110,7 @@ def test_none_if_there_are_not_that_many_addresses():
 
 @pytest.mark.parametrize(("kind", "nbytes"), [("AS", 1 << 40), ("FSIZE", 1 << 25)])
 @pytest.mark.no_sanitizer
+@pytest.mark.full
 def test_a_limit_on_addresses_or_on_files_is_named(run_script, kind, nbytes):
     """Other limits do not count shared memory before it has pages."""
     run_script(f"""
@@ -149,6 +150,7 @@ def test_bad_size_names_it(source, nbytes):
 ])  # fmt: skip
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB, 6 * MIB])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_committed_memory_does_not_fault(nbytes, options):
     reservation = reserve(**options)
     for _ in range(3):

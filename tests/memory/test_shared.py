@@ -517,6 +517,7 @@ def add_one(x):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.full
 def test_arrays_as_arguments_and_results(method):
     pool = Pool(source=Shared())
     arrays = [pool.zeros(100) for _ in range(8)]

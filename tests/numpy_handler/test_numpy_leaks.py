@@ -75,6 +75,7 @@ def threaded(pool, count):
 
 
 @pytest.mark.parametrize("work", [contexts, threaded])
+@pytest.mark.full
 def test_contexts_leave_nothing_behind(work, pool):
     """10,000 of them; a leak of one object each would be 10,000, chance is a handful."""
     objects, nbytes, blocks = settled(functools.partial(work, pool, 10_000))

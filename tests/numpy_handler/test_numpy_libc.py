@@ -59,6 +59,7 @@ def test_arguments():
 
 @glibc
 @pytest.mark.no_sanitizer
+@pytest.mark.full
 def test_it_is_kept_while_anybody_wants_it(run_script):
     """Programs of everything that enters and leaves, in any order, beside those who do not ask."""
     run_script(
@@ -161,6 +162,7 @@ def faults_of_calls():
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("where", ["here", "in a thread"])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_workspaces_are_not_faulted_in_anew(run_script, where):
     """With it next to none; without it thousands, which is why it is there."""
     found = run_script(

@@ -108,6 +108,7 @@ def against_the_order(root):
     return found
 
 
+@pytest.mark.full
 def test_each_folder_imports_from_above():
     assert not against_the_order(PACKAGE)
 

@@ -90,6 +90,7 @@ def test_a_closed_pool_gives_nothing_back_by_time(run_script):
     )
 
 
+@pytest.mark.full
 def test_a_region_is_not_closed_under_a_thread_that_fills_it(run_script):
     run_script(
         TAKE_OVER

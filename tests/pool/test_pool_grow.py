@@ -123,6 +123,7 @@ def test_bytes_that_an_export_keeps_are_not_grown_into():
 
 @pytest.mark.parametrize("align", [256, 1 << 14, 2 * MIB])
 @pytest.mark.parametrize("nbytes", [100, 40 * KIB, MIB])
+@pytest.mark.sampled
 def test_a_block_that_moves_keeps_its_alignment(source, nbytes, align):
     pool = Pool(source=source)
     skew = [pool.alloc(3 * 64 * KIB + PAGE)]  # so that no place is aligned by chance
@@ -234,6 +235,7 @@ def test_on_a_device():
         assert gpu.errors == []
 
 
+@pytest.mark.full
 def test_blocks_that_grow_at_the_end_do_not_make_the_pool_grow_for_ever():
     random, pool, kept = Random(1), Pool(source=Host(prefault=False)), []
     for _ in range(40_000):
@@ -250,7 +252,7 @@ def test_blocks_that_grow_at_the_end_do_not_make_the_pool_grow_for_ever():
 @pytest.mark.parametrize("source", ["host", "shared", "granules"])
 def test_blocks_that_are_seen_and_grow_do_not_make_the_pool_grow_for_ever(source):
     random, pool = Random(1), Pool(16 << 30, source=SOURCES[source]())
-    for _ in range(3000):
+    for _ in range(1000):
         block = pool.alloc(random.randrange(50_000, 200_000))
         with memoryview(block), contextlib.suppress(BufferError):
             for _ in range(8):

@@ -260,6 +260,7 @@ def test_finalizers_that_use_the_slab_that_grows():
     slab.check()
 
 
+@pytest.mark.full
 def test_collections_within_a_growth_that_use_the_slab():
     """Wherever growth makes an object: as before 3.12, where the collector runs at once.
 

@@ -91,6 +91,7 @@ def test_a_signal_is_found_and_its_program_made_small(tmp_path):
     ],
 )
 @pytest.mark.sampled
+@pytest.mark.full
 def test_wrong_arguments(arguments, named):
     done = fuzz(*arguments)
     assert done.returncode == 2

@@ -133,6 +133,7 @@ def test_without_atheris_the_command_says_what_is_missing(tmp_path, capsys, monk
     assert "pip install atheris" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_programs_by_chance_run_until_the_time_is_over():
     entered = []
 

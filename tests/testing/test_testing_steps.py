@@ -157,6 +157,7 @@ def _test_file(folder):
     return tests
 
 
+@pytest.mark.full
 def test_a_file_of_a_failure_fails_again(tmp_path):
     machine = BumpToy
     path = as_file(
@@ -172,6 +173,7 @@ def test_a_file_of_a_failure_fails_again(tmp_path):
 
 @pytest.mark.parametrize("machine", [Inner.Nested, TwoAtAPool])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_machines_are_found_where_they_are(machine, tmp_path):
     config = {"max_bytes": None, "rounding": "step", "fail_after": None}
     steps = [Step("start", {"config": config}), Step("allocate_block", {"nbytes": 1, "align": 1})]

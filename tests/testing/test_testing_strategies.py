@@ -17,6 +17,7 @@ def test_sizes_stay_within(data, least, more):
     assert least <= data.draw(sizes(least + more, least=least)) <= least + more
 
 
+@pytest.mark.full
 def test_sizes_reach_the_edges():
     """Within few examples, as a uniform strategy would not."""
     edges, drawn = {0, 1, 63, 64, 65, PAGE - 1, PAGE + 1, 3 * PAGE, 12345, 8 * PAGE}, set()
@@ -42,6 +43,7 @@ def test_arrays_fit(most, data):
     assert math.prod(shape) * dtype.itemsize <= most
 
 
+@pytest.mark.full
 def test_arrays_of_all_sorts():
     find(shapes_and_dtypes(), lambda pair: pair[0] == ())
     find(shapes_and_dtypes(), lambda pair: 0 in pair[0] and len(pair[0]) == 3)

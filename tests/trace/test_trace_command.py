@@ -189,6 +189,7 @@ def test_names_from_a_trace_are_not_taken_for_markup(tmp_path, capsys):
     assert "[red]<script>" in said(capsys)
 
 
+@pytest.mark.full
 def test_bokeh_is_not_imported_for_text(recorded):
     program = (
         "import sys; from arenapy.commands.cli import main; main(['trace', sys.argv[1]]);"

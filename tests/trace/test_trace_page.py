@@ -168,6 +168,7 @@ def test_names_are_text(tmp_path):
 
 @needs_browser
 @pytest.mark.parametrize("shown", ["program"], indirect=True)
+@pytest.mark.full
 def test_charts_are_drawn_in_the_colours_of_the_legend(shown):
     names = [one.text for one in shown.find_elements("css selector", "#legend span")]
     assert names[0].startswith("program.py:") and names[-1] == "reserved"
@@ -263,6 +264,7 @@ def test_segments_far_apart_are_drawn_side_by_side(shown):
 
 @needs_browser
 @pytest.mark.parametrize("shown", ["many"], indirect=True)
+@pytest.mark.full
 def test_what_is_merged_is_drawn_and_told(shown):
     notes = element(shown, "#notes").text
     assert "The map shows the 20,000 blocks with the largest rectangles" in notes
