@@ -138,6 +138,8 @@ class Collate:
         if slab.capacity == slab.count:
             raise ValueError(f"{slab!r} has no free item; make a Slab for the batches alone")
         buffers = slab.alloc_many(slab.capacity - slab.count)
+        for buffer in buffers:
+            buffer[:HEAD] = bytes(HEAD)
         self._begin((os.getpid(), next(_numbers)), buffers)
         if torch.cuda.is_available():
             self._leaving = queue.SimpleQueue()

@@ -512,6 +512,16 @@ def test_a_copy_is_the_same_function():
     assert copy.copy(collate) is collate
 
 
+def test_a_slab_that_was_in_use_before():
+    slab = slab_of(2)
+    for item in slab.alloc_many(2):
+        item[:] = b"\xff" * item.nbytes
+    del item
+    collate = arenapy_torch.collate(slab)
+    assert not any(words(collate))
+    assert all_can_be_taken(collate)
+
+
 def test_batches_that_a_worker_does_not_send():
     collate = arenapy_torch.collate(slab_of(4))
     some = lambda samples: (collate(samples), None)[samples[0]["both"][0] % 4 > 0]  # noqa: E731
