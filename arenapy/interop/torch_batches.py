@@ -304,6 +304,7 @@ class _Batch:
     def functions(self) -> dict[Any, Callable[..., Any]]:
         """The argument of torch's `collate` that says how each kind of sample becomes a tensor."""
         import torch
+        from torch.utils.data._utils.collate import collate_tensor_fn
         from torch.utils.data._utils.collate import default_collate_fn_map as usual
 
         def stacked(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
@@ -326,7 +327,9 @@ class _Batch:
             return made
 
         functions = {kind: moved(make) for kind, make in usual.items()}
-        return {**functions, torch.Tensor: stacked}
+        if usual[torch.Tensor] is collate_tensor_fn:  # else the user has put another one there
+            functions[torch.Tensor] = stacked
+        return functions
 
     def filled(self, shape: Sequence[int], dtype: Any, fill: Callable[[Any], Any]) -> Any:
         """A new tensor in the item, as the batch shall contain it."""

@@ -378,6 +378,19 @@ def test_a_tensor_that_is_seen_after_an_error(monkeypatch):
     assert nobody_has_any(collate)
 
 
+def test_a_function_for_tensors_of_the_users_own(monkeypatch):
+    from torch.utils.data._utils import collate as torchs
+
+    def padded(tensors, *, collate_fn_map=None):
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+    monkeypatch.setitem(torchs.default_collate_fn_map, torch.Tensor, padded)
+    collate = arenapy_torch.collate(slab_of(1))
+    batch = collate([torch.ones(1), torch.ones(2)])
+    assert batch.tolist() == [[1, 0], [1, 1]]
+    assert any(words(collate))
+
+
 def stopped(collate, at, stop, spared=()):
     """Call `stop` at this line of making a batch and of its end; False if there are fewer lines."""
     lines = 0
