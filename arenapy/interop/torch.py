@@ -131,7 +131,8 @@ def collate(slab: Slab) -> Callable[[Sequence[Any]], Any]:
     -------
     callable
         For ``DataLoader(collate_fn=...)``, without ``pin_memory=``. It makes the batches that
-        torch's ``default_collate`` makes. The same one may serve several DataLoaders.
+        torch's ``default_collate`` makes. The same one may serve several DataLoaders, and a
+        function of yours that calls it.
 
     Raises
     ------
@@ -145,8 +146,9 @@ def collate(slab: Slab) -> Callable[[Sequence[Any]], Any]:
     A worker copies each sample into the item. The tensors of the batch lie there: nothing is copied
     again. If torch has CUDA, the items are pinned, so copies to a device run at full speed, and
     beside the program with ``non_blocking=True``. An item is free again when the last tensor of its
-    batch is gone, and the current stream has done its work. If another stream copies from a batch,
-    let the current stream wait for it before you drop the batch.
+    batch is gone, in the program and in the worker, and the current stream has done its work. If
+    another stream copies from a batch, let the current stream wait for it before you drop the
+    batch.
 
     A batch that does not fit raises ValueError. If all items are in use for a second, the batch is
     copied as torch does it, and a RuntimeWarning says so once in each worker. The items of a worker

@@ -3,14 +3,16 @@
 Contents: the collate function, and the ownership of the items of its Slab. The memory is that of a
 Slab over Shared.
 
-Each item begins with a word: 0 if nobody has the item, otherwise a process (the upper half) and a
-ticket (the lower half). Every change is a compare-and-swap. So an item has one owner at all times,
-also if a process is killed, and a worker takes the items of processes that have ended. The ticket
-shows the program whether the item still has the batch that a worker sent.
+Each item begins with two words. A word is 0, or a process (the upper half) and a ticket (the lower
+half), and every change is a compare-and-swap. The first word is the owner of the item: the process
+that makes the batch, then the message with the batch, then the process that has received it. So an
+item has one owner at all times, also if a process is killed. The second word is the process that
+made the batch, for as long as it has a tensor there. An item is free if each word is 0, or of a
+process that has ended.
 
-A forked child sees the batches that the program had at the fork. So a batch of the program has a
-token, a block in shared memory. arenapy records at a fork which blocks the child sees. The item
-stays the program's until no child sees the token any more.
+A forked child sees the batches that its parent had at the fork. So each batch that a process has is
+kept with a token, a block in shared memory. arenapy records at a fork which blocks the child sees.
+The item stays the parent's until no child sees the token any more.
 """
 
 import atexit
@@ -24,7 +26,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import numpy as np
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.interop import shared_words
@@ -32,14 +37,17 @@ from arenapy.memory.shared import seen_elsewhere
 from arenapy.memory.sources import Shared
 from arenapy.slab.slab import Slab
 
-HEAD = 64  # bytes of an item before the batch: the word, and the alignment of all tensors
+HEAD = 64  # bytes of an item before the batch: the words, and the alignment of all tensors
+WORD = 8
 TICKETS = 1 << 32
 MOST_TOKENS = 1 << 20
 PATIENCE = 1.0  # seconds: the program may be ahead of the copies, but it may also keep all batches
 MOMENT = 0.0002
 
-_collates: "weakref.WeakValueDictionary[int, Collate]" = weakref.WeakValueDictionary()
+_collates: "weakref.WeakValueDictionary[tuple[int, int], Collate]" = weakref.WeakValueDictionary()
+_made: "weakref.WeakValueDictionary[int, _Held]" = weakref.WeakValueDictionary()  # by address
 _numbers = itertools.count()
+_tickets = itertools.count(1)
 _threads: dict[threading.Thread, "queue.SimpleQueue[Any]"] = {}  # those that wait for copies
 
 
@@ -48,28 +56,27 @@ class Items:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
-        self._tickets = itertools.count(1)
+        self.makers = [buffer[WORD : 2 * WORD] for buffer in buffers]
+        self.tokens = Slab(HEAD, len(buffers), Shared(huge_pages=None), max_count=MOST_TOKENS)
         self._dropped: deque[tuple[int, int, Buffer]] = deque()
 
-    def take(self) -> tuple[int, int] | None:
-        """An item for this process, and its word; None if there is none."""
-        mine = os.getpid() * TICKETS + next(self._tickets) % TICKETS
+    def take(self, held: "_Held") -> bool:
+        """Make a free item that of a batch; False if there is none."""
         for of_the_dead in (False, True):
-            for number, buffer in enumerate(self.buffers):
-                word = shared_words.load(buffer)
-                if word and not (of_the_dead and _has_ended(word // TICKETS)):
-                    continue
-                if shared_words.swap(buffer, word, mine):
-                    return number, mine
-        return None
+            for held.item, owner in enumerate(self.buffers):
+                if _take_word(owner, held.word, of_the_dead):
+                    if _take_word(self.makers[held.item], held.word, of_the_dead):
+                        return True
+                    self.give_back(held.item, held.word)
+        return False
 
-    def claim(self, number: int, word: int) -> int:
-        """The new word of an item that another process took for this one; 0: it is lost."""
-        mine = os.getpid() * TICKETS + word % TICKETS
-        return mine if shared_words.swap(self.buffers[number], word, mine) else 0
+    def pass_on(self, number: int, old: int, new: int) -> bool:
+        """Make `new` the owner of an item; False if `old` is not."""
+        return shared_words.swap(self.buffers[number], old, new)
 
     def give_back(self, number: int, word: int) -> None:
-        """Make the item free."""
+        """Make the item free of the batch of this word, and of no other one."""
+        shared_words.swap(self.makers[number], word, 0)
         shared_words.swap(self.buffers[number], word, 0)
 
     def drop(self, number: int, word: int, token: Buffer) -> None:
@@ -80,7 +87,7 @@ class Items:
     def settle(self) -> None:
         """Make the items free of those dropped batches that no child sees any more.
 
-        Only the program does this. A batch may be dropped in here, where garbage is collected.
+        A batch may be dropped in here, where garbage is collected.
         """
         for _ in range(len(self._dropped)):
             try:
@@ -91,6 +98,16 @@ class Items:
                 self._dropped.append((number, word, token))
             else:
                 self.give_back(number, word)
+
+
+def _new_word() -> int:
+    return os.getpid() * TICKETS + next(_tickets) % TICKETS
+
+
+def _take_word(block: Buffer, mine: int, of_the_dead: bool) -> bool:
+    word = shared_words.load(block)
+    free = not word or (of_the_dead and _has_ended(word // TICKETS))
+    return free and shared_words.swap(block, word, mine)
 
 
 def _has_ended(process: int) -> bool:
@@ -106,6 +123,8 @@ def _has_ended(process: int) -> bool:
 class Collate:
     """A function that makes batches in the items of a Slab, for ``DataLoader(collate_fn=...)``."""
 
+    _leaving: "queue.SimpleQueue[Any] | None"
+
     def __init__(self, torch: Any, slab: Slab) -> None:
         if not isinstance(slab, Slab):
             raise TypeError(
@@ -118,14 +137,10 @@ class Collate:
             )
         if slab.capacity == slab.count:
             raise ValueError(f"{slab!r} has no free item; make a Slab for the batches alone")
-        self._begin(next(_numbers), slab.alloc_many(slab.capacity - slab.count))
-        self._process = os.getpid()
-        source = Shared(huge_pages=None)
-        self._tokens = Slab(HEAD, len(self._items.buffers), source, max_count=MOST_TOKENS)
-        self._held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
-        self._leaving: queue.SimpleQueue[Any] | None = None
-        self._lock = threading.Lock()
-        _collates[self._number] = self
+        buffers = slab.alloc_many(slab.capacity - slab.count)
+        for buffer in buffers:
+            buffer[:HEAD] = bytes(HEAD)
+        self._begin((os.getpid(), next(_numbers)), buffers)
         if torch.cuda.is_available():
             self._leaving = queue.SimpleQueue()
             _pin(torch, self, self._items.buffers)
@@ -136,33 +151,38 @@ class Collate:
             waiting.start()
             weakref.finalize(self, self._leaving.put, None)
 
-    def _begin(self, number: int, buffers: Sequence[Buffer]) -> None:
-        self._number = number
-        self._items = Items(buffers)
+    def _begin(self, number: tuple[int, int], buffers: Sequence[Buffer]) -> None:
+        """Begin in this process."""
+        self._number, self._items = number, Items(buffers)
+        self._leaving = None
         self._warned = self._impatient = False
+        self._process = os.getpid()
+        _collates[number] = self
 
-    # A worker that is spawned, and not forked, gets the items by handle.
-    def __getstate__(self) -> tuple[int, list[Buffer]]:
-        return self._number, list(self._items.buffers)
+    def _here(self) -> Items:
+        """The items as this process has them, which may be a forked child."""
+        if self._process != os.getpid():
+            self._begin(self._number, self._items.buffers)
+        return self._items
 
-    def __setstate__(self, state: tuple[int, list[Buffer]]) -> None:
-        self._begin(*state)
-        self._process = 0
+    # A process that is spawned, and not forked, gets the items by handle.
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _opened, (self._number, list(self._items.buffers))
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Make a batch of samples, as torch's ``default_collate`` does."""
-        from torch.utils.data import default_collate
+        import torch
         from torch.utils.data._utils.collate import collate
 
-        if os.getpid() == self._process:
-            self._items.settle()
-        taken = self._items.take()
+        if torch.utils.data.get_worker_info() is not None:
+            ForkingPickler.register(torch.Tensor, _sent)
+        held = _Held(self)
         end = time.monotonic() + (0 if self._impatient else PATIENCE)
-        while taken is None and time.monotonic() < end:
-            time.sleep(MOMENT)
-            taken = self._items.take()
-        self._impatient = taken is None
-        if taken is None:
+        while not self._items.take(held):
+            if time.monotonic() < end:
+                time.sleep(MOMENT)
+                continue
+            self._impatient = True
             if not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -172,39 +192,13 @@ class Collate:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            return default_collate(samples)
-        batch = _Batch(self, *taken)
-        try:
-            made = collate(samples, collate_fn_map=batch.functions())
-        except BaseException:
-            self._items.give_back(*taken)
-            raise
-        if batch.used == HEAD:  # no tensor
-            self._items.give_back(*taken)
-        return made
+            return torch.utils.data.default_collate(samples)
+        self._impatient = False
+        return collate(samples, collate_fn_map=_Batch(held).functions())
 
-    def _tensor(self, item: int, word: int, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A tensor of the program over the bytes that a worker wrote."""
-        import torch
-
-        ours = os.getpid() == self._process
-        if ours:
-            self._items.settle()
-        with self._lock:
-            held = self._held.get(item)
-            if held is None or held.sent != word:
-                token = self._tokens.alloc() if ours else None  # a forked child frees nothing
-                mine = self._items.claim(item, word)
-                if not mine:
-                    raise RuntimeError(
-                        "the worker that made this batch has ended, and another one has its memory"
-                    )
-                held = self._held[item] = _Held(self, item, word, mine, token)
-        return _part(torch.from_numpy(held.array()), offset, shape, dtype)
-
-    def _dropped(self, item: int, word: int, token: Buffer | None) -> None:
+    def _dropped(self, item: int, word: int, token: Buffer) -> None:
         """Free the memory of a batch, whose last tensor is gone, after the copies out of it."""
-        if token is None or os.getpid() != self._process or sys.is_finalizing():
+        if word // TICKETS != os.getpid() or sys.is_finalizing():  # a child frees nothing of others
             return
         torch = sys.modules["torch"]
         if self._leaving is None or not torch.cuda.is_initialized():
@@ -216,69 +210,106 @@ class Collate:
             self._leaving.put((event, item, word, token))
 
 
+def _opened(number: tuple[int, int], buffers: Sequence[Buffer]) -> Collate:
+    collate = _collates.get(number)
+    if collate is None:
+        collate = Collate.__new__(Collate)
+        collate._begin(number, buffers)
+    return collate
+
+
 class _Held:
-    """A batch that the program has. Each of its tensors keeps it."""
+    """The batch of an item in this process, which frees the item. Each of its tensors keeps this.
 
-    def __init__(
-        self, collate: Collate, item: int, sent: int, word: int, token: Buffer | None
-    ) -> None:
-        self.collate, self.item, self.sent, self.word = collate, item, sent, word
-        self.token = token
+    The word is a new one, and known here before it is in the item. So the end of this frees just
+    the item that it has, if it has one, whatever an exception of a signal has interrupted.
+    """
 
-    def array(self) -> Any:
-        import numpy as np
+    word = 0  # before there is anything to free
 
-        return np.asarray(self)
+    def __init__(self, collate: Collate) -> None:
+        items = collate._here()
+        items.settle()
+        self.collate, self.item, self.token = collate, 0, items.tokens.alloc()
+        self.word = _new_word()
+
+    @property
+    def address(self) -> int:
+        return self.collate._items.buffers[self.item].address
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        buffer = self.collate._items.buffers[self.item]
         return {
-            "version": 3, "typestr": "|u1", "shape": (buffer.nbytes,),
-            "data": (buffer.address, False),
+            "version": 3, "typestr": "|u1", "data": (self.address, False),
+            "shape": (self.collate._items.buffers[self.item].nbytes,),
         }  # fmt: skip
 
+    # Once in each message, however many of its tensors the message has. The first message takes the
+    # item along. Another one gets a copy, since the program may have freed the item by then.
+    def __reduce__(self) -> Any:
+        word = _new_word()
+        mine = self.word // TICKETS == os.getpid()
+        if mine and self.collate._items.pass_on(self.item, self.word, word):
+            return _received, (self.collate._number, self.item, word)
+        return np.array(self).__reduce__()
+
     def __del__(self) -> None:
-        self.collate._dropped(self.item, self.word, self.token)
+        if self.word:
+            self.collate._dropped(self.item, self.word, self.token)
 
 
-class _Sent:
-    """A tensor on its way from a worker to the program, where it arrives as a tensor."""
+def _sent(tensor: Any) -> Any:
+    """What a worker sends of a tensor: its place if it is in an item."""
+    from torch.multiprocessing.reductions import reduce_tensor
 
-    def __init__(self, *place: Any) -> None:
-        self.place = place
+    held = _held_by(tensor)
+    if held is None or tensor.requires_grad:
+        return reduce_tensor(tensor)
+    storage = tensor.untyped_storage()
+    place = storage.data_ptr() - held.address, storage.nbytes(), tensor.dtype
+    return _arrived, (held, *place, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _arrived, self.place
 
-
-def _arrived(number: int, *place: Any) -> Any:
+def _received(number: tuple[int, int], item: int, word: int) -> Any:
+    """The bytes of an item that a worker sent: this process's from here on."""
     collate = _collates.get(number)
     if collate is None:
         raise RuntimeError(
             "the collate function that this batch belongs to is gone; keep it, or the DataLoader"
         )
-    return collate._tensor(*place)
+    held = _Held(collate)
+    held.item = item
+    if not collate._items.pass_on(item, word, held.word):
+        raise RuntimeError(
+            "the worker that made this batch has ended, and another one has its memory"
+        )
+    return np.asarray(held)
+
+
+def _arrived(whole: Any, first: int, nbytes: int, dtype: Any, *layout: Any) -> Any:
+    import torch
+
+    memory = torch.from_numpy(whole[first : first + nbytes]).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, *layout)
 
 
 class _Batch:
     """A batch that is being made in an item."""
 
-    def __init__(self, collate: Collate, item: int, word: int) -> None:
-        import torch
-
-        self.collate, self.item, self.word = collate, item, word
+    def __init__(self, held: _Held) -> None:
+        self.held = held
         self.used = HEAD
-        self.bytes = torch.frombuffer(collate._items.buffers[item], dtype=torch.uint8)
+        self.bytes = np.asarray(held)
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
         """The argument of torch's `collate` that says how each kind of sample becomes a tensor."""
         import torch
+        from torch.utils.data._utils.collate import collate_tensor_fn
         from torch.utils.data._utils.collate import default_collate_fn_map as usual
 
         def stacked(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
             first = batch[0]
-            if first.layout is not torch.strided or first.is_nested or first.device.type != "cpu":
+            if not _is_plain(first):
                 return usual[torch.Tensor](batch, collate_fn_map=collate_fn_map)
             return self.filled(
                 (len(batch), *first.shape), first.dtype, lambda out: torch.stack(batch, out=out)
@@ -287,14 +318,18 @@ class _Batch:
         def moved(make: Callable[..., Any]) -> Callable[..., Any]:
             def made(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
                 tensor = make(batch, collate_fn_map=collate_fn_map)
-                if not isinstance(tensor, torch.Tensor):
+                if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
                     return tensor
+                if _held_by(tensor) is self.held:
+                    return tensor  # `make` has called torch's `collate` with these functions
                 return self.filled(tensor.shape, tensor.dtype, lambda out: out.copy_(tensor))
 
             return made
 
-        numbers = {kind: moved(make) for kind, make in usual.items()}
-        return {**numbers, torch.Tensor: stacked}
+        functions = {kind: moved(make) for kind, make in usual.items()}
+        if usual[torch.Tensor] is collate_tensor_fn:  # else the user has put another one there
+            functions[torch.Tensor] = stacked
+        return functions
 
     def filled(self, shape: Sequence[int], dtype: Any, fill: Callable[[Any], Any]) -> Any:
         """A new tensor in the item, as the batch shall contain it."""
@@ -310,19 +345,23 @@ class _Batch:
                 f"{len(self.bytes)}; make the Slab with a larger item_size, or smaller batches"
             )
         self.used = -(-(offset + nbytes) // HEAD) * HEAD
+        out = torch.from_numpy(self.bytes[offset : offset + nbytes]).view(dtype).view(shape)
         with torch.no_grad():
-            fill(_part(self.bytes, offset, shape, dtype))
-        place = self.item, self.word, offset, shape, dtype
-        if self.collate._process == os.getpid():  # a DataLoader without workers
-            return self.collate._tensor(*place)
-        return _Sent(self.collate._number, *place)
+            fill(out)
+        if nbytes:
+            _made[out.data_ptr()] = self.held
+        return out
 
 
-def _part(tensor: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    nbytes = dtype.itemsize
-    for extent in shape:
-        nbytes *= extent
-    return tensor[offset : offset + nbytes].view(dtype).view(shape)
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+
+
+def _held_by(tensor: Any) -> _Held | None:
+    """The batch whose item a tensor is in."""
+    return _made.get(tensor.untyped_storage().data_ptr()) if _is_plain(tensor) else None
 
 
 def _pin(torch: Any, collate: Collate, buffers: Sequence[Buffer]) -> None:

@@ -1,6 +1,9 @@
 """`arenapy.interop.torch.collate`: workers of a DataLoader write batches into a Slab."""
 
 import contextlib
+import copy
+import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -46,15 +49,33 @@ class Samples(Dataset):
 
 
 def words(collate):
-    return [torch_batches.shared_words.load(one) for one in collate._items.buffers]
+    """Of the owners of the items, then of those that made the batches."""
+    blocks = [*collate._items.buffers, *collate._items.makers]
+    return [torch_batches.shared_words.load(one) for one in blocks]
+
+
+def taken(collate):
+    """An item that is taken, without a batch in it."""
+    held = torch_batches._Held(collate)
+    assert collate._items.take(held)
+    return held
+
+
+def all_can_be_taken(collate):
+    items = range(len(collate._items.buffers))
+    return {held.item for held in [taken(collate) for _ in items]} == set(items)
+
+
+def soon(condition):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
 
 
 def nobody_has_any(collate):
     """Soon: a batch on its way may be dropped by another thread."""
-    end = time.monotonic() + 10
-    while any(words(collate)) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(words(collate))
+    return soon(lambda: not any(words(collate)))
 
 
 def same(ours, theirs):
@@ -113,10 +134,7 @@ def test_a_tensor_keeps_its_batch():
     del batch
     for number, one in enumerate(kept):
         assert one[:, 0, 0].tolist() == [float(i) for i in range(8 * number, 8 * number + 8)]
-    end = time.monotonic() + 10
-    while sum(map(bool, words(collate))) != 2:  # with CUDA, a thread gives them back
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert soon(lambda: sum(map(bool, words(collate))) == 2)  # with CUDA, a thread frees them
     del kept, one
     assert nobody_has_any(collate)
 
@@ -159,47 +177,67 @@ def test_a_batch_without_tensors_keeps_no_item():
     assert not any(words(collate))
 
 
-def epoch(loader, killed=None):
-    """Batches until a worker is killed after so many, or all of them."""
+class Fatal:
+    """A field of a sample that kills the worker which puts it into a batch."""
+
+    def __init__(self, kills):
+        self.kills = kills
+
+
+def fatal(fields, *, collate_fn_map=None):
+    if any(field.kills for field in fields):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killing(Samples):
+    """A worker that reads a certain sample is killed: before its batch is made, or within that."""
+
+    def __init__(self, n, at=-1, within=False):
+        super().__init__(n)
+        self.at, self.within = at, within
+
+    def __getitem__(self, i):
+        if i == self.at and not self.within:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {**super().__getitem__(i), "fatal": Fatal(i == self.at)}
+
+
+def epoch(loader):
+    """The number of batches until a worker is killed."""
     n = 0
-    batches = iter(loader)
     try:
-        for batch in batches:
+        for batch in loader:
             assert batch["image"].shape[1:] == (3, 5)
-            if n == killed:
-                os.kill(batches._workers[n % 2].pid, signal.SIGKILL)
             n += 1
     except RuntimeError as error:
         assert "exited unexpectedly" in str(error) or "killed by signal" in str(error), error
     return n
 
 
-def test_killed_workers_leave_nothing(pytestconfig):
-    """More workers are killed than there are items, and each item is used again."""
+def test_killed_workers_leave_nothing(pytestconfig, monkeypatch):
+    """More workers are killed than there are items, and each item is used again.
+
+    The workers kill themselves. If the program did, one might have a lock of torch's at the time,
+    and the program would wait for that for ever.
+    """
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    monkeypatch.setitem(default_collate_fn_map, Fatal, fatal)
     collate = arenapy_torch.collate(slab_of(8))
     files = len(os.listdir("/proc/self/fd"))
-    wanted, kills = 300, 12
-    if pytestconfig.getoption("--tier") != "quick":
-        wanted, kills = 10_000, 100
-    n = 0
+    kills = 12 if pytestconfig.getoption("--tier") == "quick" else 100
     for i in range(kills):
-        loader = DataLoader(
-            Samples(4 * wanted // kills), batch_size=4, num_workers=2, collate_fn=collate
-        )
-        n += epoch(loader, killed=i % 20)
-    n += epoch(
-        DataLoader(Samples(4 * (wanted - n)), batch_size=4, num_workers=2, collate_fn=collate)
+        data = Killing(100, at=4 * (i % 20), within=i % 3 > 0)
+        loader = DataLoader(data, batch_size=4, num_workers=2, collate_fn=collate)
+        assert epoch(loader) <= i % 20
+    loader = DataLoader(Killing(400), batch_size=4, num_workers=2, collate_fn=collate)
+    assert epoch(loader) == 100
+    assert soon(
+        lambda: all(not one or torch_batches._has_ended(one >> 32) for one in words(collate))
     )
-    assert n == wanted
-    end = time.monotonic() + 10
-    while any(one and not torch_batches._has_ended(one >> 32) for one in words(collate)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    taken = [collate._items.take() for _ in range(8)]
-    assert None not in taken
-    for item, word in taken:
-        collate._items.give_back(item, word)
-    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert all_can_be_taken(collate)
+    gc.collect()  # torch's threads close their pipes
+    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= files + 2)
 
 
 def test_a_batch_of_a_worker_that_has_ended():
@@ -207,15 +245,20 @@ def test_a_batch_of_a_worker_that_has_ended():
     collate = arenapy_torch.collate(slab_of(1))
     child = os.fork()
     if child == 0:
-        os._exit(0 if collate._items.take() == (0, os.getpid() << 32 | 1) else 1)
+        held = taken(collate)
+        os._exit(held.item)
     assert os.waitpid(child, 0)[1] == 0
-    item, word = collate._items.take()  # of the dead
+    lost = collate._number, 0, words(collate)[0]
+    held = taken(collate)  # of the dead
     with pytest.raises(RuntimeError, match="worker that made this batch has ended"):
-        collate._tensor(item, child << 32 | 1, 64, (1,), torch.uint8)
-    tensor = collate._tensor(item, word, 64, (1,), torch.uint8)
+        torch_batches._received(*lost)
+    receive, place = held.__reduce__()
+    received = receive(*place)
     with pytest.raises(RuntimeError, match="worker that made this batch has ended"):
-        collate._tensor(item, child << 32 | 1, 64, (1,), torch.uint8)
-    del tensor
+        torch_batches._received(*lost)
+    del held
+    assert words(collate)[0]
+    del received
     assert nobody_has_any(collate)
 
 
@@ -292,11 +335,247 @@ def test_workers_do_not_free_what_the_program_has_dropped():
 def test_the_function_is_gone():
     """A batch that arrives later is refused."""
     collate = arenapy_torch.collate(slab_of(2))
-    sent = torch_batches._Sent(collate._number, 0, 0, 64, (1,), torch.uint8)
-    make, place = sent.__reduce__()
+    receive, place = taken(collate).__reduce__()
     del collate
     with pytest.raises(RuntimeError, match="is gone; keep it, or the DataLoader"):
-        make(*place)
+        receive(*place)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_arrays_need_their_room_once(workers):
+    collate = arenapy_torch.collate(slab_of(4, nbytes=64 + 4 * 400))
+    data = [np.full(100, i, "f4") for i in range(8)]
+    loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=collate)
+    assert [batch[:, 99].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Pair:
+    """A sample of the user's own, which torch collates by a function of the user's."""
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+
+def test_a_tensor_that_is_seen_after_an_error(monkeypatch):
+    """It keeps the item."""
+    from torch.utils.data._utils import collate as torchs
+
+    seen = []
+
+    def collated(pairs, *, collate_fn_map=None):
+        for values in ([pair.first for pair in pairs], [pair.second for pair in pairs]):
+            seen.append(torchs.collate(values, collate_fn_map=collate_fn_map))
+
+    monkeypatch.setitem(torchs.default_collate_fn_map, Pair, collated)
+    collate = arenapy_torch.collate(slab_of(2))
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        collate([Pair(torch.ones(9), torch.zeros(2)), Pair(torch.ones(9), torch.zeros(3))])
+    batch = collate(filled(2))
+    with pytest.warns(RuntimeWarning, match="all 2 items"):
+        collate(filled(3))
+    assert seen[0].tolist() == [[1.0] * 9] * 2
+    del seen[:], batch
+    assert nobody_has_any(collate)
+
+
+def test_a_function_for_tensors_of_the_users_own(monkeypatch):
+    from torch.utils.data._utils import collate as torchs
+
+    def padded(tensors, *, collate_fn_map=None):
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+    monkeypatch.setitem(torchs.default_collate_fn_map, torch.Tensor, padded)
+    collate = arenapy_torch.collate(slab_of(1))
+    batch = collate([torch.ones(1), torch.ones(2)])
+    assert batch.tolist() == [[1, 0], [1, 1]]
+    assert any(words(collate))
+
+
+def stopped(collate, at, stop, spared=()):
+    """Call `stop` at this line of making a batch and of its end; False if there are fewer lines."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        code = frame.f_code
+        if code.co_filename != torch_batches.__file__ or code.co_name in spared:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                stop()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        collate(filled(1))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return lines >= at
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_an_exception_of_a_signal_loses_no_item():
+    collate = arenapy_torch.collate(slab_of(1))
+    freeing = ("__del__", "_dropped", "drop", "settle", "give_back")  # Python ignores it there
+    at = 1
+    while stopped(collate, at, interrupt, freeing):
+        assert nobody_has_any(collate), at
+        at += 1
+    assert at > 20
+
+
+def test_a_process_that_is_killed_loses_no_item():
+    collate = arenapy_torch.collate(slab_of(1))
+    status, at = signal.SIGKILL, 1
+    while status == signal.SIGKILL:
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(stopped(collate, at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            finally:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+        assert all_can_be_taken(collate), at
+        at += 1
+    assert status == 0
+    assert at > 40
+
+
+class Changed:
+    """A function around the collate function."""
+
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, samples):
+        batch = self.collate(samples)
+        return {
+            "scaled": batch["image"] / 255,
+            "part": batch["image"][:, 1:],
+            "turned": batch["image"].transpose(0, 2),
+            "bits": batch["both"][0].view(torch.int32)[::2],
+            "weight": torch.nn.Parameter(batch["both"][1]),
+            "array": batch["array"].numpy()[0, 0],
+        }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_around_it_gets_tensors(workers):
+    """Views of the batch are sent without a copy."""
+    collate = arenapy_torch.collate(slab_of())
+    ranges = [(b.address, b.address + b.nbytes) for b in collate._items.buffers]
+    changed, data = Changed(collate), Samples()
+    loader = DataLoader(data, batch_size=8, num_workers=workers, collate_fn=changed)
+    for number, batch in enumerate(loader):
+        wanted = Changed(default_collate)([data[8 * number + i] for i in range(8)])
+        assert same(batch, wanted)
+        for name in ("part", "turned", "bits"):
+            assert batch[name].stride() == wanted[name].stride()
+            assert any(a <= batch[name].data_ptr() < b for a, b in ranges)
+    del batch
+    assert nobody_has_any(collate)
+
+
+def test_a_worker_sends_a_batch_that_it_inherited():
+    """A copy: the program still has the batch."""
+    collate = arenapy_torch.collate(slab_of(6))
+    batch = collate(filled(7))
+    before = [word for word in words(collate) if word]
+    both = lambda _, inherited=batch: (collate(filled(1)), inherited)  # noqa: E731
+    loader = DataLoader(range(8), num_workers=1, collate_fn=both)
+    for one, same_batch in loader:
+        assert bool((one == 1).all())
+        assert same_batch.data_ptr() != batch.data_ptr()
+        assert bool((same_batch == 7).all())
+    del one, same_batch, loader, both
+    assert soon(lambda: [word for word in words(collate) if word] == before)
+    del batch
+    collate._items.settle()
+    assert nobody_has_any(collate)
+
+
+def in_a_child(collate):
+    """A process that is no worker makes batches, alone and with workers of its own."""
+    ranges = [(b.address, b.address + b.nbytes) for b in collate._items.buffers]
+    for workers in (0, 1):
+        for batch in DataLoader(Samples(), batch_size=8, num_workers=workers, collate_fn=collate):
+            assert any(a <= batch["image"].data_ptr() < b for a, b in ranges)
+        assert batch["both"][0].tolist() == list(range(56, 64))
+        del batch
+        assert nobody_has_any(collate)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def test_a_child_makes_batches(method):
+    collate = arenapy_torch.collate(slab_of(6))
+    child = multiprocessing.get_context(method).Process(target=in_a_child, args=(collate,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def test_a_copy_is_the_same_function():
+    collate = arenapy_torch.collate(slab_of(1))
+    assert copy.copy(collate) is collate
+
+
+def test_a_slab_that_was_in_use_before():
+    slab = slab_of(2)
+    for item in slab.alloc_many(2):
+        item[:] = b"\xff" * item.nbytes
+    del item
+    collate = arenapy_torch.collate(slab)
+    assert not any(words(collate))
+    assert all_can_be_taken(collate)
+
+
+def test_batches_that_a_worker_does_not_send():
+    collate = arenapy_torch.collate(slab_of(4))
+    some = lambda samples: (collate(samples), None)[samples[0]["both"][0] % 4 > 0]  # noqa: E731
+    loader = DataLoader(
+        Samples(), batch_size=2, num_workers=1, collate_fn=some, persistent_workers=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert [one is None for one in loader] == [False, True] * 16
+            assert nobody_has_any(collate)  # and the worker lives
+
+
+class Keeping:
+    """A function whose batches come with a tensor of the batch before, and one of the first."""
+
+    def __init__(self, collate):
+        self.collate = collate
+        self.first = self.before = None
+
+    def __call__(self, samples):
+        whole = self.collate(samples)
+        self.first = whole if self.first is None else self.first
+        sent = whole["image"], self.before, self.first["array"]
+        self.before = whole["array"]
+        return sent
+
+
+def test_a_tensor_that_the_worker_keeps():
+    """It may be sent later, and again. The program's end of the batch does not free its memory."""
+    collate = arenapy_torch.collate(slab_of(6))
+    loader = DataLoader(Samples(), batch_size=2, num_workers=1, collate_fn=Keeping(collate))
+    n = 0
+    for image, before, first in loader:
+        assert image[:, 0, 0].tolist() == [n, n + 1]
+        assert before is None or before[:, 6].tolist() == [n - 2, n - 1]
+        assert first[:, 6].tolist() == [0, 1]
+        n += 2
+    assert n == 64
+    del image, before, first
+    assert all_can_be_taken(collate)  # those that the worker kept, too: it has ended
 
 
 @pytest.mark.parametrize(
