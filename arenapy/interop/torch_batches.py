@@ -309,10 +309,14 @@ class _Batch:
 
         def stacked(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
             first = batch[0]
-            if not _is_plain(first):
+            dtype = first.dtype
+            if not _is_plain(first) or not all(
+                type(one) is torch.Tensor and one.dtype is dtype and not one.requires_grad
+                for one in batch
+            ):  # torch decides which type, class and gradient the batch has
                 return usual[torch.Tensor](batch, collate_fn_map=collate_fn_map)
             return self.filled(
-                (len(batch), *first.shape), first.dtype, lambda out: torch.stack(batch, out=out)
+                (len(batch), *first.shape), dtype, lambda out: torch.stack(batch, out=out)
             )
 
         def moved(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,7 +360,11 @@ class _Batch:
 def _is_plain(tensor: Any) -> bool:
     import torch
 
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+        and tensor.device.type == "cpu"
+    )
 
 
 def _held_by(tensor: Any) -> _Held | None:

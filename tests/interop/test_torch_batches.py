@@ -171,6 +171,23 @@ def test_samples_of_different_shapes():
     assert nobody_has_any(collate)
 
 
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.ones(2, dtype=torch.float32), torch.full((2,), 1 / 3, dtype=torch.float64)],
+        [torch.ones(2, dtype=torch.int64), torch.full((2,), 1 / 3)],
+        [torch.ones(2, requires_grad=True), torch.ones(2)],
+        [torch.nn.Parameter(torch.ones(2))] * 2,
+    ],
+    ids=["doubles", "integers", "gradients", "parameters"],
+)
+def test_torch_decides_what_different_samples_become(samples):
+    made = arenapy_torch.collate(slab_of(4))(samples)
+    usual = default_collate(samples)
+    assert (made.dtype, made.requires_grad) == (usual.dtype, usual.requires_grad)
+    assert torch.equal(made, usual)
+
+
 def test_a_batch_without_tensors_keeps_no_item():
     collate = arenapy_torch.collate(slab_of(4))
     assert collate(["a", "b"]) == ["a", "b"]
