@@ -362,6 +362,21 @@ def test_the_child_is_callable_here(tmp_path):
 # ---- the rounds
 
 
+def test_a_forked_child_that_imports_numpy_is_not_the_program(script, tmp_path):
+    path = script("""
+        import os
+        if os.fork() == 0:
+            import numpy
+            os._exit(0)
+        os.wait()
+        os._exit(0)  # the program leaves no figures of its own
+    """)
+    options = compare.Options()
+    options.program, options.arguments = str(path), []
+    comparison = compare.Comparison(options, [compare.OURS], tmp_path)
+    assert comparison._run(compare.OURS)["marks"] == []
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""

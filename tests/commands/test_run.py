@@ -218,6 +218,25 @@ def test_a_forked_child_does_not_report(script, tmp_path):
     assert report.count(REPORT) == 1
 
 
+def test_forked_children_that_import_numpy_first_do_not_record(script, tmp_path):
+    script(
+        """
+        import os
+        for _ in range(2):
+            if os.fork() == 0:
+                import arenapy, numpy
+                os._exit(7 if arenapy.handles(numpy.ones(1000)) else 8)
+        print(os.waitstatus_to_exitcode(os.wait()[1]), os.waitstatus_to_exitcode(os.wait()[1]))
+        import numpy
+        kept = numpy.ones(1 << 20)
+        """
+    )
+    done = run([*OURS, "--trace", "a.trace", "script.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "7 7\n"), done.stderr
+    loaded = trace.load(tmp_path / "a.trace")
+    assert loaded.complete and loaded.events["nbytes"].max() == 8 * MIB
+
+
 # ---- the pool
 
 

@@ -13,7 +13,7 @@ figures (report.py), the command line (command.py).
 At once this imports only what is built into Python: the program may have modules of the same names
 as the standard library's, and a program without NumPy pays nothing. NumPy, and arenapy, which needs
 it, come when the program imports NumPy: what the program sets before that (``OMP_NUM_THREADS``,
-say) has its effect. A forked child does not report.
+say) has its effect. A forked child does not report, nor record.
 """
 
 import marshal
@@ -108,11 +108,17 @@ class Session:
         _import_arenapy()
         from arenapy.commands.run.report import ProgramMemory
 
-        return ProgramMemory(self.options)
+        # A forked child that imports NumPy gets a pool, too. The trace is the program's.
+        trace = self.options["trace"] if self._in_program() else None
+        return ProgramMemory({**self.options, "trace": trace})
+
+    def _in_program(self) -> bool:
+        """False in a forked child."""
+        return bool(os.getpid() == self.options["pid"])
 
     def report(self) -> None:
         """Say what there is to say. Never changes how the process ends."""
-        if os.getpid() != self.options["pid"]:
+        if not self._in_program():
             return
         if self.options["measured"] is not None:
             self._measured("ended")
@@ -126,7 +132,7 @@ class Session:
 
     def _measured(self, when: str) -> None:
         """Write down what was measured, for ``arenapy compare``; what fails is left out."""
-        if self.options["measured"] is None:
+        if self.options["measured"] is None or not self._in_program():
             return
         memory = self.memory.measured() if self.memory is not None else {}
         found = {**memory, "when": when, "now": self.clock(), "kernel": os.times().system}
