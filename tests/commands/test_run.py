@@ -424,6 +424,23 @@ def test_a_program_that_imports_arenapy(script, tmp_path, program):
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+def test_threads_that_use_arenapy_first_at_once(script, tmp_path):
+    script(
+        """
+        import threading, numpy, arenapy
+        begin, found = threading.Barrier(8), []
+        def use():
+            begin.wait()
+            found.append(arenapy.Pool)
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(len(found))
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
 def test_environment_set_before_numpy_has_its_effect(script, tmp_path):
     script(
         """
