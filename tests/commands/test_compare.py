@@ -377,6 +377,16 @@ def test_a_forked_child_that_imports_numpy_is_not_the_program(script, tmp_path):
     assert comparison._run(compare.OURS)["marks"] == []
 
 
+def test_a_program_that_cannot_be_started_is_said_in_one_line(script, tmp_path):
+    script("import numpy")
+    path = "/" + "x" * (128 << 10)
+    path = path[: (128 << 10) - len("PYTHONPATH=") - 2]  # as long as a variable may be
+    done = run(tmp_path, "-n", "1", "script.py", env={**os.environ, "PYTHONPATH": path})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("arenapy: [Errno 7] ")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""

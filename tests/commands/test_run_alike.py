@@ -436,6 +436,19 @@ def test_the_own_customization_of_a_machine(both, name, how):
     both.alike(make, ["script.py"], env={"PYTHONPATH": "HERE/site"}, status=None)
 
 
+@pytest.mark.parametrize("python", [[], ["-E"]])
+def test_a_long_path(both, python):
+    """A variable of the environment has 128 KiB at most, and ours has this one in it."""
+
+    def make(folder):
+        (folder / "script.py").write_text(
+            "import os, sys; print(os.environ['PYTHONPATH'], len(sys.path))"
+        )
+
+    path = os.pathsep.join(f"/nowhere/{at:09}" for at in range(6000))
+    assert path[-9:] in both.alike(make, ["script.py"], python, {"PYTHONPATH": path})
+
+
 CHILDREN = r"""
 import os, subprocess, sys
 sys.stdout.flush()

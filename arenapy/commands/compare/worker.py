@@ -6,7 +6,8 @@ A small process on its own, because a child's peak of resident memory begins wit
 process which starts it. SPEC is a file of JSON: `command`, `environment`, `settings` (what
 run/startup/sitecustomize.py is told; None: nothing), `output` and `errors` (files; None: where this
 process's go), `interval` (None, or seconds between two looks at the huge pages of the command) and
-`library` (that should be mapped). RESULT is a file for what was found.
+`library` (that should be mapped). RESULT is a file for the figures, or for the `error` if the
+command cannot be started.
 
 CPU time, page faults and peak are the kernel's account of the command (`wait4`): with them come
 those of its own children that it has waited for, the largest peak of any one of them. `waited` is
@@ -14,7 +15,6 @@ the time in which the main thread could have run and had no processor.
 """
 
 import json
-import marshal
 import os
 import signal
 import sys
@@ -69,9 +69,7 @@ def main(spec_file: str, result: str) -> None:
         if name is not None:
             actions.append((os.POSIX_SPAWN_OPEN, descriptor, name, CREATE, 0o600))
     if spec["settings"] is not None:
-        spec["environment"]["ARENAPY_RUN"] = marshal.dumps(
-            {**spec["settings"], "pid": os.getpid()}
-        ).hex()
+        spec["environment"]["ARENAPY_RUN"] = ascii({**spec["settings"], "pid": os.getpid()})
     found: dict[str, object] = {}
     pid = 0
     try:
@@ -100,15 +98,18 @@ def main(spec_file: str, result: str) -> None:
         except OSError:  # it had ended
             pass
         raise
-    found |= {
-        "start": start,
-        "wall": end - start,
-        "cpu": usage.ru_utime + usage.ru_stime,
-        "kernel": usage.ru_stime,
-        "faults": usage.ru_minflt,
-        "peak_bytes": usage.ru_maxrss << 10,
-        "status": os.waitstatus_to_exitcode(status),
-    }
+    except OSError as error:  # it could not be started
+        found["error"] = str(error)
+    else:
+        found |= {
+            "start": start,
+            "wall": end - start,
+            "cpu": usage.ru_utime + usage.ru_stime,
+            "kernel": usage.ru_stime,
+            "faults": usage.ru_minflt,
+            "peak_bytes": usage.ru_maxrss << 10,
+            "status": os.waitstatus_to_exitcode(status),
+        }
     with open(result, "w") as file:
         json.dump(found, file)
 

@@ -8,7 +8,6 @@ the process of the program, and argparse, which takes as long as Python itself, 
 a command line that has options.
 """
 
-import marshal
 import os
 import sys
 
@@ -171,7 +170,7 @@ def command(
 
         settings["json"] = json_file and absolute(json_file)
         settings["trace"] = trace and absolute(trace)
-    environment[OPTIONS] = marshal.dumps(settings).hex()
+    environment[OPTIONS] = ascii(settings)
     return line, environment
 
 

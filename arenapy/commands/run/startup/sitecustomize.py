@@ -324,7 +324,7 @@ def _leave_no_trace() -> "dict[str, Any] | None":
     text = os.environ.pop(OPTIONS, None)
     if text is None:
         return None  # a subinterpreter
-    options: dict[str, Any] = marshal.loads(bytes.fromhex(text))
+    options: dict[str, Any] = eval(text)
     for name, value in options["environment"].items():
         if value is None:
             os.environ.pop(name, None)
