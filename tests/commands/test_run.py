@@ -17,8 +17,10 @@ from alike import REPORT, TIMEOUT, split
 
 from arenapy import trace
 from arenapy.commands.command_line import size
+from arenapy.commands.run import report
 from arenapy.commands.run.command import huge_heap
 from arenapy.commands.run.report import ProgramMemory
+from arenapy.errors import OutOfMemory
 from arenapy.linux.libc_malloc import foreign_malloc
 
 PLAIN = [sys.executable]
@@ -336,6 +338,33 @@ def test_figures_are_named_as_in_the_stats():
         memory.handler.uninstall()
     assert found["pool"] == stats.as_dict()
     assert 0 < stats.fragmentation < 1 and stats.total_allocations >= 4
+
+
+def test_the_report_has_the_reason_of_a_source_that_refuses(monkeypatch):
+    """As Host has one for huge pages, none of which is reserved."""
+
+    class Refuses:
+        def __init__(self, **how):
+            pass
+
+        def region(self, nbytes):
+            raise OutOfMemory("none of them is reserved")
+
+        def reserve(self, nbytes):
+            return None
+
+    monkeypatch.setattr(report, "Host", Refuses)
+    for max_bytes in None, 4 * MIB:
+        options = {"max_bytes": max_bytes, "initial_bytes": 0, "huge_pages": "2M", "lock": False,
+                   "on_full": "system", "libc": None, "trace": None, "sites": 0}  # fmt: skip
+        memory = ProgramMemory(options)
+        try:
+            kept = np.ones(1000)
+        finally:
+            memory.handler.uninstall()
+        text = memory.text(memory.figures() | {"minor_faults": 0})
+        assert kept.nbytes == 8000
+        assert "to malloc: none of them is reserved\n" in text
 
 
 def test_the_report_imports_nothing(script, tmp_path):
