@@ -84,12 +84,17 @@ def _end_by_signals() -> None:
     """
     import signal
 
-    for number in signal.SIGTERM, signal.SIGHUP:
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        # nohup ignores SIGHUP, and a shell SIGINT for a job in the background.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end)
 
 
 def _end(number: int, frame: object) -> None:
+    import signal
+
+    for later in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        signal.signal(later, signal.SIG_IGN)  # the end has begun: it would interrupt that
     raise SystemExit(128 + number)
 
 

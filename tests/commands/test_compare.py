@@ -623,6 +623,28 @@ def test_a_signal_to_the_command_alone(script, tmp_path, number):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_program_outlives_the_command(script, tmp_path, number):
+    """Neither one that ignores SIGTERM, nor one whose command is killed."""
+    path = script("""
+        import os, signal, time
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(600)
+    """)
+    with subprocess.Popen(
+        [*COMMAND, "--show-output", path], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
+        child = int(next(iter(process.stdout.readline, "")))
+        process.send_signal(number)
+        process.stdout.read()  # until nobody has it
+        assert process.wait(TIMEOUT) == (-number if number == signal.SIGKILL else 128 + number)
+    assert not os.path.exists(f"/proc/{child}")
+
+
+@pytest.mark.full
 def test_a_program_that_fails_only_in_the_pool(script, tmp_path):
     script("import numpy, sys; sys.exit('arenapy' in sys.modules)")
     found = run(tmp_path, "-n", "2", "script.py")

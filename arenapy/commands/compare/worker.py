@@ -25,6 +25,8 @@ __all__ = ["main"]
 HUGE = ("AnonHugePages:", "Private_Hugetlb:", "Shared_Hugetlb:")
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 2.0  # seconds for a program to end by SIGTERM
+PR_SET_PDEATHSIG = 1
 
 
 def _huge_bytes(pid: int) -> int:
@@ -56,7 +58,19 @@ def _waited(pid: int) -> float:
         return 0.0
 
 
+def _end(pid: int) -> None:
+    """End the program by SIGTERM, or by SIGKILL if it does not end by that."""
+    os.kill(pid, signal.SIGTERM)
+    late = time.monotonic() + PATIENCE
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is None:
+        if time.monotonic() > late:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
 def _stop(number: int, frame: object) -> None:
+    for later in HEEDED:
+        signal.signal(later, signal.SIG_IGN)  # the end has begun
     raise SystemExit(128 + number)
 
 
@@ -93,8 +107,7 @@ def main(spec_file: str, result: str) -> None:
     except SystemExit:
         try:
             if pid:
-                os.kill(pid, signal.SIGTERM)
-                os.waitpid(pid, 0)
+                _end(pid)
         except OSError:  # it had ended
             pass
         raise
@@ -120,6 +133,14 @@ def _heed_signals() -> None:
             signal.signal(number, _stop)
 
 
+def _end_with_parent() -> None:
+    """Get SIGTERM when the process that started this one ends, even if it is killed."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 if __name__ == "__main__":
     _heed_signals()
+    _end_with_parent()
     main(*sys.argv[1:])
