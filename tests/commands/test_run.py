@@ -539,6 +539,19 @@ def test_a_program_without_numpy(script, tmp_path):
     assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
 
 
+def test_a_program_whose_own_finder_loads_numpy(script, tmp_path):
+    script(
+        """
+        import sys
+        from importlib.machinery import PathFinder
+        sys.meta_path.insert(0, PathFinder)
+        import numpy
+        """
+    )
+    report = assert_alike(tmp_path, "script.py", status=0)
+    assert report == "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
+
+
 @pytest.mark.parametrize("options", [["--initial-bytes", "900T"], ["--max-bytes", "1"]])
 @pytest.mark.sampled
 def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):

@@ -100,13 +100,13 @@ class _InThisThread:
     def __init__(self, path: list[str], hidden: "dict[str, ModuleType]") -> None:
         self.path = path
         self.hidden = hidden
-        self.thread = _thread.get_ident()
+        self.thread = os.getpid(), _thread.get_ident()  # a forked child has other threads
         self.found: set[str] = set()
 
     def find_spec(
         self, name: str, path: "Any" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if _thread.get_ident() != self.thread:
+        if (os.getpid(), _thread.get_ident()) != self.thread:
             loader: Any = self
             return spec_from_loader(name, loader) if name in self.hidden else None
         if path is not None:  # a package's
@@ -214,6 +214,8 @@ class Session:
             "numpy": self.memory is not None,
         }
         text = "arenapy run: the program did not import NumPy, so there was no pool\n"
+        if "numpy" in sys.modules:
+            text = "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
         if self.memory is not None:
             figures |= self.memory.figures()
             text = self.memory.text(figures)
