@@ -581,7 +581,8 @@ def test_a_standard_file_that_is_closed(both, closed, told):
         (folder / "run.sh").write_text(f'exec "$@" {closed}')
 
     found = []
-    for start in [], ["-m", "arenapy", "run", "--quiet"]:
+    ours = ["-m", "arenapy", "run", "--quiet"]
+    for start in [], ours, [*ours, "--trace", "../a.trace"]:
         folder = both.folder / "x"
         folder.mkdir()
         make(folder)
@@ -591,7 +592,7 @@ def test_a_standard_file_that_is_closed(both, closed, told):
         )  # fmt: skip
         found.append((done.returncode, done.stdout, done.stderr))
         shutil.rmtree(folder)
-    assert found[0] == found[1] == (0, told, "")
+    assert found == [(0, told, "")] * 3
 
 
 def at_a_terminal(line, cwd, typed):
