@@ -98,6 +98,20 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
+def _show_all_characters() -> None:
+    """Let standard output replace what its encoding lacks: a measurement is not to be lost."""
+    import codecs
+    import io
+
+    def replace(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return "u" if error.object[error.start] == "µ" else "?", error.start + 1
+
+    codecs.register_error("arenapy", replace)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is not closed
+        sys.stdout.reconfigure(errors="arenapy")
+
+
 def main(argv: "Sequence[str] | None" = None) -> int:
     """Run the ``arenapy`` command.
 
@@ -143,13 +157,14 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         command = importlib.import_module(module).main
         if argv is None:
             _end_by_signals()
+            _show_all_characters()
         status: int = command(words[1:])
         if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (MemoryError, OSError) as error:
+    except (ImportError, MemoryError, OSError) as error:
         from arenapy.base.text import printable_lines
 
         try:

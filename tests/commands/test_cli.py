@@ -284,6 +284,24 @@ def test_a_reader_that_goes_away(arguments):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
+def test_a_terminal_without_the_micro_sign():
+    done = subprocess.run(
+        [*COMMAND, "replay", "--synthetic", "3", "--with", "pool"], capture_output=True,
+        env={**QUIET, "PYTHONIOENCODING": "ascii"}, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b" us" in done.stdout or b" ns" in done.stdout
+
+
+def test_a_command_that_cannot_be_imported_says_why_in_one_line():
+    done = subprocess.run(
+        [*COMMAND, "fuzz", "arenapy:Pool"], capture_output=True, text=True, timeout=TIMEOUT,
+        env={**QUIET, "PYTHONOPTIMIZE": "2"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("arenapy: ") and done.stderr.count("\n") == 1
+
+
 def test_a_full_disk_is_noticed():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
