@@ -655,6 +655,13 @@ def test_options_of_python_are_handed_on(monkeypatch, line, flags):
     assert run.interpreter() == [sys.executable, *flags]
 
 
+def test_a_folder_that_cannot_be_in_a_path_is_refused(monkeypatch):
+    """Without a word, the program would run without a pool."""
+    monkeypatch.setattr(run, "STARTUP", f"/some{os.pathsep}where/startup")
+    with pytest.raises(OSError, match=r"/some:where/startup.* without ':'"):
+        run.start_of(run._read(["script.py"]), {})
+
+
 @pytest.mark.parametrize(
     ("line", "left"),
     [

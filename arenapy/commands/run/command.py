@@ -178,6 +178,10 @@ def start_of(
     options: Options, variables: "Mapping[str, str]", *, pool: bool = True
 ) -> tuple[list[str], dict[str, str], "dict[str, Any]"]:
     """How a program starts: command line, environment without `OPTIONS`, and what that will say."""
+    if os.pathsep in STARTUP:
+        raise OSError(
+            f"{STARTUP!r} cannot be in PYTHONPATH: install arenapy in a path without {os.pathsep!r}"
+        )
     python = interpreter()
     program = program_words(options)
     environment = dict(variables)
