@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,6 @@ def _test_file(folder):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_child_of_multiprocessing_that_ends_removes_its_file(method, tmp_path):
-    (tmp_path / "files").mkdir()
     (tmp_path / "program.py").write_text(
         "import multiprocessing, sys, arenapy.testing as t\n"
         "step = t.Step('start', {'config': {'nbytes': 4096, 'max_bytes': None}})\n"
@@ -169,12 +169,13 @@ def test_a_child_of_multiprocessing_that_ends_removes_its_file(method, tmp_path)
         "    child.start(), child.join()\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "ARENAPY_STEPS"}
-    done = subprocess.run(
-        [sys.executable, "program.py", method], cwd=tmp_path, capture_output=True, text=True,
-        check=True, env={**environment, "TMPDIR": str(tmp_path / "files")},
-    )  # fmt: skip
-    assert done.stdout == "1\n", done.stderr
-    assert [path for path in (tmp_path / "files").iterdir() if path.suffix == ".jsonl"] == []
+    with tempfile.TemporaryDirectory() as folder:  # a name that the socket of forkserver can have
+        done = subprocess.run(
+            [sys.executable, "program.py", method], cwd=tmp_path, capture_output=True, text=True,
+            check=True, env={**environment, "TMPDIR": folder},
+        )  # fmt: skip
+        assert done.stdout == "1\n", done.stderr
+        assert [path for path in Path(folder).iterdir() if path.suffix == ".jsonl"] == []
 
 
 @pytest.mark.full
