@@ -91,7 +91,7 @@ __all__ = [
 ]
 
 # By name, the module of the package that has it, and "" for a module of that name.
-_NOW = {
+_NOW: dict[str, str] = {
     "Allocator": "allocator.allocator",
     "SIZE_CLASSES": "base.sizes",
     "size_class": "base.sizes",
@@ -135,9 +135,6 @@ _LATER = {
 }
 
 
-_has_now = False
-
-
 def _import(name: str, place: str) -> object:
     import importlib
 
@@ -146,33 +143,15 @@ def _import(name: str, place: str) -> object:
     return value
 
 
-def _import_now() -> None:
-    """Import the allocators, NumPy with them."""
-    global _has_now
-    _has_now = True
-    from arenapy._platform import explain_source_tree, require_supported
-
-    require_supported()
-    try:
-        from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled
-    except ModuleNotFoundError as error:
-        explain_source_tree(error)
-        raise
-    # Buffer needs it at its first export, where a callback may interrupt it and export, too.
-    from arenapy.buffer import dlpack  # noqa: F401
-
-    for name, place in _NOW.items():
-        _import(name, place)
-
-
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
     def __getattr__(name):
         """Import what a name stands for, once."""
         if name in _LATER:
             return _import(name, _LATER[name])
-        if not name.startswith("__") and not _has_now:
-            _import_now()
+        if not name.startswith("__"):
+            import arenapy._now  # noqa: F401
+
             if name in globals():
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -186,4 +165,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
 # import the rest when they start (commands/cli.py), and a program of this name at its first use.
 # So does a program under ``arenapy run``, which has its pool (run/startup/sitecustomize.py).
 if "".join(_program).rpartition("/")[2] != "arenapy" and "_at_first_use" not in globals():
-    _import_now()
+    import arenapy._now  # noqa: F401

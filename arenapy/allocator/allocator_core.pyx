@@ -228,7 +228,7 @@ cdef class AllocatorCore(MemoryOwner):
             self.open_check()
             if not isinstance(recorder, Recorder):
                 raise TypeError(f"{recorder!r} is not a Recorder; use arenapy.trace.record()")
-            if self.recorder != NULL:
+            if self.recorder != NULL and (<Recorder>self.recorder).tape.here:
                 raise ValueError(f"this {self.what} is already being recorded; end that first")
             self.recorders.append(recorder)
         arenapy_store_ptr(<void**>&self.recorder,

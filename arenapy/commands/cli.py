@@ -84,13 +84,32 @@ def _end_by_signals() -> None:
     """
     import signal
 
-    for number in signal.SIGTERM, signal.SIGHUP:
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        # nohup ignores SIGHUP, and a shell SIGINT for a job in the background.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end)
 
 
 def _end(number: int, frame: object) -> None:
+    import signal
+
+    for later in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        signal.signal(later, signal.SIG_IGN)  # the end has begun: it would interrupt that
     raise SystemExit(128 + number)
+
+
+def _show_all_characters() -> None:
+    """Let standard output replace what its encoding lacks: a measurement is not to be lost."""
+    import codecs
+    import io
+
+    def replace(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return "u" if error.object[error.start] == "µ" else "?", error.start + 1
+
+    codecs.register_error("arenapy", replace)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is not closed
+        sys.stdout.reconfigure(errors="arenapy")
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
@@ -138,13 +157,14 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         command = importlib.import_module(module).main
         if argv is None:
             _end_by_signals()
+            _show_all_characters()
         status: int = command(words[1:])
         if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (MemoryError, OSError) as error:
+    except (ImportError, MemoryError, OSError) as error:
         from arenapy.base.text import printable_lines
 
         try:

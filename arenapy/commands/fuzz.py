@@ -147,7 +147,7 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
                     since = time.monotonic() - HANGS_AFTER + ABORT_SECONDS
                 elif time.monotonic() - since > HANGS_AFTER:
                     process.kill()
-    if sys.stderr.isatty():
+    if _has_terminal():
         print(end="\r\x1b[K", file=sys.stderr, flush=True)
     lines = written.read_text().splitlines() if written.exists() else []
     said = errors.read_text(errors="replace").strip()
@@ -204,9 +204,14 @@ def _search(
             limits["seconds"] = 0.0
 
 
+def _has_terminal() -> bool:
+    """False, too, if standard error is closed."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def _show_progress(report: Path, passed: float) -> None:
     """One line on a terminal, which the next one replaces."""
-    if not sys.stderr.isatty() or not report.exists():
+    if not _has_terminal() or not report.exists():
         return
     found = json.loads(report.read_text())
     kinds = ", ".join(one["kind"] for one in found["findings"]) or "no fault found"

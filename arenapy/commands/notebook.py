@@ -49,8 +49,8 @@ class _Cells:
         self.source.pool = weakref.ref(self.pool)
         self.memory = numpy_memory(self.pool)
 
-    def run(self, line: str, cell: str) -> CellReport:
-        """Run a cell with its arrays in a pool, and report."""
+    def run(self, line: str, cell: str) -> None:
+        """Run a cell with its arrays in a pool, and report. A cell that fails does so here."""
         if line.strip():
             raise ValueError(
                 f"%%arenapy takes no options, and got {line.strip()!r}; leave them out"
@@ -60,7 +60,7 @@ class _Cells:
         self.pool.reset_peak()
         faults, start = minor_faults(), time.perf_counter()
         with self.memory:
-            self.shell.run_cell(cell)  # shows what fails
+            result = self.shell.run_cell(cell)  # shows its value, or how it fails
         took, faults = time.perf_counter() - start, minor_faults() - faults
         after, lacks = self.pool.stats(), self.memory.stats()
         blocks = after.total_allocations - before.total_allocations
@@ -78,7 +78,21 @@ class _Cells:
         ]
         if fell_back := lacks.system_allocations - lacked.system_allocations:
             rows.append(("fell back", f"{_blocks(fell_back)} to malloc: memory ran out"))
-        return CellReport(rows)
+        self.shell.display_pub.publish(*self.shell.display_formatter.format(CellReport(rows)))
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            _show_no_more(error)
+            raise error
+
+
+def _show_no_more(error: BaseException) -> None:
+    """Let IPython show nothing the next time that it is to show an exception."""
+
+    def nothing() -> list[str]:
+        del error._render_traceback_  # type: ignore[attr-defined]
+        return []
+
+    error._render_traceback_ = nothing  # type: ignore[attr-defined]
 
 
 def _blocks(number: int) -> str:
@@ -94,8 +108,8 @@ def load_ipython_extension(shell: Any) -> None:
     """
     cells = _Cells(shell)
 
-    def arenapy(line: str, cell: str) -> CellReport:
+    def arenapy(line: str, cell: str) -> None:
         """Run a cell with the data of its NumPy arrays in a pool, and report."""
-        return cells.run(line, cell)
+        cells.run(line, cell)
 
     shell.register_magic_function(arenapy, magic_kind="cell", magic_name="arenapy")

@@ -33,6 +33,7 @@ cdef struct Event:
 # All that changes while recording, in pages that a forked child finds zeroed: it records nothing.
 cdef struct Tape:
     BiasedLock lock
+    uint64_t here        # 0 in a forked child
     uint64_t running     # events are wanted
     uint64_t writing     # one buffer is on its way to the file, without the lock
     Event* buffers       # both; NULL before the start and after the end

@@ -390,6 +390,7 @@ cdef class Recorder:
         self.tape = <Tape*>pages_of(sizeof(Tape), MADV_WIPEONFORK)
         if self.tape == NULL:
             raise no_pages(errno)
+        self.tape.here = 1
 
     def __dealloc__(self):
         if self.tape != NULL:

@@ -49,6 +49,7 @@ __all__ = [
 
 cdef extern from * nogil:
     """
+    #include <errno.h>
     #include <fcntl.h>
     #include <sched.h>
     #include <stdio.h>
@@ -77,8 +78,20 @@ cdef extern from * nogil:
     #define F_OFD_SETLK 37
     #endif
 
-    static long arenapy_memfd_create(const char *name, unsigned flags) {
-        return syscall(SYS_memfd_create, name, flags);
+    /* A file's number that is not 0, 1 or 2. These are free if a standard file was closed, and any
+       C code writes to it: that would go into this file. */
+    static int arenapy_above_standard(int fd) {
+        if (fd < 0 || fd > 2) return fd;
+        int above = fcntl(fd, F_DUPFD_CLOEXEC, 3), error = errno;
+        close(fd);
+        errno = error;
+        return above;
+    }
+    static int arenapy_open(const char *name, int flags, int mode) {
+        return arenapy_above_standard(open(name, flags | O_CLOEXEC, mode));
+    }
+    static int arenapy_memfd_create(const char *name, unsigned flags) {
+        return arenapy_above_standard((int)syscall(SYS_memfd_create, name, flags));
     }
     static long arenapy_mlock2(size_t address, size_t nbytes, int flags) {
         return syscall(SYS_mlock2, address, nbytes, flags);
@@ -224,7 +237,8 @@ cdef extern from * nogil:
     int c_posix_fallocate "posix_fallocate"(int fd, long long offset, long long nbytes)
     int snprintf(char* out, size_t nbytes, const char* form, int value)
     int sched_yield()
-    long memfd_create "arenapy_memfd_create"(const char* name, unsigned flags)
+    int open_above_standard "arenapy_open"(const char* name, int flags, int mode)
+    int memfd_create "arenapy_memfd_create"(const char* name, unsigned flags)
     long mlock2 "arenapy_mlock2"(size_t address, size_t nbytes, int flags)
     long mbind "arenapy_mbind"(
         size_t address, size_t nbytes, int mode, const unsigned long* nodes, unsigned long bits)
@@ -440,7 +454,7 @@ seal(Descriptor)
 
 
 def open_file(path, int flags, int mode=0o666):
-    """`os.open` that returns the owner of the descriptor."""
+    """`os.open` that returns the owner of the descriptor, which is none of 0, 1 and 2."""
     cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
     cdef bytes encoded = os.fsencode(path)
     cdef char* name
@@ -448,11 +462,11 @@ def open_file(path, int flags, int mode=0o666):
     PyBytes_AsStringAndSize(encoded, &name, NULL)        # ValueError for a NUL in it
     sys.audit("open", path, None, flags)
     with nogil:
-        fd = c_open(name, flags | O_CLOEXEC, mode)
+        fd = open_above_standard(name, flags, mode)
     while fd < 0 and errno == EINTR:
         PyErr_CheckSignals()
         with nogil:
-            fd = c_open(name, flags | O_CLOEXEC, mode)
+            fd = open_above_standard(name, flags, mode)
     if fd < 0:
         PyErr_SetFromErrnoWithFilenameObject(OSError, os.fspath(path))
     file.own(fd)
@@ -585,7 +599,7 @@ def memfd(bytes name not None, size_t nbytes, size_t page_size=0):
     if page_size > BASE_PAGE:
         flags |= MFD_HUGETLB | <unsigned>size_bits(page_size)
     with nogil:
-        fd = <int>memfd_create(c_name, flags)
+        fd = memfd_create(c_name, flags)
     if fd < 0:
         fail()
     file.own(fd)
@@ -906,7 +920,7 @@ cdef int vm_reopen(OpenFile* file) noexcept nogil:
 
 
 cdef int vm_lease_file(OpenFile* file) noexcept nogil:
-    cdef int fd = <int>memfd_create("arenapy leases", MFD_CLOEXEC)
+    cdef int fd = memfd_create("arenapy leases", MFD_CLOEXEC)
     cdef int rc = -errno if fd < 0 else vm_identify(fd, file)
     if rc < 0 <= fd:
         close(fd)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from arenapy.linux.child_process import child_process
 from arenapy.testing.crashes import smaller
 from arenapy.testing.guided_process import EXECUTIONS
 from arenapy.testing.steps import Program
@@ -137,14 +138,12 @@ def _process(
         job = {"target": target, "minimize": False, "by_chance": None, **files, **job}
         began = time.monotonic()
         # Not a pipe, which has no end while a process that the attacked code started has it, too.
-        with (folder / "output").open("wb") as file:
-            done = subprocess.run(
-                [sys.executable, "-m", PROCESS, json.dumps(job), *options],
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+        line = [sys.executable, "-m", PROCESS, json.dumps(job), *options]
+        with (
+            (folder / "output").open("wb") as file,
+            child_process(line, env=environment, stdout=file, stderr=subprocess.STDOUT) as process,
+        ):
+            status = process.wait()
         seconds = time.monotonic() - began
         output = (folder / "output").read_text(errors="replace")
         if not left.exists():
@@ -157,7 +156,7 @@ def _process(
         sizes = [path.stat().st_size for path in Path(corpus).iterdir()]
         executions = int(figures[:EXECUTIONS].view("u8")[0])
         found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=output)
-        if done.returncode:
+        if status:
             steps = Path(environment["ARENAPY_STEPS"])
             found.lines = smaller(steps.read_text().splitlines(), SMALLER_SECONDS, _fails)
     return found
@@ -168,14 +167,13 @@ def _fails(lines: list[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="arenapy-again-") as name:
         path = Path(name) / "again.jsonl"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        done = subprocess.run(
+        with child_process(
             [sys.executable, "-m", "arenapy.testing", "reproduce", str(path)],
             env=_environment(Path(name)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            check=False,
-        )
-    return done.returncode not in (0, 2)
+        ) as process:
+            return process.wait() not in (0, 2)
 
 
 def guided(

@@ -198,6 +198,9 @@ def _descriptor(owner: int) -> int:
             os.unlink(path)
 
     atexit.register(remove)
+    if multiprocessing := sys.modules.get("multiprocessing.util"):
+        # Its children end without the functions of atexit.
+        multiprocessing.Finalize(None, remove, exitpriority=0)
     return fd
 
 

@@ -774,6 +774,15 @@ def test_a_program_without_numpy_has_no_advice(tmp_path):
     assert done.stderr.endswith("arenapy run: no advice: the program did not import NumPy\n")
 
 
+def test_a_program_that_cannot_be_started_is_said_in_one_line(tmp_path):
+    path = ("/" + "x" * (128 << 10))[: (128 << 10) - len("PYTHONPATH=") - 2]  # as long as may be
+    env = {**os.environ, "PYTHONPATH": path}
+    done = run_advised(tmp_path, "import numpy", whole=True, env=env)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("arenapy: [Errno 7] ")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_a_program_that_is_killed_has_no_advice(tmp_path):
     done = run_advised(tmp_path, "import os; os.kill(os.getpid(), 15)")
     assert (done.returncode, done.stderr) == (128 + 15, "")

@@ -196,6 +196,34 @@ def test_signals_act_as_ever_until_all_is_imported(tmp_path):
     subprocess.run([sys.executable, "-c", program, "probe"], cwd=tmp_path, check=True, env=QUIET)
 
 
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_second_signal_leaves_no_file_either(tmp_path, first, second):
+    """Here it strikes as the folder is about to be removed."""
+    (tmp_path / "probe.py").write_text(
+        "import signal, tempfile\n"
+        "class Folder(tempfile.TemporaryDirectory):\n"
+        "    def cleanup(self):\n"
+        f"        signal.raise_signal(signal.{second})\n"
+        "        super().cleanup()\n"
+        "def main(argv):\n"
+        "    with Folder():\n"
+        f"        signal.raise_signal(signal.{first})\n"
+    )
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from arenapy.commands import cli\n"
+        "cli.COMMANDS['probe'] = 'probe', 'a probe'; sys.exit(cli.main())"
+    )
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, "probe"], cwd=tmp_path, capture_output=True, text=True,
+        env={**QUIET, "TMPDIR": str(tmp_path / "temporary")}, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (128 + signal.Signals[first], "")
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 #: Command lines that last, and a word of the child process that they have then.
 WITH_CHILD = {
     "compare": (["compare", "work.py"], "work.py"),
@@ -254,6 +282,24 @@ def test_a_reader_that_goes_away(arguments):
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_a_terminal_without_the_micro_sign():
+    done = subprocess.run(
+        [*COMMAND, "replay", "--synthetic", "3", "--with", "pool"], capture_output=True,
+        env={**QUIET, "PYTHONIOENCODING": "ascii"}, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b" us" in done.stdout or b" ns" in done.stdout
+
+
+def test_a_command_that_cannot_be_imported_says_why_in_one_line():
+    done = subprocess.run(
+        [*COMMAND, "fuzz", "arenapy:Pool"], capture_output=True, text=True, timeout=TIMEOUT,
+        env={**QUIET, "PYTHONOPTIMIZE": "2"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("arenapy: ") and done.stderr.count("\n") == 1
 
 
 def test_a_full_disk_is_noticed():

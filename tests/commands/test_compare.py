@@ -362,6 +362,31 @@ def test_the_child_is_callable_here(tmp_path):
 # ---- the rounds
 
 
+def test_a_forked_child_that_imports_numpy_is_not_the_program(script, tmp_path):
+    path = script("""
+        import os
+        if os.fork() == 0:
+            import numpy
+            os._exit(0)
+        os.wait()
+        os._exit(0)  # the program leaves no figures of its own
+    """)
+    options = compare.Options()
+    options.program, options.arguments = str(path), []
+    comparison = compare.Comparison(options, [compare.OURS], tmp_path)
+    assert comparison._run(compare.OURS)["marks"] == []
+
+
+def test_a_program_that_cannot_be_started_is_said_in_one_line(script, tmp_path):
+    script("import numpy")
+    path = "/" + "x" * (128 << 10)
+    path = path[: (128 << 10) - len("PYTHONPATH=") - 2]  # as long as a variable may be
+    done = run(tmp_path, "-n", "1", "script.py", env={**os.environ, "PYTHONPATH": path})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("arenapy: [Errno 7] ")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""
@@ -595,6 +620,28 @@ def test_a_signal_to_the_command_alone(script, tmp_path, number):
         _, errors = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, errors) == (128 + number, "")
     assert not os.path.exists(f"/proc/{child}") and not list(folder.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_program_outlives_the_command(script, tmp_path, number):
+    """Neither one that ignores SIGTERM, nor one whose command is killed."""
+    path = script("""
+        import os, signal, time
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(600)
+    """)
+    with subprocess.Popen(
+        [*COMMAND, "--show-output", path], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
+        child = int(next(iter(process.stdout.readline, "")))
+        process.send_signal(number)
+        process.stdout.read()  # until nobody has it
+        assert process.wait(TIMEOUT) == (-number if number == signal.SIGKILL else 128 + number)
+    assert not os.path.exists(f"/proc/{child}")
 
 
 @pytest.mark.full

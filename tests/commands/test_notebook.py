@@ -1,6 +1,7 @@
 """``%load_ext arenapy`` and ``%%arenapy``: a cell's arrays are in a pool, and are reported."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,22 +15,33 @@ class Shell:
     def __init__(self):
         self.names = {"np": np}
         self.magics = {}
+        self.reports = []
+        self.display_formatter = SimpleNamespace(format=lambda shown: ({"": shown}, {}))
+        self.display_pub = SimpleNamespace(publish=lambda data, _: self.reports.append(data[""]))
 
     def register_magic_function(self, function, magic_kind, magic_name):
         self.magics[magic_kind, magic_name] = function
 
     def run_cell(self, cell):
+        found = SimpleNamespace(error_before_exec=None, error_in_exec=None)
         try:
             exec(cell, self.names)
-        except Exception as error:  # IPython shows it
-            self.names["shown"] = error
+        except BaseException as error:  # IPython shows it
+            self.names["shown"] = found.error_in_exec = error
+        return found
 
 
 @pytest.fixture
 def magic():
+    """The shell, and a function that runs a cell and gives the report."""
     shell = Shell()
     arenapy.load_ipython_extension(shell)
-    return shell, shell.magics["cell", "arenapy"]
+
+    def run(line, cell):
+        assert shell.magics["cell", "arenapy"](line, cell) is None
+        return shell.reports[-1]
+
+    return shell, run
 
 
 def test_a_cell_has_its_arrays_in_a_pool(magic):
@@ -51,11 +63,15 @@ def test_a_cell_that_runs_again_finds_the_memory(magic):
     assert again["served"] == "1 block, 1 of them from memory that the pool had"
 
 
-def test_a_cell_that_fails_is_reported(magic):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_cell_that_fails_is_reported_and_fails(magic, error):
     shell, run = magic
-    report = run("", "x = np.empty(9)\n1 / 0")
-    assert isinstance(shell.names["shown"], ZeroDivisionError)
-    assert dict(report.rows)["served"].startswith("1 block,")
+    with pytest.raises(error) as raised:
+        run("", f"x = np.empty(9)\nraise {error.__name__}")
+    assert raised.value is shell.names["shown"]
+    assert raised.value._render_traceback_() == []  # as it was shown, and this is asked once
+    assert not hasattr(raised.value, "_render_traceback_")
+    assert dict(shell.reports[-1].rows)["served"].startswith("1 block,")
     assert arenapy.handles(np.empty(9)) is None
 
 
@@ -72,10 +88,13 @@ def test_options_are_refused_and_nothing_is_run(magic):
     assert "ran" not in shell.names
 
 
-def test_the_real_ipython():
+def test_the_real_ipython(capsys):
     shells = pytest.importorskip("IPython.core.interactiveshell")
     shell = shells.InteractiveShell()
     shell.run_line_magic("load_ext", "arenapy")
-    report = shell.run_cell_magic("arenapy", "", "import numpy as np\nx = np.empty(1 << 18)")
-    assert dict(report.rows)["served"] == "1 block, 0 of them from memory that the pool had"
+    assert shell.run_cell("%%arenapy\nimport numpy as np\nx = np.empty(1 << 18)").success
+    output = capsys.readouterr().out
+    assert "served       1 block, 0 of them from memory that the pool had" in output
     assert arenapy.handles(shell.user_ns["x"]) is not None
+    assert not shell.run_cell("%%arenapy\n1 / 0").success
+    assert capsys.readouterr().out.count("division by zero") == 1

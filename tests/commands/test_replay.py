@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -305,6 +306,16 @@ def test_the_command_as_json(small):
         assert by_name[name]["peak_live"] == program(trace.load(small)).live().max()
         assert 0 <= by_name[name]["fragmentation"] < 1
     assert 0 < by_name["loop"]["event_ns"] < by_name["malloc"]["event_ns"]
+
+
+def test_a_full_folder_is_said(tmp_path):
+    """Here a limit of the size of files, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "arenapy", "replay", "--synthetic", "1", "--with", "pool"],
+        capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "arenapy: [Errno 27] File too large\n")
 
 
 @pytest.mark.full

@@ -17,8 +17,10 @@ from alike import REPORT, TIMEOUT, split
 
 from arenapy import trace
 from arenapy.commands.command_line import size
+from arenapy.commands.run import report
 from arenapy.commands.run.command import huge_heap
 from arenapy.commands.run.report import ProgramMemory
+from arenapy.errors import OutOfMemory
 from arenapy.linux.libc_malloc import foreign_malloc
 
 PLAIN = [sys.executable]
@@ -218,6 +220,25 @@ def test_a_forked_child_does_not_report(script, tmp_path):
     assert report.count(REPORT) == 1
 
 
+def test_forked_children_that_import_numpy_first_do_not_record(script, tmp_path):
+    script(
+        """
+        import os
+        for _ in range(2):
+            if os.fork() == 0:
+                import arenapy, numpy
+                os._exit(7 if arenapy.handles(numpy.ones(1000)) else 8)
+        print(os.waitstatus_to_exitcode(os.wait()[1]), os.waitstatus_to_exitcode(os.wait()[1]))
+        import numpy
+        kept = numpy.ones(1 << 20)
+        """
+    )
+    done = run([*OURS, "--trace", "a.trace", "script.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "7 7\n"), done.stderr
+    loaded = trace.load(tmp_path / "a.trace")
+    assert loaded.complete and loaded.events["nbytes"].max() == 8 * MIB
+
+
 # ---- the pool
 
 
@@ -319,6 +340,33 @@ def test_figures_are_named_as_in_the_stats():
     assert 0 < stats.fragmentation < 1 and stats.total_allocations >= 4
 
 
+def test_the_report_has_the_reason_of_a_source_that_refuses(monkeypatch):
+    """As Host has one for huge pages, none of which is reserved."""
+
+    class Refuses:
+        def __init__(self, **how):
+            pass
+
+        def region(self, nbytes):
+            raise OutOfMemory("none of them is reserved")
+
+        def reserve(self, nbytes):
+            return None
+
+    monkeypatch.setattr(report, "Host", Refuses)
+    for max_bytes in None, 4 * MIB:
+        options = {"max_bytes": max_bytes, "initial_bytes": 0, "huge_pages": "2M", "lock": False,
+                   "on_full": "system", "libc": None, "trace": None, "sites": 0}  # fmt: skip
+        memory = ProgramMemory(options)
+        try:
+            kept = np.ones(1000)
+        finally:
+            memory.handler.uninstall()
+        text = memory.text(memory.figures() | {"minor_faults": 0})
+        assert kept.nbytes == 8000
+        assert "to malloc: none of them is reserved\n" in text
+
+
 def test_the_report_imports_nothing(script, tmp_path):
     script("import numpy, sys; print('the end', file=sys.stderr)")
     said = run([*PLAIN, "-X", "importtime", "-m", "arenapy", "run", "script.py"], tmp_path).stderr
@@ -405,6 +453,23 @@ def test_a_program_that_imports_arenapy(script, tmp_path, program):
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+def test_threads_that_use_arenapy_first_at_once(script, tmp_path):
+    script(
+        """
+        import threading, numpy, arenapy
+        begin, found = threading.Barrier(8), []
+        def use():
+            begin.wait()
+            found.append(arenapy.Pool)
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(len(found))
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
 def test_environment_set_before_numpy_has_its_effect(script, tmp_path):
     script(
         """
@@ -472,6 +537,19 @@ def test_a_program_without_numpy(script, tmp_path):
     assert output == "False\n"
     assert found["numpy"] is False
     assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
+
+
+def test_a_program_whose_own_finder_loads_numpy(script, tmp_path):
+    script(
+        """
+        import sys
+        from importlib.machinery import PathFinder
+        sys.meta_path.insert(0, PathFinder)
+        import numpy
+        """
+    )
+    report = assert_alike(tmp_path, "script.py", status=0)
+    assert report == "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
 
 
 @pytest.mark.parametrize("options", [["--initial-bytes", "900T"], ["--max-bytes", "1"]])

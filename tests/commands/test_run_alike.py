@@ -315,6 +315,80 @@ def test_modules_that_the_program_took_out_of_the_path_again(both):
     assert "mine, too" in both.alike(make, ["script.py"])
 
 
+THREADS = """
+import html, sys, threading, queue
+sys.path.insert(0, "elsewhere")
+done = []
+
+def meanwhile(event, arguments):
+    if event == "import" and arguments[0] == "arenapy.commands":  # ours are being imported
+        thread()
+
+def thread():
+    if not done:
+        done.append(True)
+        one = threading.Thread(target=work)
+        one.start()
+        one.join(60)
+
+def work():
+    import own, html.entities, statistics
+    import html as again
+    print(again is html, html.__spec__.origin, html.entities.marker)
+    found.extend([again, html.entities, statistics])
+    sys.path.append("late")
+
+found = []
+sys.addaudithook(meanwhile)
+import numpy
+thread()
+import html.entities, statistics
+print(html is found[0], html.entities is found[1], statistics is found[2], sys.path[-1])
+"""
+
+
+def test_other_threads_have_the_program_s_modules_while_the_pool_begins(both):
+    def make(folder):
+        shadowed("html", "statistics", "colorsys")(folder)
+        (folder / "html" / "entities.py").write_text("marker = 'mine, too'")
+        (folder / "elsewhere").mkdir()
+        (folder / "elsewhere" / "own.py").touch()
+        (folder / "script.py").write_text(THREADS)
+
+    found = both.alike(make, ["script.py"])
+    assert found.endswith("True True True late\n"), found
+
+
+def test_a_finder_goes_while_another_thread_looks_for_a_module(both):
+    """A list that becomes shorter makes who reads it skip an item: here PathFinder."""
+
+    def make(folder):
+        (folder / "own.py").touch()
+        (folder / "script.py").write_text("""
+import sys, threading
+began, goes_on = threading.Event(), threading.Event()
+
+class Slow(list):
+    def __iter__(self):
+        for at, finder in enumerate(list.__iter__(self)):
+            yield finder
+            if at == len(self) - 2 and threading.current_thread() is thread:
+                began.set()
+                goes_on.wait(60)
+
+sys.meta_path = Slow(sys.meta_path)
+thread = threading.Thread(target=lambda: __import__("own"))
+thread.start()
+began.wait()
+import numpy
+goes_on.set()
+thread.join()
+print("own" in sys.modules)
+""")
+
+    assert both.alike(make, ["script.py"]) == "True\n"
+
+
 def test_a_program_without_numpy_is_not_told_of_ours(both):
     """A failing import of NumPy looks as it does in Python."""
 
@@ -360,6 +434,19 @@ def test_the_own_customization_of_a_machine(both, name, how):
         )
 
     both.alike(make, ["script.py"], env={"PYTHONPATH": "HERE/site"}, status=None)
+
+
+@pytest.mark.parametrize("python", [[], ["-E"]])
+def test_a_long_path(both, python):
+    """A variable of the environment has 128 KiB at most, and ours has this one in it."""
+
+    def make(folder):
+        (folder / "script.py").write_text(
+            "import os, sys; print(os.environ['PYTHONPATH'], len(sys.path))"
+        )
+
+    path = os.pathsep.join(f"/nowhere/{at:09}" for at in range(6000))
+    assert path[-9:] in both.alike(make, ["script.py"], python, {"PYTHONPATH": path})
 
 
 CHILDREN = r"""
@@ -494,7 +581,8 @@ def test_a_standard_file_that_is_closed(both, closed, told):
         (folder / "run.sh").write_text(f'exec "$@" {closed}')
 
     found = []
-    for start in [], ["-m", "arenapy", "run", "--quiet"]:
+    ours = ["-m", "arenapy", "run", "--quiet"]
+    for start in [], ours, [*ours, "--trace", "../a.trace"]:
         folder = both.folder / "x"
         folder.mkdir()
         make(folder)
@@ -504,7 +592,7 @@ def test_a_standard_file_that_is_closed(both, closed, told):
         )  # fmt: skip
         found.append((done.returncode, done.stdout, done.stderr))
         shutil.rmtree(folder)
-    assert found[0] == found[1] == (0, told, "")
+    assert found == [(0, told, "")] * 3
 
 
 def at_a_terminal(line, cwd, typed):
@@ -565,6 +653,13 @@ def test_a_session_at_a_terminal(tmp_path):
 def test_options_of_python_are_handed_on(monkeypatch, line, flags):
     monkeypatch.setattr(sys, "orig_argv", ["python", *line])
     assert run.interpreter() == [sys.executable, *flags]
+
+
+def test_a_folder_that_cannot_be_in_a_path_is_refused(monkeypatch):
+    """Without a word, the program would run without a pool."""
+    monkeypatch.setattr(run, "STARTUP", f"/some{os.pathsep}where/startup")
+    with pytest.raises(OSError, match=r"/some:where/startup.* without ':'"):
+        run.start_of(run._read(["script.py"]), {})
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from arenapy.commands.advise.device_process import DeviceProcess
 from arenapy.commands.compare import worker
 from arenapy.linux import child_process as module
 from arenapy.linux.child_process import child_process
+from arenapy.testing import guided
 
 TERMINATE = subprocess.Popen.terminate
 FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -94,6 +96,30 @@ def test_a_signal_that_does_nothing_is_none(started):
         signal.signal(signal.SIGHUP, before)
 
 
+def advise(folder):
+    with DeviceProcess() as replay:
+        replay("pool", folder, seconds=60)
+
+
+RUNS = {
+    "advise": advise,
+    "guided": lambda folder: guided._process("no target", folder),
+    "guided, a finding": lambda folder: guided._fails([]),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_signal_while_a_process_of_a_command_starts(started, struck, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(guided, "_environment", lambda folder: {"ARENAPY_STEPS": str(folder / "s")})
+    started.strike = lambda: signal.raise_signal(struck)
+    with pytest.raises(Struck):
+        run(tmp_path)
+    ended = started[0].poll() is not None
+    started[0].kill()
+    started[0].__exit__(None, None, None)
+    assert ended
+
+
 @pytest.mark.parametrize("number", worker.HEEDED)
 def test_a_signal_while_the_measured_program_starts(tmp_path, monkeypatch, number):
     started = []
@@ -110,12 +136,14 @@ def test_a_signal_while_the_measured_program_starts(tmp_path, monkeypatch, numbe
         "command": FOREVER, "environment": {}, "settings": None, "output": None, "errors": None,
         "interval": None, "library": "",
     }))  # fmt: skip
-    before = signal.signal(number, worker._stop)
+    before = {each: signal.getsignal(each) for each in worker.HEEDED}
+    signal.signal(number, worker._stop)
     try:
         with pytest.raises(SystemExit):
             worker.main(str(spec), str(tmp_path / "result"))
     finally:
-        signal.signal(number, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         alive = os.path.exists(f"/proc/{started[0]}")
         with contextlib.suppress(OSError):
             os.kill(started[0], signal.SIGKILL)

@@ -523,6 +523,27 @@ def test_open_file_is_os_open(tmp_path):
     assert path.read_bytes() == b"abc"
 
 
+def test_no_file_takes_the_number_of_a_closed_standard_file(run_script):
+    """C code writes errors to number 2, whatever that is now."""
+    run_script("""
+        import os
+        from arenapy.linux import vm
+
+        kept = os.dup(2)
+        for closed in [0], [1, 2], [0, 1, 2]:
+            for number in closed:
+                os.close(number)
+            made = [vm.open_file("made", os.O_RDWR | os.O_CREAT), vm.memfd(b"made", 4096)]
+            found = [file.fileno() for file in made]
+            for number in closed:
+                os.dup2(kept, number)
+            assert min(found) > kept, found
+            assert not any(os.get_inheritable(number) for number in found)
+            for file in made:
+                file.close()
+    """)
+
+
 def test_open_file_is_interrupted(tmp_path):
     """Opening a FIFO waits for its other end; a signal's exception ends that, or it goes on."""
     path = tmp_path / "fifo"

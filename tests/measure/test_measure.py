@@ -3,12 +3,14 @@
 `Counting` is an allocator of nothing but figures; what holds for it is then asked of real ones.
 """
 
+import copy
 import gc
 import mmap
 import threading
 import time
 import types
 import weakref
+from pickle import dumps, loads
 
 import pytest
 from helpers import PAGE, Pages
@@ -397,6 +399,24 @@ def test_it_is_used_once():
     with pytest.raises(RuntimeError, match="already begun"), m:
         pass
     assert m.allocations == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: loads(dumps(m))])
+@pytest.mark.parametrize("all_there_are", [False, True])
+def test_a_copy_has_the_figures_so_far(copied, all_there_are):
+    pool = arenapy.Pool()
+    with pytest.raises(RuntimeError, match="nothing is measured yet"):
+        copied(measure(pool))
+    with measure(*[] if all_there_are else [pool]) as m:
+        kept = [pool.alloc(1000)]
+        copy = copied(m)
+        assert copy.peak >= 1000 and "running" not in repr(copy)
+        seen = copy.peak, copy.seconds, copy.allocations, copy.bytes, copy.faults
+        kept.append(pool.alloc(1000))
+    assert seen == (copy.peak, copy.seconds, copy.allocations, copy.bytes, copy.faults)
+    assert repr(copied(m)) == repr(m)
+    with pytest.raises(RuntimeError, match="already begun"), copy:
+        pass
 
 
 def test_a_measurement_that_is_kept_keeps_no_allocator():

@@ -26,7 +26,7 @@ from arenapy.testing.attack import attack, machine_for
 HERE = Path(__file__).parent
 
 
-def fuzz(*arguments):
+def fuzz(*arguments, **how):
     folders = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-m", "arenapy", "fuzz", *arguments],
@@ -34,6 +34,7 @@ def fuzz(*arguments):
         text=True,
         timeout=200,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "COLUMNS": "100"},
+        **how,
     )
 
 
@@ -49,6 +50,13 @@ def test_nothing_is_found_in_what_is_right(arguments):
     assert done.stdout.endswith("no fault found\n")
     assert "allocate_block" in done.stdout and "rare state" in done.stdout
     assert "--seed 1" in done.stdout
+
+
+@pytest.mark.full
+def test_standard_error_may_be_closed():
+    words = ["crashing:bump", "--examples", "5", "--steps", "10"]
+    done = fuzz(*words, preexec_fn=lambda: os.close(2))
+    assert done.returncode == 0 and done.stdout.endswith("no fault found\n")
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,26 @@ def _test_file(folder):
     text = (HERE / "crashing.py").read_text() + "\n\nTestCrashing = Crashing.TestCase\n"
     (tests / "test_it.py").write_text(text)
     return tests
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_child_of_multiprocessing_that_ends_removes_its_file(method, tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import multiprocessing, sys, arenapy.testing as t\n"
+        "step = t.Step('start', {'config': {'nbytes': 4096, 'max_bytes': None}})\n"
+        "def work(): print(t.Program((step,)).run(t.BumpMachine), flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context(sys.argv[1]).Process(target=work)\n"
+        "    child.start(), child.join()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "ARENAPY_STEPS"}
+    with tempfile.TemporaryDirectory() as folder:  # a name that the socket of forkserver can have
+        done = subprocess.run(
+            [sys.executable, "program.py", method], cwd=tmp_path, capture_output=True, text=True,
+            check=True, env={**environment, "TMPDIR": folder},
+        )  # fmt: skip
+        assert done.stdout == "1\n", done.stderr
+        assert [path for path in Path(folder).iterdir() if path.suffix == ".jsonl"] == []
 
 
 @pytest.mark.full

@@ -510,6 +510,27 @@ def test_a_recording_ends_in_a_forked_child(path, maker):
     assert trace.load(path).complete
 
 
+@pytest.mark.parametrize("maker", [lambda: Bump(1 << 20), Pool, lambda: Slab(64, 100)])
+def test_a_forked_child_makes_a_recording_of_its_own(path, maker, tmp_path):
+    """The one that it inherits records nothing there."""
+    allocator = maker()
+    recording = trace.record(allocator, path)
+
+    def use():
+        with trace.record(allocator, tmp_path / "child.trace"):
+            allocator.alloc(20)
+            with pytest.raises(ValueError, match="already being recorded"):
+                trace.record(allocator, tmp_path / "other.trace").__enter__()
+        recording.__exit__(None, None, None)
+
+    with recording:
+        allocator.alloc(10)
+        assert in_child(use) == 0
+    for file in path, tmp_path / "child.trace":
+        loaded = trace.load(file)
+        assert loaded.complete and loaded.summary().operations["alloc"] == 1
+
+
 def test_a_recording_that_was_not_entered_ends_no_other_one(tmp_path):
     pool = Pool()
     one, other = (trace.record(pool, tmp_path / name) for name in "ab")

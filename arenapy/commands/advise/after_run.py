@@ -30,12 +30,18 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
         Of ``arenapy run``.
     report, json_file
         As for `command`.
+
+    Raises
+    ------
+    OSError
+        The program cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder:
         file = options.trace or os.path.join(folder, "program.trace")
         before = _state(file)
         # Until `_wait` knows what to do with a signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+        error, write = os.pipe()  # closed where the program starts
         pid = os.fork()
         if pid == 0:
             try:
@@ -44,9 +50,15 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
                     options, report=report, json_file=json_file, trace=file, sites=options.sites
                 )
                 os.execve(words[0], words, environment)
+            except OSError as failed:
+                os.write(write, str(failed).encode(errors="replace"))
             finally:
                 os._exit(127)  # and never this process's own exit
+        os.close(write)
         status = _wait(pid, mask)
+        with open(error) as failure:
+            if text := failure.read():
+                raise OSError(text)
         if status < 0 or status == 128 + signal.SIGINT:
             return 128 - status if status < 0 else status
         for line in _advice(file if _state(file) != before else None, options):

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn
 
 from arenapy.base.text import printable
@@ -35,7 +34,7 @@ from arenapy.commands.command_line import Parser, check_outputs, console, second
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
 from arenapy.commands.replay.command import read, run_worker
 from arenapy.commands.replay.device import streams_of
-from arenapy.commands.replay.program import program
+from arenapy.commands.replay.program import program, save_array
 from arenapy.commands.run.command import TRACE_KIND
 from arenapy.linux import outputs
 from arenapy.linux.limits import check_request
@@ -137,7 +136,7 @@ def advise(
         DeviceProcess() as device_process,
     ):
         if device:
-            np.save(Path(folder) / "streams.npy", streams_of(trace))
+            save_array(Path(folder) / "streams.npy", streams_of(trace))
         replays = Replays(
             part, settings_for(part, tried, device), Path(folder),
             threads=summary.threads, seconds=seconds, passes=passes, repeat=repeat,

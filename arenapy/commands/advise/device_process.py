@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from arenapy.commands.replay.command import failure
+from arenapy.linux.child_process import child_process
 
 __all__ = ["COMMAND", "DeviceProcess"]
 
@@ -32,6 +33,7 @@ class DeviceProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._ending = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -58,11 +60,12 @@ class DeviceProcess:
             With the reason why there are no figures.
         """
         if self._process is None:
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `end` closes it
-            self._process = subprocess.Popen(
+            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            self._errors = self._ending.enter_context(errors)
+            self._process = self._ending.enter_context(child_process(
                 [*COMMAND, str(folder)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            )  # fmt: skip
+            ))  # fmt: skip
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its output says so
@@ -85,13 +88,6 @@ class DeviceProcess:
 
     def end(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        assert process.stdout is not None and process.stdin is not None
-        process.stdout.close()
+        self._process = None
         with contextlib.suppress(BrokenPipeError):  # of what it has not read
-            process.stdin.close()
-        self._errors.close()
+            self._ending.close()

@@ -184,6 +184,8 @@ class Comparison:
             if worker.wait():
                 raise subprocess.CalledProcessError(worker.returncode, line)
         found: dict[str, Any] = json.loads(result.read_text())
+        if "error" in found:
+            raise OSError(found["error"])
         if found["status"]:
             written = errors.read_text(errors="replace") if errors.exists() else ""
             raise Failed(_failure(way, found["status"], written))

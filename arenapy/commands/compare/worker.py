@@ -6,7 +6,8 @@ A small process on its own, because a child's peak of resident memory begins wit
 process which starts it. SPEC is a file of JSON: `command`, `environment`, `settings` (what
 run/startup/sitecustomize.py is told; None: nothing), `output` and `errors` (files; None: where this
 process's go), `interval` (None, or seconds between two looks at the huge pages of the command) and
-`library` (that should be mapped). RESULT is a file for what was found.
+`library` (that should be mapped). RESULT is a file for the figures, or for the `error` if the
+command cannot be started.
 
 CPU time, page faults and peak are the kernel's account of the command (`wait4`): with them come
 those of its own children that it has waited for, the largest peak of any one of them. `waited` is
@@ -14,7 +15,6 @@ the time in which the main thread could have run and had no processor.
 """
 
 import json
-import marshal
 import os
 import signal
 import sys
@@ -25,6 +25,8 @@ __all__ = ["main"]
 HUGE = ("AnonHugePages:", "Private_Hugetlb:", "Shared_Hugetlb:")
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 2.0  # seconds for a program to end by SIGTERM
+PR_SET_PDEATHSIG = 1
 
 
 def _huge_bytes(pid: int) -> int:
@@ -56,7 +58,19 @@ def _waited(pid: int) -> float:
         return 0.0
 
 
+def _end(pid: int) -> None:
+    """End the program by SIGTERM, or by SIGKILL if it does not end by that."""
+    os.kill(pid, signal.SIGTERM)
+    late = time.monotonic() + PATIENCE
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is None:
+        if time.monotonic() > late:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
 def _stop(number: int, frame: object) -> None:
+    for later in HEEDED:
+        signal.signal(later, signal.SIG_IGN)  # the end has begun
     raise SystemExit(128 + number)
 
 
@@ -69,9 +83,7 @@ def main(spec_file: str, result: str) -> None:
         if name is not None:
             actions.append((os.POSIX_SPAWN_OPEN, descriptor, name, CREATE, 0o600))
     if spec["settings"] is not None:
-        spec["environment"]["ARENAPY_RUN"] = marshal.dumps(
-            {**spec["settings"], "pid": os.getpid()}
-        ).hex()
+        spec["environment"]["ARENAPY_RUN"] = ascii({**spec["settings"], "pid": os.getpid()})
     found: dict[str, object] = {}
     pid = 0
     try:
@@ -95,20 +107,22 @@ def main(spec_file: str, result: str) -> None:
     except SystemExit:
         try:
             if pid:
-                os.kill(pid, signal.SIGTERM)
-                os.waitpid(pid, 0)
+                _end(pid)
         except OSError:  # it had ended
             pass
         raise
-    found |= {
-        "start": start,
-        "wall": end - start,
-        "cpu": usage.ru_utime + usage.ru_stime,
-        "kernel": usage.ru_stime,
-        "faults": usage.ru_minflt,
-        "peak_bytes": usage.ru_maxrss << 10,
-        "status": os.waitstatus_to_exitcode(status),
-    }
+    except OSError as error:  # it could not be started
+        found["error"] = str(error)
+    else:
+        found |= {
+            "start": start,
+            "wall": end - start,
+            "cpu": usage.ru_utime + usage.ru_stime,
+            "kernel": usage.ru_stime,
+            "faults": usage.ru_minflt,
+            "peak_bytes": usage.ru_maxrss << 10,
+            "status": os.waitstatus_to_exitcode(status),
+        }
     with open(result, "w") as file:
         json.dump(found, file)
 
@@ -119,6 +133,14 @@ def _heed_signals() -> None:
             signal.signal(number, _stop)
 
 
+def _end_with_parent() -> None:
+    """Get SIGTERM when the process that started this one ends, even if it is killed."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 if __name__ == "__main__":
     _heed_signals()
+    _end_with_parent()
     main(*sys.argv[1:])

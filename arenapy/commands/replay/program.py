@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,15 @@ import numpy.typing as npt
 
 from arenapy.trace import OPERATIONS, Trace
 
-__all__ = ["ALIGN", "DEVICE_ALIGN", "Program", "program"]
+__all__ = ["ALIGN", "DEVICE_ALIGN", "Program", "program", "save_array"]
 
 ALIGN, DEVICE_ALIGN = 64, 256  # of arenapy's allocators by default
+
+
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """As `np.save`, which does not say why it cannot write, for instance that the disk is full."""
+    with open(path, "wb") as file:
+        np.save(SimpleNamespace(write=file.write), array)  # and not to a file, as far as it sees
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,9 +87,9 @@ class Program:
 
     def save(self, folder: Path) -> None:
         """For `load` in another process."""
-        np.save(folder / "slots.npy", self.slots)
-        np.save(folder / "sizes.npy", self.sizes)
-        np.save(folder / "counts.npy", np.array([self.count, self.ignored]))
+        save_array(folder / "slots.npy", self.slots)
+        save_array(folder / "sizes.npy", self.sizes)
+        save_array(folder / "counts.npy", np.array([self.count, self.ignored]))
 
     @classmethod
     def load(cls, folder: Path) -> Program:

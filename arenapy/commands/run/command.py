@@ -8,7 +8,6 @@ the process of the program, and argparse, which takes as long as Python itself, 
 a command line that has options.
 """
 
-import marshal
 import os
 import sys
 
@@ -171,7 +170,7 @@ def command(
 
         settings["json"] = json_file and absolute(json_file)
         settings["trace"] = trace and absolute(trace)
-    environment[OPTIONS] = marshal.dumps(settings).hex()
+    environment[OPTIONS] = ascii(settings)
     return line, environment
 
 
@@ -179,6 +178,10 @@ def start_of(
     options: Options, variables: "Mapping[str, str]", *, pool: bool = True
 ) -> tuple[list[str], dict[str, str], "dict[str, Any]"]:
     """How a program starts: command line, environment without `OPTIONS`, and what that will say."""
+    if os.pathsep in STARTUP:
+        raise OSError(
+            f"{STARTUP!r} cannot be in PYTHONPATH: install arenapy in a path without {os.pathsep!r}"
+        )
     python = interpreter()
     program = program_words(options)
     environment = dict(variables)

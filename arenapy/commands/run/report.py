@@ -11,8 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from arenapy.pool.pool import Pool
 
 __all__ = ["ProgramMemory", "TimedHost"]
 
+Got = TypeVar("Got")
+
 
 class TimedHost:
     """A `Host` that knows how long it took to get memory, and how much the pool ever had.
@@ -43,6 +45,8 @@ class TimedHost:
         Ever faulted in.
     peak : int
         The most bytes that the pool had reserved, in blocks or idle.
+    refusal : str
+        The reason, if it had none at the last request.
 
     Notes
     -----
@@ -53,6 +57,7 @@ class TimedHost:
         self.host = host
         self.seconds = self.cpu = 0.0
         self.nbytes = self.peak = 0
+        self.refusal = ""
         self.pool: weakref.ref[Pool] | None = None
         self._lock = lock = threading.RLock()
         # A child would find it held by a thread that it does not have.
@@ -62,17 +67,20 @@ class TimedHost:
 
     def region(self, nbytes: int) -> Region:
         """As that of `Host`."""
-        start = time.perf_counter(), time.process_time()
-        region = self.host.region(nbytes)
-        self._count(start, nbytes)
-        return region
+        return self._counted(lambda: self.host.region(nbytes), nbytes)
 
     def reserve(self, nbytes: int) -> _TimedReservation | None:
         """As that of `Host`; addresses alone cost nothing."""
         reservation = self.host.reserve(nbytes)
         return None if reservation is None else _TimedReservation(reservation, self)
 
-    def _count(self, start: tuple[float, float], nbytes: int) -> None:
+    def _counted(self, get: Callable[[], Got], nbytes: int) -> Got:
+        start = time.perf_counter(), time.process_time()
+        try:
+            got = get()
+        except MemoryError as error:
+            self.refusal = str(error)
+            raise
         seconds, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
         pool = None if self.pool is None else self.pool()
         before = sum(size for _, size in pool._reserved()) if pool is not None else 0
@@ -81,6 +89,8 @@ class TimedHost:
             self.cpu += cpu
             self.nbytes += nbytes
             self.peak = max(self.peak, before + nbytes)
+            self.refusal = ""
+        return got
 
 
 class _TimedReservation:
@@ -92,9 +102,7 @@ class _TimedReservation:
         self.nbytes, self.page_size = reservation.nbytes, reservation.page_size
 
     def commit(self, offset: int, nbytes: int) -> None:
-        start = time.perf_counter(), time.process_time()
-        self._commit(offset, nbytes)
-        self._source._count(start, nbytes)
+        self._source._counted(lambda: self._commit(offset, nbytes), nbytes)
 
 
 class ProgramMemory:
@@ -227,9 +235,10 @@ class ProgramMemory:
         if found["system_allocations"]:
             limit = self.pool.max_bytes
             why = "memory ran out" if limit is None else f"--max-bytes is {format_bytes(limit)}"
+            why = printable(self.source.refusal) or f"the pool was full ({why})"
             lines.append(
                 f"{_count(found['system_allocations'], 'block')}, "
-                f"{format_bytes(found['system_bytes'])}, to malloc: the pool was full ({why})"
+                f"{format_bytes(found['system_bytes'])}, to malloc: {why}"
             )
         if found["lazy_allocations"]:
             lines.append(

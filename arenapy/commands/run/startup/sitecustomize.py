@@ -13,13 +13,23 @@ figures (report.py), the command line (command.py).
 At once this imports only what is built into Python: the program may have modules of the same names
 as the standard library's, and a program without NumPy pays nothing. NumPy, and arenapy, which needs
 it, come when the program imports NumPy: what the program sets before that (``OMP_NUM_THREADS``,
-say) has its effect. A forked child does not report.
+say) has its effect. A forked child does not report, nor record.
 """
 
+import _thread
 import marshal
 import os
 import sys
 import time
+
+# The parts of importlib that are frozen into Python: the module is another import.
+from _frozen_importlib import (
+    BuiltinImporter,
+    FrozenImporter,
+    module_from_spec,
+    spec_from_loader,
+)
+from _frozen_importlib_external import PathFinder, spec_from_file_location
 
 TYPE_CHECKING = False  # without importing typing
 if TYPE_CHECKING:
@@ -72,13 +82,52 @@ class AfterImport:
             finally:
                 self.under_way -= 1
             if not self.under_way and self in sys.meta_path:
-                sys.meta_path.remove(self)
+                _remove_finders(lambda finder: finder is self)
                 self.then()
 
         # Python takes the frames of imports off a traceback, and knows them by their file.
         code = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
         exec_module.__code__ = code
         loader.exec_module = exec_module
+
+
+class _InThisThread:
+    """A finder that finds modules on `path` for the thread that made it, and for it alone.
+
+    Other threads find the modules that are `hidden` from this one, and that they have imported.
+    """
+
+    def __init__(self, path: list[str], hidden: "dict[str, ModuleType]") -> None:
+        self.path = path
+        self.hidden = hidden
+        self.thread = os.getpid(), _thread.get_ident()  # a forked child has other threads
+        self.found: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: "Any" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if (os.getpid(), _thread.get_ident()) != self.thread:
+            loader: Any = self
+            return spec_from_loader(name, loader) if name in self.hidden else None
+        if path is not None:  # a package's
+            return None
+        spec = (
+            BuiltinImporter.find_spec(name)
+            or FrozenImporter.find_spec(name)
+            or PathFinder.find_spec(name, self.path)
+        )
+        if spec is not None:
+            self.found.add(name)
+        return spec
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType":
+        module = self.hidden[spec.name]
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: "ModuleType") -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # the import has put its own there
 
 
 class Session:
@@ -108,17 +157,23 @@ class Session:
         _import_arenapy()
         from arenapy.commands.run.report import ProgramMemory
 
-        return ProgramMemory(self.options)
+        # A forked child that imports NumPy gets a pool, too. The trace is the program's.
+        trace = self.options["trace"] if self._in_program() else None
+        return ProgramMemory({**self.options, "trace": trace})
+
+    def _in_program(self) -> bool:
+        """False in a forked child."""
+        return bool(os.getpid() == self.options["pid"])
 
     def report(self) -> None:
         """Say what there is to say. Never changes how the process ends."""
-        if os.getpid() != self.options["pid"]:
+        if not self._in_program():
             return
         if self.options["measured"] is not None:
             self._measured("ended")
             return
         # The program has ended: what the report imports is no reason to begin.
-        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, AfterImport)]
+        _remove_finders(lambda finder: isinstance(finder, AfterImport))
         try:
             self.apart(self._report)
         except (ImportError, OSError, ValueError) as error:  # a closed or full file
@@ -126,7 +181,7 @@ class Session:
 
     def _measured(self, when: str) -> None:
         """Write down what was measured, for ``arenapy compare``; what fails is left out."""
-        if self.options["measured"] is None:
+        if self.options["measured"] is None or not self._in_program():
             return
         memory = self.memory.measured() if self.memory is not None else {}
         found = {**memory, "when": when, "now": self.clock(), "kernel": os.times().system}
@@ -159,6 +214,8 @@ class Session:
             "numpy": self.memory is not None,
         }
         text = "arenapy run: the program did not import NumPy, so there was no pool\n"
+        if "numpy" in sys.modules:
+            text = "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
         if self.memory is not None:
             figures |= self.memory.figures()
             text = self.memory.text(figures)
@@ -181,23 +238,27 @@ class Session:
         A module of the program's may have the name of one of the standard library's. It is out of
         sight meanwhile; and one that is imported now and that the program has its own of is
         forgotten afterwards, so that the program gets its own.
+
+        Other threads of the program import meanwhile, and find what they find without us. There is
+        one exception: if a thread now imports a module of the program's that has the name of a
+        module which arenapy needs from the standard library, either of them may get the other's.
         """
-        known = sys.modules.copy()  # threads of the program may import meanwhile
+        known = sys.modules.copy()
         tops = {_top(name) for name in known} & sys.stdlib_module_names
         tops = {top for top in tops if self._is_of_program(top)}
         hidden = {name: module for name, module in known.items() if _top(name) in tops}
         for name in hidden:
             sys.modules.pop(name, None)
-        before, program_path = set(sys.modules), sys.path[:]
-        sys.path[:] = self.path
+        before, finder = set(sys.modules), _InThisThread(self.path, hidden)
+        sys.meta_path = [finder, *sys.meta_path]
         try:
             return act()
         finally:
-            sys.path[:] = program_path
-            own = [folder for folder in program_path if folder not in self.path]
+            _remove_finders(lambda one: one is finder)
+            own = [folder for folder in sys.path if folder not in self.path]
+            forgotten = {top for top in finder.found if top in tops or _finds(top, own)}
             for name in set(sys.modules) - before:
-                top = _top(name)
-                if top in tops or (top in sys.stdlib_module_names and _finds(top, own)):
+                if _top(name) in forgotten:
                     sys.modules.pop(name, None)
             sys.modules.update(hidden)
 
@@ -221,14 +282,17 @@ def _say(text: str) -> None:
         pass
 
 
+def _remove_finders(these: "Callable[[object], bool]") -> None:
+    """Make a new list: from one that became shorter, a thread that reads it would skip a finder."""
+    sys.meta_path = [finder for finder in sys.meta_path if not these(finder)]
+
+
 def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
 def _finds(name: str, path: list[str]) -> bool:
     """True if there is a module of this name on the path."""
-    from importlib.machinery import PathFinder
-
     return PathFinder.find_spec(name, path) is not None
 
 
@@ -236,10 +300,6 @@ def _import_arenapy() -> None:
     """Import this very package, wherever the program looks for its own modules."""
     if "arenapy" in sys.modules:
         return
-    # The parts of importlib that are frozen into Python: the module is another import.
-    from _frozen_importlib import module_from_spec
-    from _frozen_importlib_external import spec_from_file_location
-
     path = os.path.join(PACKAGE, "__init__.py")
     spec = spec_from_file_location("arenapy", path, submodule_search_locations=[PACKAGE])
     assert spec is not None and spec.loader is not None
@@ -266,7 +326,7 @@ def _leave_no_trace() -> "dict[str, Any] | None":
     text = os.environ.pop(OPTIONS, None)
     if text is None:
         return None  # a subinterpreter
-    options: dict[str, Any] = marshal.loads(bytes.fromhex(text))
+    options: dict[str, Any] = eval(text)
     for name, value in options["environment"].items():
         if value is None:
             os.environ.pop(name, None)
