@@ -9,14 +9,19 @@ from arenapy._platform import explain_source_tree, require_supported
 
 __all__: list[str] = []
 
-require_supported()
-try:
-    from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled
-except ModuleNotFoundError as error:
-    explain_source_tree(error)
-    raise
-# Buffer needs it at its first export, where a callback may interrupt it and export, too.
-from arenapy.buffer import dlpack  # noqa: E402, F401
 
-for name, place in arenapy._NOW.items():
-    arenapy._import(name, place)
+def _import_all() -> None:
+    require_supported()
+    try:
+        from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled
+    except ModuleNotFoundError as error:
+        explain_source_tree(error)
+        raise
+    # Buffer needs it at its first export, where a callback may interrupt it and export, too.
+    from arenapy.buffer import dlpack  # noqa: F401
+
+    for name, place in arenapy._NOW.items():
+        arenapy._import(name, place)
+
+
+_import_all()

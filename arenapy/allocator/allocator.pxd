@@ -46,8 +46,8 @@ cdef int check_growth(Buffer old, Py_ssize_t n) except -1
 # The result of `one` for a block that cannot grow in place to n bytes: a new block of `owner`, the
 # allocator's core or a part of it, with the contents. The old one is released.
 cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n)
-# For callers that cannot raise: Python raises it soon in the main thread, as a signal's exception; in
-# another thread it is reported.
+# For callers that cannot raise: Python raises it soon in the main thread, like the exception of a
+# signal's handler. In another thread it is reported.
 cdef void raise_later(object error) noexcept
 # Not to be listed among the allocators of this process: it is a part of another one.
 cdef int hide(Allocator one) except -1
