@@ -532,8 +532,9 @@ cdef class Region(MemoryOwner):
         cdef uintptr_t at, stop, start = <uintptr_t>self.ptr
         return self.sent or (not self.newborn and (
             self.lease_lost or not children_ended(&self.seens)
-            # A child that has ended may have sent some of it.
-            or (not self.received and self.leases(start, start + self.size, &at, &stop))))
+            # A child that has ended may have sent some of it. (Who only views it has leases itself.)
+            or (not (self.received or self.shared)
+                and self.leases(start, start + self.size, &at, &stop))))
 
     cdef void detach(self) noexcept:
         arenapy_registry_lock()
