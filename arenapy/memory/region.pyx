@@ -532,7 +532,7 @@ cdef class Region(MemoryOwner):
         cdef uintptr_t at, stop, start = <uintptr_t>self.ptr
         return self.sent or (not self.newborn and (
             self.lease_lost or not children_ended(&self.seens)
-            # A child that has ended may have sent some of it. (Who only views it has leases itself.)
+            # A child that has ended may have sent some of it. (Whoever only views it has leases.)
             or (not (self.received or self.shared)
                 and self.leases(start, start + self.size, &at, &stop))))
 

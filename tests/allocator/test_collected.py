@@ -77,6 +77,7 @@ MAKE = [recorded, in_debug_mode, in_a_scope, seen_by_a_child]
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize("make", MAKE, ids=[make.__name__ for make in MAKE])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_the_collector_may_begin_anywhere(make, allocator, tmp_path):
     collect_from(lambda: make(allocator, tmp_path), 0)  # the first of all makes what stays
     gc.freeze()  # so that each collection is short

@@ -85,6 +85,7 @@ def test_explicit_orders(program, order):
     "pair", list(itertools.permutations(["keeper", "array", "capsule", "many"], 2))
 )
 @pytest.mark.sampled
+@pytest.mark.full
 def test_globals_cleared_in_an_odd_order(program, pair):
     """Module globals that start with one underscore go first: rename to choose the order."""
     first, second = pair
@@ -362,6 +363,7 @@ def test_a_thread_that_ends_with_the_interpreter_while_it_grows_a_slab(run_scrip
     """)
 
 
+@pytest.mark.full
 def test_the_trimming_thread_ends_with_its_pool(bare):
     """And keeps neither the pool nor the process."""
     bare("""

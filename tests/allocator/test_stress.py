@@ -187,6 +187,7 @@ def work(crew, me, seed):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.full
 def test_eight_threads(seed):
     crew = Crew()
     looked = in_threads(*(lambda me=me: work(crew, me, seed) for me in range(THREADS)))

@@ -115,6 +115,7 @@ def live_by_class(pool):
 
 @pytest.mark.parametrize("rounding", ["step", "class"])
 @pytest.mark.parametrize("index", range(CLASSES))
+@pytest.mark.sampled
 def test_each_block_is_as_large_as_its_size_says(index, rounding):
     pool = Pool(source=Regions(), rounding=rounding)
     for nbytes in SIZES:

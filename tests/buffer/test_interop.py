@@ -151,6 +151,7 @@ def lacking(name):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ALLOCATORS)
 @pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.sampled
 def test_an_export_alone_keeps_the_bytes(name, kind, source):
     if lacking(name):
         pytest.skip(f"{NEEDS[name]} is not installed")
@@ -200,6 +201,7 @@ def test_an_address_alone_is_no_export():
     assert block.closed and foreign.size == NBYTES
 
 
+@pytest.mark.full
 def test_exports_at_exit(run_script):
     """All of them alive, as globals, in a cycle and a thread's, when the interpreter ends."""
     names = [name for name in EXPORTS if not lacking(name)]

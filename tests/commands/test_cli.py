@@ -198,6 +198,7 @@ def test_signals_act_as_ever_until_all_is_imported(tmp_path):
 
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.full
 def test_a_second_signal_leaves_no_file_either(tmp_path, first, second):
     """Here it strikes as the folder is about to be removed."""
     (tmp_path / "probe.py").write_text(
@@ -284,6 +285,7 @@ def test_a_reader_that_goes_away(arguments):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
+@pytest.mark.full
 def test_a_terminal_without_the_micro_sign():
     done = subprocess.run(
         [*COMMAND, "replay", "--synthetic", "3", "--with", "pool"], capture_output=True,

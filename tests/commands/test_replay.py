@@ -247,6 +247,7 @@ def test_the_first_byte_costs_no_memory():
 
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.package])
 @pytest.mark.sampled
+@pytest.mark.full
 def test_other_mallocs(name):
     """They run where the library is, and where it is not the package is named."""
     (found,) = replay.replay(trace.synthetic(1, 400, 32 * MIB, [trace.Phase(64, MIB)]), [name])
@@ -326,6 +327,7 @@ def test_the_command_for_people(small):
     assert "pool" in done.stdout and "bump: not run" in done.stdout
 
 
+@pytest.mark.full
 def test_a_trace_that_fits_an_arena(tmp_path):
     calls = [("mark", 5)]
     calls += [("alloc", 64 * i, 60) for i in range(1000)] + [("reset", 5)]

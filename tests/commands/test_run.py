@@ -399,6 +399,7 @@ def test_what_fell_back_and_why(script, tmp_path):
     assert "threads, which the pool does not reach: thread " in report
 
 
+@pytest.mark.full
 def test_nearly_all_hits_are_not_all(script, tmp_path):
     script("import numpy as np\nfor _ in range(20_000): np.ones(1000)")
     found, _ = figures(tmp_path, "script.py")
@@ -512,6 +513,7 @@ def test_the_users_settings_of_glibc_come_first(tunables, wanted):
 
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("libc", ["keep", "none"])
+@pytest.mark.full
 def test_what_malloc_does_is_reported(script, tmp_path, libc):
     script("""
         import numpy

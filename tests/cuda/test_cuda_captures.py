@@ -289,6 +289,7 @@ REFUSED = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("stream", [None, 1])
 @pytest.mark.parametrize("own", ["captured", "barred"])
+@pytest.mark.sampled
 def test_a_call_that_is_refused_leaves_the_capture_valid(gpu, own, stream, source, what):
     """The own stream is captured, or a blocking stream that the legacy one would wait for."""
     if what == "prefetch" and source != "managed":
@@ -491,6 +492,7 @@ def test_a_capture_that_begins_before_an_event_is_recorded(gpu, named, ends):
 @pytest.mark.parametrize("point", range(1, 9))
 @pytest.mark.parametrize("result", [201, 400, UNKNOWN])
 @pytest.mark.parametrize("use", ["released", "filled", "allocated", "lent"])
+@pytest.mark.sampled
 def test_the_legacy_stream_is_not_gone_if_its_context_cannot_be_entered(gpu, use, result, point):
     """Whether a capture bars it is not known then; to use it would make the capture invalid."""
     pool, other = Pool(4 * MIB, cuda.Device()), cuda.Stream()

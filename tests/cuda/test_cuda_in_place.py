@@ -353,6 +353,7 @@ def least_to_add(pool, nbytes):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.sampled
+@pytest.mark.full
 def test_growth_finds_the_place_that_lacks_least(gpu, seed):
     gpu.memory.sizes = gpu.MEMORY = (16 << 30, 1 << 30)
     chosen = random.Random(seed)

@@ -480,6 +480,7 @@ def test_what_is_idle_goes_with_its_pool(gpu):
 @pytest.mark.parametrize("point", range(1, 16))
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("whose", ["its own", "another"])
+@pytest.mark.full
 def test_memory_is_there_while_another_thread_asks(gpu, whose, busy, point):
     """What a thread takes from a stream to ask for it is in no list: who needs it waits."""
     pool, stream = Pool(8 * MIB, cuda.Device(), stream=cuda.Stream()), cuda.Stream()

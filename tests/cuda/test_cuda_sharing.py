@@ -522,6 +522,7 @@ def another():
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.full
 def test_another_process_has_the_same_bytes_until_it_ends(gpu, end):
     pool = ALLOCATORS["pool"]()
     block = filled(pool.alloc(3 * MIB), 1)

@@ -142,6 +142,7 @@ def threads(name, source, programs, order):
 
 
 @pytest.mark.parametrize(("name", "source"), EACH)
+@pytest.mark.full
 def test_threads(name, source):
     @settings(max_examples=max(10, settings.default.max_examples // 4))
     @given(programs=st.lists(PROGRAMS, min_size=2, max_size=3), order=ORDER)

@@ -159,6 +159,7 @@ READERS = {
 @EACH_WAY
 @pytest.mark.parametrize("source", [one for one in SOURCES if one != "driver pool"])
 @pytest.mark.parametrize("how", ["own", "lane", "told"])
+@pytest.mark.sampled
 def test_a_reader_of_the_interface_comes_after_them(how, source, tell, reader):
     """Also one that does not wait for the stream that it names, as torch."""
     waits, kind = READERS[reader]

@@ -378,6 +378,7 @@ stream.sync()
 """ + END)  # fmt: skip
 
 
+@pytest.mark.full
 def test_nvcc(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")

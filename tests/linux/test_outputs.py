@@ -301,6 +301,7 @@ def test_a_file_without_a_name(tmp_path, run_script):
 
 
 @pytest.mark.parametrize("path", ["new", "former", "soft", "dangling"])
+@pytest.mark.full
 def test_dots_after_a_link_are_the_kernels(folder, path):
     """A run writes the file that was checked, and not one of the folder in which the link is."""
     (folder / "in" / "deep").mkdir(parents=True)

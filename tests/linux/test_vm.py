@@ -236,6 +236,7 @@ def test_prefault_of_a_readonly_map_reads(memfd, mapping, populate_error, error)
     assert faults_of(read, address, 8 * MIB) <= OWN_FAULTS
 
 
+@pytest.mark.full
 def test_touching_does_not_lose_concurrent_writes(memfd, mapping, populate_error):
     """The fallback writes to pages that another thread is counting in."""
     fd = memfd(64 * PAGE)

@@ -49,6 +49,7 @@ def reserved():
 @pytest.mark.parametrize("align", [0, 2 * MIB, 64 * MIB])
 @pytest.mark.parametrize("nbytes", [1, PAGE, 5 * MIB + 3])
 @pytest.mark.no_sanitizer  # whose allocator maps memory of its own there
+@pytest.mark.sampled
 def test_reservation_is_aligned_and_nothing_else_stays(nbytes, align, guard):
     before = mapped_bytes()
     mapping = vm.reserve(nbytes, align=align, guard=guard)

@@ -294,6 +294,7 @@ DAEMONS = {
 
 @pytest.mark.parametrize("make", ["host", "limited", "timed"])
 @pytest.mark.parametrize("busy", DAEMONS)
+@pytest.mark.full
 def test_daemon_threads(program, busy):
     program(f"""
 stay, ready, handover = threading.Event(), threading.Barrier(4), queue.Queue()

@@ -49,6 +49,7 @@ def test_each_is_short_and_shown():
 
 
 @pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.full
 def test_it_runs_as_it_stands(name, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"],

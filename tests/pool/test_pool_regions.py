@@ -60,6 +60,7 @@ class Slow(Regions):
 
 @pytest.mark.parametrize("take", [lambda pool: pool.alloc(1000), lambda pool: pool.alloc_many([9])])
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.full
 def test_who_finds_no_room_waits_for_another_thread_that_takes_it_all(take, fails):
     """What that one gets is for both."""
     source = Slow()

@@ -159,6 +159,7 @@ def _test_file(folder):
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.full
 def test_a_child_of_multiprocessing_that_ends_removes_its_file(method, tmp_path):
     (tmp_path / "program.py").write_text(
         "import multiprocessing, sys, arenapy.testing as t\n"

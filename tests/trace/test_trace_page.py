@@ -184,6 +184,7 @@ def test_charts_are_drawn_in_the_colours_of_the_legend(shown):
 
 @needs_browser
 @pytest.mark.parametrize("shown", ["program"], indirect=True)
+@pytest.mark.full
 def test_tables_show_who_holds_memory_and_from_where_it_was_called(shown):
     for table in shown.find_elements("css selector", "table"):
         assert "program.py:13 remember" in table.text
@@ -197,6 +198,7 @@ def test_tables_show_who_holds_memory_and_from_where_it_was_called(shown):
 
 @needs_browser
 @pytest.mark.parametrize("shown", ["program"], indirect=True)
+@pytest.mark.full
 def test_the_wheel_zooms_both_charts_and_the_arrow_goes_back(shown):
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
@@ -248,6 +250,7 @@ def test_the_pointer_tells_about_a_block(shown):
 
 @needs_browser
 @pytest.mark.parametrize("shown", ["torch"], indirect=True)
+@pytest.mark.full
 def test_segments_far_apart_are_drawn_side_by_side(shown):
     """164 TiB of addresses, 20 MiB of blocks: both segments are on the map, named at its side."""
     height = chart(shown, "map")["up"][1]
