@@ -900,9 +900,9 @@ cdef int reopened(int fd) noexcept nogil:
     cdef char path[32]
     cdef int new
     snprintf(path, sizeof(path), "/proc/self/fd/%d", fd)
-    new = c_open(path, O_RDWR | O_CLOEXEC)
+    new = open_above_standard(path, O_RDWR, 0)
     while new < 0 and errno == EINTR:
-        new = c_open(path, O_RDWR | O_CLOEXEC)
+        new = open_above_standard(path, O_RDWR, 0)
     return new if new >= 0 else -errno
 
 

@@ -535,6 +535,7 @@ def test_no_file_takes_the_number_of_a_closed_standard_file(run_script):
             for number in closed:
                 os.close(number)
             made = [vm.open_file("made", os.O_RDWR | os.O_CREAT), vm.memfd(b"made", 4096)]
+            made.append(vm.reopen(made[1].fileno()))
             found = [file.fileno() for file in made]
             for number in closed:
                 os.dup2(kept, number)
