@@ -163,8 +163,9 @@ def pytest_report_header():
 @pytest.fixture
 def hugetlb():
     """The machine's reserved huge pages: no test of another process uses them or counts them."""
-    with open(Path(tempfile.gettempdir(), "arenapy-tests-hugetlb"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    from turns import locked
+
+    with locked("hugetlb", fcntl.LOCK_EX):
         yield
 
 

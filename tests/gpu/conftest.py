@@ -3,22 +3,12 @@
 import contextlib
 import fcntl
 import os
-import tempfile
-from pathlib import Path
 
 import pytest
 from real_gpu import Gpu, need_gpu
-
-HERE = Path(tempfile.gettempdir())
+from turns import locked
 
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the device
-
-
-@contextlib.contextmanager
-def locked(name, how):
-    with open(HERE / f"arenapy-gpu-tests-{name}", "w") as file:
-        fcntl.flock(file, how)
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +16,10 @@ def share_of_the_device(request):
     """No other process runs a test beside one that fills the device or reads what it has free."""
     alone = request.node.get_closest_marker("alone")
     with contextlib.ExitStack() as until_the_end:
-        with locked("turn", fcntl.LOCK_EX):  # whoever comes later waits for one that will be alone
-            device = locked("device", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        with locked(
+            "gpu-turn", fcntl.LOCK_EX
+        ):  # whoever comes later waits for one that will be alone
+            device = locked("gpu", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             until_the_end.enter_context(device)
         yield
 
