@@ -1,7 +1,8 @@
 """Blocks of device Pools for a library that allocates by C functions of size, device and stream.
 
 What lives here: the C functions, and which Pool and which stream's blocks a call means. What does
-not: whose functions a library calls (torch), what is free (pool), streams (cuda).
+not: whose functions a library calls (torch), what is free (pool), streams (cuda). RMM calls Python
+functions, which are here so that they are compiled (`rmm_callbacks`).
 
 The quick way has neither Buffers nor the GIL. A `Route` says whose blocks a stream of a device has:
 those of the Pool's own stream come from the thread's cache, those of another one from its
@@ -477,7 +478,7 @@ def withdraw(dict by_device not None):
         arenapy_store_ptr(&routes[i], NULL)
 
 
-def callbacks(Pool pool not None, int default):
+def rmm_callbacks(Pool pool not None, int default):
     """What allocates and what frees for RMM, by objects that name a stream, or 0 for `default`.
 
     Compiled: no signal's exception comes between taking a block out of what is kept and freeing it,

@@ -14,7 +14,7 @@ from arenapy.cuda import backing
 from arenapy.cuda.foreign import asbuffer
 from arenapy.errors import OutOfMemory
 from arenapy.interop.device_pools import by_device, library
-from arenapy.interop.raw_blocks import callbacks
+from arenapy.interop.raw_blocks import rmm_callbacks
 from arenapy.memory.host_request import check_ordinal, checked_size
 from arenapy.memory.region import Region
 from arenapy.pool.pool import Pool
@@ -66,7 +66,7 @@ def resource(pool: Pool) -> Any:
     """
     by_device((pool,))
     made = library("rmm", OLDEST).mr.CallbackMemoryResource
-    return made(*callbacks(pool, LEGACY))
+    return made(*rmm_callbacks(pool, LEGACY))
 
 
 @dataclass(frozen=True, slots=True)

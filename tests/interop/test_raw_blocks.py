@@ -306,7 +306,7 @@ def test_a_block_of_rmms_is_not_free_if_its_stream_could_not_be_named(driver):
             raise KeyboardInterrupt
 
     pool = Pool(4 * MIB, cuda.Device())
-    allocate, deallocate = raw_blocks.callbacks(pool, LEGACY)
+    allocate, deallocate = raw_blocks.rmm_callbacks(pool, LEGACY)
     address = allocate(64, Wrapped(0))
     with pytest.raises(KeyboardInterrupt):
         deallocate(address, 64, Stream())
