@@ -39,11 +39,11 @@ HOT = {
         "buffer": "block buffer dlpack ndarray",
         "bump": "bump core",
         "commands.replay": "loop",
-        "cuda": "fence ordering resource stream_ref",
+        "cuda": "driver fence ordering resource stream_ref",
         "diagnostics": "call_sites recorder",
         "interop": "cupy_blocks raw_blocks",
         "numpy_handler": "handler",
-        "pool": "c_api core page_heap pool thread_cache",
+        "pool": "c_api core page_heap pool stream_cache thread_cache",
         "slab": "core slab",
     }.items()
     for module in modules.split()

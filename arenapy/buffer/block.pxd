@@ -78,6 +78,8 @@ cdef class StreamHooks:
     cdef int join(self, object stream, object other) except -1
     # Does that object name the same stream for as long as it is kept?
     cdef bint always(self, object stream, object named)
+    # May it be given work now, if an object that always names it is still at hand? Not sure: no.
+    cdef bint free_now(self, object named) noexcept
     # Before a block is allocated for `stream`: is that being captured? CudaError: no block may be.
     cdef bint may_begin(self, object stream) except -1
     cdef int not_captured(self, object stream) except -1

@@ -529,6 +529,9 @@ cdef class StreamHooks:
     cdef bint always(self, object stream, object named):
         raise NotImplementedError
 
+    cdef bint free_now(self, object named) noexcept:
+        return False
+
     cdef bint ended(self, object stream) noexcept:
         return False
 

@@ -44,7 +44,9 @@ from arenapy.buffer.block cimport (
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.memory.region cimport Region
 
-from arenapy.cuda.driver cimport callable_, generation, need, primary
+from arenapy.cuda.driver cimport (
+    SUCCESS, callable_, driver, forget, forked, generation, need, primary,
+)
 from arenapy.cuda.fence cimport (
     EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never, join_streams,
     late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park, synchronize,
@@ -201,6 +203,16 @@ cdef class Ordering(StreamHooks):
 
     cdef bint always(self, object stream, object named):
         return isinstance(stream, OwnStream) or (<StreamRef>named).owner is stream
+
+    cdef bint free_now(self, object named) noexcept:
+        # What `named` and `may_begin` find of most streams, without their calls; see `state_of`.
+        cdef StreamRef s = <StreamRef>named
+        cdef int result, status = 0
+        if forked or s.shut or s.tells is not None or <uintptr_t>s.handle <= PER_THREAD:
+            return False
+        result = driver.cuStreamIsCapturing(s.handle, &status)
+        forget(result)
+        return result == SUCCESS and not status
 
     cdef StreamRef own_stream(self):
         return <StreamRef>self.own if self.own is not None else stream_of(LEGACY, self.device_id)

@@ -89,6 +89,7 @@ seal(Event, "an Event is made by Stream.record()")
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class Stream(OwnStream):
     """Stream(device_id=0)\n--\n
     A stream of a device: its work runs in order, and concurrently with other streams.
@@ -146,7 +147,7 @@ cdef class Stream(OwnStream):
     @property
     def closed(self):
         """True after :meth:`close`."""
-        return self.shut
+        return self.stream.shut
 
     def synchronize(self):
         """Wait until the stream has done all its work.
@@ -217,7 +218,7 @@ cdef class Stream(OwnStream):
         >>> stream.closed
         True
         """
-        self.shut = True
+        self.stream.shut = True
 
     def __enter__(self):
         self.open_stream()
@@ -227,7 +228,7 @@ cdef class Stream(OwnStream):
         self.close()
 
     def __repr__(self):
-        state = ", closed" if self.shut else ""
+        state = ", closed" if self.stream.shut else ""
         return f"<Stream {<uintptr_t>self.stream.handle:#x} of device {self.device_id}{state}>"
 
     def __reduce__(self):

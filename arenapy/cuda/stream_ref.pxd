@@ -22,6 +22,7 @@ cdef class StreamRef:
     cdef bint made                   # here, and it is destroyed with this
     cdef int generation              # the driver's, if so
     cdef bint ended                  # the user's object for one that was made here is gone
+    cdef bint shut                   # that object is closed; the stream is there to the last
     cdef uint64_t of_allocator       # atomic: how many, whose users keep it, have it as their own
     cdef object owner                # an object that stands for it, and may keep it
     cdef bint ends                   # when its owner does; a stream of a library's pool does not
@@ -49,7 +50,6 @@ cdef class StreamRef:
 # The base of our own stream objects.
 cdef class OwnStream:
     cdef StreamRef stream
-    cdef bint shut                   # for users; the stream is there to the last
 
     cdef StreamRef open_stream(self)    # ValueError once it is closed
 

@@ -125,17 +125,18 @@ cdef bint is_gone(int result) noexcept nogil:
 
 # ---- streams -----------------------------------------------------------------------------
 
+@cython.no_gc_clear                  # nor does a stream name what could name it
 cdef class OwnStream:
     """A stream object of arenapy. Internal."""
 
     def __dealloc__(self):
         if arenapy_mine.stream == <PyObject*>self:
             arenapy_mine.stream = NULL
-        if self.stream is not None:          # the collector may have cleared it
+        if self.stream is not None:          # the driver may have refused to make it
             self.stream.ended = True
 
     cdef StreamRef open_stream(self):
-        if self.shut:
+        if self.stream.shut:
             raise ValueError(f"{self!r} is closed; make another one")
         return self.stream
 

@@ -46,8 +46,8 @@ cdef class StreamCaches:
     cdef PoolCore core
     cdef dict of_streams             # by the stream, as the hooks name it; not the pool's own
     cdef dict of_graphs              # by the graph
-    # Streams of the user that were named last, each with its cache; replaced, and never changed.
-    cdef list recent
+    # Streams of the user that were named last, each followed by its cache.
+    cdef tuple recent
     cdef Py_ssize_t come             # streams, since those that are gone were looked for
     cdef size_t idle_allowed         # bytes that streams may keep idle when the pool grows
 

@@ -53,6 +53,8 @@ cdef extern from "<unistd.h>":
 
 cdef extern from "Python.h":
     void count_up "Py_INCREF" (PyObject* o) noexcept
+    Py_ssize_t size_of_tuple "PyTuple_GET_SIZE" (PyObject* t) noexcept
+    PyObject* item_of_tuple "PyTuple_GET_ITEM" (PyObject* t, Py_ssize_t i) noexcept
 
 cdef enum:
     FIRST_NODES = 16
@@ -456,12 +458,15 @@ cdef class StreamCaches:
     """All stream caches of one Pool. Internal."""
 
     cdef object owner_of(self, object stream):
-        cdef tuple known
-        for known in self.recent if ARENAPY_GIL else []:
-            if known[0] is stream:
-                name = self.core.hooks.named(stream)
-                return name if self.core.hooks.may_begin(name) else known[1]   # it may be closed
-        known = None                         # a stream may end when it is no longer recent
+        cdef PyObject* recent = <PyObject*>self.recent     # borrowed: no code of the user runs
+        cdef PyObject* cache_found
+        cdef Py_ssize_t i
+        for i in range(0, size_of_tuple(recent) if ARENAPY_GIL else 0, 2):
+            if item_of_tuple(recent, i) == <PyObject*>stream:
+                cache_found = item_of_tuple(recent, i + 1)
+                if self.core.hooks.free_now((<StreamCache>cache_found).stream):
+                    return <object>cache_found
+                break
         name = self.core.hooks.named(stream)
         # The blocks are a graph's, or any stream's.
         if self.core.hooks.may_begin(name) or self.core.hooks.stream_cache(name) is None:
@@ -474,7 +479,7 @@ cdef class StreamCaches:
             cache = self.of_streams.setdefault(name, new_stream_cache(self.core, name, False))
             self.come += 1
         if self.core.hooks.always(stream, name):        # which may let go of a stream
-            self.recent = [(stream, cache), *self.recent[:MAX_NAMED - 1]]
+            self.recent = (stream, cache, *self.recent[:2 * MAX_NAMED - 2])
         if fresh and LOOK_SHARE * self.come > len(self.of_streams):
             self.come = 0
             self.settle_gone(<StreamCache>cache)
@@ -581,7 +586,9 @@ cdef class StreamCaches:
         if (cache.lent.blocks == 0 and self.core.hooks.ended(name)
                 and self.of_streams.pop(name, None) is not None):
             cache.forgotten = True
-            self.recent = [known for known in self.recent if known[1] is not cache]
+            self.recent = tuple([
+                one for i in range(0, len(self.recent), 2) if self.recent[i + 1] is not cache
+                for one in self.recent[i:i + 2]])
         return 0
 
     cdef bint reclaim(self) except -1:
@@ -658,6 +665,6 @@ seal(StreamCaches)
 cdef StreamCaches new_stream_caches(PoolCore core):
     cdef StreamCaches caches = StreamCaches.__new__(StreamCaches)
     caches.core = core
-    caches.of_streams, caches.of_graphs, caches.recent = {}, {}, []
+    caches.of_streams, caches.of_graphs, caches.recent = {}, {}, ()
     caches.idle_allowed = IDLE_BYTES
     return caches
