@@ -27,7 +27,7 @@ from posix.unistd cimport getpid
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.sealed cimport seal
 from arenapy.linux.populate cimport vm_populate
-from arenapy.linux.vm cimport vm_unmap
+from arenapy.linux.vm cimport vm_is_mapped, vm_unmap
 
 cdef extern from * nogil:
     """
@@ -82,7 +82,7 @@ cdef void vm_occupy(size_t address, size_t nbytes) noexcept nogil:
         <void*>start, end - start, PROT_NONE,
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0)
     if at == MAP_FAILED:
-        if errno == EEXIST and end - start > BASE_PAGE:
+        if errno == EEXIST and end - start > BASE_PAGE and not vm_is_mapped(start, end - start):
             vm_occupy(start, half)
             vm_occupy(start + half, end - start - half)
     elif at != <void*>start:                   # Linux before 4.17: something is there

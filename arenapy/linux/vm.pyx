@@ -87,8 +87,17 @@ cdef extern from * nogil:
         errno = error;
         return above;
     }
+    /* If the table is full but for 0, 1 or 2, no file is made that nobody can have. */
     static int arenapy_open(const char *name, int flags, int mode) {
-        return arenapy_above_standard(open(name, flags | O_CLOEXEC, mode));
+        int taken[3], n = 0, i, fd, error;
+        for (i = 0; i < 3; i++)
+            if (fcntl(i, F_GETFD) < 0 && (taken[n] = open("/dev/null", O_RDWR | O_CLOEXEC)) >= 0)
+                n++;
+        fd = arenapy_above_standard(open(name, flags | O_CLOEXEC, mode));
+        error = errno;
+        while (n) close(taken[--n]);
+        errno = error;
+        return fd;
     }
     static int arenapy_memfd_create(const char *name, unsigned flags) {
         return arenapy_above_standard((int)syscall(SYS_memfd_create, name, flags));

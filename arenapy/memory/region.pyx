@@ -710,10 +710,9 @@ cdef bint _lease_to_child(PyObject* p) noexcept nogil:
 
 cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
     """In a forked child: what is it to have of a region?"""
-    cdef bint skipped = (<Region>p).fork == FORK_SKIP
     if (<Region>p).fork == FORK_CLOSED:
         (<Region>p).inherited = True
-    if skipped or not mapped:
+    if (<Region>p).gone == GONE_NOT and ((<Region>p).fork == FORK_SKIP or not mapped):
         (<Region>p).gone = GONE_FORKED
     if (<Region>p).user != NULL and ((<Region>p).fork != FORK_INHERIT or not mapped):
         (<MemoryOwner>(<Region>p).user).forked((<Region>p).gone == GONE_FORKED)

@@ -546,6 +546,28 @@ def test_no_file_takes_the_number_of_a_closed_standard_file(run_script):
     """)
 
 
+def test_a_file_that_cannot_be_opened_is_not_made(run_script, tmp_path):
+    """Of a full table, only the number of a standard file is free."""
+    run_script(f"""
+        import errno, os, resource
+        from arenapy.linux import vm
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        files = [os.dup(2)]
+        while files[-1] < 63:
+            files.append(os.dup(2))
+        os.close(0)
+        try:
+            vm.open_file({str(tmp_path / "made")!r}, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            assert error.errno == errno.EMFILE
+        else:
+            raise AssertionError("there was no number for it")
+        assert not os.path.exists({str(tmp_path / "made")!r})
+    """)
+
+
 def test_open_file_is_interrupted(tmp_path):
     """Opening a FIFO waits for its other end; a signal's exception ends that, or it goes on."""
     path = tmp_path / "fifo"

@@ -418,3 +418,39 @@ def test_what_a_child_does_not_get_is_nobody_elses_there(run_script):
             os._exit(0 if apart and regions[0].closed else 1)
         assert os.waitpid(child, 0)[1] == 0
     """)
+
+
+def test_what_descendants_do_not_get_is_found_by_few_calls(run_script):
+    """A call for each page of a TiB would take minutes, in each of them."""
+    run_script("""
+        import mmap, os
+        from arenapy import Existing, Region
+        TIB = 1 << 40
+        flags = mmap.MAP_PRIVATE | 0x4000                  # MAP_NORESERVE
+        mine = mmap.mmap(-1, TIB, flags=flags)
+        start = Existing(mine).region().address
+        mine.madvise(mmap.MADV_DONTFORK, 0, TIB // 2)       # the child has the other half
+        region = Region.from_address(start, TIB, owner=mine, fork="skip")
+        for generation in range(3):
+            child = os.fork()
+            if child:
+                break
+        status = os.waitpid(child, 0)[1] if child else 0
+        os._exit(status or not (region.closed or generation == 0))
+    """)
+
+
+def test_the_place_of_a_closed_region_is_free_in_a_child(run_script):
+    run_script("""
+        import os
+        from arenapy import Host
+        region = Host(huge_pages=None, fork="skip").region(64 << 20)
+        start, end = region.address, region.address + region.nbytes
+        region.close()
+        child = os.fork()
+        if not child:
+            with open("/proc/self/maps") as maps:
+                spans = [[int(at, 16) for at in line.split()[0].split("-")] for line in maps]
+            os._exit(any(a < end and b > start for a, b in spans))
+        assert os.waitpid(child, 0)[1] == 0
+    """)
