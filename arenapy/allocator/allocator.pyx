@@ -138,8 +138,8 @@ cdef class Allocator:
         """The peak of live bytes; it is `peak` now, but at least (None: just) the live bytes."""
         raise NotImplementedError(type(self).__name__)
 
-    def _record(self, recorder):
-        """Record every operation from now on; None: no longer."""
+    def _record(self, recorder, ended=None):
+        """Record every operation from now on; None: no longer by `ended`, or by any."""
         raise NotImplementedError(type(self).__name__)
 
     def _ledger(self):

@@ -50,7 +50,7 @@ cdef class AllocatorCore(MemoryOwner):
                           uintptr_t* at, uintptr_t* stop) noexcept nogil
     cdef int settle_sends(self) except -1
     # Begin to record into a Recorder, or (None) end.
-    cdef int record_into(self, object recorder) except -1
+    cdef int record_into(self, object recorder, object ended) except -1
     cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil
     # Debug mode, if that is wanted: is it? Nothing below is called without it, but for `poison`,
     # `forget`, `tell`, `refuse`, `born_at` and `check_free`.

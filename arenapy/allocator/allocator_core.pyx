@@ -223,7 +223,7 @@ cdef class AllocatorCore(MemoryOwner):
                           uintptr_t* at, uintptr_t* stop) noexcept nogil:
         return (<Region>self.region[region]).leases(start, end, at, stop) != 0
 
-    cdef int record_into(self, object recorder) except -1:
+    cdef int record_into(self, object recorder, object ended) except -1:
         if recorder is not None:             # a recording ends after a region too, and in a child
             self.open_check()
             if not isinstance(recorder, Recorder):
@@ -231,8 +231,9 @@ cdef class AllocatorCore(MemoryOwner):
             if self.recorder != NULL and (<Recorder>self.recorder).tape.here:
                 raise ValueError(f"this {self.what} is already being recorded; end that first")
             self.recorders.append(recorder)
-        arenapy_store_ptr(<void**>&self.recorder,
-                          NULL if recorder is None else <PyObject*>recorder)
+            arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)
+        elif ended is None or <PyObject*>ended == self.recorder:    # a child may have another one
+            arenapy_store_ptr(<void**>&self.recorder, NULL)
         # No thread can reach those that have ended. (If one is about to: next time.)
         if arenapy_nobody(&self.n_recording):
             self.recorders[:] = [one for one in self.recorders if <PyObject*>one == self.recorder]

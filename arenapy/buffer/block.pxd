@@ -22,6 +22,7 @@ cdef enum:
     HOLD_RETIRED = 1     # outlived a reset of its frame
     HOLD_EMPTY = 2       # a 0-byte block
     HOLD_IDLE = 4        # its Buffer is gone: no capture that is on has the block
+    HOLD_UNSETTLED = 8   # leased; children that a Bump has not settled yet may see it
 
 # One held block: a root Buffer that was ever exported, or that a stream uses. Owned by the Buffer
 # until `hold_ended` (`StreamHooks.defer_hold`, if it has uses) passes it to the owner. start < end

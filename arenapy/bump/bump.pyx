@@ -622,9 +622,9 @@ cdef class Bump(Allocator):
         self.core.peak_bytes = 0 if peak is None else peak
         return before
 
-    def _record(self, recorder):
-        self.core.record_into(recorder)
-        self.core.keep_dead_buffers(recorder is None and not self.debug)
+    def _record(self, recorder, ended=None):
+        self.core.record_into(recorder, ended)
+        self.core.keep_dead_buffers(self.core.recorder == NULL and not self.debug)
 
     def check(self):
         """Verify the bookkeeping; raise AssertionError on an error.

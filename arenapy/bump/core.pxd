@@ -21,10 +21,11 @@ cdef class Arena(AllocatorCore):
     cdef size_t retired_bytes
 
     cdef int add_region(self, Region region, tuple regions) except -1
-    cdef int record_into(self, object recorder) except -1
+    cdef int record_into(self, object recorder, object ended) except -1
     cdef Py_ssize_t in_use(self, Py_ssize_t keep) noexcept nogil
     cdef list drop_regions(self, Py_ssize_t keep)
     cdef void free_or_lease(self, Hold* hold) noexcept nogil
+    cdef void lease(self, Hold* hold) noexcept nogil
     cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
     cdef void settle_leases(self, Py_ssize_t most) noexcept nogil
     cdef void settle_region(self, Py_ssize_t index) noexcept nogil

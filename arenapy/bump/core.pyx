@@ -48,8 +48,8 @@ from arenapy.base.atomic cimport (
     arenapy_store, arenapy_take_ptr,
 )
 from arenapy.buffer.block cimport (
-    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, KEPT_OBJECTS, Block, Hold, drop_hold,
-    drop_kept, new_hold,
+    GONE_FORKED, GONE_NOT, HOLD_EMPTY, HOLD_RETIRED, HOLD_UNSETTLED, KEPT_OBJECTS, Block, Hold,
+    drop_hold, drop_kept, new_hold,
 )
 from arenapy.base.interval_set cimport (
     Extent, Node, extents_above, extents_below, extents_carve, extents_first, extents_fit,
@@ -145,17 +145,18 @@ cdef class Arena(AllocatorCore):
             arenapy_lock_release(&self.lock)
         return dropped
 
-    cdef int record_into(self, object recorder) except -1:
+    cdef int record_into(self, object recorder, object ended) except -1:
         """The end of a recording says which of the blocks that resets ended are there still."""
         cdef Hold* hold
-        if recorder is None and self.recorder != NULL:
+        if (recorder is None and self.recorder != NULL
+                and (ended is None or <PyObject*>ended == self.recorder)):
             arenapy_lock_acquire(&self.lock)
             hold = self.retired
             while hold != NULL:
                 record(self, EVENT_KEEP, <void*>hold.start, 0)
                 hold = hold.next
             arenapy_lock_release(&self.lock)
-        return AllocatorCore.record_into(self, recorder)
+        return AllocatorCore.record_into(self, recorder, ended)
 
     # -- ranges that come back
 
@@ -165,8 +166,7 @@ cdef class Arena(AllocatorCore):
         cdef bint leased = self.may_lease and self.leased_part(
             hold.start, hold.end, hold.region, &at, &stop)
         if leased or not extents_room(&self.free, 3):
-            self.leased_bytes += hold.end - hold.start
-            link_hold(&self.leased, hold)
+            self.lease(hold)
             return
         self.poison(hold.start, hold.end)
         extents_insert(&self.free, hold.start, hold.end, hold.region)
@@ -193,9 +193,16 @@ cdef class Arena(AllocatorCore):
                 self.shut = True             # the lease cannot be recorded: hand out nothing
                 return
             extents_carve(&self.free, at, stop, region)
-            hold.start, hold.end, hold.region = at, stop, region
-            self.leased_bytes += stop - at
-            link_hold(&self.leased, hold)
+            hold.start, hold.end, hold.region, hold.flags = at, stop, region, 0
+            self.lease(hold)
+
+    cdef void lease(self, Hold* hold) noexcept nogil:
+        """A range is not free: other processes see it, and nobody here does."""
+        hold.flags &= ~<uint32_t>HOLD_UNSETTLED
+        if children_unsettled(&(<Region>self.region[hold.region]).seens):
+            hold.flags |= HOLD_UNSETTLED
+        self.leased_bytes += hold.end - hold.start
+        link_hold(&self.leased, hold)
 
     cdef void settle_leases(self, Py_ssize_t most) noexcept nogil:
         """Free what other processes have let go of, of the next `most` ranges (-1: of all)."""
@@ -220,18 +227,34 @@ cdef class Arena(AllocatorCore):
             e = extents_above(&self.free, region, e.start)
 
     cdef void settle_region(self, Py_ssize_t index) noexcept nogil:
-        """The children since the last time see what is not in `free`."""
+        """The children since the last time see what is not in `free`, and was not leased before.
+
+        So a range that only earlier children see is not kept for each later one, too.
+        """
         cdef PyObject* region = self.region[index]
         cdef uintptr_t at = <uintptr_t>(<Region>region).ptr
         cdef uintptr_t end = at + (<Region>region).size
         cdef uintptr_t upto
         cdef Seen* seen
         cdef Extent* e
+        cdef Hold* hold
+        cdef Py_ssize_t n = 0
+        cdef bint apart
         if not children_unsettled(&(<Region>region).seens):
             return
         seen = seen_new()
         if seen == NULL:                     # they keep us from all of it
             return
+        hold = self.leased
+        while hold != NULL:
+            n += hold.region == index
+            hold = hold.next
+        apart = extents_room(&self.free, 2 * n)
+        hold = self.leased if apart else NULL
+        while hold != NULL:                  # for now, these are in `free`
+            if hold.region == index and not hold.flags & HOLD_UNSETTLED:
+                extents_insert(&self.free, hold.start, hold.end, index)
+            hold = hold.next
         while at < end:
             e = extents_from(&self.free, index, at)
             if e != NULL and e.region != index:
@@ -240,6 +263,16 @@ cdef class Arena(AllocatorCore):
             if upto > at:
                 seen_add(seen, at, upto)
             at = e.end if e != NULL else end
+        hold = self.leased if apart else NULL
+        while hold != NULL:
+            if hold.region == index and not hold.flags & HOLD_UNSETTLED:
+                extents_carve(&self.free, hold.start, hold.end, index)
+            hold = hold.next
+        hold = self.leased
+        while hold != NULL:
+            if hold.region == index:
+                hold.flags &= ~<uint32_t>HOLD_UNSETTLED
+            hold = hold.next
         children_settle(&(<Region>region).seens, seen)
         seen_drop(seen)
 
@@ -442,10 +475,11 @@ cdef class BumpCore(Arena):
             f"it may not grow beyond max_bytes={max_bytes}" if max_bytes is not None
             else "it does not grow unless max_bytes is given"
         )
+        others = f", {f.leased} freed here that other processes still see" if f.leased else ""
         return (
             f"{n} bytes aligned to {align} do not fit: the arena has {f.capacity} bytes, "
             f"{f.used} used, {f.retired} retired (held across a reset), {f.free} free with "
-            f"{f.largest_free} in one piece, and {limit}. "
+            f"{f.largest_free} in one piece{others}, and {limit}. "
             "Reset it, drop arrays that hold memory, or make it larger"
         )
 

@@ -652,7 +652,7 @@ cdef class Recording:
             for address, nbytes in self.allocator._reserved():
                 self.recorder.add("grow", address, nbytes)
         except BaseException:
-            self.allocator._record(None)
+            self.allocator._record(None, self.recorder)
             raise
         self.entered = True
         return self.recorder
@@ -663,7 +663,7 @@ cdef class Recording:
         self.entered = False
         try:
             try:
-                self.allocator._record(None)
+                self.allocator._record(None, self.recorder)
             finally:
                 self.recorder.stop()
         except OSError as failure:

@@ -9,6 +9,7 @@ before the first page is there.
 import errno
 import mmap
 import operator
+import resource
 import sys
 from typing import Any, Literal, Protocol
 
@@ -221,6 +222,12 @@ def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Except
             f"{what} of {format_bytes(nbytes)} needs {-(-nbytes // huge)} pages of "
             f"{format_bytes(huge)}, and {free} are free. Reserve more (/sys/kernel/mm/hugepages/"
             f"hugepages-{huge >> 10}kB/nr_hugepages), or use another file system"
+        )
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return OutOfMemory(
+            f"{what} of {format_bytes(nbytes)} is a file in memory, and this process may write "
+            f"files of {format_bytes(most)} (RLIMIT_FSIZE). Ask for less, or raise it: ulimit -f"
         )
     if error.errno != errno.ENOMEM:
         return OSError(

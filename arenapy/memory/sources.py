@@ -408,9 +408,11 @@ class File:
 
     The lock is on one byte far beyond the end of the file. ``lockf`` without a length locks this
     byte, too. While any process holds such a lock, the region is refused. While the region lives,
-    such a lock fails or waits, in this process too. Pass the file's length to ``lockf``. (A shared
-    lock is compatible with the modes "r" and "c".) ``flock`` does not conflict, except on NFS,
-    where it locks the whole file. Bytes that a forked child can still write to have a shared lock.
+    such a lock fails or waits, in this process too. (A shared lock is compatible with the modes "r"
+    and "c".) A process loses every ``lockf`` lock on a file when it closes any descriptor of that
+    file (``fcntl(2)``): also when a region of the file ends or is refused. So lock the file with
+    ``flock``, which does not conflict, except on NFS, where it locks the whole file. Bytes that a
+    forked child can still write to have a shared lock.
 
     "r+" reserves missing disk space, as "w+" does. If the file system cannot reserve it
     (``fallocate(2)``), a write to a hole on a full disk causes a SIGBUS. On tmpfs, even a read of a
@@ -615,8 +617,7 @@ def _why_locked(holder: int | None, mode: str) -> str:
     return (
         f"{who} has locked all of it, to the end of any file (fcntl.lockf without a length), and "
         f"with that the byte that keeps other processes from mapping it (mode={mode!r} here). "
-        "Unlock it before it is mapped, or lock only bytes that it has: "
-        "fcntl.lockf(file, fcntl.LOCK_EX, nbytes)"
+        "Unlock it before it is mapped, and use fcntl.flock(file, fcntl.LOCK_EX) instead"
     )
 
 

@@ -19,8 +19,8 @@ from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, 
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, live_slots
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (
-    MAX_SEGMENTS, PAGE, PAGE_BITS, Descriptor, Pages, Segment, earlier, has_live, is_idle, later,
-    scatter, trimmable_of,
+    MAX_SEGMENTS, PAGE, PAGE_BITS, SLOTS_AT, SPAN, Descriptor, Pages, Segment, earlier, has_live,
+    is_idle, later, scatter, trimmable_of,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
@@ -532,7 +532,9 @@ cdef class PoolCore(ThreadCaches):
                 continue
             while page < s.pages:
                 d = &self.descriptors[s.map[scatter(page)]]
-                if has_live(d):
+                if d.state == SPAN:
+                    see_slots(d, <Seen*>seen)
+                elif has_live(d):
                     seen_add(<Seen*>seen, d.address,
                              d.address + (<uintptr_t>d.pages << PAGE_BITS))
                 page += d.pages
@@ -540,6 +542,19 @@ cdef class PoolCore(ThreadCaches):
 
 
 seal(PoolCore)
+
+
+cdef void see_slots(Descriptor* d, Seen* seen) noexcept nogil:
+    """Add the live slots of a span: a child that sees one does not see the others."""
+    cdef int i, first = 0
+    cdef bint live, run = False
+    for i in range(SLOTS_AT + 1):            # runs, the last of which ends here
+        live = i < SLOTS_AT and d.slots[i] != 0
+        if live and not run:
+            first = i
+        elif run and not live:
+            seen_add(seen, d.address + first * d.size, d.address + i * d.size)
+        run = live
 
 
 cdef bint is_fast_path_off(PoolCore c) noexcept nogil:

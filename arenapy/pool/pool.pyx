@@ -875,8 +875,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def _exchange_peak(self, peak):
         return self.core.exchange_peak(0 if peak is None else peak)
 
-    def _record(self, recorder):
-        self.core.record_into(recorder)
+    def _record(self, recorder, ended=None):
+        self.core.record_into(recorder, ended)
         self.core.update_fast_path()
 
     def _reserved(self):

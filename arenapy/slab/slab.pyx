@@ -495,8 +495,8 @@ cdef class Slab(Allocator):
         cdef SlabCore c = self.core
         return c.exchange_peak(0 if peak is None else peak // c.stride) * c.stride
 
-    def _record(self, recorder):
-        self.core.record_into(recorder)
+    def _record(self, recorder, ended=None):
+        self.core.record_into(recorder, ended)
         self.core.update_fast_path()
 
     def blocks(self):

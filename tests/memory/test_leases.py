@@ -178,6 +178,54 @@ def test_a_child_that_forks_in_turn(run_script):
     """)
 
 
+@pytest.mark.parametrize("kind", ["bump", "slab", "pool"])
+@pytest.mark.parametrize("memory", ["Shared()", "Existing(mmap.mmap(-1, 1 << 20))"])
+def test_a_later_child_does_not_keep_what_only_earlier_ones_see(memory, kind, run_script):
+    """A server that forks a child for each request, and always has one."""
+    run_script(f"""
+        import mmap, os
+        from contextlib import nullcontext
+        from arenapy import Bump, Existing, Pool, Shared, Slab
+
+        NBYTES, ALIVE = 1000, 3
+        source = {memory}
+        heap = {{
+            "bump": lambda: Bump(1 << 20, source),
+            "slab": lambda: Slab(NBYTES, 200, source),
+            "pool": lambda: Pool(1 << 20, source, 1 << 20),
+        }}[{kind!r}]()
+        kept, children, most = [], [], 0
+        for request in range(300):
+            with heap.scope() if {kind!r} == "bump" else nullcontext():
+                arrays = [heap.empty(NBYTES, "u1") for _ in range(5)]
+                told, tell = os.pipe()
+                child = os.fork()
+                if not child:
+                    for _, other in [*children, (0, tell)]:
+                        os.close(other)
+                    os.read(told, 1)         # or the end of the parent
+                    os._exit(0)
+                os.close(told)
+                children.append((child, tell))
+                if request % 20 == 0:        # it lives long, in a span of the others
+                    kept = [*kept[-4:], arrays[0]]
+                del arrays
+            if len(children) == ALIVE:
+                child, tell = children.pop(0)
+                os.close(tell)
+                os.waitpid(child, 0)
+            most = max(most, heap.stats().pending_bytes)
+            heap.check()
+        for child, tell in children:
+            os.close(tell)
+            os.waitpid(child, 0)
+        held = 5 if {kind!r} == "bump" else 0    # a scope that ends retires what is kept
+        assert most <= (5 * (ALIVE + 1) + held) * 1024, most
+        heap.stats()
+        assert heap.stats().pending_bytes <= held * 1024, heap.stats()
+    """)
+
+
 FORKER = """
 #include <stdlib.h>
 #include <sys/wait.h>

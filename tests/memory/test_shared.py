@@ -649,3 +649,19 @@ def test_a_forked_child_returns_what_it_inherited(arena):
 def return_inherited(pipe, x):
     pipe.send(x)
     pipe.recv()
+
+
+def test_a_limit_on_files_is_named(run_script):
+    run_script("""
+        import resource
+        from arenapy import OutOfMemory, Shared
+
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            Shared().region(1 << 20)
+        except OutOfMemory as error:
+            assert "97.66 KiB (RLIMIT_FSIZE)" in str(error), error
+        else:
+            raise AssertionError("it was made")
+    """)
