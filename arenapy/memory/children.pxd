@@ -16,7 +16,8 @@ cdef struct Seen:
     Seen* next               # of the same region
 
 
-# Before a fork: forget the children that have ended. Each child is asked once.
+# Forget the children that have ended. Each child is asked once after each call of children_ask.
+cdef void children_ask() noexcept nogil
 cdef void children_forget_ended(Seen** seens) noexcept nogil
 # Is the next child's end going to be known? To be asked once or more.
 cdef bint child_expected() noexcept nogil

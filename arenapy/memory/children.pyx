@@ -33,7 +33,7 @@ cdef struct Child:
     OpenFile file            # has its lease; `lease_file` owns that, or did
     long long at             # the byte that is locked while it has not ended
     bint over
-    long long asked          # `forks` when it was last seen to live
+    long long asked          # the value of `asking` when it was last asked
     Py_ssize_t users         # records of it, and `expected`
 
 cdef enum:
@@ -45,6 +45,7 @@ cdef arenapy_spin guard      # of all records, children and the file
 cdef OpenFile lease_file     # open while there is a child
 cdef Py_ssize_t n_children = 0
 cdef long long forks = 0
+cdef long long asking = 0    # counts calls of children_ask
 cdef Child* expected = NULL  # of the fork under way
 cdef bint refused = False    # it cannot be known when that child ends
 cdef void* page = NULL       # keeps its lease, until the fork
@@ -63,10 +64,10 @@ cdef bint ended(Child* child) noexcept nogil:
 
 
 cdef bint ended_by_now(Child* child) noexcept nogil:
-    """The same, asked once for each fork: a child has a record in many regions."""
-    if child.asked == forks:
+    """The same, asked once for each value of `asking`: a child has a record in many regions."""
+    if child.asked == asking:
         return child.over
-    child.asked = forks
+    child.asked = asking
     return ended(child)
 
 
@@ -120,6 +121,13 @@ cdef Child* new_child() noexcept nogil:
 
 
 # ---- at a fork -------------------------------------------------------------------------------
+
+cdef void children_ask() noexcept nogil:
+    global asking
+    arenapy_spin_acquire(&guard)
+    asking += 1
+    arenapy_spin_release(&guard)
+
 
 cdef void children_forget_ended(Seen** seens) noexcept nogil:
     cdef Seen** link = seens

@@ -27,7 +27,7 @@ from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport RANK_CLAIMS, lock_released, lock_taken
-from arenapy.memory.children cimport Seen, children_ended, children_forget
+from arenapy.memory.children cimport Seen, children_ask, children_forget, children_forget_ended
 
 from arenapy.errors import OutOfMemory
 
@@ -61,6 +61,7 @@ cdef enum:
     VIEWED = 1               # ranges that others may view, too
     MAPPED = 2               # addresses where regions have mapped files of theirs
     N_TREES = 3
+    FIRST_SWEEP = 64         # holdings
 
 #: See Range. The kernel's devices, inodes of memory that has none, and claims are smaller numbers.
 WITHIN = 1 << 63
@@ -68,6 +69,7 @@ cdef uint64_t within = WITHIN
 
 cdef Range* trees[N_TREES]
 trees[OWNED] = trees[VIEWED] = trees[MAPPED] = NULL
+cdef Py_ssize_t n_outliving = 0, sweep_at = FIRST_SWEEP
 cdef Holding* outliving = NULL
 cdef uint64_t numbers = 0    # of claims so far
 cdef uint64_t random = 0x9E3779B97F4A7C15
@@ -185,19 +187,24 @@ cdef void remove(Range* r) noexcept nogil:
 
 cdef Holding* sweep() noexcept nogil:
     """Take those that no child sees any more out of those that outlived their region."""
-    global outliving
+    global outliving, n_outliving
     cdef Holding** at = &outliving
     cdef Holding* holding
     cdef Holding* over = NULL
+    if outliving != NULL:
+        children_ask()
     while at[0] != NULL:
         holding = at[0]
-        if holding.seens != NULL and children_ended(&holding.seens):
-            at[0] = holding.next
-            leave(holding)
-            holding.next = over
-            over = holding
-        else:
-            at = &holding.next
+        if holding.seens != NULL:
+            children_forget_ended(&holding.seens)
+            if holding.seens == NULL:
+                at[0] = holding.next
+                n_outliving -= 1
+                leave(holding)
+                holding.next = over
+                over = holding
+                continue
+        at = &holding.next
     return over
 
 
@@ -263,9 +270,9 @@ cdef class Claim:
         arenapy_claims_unlock()
 
     cdef void outlive(self, Seen** seens) noexcept:
-        global outliving
+        global outliving, n_outliving, sweep_at
         cdef Holding* holding = self.holding
-        cdef Holding* over
+        cdef Holding* over = NULL
         cdef bint in_files = False
         cdef int i
         for i in range(holding.n):
@@ -278,7 +285,9 @@ cdef class Claim:
             holding.view = <PyObject*>self.view
             Py_INCREF(self.view)
         arenapy_claims_lock()
-        over = sweep()
+        if n_outliving >= sweep_at:          # not for each of many that are dropped together
+            over = sweep()
+            sweep_at = max(2 * n_outliving, FIRST_SWEEP)
         for i in range(holding.n):
             # Other memory may come to lie there. It is the file's bytes that others see.
             if in_files and holding.ranges[i].device == 0:
@@ -286,6 +295,7 @@ cdef class Claim:
                 holding.ranges[i].tree = -1
         holding.next = outliving
         outliving = holding
+        n_outliving += 1
         arenapy_claims_unlock()
         forget(over)
 

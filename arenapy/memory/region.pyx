@@ -34,8 +34,8 @@ from arenapy.buffer.block cimport (
 )
 from arenapy.buffer.buffer cimport new_range
 from arenapy.memory.children cimport (
-    Seen, child_expected, children_ended, children_forget, children_lock, children_see,
-    children_forget_ended, children_unlock, seen_add, seen_keep, seen_new,
+    Seen, child_expected, children_ask, children_ended, children_forget, children_forget_ended,
+    children_lock, children_see, children_unlock, seen_add, seen_keep, seen_new,
 )
 from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
 from arenapy.base.sanitizer cimport POISONS
@@ -664,6 +664,7 @@ cdef void _before_fork() noexcept nogil:
             next_core_locks()
         (<MemoryOwner>p).fork_lock()
         p = (<MemoryOwner>p).next_core
+    children_ask()
     p = regions
     while p != NULL:
         if (<Region>p).seens != NULL:
