@@ -14,6 +14,7 @@ cdef struct OpenFile:
 # A file descriptor and its owner: it is closed when this object goes, if nobody has taken it over.
 cdef class Descriptor:
     cdef OpenFile file                 # none: there is none, or somebody else owns it
+    cdef readonly bint made            # the open of it made the file (O_EXCL)
 
     # Take a new descriptor over; if it fails, that is closed.
     cdef int own(self, int fd) except -1

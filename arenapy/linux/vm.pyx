@@ -23,7 +23,7 @@ from cpython.exc cimport (
 )
 from libc.errno cimport EACCES, EAGAIN, EBADF, EINTR, ENAMETOOLONG, errno
 from libc.stdint cimport int64_t, uint64_t
-from posix.fcntl cimport O_CLOEXEC, O_RDONLY, O_RDWR, open as c_open
+from posix.fcntl cimport O_CLOEXEC, O_CREAT, O_EXCL, O_RDONLY, O_RDWR, open as c_open
 from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, MS_ASYNC,
     PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, msync, munlock, munmap,
@@ -462,14 +462,20 @@ cdef class Descriptor:
 seal(Descriptor)
 
 
-def open_file(path, int flags, int mode=0o666):
-    """`os.open` that returns the owner of the descriptor, which is none of 0, 1 and 2."""
+def open_file(path, int flags, int mode=0o666, list opened=None):
+    """`os.open` that returns the owner of the descriptor, which is none of 0, 1 and 2.
+
+    The owner is in `opened` before it owns anything: so a caller whom a signal's exception keeps
+    from the result knows of a file that was made.
+    """
     cdef Descriptor file = Descriptor.__new__(Descriptor)      # before there is anything to own
     cdef bytes encoded = os.fsencode(path)
     cdef char* name
     cdef int fd
     PyBytes_AsStringAndSize(encoded, &name, NULL)        # ValueError for a NUL in it
     sys.audit("open", path, None, flags)
+    if opened is not None:
+        opened.append(file)
     with nogil:
         fd = open_above_standard(name, flags, mode)
     while fd < 0 and errno == EINTR:
@@ -478,6 +484,7 @@ def open_file(path, int flags, int mode=0o666):
             fd = open_above_standard(name, flags, mode)
     if fd < 0:
         PyErr_SetFromErrnoWithFilenameObject(OSError, os.fspath(path))
+    file.made = flags & O_CREAT and flags & O_EXCL
     file.own(fd)
     return file
 

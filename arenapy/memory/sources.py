@@ -486,16 +486,19 @@ class File:
         else:
             path = os.path.join(os.getcwd(), path)
         while True:
-            file, is_new = self._open(path)
-            with file:
-                try:
-                    region = self._region(file, nbytes, path)
-                except BaseException:
+            opened: list[vm.Descriptor] = []
+            try:
+                region = self._region(self._open(path, opened), nbytes, path)
+            except BaseException:
+                for file in opened:
                     with suppress(OSError):
                         # Only with the lock, or it may be another's by now.
-                        if is_new and vm.lock_file(file.fileno(), True) and _names(path, file):
+                        if file.made and vm.lock_file(file.fileno(), True) and _names(path, file):
                             os.unlink(path)
-                    raise
+                raise
+            finally:
+                for file in opened:
+                    file.close()
             if region is not None:
                 return region
 
@@ -538,6 +541,8 @@ class File:
                     vm.advise(mapping.address, -(-nbytes // huge) * huge, mmap.MADV_DONTFORK)
                 if not writes and vm.is_tmpfs(fd) and vm.can_populate() and _has_hole(fd, nbytes):
                     self._reserved(nbytes, huge, functools.partial(_fault_in, fd, mapping.address))
+                if renewal is not None and file.made:  # there was nothing to keep
+                    self._reserved(nbytes, huge, renewal.renew)
                 region = Region.from_address(
                     mapping.address,
                     nbytes,
@@ -549,20 +554,19 @@ class File:
                     mapping=mapping,
                     descriptor=file,
                 )
-            if renewal is not None:  # last: a call that raises leaves what was there
+            if renewal is not None and not file.made:  # last: who raises leaves what was there
                 self._reserved(nbytes, huge, renewal.renew)
             return region
 
-    def _open(self, path: str | bytes) -> tuple[vm.Descriptor, bool]:
-        """The file, and whether it was made."""
+    def _open(self, path: str | bytes, opened: list[vm.Descriptor]) -> vm.Descriptor:
         if self.mode == "w+":
             with suppress(FileExistsError):
-                return vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
+                return vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, opened=opened)
         # Asked before opening: opening a FIFO would wait for a writer.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError(f"{self.path!r} is not a regular file: only those can be mapped")
         flags = os.O_RDWR if self.mode in ("r+", "w+") else os.O_RDONLY
-        return vm.open_file(path, flags), False
+        return vm.open_file(path, flags, opened=opened)
 
     def _fitting(self, nbytes: int | None, size: int) -> int:
         """How many bytes of the `size` that there are to map."""

@@ -206,9 +206,9 @@ def once_it_is_open(monkeypatch, act):
     """Have somebody do this when the next `File` has opened its file, and no more."""
     opened = File._open
 
-    def open_it(self, path):
+    def open_it(self, path, files):
         monkeypatch.setattr(File, "_open", opened)
-        file = opened(self, path)
+        file = opened(self, path, files)
         act()
         return file
 
@@ -547,3 +547,29 @@ def test_existing_shared_memory_is_not_the_childs():
     finally:
         shared.close()
         shared.unlink()
+
+
+def test_an_interrupted_call_leaves_no_file(tmp_path):
+    """Wherever a signal's exception strikes while the file is opened."""
+
+    class Strike(BaseException):
+        pass
+
+    path = tmp_path / "new"
+    open_file = vm.open_file
+
+    def struck(*arguments, **options):  # the signal came during open(2)
+        open_file(*arguments, **options)
+        raise Strike
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vm, "open_file", struck)
+        with pytest.raises(Strike):
+            File(path, "w+").region(4096)
+    assert not path.exists()
+    path.write_bytes(b"old")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vm, "open_file", struck)
+        with pytest.raises(Strike):
+            File(path, "r+").region()
+    assert path.read_bytes() == b"old"
