@@ -119,10 +119,11 @@ step_downstream() {
     ARENAPY_SOURCE=$ROOT/arenapy "$WORK/setuptools-venv/bin/python" -m pytest -ra
 }
 
-# What a newcomer types first; the demo leaves out nothing but repetitions.
+# What a newcomer types first, in a folder whose name has a space; the demo leaves out nothing but
+# repetitions.
 step_newcomer() {
-    copy_tree "$WORK/newcomer"
-    cd "$WORK/newcomer"
+    copy_tree "$WORK/a newcomer"
+    cd "$WORK/a newcomer"
     local command
     command=$(readme_command '[^ ]*arenapy demo')
     echo "$command --quick"
