@@ -306,8 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *reasons(runs),
         next_step(runs, said, shlex.join(run.program_words(options)), options.seconds),
     ]
-    show(console(), runs, comparison.huge, comparison.notes, lines)
-    if options.json is not None:
+    if options.json is not None:  # before the terminal, whose reader may have gone
         found = {
             "report": "arenapy compare",
             "word": said.word,
@@ -317,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "verdict": lines,
         }
         outputs.write(options.json, (json.dumps(found, indent=2) + "\n").encode(), REPORT)
+    show(console(), runs, comparison.huge, comparison.notes, lines)
     return 0
 
 

@@ -135,13 +135,16 @@ def main(argv: Sequence[str]) -> int:
         remedy = "" if isinstance(error, OutOfMemory) else ". Choose smaller --sizes."
         print(f"arenapy demo: {error}{remedy}", file=sys.stderr)
         return 1
-    report.show(terminal, measured)
+    written = []  # before the terminal, whose reader may have gone
     if options.json is not None:
         report.write_json(Path(options.json), report.figures(measured))
-        print(f"figures: {printable(options.json)}", file=sys.stderr)
+        written.append(f"figures: {printable(options.json)}")
     if options.plot is not None:
         chart.save(Path(options.plot), measured.results, report.conditions())
-        print(f"chart: {printable(options.plot)}", file=sys.stderr)
+        written.append(f"chart: {printable(options.plot)}")
+    report.show(terminal, measured)
+    for line in written:
+        print(line, file=sys.stderr)
     return 0
 
 

@@ -220,17 +220,19 @@ class Session:
             figures |= self.memory.figures()
             text = self.memory.text(figures)
         errors = None if self.refused else sys.__stderr__
-        if self.options["report"] and errors is not None and not errors.closed:
-            errors.write(text)
-            errors.flush()
-        if self.options["json"] is not None:
-            import json
+        try:
+            if self.options["json"] is not None:
+                import json
 
-            _import_arenapy()
-            from arenapy.linux import outputs
+                _import_arenapy()
+                from arenapy.linux import outputs
 
-            text = json.dumps(figures, indent=2) + "\n"
-            outputs.write(self.options["json"], text.encode(), outputs.report("arenapy run"))
+                page = json.dumps(figures, indent=2) + "\n"
+                outputs.write(self.options["json"], page.encode(), outputs.report("arenapy run"))
+        finally:
+            if self.options["report"] and errors is not None and not errors.closed:
+                errors.write(text)
+                errors.flush()
 
     def apart(self, act: "Callable[[], Any]") -> "Any":
         """`act()`, whose imports are those of an interpreter without this program.
