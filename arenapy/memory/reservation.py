@@ -14,6 +14,7 @@ To decommit a part is to punch a hole into the file, so its pages go for all pro
 that are free in the allocator are decommitted: no lease is on them, so nobody looks there.
 """
 
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -51,7 +52,9 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
     """A reservation with the options of `host`; see `Host.reserve`."""
     nbytes = whole_huge_pages(nbytes)
     request = Request(host, "a Host region", nbytes)
-    if request.hugetlb or any(limit.counts_mappings for limit in read_limits()):
+    # To look at the limits takes modules that are not there any more when Python ends.
+    limits = () if sys.is_finalizing() else read_limits()
+    if request.hugetlb or any(limit.counts_mappings for limit in limits):
         return None
     try:
         mapping = vm.reserve(nbytes, align=THP_SIZE, guard=host.guard)

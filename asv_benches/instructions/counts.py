@@ -109,6 +109,33 @@ def unlocked_heaps():
     return names
 
 
+# ---- memory of a device -------------------------------------------------------------------
+
+STREAMS = {
+    "pool.alloc(n), of a device": Way("alloc(n)", "alloc = pool.alloc; n = 4096"),
+    "pool.alloc(n, stream=s)": Way(
+        "alloc(n, stream=s)", "alloc = pool.alloc; n = 4096; s = stream"
+    ),
+}
+
+
+def simulated_device():
+    """A pool of the tests' simulated driver, of which a hit calls one function: that is in C."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+    import simulated_driver
+    import simulated_memory
+
+    from arenapy import cuda
+
+    simulated_memory.RESERVED = 1 << 33  # valgrind has no room for more
+    driver = simulated_driver.SimulatedDriver()
+    _, signature = driver.entries["cuStreamIsCapturing"]
+    driver.entries["cuStreamIsCapturing"] = native.load().NOT_CAPTURING, signature
+    cuda.driver.use(driver.entries)
+    pool, stream = arenapy.Pool(MIB, cuda.Device(), MIB), cuda.Stream()
+    return {"pool": pool, "stream": stream, "driver": driver}
+
+
 # ---- NumPy, traces, what is made once -----------------------------------------------------
 
 HANDLER = {
@@ -230,6 +257,7 @@ GROUPS = {
         True,
         C_RUNS,
     ),
+    "Stream": Group("a block of a device", STREAMS, simulated_device, tuple(STREAMS)),
     "Handler": Group(
         "a NumPy array",
         HANDLER,

@@ -169,6 +169,17 @@ def touch(array, Py_ssize_t step):
             first[i * apart] = 1
 
 
+# ---- a driver of GPUs that is not there --------------------------------------------------
+
+cdef int not_capturing(void* stream, int* status) noexcept nogil:
+    status[0] = 0
+    return 0
+
+
+#: The address of a `cuStreamIsCapturing` that says no: a simulated driver's would be Python's.
+NOT_CAPTURING = <size_t>&not_capturing
+
+
 # ---- instruction counts ------------------------------------------------------------------
 
 def begin_counting():

@@ -135,15 +135,15 @@ def main(argv: Sequence[str]) -> int:
         remedy = "" if isinstance(error, OutOfMemory) else ". Choose smaller --sizes."
         print(f"arenapy demo: {error}{remedy}", file=sys.stderr)
         return 1
-    written = []  # before the terminal, whose reader may have gone
+    told = []  # before the terminal, whose reader may have gone
     if options.json is not None:
         report.write_json(Path(options.json), report.figures(measured))
-        written.append(f"figures: {printable(options.json)}")
+        told.append(f"figures: {printable(options.json)}")
     if options.plot is not None:
         chart.save(Path(options.plot), measured.results, report.conditions())
-        written.append(f"chart: {printable(options.plot)}")
+        told.append(f"chart: {printable(options.plot)}")
     report.show(terminal, measured)
-    for line in written:
+    for line in told:
         print(line, file=sys.stderr)
     return 0
 
