@@ -387,6 +387,23 @@ def test_a_program_that_cannot_be_started_is_said_in_one_line(script, tmp_path):
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_process_that_measures_and_is_killed_is_said_in_one_line(script, tmp_path):
+    script("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    done = run(tmp_path, "-n", "1", "script.py")
+    said = "arenapy: the process that measures the program ended: killed by SIGKILL\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_a_full_folder_for_temporary_files(script, tmp_path):
+    """The figures arrive, but for the marks: the program cannot write them."""
+    path = script("import numpy, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
+    options = compare.Options()
+    options.program, options.arguments = str(path), []
+    comparison = compare.Comparison(options, [compare.OURS], tmp_path)
+    found = comparison._run(compare.OURS)
+    assert found["marks"] == [] and found["wall"] > 0
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""
