@@ -22,6 +22,7 @@ from arenapy.commands.fuzz import MOST_DEATHS, _search, _show_progress, main
 from arenapy.testing import AllocatorMachine
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
+from arenapy.testing.attack import main as attack_main
 
 HERE = Path(__file__).parent
 
@@ -555,6 +556,16 @@ def test_programs_are_made_smaller_in_children(end, monkeypatch):
     assert list(found.findings) == ["overlap"] and "overlaps block 1" in found.error
     assert len(found.failing) <= 3 and '"nbytes": 1,' not in str(found.failing.lines())
     assert found.failing.lines() and "[1, " not in str(found.failing.lines())
+
+
+def test_a_report_that_cannot_be_written_is_said_in_one_line(capfd, tmp_path):
+    machine = {"target": None, "library": "libc.so.6", "threads": 1, "allow": [], "max_align": 1}
+    limits = {"examples": 2, "steps": 5, "seconds": None, "shrink": 1.0, "start": 1}
+    folder = tmp_path / "missing"
+    job = json.dumps({"machine": machine, "attack": limits})
+    assert attack_main([job, str(folder / "report.json")]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"{folder} cannot be written: [Errno 2] ") and said.count("\n") == 1
 
 
 def test_what_may_be_allowed_is_checked(capsys):
