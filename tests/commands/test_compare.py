@@ -639,6 +639,50 @@ def test_a_signal_to_the_command_alone(script, tmp_path, number):
     assert not os.path.exists(f"/proc/{child}") and not list(folder.iterdir())
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "from arenapy.commands.compare.worker import _heed_signals as heed",
+        "from arenapy.commands.cli import _end_by_signals as heed",
+    ],
+)
+def test_signals_that_come_together(begin):
+    """As from a terminal, and from the command that ends its child: no complaint of Python's."""
+    program = f"""
+        import os, signal
+
+        {begin}
+
+        def wait_for_its_end():
+            heed()
+            try:
+                os.write(ready, b"x")
+                while True:
+                    pass
+            finally:
+                for _ in range(1000):  # cleans up
+                    os.getpid()
+
+        for spent in range(30):
+            begun, ready = os.pipe()
+            child = os.fork()
+            if child == 0:
+                wait_for_its_end()
+            os.read(begun, 1)
+            os.kill(child, signal.SIGINT)
+            for _ in range(spent):
+                pass
+            os.kill(child, signal.SIGTERM)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status in (128 + signal.SIGINT, 128 + signal.SIGTERM), status
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_program_outlives_the_command(script, tmp_path, number):
