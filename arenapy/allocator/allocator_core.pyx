@@ -377,6 +377,8 @@ cdef class AllocatorCore(MemoryOwner):
     cdef void disable(self, int why) noexcept nogil:
         if why != GONE_NOT:
             self.gone = why
+        if self.debug and why == GONE_CLOSED:
+            self.ledger.forget(0, <uintptr_t>-1)     # from now on it is not told what is freed
         permit_all(self)
         self.shut = True
 

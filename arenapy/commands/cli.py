@@ -93,8 +93,12 @@ def _end_by_signals() -> None:
 def _end(number: int, frame: object) -> None:
     import signal
 
-    for later in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-        signal.signal(later, signal.SIG_IGN)  # the end has begun: it would interrupt that
+    # The end has begun, and they would interrupt that. One that came already has its handler
+    # called: Python complains of SIG_IGN.
+    ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    for later in ending:
+        signal.signal(later, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     raise SystemExit(128 + number)
 
 

@@ -124,11 +124,14 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
     report, written = folder / REPORT, folder / "steps.jsonl"
     written.unlink(missing_ok=True)
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
-    # Not a pipe, which has no end while a process that the attacked code started has it, too.
-    errors = folder / "errors"
     line = [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)]
     environment = {**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables}
-    with errors.open("wb") as file, child_process(line, env=environment, stderr=file) as process:
+    # Not a pipe, which has no end while a process that the attacked code started has it, too. Nor a
+    # file in the folder, which may be full.
+    with (
+        open(os.memfd_create("errors"), "w+b") as errors,
+        child_process(line, env=environment, stderr=errors) as process,
+    ):
         hangs = False
         began = time.monotonic()
         seen, since = -1, began
@@ -147,10 +150,11 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
                     since = time.monotonic() - HANGS_AFTER + ABORT_SECONDS
                 elif time.monotonic() - since > HANGS_AFTER:
                     process.kill()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()
     if _has_terminal():
         print(end="\r\x1b[K", file=sys.stderr, flush=True)
     lines = written.read_text().splitlines() if written.exists() else []
-    said = errors.read_text(errors="replace").strip()
     return None if hangs else process.returncode, lines, said
 
 

@@ -8,8 +8,8 @@ import importlib.util
 import itertools
 import json
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -282,8 +282,11 @@ def _has_memfd() -> bool:
 
 
 def _has_ofd_locks() -> bool:
-    with tempfile.TemporaryFile() as file:
-        return _works(lambda: vm.lease(file.fileno(), 0, 1))
+    def lock() -> None:
+        with closing(vm.memfd(b"arenapy probe", vm.PAGE_SIZE)) as file:
+            vm.lease(file.fileno(), 0, 1)
+
+    return _works(lock)
 
 
 def _has_mlock2() -> bool:

@@ -81,18 +81,22 @@ class _Cells:
         self.shell.display_pub.publish(*self.shell.display_formatter.format(CellReport(rows)))
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
-            _show_no_more(error)
+            _show_no_more(self.shell, error)
             raise error
 
 
-def _show_no_more(error: BaseException) -> None:
-    """Let IPython show nothing the next time that it is to show an exception."""
+def _show_no_more(shell: Any, error: BaseException) -> None:
+    """Let IPython show nothing of an exception until the cell under way has ended."""
+    try:
+        error._render_traceback_ = list  # type: ignore[attr-defined]
+    except Exception:  # its class lets nobody set attributes: it is shown twice
+        return
 
-    def nothing() -> list[str]:
-        del error._render_traceback_  # type: ignore[attr-defined]
-        return []
+    def ended(*_: object) -> None:
+        shell.events.unregister("post_run_cell", ended)
+        vars(error).pop("_render_traceback_", None)
 
-    error._render_traceback_ = nothing  # type: ignore[attr-defined]
+    shell.events.register("post_run_cell", ended)
 
 
 def _blocks(number: int) -> str:

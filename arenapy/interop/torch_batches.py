@@ -10,9 +10,11 @@ item has one owner at all times, also if a process is killed. The second word is
 made the batch, for as long as it has a tensor there. An item is free if each word is 0, or of a
 process that has ended.
 
-A forked child sees the batches that its parent had at the fork. So each batch that a process has is
-kept with a token, a block in shared memory. arenapy records at a fork which blocks the child sees.
-The item stays the parent's until no child sees the token any more.
+A forked child sees the batches that its parent had at the fork. So the item of a batch stays the
+parent's until the children have ended that were forked between the batch's beginning and its end.
+Forks have numbers, and each process knows by a region of its own which children live: every child
+sees that region. A batch that has ended is not seen by later children, also if its item is not free
+yet.
 """
 
 import atexit
@@ -26,6 +28,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -33,14 +36,13 @@ import numpy as np
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.interop import shared_words
-from arenapy.memory.shared import seen_elsewhere
+from arenapy.memory.shared import child_lives, last_fork
 from arenapy.memory.sources import Shared
 from arenapy.slab.slab import Slab
 
 HEAD = 64  # bytes of an item before the batch: the words, and the alignment of all tensors
 WORD = 8
 TICKETS = 1 << 32
-MOST_TOKENS = 1 << 20
 PATIENCE = 1.0  # seconds: the program may be ahead of the copies, but it may also keep all batches
 MOMENT = 0.0002
 
@@ -48,7 +50,10 @@ _collates: "weakref.WeakValueDictionary[tuple[int, int], Collate]" = weakref.Wea
 _made: "weakref.WeakValueDictionary[int, _Held]" = weakref.WeakValueDictionary()  # by address
 _numbers = itertools.count()
 _tickets = itertools.count(1)
-_threads: dict[threading.Thread, "queue.SimpleQueue[Any]"] = {}  # those that wait for copies
+# The threads that wait for copies. A thread is in here until the last object of its frames is gone.
+_threads: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Items:
@@ -57,8 +62,8 @@ class Items:
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
         self.makers = [buffer[WORD : 2 * WORD] for buffer in buffers]
-        self.tokens = Slab(HEAD, len(buffers), Shared(huge_pages=None), max_count=MOST_TOKENS)
-        self._dropped: deque[tuple[int, int, Buffer]] = deque()
+        self._seen_by_children = Shared(huge_pages=None).region(HEAD)
+        self._dropped: deque[tuple[int, int, int, int]] = deque()
 
     def take(self, held: "_Held") -> bool:
         """Make a free item that of a batch; False if there is none."""
@@ -79,25 +84,26 @@ class Items:
         shared_words.swap(self.makers[number], word, 0)
         shared_words.swap(self.buffers[number], word, 0)
 
-    def drop(self, number: int, word: int, token: Buffer) -> None:
-        """Make the item free when no forked child sees its batch."""
-        self._dropped.append((number, word, token))
+    def drop(self, number: int, word: int, first: int, last: int) -> None:
+        """Make the item free when no child of the forks after `first` up to `last` lives."""
+        self._dropped.append((number, word, first, last))
         self.settle()
 
     def settle(self) -> None:
         """Make the items free of those dropped batches that no child sees any more.
 
-        A batch may be dropped in here, where garbage is collected.
+        A batch may be dropped in here, where garbage is collected, and by another thread. An
+        exception of a signal may end this: a batch is forgotten last.
         """
         for _ in range(len(self._dropped)):
-            try:
-                number, word, token = self._dropped.popleft()
-            except IndexError:
-                return
-            if seen_elsewhere(token):
-                self._dropped.append((number, word, token))
-            else:
-                self.give_back(number, word)
+            with suppress(IndexError, ValueError):
+                dropped = self._dropped[0]
+                number, word, first, last = dropped
+                if child_lives(self._seen_by_children, first, last):
+                    self._dropped.rotate(-1)
+                else:
+                    self.give_back(number, word)
+                    self._dropped.remove(dropped)
 
 
 def _new_word() -> int:
@@ -196,18 +202,19 @@ class Collate:
         self._impatient = False
         return collate(samples, collate_fn_map=_Batch(held).functions())
 
-    def _dropped(self, item: int, word: int, token: Buffer) -> None:
+    def _dropped(self, item: int, word: int, first: int) -> None:
         """Free the memory of a batch, whose last tensor is gone, after the copies out of it."""
         if word // TICKETS != os.getpid() or sys.is_finalizing():  # a child frees nothing of others
             return
+        dropped = item, word, first, last_fork()
         torch = sys.modules["torch"]
         if self._leaving is None or not torch.cuda.is_initialized():
-            self._items.drop(item, word, token)
+            self._items.drop(*dropped)
             return
         if not torch.cuda.is_current_stream_capturing():  # else a graph may read it for good
             event = torch.cuda.Event(blocking=True)
             event.record()
-            self._leaving.put((event, item, word, token))
+            self._leaving.put((event, dropped))
 
 
 def _opened(number: tuple[int, int], buffers: Sequence[Buffer]) -> Collate:
@@ -230,7 +237,7 @@ class _Held:
     def __init__(self, collate: Collate) -> None:
         items = collate._here()
         items.settle()
-        self.collate, self.item, self.token = collate, 0, items.tokens.alloc()
+        self.collate, self.item, self.first = collate, 0, last_fork()
         self.word = _new_word()
 
     @property
@@ -255,7 +262,7 @@ class _Held:
 
     def __del__(self) -> None:
         if self.word:
-            self.collate._dropped(self.item, self.word, self.token)
+            self.collate._dropped(self.item, self.word, self.first)
 
 
 def _sent(tensor: Any) -> Any:
@@ -389,10 +396,19 @@ def _unpin(runtime: Any, buffer: Buffer) -> None:
 def _give_back_when_done(leaving: Any, items: Items) -> None:
     """Wait, in a thread, for the copies out of batches that the program has dropped."""
     while (left := leaving.get()) is not None:
-        event, item, word, token = left
+        event, dropped = left
         event.synchronize()
-        items.drop(item, word, token)
-    _threads.pop(threading.current_thread(), None)
+        items.drop(*dropped)
+
+
+# Else the program might wait for new workers, which wait for an item that only it can make free.
+def _settle_all() -> None:
+    for collate in list(_collates.values()):
+        if collate._process == os.getpid():
+            collate._items.settle()
+
+
+os.register_at_fork(before=_settle_all)
 
 
 # The interpreter ends daemon threads that come back to it. Inside torch, whose frames may not be

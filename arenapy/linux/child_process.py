@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["child_process"]
+__all__ = ["child_process", "signals_later"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -36,7 +36,7 @@ def child_process(
     """
     process = None
     try:
-        with _signals_later():
+        with signals_later():
             process = subprocess.Popen(command, **how)
         yield process
     finally:
@@ -46,7 +46,7 @@ def child_process(
 
 
 @contextmanager
-def _signals_later() -> Iterator[None]:
+def signals_later() -> Iterator[None]:
     """Call the handlers of signals when the block has ended."""
     came: list[int] = []
     before = {}

@@ -34,6 +34,10 @@ cdef void children_unlock(bint child) noexcept nogil
 # Does a child that has not ended see bytes of [start, end)? Then a part of them is in at, stop.
 cdef bint children_see(
     Seen** seens, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+# The number of the last fork whose child was to see memory.
+cdef long long children_forks() noexcept nogil
+# Is there a record of a child that has not ended, from the forks after one number up to another?
+cdef bint children_between(Seen** seens, long long after, long long until) noexcept nogil
 # Is there a record that the allocator is to say more of?
 cdef bint children_unsettled(Seen** seens) noexcept nogil
 # Children forked before this call see these spans, where the record of them is unsettled.

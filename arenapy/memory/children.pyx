@@ -32,6 +32,7 @@ from arenapy.linux.vm cimport (
 cdef struct Child:
     OpenFile file            # has its lease; `lease_file` owns that, or did
     long long at             # the byte that is locked while it has not ended
+    long long fork           # its number
     bint over
     long long asked          # the value of `asking` when it was last asked
     Py_ssize_t users         # records of it, and `expected`
@@ -94,13 +95,14 @@ cdef Child* new_child() noexcept nogil:
     global page, forks, n_children
     cdef Child* child = <Child*>calloc(1, sizeof(Child))
     cdef int fd = -1, rc = -1
+    forks += 1                   # also if this fails: each fork has a number of its own
     if child == NULL:
         return NULL
     # If the program closed it, the number is not ours any more.
     if vm_is_open(&lease_file) or vm_lease_file(&lease_file) == 0:
         fd = vm_reopen(&lease_file)
     if fd >= 0:
-        forks += 1
+        child.fork = forks
         child.file = lease_file
         child.at = (<long long>getpid() << PID_SHIFT) + forks
         child.asked = -1
@@ -245,6 +247,29 @@ cdef bint children_see(
             found = True
         else:
             link = &link[0].next
+    arenapy_spin_release(&guard)
+    return found
+
+
+cdef long long children_forks() noexcept nogil:
+    cdef long long n
+    arenapy_spin_acquire(&guard)
+    n = forks
+    arenapy_spin_release(&guard)
+    return n
+
+
+cdef bint children_between(Seen** seens, long long after, long long until) noexcept nogil:
+    cdef Seen** link = seens
+    cdef bint found = False
+    arenapy_spin_acquire(&guard)
+    while not found and link[0] != NULL:
+        if not after < link[0].child.fork <= until:
+            link = &link[0].next
+        elif ended(link[0].child):
+            drop(link)
+        else:
+            found = True
     arenapy_spin_release(&guard)
     return found
 

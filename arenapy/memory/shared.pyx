@@ -34,6 +34,7 @@ from libc.stdint cimport uintptr_t
 from arenapy.buffer.block cimport Block, MemoryOwner, acquire, check_open, is_open, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.buffer.pickling import layout_of
+from arenapy.memory.children cimport children_between, children_forks
 from arenapy.memory.region cimport Region, region_behind
 from arenapy.base.sealed cimport seal
 from arenapy.linux.vm cimport Descriptor, vm_is_open, vm_keep_leases
@@ -124,10 +125,18 @@ cdef Region _region_of(Buffer buffer):
     return region
 
 
-def seen_elsewhere(Buffer buffer not None):
-    """True if another process may see an open Buffer's bytes, such as a forked child."""
-    cdef uintptr_t at, stop, start = <uintptr_t>buffer.ptr
-    return region_behind(buffer).leases(start, start + buffer.size, &at, &stop) != 0
+def last_fork():
+    """The number of the last fork. A child continues with the numbers of its parent.
+
+    Only the forks count at which a child sees memory that this process allocates from.
+    """
+    return children_forks()
+
+
+def child_lives(Region region not None, long long after, long long until):
+    """True if a child that sees the region lives, from the forks after one number up to another."""
+    return after < until and (
+        region.lease_lost or children_between(&region.seens, after, until))
 
 
 def leased_file(Buffer buffer not None):

@@ -315,19 +315,20 @@ cdef Starts starts = Starts.__new__(Starts)
 cdef object wrapper(object original):
     """The `Thread.start` that gives a thread the handler of the context it is started in."""
     @cython.binding(True)            # it is a method
-    def start(thread):
+    def start(self):
         memory = of_new_thread()
-        ours = None
-        if memory is not None and "run" not in vars(thread):
-            ours = run_under(memory, thread)
+        own = ours = None
+        if memory is not None:
             try:
-                thread.run = ours
-            except (AttributeError, TypeError):
+                own = vars(self).get("run")
+                ours = run_under(memory, self, own)
+                self.run = ours
+            except Exception:
                 ours = None          # a class whose `run` cannot be set: the thread goes without
         try:
-            original(thread)
+            original(self)
         except BaseException:
-            restore_run(thread, ours)
+            restore_run(self, ours, own)
             raise
 
     for name in functools.WRAPPER_ASSIGNMENTS:   # as functools.wraps does, which is Python code
@@ -347,24 +348,28 @@ cdef Context of_new_thread():
     return defaults[len(defaults) - 1] if defaults else None
 
 
-cdef object run_under(Context memory, object thread):
+cdef object run_under(Context memory, object thread, object own):
+    """A `run` for a thread. Who wraps `start` too may call it with the thread, as a method is."""
     run = thread.run
     reference = weakref.ref(thread)  # `thread.run` is this closure: no cycle
 
-    def wrapped():
+    def wrapped(*_):
         memory.enter(False, False)
         try:
             run()
         finally:
             memory.leave(False, False)
-            restore_run(reference(), me())
+            restore_run(reference(), me(), own)
 
     me = weakref.ref(wrapped)        # no cycle either
     return wrapped
 
 
-cdef int restore_run(object thread, object ours) except -1:
-    """Take a thread's `run` away if it is this one, and not one that the user has set."""
+cdef int restore_run(object thread, object ours, object own) except -1:
+    """Put back a thread's own `run`, None: it had none, if it is this one now."""
     if thread is not None and ours is not None and vars(thread).get("run") is ours:
-        del vars(thread)["run"]
+        if own is None:
+            del vars(thread)["run"]
+        else:
+            vars(thread)["run"] = own
     return 0

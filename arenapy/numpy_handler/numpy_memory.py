@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -193,6 +193,11 @@ class numpy_memory(Context):
         """
         if not self._uninstall():
             raise ValueError(f"{self!r} is not installed in this context")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a numpy_memory is not pickled; in the other process, make one over a Pool of its own"
+        )
 
     # -- around functions
 

@@ -31,6 +31,7 @@ from arenapy.testing.threads import TwoThreadMachine
 __all__ = ["AdapterMachine", "attack", "machine_for"]
 
 MODULE = "arenapy.testing.attack"  # also where this is __main__
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 ROUND = 100  # examples by default
 C_ALIGN = 8  # what malloc() aligns even a byte to, in the libraries that are attacked
@@ -258,7 +259,11 @@ def main(argv: Sequence[str]) -> int:
     before = _read(report) if os.path.exists(report) else Tally()
     told["attack"]["start"] += before.examples  # other programs
     faulthandler.enable()
-    attack(machine, **told["attack"], before=before, watch=lambda tally: _write(report, tally))
+    try:
+        attack(machine, **told["attack"], before=before, watch=lambda tally: _write(report, tally))
+    except OSError as error:  # and none of the allocator's, which are findings
+        print(f"{os.path.dirname(report)} cannot be written: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 

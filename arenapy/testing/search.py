@@ -21,6 +21,7 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.stateful import run_state_machine_as_test
 
 from arenapy.linux import outputs
+from arenapy.linux.child_process import signals_later
 from arenapy.testing.crashes import smaller
 from arenapy.testing.faults import ENDS_THE_PROCESS, Finding, kind_of, varies, worst_first
 from arenapy.testing.steps import VERSION, Program
@@ -170,21 +171,33 @@ def _shrink(
         return False
 
     def fails_in_child(program: list[str]) -> bool:
-        receiving, sending = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # not the stacks of its crashes
-                if fails_here(program):
-                    os.write(sending, finding.message.encode())
-            finally:
-                os._exit(0)
-        os.close(sending)
-        ready, _, _ = select.select([receiving], [], [], TRY_SECONDS)
-        said = os.read(receiving, select.PIPE_BUF) if ready else b""
-        os.close(receiving)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        receiving = sending = child = -1
+        try:
+            with signals_later():  # for good in the child, which never leaves this block
+                receiving, sending = os.pipe()
+                child = os.fork()
+                if not child:
+                    try:
+                        os.dup2(
+                            os.open(os.devnull, os.O_WRONLY), 2
+                        )  # not the stacks of its crashes
+                        # Nobody reads its steps, and one that crashes removes no file.
+                        os.environ["ARENAPY_STEPS"] = f"/proc/self/fd/{os.memfd_create('steps')}"
+                        if fails_here(program):
+                            os.write(sending, finding.message.encode())
+                    finally:
+                        os._exit(0)
+            os.close(sending)
+            sending = -1
+            ready, _, _ = select.select([receiving], [], [], TRY_SECONDS)
+            said = os.read(receiving, select.PIPE_BUF) if ready else b""
+        finally:
+            if child > 0:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            for descriptor in receiving, sending:
+                if descriptor >= 0:
+                    os.close(descriptor)
         finding.message = said.decode(errors="replace") or finding.message
         return bool(said)
 

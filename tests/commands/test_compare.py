@@ -387,6 +387,23 @@ def test_a_program_that_cannot_be_started_is_said_in_one_line(script, tmp_path):
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_process_that_measures_and_is_killed_is_said_in_one_line(script, tmp_path):
+    script("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    done = run(tmp_path, "-n", "1", "script.py")
+    said = "arenapy: the process that measures the program ended: killed by SIGKILL\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_a_full_folder_for_temporary_files(script, tmp_path):
+    """The figures arrive, but for the marks: the program cannot write them."""
+    path = script("import numpy, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
+    options = compare.Options()
+    options.program, options.arguments = str(path), []
+    comparison = compare.Comparison(options, [compare.OURS], tmp_path)
+    found = comparison._run(compare.OURS)
+    assert found["marks"] == [] and found["wall"] > 0
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """A Comparison whose runs are made up; gives the ways in the order they were run."""
@@ -620,6 +637,50 @@ def test_a_signal_to_the_command_alone(script, tmp_path, number):
         _, errors = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, errors) == (128 + number, "")
     assert not os.path.exists(f"/proc/{child}") and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "from arenapy.commands.compare.worker import _heed_signals as heed",
+        "from arenapy.commands.cli import _end_by_signals as heed",
+    ],
+)
+def test_signals_that_come_together(begin):
+    """As from a terminal, and from the command that ends its child: no complaint of Python's."""
+    program = f"""
+        import os, signal
+
+        {begin}
+
+        def wait_for_its_end():
+            heed()
+            try:
+                os.write(ready, b"x")
+                while True:
+                    pass
+            finally:
+                for _ in range(1000):  # cleans up
+                    os.getpid()
+
+        for spent in range(30):
+            begun, ready = os.pipe()
+            child = os.fork()
+            if child == 0:
+                wait_for_its_end()
+            os.read(begun, 1)
+            os.kill(child, signal.SIGINT)
+            for _ in range(spent):
+                pass
+            os.kill(child, signal.SIGTERM)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status in (128 + signal.SIGINT, 128 + signal.SIGTERM), status
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.full

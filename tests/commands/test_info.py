@@ -138,6 +138,15 @@ def test_nodes(monkeypatch, nodes):
     assert ("from one node" in fact.meaning) == (len(nodes) > 1)
 
 
+def test_no_folder_for_temporary_files_is_needed(monkeypatch):
+    known = {fact.name: fact.value for fact in facts()}
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [])
+    monkeypatch.setattr("tempfile.tempdir", None)
+    found = by_name(facts())
+    assert found.keys() == known.keys()
+    assert found["OFD locks"].value == known["OFD locks"]
+
+
 def test_missing_features_say_so(monkeypatch):
     def refused(*_args):
         raise PermissionError("filtered")

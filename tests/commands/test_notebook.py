@@ -14,6 +14,7 @@ class Shell:
 
     def __init__(self):
         self.names = {"np": np}
+        self.events, self.at_end = self, []
         self.magics = {}
         self.reports = []
         self.display_formatter = SimpleNamespace(format=lambda shown: ({"": shown}, {}))
@@ -21,6 +22,17 @@ class Shell:
 
     def register_magic_function(self, function, magic_kind, magic_name):
         self.magics[magic_kind, magic_name] = function
+
+    def register(self, event, function):
+        assert event == "post_run_cell"
+        self.at_end.append(function)
+
+    def unregister(self, event, function):
+        self.at_end.remove(function)
+
+    def end_cell(self):
+        for function in self.at_end[:]:
+            function(None)
 
     def run_cell(self, cell):
         found = SimpleNamespace(error_before_exec=None, error_in_exec=None)
@@ -69,10 +81,26 @@ def test_a_cell_that_fails_is_reported_and_fails(magic, error):
     with pytest.raises(error) as raised:
         run("", f"x = np.empty(9)\nraise {error.__name__}")
     assert raised.value is shell.names["shown"]
-    assert raised.value._render_traceback_() == []  # as it was shown, and this is asked once
-    assert not hasattr(raised.value, "_render_traceback_")
+    assert raised.value._render_traceback_() == []  # as it was shown
+    shell.end_cell()
+    assert not hasattr(raised.value, "_render_traceback_") and not shell.at_end
     assert dict(shell.reports[-1].rows)["served"].startswith("1 block,")
     assert arenapy.handles(np.empty(9)) is None
+
+
+def test_an_exception_that_lets_nobody_set_attributes(magic):
+    shell, run = magic
+    cell = """
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+raise Frozen(3)
+"""
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        run("", cell)
+    assert raised.value is shell.names["shown"] and raised.value.code == 3
+    shell.end_cell()
 
 
 def test_the_report_is_a_table_and_lines(magic):
@@ -97,4 +125,9 @@ def test_the_real_ipython(capsys):
     assert "served       1 block, 0 of them from memory that the pool had" in output
     assert arenapy.handles(shell.user_ns["x"]) is not None
     assert not shell.run_cell("%%arenapy\n1 / 0").success
+    assert capsys.readouterr().out.count("division by zero") == 1
+    magic = "get_ipython().run_cell_magic('arenapy', '', '1 / 0')"
+    shell.run_cell(f"try: {magic}\nexcept ZeroDivisionError as error: saved = error")
+    assert capsys.readouterr().out.count("division by zero") == 1
+    shell.run_cell("raise saved")
     assert capsys.readouterr().out.count("division by zero") == 1

@@ -73,6 +73,76 @@ def test_nothing_is_left_once_numpy_is_there(script, tmp_path):
     assert_alike(tmp_path, "script.py", status=0)
 
 
+FINDER = """
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+
+class Loader:
+    __slots__ = ()
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        loaders[module.__name__].exec_module(module)
+
+class OldLoader:
+    def __init__(self, loader):
+        self.load_module = loader.load_module
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name not in ("numpy", "other"):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        loaders[name] = spec.loader
+        spec.loader = one if one is not None else OldLoader(spec.loader)
+        return spec
+
+class OldFinder:
+    def find_module(self, name, path=None):
+        return None
+
+loaders = {}
+sys.meta_path.insert(sys.meta_path.index(PathFinder), Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "pool"),
+    [
+        ("one = Loader(); import numpy, other", True),
+        ("one = Loader(); find('numpy'); find('numpy'); import other; seen(); import numpy", True),
+        ("one = None; import numpy, other", False),
+        ("one = Loader(); sys.meta_path.insert(0, OldFinder()); import numpy", True),
+    ],
+    ids=["slots", "shared", "old loader", "old finder"],
+)
+def test_finders_and_loaders_of_the_program(script, tmp_path, text, pool):
+    (tmp_path / "other.py").touch()
+    seen = "find = importlib.util.find_spec\nseen = lambda: print('numpy' in sys.modules)\n"
+    script(
+        f"{FINDER}{seen}{text}\nprint(type(numpy.__loader__), type(numpy.__spec__.loader))\n"
+        "print(numpy.ones(5))"
+    )
+    how = {"env": {**os.environ, "PYTHONWARNINGS": "ignore"}}
+    assert ("served" in assert_alike(tmp_path, "script.py", status=0, **how)) == pool
+
+
+def test_numpys_loader_before_it_is_imported(script, tmp_path):
+    script(
+        """
+        import importlib.util
+        from importlib.machinery import SourceFileLoader
+        spec = importlib.util.find_spec("numpy")
+        assert isinstance(spec.loader, SourceFileLoader) and spec.loader.name == "numpy"
+        print(spec.loader.get_filename("numpy") == spec.origin)
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
 @pytest.mark.full
 def test_modules_that_come_while_the_report_is_made(script, tmp_path):
     """As threads import them. Here the name of one imports another when it is looked at."""

@@ -254,6 +254,21 @@ def test_no_summary_without_debug_mode_or_of_what_is_freed():
     assert run(program + "del kept") == ""
 
 
+@pytest.mark.parametrize("make", ["Bump(1 << 16)", "Pool()", "Slab(64, 4)"])
+def test_no_summary_of_a_closed_region(make):
+    told = run(
+        f"""
+        import arenapy
+        allocator = arenapy.{make}
+        kept, dropped = allocator.alloc(60), allocator.alloc(60)
+        for region in allocator.regions:
+            region.close()
+        del dropped
+        """
+    )
+    assert told == ""
+
+
 def test_a_forked_child_speaks_of_its_own_allocators_only():
     told = run(
         """

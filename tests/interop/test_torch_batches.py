@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ from arenapy.interop import torch_batches
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset, default_collate  # noqa: E402
+from torch_device import Device  # noqa: E402
 
 
 def slab_of(count=12, nbytes=1 << 16, source=None):
@@ -54,23 +56,23 @@ def words(collate):
     return [torch_batches.shared_words.load(one) for one in blocks]
 
 
+def soon(condition):
+    end = time.monotonic() + 10
+    while not (done := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return done
+
+
 def taken(collate):
     """An item that is taken, without a batch in it."""
     held = torch_batches._Held(collate)
-    assert collate._items.take(held)
+    assert soon(lambda: collate._items.take(held))  # with CUDA, a thread frees the items
     return held
 
 
 def all_can_be_taken(collate):
     items = range(len(collate._items.buffers))
     return {held.item for held in [taken(collate) for _ in items]} == set(items)
-
-
-def soon(condition):
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def nobody_has_any(collate):
@@ -191,7 +193,7 @@ def test_torch_decides_what_different_samples_become(samples):
 def test_a_batch_without_tensors_keeps_no_item():
     collate = arenapy_torch.collate(slab_of(4))
     assert collate(["a", "b"]) == ["a", "b"]
-    assert not any(words(collate))
+    assert nobody_has_any(collate)
 
 
 class Fatal:
@@ -325,6 +327,116 @@ def test_a_forked_child_keeps_the_batches_that_it_inherited():
     assert nobody_has_any(collate)
 
 
+@pytest.mark.parametrize("kept", [1, 8])
+def test_workers_of_later_epochs_get_the_items(kept):
+    """The program keeps batches while it forks the workers of the next epoch, as a loop does."""
+    collate = arenapy_torch.collate(slab_of(2 * kept + 4))
+    loader = DataLoader(Samples(), batch_size=8, num_workers=1, collate_fn=collate)
+    batches = []
+    for _ in range(6):
+        before, batches = batches, []
+        for batch in loader:
+            before.clear()
+            batches = [*batches, batch][-kept:]
+        del batch
+    del batches
+    collate._items.settle()
+    assert nobody_has_any(collate)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch.setattr)
+
+
+@contextlib.contextmanager
+def living_child():
+    """A forked child that ends with this."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(theirs)
+        os.read(ours, 1)  # until the program closes it
+        os._exit(0)
+    yield
+    os.close(theirs)
+    os.close(ours)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_does_not_see_what_was_dropped_before_the_fork(device):
+    """Also if a device still copies out of it."""
+    collate = arenapy_torch.collate(slab_of(2))
+    batch = collate(filled(1))
+    device.copied.clear()
+    del batch
+    with living_child():
+        assert any(words(collate))
+        device.copied.set()
+        assert nobody_has_any(collate)
+
+
+def test_a_later_child_has_the_items_that_an_earlier_one_saw():
+    """From its start: it may be a worker that the program waits for."""
+    collate = arenapy_torch.collate(slab_of(2))
+    batches = [collate(filled(1)), collate(filled(2))]
+    with living_child():
+        del batches
+        assert all(words(collate))
+    child = os.fork()
+    if child == 0:
+        os._exit(any(words(collate)))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_exception_of_a_signal_loses_no_batch_that_children_see():
+    collate = arenapy_torch.collate(slab_of(1))
+    at, more = 1, True
+    while more:
+        batch = collate(filled(1))
+        with living_child():
+            del batch
+            more = stopped(collate._items.settle, at, interrupt)
+        more |= stopped(collate._items.settle, at, interrupt)
+        collate._items.settle()
+        assert not any(words(collate)), at
+        at += 1
+    assert at > 5
+
+
+def test_the_end_of_a_program_with_a_device():
+    """The program waits for a thread that destroys an event, inside torch."""
+    program = """
+        import threading
+
+        import torch
+        from torch_device import Device, Event
+
+        import arenapy
+        from arenapy.interop import torch as arenapy_torch
+
+        class Slow(Event):
+            def __del__(self):
+                begun.set()
+                large = torch.ones(1000, 1000)
+                for _ in range(8):
+                    large @ large  # others run meanwhile, until torch comes back
+                print("destroyed", flush=True)
+
+        begun, Device.event = threading.Event(), Slow
+        Device(setattr)
+        collate = arenapy_torch.collate(arenapy.Slab(4096, 1, arenapy.Shared()))
+        collate([torch.ones(4)])
+        del collate
+        begun.wait()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=Path(__file__).parent,
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "destroyed\n", "")
+
+
 def test_workers_do_not_free_what_the_program_has_dropped():
     collate = arenapy_torch.collate(slab_of(8))
     batch = collate(filled(1))
@@ -408,8 +520,8 @@ def test_a_function_for_tensors_of_the_users_own(monkeypatch):
     assert any(words(collate))
 
 
-def stopped(collate, at, stop, spared=()):
-    """Call `stop` at this line of making a batch and of its end; False if there are fewer lines."""
+def stopped(call, at, stop, spared=()):
+    """Call `stop` at this line of a call, such as one that makes a batch; False if it has fewer."""
     lines = 0
 
     def trace(frame, event, argument):
@@ -425,7 +537,7 @@ def stopped(collate, at, stop, spared=()):
 
     sys.settrace(trace)
     try:
-        collate(filled(1))
+        call()
     except KeyboardInterrupt:
         pass
     finally:
@@ -441,7 +553,7 @@ def test_an_exception_of_a_signal_loses_no_item():
     collate = arenapy_torch.collate(slab_of(1))
     freeing = ("__del__", "_dropped", "drop", "settle", "give_back")  # Python ignores it there
     at = 1
-    while stopped(collate, at, interrupt, freeing):
+    while stopped(lambda: collate(filled(1)), at, interrupt, freeing):
         assert nobody_has_any(collate), at
         at += 1
     assert at > 20
@@ -454,11 +566,14 @@ def test_a_process_that_is_killed_loses_no_item():
         child = os.fork()
         if child == 0:
             try:
-                os._exit(stopped(collate, at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+                killed = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+                os._exit(stopped(lambda: collate(filled(1)), at, killed))
             finally:
                 os._exit(2)
         _, status = os.waitpid(child, 0)
         assert all_can_be_taken(collate), at
+        # Else the next child waits for the item, for many lines: a device's thread drops it later.
+        assert nobody_has_any(collate), at
         at += 1
     assert status == 0
     assert at > 40

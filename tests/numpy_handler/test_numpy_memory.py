@@ -1,6 +1,7 @@
 """`numpy_memory` and `handles`: what arrays are made of, and where their blocks go."""
 
 import os
+import pickle
 import resource
 import signal
 
@@ -478,3 +479,9 @@ def test_a_pool_whose_region_was_closed_frees_no_array_of_libcs():
         assert memory.stats().system_live == 0
     with pytest.raises(ValueError, match="a region of this pool was closed"), numpy_memory(pool):
         pass
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_it_is_not_pickled(pool, protocol):
+    with pytest.raises(TypeError, match="not pickled; in the other process, make one over a Pool"):
+        pickle.dumps(numpy_memory(pool), protocol)

@@ -214,6 +214,66 @@ def test_a_threads_own_run_stays_when_it_cannot_start(pools, monkeypatch):
     assert ran == [1]
 
 
+def test_a_threads_own_run_is_covered(pools):
+    seen = []
+    thread = Thread()
+    thread.run = own = lambda: seen.append(where(pools))
+    with numpy_memory(pools[0], threads=True):
+        thread.start()
+    thread.join()
+    assert seen == [0] and thread.run is own
+
+
+def wrap_run(patch):
+    """Wrap `start` as Sentry does: a thread's `run` becomes a function that takes the thread."""
+    original = Thread.start
+
+    def start(self):
+        run = getattr(self.run, "__func__", self.run)
+        self.run = lambda *_: run(threading.current_thread())
+        original(self)
+
+    patch.setattr(Thread, "start", start)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_wrapper_of_run(pools, monkeypatch, first):
+    memory = numpy_memory(pools[0], threads=True)
+    with contextlib.ExitStack() as until:
+        if first:
+            wrap_run(until.enter_context(monkeypatch.context()))
+        until.enter_context(memory)
+        if not first:
+            wrap_run(until.enter_context(monkeypatch.context()))
+        assert in_thread(where, pools) == 0
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(where, [pools] * 4)) == [0] * 4
+
+
+class Refusing(Thread):
+    def __setattr__(self, name, value):
+        if name == "run":
+            raise RuntimeError("set nothing")
+        super().__setattr__(name, value)
+
+
+class Hiding(Thread):
+    def __getattribute__(self, name):
+        if name == "__dict__":
+            raise ValueError("hidden")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("kind", [Refusing, Hiding])
+def test_a_thread_that_refuses_runs_without(pools, kind):
+    seen = []
+    with numpy_memory(pools[0], threads=True):
+        thread = kind(target=lambda: seen.append(where(pools)))
+        Thread.start(self=thread)
+        thread.join()
+    assert seen == [None]
+
+
 def test_a_thread_whose_run_cannot_be_set_runs_without(pools):
     ran = []
 

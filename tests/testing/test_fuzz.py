@@ -22,6 +22,7 @@ from arenapy.commands.fuzz import MOST_DEATHS, _search, _show_progress, main
 from arenapy.testing import AllocatorMachine
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
+from arenapy.testing.attack import main as attack_main
 
 HERE = Path(__file__).parent
 
@@ -530,10 +531,11 @@ def test_a_smaller_program_that_crashes_is_no_further_kind(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("end", ["crash", "hang"])
 @pytest.mark.full
-def test_programs_are_made_smaller_in_children(end, monkeypatch):
-    """Although each one that asks for a byte crashes or hangs."""
+def test_programs_are_made_smaller_in_children(end, monkeypatch, tmp_path):
+    """Although each one that asks for a byte crashes or hangs. None of them leaves anything."""
     monkeypatch.setattr("arenapy.testing.search.TRY_SECONDS", 0.2)
-    parent = os.getpid()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    parent, before = os.getpid(), len(os.listdir("/proc/self/fd"))
 
     class Shared(AllocatorMachine):
         alignments = st.none()
@@ -555,6 +557,27 @@ def test_programs_are_made_smaller_in_children(end, monkeypatch):
     assert list(found.findings) == ["overlap"] and "overlaps block 1" in found.error
     assert len(found.failing) <= 3 and '"nbytes": 1,' not in str(found.failing.lines())
     assert found.failing.lines() and "[1, " not in str(found.failing.lines())
+    assert {file.name for file in tmp_path.iterdir()} <= {f"arenapy-steps-{parent}.jsonl"}
+
+    def late(descriptors, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("select.select", late)
+    with pytest.raises(KeyboardInterrupt):
+        attack(Shared, examples=5, shrink=10, apart=True)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, 0)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the file of steps
+
+
+def test_a_report_that_cannot_be_written_is_said_in_one_line(capfd, tmp_path):
+    machine = {"target": None, "library": "libc.so.6", "threads": 1, "allow": [], "max_align": 1}
+    limits = {"examples": 2, "steps": 5, "seconds": None, "shrink": 1.0, "start": 1}
+    folder = tmp_path / "missing"
+    job = json.dumps({"machine": machine, "attack": limits})
+    assert attack_main([job, str(folder / "report.json")]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"{folder} cannot be written: [Errno 2] ") and said.count("\n") == 1
 
 
 def test_what_may_be_allowed_is_checked(capsys):

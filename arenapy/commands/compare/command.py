@@ -157,10 +157,8 @@ class Comparison:
 
     def _run(self, way: str, interval: float | None = None) -> dict[str, Any]:
         """Run the program once, and return the figures."""
-        spec_file, result, errors, marks = (
-            self.folder / name for name in ("spec.json", "result.json", "errors", "marks")
-        )
-        for file in result, errors, marks:
+        spec_file, errors, marks = (self.folder / name for name in ("spec.json", "errors", "marks"))
+        for file in errors, marks:
             file.unlink(missing_ok=True)
         shown = self.options.show_output
         options = copy.copy(self.options)
@@ -178,19 +176,25 @@ class Comparison:
             "library": WAYS[way].library() or "",
         }
         spec_file.write_text(json.dumps(spec))  # a word of a command may have 128 KiB at most
-        line = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), str(result)]
-        # By SIGTERM it ends the program that it measures.
-        with child_process(line, subprocess.Popen.terminate) as worker:
-            if worker.wait():
-                raise subprocess.CalledProcessError(worker.returncode, line)
-        found: dict[str, Any] = json.loads(result.read_text())
+        line = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), "/dev/stdin"]
+        with open(os.memfd_create("result"), "w+b") as result:  # the folder may be full
+            # By SIGTERM it ends the program that it measures.
+            with child_process(line, subprocess.Popen.terminate, stdin=result) as worker:
+                if worker.wait():
+                    how = _how(worker.returncode)
+                    raise OSError(f"the process that measures the program ended: {how}")
+            found: dict[str, Any] = json.load(result)
         if "error" in found:
             raise OSError(found["error"])
         if found["status"]:
             written = errors.read_text(errors="replace") if errors.exists() else ""
             raise Failed(_failure(way, found["status"], written))
-        # None of a program without NumPy; and not the last one of a program that ends by os._exit.
-        found["marks"] = marshal.loads(marks.read_bytes()) if marks.exists() else []
+        # None of a program without NumPy, or if the folder is full; and not the last one of a
+        # program that ends by os._exit.
+        try:
+            found["marks"] = marshal.loads(marks.read_bytes())
+        except (FileNotFoundError, EOFError, ValueError, TypeError):
+            found["marks"] = []
         return found
 
 
@@ -206,10 +210,13 @@ def _as_run(found: dict[str, Any]) -> Run:
     return Run(**taken)
 
 
+def _how(status: int) -> str:
+    return f"status {status}" if status > 0 else f"killed by {signal_name(-status)}"
+
+
 def _failure(way: str, status: int, errors: str) -> str:
-    how = f"status {status}" if status > 0 else f"killed by {signal_name(-status)}"
     lines = errors.splitlines()[-LAST_LINES:]
-    return "\n".join([f"the program failed ({way}): {how}", *lines])
+    return "\n".join([f"the program failed ({way}): {_how(status)}", *lines])
 
 
 def _ways(text: str) -> list[str]:

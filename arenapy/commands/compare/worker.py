@@ -69,8 +69,10 @@ def _end(pid: int) -> None:
 
 
 def _stop(number: int, frame: object) -> None:
+    # The end has begun. One that came already has its handler called: Python complains of SIG_IGN.
     for later in HEEDED:
-        signal.signal(later, signal.SIG_IGN)  # the end has begun
+        signal.signal(later, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     raise SystemExit(128 + number)
 
 

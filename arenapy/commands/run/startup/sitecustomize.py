@@ -49,7 +49,7 @@ class AfterImport:
     """A finder that finds nothing: calls `then()` once all of `names` that began have ended.
 
     arenapy imports NumPy; if it is the program that imports arenapy, then both have to be there.
-    It takes itself away when it is no longer needed, and leaves nothing behind in the loaders.
+    It takes itself away when it is no longer needed, and changes no loader.
     """
 
     def __init__(self, names: tuple[str, ...], then: "Callable[[], object]") -> None:
@@ -64,31 +64,62 @@ class AfterImport:
         if name not in self.names:
             return None
         for finder in sys.meta_path:
-            if finder is not self:
-                spec = finder.find_spec(name, path, target)
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None:
+                spec: ModuleSpec | None = find(name, path, target)
                 if spec is not None:
-                    self._tell(spec.loader)
+                    self._wait_for(spec)
                     return spec
         return None
 
-    def _tell(self, loader: "Any") -> None:
-        run = loader.exec_module
+    def _wait_for(self, spec: "ModuleSpec") -> None:
+        """A loader that Python runs in an old way is left alone, and so is a spec of odd kind."""
+        loader: Any = spec.loader
+        if type(loader) is not _Telling and hasattr(loader, "exec_module"):
+            try:  # noqa: SIM105  # contextlib is not built in
+                spec.loader = _Telling(loader, self)  # type: ignore[assignment]
+            except Exception:
+                pass
 
-        def exec_module(module: "ModuleType") -> None:
-            del loader.exec_module
-            self.under_way += 1
-            try:
-                run(module)
-            finally:
-                self.under_way -= 1
-            if not self.under_way and self in sys.meta_path:
-                _remove_finders(lambda finder: finder is self)
-                self.then()
+    def load(self, loader: "Any", module: "ModuleType") -> None:
+        self.under_way += 1
+        try:
+            loader.exec_module(module)
+        finally:
+            self.under_way -= 1
+        if not self.under_way and self in sys.meta_path:
+            _remove_finders(lambda finder: finder is self)
+            self.then()
 
-        # Python takes the frames of imports off a traceback, and knows them by their file.
-        code = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
-        exec_module.__code__ = code
-        loader.exec_module = exec_module
+
+class _Telling:
+    """A module's loader that calls us when it has ended. While it runs, nothing is left of this.
+
+    A loader may be that of many modules, and of a class that allows no other attributes. So it is
+    not changed.
+    """
+
+    def __init__(self, loader: "Any", finder: AfterImport) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self._loader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> "Any":
+        return type(self._loader)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        for where, name in (getattr(module, "__spec__", None), "loader"), (module, "__loader__"):
+            if getattr(where, name, None) is self:
+                setattr(where, name, self._loader)
+        self._finder.load(self._loader, module)
+
+
+# Python takes the frames of imports off a traceback, and knows them by their file.
+for _one in AfterImport.load, _Telling.exec_module:
+    _one.__code__ = _one.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
 class _InThisThread:
