@@ -240,18 +240,20 @@ def _show_findings(
     """The worst first; a file of its program."""
     from arenapy.testing.steps import Program
 
+    if not header:
+        save = None
+    if findings and save is not None:
+        recipe = json.loads(header)
+        recipe["allow"] = [other.kind for other in findings[1:]]
+        lines = [json.dumps(recipe), *findings[0].program]
+        outputs.write(save, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
     for index, one in enumerate(findings):
         terminal.print(printable(f"{'also ' if index else ''}found: {one}"), soft_wrap=True)
         program = str(Program.parse(one.program)) if one.program else "before the first step"
         terminal.print(printable_lines(program), soft_wrap=True)
-        if index or save is None or not header:
-            continue
-        recipe = json.loads(header)
-        recipe["allow"] = [other.kind for other in findings[1:]]
-        lines = [json.dumps(recipe), *one.program]
-        outputs.write(save, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
-        again = f"again: python -m arenapy.testing reproduce {save}"
-        terminal.print(printable(again), soft_wrap=True)
+        if save is not None and not index:
+            again = f"again: python -m arenapy.testing reproduce {save}"
+            terminal.print(printable(again), soft_wrap=True)
 
 
 def _death(

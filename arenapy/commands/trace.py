@@ -82,23 +82,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         view = View(trace, options.by, options.events or None, options.blocks)
     except ValueError as error:
         parser.error(str(error))
+    written = None
+    if options.html is not None:
+        name = printable(os.path.basename(options.file))
+        try:
+            text = page(view, f"Memory over time: {name}").encode()
+        except ImportError as error:
+            print(f"arenapy: {error}", file=sys.stderr)
+            return 1
+        outputs.write(options.html, text, outputs.PAGE)
+        written = f"{printable(options.html)}: {format_bytes(len(text))}; open it in a browser"
     terminal = console()
     for line in view.sentences():
         terminal.print(line)
-    if options.html is None:
-        for table in _tables(view):
-            terminal.print(table)
-        for line in view.notes():
-            terminal.print(line)
+    if written is not None:
+        terminal.print(written)
         return 0
-    name = printable(os.path.basename(options.file))
-    try:
-        text = page(view, f"Memory over time: {name}").encode()
-    except ImportError as error:
-        print(f"arenapy: {error}", file=sys.stderr)
-        return 1
-    outputs.write(options.html, text, outputs.PAGE)
-    terminal.print(f"{printable(options.html)}: {format_bytes(len(text))}; open it in a browser")
+    for table in _tables(view):
+        terminal.print(table)
+    for line in view.notes():
+        terminal.print(line)
     return 0
 
 

@@ -133,11 +133,14 @@ def test_finders_and_loaders_of_the_program(script, tmp_path, text, pool):
 def test_numpys_loader_before_it_is_imported(script, tmp_path):
     script(
         """
+        import copy
         import importlib.util
+        import pickle
         from importlib.machinery import SourceFileLoader
         spec = importlib.util.find_spec("numpy")
         assert isinstance(spec.loader, SourceFileLoader) and spec.loader.name == "numpy"
         print(spec.loader.get_filename("numpy") == spec.origin)
+        print(type(pickle.loads(pickle.dumps(spec)).loader), copy.deepcopy(spec).loader.path)
         """
     )
     assert_alike(tmp_path, "script.py", status=0)

@@ -237,9 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    print(*show(found), sep="\n")
     if options.json is not None:
         outputs.write(options.json, (json.dumps(found, indent=2) + "\n").encode(), REPORT)
+    print(*show(found), sep="\n")
     return 0
 
 

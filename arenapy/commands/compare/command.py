@@ -313,7 +313,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         *reasons(runs),
         next_step(runs, said, shlex.join(run.program_words(options)), options.seconds),
     ]
-    show(console(), runs, comparison.huge, comparison.notes, lines)
     if options.json is not None:
         found = {
             "report": "arenapy compare",
@@ -324,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "verdict": lines,
         }
         outputs.write(options.json, (json.dumps(found, indent=2) + "\n").encode(), REPORT)
+    show(console(), runs, comparison.huge, comparison.notes, lines)
     return 0
 
 

@@ -135,12 +135,14 @@ def main(argv: Sequence[str]) -> int:
         remedy = "" if isinstance(error, OutOfMemory) else ". Choose smaller --sizes."
         print(f"arenapy demo: {error}{remedy}", file=sys.stderr)
         return 1
-    report.show(terminal, measured)
     if options.json is not None:
         report.write_json(Path(options.json), report.figures(measured))
-        print(f"figures: {printable(options.json)}", file=sys.stderr)
     if options.plot is not None:
         chart.save(Path(options.plot), measured.results, report.conditions())
+    report.show(terminal, measured)
+    if options.json is not None:
+        print(f"figures: {printable(options.json)}", file=sys.stderr)
+    if options.plot is not None:
         print(f"chart: {printable(options.plot)}", file=sys.stderr)
     return 0
 

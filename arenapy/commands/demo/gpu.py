@@ -36,9 +36,10 @@ def run(batches: int, nbytes: int, runs: int, json: Path | None) -> int:
     except (cuda.Unavailable, cuda.CudaError, ResultsDiffer, MemoryError) as error:
         print(printable_lines(f"arenapy demo: {error}"), file=sys.stderr)
         return 1
-    report.show(terminal, found)
     if json is not None:
         write_json(json, report.figures(found))
+    report.show(terminal, found)
+    if json is not None:
         print(f"figures: {printable(str(json))}", file=sys.stderr)
     return 0
 

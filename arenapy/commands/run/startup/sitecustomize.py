@@ -106,6 +106,9 @@ class _Telling:
     def __getattr__(self, name: str) -> "Any":
         return getattr(self._loader, name)
 
+    def __reduce_ex__(self, protocol: "Any") -> "Any":
+        return self._loader.__reduce_ex__(protocol)
+
     @property  # type: ignore[misc]
     def __class__(self) -> "Any":
         return type(self._loader)
@@ -251,17 +254,19 @@ class Session:
             figures |= self.memory.figures()
             text = self.memory.text(figures)
         errors = None if self.refused else sys.__stderr__
-        if self.options["report"] and errors is not None and not errors.closed:
-            errors.write(text)
-            errors.flush()
-        if self.options["json"] is not None:
-            import json
+        try:
+            if self.options["json"] is not None:
+                import json
 
-            _import_arenapy()
-            from arenapy.linux import outputs
+                _import_arenapy()
+                from arenapy.linux import outputs
 
-            text = json.dumps(figures, indent=2) + "\n"
-            outputs.write(self.options["json"], text.encode(), outputs.report("arenapy run"))
+                data = (json.dumps(figures, indent=2) + "\n").encode()
+                outputs.write(self.options["json"], data, outputs.report("arenapy run"))
+        finally:
+            if self.options["report"] and errors is not None and not errors.closed:
+                errors.write(text)
+                errors.flush()
 
     def apart(self, act: "Callable[[], Any]") -> "Any":
         """`act()`, whose imports are those of an interpreter without this program.
