@@ -180,7 +180,8 @@ def _search(
         status, lines, said = run(job, folder)
         found = json.loads(report.read_text()) if report.exists() else {}
         header = header or "".join(lines[:1])
-        if status is not None and status >= 0:
+        early = status == 0 and found.get("searching", True)  # the attacked code ended the process
+        if status is not None and status >= 0 and not early:
             return status, found, header, words or said
         deaths += 1
         kind = "hang" if status is None else "crash"
@@ -262,6 +263,8 @@ def _death(
     """(message, small program, whether the program shows it again) of a crash or a hang."""
     if status is None:
         return f"a step did not end within {HANGS_AFTER:.0f} s", lines[1:], True
+    if status == 0:
+        return "the process ended by itself, with status 0", lines[1:], True
     from arenapy.testing import crashes, search
 
     message = f"killed by {signal_name(-status)}"
