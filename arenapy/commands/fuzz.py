@@ -180,7 +180,8 @@ def _search(
         status, lines, said = run(job, folder)
         found = json.loads(report.read_text()) if report.exists() else {}
         header = header or "".join(lines[:1])
-        if status is not None and status >= 0:
+        early = status == 0 and found.get("searching", True)  # the attacked code ended the process
+        if status is not None and status >= 0 and not early:
             return status, found, header, words or said
         deaths += 1
         kind = "hang" if status is None else "crash"
@@ -240,17 +241,18 @@ def _show_findings(
     """The worst first; a file of its program."""
     from arenapy.testing.steps import Program
 
-    saved = bool(findings and save is not None and header)
-    if saved:  # before the terminal, whose reader may have gone
+    if not header:
+        save = None
+    if findings and save is not None:
         recipe = json.loads(header)
         recipe["allow"] = [other.kind for other in findings[1:]]
         lines = [json.dumps(recipe), *findings[0].program]
-        outputs.write(str(save), ("\n".join(lines) + "\n").encode(), outputs.STEPS)
+        outputs.write(save, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
     for index, one in enumerate(findings):
         terminal.print(printable(f"{'also ' if index else ''}found: {one}"), soft_wrap=True)
         program = str(Program.parse(one.program)) if one.program else "before the first step"
         terminal.print(printable_lines(program), soft_wrap=True)
-        if saved and index == 0:
+        if save is not None and not index:
             again = f"again: python -m arenapy.testing reproduce {save}"
             terminal.print(printable(again), soft_wrap=True)
 
@@ -261,6 +263,8 @@ def _death(
     """(message, small program, whether the program shows it again) of a crash or a hang."""
     if status is None:
         return f"a step did not end within {HANGS_AFTER:.0f} s", lines[1:], True
+    if status == 0:
+        return "the process ended by itself, with status 0", lines[1:], True
     from arenapy.testing import crashes, search
 
     message = f"killed by {signal_name(-status)}"

@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         view = View(trace, options.by, options.events or None, options.blocks)
     except ValueError as error:
         parser.error(str(error))
-    shown = [*_tables(view), *view.notes()] if options.html is None else []
-    if options.html is not None:  # before the terminal, whose reader may have gone
+    written = None
+    if options.html is not None:
         name = printable(os.path.basename(options.file))
         try:
             text = page(view, f"Memory over time: {name}").encode()
@@ -91,11 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"arenapy: {error}", file=sys.stderr)
             return 1
         outputs.write(options.html, text, outputs.PAGE)
-        size = format_bytes(len(text))
-        shown = [f"{printable(options.html)}: {size}; open it in a browser"]
+        written = f"{printable(options.html)}: {format_bytes(len(text))}; open it in a browser"
     terminal = console()
-    for one in (*view.sentences(), *shown):
-        terminal.print(one)
+    for line in view.sentences():
+        terminal.print(line)
+    if written is not None:
+        terminal.print(written)
+        return 0
+    for table in _tables(view):
+        terminal.print(table)
+    for line in view.notes():
+        terminal.print(line)
     return 0
 
 

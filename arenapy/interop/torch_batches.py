@@ -18,6 +18,7 @@ yet.
 """
 
 import atexit
+import copy
 import itertools
 import os
 import queue
@@ -27,7 +28,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -340,7 +341,7 @@ class _Batch:
         functions = {kind: moved(make) for kind, make in usual.items()}
         if usual[torch.Tensor] is collate_tensor_fn:  # else the user has put another one there
             functions[torch.Tensor] = stacked
-        return functions
+        return functions | {Mapping: _container, Sequence: _container}  # after the user's own
 
     def filled(self, shape: Sequence[int], dtype: Any, fill: Callable[[Any], Any]) -> Any:
         """A new tensor in the item, as the batch shall contain it."""
@@ -362,6 +363,39 @@ class _Batch:
         if nbytes:
             _made[out.data_ptr()] = self.held
         return out
+
+
+def _container(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """A batch of containers as torch makes it, except that nothing is collated twice.
+
+    torch does so if a container of the samples' class cannot be made. Here that takes double room.
+    """
+    from torch.utils.data._utils.collate import collate
+
+    def made(samples: Sequence[Any]) -> Any:
+        return collate(samples, collate_fn_map=collate_fn_map)
+
+    first = batch[0]
+    whole: Any
+    if isinstance(first, Mapping):
+        whole = {key: made([one[key] for one in batch]) for key in first}
+    elif isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(made, zip(*batch, strict=False)))
+    else:
+        if any(len(one) != len(first) for one in batch):
+            raise RuntimeError("each element in list of batch should be of equal size")
+        whole = [made(samples) for samples in zip(*batch, strict=False)]
+        if isinstance(first, tuple):
+            return whole
+    try:
+        if not isinstance(first, (MutableMapping, MutableSequence)):
+            return type(first)(whole)
+        clone = copy.copy(first)  # it may have more than its items
+        for key in whole if isinstance(whole, dict) else range(len(whole)):
+            clone[key] = whole[key]
+        return clone
+    except TypeError:
+        return whole
 
 
 def _is_plain(tensor: Any) -> bool:

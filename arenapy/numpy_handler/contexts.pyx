@@ -280,20 +280,23 @@ cdef class Starts:
 
     cdef Py_ssize_t users
     cdef list defaults               # those that are installed for all threads
-    cdef object original
-    cdef object ours                 # the wrapper
+    cdef object wrappers             # that somebody still has
 
     def __cinit__(self):
         self.defaults = []
+        self.wrappers = weakref.WeakSet()
 
     cdef int cover(self, Context default) except -1:
-        original = threading.Thread.start
-        ours = wrapper(original) if self.users == 0 else None
+        start = threading.Thread.start
+        ours = None
+        # Ours may still be there: another wrapper of it was taken away late.
+        if self.users == 0 and start not in self.wrappers:
+            ours = wrapper(start)
+            self.wrappers.add(ours)
         if default is not None:
             self.defaults.append(default)
         if ours is not None:
             threading.Thread.start = ours
-            self.original, self.ours = original, ours
         self.users += 1
         return 0
 
@@ -301,8 +304,9 @@ cdef class Starts:
         if default is not None and default in self.defaults:
             self.defaults.remove(default)
         # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
-        if self.users == 1 and threading.Thread.start is self.ours:
-            threading.Thread.start = self.original
+        start = threading.Thread.start
+        if self.users == 1 and start in self.wrappers:
+            threading.Thread.start = start.__wrapped__
         self.users -= 1
         return 0
 

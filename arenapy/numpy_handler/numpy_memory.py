@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -213,6 +214,9 @@ class numpy_memory(Context):
 
         elif inspect.isgeneratorfunction(function):
             wrapped = self._around_generator(function)
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
+                wrapped = types.coroutine(wrapped)
         else:
 
             def wrapped(*args: Any, **kwargs: Any) -> Any:

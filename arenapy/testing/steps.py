@@ -77,7 +77,14 @@ class Step:
     def parse(cls, line: str) -> Step:
         """A step from its `line`."""
         found = json.loads(line)
-        return cls(found["step"], found["arguments"])
+        return cls(_of(str, found["step"]), _of(dict, found["arguments"]))
+
+
+def _of(kind: Any, value: Any) -> Any:
+    """The value, if it is of this kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not {kind}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +264,21 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
         if recipe["arenapy.testing"] != VERSION:
             raise ValueError(f"version {recipe['arenapy.testing']}, and not {VERSION}")
         program = Program.parse(rest)
+        name, file = _of(str, recipe["machine"]), _of(str | None, recipe.get("file"))
+        arguments = _of(dict | None, recipe.get("arguments"))
+        # The other kinds of faults that the search had set aside.
+        allow = [_of(str, kind) for kind in _of(list | None, recipe.get("allow")) or ()]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a file of steps of arenapy.testing: {error!r}") from error
-    machine = find(recipe["machine"], recipe.get("file"))
-    if "arguments" in recipe:
-        machine = machine(**recipe["arguments"])
-    if allow := recipe.get("allow"):  # the other kinds of faults that the search had set aside
+    machine = find(name, file)
+    if arguments is not None:
+        try:
+            machine = machine(**arguments)
+        except TypeError as error:
+            raise ValueError(f"{path}: {name} does not take these arguments: {error}") from error
+    if not callable(getattr(machine, "recipe", None)):
+        raise ValueError(f"{path}: {name} is not a class of machines, but {machine!r}")
+    if allow:
         members = {"allow": (*machine.allow, *allow), "__module__": machine.__module__}
         machine = type(machine.__name__, (machine,), members)
     return machine, program
@@ -277,7 +293,7 @@ def find(name: str, file: str | None = None) -> Any:
         There is no such thing, or it was made within a function.
     """
     module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
+    if not (module_name and colon and path) or name.startswith("."):
         raise ValueError(f"{name!r}: say it as package.module:object")
     if "<locals>" in path:
         raise ValueError(

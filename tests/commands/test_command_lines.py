@@ -30,6 +30,7 @@ from arenapy.commands.replay import command as replay
 from arenapy.testing import Program, Step
 
 TIMEOUT = 120
+ROOT = Path(arenapy.__file__).parents[1]
 #: Every program with options, and a complete command line for it: `LINES` has what it needs.
 LINES = {
     "run": ["x.py"], "compare": ["x.py"], "trace": ["x.trace"], "advise": ["x.trace"],
@@ -316,3 +317,51 @@ def test_errors_of_the_package_are_printable(capsys, monkeypatch):
     monkeypatch.setattr(info, "main", fail)
     assert cli.main(["info"]) == 1
     assert clean(capsys.readouterr().err)
+
+
+FAILING = """
+import ctypes
+
+class Overlapping:
+    def __init__(self):
+        self.memory = ctypes.create_string_buffer(1 << 16)
+
+    def alloc(self, nbytes):
+        return ctypes.addressof(self.memory)
+
+    def free(self, block):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare -n 1 --json", "trace w.trace --html", "advise w.trace --seconds 1 --json",
+        "fuzz failing:Overlapping --max-align 1 --examples 5 --shrink 1 --save", "run --json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("gone", ["reader", "full"])
+@pytest.mark.sampled
+def test_files_are_written_before_what_nobody_reads(tmp_path, line, gone):
+    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "w.py").write_text("import numpy")
+    pool = arenapy.Pool()
+    with trace.record(pool, tmp_path / "w.trace"):
+        pool.alloc(100).release()
+    if gone == "reader":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    words = [*line.split(), "written", *(["w.py"] if line.startswith(("compare", "run")) else [])]
+    streams = {"stderr" if words[0] == "run" else "stdout": writer}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "arenapy", *words], cwd=tmp_path, env=environment,
+            timeout=TIMEOUT, check=False, **streams,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (tmp_path / "written").stat().st_size

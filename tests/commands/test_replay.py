@@ -262,6 +262,26 @@ def test_other_mallocs(name):
     assert 0.9 < found.ratio < 10
 
 
+def test_a_wait_counts_its_own_length_however_late_it_ends():
+    """It may be the end of a stop, as by Ctrl-Z, in which the worker did nothing either."""
+
+    class Process:
+        def __init__(self, waits):
+            self.left = waits
+
+        def communicate(self, timeout):
+            self.left -= 1
+            if self.left < 0:
+                return "{}", ""
+            raise subprocess.TimeoutExpired("worker", 26.0)
+
+    most = len(list(replay.waits(6.1)))
+    assert most > 6
+    assert replay._words_of(Process(most - 1), 6.1) == ("{}", "")
+    with pytest.raises(OSError, match="did not end within 6 s"):
+        replay._words_of(Process(most), 6.1)
+
+
 def test_a_library_that_is_not_there(monkeypatch):
     monkeypatch.setitem(PEERS, "ghost", Peer("none", "libghost.so.9", ("a", "b"), {}, "libghost9"))
     with pytest.raises(OSError, match=r"libghost\.so\.9"):

@@ -1,5 +1,6 @@
 """`arenapy.interop.torch.collate`: workers of a DataLoader write batches into a Slab."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -12,7 +13,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
+import typing
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -476,6 +480,75 @@ def test_arrays_need_their_room_once(workers):
     data = [np.full(100, i, "f4") for i in range(8)]
     loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=collate)
     assert [batch[:, 99].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Fixed(collections.UserList):
+    def __setitem__(self, index, item):
+        raise TypeError("fixed")
+
+
+class NoCopy(collections.UserDict):
+    def __copy__(self):
+        raise TypeError("no copy")
+
+
+class Needs(Mapping):
+    """An object of this class is not made from a mapping alone."""
+
+    def __init__(self, items, more):
+        self.items_of, self.more = items, more
+
+    def __getitem__(self, key):
+        return self.items_of[key]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+class Noted(collections.UserDict):
+    note = None
+
+
+class Point(typing.NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+CONTAINERS = {
+    "dict": lambda x, y: {"x": x, "y": y},
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, [y]],
+    "named": Point,
+    "user's": lambda x, y: collections.UserDict(x=x, y=[y]),
+    "fixed": lambda x, y: Fixed([x, y]),
+    "no copy": lambda x, y: NoCopy(x=x, y=y),
+    "needs more": lambda x, y: Needs({"x": x, "y": y}, 1),
+    "read only": lambda x, y: types.MappingProxyType({"x": x, "y": y}),
+}
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_containers_are_torchs_and_need_their_room_once(make):
+    collate = arenapy_torch.collate(slab_of(1, nbytes=64 + 2 * 2 * 64))
+    samples = [make(torch.full((16,), i + 0.0), torch.full((16,), i + 5.0)) for i in range(2)]
+    ours, theirs = collate(samples), default_collate(samples)
+    assert type(ours) is type(theirs)
+    assert repr(ours) == repr(theirs)
+    assert not isinstance(ours, Mapping) or all(same(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_container_keeps_what_it_has_besides():
+    samples = [Noted(x=torch.ones(2)), Noted(x=torch.zeros(2))]
+    samples[0].note = "first"
+    assert arenapy_torch.collate(slab_of(1))(samples).note == default_collate(samples).note
+
+
+def test_containers_of_different_sizes():
+    with pytest.raises(RuntimeError, match="should be of equal size"):
+        arenapy_torch.collate(slab_of(1))([[torch.ones(2)], []])
 
 
 class Pair:

@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -32,6 +33,19 @@ def test_a_coroutine(pools):
         assert where(pools) is None
 
     assert inspect.iscoroutinefunction(work)
+    asyncio.run(main())
+
+
+def test_a_generator_that_is_a_coroutine(pools):
+    @numpy_memory(pools[0])
+    @types.coroutine
+    def work():
+        yield
+        return where(pools)
+
+    async def main():
+        assert await work() == 0
+
     asyncio.run(main())
 
 

@@ -354,6 +354,21 @@ def test_another_wrapper_of_start_survives(pools):
         Thread.start = original
 
 
+def test_another_wrapper_of_start_that_is_taken_away_late(pools):
+    """So ours comes back when nobody wants it. It is used again, and is the only one."""
+    original, memory = Thread.start, numpy_memory(pools[0], threads=True)
+    for _ in range(3):
+        with memory:
+            ours = Thread.start
+            Thread.start = lambda self, ours=ours: ours(self)
+        Thread.start = ours
+        assert ours.__wrapped__ is original
+        assert in_thread(where, pools) is None
+    with memory:
+        assert in_thread(where, pools) == 0
+    assert Thread.start is original
+
+
 def test_start_is_ours_only_while_it_is_wanted(pools):
     start = Thread.start
     with numpy_memory(pools[0]):

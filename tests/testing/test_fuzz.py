@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -501,6 +502,32 @@ def test_an_allowed_crash_takes_no_time(tmp_path, monkeypatch):
     processes = Processes(monkeypatch, (-11, 30, True))
     assert processes.search(tmp_path, seconds=100, allow=["crash"]) == (0, [], "process 2")
     assert processes.limits == [(100, 10), (70, 10)]
+
+
+@pytest.mark.parametrize("searching", [True, False])
+def test_a_process_that_ends_by_itself_is_a_death(tmp_path, monkeypatch, searching):
+    processes = Processes(monkeypatch, (0, 1, searching))
+    assert processes.search(tmp_path)[1] == ["crash"] * searching
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_an_allocator_that_ends_the_process_is_found(tmp_path, monkeypatch, calls):
+    text = f"""
+        import itertools, os
+
+        calls = itertools.count(1)
+
+        class Ending:
+            def alloc(self, nbytes):
+                if next(calls) == {calls}:
+                    os._exit(0)
+                raise MemoryError
+    """
+    (tmp_path / "ending.py").write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = fuzz("ending:Ending", "--examples", "20", "--max-align", "1", "--shrink", "1")
+    assert done.returncode == 1, done.stdout
+    assert "the process ended by itself, with status 0" in done.stdout
 
 
 def test_without_a_time_the_last_death_ends_the_search(tmp_path, monkeypatch):

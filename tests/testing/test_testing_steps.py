@@ -270,3 +270,32 @@ def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
     with pytest.raises(AssertionError, match="overlaps block"):
         machine, program = load(file)
         program.run(machine)
+
+
+GOOD = {"arenapy.testing": 1, "machine": "arenapy.testing:BumpMachine"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step"),
+    [
+        ({"machine": None}, None),
+        ({"machine": 5}, None),
+        ({"machine": "os:path"}, None),
+        ({"machine": "..a:b"}, None),
+        ({"arguments": 5}, None),
+        ({"arguments": {"x": 1}}, None),
+        ({"allow": 5}, None),
+        ({"allow": [5]}, None),
+        ({"file": 5}, None),
+        ({}, {"step": "start", "arguments": []}),
+        ({}, {"step": 5, "arguments": {}}),
+        ({}, {"step": "start"}),
+        ({}, []),
+    ],
+)
+def test_a_damaged_file_of_steps(tmp_path, recipe, step):
+    path = tmp_path / "steps.jsonl"
+    lines = [GOOD | recipe, *([] if step is None else [step])]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ValueError, match=r"steps\.jsonl|package\.module"):
+        load(path)

@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    if options.json is not None:  # before the terminal, whose reader may have gone
+    if options.json is not None:
         outputs.write(options.json, (json.dumps(found, indent=2) + "\n").encode(), REPORT)
     print(*show(found), sep="\n")
     return 0

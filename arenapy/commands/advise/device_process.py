@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from arenapy.commands.replay.command import failure
+from arenapy.commands.replay.command import failure, waits
 from arenapy.linux.child_process import child_process
 
 __all__ = ["COMMAND", "DeviceProcess"]
@@ -71,7 +71,7 @@ class DeviceProcess:
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its output says so
             process.stdin.write(json.dumps([name, *words]) + "\n")
             process.stdin.flush()
-        if not select.select([process.stdout], [], [], seconds)[0]:
+        if not any(select.select([process.stdout], [], [], wait)[0] for wait in waits(seconds)):
             self.end()
             raise OSError(f"it did not end within {seconds:.0f} s")
         line = process.stdout.readline()

@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *reasons(runs),
         next_step(runs, said, shlex.join(run.program_words(options)), options.seconds),
     ]
-    if options.json is not None:  # before the terminal, whose reader may have gone
+    if options.json is not None:
         found = {
             "report": "arenapy compare",
             "word": said.word,

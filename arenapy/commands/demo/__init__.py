@@ -135,16 +135,15 @@ def main(argv: Sequence[str]) -> int:
         remedy = "" if isinstance(error, OutOfMemory) else ". Choose smaller --sizes."
         print(f"arenapy demo: {error}{remedy}", file=sys.stderr)
         return 1
-    told = []  # before the terminal, whose reader may have gone
     if options.json is not None:
         report.write_json(Path(options.json), report.figures(measured))
-        told.append(f"figures: {printable(options.json)}")
     if options.plot is not None:
         chart.save(Path(options.plot), measured.results, report.conditions())
-        told.append(f"chart: {printable(options.plot)}")
     report.show(terminal, measured)
-    for line in told:
-        print(line, file=sys.stderr)
+    if options.json is not None:
+        print(f"figures: {printable(options.json)}", file=sys.stderr)
+    if options.plot is not None:
+        print(f"chart: {printable(options.plot)}", file=sys.stderr)
     return 0
 
 

@@ -36,7 +36,7 @@ def run(batches: int, nbytes: int, runs: int, json: Path | None) -> int:
     except (cuda.Unavailable, cuda.CudaError, ResultsDiffer, MemoryError) as error:
         print(printable_lines(f"arenapy demo: {error}"), file=sys.stderr)
         return 1
-    if json is not None:  # before the terminal, whose reader may have gone
+    if json is not None:
         write_json(json, report.figures(found))
     report.show(terminal, found)
     if json is not None:

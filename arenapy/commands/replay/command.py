@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,14 @@ from arenapy.linux.limits import check_request
 from arenapy.trace import Trace, from_torch, load, synthetic
 from arenapy.trace.torch_snapshot import is_pickle
 
-__all__ = ["Result", "failure", "main", "read", "replay", "run_worker"]
+__all__ = ["Result", "failure", "main", "read", "replay", "run_worker", "waits"]
 
 #: A Bump or a Slab that needs more than this many times what is ever live is not run.
 ROOM = 8
 
 #: For libraries that are loaded late and whose thread-local storage wants a place of its own
 #: (jemalloc, as Debian builds it).
+LONGEST_WAIT = 0.5  # seconds
 LATE = "glibc.rtld.optional_static_tls=16384"
 
 #: Of the allocators that are told how much they will need: why it is more than is ever live.
@@ -92,9 +95,25 @@ def failure(returncode: int, stderr: str) -> str:
     return stderr.strip().splitlines()[-1] if stderr.strip() else "failed"
 
 
-def run_worker(
-    name: str, folder: Path, *words: str, seconds: float | None = None
-) -> dict[str, Any]:
+def waits(seconds: float) -> Iterator[float]:
+    """Split a time into short waits. Each counts as its own length, however late it ends.
+
+    This process may be stopped meanwhile, as by Ctrl-Z, and so may the one that it waits for.
+    """
+    while seconds > 0:
+        yield min(seconds, LONGEST_WAIT)
+        seconds -= LONGEST_WAIT
+
+
+def _words_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """What a process writes until its end."""
+    for wait in waits(seconds):
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=wait)
+    raise OSError(f"it did not end within {seconds:.0f} s")
+
+
+def run_worker(name: str, folder: Path, *words: str, seconds: float = math.inf) -> dict[str, Any]:
     """One process's figures.
 
     Parameters
@@ -123,10 +142,7 @@ def run_worker(
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        try:
-            figures, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise OSError(f"it did not end within {seconds:.0f} s") from None
+        figures, errors = _words_of(process, seconds)
     if process.returncode:
         raise OSError(failure(process.returncode, errors))
     found: dict[str, Any] = json.loads(figures)

@@ -81,6 +81,9 @@ class TimedHost:
         except MemoryError as error:
             self.refusal = str(error)
             raise
+        except BaseException as error:  # a signal's
+            self.refusal = f"{type(error).__name__} interrupted the request for memory"
+            raise
         seconds, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
         pool = None if self.pool is None else self.pool()
         before = sum(size for _, size in pool._reserved()) if pool is not None else 0

@@ -106,6 +106,9 @@ class _Telling:
     def __getattr__(self, name: str) -> "Any":
         return getattr(self._loader, name)
 
+    def __reduce_ex__(self, protocol: "Any") -> "Any":
+        return self._loader.__reduce_ex__(protocol)
+
     @property  # type: ignore[misc]
     def __class__(self) -> "Any":
         return type(self._loader)
@@ -258,8 +261,8 @@ class Session:
                 _import_arenapy()
                 from arenapy.linux import outputs
 
-                page = json.dumps(figures, indent=2) + "\n"
-                outputs.write(self.options["json"], page.encode(), outputs.report("arenapy run"))
+                data = (json.dumps(figures, indent=2) + "\n").encode()
+                outputs.write(self.options["json"], data, outputs.report("arenapy run"))
         finally:
             if self.options["report"] and errors is not None and not errors.closed:
                 errors.write(text)
