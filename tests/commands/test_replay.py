@@ -224,6 +224,13 @@ def test_resident_memory_is_what_the_allocator_holds(name):
     assert found.event_ns > 0 and found.written_ns > 0
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "cp037"])
+def test_the_encoding_of_the_users_text_does_not_matter(tmp_path, monkeypatch, encoding):
+    program(traced(("alloc", 0, 9), ("free", 0))).save(tmp_path)
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    assert replay.run_worker("malloc", tmp_path)["steps"] == 2
+
+
 @pytest.mark.no_sanitizer
 def test_the_peak_is_found_where_it_is(tmp_path):
     """With blocks of 64 MiB from malloc, which come from and go to the kernel one by one."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from arenapy.commands.replay.command import failure, waits
+from arenapy.commands.replay.command import UTF_8, failure, waits
 from arenapy.linux.child_process import child_process
 
 __all__ = ["COMMAND", "DeviceProcess"]
@@ -60,11 +61,12 @@ class DeviceProcess:
             With the reason why there are no figures.
         """
         if self._process is None:
-            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
             self._errors = self._ending.enter_context(errors)
             self._process = self._ending.enter_context(child_process(
                 [*COMMAND, str(folder)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                env={**os.environ, **UTF_8}, encoding="utf-8",
             ))  # fmt: skip
         process = self._process
         assert process.stdin is not None and process.stdout is not None

@@ -37,6 +37,7 @@ ROOM = 8
 
 #: For libraries that are loaded late and whose thread-local storage wants a place of its own
 #: (jemalloc, as Debian builds it).
+UTF_8 = {"PYTHONIOENCODING": "utf-8"}  # the figures of a worker, whatever the user's text is in
 LONGEST_WAIT = 0.5  # seconds
 LATE = "glibc.rtld.optional_static_tls=16384"
 
@@ -137,10 +138,11 @@ def run_worker(name: str, folder: Path, *words: str, seconds: float = math.inf) 
     command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
     with child_process(
         [*command, *words],
-        env={**os.environ, "GLIBC_TUNABLES": tunables, **environment},
+        env={**os.environ, **UTF_8, "GLIBC_TUNABLES": tunables, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     ) as process:
         figures, errors = _words_of(process, seconds)
     if process.returncode:
