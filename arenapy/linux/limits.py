@@ -8,13 +8,13 @@ populated is compared with what is free before the first page is asked for.
 """
 
 import os
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from arenapy.base.text import format_bytes, html_table
 from arenapy.errors import OutOfMemory
+from arenapy.linux import vm
 
 __all__ = [
     "HugePool", "Limit", "MemoryInfo", "check_request", "huge_pools", "memory_info",
@@ -176,7 +176,7 @@ def _memory_info(proc: Folder) -> MemoryInfo:
         available=binding.available,
         limit=binding,
         limits=limits,
-        memlock=_rlimit(resource.RLIMIT_MEMLOCK),
+        memlock=vm.soft_limit("RLIMIT_MEMLOCK"),
         swap_total=machine.get("SwapTotal", 0),
         swap_free=machine.get("SwapFree", 0),
     )
@@ -250,9 +250,9 @@ def read_limits(proc: Folder = PROC) -> Iterator[Limit]:
     yield from _cgroup_limits(proc)
     pages = (_read(f"{proc}/self/statm") or "").split()
     for kind, field, option in (("RLIMIT_AS", 0, "-v"), ("RLIMIT_DATA", 5, "-d")):
-        bound = _rlimit(getattr(resource, kind))
+        bound = vm.soft_limit(kind)
         if bound is not None and len(pages) > field:
-            used = int(pages[field]) * resource.getpagesize()
+            used = int(pages[field]) * vm.PAGE_SIZE
             yield Limit(kind, bound, used, f"raise it with `ulimit {option}`", counts_mappings=True)
 
 
@@ -417,8 +417,3 @@ def _unescape(word: str) -> str:
     """A path as mountinfo writes it: blanks and backslashes are three octal digits."""
     head, *rest = word.split("\\")
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
-
-
-def _rlimit(kind: int) -> int | None:
-    bound = resource.getrlimit(kind)[0]
-    return None if bound == resource.RLIM_INFINITY else bound

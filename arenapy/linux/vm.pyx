@@ -44,7 +44,7 @@ __all__ = [
     "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
     "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
     "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes",
-    "unbundled", "unlock",
+    "soft_limit", "unbundled", "unlock",
 ]
 
 cdef extern from * nogil:
@@ -218,6 +218,12 @@ cdef extern from * nogil:
         getrusage(RUSAGE_SELF, &usage);
         return usage.ru_minflt;
     }
+    /* -1: there is no such limit. */
+    static long long arenapy_soft_limit(int kind) {
+        struct rlimit limit;
+        if (getrlimit(kind, &limit) || limit.rlim_cur == RLIM_INFINITY) return -1;
+        return (long long)limit.rlim_cur;
+    }
     /* Of files on hugetlbfs, which maps whole huge pages; 0: an ordinary file system. */
     static long long arenapy_huge_page(int fd) {
         struct statfs status;
@@ -262,6 +268,8 @@ cdef extern from * nogil:
     int c_is_tmpfs "arenapy_is_tmpfs"(int fd)
     int c_fallocate "arenapy_fallocate"(int fd, long long offset, long long nbytes)
     long long c_minor_faults "arenapy_minor_faults"()
+    long long c_soft_limit "arenapy_soft_limit"(int kind)
+    int RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_MEMLOCK
     ctypedef struct Area "arenapy_area":
         uint64_t start, end, offset, device, inode
         bint shared
@@ -460,6 +468,19 @@ cdef class Descriptor:
 
 
 seal(Descriptor)
+
+
+def soft_limit(str kind):
+    """What `resource.getrlimit` says of "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE" or
+    "RLIMIT_MEMLOCK"; None: no limit.
+
+    Without `resource`: a program under ``arenapy run`` may have a module of that name.
+    """
+    cdef long long found = c_soft_limit({
+        "RLIMIT_AS": RLIMIT_AS, "RLIMIT_DATA": RLIMIT_DATA,
+        "RLIMIT_FSIZE": RLIMIT_FSIZE, "RLIMIT_MEMLOCK": RLIMIT_MEMLOCK,
+    }[kind])
+    return None if found < 0 else found
 
 
 def open_file(path, int flags, int mode=0o666, list opened=None):

@@ -9,7 +9,6 @@ before the first page is there.
 import errno
 import mmap
 import operator
-import resource
 import sys
 from typing import Any, Literal, Protocol
 
@@ -224,7 +223,7 @@ def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Except
             f"hugepages-{huge >> 10}kB/nr_hugepages), or use another file system"
         )
     if error.errno == errno.EFBIG:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        most = vm.soft_limit("RLIMIT_FSIZE") or 0
         return OutOfMemory(
             f"{what} of {format_bytes(nbytes)} is a file in memory, and this process may write "
             f"files of {format_bytes(most)} (RLIMIT_FSIZE). Ask for less, or raise it: ulimit -f"

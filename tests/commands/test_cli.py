@@ -285,33 +285,6 @@ def test_a_reader_that_goes_away(arguments):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
-FILES_TOO = {
-    "trace": ["trace", "--html", "out", "work.trace"],
-    "run": ["run", "--json", "out", "work.py"],
-    "compare": ["compare", "--json", "out", "--seconds", "1", "work.py"],
-}
-
-
-@pytest.mark.parametrize("command", FILES_TOO)
-@pytest.mark.sampled
-def test_a_file_is_written_although_the_reader_of_the_text_has_gone(command, tmp_path):
-    (tmp_path / "work.py").write_text("import numpy as np\nfor _ in range(9): np.ones(100_000)\n")
-    pool = arenapy.Pool()
-    with arenapy.trace.record(pool, tmp_path / "work.trace"):
-        pool.alloc(1000).release()
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        done = subprocess.run(
-            [*COMMAND, *FILES_TOO[command]], env=QUIET, timeout=TIMEOUT, cwd=tmp_path,
-            stdout=write, stderr=write if command == "run" else subprocess.DEVNULL,
-        )  # fmt: skip
-    finally:
-        os.close(write)
-    assert done.returncode == (0 if command == "run" else -signal.SIGPIPE)
-    assert (tmp_path / "out").stat().st_size > 100
-
-
 @pytest.mark.full
 def test_a_terminal_without_the_micro_sign():
     done = subprocess.run(

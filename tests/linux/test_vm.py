@@ -588,3 +588,18 @@ def test_open_file_is_interrupted(tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(seen) >= 2
+
+
+def test_limits_are_those_of_the_process(run_script):
+    run_script("""
+        import resource
+        from arenapy.linux import vm
+
+        for kind in "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK":
+            number = getattr(resource, kind)
+            soft, _ = resource.getrlimit(number)
+            assert vm.soft_limit(kind) == (None if soft == resource.RLIM_INFINITY else soft)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, hard))
+        assert vm.soft_limit("RLIMIT_FSIZE") == 1 << 40
+    """)
