@@ -338,7 +338,8 @@ class Overlapping:
     "line",
     [
         "compare -n 1 --json", "trace w.trace --html", "advise w.trace --seconds 1 --json",
-        "fuzz failing:Overlapping --max-align 1 --examples 5 --shrink 1 --save", "run --json",
+        "fuzz failing:Overlapping --max-align 1 --examples 20 --seed 1 --shrink 1 --save",
+        "run --json",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("gone", ["reader", "full"])

@@ -481,6 +481,27 @@ def test_what_fell_back_and_why(script, tmp_path):
 
 
 @pytest.mark.full
+def test_numpy_that_a_task_imports_is_told(script, tmp_path):
+    program = """
+        import asyncio
+
+        async def handle():
+            import numpy
+
+        async def main():
+            await asyncio.create_task(handle())
+
+        asyncio.run(main())
+    """
+    script(program)
+    found, _ = figures(tmp_path, "script.py")
+    assert found["unreached_contexts"] and not found["unreached_threads"]
+    report = run([*OURS, "script.py"], tmp_path).stderr
+    assert "all arrays of other contexts than the one that imported NumPy: import it at" in report
+    script("import numpy\n" + textwrap.dedent(program))
+    assert not figures(tmp_path, "script.py")[0]["unreached_contexts"]
+
+
 def test_nearly_all_hits_are_not_all(script, tmp_path):
     script("import numpy as np\nfor _ in range(20_000): np.ones(1000)")
     found, _ = figures(tmp_path, "script.py")

@@ -350,7 +350,7 @@ def test_without_the_wait_a_batch_is_overwritten():
     """So the test above can fail."""
     text = (
         "torch_batches.Collate._dropped = "
-        "lambda self, item, word, token: self._items.give_back(item, word)"
+        "lambda self, item, word, first: self._items.give_back(item, word)"
     )
     assert int(output_of(textwrap.dedent(LOADER.replace("{before}", text)))) > 0
 

@@ -166,6 +166,14 @@ class ProgramMemory:
         if os.getpid() == self._pid:
             self._unreached.update(self.handler.unreached())
 
+    def _misses_contexts(self) -> bool:
+        """True if this thread has the pool, but in another context than the present one.
+
+        So it is at the end of a program that imports NumPy in a task, which has its own context.
+        """
+        name = np._core.multiarray.get_handler_name()  # type: ignore[attr-defined]
+        return name != "arenapy" and threading.current_thread().name not in self._unreached
+
     def figures(self) -> dict[str, Any]:
         """The figures so far, as plain data. Sizes are bytes."""
         self.see_threads()
@@ -184,6 +192,7 @@ class ProgramMemory:
             "libc_keeps": self.handler.libc is not None and foreign_malloc() is None,
             "fell_back": self.handler._figures(),
             "unreached_threads": sorted(self._unreached),
+            "unreached_contexts": self._misses_contexts(),
             "trace": None if self.recording is None else self.recording.path,
             "pool": pool,
         }
@@ -251,6 +260,11 @@ class ProgramMemory:
         if figures["unreached_threads"]:
             names = ", ".join(map(printable, figures["unreached_threads"]))
             lines.append(f"all arrays of these threads, which the pool does not reach: {names}")
+        if figures["unreached_contexts"]:
+            lines.append(
+                "all arrays of other contexts than the one that imported NumPy: import it at the "
+                "top of the program, and not in a task"
+            )
         return lines or ["nothing"]
 
 
