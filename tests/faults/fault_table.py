@@ -34,6 +34,7 @@ ERRORS = {
     "memfd_create": ("ENOMEM", "EMFILE", "ENFILE", "ENOSYS"),
     "ftruncate": ("ENOMEM", "EFBIG", "EINTR"),
     "fcntl(ADD_SEALS)": ("EPERM", "EBUSY"),
+    "fcntl(GETFD)": ("EBADF",),
     "fcntl(DUPFD_CLOEXEC)": ("EMFILE",),
     "fcntl(OFD_GETLK)": ("EINVAL", "EINTR"),
     "fcntl(OFD_SETLK)": ("ENOLCK", "EINTR"),
@@ -76,7 +77,14 @@ CANNOT_FAIL = {
     ),
     "it has no error": ("free", "getpid", "sched_yield", "pthread_once"),
     "it fails for arguments only that we never give": (
-        *("clock_gettime", "getrusage", "sysconf", "pthread_join", "pthread_sigmask"),
+        *(
+            "clock_gettime",
+            "getrlimit64",
+            "getrusage",
+            "sysconf",
+            "pthread_join",
+            "pthread_sigmask",
+        ),
         "pthread_detach",
         *("lseek64", "pthread_mutex_lock", "pthread_mutex_unlock"),
     ),
@@ -125,6 +133,7 @@ TABLE = [
     row("first use", "strdup", NO_MEMORY, FINE),  # a place of which nothing is known
     row(ANY, "membarrier", ANY, FINE),  # locks are never owned then
     # What is tried again, or done in another way.
+    row(ANY, r"fcntl\(GETFD\)", ANY, FINE),  # as if a standard file were closed
     row(ANY, r"madvise\(POPULATE_.*\)", f"{AGAIN}|EINVAL", FINE),
     row(ANY, r"madvise\(HUGEPAGE\)", "EAGAIN|EINVAL", FINE),
     row(ANY, r"madvise\((DONTNEED|DONTNEED_LOCKED)\)", "EAGAIN|EINVAL", FINE),

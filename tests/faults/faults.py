@@ -40,7 +40,7 @@ ADVICE = {
     23: "POPULATE_WRITE",
     24: "DONTNEED_LOCKED",
 }
-FCNTL = {1030: "DUPFD_CLOEXEC", 1033: "ADD_SEALS", 36: "OFD_GETLK", 37: "OFD_SETLK"}
+FCNTL = {1: "GETFD", 1030: "DUPFD_CLOEXEC", 1033: "ADD_SEALS", 36: "OFD_GETLK", 37: "OFD_SETLK"}
 
 #: What else than its name says what a call is: an argument, and its values.
 DETAILS = {0: ("syscall", SYSCALLS), 1: ("fcntl", FCNTL), 2: ("madvise", ADVICE)}
