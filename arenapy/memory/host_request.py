@@ -222,8 +222,8 @@ def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Except
             f"{format_bytes(huge)}, and {free} are free. Reserve more (/sys/kernel/mm/hugepages/"
             f"hugepages-{huge >> 10}kB/nr_hugepages), or use another file system"
         )
-    if error.errno == errno.EFBIG:
-        most = vm.soft_limit("RLIMIT_FSIZE") or 0
+    most = vm.soft_limit("RLIMIT_FSIZE")
+    if error.errno == errno.EFBIG and most is not None:
         return OutOfMemory(
             f"{what} of {format_bytes(nbytes)} is a file in memory, and this process may write "
             f"files of {format_bytes(most)} (RLIMIT_FSIZE). Ask for less, or raise it: ulimit -f"

@@ -30,7 +30,6 @@ OWN_WAYS = {
     "host.bench_curve.EachCall": "growth with the number of blocks",
     "gpu.bench_gpu.Stream": "on others' streams; gpu.bench_gpu.Block has their allocators",
     "instructions.bench_instructions.Arena": "an arena's calls with each other",
-    "instructions.bench_instructions.Stream": "as gpu.bench_gpu.Block, which has peers",
     "instructions.bench_instructions.Frame": "mark and reset, which nothing else has",
     "host.bench_latency.Frame": "mark and reset, which nothing else has",
     "host.bench_growth.Reserved": "two ways of growing",
