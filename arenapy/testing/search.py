@@ -178,9 +178,8 @@ def _shrink(
                 child = os.fork()
                 if not child:
                     try:
-                        os.dup2(
-                            os.open(os.devnull, os.O_WRONLY), 2
-                        )  # not the stacks of its crashes
+                        # Not the stacks of its crashes.
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                         # Nobody reads its steps, and one that crashes removes no file.
                         os.environ["ARENAPY_STEPS"] = f"/proc/self/fd/{os.memfd_create('steps')}"
                         if fails_here(program):
