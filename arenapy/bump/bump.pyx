@@ -313,25 +313,26 @@ cdef class Bump(Allocator):
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef bint done, at_end
-        cdef uintptr_t start
+        cdef bint done
+        cdef uintptr_t start, stop
         cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
         check_growth(buffer, n)
         self.core.open_check()
-        done = grow_last(c, buffer, n, &at_end)
-        if at_end and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
+        done = grow_last(c, buffer, n, &stop)
+        if stop and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
             size = buffer.size
             try:
-                grow_in_place(c, <InPlace>self.grows_from, self.max_bytes, n - size, 1)
+                grow_in_place(
+                    c, <InPlace>self.grows_from, self.max_bytes, n - size, 1, stop)
             except MemoryError:
                 pass                         # a free extent elsewhere may be large enough
             check_open(buffer)               # making room may have run code
             if n < buffer.size:
                 raise ValueError(f"{buffer!r} did not grow: other code has grown it further")
-            done = grow_last(c, buffer, n, &at_end)
+            done = grow_last(c, buffer, n, &stop)
         if done:
             record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:
@@ -342,10 +343,12 @@ cdef class Bump(Allocator):
         return moved(self, c, buffer, n)
 
     def trim(self, keep_bytes=0):
-        """Return free memory at the end of the arena to the source.
+        """Return free memory to the source.
 
-        Over a source with ``grow=True``, the region shrinks in place to its last block. Otherwise,
-        the last regions are returned, as far as they are entirely free. The first one stays.
+        Over a source with ``grow=True``, the region shrinks in place to its last block. Free memory
+        between blocks is returned, too, in whole granules of 2 MiB, or of a page if that is larger.
+        The first granule stays. When the arena grows next, it begins there. Otherwise, the last
+        regions are returned, as far as they are entirely free. The first one stays.
 
         Parameters
         ----------

@@ -21,9 +21,10 @@ cdef enum:
     RETIRED = 3
     LEASED = 4
     HELD = 5
+    HOLE = 6
 
 cdef tuple NAMES = (
-    "run", "current extent", "free extent", "retired block", "leased range", "block",
+    "run", "current extent", "free extent", "retired block", "leased range", "block", "hole",
 )
 
 cdef struct Range:
@@ -55,10 +56,12 @@ def verify(BumpCore c not None):
     c.reclaim()
     arenapy_lock_acquire(&c.lock)
     fault = extents_fault(&c.free)           # else nothing below can be relied on
+    if fault == NULL:
+        fault = extents_fault(&c.holes)
     if fault != NULL:
         arenapy_lock_release(&c.lock)
         raise AssertionError((<bytes>fault).decode())
-    most = c.n_runs + 1 + c.free.n + _count(c.retired) + _count(c.leased)
+    most = c.n_runs + 1 + c.free.n + c.holes.n + _count(c.retired) + _count(c.leased)
     for i in range(c.n_frames):
         most += _count(c.frames[i].holds)
     ranges = <Range*>malloc(most * sizeof(Range))
@@ -79,6 +82,11 @@ def verify(BumpCore c not None):
         ranges[n] = Range(e.start, e.end, e.region, FREE)
         n += 1
         e = extents_above(&c.free, e.region, e.start)
+    e = extents_first(&c.holes)
+    while e != NULL:
+        ranges[n] = Range(e.start, e.end, e.region, HOLE)
+        n += 1
+        e = extents_above(&c.holes, e.region, e.start)
     hold = c.retired
     while hold != NULL:
         ranges[n] = Range(hold.start, hold.end, hold.region, RETIRED)
@@ -121,7 +129,7 @@ def _name(entry):
 
 
 def _verify_tiling(regions, copies):
-    """Runs, free extents, retired and leased ranges tile the regions without gap or overlap."""
+    """Runs, free extents, retired and leased ranges and holes tile the regions without overlap."""
     tiles = sorted(t for t in copies if t[3] != HELD and t[1] != t[2])
     by_region = {}
     for tile in tiles:

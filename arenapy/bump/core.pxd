@@ -81,6 +81,7 @@ cdef class BumpCore(Arena):
     cdef uint64_t live_mark  # its id; 0: none
     cdef Hold note           # of no block: other processes may see bytes from now on
     cdef uint64_t noted      # atomic: 1 while that is in `ended_list`
+    cdef Extents holes       # of the one region, which grows in place: there is no memory
 
     cdef int open(self, Region region) except -1
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.

@@ -4,7 +4,8 @@ What lives here: address arithmetic over regions, without the GIL and without Py
 but for the region list. What does not: argument parsing, marks as objects, growth (bump.pyx);
 how regions come to be (memory/sources); streams.
 
-The state. The capacity is tiled exactly by five kinds of range, which `verify` checks:
+The state. The regions are tiled exactly by six kinds of range, which `verify` checks. The capacity
+is what is in the first five:
 
 * runs: what was handed out contiguously, in order; the newest one ends at the cursor. Each of the
   others has bytes in it, or a frame stands at it: so there are no more of them than frames and
@@ -12,7 +13,8 @@ The state. The capacity is tiled exactly by five kinds of range, which `verify` 
 * the current extent [cursor, limit): free, and next to be handed out;
 * other free extents, ordered by address within their region, coalesced;
 * retired: held blocks that outlived a reset of their frame;
-* leased: bytes that only another process still sees.
+* leased: bytes that only another process still sees;
+* holes: what `trim` took the memory of, in a region that grows in place (growth).
 
 Blocks themselves are not recorded, which is why an allocation costs a few instructions: what
 is recorded is a *held* block, from its first export to the death of its Buffer. A reset turns
@@ -313,6 +315,7 @@ cdef class BumpCore(Arena):
             self.drain()
         free(self.runs)
         free(self.frames)
+        free(self.holes.nodes)
 
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""
@@ -402,7 +405,7 @@ cdef class BumpCore(Arena):
         that memory stays hot and gaps are used. There is room for one run more."""
         cdef Extent* last = &self.runs[self.n_runs - 1]
         cdef Extent* low = extents_first(&self.free)
-        if self.retired != NULL or self.leased != NULL:
+        if self.retired != NULL or self.leased != NULL or self.holes.n:
             self.one_piece = False
         elif self.n_runs == 1:
             self.one_piece = True
@@ -445,8 +448,8 @@ cdef class BumpCore(Arena):
         f.peak = max(self.peak_bytes, f.used)
         f.metadata = (
             self.cap_runs * sizeof(Extent) + self.cap_frames * sizeof(Frame)
-            + self.free.capacity * sizeof(Node) + self.n_made * sizeof(Hold)
-            + self.cap_regions * sizeof(PyObject*))
+            + (self.free.capacity + self.holes.capacity) * sizeof(Node)
+            + self.n_made * sizeof(Hold) + self.cap_regions * sizeof(PyObject*))
         for i in range(self.n_regions):
             f.metadata += children_nbytes(&(<Region>self.region[i]).seens)
         f.held = self.n_held

@@ -2,7 +2,8 @@
 
 An arena grows by a further region, twice as large as the one before; or in place, if its source
 reserves addresses. Then the one region becomes longer, and what is free at its end is joined with
-what is new.
+what is new. A trim makes it shorter again, and leaves holes between blocks: addresses without
+memory, which are the first to get memory when the arena grows next.
 
 What lives here: how large the growth is, and that it has room for the request. What does not: where
 blocks go in it (core).
@@ -15,8 +16,8 @@ from arenapy.allocator.allocator cimport make_region, make_reservation
 from arenapy.allocator.allocator_core cimport forbid_new, permit, record
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.base.interval_set cimport (
-    Extent, extents_above, extents_below, extents_carve, extents_insert, extents_room,
-    extents_take,
+    Extent, extents_above, extents_below, extents_carve, extents_from, extents_insert, extents_last,
+    extents_room, extents_take,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
@@ -64,28 +65,36 @@ cdef class InPlace:
         cdef size_t step = max(self.page, <size_t>HUGE) if nbytes >= HUGE else self.page
         return min((nbytes + step - 1) // step * step, self.nbytes)
 
-    # Pinned: others could map parts of it that are unmapped while the source works there.
-
     cdef int extend(self, size_t nbytes) except -1:
         cdef size_t ready = self.with_memory(nbytes)
         if ready > self.ready:
-            self.its_region.pin()
-            try:
-                self.reservation.commit(self.ready, ready - self.ready)
-                self.ready = ready
-            finally:
-                self.its_region.unpin()
+            self.commit(self.ready, ready - self.ready)
+            self.ready = ready
         return 0
 
     cdef int shorten(self, size_t nbytes, object stream) except -1:
         cdef size_t ready = self.with_memory(nbytes)
         if ready < self.ready:
-            self.its_region.pin()
-            try:
-                self.reservation.decommit(ready, self.ready - ready, stream)
-                self.ready = ready
-            finally:
-                self.its_region.unpin()
+            self.decommit(ready, self.ready - ready, stream)
+            self.ready = ready
+        return 0
+
+    # Pinned: others could map parts of it that are unmapped while the source works there.
+
+    cdef int commit(self, size_t offset, size_t nbytes) except -1:
+        self.its_region.pin()
+        try:
+            self.reservation.commit(offset, nbytes)
+        finally:
+            self.its_region.unpin()
+        return 0
+
+    cdef int decommit(self, size_t offset, size_t nbytes, object stream) except -1:
+        self.its_region.pin()
+        try:
+            self.reservation.decommit(offset, nbytes, stream)
+        finally:
+            self.its_region.unpin()
         return 0
 
 
@@ -106,10 +115,77 @@ cdef size_t free_end(BumpCore c) noexcept nogil:
     return end - (c.cursor if c.limit == start else start)
 
 
+cdef bint fill_hole(BumpCore c, InPlace place, uintptr_t at, size_t n, size_t align) except -1:
+    """Give a hole memory, or its first part, so that n bytes fit in one piece with what is free
+    beside it: the hole at `at`, or (0) the first that can. False: none can."""
+    cdef uintptr_t base = <uintptr_t>(<Region>c.regions[0]).ptr
+    cdef size_t granule = max(place.page, <size_t>HUGE)
+    cdef size_t need = 0, wished
+    cdef uintptr_t start, end
+    cdef Extent* hole
+    cdef Extent* e
+    cdef Extent found
+    cdef bint room
+    arenapy_lock_acquire(&c.lock)
+    hole = extents_from(&c.holes, 0, at)
+    while hole != NULL and need == 0 and (at == 0 or hole.start == at):
+        found = hole[0]
+        e = extents_below(&c.free, 0, found.start)
+        start = e.start if e != NULL and e.end == found.start else found.start
+        start = c.cursor if c.limit == found.start else start
+        e = extents_above(&c.free, 0, found.start)
+        end = e.end if e != NULL and e.start == found.end else found.end
+        end = c.limit if c.cursor == found.end else end
+        start = (start + (align - 1)) & ~<uintptr_t>(align - 1)
+        if start <= end and n <= end - start:
+            need = min(max(start + n, found.start + 1), found.end) - found.start
+        hole = extents_above(&c.holes, 0, found.start)
+    arenapy_lock_release(&c.lock)
+    if need == 0:
+        return False
+    need = (need + granule - 1) // granule * granule
+    wished = min(max(need, c.capacity // GROWTH_SHARE // granule * granule),
+                 <size_t>(found.end - found.start))
+    place.busy = getpid()
+    try:
+        try:
+            place.commit(found.start - base, wished)
+        except OutOfMemory:
+            if wished == need:
+                raise
+            wished = need                    # no more than has to be, then
+            place.commit(found.start - base, wished)
+        end = found.start + wished
+        arenapy_lock_acquire(&c.lock)
+        room = extents_room(&c.free, 1) and not c.shut
+        if room:
+            fill(c, found.start, end)
+        arenapy_lock_release(&c.lock)
+        if not room:
+            place.decommit(
+                found.start - base, wished, c.hooks.own if c.hooks is not None else None)
+            c.open_check()
+            raise MemoryError("no memory for the bookkeeping of an arena")
+    finally:
+        place.busy = 0
+    record(c, EVENT_GROW, <void*>found.start, wished)
+    return True
+
+
+cdef void fill(BumpCore c, uintptr_t start, uintptr_t end) noexcept nogil:
+    """The first part of a hole, which has memory now, is free; there is room for an extent."""
+    extents_carve(&c.holes, start, end, 0)
+    c.capacity += end - start
+    made_free(c, start, end)
+
+
 cdef int grow_in_place(
-    BumpCore c, InPlace place, object max_bytes, size_t n, size_t align
+    BumpCore c, InPlace place, object max_bytes, size_t n, size_t align, uintptr_t at
 ) except -1:
-    """As `grow_arena`: so much behind the one region that n bytes fit, or more."""
+    """As `grow_arena`: so much memory in a hole or behind the one region that n bytes fit, or more.
+
+    If `at` is not 0: just there.
+    """
     cdef Region region = <Region>c.regions[0]
     cdef size_t known, tail, need, left, wished
     cdef uintptr_t end, start
@@ -122,7 +198,10 @@ cdef int grow_in_place(
     start = (end - tail + (align - 1)) & ~<uintptr_t>(align - 1)
     left = <size_t>max_bytes - known if <size_t>max_bytes > known else 0
     n += n == 0
-    if place.busy == getpid() or n > left + tail or start + n > end + left:
+    if place.busy != getpid() and fill_hole(c, place, at, n, align):
+        return 0
+    if place.busy == getpid() or n > left + tail or start + n > end + left or (
+            at != 0 and at != end):
         raise OutOfMemory(c.full(n, align, max_bytes))
     need = start + n - end if start + n > end else 0
     wished = min(max(need, <size_t>HUGE, known // GROWTH_SHARE), left)
@@ -156,24 +235,27 @@ cdef void lengthen(BumpCore c, Region region, size_t nbytes) noexcept nogil:
     cdef uintptr_t end = <uintptr_t>region.ptr + region.size
     region.size += nbytes
     c.capacity += nbytes
+    made_free(c, end, end + nbytes)
+
+
+cdef void made_free(BumpCore c, uintptr_t start, uintptr_t end) noexcept nogil:
     if c.debug:
-        c.ledger.forget(end, end + nbytes)
-    forbid_new(c, end, end + nbytes)
-    if c.limit == end:                       # the current extent goes on
-        c.limit += nbytes
+        c.ledger.forget(start, end)
+    forbid_new(c, start, end)
+    if c.limit == start:                     # the current extent goes on
+        c.limit = end
     else:
-        extents_insert(&c.free, end, end + nbytes, 0)
+        extents_insert(&c.free, start, end, 0)
 
 
 cdef int give_back_growth(
     BumpCore c, object source, Py_ssize_t regions, size_t capacity
 ) except -1:
-    """Let go of free memory at the end, but for so many regions and so much capacity."""
+    """Let go of free memory, but for so many regions and so much capacity: regions at the end, or
+    all that lies in whole granules of the one that grows in place."""
     cdef InPlace place
     cdef Region region
-    cdef size_t less
     cdef uintptr_t end
-    cdef bint done = False
     if not isinstance(source, InPlace):
         while c.n_regions > regions and c.capacity - (
                 <Region>c.regions[c.n_regions - 1]).size >= capacity:
@@ -187,36 +269,119 @@ cdef int give_back_growth(
                 region.detach()
         return 0
     place = <InPlace>source
-    region = <Region>c.regions[0]
+    while cut_end(c, place, capacity):
+        pass
+    end = <uintptr_t>-1
+    while dig_hole(c, place, capacity, &end):
+        pass
+    return 0
+
+
+cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
+    """Give back free memory at the end of the one region. True: there may be more to give back."""
+    cdef Region region = <Region>c.regions[0]
+    cdef Extent* hole
+    cdef size_t less
+    cdef uintptr_t end
+    cdef bint done = False
     if place.busy == getpid():
-        return 0
+        return False
     arenapy_lock_acquire(&c.lock)
     catch_up(c)
     less = free_end(c) if extents_room(&c.free, 1) else 0
-    less = min(less, region.size - min(capacity, region.size))
+    less = min(less, c.capacity - min(capacity, c.capacity))
     less = min(less, region.size - 1)        # a region has a byte
     if less:
         shorten(c, region, less)
     end = <uintptr_t>region.ptr + region.size
     arenapy_lock_release(&c.lock)
-    if less == 0:
-        return 0
+    if less:
+        place.busy = getpid()
+        try:
+            place.shorten(region.size, c.hooks.own if c.hooks is not None else None)
+            done = True
+        except (RuntimeError, MemoryError):  # of a device, which a captured stream may use
+            pass
+        finally:
+            if not done:
+                arenapy_lock_acquire(&c.lock)
+                if extents_room(&c.free, 1):
+                    lengthen(c, region, less)
+                arenapy_lock_release(&c.lock)
+            place.busy = 0
+        if not done:
+            return False
+        record(c, EVENT_TRIM, <void*>end, less)
+    # A hole at the end is no longer in the region.
+    arenapy_lock_acquire(&c.lock)
+    hole = extents_last(&c.holes)
+    done = hole != NULL and hole.end == <uintptr_t>region.ptr + region.size
+    if done:
+        region.size = place.ready = hole.start - <uintptr_t>region.ptr
+        extents_take(&c.holes, hole)
+    arenapy_lock_release(&c.lock)
+    return done
+
+
+cdef bint dig_hole(BumpCore c, InPlace place, size_t capacity, uintptr_t* below) except -1:
+    """Give back the last free granules that lie below an address, which moves down to them.
+    False: there are none, or they have to stay."""
+    cdef uintptr_t base = <uintptr_t>(<Region>c.regions[0]).ptr
+    cdef size_t granule = max(place.page, <size_t>HUGE)
+    cdef uintptr_t start = 0, end = 0
+    cdef size_t most
+    cdef Extent* e
+    cdef bint done = False
+    if place.busy == getpid():
+        return False
+    arenapy_lock_acquire(&c.lock)
+    catch_up(c)
+    most = (c.capacity - min(capacity, c.capacity)) // granule * granule
+    if most and not c.shut and extents_room(&c.free, 3) and extents_room(&c.holes, 1):
+        extents_insert(&c.free, c.cursor, c.limit, 0)
+        e = extents_below(&c.free, 0, below[0] - 1)
+        while e != NULL and start == end:
+            end = base + (min(e.end, below[0]) - base) // granule * granule
+            start = base + (e.start - base + granule - 1) // granule * granule
+            # The first granule stays, so that the region has a byte.
+            start = min(max(start, base + granule), end)
+            start = max(start, end - min(most, <size_t>(end - start)))
+            below[0] = e.start
+            e = extents_below(&c.free, 0, e.start - 1)
+        if start < end:
+            dig(c, start, end)
+        c.continue_at(c.cursor, 0)
+    arenapy_lock_release(&c.lock)
+    if start == end:
+        return False
     place.busy = getpid()
     try:
-        place.shorten(region.size, c.hooks.own if c.hooks is not None else None)
+        place.decommit(start - base, end - start, c.hooks.own if c.hooks is not None else None)
         done = True
-    except (RuntimeError, MemoryError):      # of a device, which a captured stream may use
+    except (RuntimeError, MemoryError):      # as in `cut_end`
         pass
     finally:
         if not done:
             arenapy_lock_acquire(&c.lock)
             if extents_room(&c.free, 1):
-                lengthen(c, region, less)
+                fill(c, start, end)
             arenapy_lock_release(&c.lock)
         place.busy = 0
     if done:
-        record(c, EVENT_TRIM, <void*>end, less)
-    return 0
+        record(c, EVENT_TRIM, <void*>start, end - start)
+    return done
+
+
+cdef void dig(BumpCore c, uintptr_t start, uintptr_t end) noexcept nogil:
+    """The reverse of `fill`, of bytes in `free`; there is room for an extent in both sets."""
+    extents_carve(&c.free, start, end, 0)
+    extents_insert(&c.holes, start, end, 0)
+    c.capacity -= end - start
+    c.one_piece = False
+    c.update_fast_path()
+    if c.debug:
+        c.ledger.forget(start, end)
+    permit(c, start, end - start)
 
 
 cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
@@ -234,12 +399,13 @@ cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
     permit(c, cut, nbytes)
 
 
-cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept:
-    """Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there."""
+cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, uintptr_t* stop) noexcept:
+    """Grow a block in place. False: it is not the newest, or the memory ends at `stop`, if that
+    is not 0, where it can grow."""
     cdef uintptr_t start, end
     cdef Py_ssize_t here
     cdef Extent* e
-    cdef bint done = False
+    cdef bint newest, done = False
     arenapy_lock_acquire(&c.lock)
     c.drain()
     if buffer.tag != c.content:
@@ -248,12 +414,12 @@ cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexc
     end = start + buffer.size + (buffer.size == 0)
     c.rejoin_run(end)
     here = c.runs[c.n_runs - 1].region
-    at_end[0] = c.is_last(end, buffer.tag) and not c.run_is_spare()
-    if at_end[0]:
+    newest = c.is_last(end, buffer.tag) and not c.run_is_spare()
+    if newest:
         e = extents_above(&c.free, here, c.cursor)
         if e != NULL and e.region == here and e.start == c.limit:    # it came back since
             c.limit = extents_take(&c.free, e).end
-    if at_end[0] and <size_t>n <= c.limit - start:
+    if newest and <size_t>n <= c.limit - start:
         c.cursor = start + n + (n == 0)
         c.live += n - buffer.size
         if POISONS:
@@ -264,8 +430,12 @@ cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexc
             if n > 0:
                 buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
         done = True
-    at_end[0] = at_end[0] and not done and c.limit == (
-        <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size)
+    stop[0] = 0
+    if newest and not done:
+        e = extents_from(&c.holes, here, c.limit)
+        if (e != NULL and e.start == c.limit) or c.limit == (
+                <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size):
+            stop[0] = c.limit
     arenapy_lock_release(&c.lock)
     return done
 
@@ -283,7 +453,7 @@ cdef int grow_arena(
     cdef tuple before, after
     cdef bint grown
     if isinstance(source, InPlace) and max_bytes is not None:
-        return grow_in_place(c, <InPlace>source, max_bytes, n, align)
+        return grow_in_place(c, <InPlace>source, max_bytes, n, align, 0)
     c.open_check()
     if max_bytes is not None and <size_t>max_bytes > known:
         left = <size_t>max_bytes - known

@@ -1,11 +1,14 @@
 """A Bump over a source with ``grow=True``: one region, which grows in place and shrinks."""
 
+import contextlib
 import gc
 from functools import partial
 from typing import ClassVar
 
 import pytest
 from helpers import PAGE, peek, poke, unchanged_view
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_view import resident
 
 from arenapy import Bump, Host, OutOfMemory, Pool, Region, Shared, Slab
@@ -139,14 +142,125 @@ def test_trim_keeps_what_is_held_at_the_end(arena_of):
     arena.alloc(8 * MIB)
     arena.reset(mark)
     arena.trim()
-    end = arena.regions[0].address + arena.capacity
-    assert end == array.ctypes.data + PAGE
+    assert region_end(arena) == array.ctypes.data + PAGE
     assert arena.retired == PAGE and not array.any()
     del array
     gc.collect()
     arena.trim()
     assert arena.capacity == 1
     arena.check()
+
+
+def region_end(arena):
+    (region,) = arena.regions
+    return region.address + region.nbytes
+
+
+@pytest.mark.no_sanitizer
+def test_trim_gives_back_what_lies_between_blocks(arena_of):
+    arena = arena_of(MIB, **SMALL_PAGES)
+    arrays = [arena.empty(10 * MIB, "u1") for _ in range(5)]
+    for i, array in enumerate(arrays):
+        array[:] = i
+    at = arena.regions[0].address
+    del array, arrays[1::2]
+    arena.reset()
+    assert resident(at, 50 * MIB) == 50 * MIB == arena.capacity
+    assert arena.trim(47 * MIB) == 2 * MIB and arena.capacity == 48 * MIB
+    assert arena.trim() == 18 * MIB and arena.trim() == 0
+    assert resident(at, 50 * MIB) == 30 * MIB == arena.capacity
+    assert arena.regions[0].nbytes == 50 * MIB and arena.remaining == 0
+    arena.check()
+    again = arena.empty(7 * MIB, "u1")  # fits in a hole, which gets no more memory than that
+    again[:] = 9
+    assert again.ctypes.data == at + 10 * MIB and arena.capacity == 38 * MIB
+    large = arena.zeros(12 * MIB, "u1")  # does not, so the region becomes longer
+    assert large.ctypes.data == at + 50 * MIB and not large.any()
+    assert [set(peek(one.ctypes.data, one.nbytes)) for one in arrays] == [{0}, {2}, {4}]
+    assert (again == 9).all()
+    arena.check()
+
+
+def test_a_block_grows_into_a_hole(arena_of):
+    arena = arena_of()
+    block, array = arena.alloc(2 * MIB), None
+    with arena.scope():
+        arena.alloc(10 * MIB)
+        array = arena.empty(MIB, "u1")
+    assert arena.trim() == 11 * MIB  # and one at the end
+    at = block.address
+    assert arena.grow(block, 12 * MIB) is block and block.address == at
+    assert arena.capacity == 13 * MIB
+    arena.check()
+    larger = arena.grow(block, 12 * MIB + 1)  # no further, so it moves
+    assert larger.address == array.ctypes.data + MIB
+    arena.check()
+
+
+def test_a_region_ends_before_a_hole(arena_of):
+    arena = arena_of()
+    first = arena.empty(3 * MIB, "u1")
+    arena.alloc(20 * MIB)
+    last = arena.empty(MIB, "u1")
+    arena.reset()
+    assert arena.trim() == 19 * MIB and arena.regions[0].nbytes == 24 * MIB
+    del last
+    assert arena.trim() == 3 * MIB and arena.regions[0].nbytes == arena.capacity == 3 * MIB
+    del first
+    arena.reset()
+    assert arena.trim() == 3 * MIB - 1
+    arena.check()
+
+
+def kib(most):
+    return st.integers(1, most).map(lambda n: n << 10)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("array"), kib(6 << 10)),
+        st.tuples(st.just("drop"), st.integers(0, 20)),
+        st.tuples(st.just("reset"), st.none()),
+        st.tuples(st.just("grow"), kib(4 << 10)),
+        st.tuples(st.just("trim"), st.just(0) | kib(20 << 10)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=STEPS, source=st.sampled_from([Host, Shared]))
+@settings(deadline=None)
+@pytest.mark.no_sanitizer
+def test_holes_come_and_go_beside_blocks(steps, source):
+    """Blocks keep their bytes, and after a trim no free granule but the first has memory."""
+    arena = Bump(PAGE, source(grow=True, **SMALL_PAGES), 48 * MIB)
+    at, arrays, block = arena.regions[0].address, [], None
+    for serial, (step, value) in enumerate(steps):
+        mark = serial % 251 + 1
+        with contextlib.suppress(OutOfMemory):
+            if step == "array":
+                arrays.append((arena.empty(value, "u1"), mark))
+                arrays[-1][0][:: PAGE // 4] = mark
+            elif step == "drop" and arrays:
+                del arrays[value % len(arrays)]
+            elif step == "reset":
+                arena.reset()
+                block = None
+            elif step == "grow" and block is not None:
+                block = arena.grow(block, block.nbytes + value)
+            elif step == "grow":
+                block = arena.alloc(value)
+        if step == "trim":
+            before = arena.capacity
+            assert arena.trim(value) == before - arena.capacity
+            assert arena.capacity == before or arena.capacity >= value
+            if value == 0:
+                pieces = len(arrays) + 3
+                assert arena.remaining <= 4 * MIB * pieces, "whole granules are free"
+                assert resident(at, 48 * MIB) <= arena.capacity + 2 * MIB
+        arena.check()
+        for array, mark in arrays:
+            assert (array[:: PAGE // 4] == mark).all()
 
 
 def test_trim_keeps_as_much_as_it_is_told(arena_of):

@@ -123,6 +123,21 @@ def test_a_bump_grows_and_shrinks_in_place(gpu):
     arena.check()
 
 
+def test_a_bump_gives_back_what_lies_between_blocks(gpu):
+    arena = Bump(MIB, cuda.Device(grow=True), 1 << 30)
+    blocks = [filled(arena.alloc(100 * MIB), i) for i in range(5)]
+    held = [block.__dlpack__() for block in blocks[::2]]
+    kept, before = blocks[::2], free()
+    del blocks
+    arena.reset()
+    assert arena.trim() == 200 * MIB == free() - before
+    again = filled(arena.alloc(70 * MIB), 9)
+    assert arena.regions[0].address < again.address < kept[1].address and has(again, 9)
+    assert all(has(block, i) for block, i in zip(kept, (0, 2, 4), strict=True))
+    arena.check()
+    del held
+
+
 def test_other_devices_reach_it(gpu):
     if len(cuda.devices()) < 2:
         pytest.skip("it takes two devices")

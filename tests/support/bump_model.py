@@ -96,6 +96,7 @@ class BumpModel(ExportingMachine):
 
     kind_of_block = BumpBlock
     strict = False
+    may_have_holes = False  # parts of a region that lost their memory
     frames = st.sampled_from(sorted(FRAMES))
     configs = st.fixed_dictionaries(
         {
@@ -217,7 +218,9 @@ class BumpModel(ExportingMachine):
 
     def blocks_lie_in_regions(self):
         regions = [(r.address, r.address + r.nbytes) for r in self.allocator.regions]
-        assert self.allocator.capacity == sum(end - start for start, end in regions)
+        addresses = sum(end - start for start, end in regions)
+        assert self.allocator.capacity <= addresses
+        assert self.allocator.capacity == addresses or self.may_have_holes
         assert self.max_bytes is None or self.allocator.capacity <= self.max_bytes
         for block in self.live.values():
             assert block.orphan or any(a <= block.start and block.end <= b for a, b in regions)
