@@ -2,6 +2,7 @@
 from arenapy.base.abi cimport ARENAPY_ABI
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
+from posix.types cimport pid_t
 
 from arenapy.buffer.block cimport Block, MemoryOwner
 from arenapy.linux.vm cimport Descriptor, OpenFile
@@ -39,6 +40,7 @@ cdef class Region(MemoryOwner):
     cdef uint64_t number                  # in the order in which they were made
     cdef Region parent                    # the region that this is a window of, or None
     cdef uint64_t holds                   # atomic: held Buffers whose owner this region is
+    cdef pid_t pinned_in                  # the process that changes its memory just now, or 0
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
     cdef bint messages                    # carry `file`, where receivers have their leases
     cdef Seen* seens                      # what forked children see
@@ -61,7 +63,7 @@ cdef class Region(MemoryOwner):
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
     # Raise ValueError if no allocator can take it.
     cdef int check_unused(self) except -1
-    # Between these two nobody closes it, as while there is a held Buffer.
+    # Between these two nobody closes it, but for a child that was forked meanwhile.
     cdef int pin(self) except -1
     cdef void unpin(self) noexcept
 

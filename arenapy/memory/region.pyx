@@ -24,6 +24,7 @@ from cpython.object cimport PyObject
 from libc.errno cimport EBADF
 from libc.limits cimport INT_MAX, LLONG_MAX
 from libc.stdint cimport uintptr_t
+from posix.unistd cimport getpid
 
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
@@ -407,7 +408,8 @@ cdef class Region(MemoryOwner):
         if guard.hooks is not None:
             guard.hooks.collect(<PyObject*>guard, False)
         arenapy_lock_acquire(&guard.lock)
-        held = arenapy_load(&self.holds) != 0 or (user is not None and user.has_holds())
+        held = (arenapy_load(&self.holds) != 0 or self.pinned_in == getpid()
+                or (user is not None and user.has_holds()))
         if not held:
             self.gone = GONE_CLOSED
             if user is not None:
@@ -519,14 +521,14 @@ cdef class Region(MemoryOwner):
         arenapy_lock_acquire(&guard.lock)
         gone = self.gone != 0
         if not gone:
-            self.enlist(NULL)
+            self.pinned_in = getpid()
         arenapy_lock_release(&guard.lock)
         if gone:
             raise ValueError(f"{self!r} is closed; make a new region from its source")
         return 0
 
     cdef void unpin(self) noexcept:
-        self.delist(NULL)
+        self.pinned_in = 0
 
     cdef bint seen_elsewhere(self) noexcept nogil:
         cdef uintptr_t at, stop, start = <uintptr_t>self.ptr

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 from functools import partial
 from typing import ClassVar
 
@@ -349,6 +350,13 @@ def test_nobody_closes_the_region_while_its_memory_changes(call):
         with pytest.raises(BufferError, match="growing or shrinking"):
             region.close()
         refused.append(region.closed)
+        child = os.fork()
+        if not child:  # where nobody is at work
+            try:
+                region.close()
+            finally:
+                os._exit(not region.closed)
+        assert os.waitpid(child, 0)[1] == 0
 
     Offering.during = {call: during}
     try:
