@@ -313,26 +313,25 @@ cdef class Bump(Allocator):
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef bint done
-        cdef uintptr_t start, stop
+        cdef bint done, at_end
+        cdef uintptr_t start
         cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
         check_growth(buffer, n)
         self.core.open_check()
-        done = grow_last(c, buffer, n, &stop)
-        if stop and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
+        done = grow_last(c, buffer, n, &at_end)
+        if at_end and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
             size = buffer.size
             try:
-                grow_in_place(
-                    c, <InPlace>self.grows_from, self.max_bytes, n - size, 1, stop)
+                grow_in_place(c, <InPlace>self.grows_from, self.max_bytes, n - size, 1, True)
             except MemoryError:
                 pass                         # a free extent elsewhere may be large enough
             check_open(buffer)               # making room may have run code
             if n < buffer.size:
                 raise ValueError(f"{buffer!r} did not grow: other code has grown it further")
-            done = grow_last(c, buffer, n, &stop)
+            done = grow_last(c, buffer, n, &at_end)
         if done:
             record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:

@@ -1,5 +1,4 @@
 # How an arena grows.
-from libc.stdint cimport uintptr_t
 from posix.types cimport pid_t
 
 from arenapy.bump.core cimport BumpCore
@@ -26,16 +25,15 @@ cdef InPlace in_place(object source, size_t room)
 
 # Add room for the request, or raise OutOfMemory. `max_bytes` None: it may not grow.
 cdef int grow_arena(BumpCore c, object source, object max_bytes, size_t n, size_t align) except -1
-# In place; `at` is 0, or where the memory has to begin.
+# In place; if `here`, for n bytes at the cursor.
 cdef int grow_in_place(BumpCore c, InPlace place, object max_bytes, size_t n, size_t align,
-                       uintptr_t at) except -1
+                       bint here) except -1
 # The same until there is room, then complete the block's Buffer, held if there is a hold, which is
 # taken over in any case.
 cdef int grow_for(BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n,
                   Py_ssize_t align, Hold* hold) except -1
-# Grow a block in place. False: it is not the newest, or the memory ends at `stop`, if that is not
-# 0, where it can grow.
-cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, uintptr_t* stop) noexcept
+# Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there.
+cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept
 # Give back free memory, but for so many regions and so much capacity.
 cdef int give_back_growth(
     BumpCore c, object source, Py_ssize_t regions, size_t capacity) except -1

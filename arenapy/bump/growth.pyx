@@ -10,14 +10,15 @@ blocks go in it (core).
 """
 cimport cython
 from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdlib cimport free, malloc
 from posix.unistd cimport getpid
 
 from arenapy.allocator.allocator cimport make_region, make_reservation
 from arenapy.allocator.allocator_core cimport forbid_new, permit, record
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.base.interval_set cimport (
-    Extent, extents_above, extents_below, extents_carve, extents_from, extents_insert, extents_last,
-    extents_room, extents_take,
+    Extent, extents_above, extents_below, extents_carve, extents_first, extents_from,
+    extents_insert, extents_last, extents_room, extents_take,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
@@ -115,119 +116,166 @@ cdef size_t free_end(BumpCore c) noexcept nogil:
     return end - (c.cursor if c.limit == start else start)
 
 
-cdef bint fill_hole(BumpCore c, InPlace place, uintptr_t at, size_t n, size_t align) except -1:
-    """Give a hole memory, or its first part, so that n bytes fit in one piece with what is free
-    beside it: the hole at `at`, or (0) the first that can. False: none can."""
-    cdef uintptr_t base = <uintptr_t>(<Region>c.regions[0]).ptr
-    cdef size_t granule = max(place.page, <size_t>HUGE)
-    cdef size_t need = 0, wished
-    cdef uintptr_t start, end
+cdef uintptr_t reach(BumpCore c, uintptr_t at) noexcept nogil:
+    """Where what is free from an address on ends, holes included."""
+    cdef Extent* e = NULL
+    cdef bint further = True
+    while further:
+        e = extents_from(&c.free, 0, at)
+        if e == NULL or e.start > at:
+            e = extents_from(&c.holes, 0, at)
+        further = e != NULL and e.start <= at
+        if further:
+            at = e.end
+    return at
+
+
+cdef bint fits_at(Extent* room, size_t n, size_t align, uintptr_t* start) noexcept nogil:
+    start[0] = (room.start + (align - 1)) & ~<uintptr_t>(align - 1)
+    return start[0] <= room.end and n <= room.end - start[0]
+
+
+cdef bint find_room(
+    BumpCore c, uintptr_t stop, size_t left, size_t n, size_t align, bint here, uintptr_t* start,
+    Extent* room,
+) noexcept nogil:
+    """The first place for n bytes in what is free, in holes, and in what lies behind the region's
+    end; if `here`, at the cursor. What is all free is not looked at. There is room for extents."""
     cdef Extent* hole
     cdef Extent* e
-    cdef Extent found
+    cdef bint found = False
+    extents_insert(&c.free, c.cursor, c.limit, 0)
+    hole = extents_first(&c.holes) if not here else NULL
+    while hole != NULL and not found:
+        e = extents_below(&c.free, 0, hole.start)
+        room.start = e.start if e != NULL and e.end == hole.start else hole.start
+        room.end = reach(c, hole.start)
+        room.end += left if room.end == stop else 0
+        found = fits_at(room, n, align, start)
+        hole = extents_from(&c.holes, 0, room.end)
+    if not found:
+        e = extents_below(&c.free, 0, stop - 1)
+        room.start = e.start if e != NULL and e.end == stop else stop
+        room.start = c.cursor if here else room.start
+        room.end = reach(c, room.start)
+        room.end += left if room.end == stop else 0
+        found = fits_at(room, n, align, start)
+    c.continue_at(c.cursor, 0)
+    return found
+
+
+cdef size_t without_memory(
+    BumpCore c, uintptr_t start, uintptr_t end, size_t granule, Extent* parts, Py_ssize_t* n
+) noexcept nogil:
+    """The parts of holes, in whole granules, that lie in [start, end); how many bytes these are."""
+    cdef uintptr_t base = <uintptr_t>(<Region>c.region[0]).ptr
+    cdef Extent* hole = extents_from(&c.holes, 0, start)
+    cdef size_t nbytes = 0
+    n[0] = 0
+    while hole != NULL and hole.start < end:
+        parts[n[0]].start = max(hole.start, base + (start - base) // granule * granule)
+        parts[n[0]].end = min(hole.end, base + (end - base + granule - 1) // granule * granule)
+        nbytes += parts[n[0]].end - parts[n[0]].start
+        n[0] += 1
+        hole = extents_above(&c.holes, 0, hole.start)
+    return nbytes
+
+
+cdef int give_memory(
+    BumpCore c, InPlace place, Extent* parts, Py_ssize_t n, size_t size
+) except -1:
+    """Memory for parts of holes, and for a region of so many bytes. All of it, or an exception."""
+    cdef Region region = <Region>c.regions[0]
+    cdef uintptr_t base = <uintptr_t>region.ptr, end = base + region.size
+    cdef size_t more = size - region.size
+    cdef Py_ssize_t i, made = 0
     cdef bint room
-    arenapy_lock_acquire(&c.lock)
-    hole = extents_from(&c.holes, 0, at)
-    while hole != NULL and need == 0 and (at == 0 or hole.start == at):
-        found = hole[0]
-        e = extents_below(&c.free, 0, found.start)
-        start = e.start if e != NULL and e.end == found.start else found.start
-        start = c.cursor if c.limit == found.start else start
-        e = extents_above(&c.free, 0, found.start)
-        end = e.end if e != NULL and e.start == found.end else found.end
-        end = c.limit if c.cursor == found.end else end
-        start = (start + (align - 1)) & ~<uintptr_t>(align - 1)
-        if start <= end and n <= end - start:
-            need = min(max(start + n, found.start + 1), found.end) - found.start
-        hole = extents_above(&c.holes, 0, found.start)
-    arenapy_lock_release(&c.lock)
-    if need == 0:
-        return False
-    need = (need + granule - 1) // granule * granule
-    wished = min(max(need, c.capacity // GROWTH_SHARE // granule * granule),
-                 <size_t>(found.end - found.start))
-    place.busy = getpid()
     try:
-        try:
-            place.commit(found.start - base, wished)
-        except OutOfMemory:
-            if wished == need:
-                raise
-            wished = need                    # no more than has to be, then
-            place.commit(found.start - base, wished)
-        end = found.start + wished
+        for i in range(n):
+            place.commit(parts[i].start - base, parts[i].end - parts[i].start)
+            made = i + 1
+        place.extend(size)
         arenapy_lock_acquire(&c.lock)
-        room = extents_room(&c.free, 1) and not c.shut
+        room = extents_room(&c.free, n + 1) and extents_room(&c.holes, n) and not c.shut
         if room:
-            fill(c, found.start, end)
+            for i in range(n):
+                fill(c, parts[i].start, parts[i].end)
+            if more:
+                lengthen(c, region, more)
         arenapy_lock_release(&c.lock)
         if not room:
-            place.decommit(
-                found.start - base, wished, c.hooks.own if c.hooks is not None else None)
             c.open_check()
             raise MemoryError("no memory for the bookkeeping of an arena")
-    finally:
-        place.busy = 0
-    record(c, EVENT_GROW, <void*>found.start, wished)
-    return True
-
-
-cdef void fill(BumpCore c, uintptr_t start, uintptr_t end) noexcept nogil:
-    """The first part of a hole, which has memory now, is free; there is room for an extent."""
-    extents_carve(&c.holes, start, end, 0)
-    c.capacity += end - start
-    made_free(c, start, end)
+    except BaseException:
+        stream = c.hooks.own if c.hooks is not None else None
+        place.shorten(region.size, stream)
+        for i in range(made):
+            place.decommit(parts[i].start - base, parts[i].end - parts[i].start, stream)
+        raise
+    for i in range(n):
+        record(c, EVENT_GROW, <void*>parts[i].start, parts[i].end - parts[i].start)
+    if more:
+        record(c, EVENT_GROW, <void*>end, more)
+    return 0
 
 
 cdef int grow_in_place(
-    BumpCore c, InPlace place, object max_bytes, size_t n, size_t align, uintptr_t at
+    BumpCore c, InPlace place, object max_bytes, size_t n, size_t align, bint here
 ) except -1:
-    """As `grow_arena`: so much memory in a hole or behind the one region that n bytes fit, or more.
+    """As `grow_arena`: memory for holes, or behind the one region, so that n bytes fit.
 
-    If `at` is not 0: just there.
+    If `here`, they fit at the cursor.
     """
     cdef Region region = <Region>c.regions[0]
-    cdef size_t known, tail, need, left, wished
-    cdef uintptr_t end, start
-    cdef bint room
+    cdef size_t granule = max(place.page, <size_t>HUGE)
+    cdef size_t left, missing, spare
+    cdef uintptr_t base = <uintptr_t>region.ptr, start = 0, end, most
+    cdef Extent* parts = NULL
+    cdef Extent room
+    cdef Py_ssize_t n_parts
+    cdef bint found = False
     c.open_check()
-    arenapy_lock_acquire(&c.lock)
-    known, tail = region.size, free_end(c)
-    arenapy_lock_release(&c.lock)
-    end = <uintptr_t>region.ptr + known
-    start = (end - tail + (align - 1)) & ~<uintptr_t>(align - 1)
-    left = <size_t>max_bytes - known if <size_t>max_bytes > known else 0
     n += n == 0
-    if place.busy != getpid() and fill_hole(c, place, at, n, align):
-        return 0
-    if place.busy == getpid() or n > left + tail or start + n > end + left or (
-            at != 0 and at != end):
+    if place.busy == getpid():
         raise OutOfMemory(c.full(n, align, max_bytes))
-    need = start + n - end if start + n > end else 0
-    wished = min(max(need, <size_t>HUGE, known // GROWTH_SHARE), left)
-    place.busy = getpid()
+    arenapy_lock_acquire(&c.lock)
+    left = <size_t>max_bytes - region.size if <size_t>max_bytes > region.size else 0
+    if extents_room(&c.free, 3):
+        parts = <Extent*>malloc((c.holes.n + 1) * sizeof(Extent))
+    if parts != NULL:
+        found = find_room(c, base + region.size, left, n, align, here, &start, &room)
+    arenapy_lock_release(&c.lock)
     try:
-        try:
-            place.extend(known + wished)
-        except OutOfMemory:
-            if wished == need:
-                raise
-            wished = need                    # no more than has to be, then
-            place.extend(known + wished)
-        arenapy_lock_acquire(&c.lock)
-        room = extents_room(&c.free, 1) and not c.shut
-        if room:
-            lengthen(c, region, wished)
-        arenapy_lock_release(&c.lock)
-        if not room:
-            place.shorten(known, c.hooks.own if c.hooks is not None else None)
-            c.open_check()
+        if parts == NULL:
             raise MemoryError("no memory for the bookkeeping of an arena")
+        if not found:
+            raise OutOfMemory(c.full(n, align, max_bytes))
+        end = most = start + n
+        place.busy = getpid()                # nobody else changes the holes, and the size
+        missing = without_memory(c, start, end, granule, parts, &n_parts)
+        missing += end - base - region.size if end > base + region.size else 0
+        spare = max(<size_t>HUGE, region.size // GROWTH_SHARE)
+        if missing < spare:
+            most = min(end + (spare - missing), room.end)
+        without_memory(c, start, most, granule, parts, &n_parts)
+        try:
+            give_memory(c, place, parts, n_parts, max(most - base, region.size))
+        except OutOfMemory:
+            if most == end:
+                raise
+            without_memory(c, start, end, granule, parts, &n_parts)    # no more than has to be
+            give_memory(c, place, parts, n_parts, max(end - base, region.size))
     finally:
         place.busy = 0
-    if wished:
-        record(c, EVENT_GROW, <void*>end, wished)
+        free(parts)
     return 0
+
+
+cdef void fill(BumpCore c, uintptr_t start, uintptr_t end) noexcept nogil:
+    """Part of a hole has memory now, and is free; there is room for an extent in both sets."""
+    extents_carve(&c.holes, start, end, 0)
+    c.capacity += end - start
+    made_free(c, start, end)
 
 
 cdef void lengthen(BumpCore c, Region region, size_t nbytes) noexcept nogil:
@@ -363,7 +411,7 @@ cdef bint dig_hole(BumpCore c, InPlace place, size_t capacity, uintptr_t* below)
     finally:
         if not done:
             arenapy_lock_acquire(&c.lock)
-            if extents_room(&c.free, 1):
+            if extents_room(&c.free, 1) and extents_room(&c.holes, 1):
                 fill(c, start, end)
             arenapy_lock_release(&c.lock)
         place.busy = 0
@@ -399,9 +447,8 @@ cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
     permit(c, cut, nbytes)
 
 
-cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, uintptr_t* stop) noexcept:
-    """Grow a block in place. False: it is not the newest, or the memory ends at `stop`, if that
-    is not 0, where it can grow."""
+cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept:
+    """Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there."""
     cdef uintptr_t start, end
     cdef Py_ssize_t here
     cdef Extent* e
@@ -430,12 +477,9 @@ cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, uintptr_t* stop) no
             if n > 0:
                 buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
         done = True
-    stop[0] = 0
-    if newest and not done:
-        e = extents_from(&c.holes, here, c.limit)
-        if (e != NULL and e.start == c.limit) or c.limit == (
-                <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size):
-            stop[0] = c.limit
+    e = extents_from(&c.holes, here, c.limit)
+    at_end[0] = newest and not done and ((e != NULL and e.start == c.limit) or c.limit == (
+        <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size))
     arenapy_lock_release(&c.lock)
     return done
 
@@ -453,7 +497,7 @@ cdef int grow_arena(
     cdef tuple before, after
     cdef bint grown
     if isinstance(source, InPlace) and max_bytes is not None:
-        return grow_in_place(c, <InPlace>source, max_bytes, n, align, 0)
+        return grow_in_place(c, <InPlace>source, max_bytes, n, align, False)
     c.open_check()
     if max_bytes is not None and <size_t>max_bytes > known:
         left = <size_t>max_bytes - known

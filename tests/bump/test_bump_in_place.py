@@ -182,6 +182,29 @@ def test_trim_gives_back_what_lies_between_blocks(arena_of):
     arena.check()
 
 
+def test_a_block_may_lie_over_several_holes(arena_of):
+    """An empty arena has room for whatever fits in max_bytes, whatever was trimmed before."""
+    arena = arena_of(2 * MIB, 32 * MIB)
+    low = arena.empty(12 * MIB - PAGE, "u1")
+    middle = arena.zeros(100, "u1")
+    high, last = arena.empty(14 * MIB, "u1"), arena.zeros(100, "u1")
+    arena.reset()
+    at = low.ctypes.data
+    del low, high
+    assert arena.trim() > 20 * MIB
+    del middle, last
+    arena.reset()
+    before = unchanged_view(arena)
+    with pytest.raises(OutOfMemory):
+        arena.alloc(32 * MIB + 1)
+    assert unchanged_view(arena) == before
+    block = arena.alloc(30 * MIB)
+    assert block.address == at
+    block.fill(5)
+    arena.check()
+    assert arena.grow(block, 32 * MIB) is block and arena.capacity == 32 * MIB
+
+
 def test_a_block_grows_into_a_hole(arena_of):
     arena = arena_of()
     block, array = arena.alloc(2 * MIB), None
@@ -262,6 +285,10 @@ def test_holes_come_and_go_beside_blocks(steps, source):
         arena.check()
         for array, mark in arrays:
             assert (array[:: PAGE // 4] == mark).all()
+    array = block = None
+    arrays.clear()
+    arena.reset()
+    assert arena.alloc(48 * MIB).address == at, "an empty arena has room for all that it may have"
 
 
 def test_trim_keeps_as_much_as_it_is_told(arena_of):

@@ -513,6 +513,27 @@ def test_a_bump_gives_back_what_lies_between_blocks(gpu):
     arena.check()
 
 
+def test_a_failure_in_the_second_hole_leaves_the_first_empty(gpu):
+    arena = Bump(MIB, cuda.Device(grow=True), 60 * MIB)
+    blocks = [arena.alloc(nbytes) for nbytes in (12 * MIB - 4096, 100, 14 * MIB, 100)]
+    held = [blocks[1].__dlpack__(), blocks[3].__dlpack__()]
+    del blocks
+    arena.reset()
+    arena.stats(), gpu.drain()
+    assert arena.trim() >= 20 * MIB
+    held.clear()
+    arena.reset()
+    arena.stats(), gpu.drain()
+    before, of_device = figures(arena), used(gpu)
+    gpu.fail_at("cuMemCreate", 2, 2)
+    with pytest.raises(OutOfMemory):
+        arena.alloc(50 * MIB)
+    assert figures(arena) == before and used(gpu) == of_device
+    arena.check()
+    block = filled(arena.alloc(50 * MIB), 8)
+    assert set(content(block)) == {8} and used(gpu) == 50 * MIB
+
+
 def test_a_bump_keeps_its_memory_while_its_stream_is_captured(gpu):
     s = new_stream(gpu)
     arena = Bump(MIB, cuda.Device(grow=True), 40 * MIB, stream=s)
