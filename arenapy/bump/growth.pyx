@@ -108,12 +108,24 @@ cdef InPlace in_place(object source, size_t room):
     return place
 
 
+cdef uintptr_t last_position(BumpCore c) noexcept nogil:
+    """The highest address where the cursor or a frame stands. The region does not end before it.
+
+    Where nothing is allocated, such a position may lie in the midst of what is free, or of a hole.
+    """
+    cdef uintptr_t last = c.cursor
+    cdef Py_ssize_t i
+    for i in range(c.n_frames):
+        last = max(last, c.frames[i].cursor)
+    return last
+
+
 cdef size_t free_end(BumpCore c) noexcept nogil:
-    """Free bytes at the end of the one region."""
+    """Bytes at the end of the one region that are free, and behind all positions."""
     cdef uintptr_t end = <uintptr_t>(<Region>c.region[0]).ptr + (<Region>c.region[0]).size
     cdef Extent* e = extents_below(&c.free, 0, end - 1)
     cdef uintptr_t start = e.start if e != NULL and e.end == end else end
-    return end - (c.cursor if c.limit == start else start)
+    return end - max(c.cursor if c.limit == start else start, last_position(c))
 
 
 cdef uintptr_t reach(BumpCore c, uintptr_t at) noexcept nogil:
@@ -336,6 +348,9 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
         return False
     arenapy_lock_acquire(&c.lock)
     catch_up(c)
+    if c.run_is_spare() and extents_room(&c.free, 1):    # it may stand at the end, of all places
+        c.pop_run()
+        c.place()
     less = free_end(c) if extents_room(&c.free, 1) else 0
     less = min(less, c.capacity - min(capacity, c.capacity))
     less = min(less, region.size - 1)        # a region has a byte
@@ -363,7 +378,8 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
     # A hole at the end is no longer in the region.
     arenapy_lock_acquire(&c.lock)
     hole = extents_last(&c.holes)
-    done = hole != NULL and hole.end == <uintptr_t>region.ptr + region.size
+    done = (hole != NULL and hole.end == <uintptr_t>region.ptr + region.size
+            and hole.start >= last_position(c))
     if done:
         region.size = place.ready = hole.start - <uintptr_t>region.ptr
         extents_take(&c.holes, hole)

@@ -182,6 +182,27 @@ def test_trim_gives_back_what_lies_between_blocks(arena_of):
     arena.check()
 
 
+@pytest.mark.parametrize("nbytes", [MIB, 10 * MIB])
+def test_a_mark_may_stand_where_all_is_free(arena_of, nbytes):
+    arena = arena_of()
+    array = arena.zeros(nbytes, "u1")
+    arena.reset()
+    arena.trim()
+    with arena.scope():
+        del array
+        arena.trim()
+        arena.check()
+        block = arena.alloc(3 * MIB)
+        arena.check()
+        arena.trim()
+        arena.check()
+        block.fill(1)
+    del block
+    arena.trim()
+    arena.check()
+    assert arena.regions[0].nbytes == 1
+
+
 def test_a_block_may_lie_over_several_holes(arena_of):
     """An empty arena has room for whatever fits in max_bytes, whatever was trimmed before."""
     arena = arena_of(2 * MIB, 32 * MIB)
@@ -245,6 +266,8 @@ STEPS = st.lists(
         st.tuples(st.just("array"), kib(6 << 10)),
         st.tuples(st.just("drop"), st.integers(0, 20)),
         st.tuples(st.just("reset"), st.none()),
+        st.tuples(st.just("mark"), st.none()),
+        st.tuples(st.just("pop"), st.none()),
         st.tuples(st.just("grow"), kib(4 << 10)),
         st.tuples(st.just("trim"), st.just(0) | kib(20 << 10)),
     ),
@@ -258,7 +281,7 @@ STEPS = st.lists(
 def test_holes_come_and_go_beside_blocks(steps, source):
     """Blocks keep their bytes, and after a trim no free granule but the first has memory."""
     arena = Bump(PAGE, source(grow=True, **SMALL_PAGES), 48 * MIB)
-    at, arrays, block = arena.regions[0].address, [], None
+    at, arrays, marks, block = arena.regions[0].address, [], [], None
     for serial, (step, value) in enumerate(steps):
         mark = serial % 251 + 1
         with contextlib.suppress(OutOfMemory):
@@ -267,9 +290,16 @@ def test_holes_come_and_go_beside_blocks(steps, source):
                 arrays[-1][0][:: PAGE // 4] = mark
             elif step == "drop" and arrays:
                 del arrays[value % len(arrays)]
+            elif step == "mark":
+                marks.append(arena.mark())
+                block = None  # it would move, and the reset would end it
+            elif step == "pop" and marks:
+                arena.reset(marks.pop())
+                block = None
             elif step == "reset":
                 arena.reset()
                 block = None
+                marks.clear()
             elif step == "grow" and block is not None:
                 block = arena.grow(block, block.nbytes + value)
             elif step == "grow":
@@ -286,7 +316,7 @@ def test_holes_come_and_go_beside_blocks(steps, source):
         for array, mark in arrays:
             assert (array[:: PAGE // 4] == mark).all()
     array = block = None
-    arrays.clear()
+    arrays.clear(), marks.clear()
     arena.reset()
     assert arena.alloc(48 * MIB).address == at, "an empty arena has room for all that it may have"
 

@@ -148,7 +148,7 @@ class PoolMachine(PoolModel):
             for offset, length in self.windows(block.nbytes):
                 seen = peek(grown.address + offset, length)
                 assert seen == bytes([block.fill]) * length, "contents lost"
-            self.admit(grown, nbytes, None if block.plain else block.root.align)
+            self.admit(grown, nbytes, block.align)
             if block.exported:
                 block.released, block.handles[:] = True, [block.root]
             else:

@@ -114,6 +114,7 @@ class PoolModel(HoldingMachine):
 
     def took(self, block):
         block.asked = block.size_class = class_of(block.nbytes)
+        block.align = self.align
         if self.align > DEFAULT_ALIGN:
             block.plain = False
             self.padded(block)
