@@ -215,7 +215,7 @@ cdef class Bump(Allocator):
 
     cdef void* slow_c(self, size_t nbytes, size_t align) except? NULL:
         cdef uint32_t pad
-        if self.max_bytes is None:
+        if self.max_bytes is None and not isinstance(self.grows_from, InPlace):
             return NULL
         grow_arena(self.core, self.grows_from, self.max_bytes, nbytes, align)
         return arena_alloc(self.core, nbytes, align, &pad)
@@ -322,7 +322,7 @@ cdef class Bump(Allocator):
         check_growth(buffer, n)
         self.core.open_check()
         done = grow_last(c, buffer, n, &at_end)
-        if at_end and self.max_bytes is not None and isinstance(self.grows_from, InPlace):
+        if at_end and isinstance(self.grows_from, InPlace):
             size = buffer.size
             try:
                 grow_in_place(c, <InPlace>self.grows_from, self.max_bytes, n - size, 1, True)

@@ -16,6 +16,7 @@ from arenapy.allocator.allocator_core cimport AllocatorCore
 
 cdef class Arena(AllocatorCore):
     cdef Extents free        # what is free, but for what the allocator has taken to hand out next
+    cdef Extents holes       # of the one region, which grows in place: there is no memory
     cdef Hold* retired       # held blocks that outlived a reset
     cdef Hold* ask_next      # in the leased list; NULL: begin with the first
     cdef size_t retired_bytes
@@ -29,6 +30,7 @@ cdef class Arena(AllocatorCore):
     cdef void carve_leases(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
     cdef void settle_leases(self, Py_ssize_t most) noexcept nogil
     cdef void settle_region(self, Py_ssize_t index) noexcept nogil
+    cdef void count_as_free(self, Py_ssize_t index, bint yes) noexcept nogil
     cdef void poison_free(self, uintptr_t start, uintptr_t end, Py_ssize_t region) noexcept nogil
 
 
@@ -81,7 +83,6 @@ cdef class BumpCore(Arena):
     cdef uint64_t live_mark  # its id; 0: none
     cdef Hold note           # of no block: other processes may see bytes from now on
     cdef uint64_t noted      # atomic: 1 while that is in `ended_list`
-    cdef Extents holes       # of the one region, which grows in place: there is no memory
 
     cdef int open(self, Region region) except -1
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.

@@ -87,6 +87,7 @@ cdef class Arena(AllocatorCore):
             self.retired = hold.next
             free(hold)
         free(self.free.nodes)
+        free(self.holes.nodes)
 
     cdef int add_region(self, Region region, tuple regions) except -1:
         """Grow (or begin): the region becomes a free extent behind all others.
@@ -251,12 +252,9 @@ cdef class Arena(AllocatorCore):
         while hold != NULL:
             n += hold.region == index
             hold = hold.next
-        apart = extents_room(&self.free, 2 * n)
-        hold = self.leased if apart else NULL
-        while hold != NULL:                  # for now, these are in `free`
-            if hold.region == index and not hold.flags & HOLD_UNSETTLED:
-                extents_insert(&self.free, hold.start, hold.end, index)
-            hold = hold.next
+        apart = extents_room(&self.free, 2 * (n + self.holes.n))
+        if apart:
+            self.count_as_free(index, True)
         while at < end:
             e = extents_from(&self.free, index, at)
             if e != NULL and e.region != index:
@@ -265,11 +263,8 @@ cdef class Arena(AllocatorCore):
             if upto > at:
                 seen_add(seen, at, upto)
             at = e.end if e != NULL else end
-        hold = self.leased if apart else NULL
-        while hold != NULL:
-            if hold.region == index and not hold.flags & HOLD_UNSETTLED:
-                extents_carve(&self.free, hold.start, hold.end, index)
-            hold = hold.next
+        if apart:
+            self.count_as_free(index, False)
         hold = self.leased
         while hold != NULL:
             if hold.region == index:
@@ -277,6 +272,26 @@ cdef class Arena(AllocatorCore):
             hold = hold.next
         children_settle(&(<Region>region).seens, seen)
         seen_drop(seen)
+
+    cdef void count_as_free(self, Py_ssize_t index, bint yes) noexcept nogil:
+        """Put holes, and what was leased before, into `free`, or take it out again. There is room.
+        """
+        cdef Extent* hole = extents_from(&self.holes, index, 0)
+        cdef Hold* hold = self.leased
+        while hole != NULL:
+            if yes:
+                extents_insert(&self.free, hole.start, hole.end, index)
+            else:
+                extents_carve(&self.free, hole.start, hole.end, index)
+            hole = extents_above(&self.holes, index, hole.start)
+        while hold != NULL:
+            if hold.region != index or hold.flags & HOLD_UNSETTLED:
+                pass
+            elif yes:
+                extents_insert(&self.free, hold.start, hold.end, index)
+            else:
+                extents_carve(&self.free, hold.start, hold.end, index)
+            hold = hold.next
 
 
 seal(Arena)
@@ -315,7 +330,6 @@ cdef class BumpCore(Arena):
             self.drain()
         free(self.runs)
         free(self.frames)
-        free(self.holes.nodes)
 
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""

@@ -251,7 +251,7 @@ cdef int grow_in_place(
     if place.busy == getpid():
         raise OutOfMemory(c.full(n, align, max_bytes))
     arenapy_lock_acquire(&c.lock)
-    left = <size_t>max_bytes - region.size if <size_t>max_bytes > region.size else 0
+    left = place.room - region.size if place.room > region.size else 0
     if extents_room(&c.free, 3):
         parts = <Extent*>malloc((c.holes.n + 1) * sizeof(Extent))
     if parts != NULL:
@@ -512,7 +512,7 @@ cdef int grow_arena(
     cdef Region region
     cdef tuple before, after
     cdef bint grown
-    if isinstance(source, InPlace) and max_bytes is not None:
+    if isinstance(source, InPlace):
         return grow_in_place(c, <InPlace>source, max_bytes, n, align, False)
     c.open_check()
     if max_bytes is not None and <size_t>max_bytes > known:
