@@ -19,6 +19,7 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator cimport (
     Allocator, check_growth, check_source, complete, grown_in_c, make_region, moved,
 )
+from arenapy.base.interval_set cimport Extent, extents_from
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
     CLOSED, Hold, born_held, check_open, named_stream, new_hold, track,
@@ -340,6 +341,24 @@ cdef class Bump(Allocator):
                 c.operated()
             return buffer
         return moved(self, c, buffer, n)
+
+    def _reserved(self):
+        cdef uintptr_t at, start, end, stop
+        cdef list ranges = []
+        cdef Extent* hole
+        for region in self.regions:
+            at = region.address
+            end = at + <size_t>region.nbytes
+            while at < end:
+                arenapy_lock_acquire(&self.core.lock)
+                hole = extents_from(&self.core.holes, 0, at)
+                start = hole.start if hole != NULL and hole.start < end else end
+                stop = hole.end if start < end else end
+                arenapy_lock_release(&self.core.lock)
+                if start > at:
+                    ranges.append((at, start - at))
+                at = stop
+        return ranges
 
     def trim(self, keep_bytes=0):
         """Return free memory to the source.

@@ -333,9 +333,8 @@ class Shared:
         """
         request = self._request(whole_huge_pages(checked_size(nbytes)))
         failure: Exception | None = None
-        if request.nbytes < SIZE_LIMIT and all(
-            limit.name != "RLIMIT_AS" for limit in read_limits()
-        ):
+        limits = () if sys.is_finalizing() else read_limits()  # as in `reserve` for a Host
+        if request.nbytes < SIZE_LIMIT and all(limit.name != "RLIMIT_AS" for limit in limits):
             try:
                 return Reservation(request, self._made(request, reserved=True))
             except OutOfMemory as error:
@@ -351,9 +350,10 @@ class Shared:
 
     def _made(self, request: Request, reserved: bool = False) -> Region:
         """The region of a request; a reserved one has no memory, and cannot be accessed."""
-        from arenapy.memory import shared
+        if not sys.is_finalizing():  # when nothing can be imported, or sent, any more
+            from arenapy.memory import shared
 
-        shared.install()
+            shared.install()
         try:
             file = vm.memfd(os.fsencode(self.name), request.mapped, request.page_size)
         except OSError as error:

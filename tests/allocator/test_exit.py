@@ -191,6 +191,22 @@ builtins.late = Late(keeper, array, buffer, mark)
 """)
 
 
+@pytest.mark.parametrize("source", ["Host()", "Host(grow=True)", "Shared()", "Shared(grow=True)"])
+@pytest.mark.sampled
+def test_growth_while_nothing_can_be_imported(bare, source):
+    out = bare(f"""
+class Late:
+    def __init__(self, allocator): self.allocator = allocator
+    def __del__(self): print(len(self.allocator.empty(3 << 20, "u1")))
+source = arenapy.{source}
+made = [Pool(64 << 20, source), Slab(4 << 20, 1, source, max_count=9), Bump(4096, source, 64 << 20)]
+kept = builtins.kept = [one.empty(100, "u1") for one in made]
+builtins.late = [Late(one) for one in made]
+del made
+""")
+    assert out == "3145728\n" * 3
+
+
 def test_thread_locals(bare):
     bare("""
 local = threading.local()

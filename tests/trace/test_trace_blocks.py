@@ -289,5 +289,18 @@ def test_growth_that_fails_is_taken_back(tmp_path):
     assert found.at(last).tolist() == [arena.capacity] == [MIB]
 
 
+def test_holes_are_not_reserved(tmp_path):
+    arena = arenapy.Bump(MIB, arenapy.Host(grow=True), 64 * MIB)
+    arrays = [arena.empty(nbytes, "u1") for nbytes in (100, 20 * MIB, 100, 20 * MIB, 100)]
+    arena.reset()
+    del arrays[1::2]
+    arena.trim()
+    with trace.record(arena, tmp_path / "a.trace"):
+        arena.alloc(6 * MIB)
+    found = reserved(trace.load(tmp_path / "a.trace"))
+    last = np.array([len(trace.load(tmp_path / "a.trace")) - 1])
+    assert found.at(last).tolist() == [arena.capacity] and arena.capacity < 12 * MIB
+
+
 def test_files_of_version_1_say_nothing_of_it():
     assert reserved(traced([("alloc", 4096, 64), ("trim", 0, 4096)])) is None
