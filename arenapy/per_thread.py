@@ -22,7 +22,8 @@ class PerThread(Generic[A]):
     Parameters
     ----------
     factory : callable
-        Makes an allocator. It is called once in each thread. Its exceptions are passed on.
+        Makes an allocator. It is called once in each thread, or again if code that runs during the
+        call uses the thread's allocator; the first result counts. Its exceptions are passed on.
 
     Notes
     -----
@@ -60,7 +61,8 @@ class PerThread(Generic[A]):
         try:
             allocator: A = self._local.allocator
         except AttributeError:
-            allocator = self._local.allocator = self._factory()
+            # A signal's handler, or a finalizer, may have made it while the factory ran.
+            allocator = self._local.__dict__.setdefault("allocator", self._factory())
         return allocator
 
     def __getattr__(self, name: str) -> Any:

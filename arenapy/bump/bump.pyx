@@ -363,10 +363,11 @@ cdef class Bump(Allocator):
     def trim(self, keep_bytes=0):
         """Return free memory to the source.
 
-        Over a source with ``grow=True``, the region shrinks in place to its last block. Free memory
-        between blocks is returned, too, in whole granules of 2 MiB, or of a page if that is larger.
-        The first granule stays. When the arena grows next, it begins there. Otherwise, the last
-        regions are returned, as far as they are entirely free. The first one stays.
+        Over a source with ``grow=True``, the region shrinks in place to its last block, or to the
+        last mark. Free memory before it is returned, too, in whole granules of 2 MiB, or of a page
+        if that is larger, but not the first granule. It is the first to have memory again when the
+        arena grows. Otherwise, the last regions are returned, as far as they are entirely free. The
+        first one stays.
 
         Parameters
         ----------

@@ -314,7 +314,9 @@ cdef class Region(MemoryOwner):
 
     @property
     def huge_fraction(self) -> float:
-        """The share of the region in huge pages, from 0 to 1, as the kernel reports it.
+        """The share of the region's addresses in huge pages, from 0 to 1, as the kernel reports it.
+
+        Addresses without memory, as in a region that grows in place, are not in huge pages.
 
         Raises
         ------
@@ -327,7 +329,7 @@ cdef class Region(MemoryOwner):
         huge = vm.huge_bytes(<uintptr_t>self.ptr, self.size)
         if huge is None:
             raise OSError("this kernel does not say which pages are huge")
-        return huge / <double>self.size
+        return min(huge / <double>self.size, 1.0)        # a page may have more than the region
 
     def __repr__(self):
         state = ", closed" if self.gone else ""

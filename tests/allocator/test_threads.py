@@ -135,3 +135,18 @@ def test_a_thread_that_ends_takes_its_arena_along_but_not_its_arrays():
     in_threads(user)
     assert (arrays[0] == 9).all()
     assert arrays[0].base.allocator is None
+
+
+def test_code_that_runs_in_the_factory_uses_the_arena_that_the_thread_keeps():
+    made, marks = [], []
+
+    def factory():
+        made.append(exact(1 << 16))
+        if len(made) == 1:  # as a finalizer or a signal's handler would
+            marks.append(arenas.mark())
+        return made[-1]
+
+    arenas = PerThread(factory)
+    arenas.alloc(10)
+    arenas.reset(marks[0])
+    assert arenas.get() is made[1]

@@ -286,9 +286,12 @@ def test_a_reader_that_goes_away(arguments):
 
 
 @pytest.mark.full
-def test_a_terminal_without_the_micro_sign():
+def test_a_terminal_without_the_micro_sign(tmp_path):
+    pool = arenapy.Pool()
+    with trace.record(pool, tmp_path / "w.trace"):
+        pool.alloc(100).release()
     done = subprocess.run(
-        [*COMMAND, "replay", "--synthetic", "3", "--with", "pool"], capture_output=True,
+        [*COMMAND, "replay", str(tmp_path / "w.trace"), "--with", "pool"], capture_output=True,
         env={**QUIET, "PYTHONIOENCODING": "ascii"}, timeout=TIMEOUT,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")

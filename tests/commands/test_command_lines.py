@@ -343,7 +343,7 @@ class Overlapping:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("gone", ["reader", "full"])
-@pytest.mark.sampled
+@pytest.mark.sampled(full=3)
 def test_files_are_written_before_what_nobody_reads(tmp_path, line, gone):
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "w.py").write_text("import numpy")

@@ -173,6 +173,7 @@ def test_huge_pages_option(make):
     assert "hg" not in vm_flags(none.region(5 * MIB).address)
     assert "hg" not in vm_flags(auto.region(MIB).address)  # cannot have one
     assert large.huge_fraction == vm.huge_bytes(large.address, 5 * MIB) / (5 * MIB)
+    assert auto.region(4 * MIB - 100).huge_fraction <= 1
 
 
 @pytest.mark.no_sanitizer
