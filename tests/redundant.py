@@ -38,8 +38,8 @@ BUILD = ROOT / "build" / "edges"
 FLAGS = "-fsanitize-coverage=inline-8bit-counters -DARENAPY_ASSERT -g0 -O0 -w"
 #: What the counters want when a module is loaded; sanitizers have one of their own.
 RUNTIME = "void __sanitizer_cov_8bit_counters_init(char *first, char *end) {}"
-LEAST = 0.1  # seconds of processors
-WORTH = 2  # edges for a second
+LEAST = 0.04  # seconds of processors
+WORTH = 4  # edges for a second
 
 
 @dataclass

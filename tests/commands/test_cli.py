@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import arenapy
+from arenapy import trace
 from arenapy.commands import cli
 
 COMMAND = [sys.executable, "-m", "arenapy"]
