@@ -49,8 +49,9 @@ cdef class AllocatorCore(MemoryOwner):
     cdef bint leased_part(self, uintptr_t start, uintptr_t end, Py_ssize_t region,
                           uintptr_t* at, uintptr_t* stop) noexcept nogil
     cdef int settle_sends(self) except -1
-    # Begin to record into a Recorder, or (None) end.
+    # Begin to record into a Recorder, or (None) end: the recording into `ended`, or (None) any.
     cdef int record_into(self, object recorder, object ended) except -1
+    cdef void recording_ends(self) noexcept nogil
     cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil
     # Debug mode, if that is wanted: is it? Nothing below is called without it, but for `poison`,
     # `forget`, `tell`, `refuse`, `born_at` and `check_free`.

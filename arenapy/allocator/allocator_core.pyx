@@ -233,11 +233,16 @@ cdef class AllocatorCore(MemoryOwner):
             self.recorders.append(recorder)
             arenapy_store_ptr(<void**>&self.recorder, <PyObject*>recorder)
         elif ended is None or <PyObject*>ended == self.recorder:    # a child may have another one
+            if self.recorder != NULL:
+                self.recording_ends()
             arenapy_store_ptr(<void**>&self.recorder, NULL)
         # No thread can reach those that have ended. (If one is about to: next time.)
         if arenapy_nobody(&self.n_recording):
             self.recorders[:] = [one for one in self.recorders if <PyObject*>one == self.recorder]
         return 0
+
+    cdef void recording_ends(self) noexcept nogil:
+        """Write what only the end of a recording can say."""
 
     cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil:
         cdef PyObject* recorder = <PyObject*>arenapy_enter(

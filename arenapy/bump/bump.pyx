@@ -19,7 +19,6 @@ from arenapy.base.atomic cimport (
 from arenapy.allocator.allocator cimport (
     Allocator, check_growth, check_source, complete, grown_in_c, make_region, moved,
 )
-from arenapy.base.interval_set cimport Extent, extents_from
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
     CLOSED, Hold, born_held, check_open, named_stream, new_hold, track,
@@ -28,7 +27,7 @@ from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport arena_alloc, catch_up, rewind
 from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
 from arenapy.bump.growth cimport (
-    InPlace, give_back_growth, grow_arena, grow_for, grow_in_place, grow_last, in_place,
+    InPlace, give_back_growth, grow_arena, grow_for, grow_in_place, grow_last, holes_of, in_place,
 )
 from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_MARK, EVENT_RESET,
@@ -36,6 +35,7 @@ from arenapy.diagnostics.recorder cimport (
 from arenapy.allocator.allocator_core cimport record
 from arenapy.diagnostics.call_sites cimport NO_SITE, call_site
 from arenapy.base.sealed cimport seal
+from arenapy.memory.region cimport Region
 
 from arenapy.base.text import format_bytes
 from arenapy.bump.check import verify
@@ -244,8 +244,9 @@ cdef class Bump(Allocator):
         >>> [block.nbytes for block in arena.alloc_many([100, 200, 300])]
         [100, 200, 300]
         """
-        cdef list wanted, blocks = []
+        cdef list wanted, holes, blocks = []
         cdef BumpCore c = self.core
+        cdef size_t size
         cdef Figures before
         cdef Buffer b
         cdef uint64_t made, nbytes = 0
@@ -254,6 +255,8 @@ cdef class Bump(Allocator):
         PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         wanted = [as_size(n, "sizes") for n in sizes]
         before = c.figures()                 # now: the sizes may come from code that allocates
+        size = (<Region>c.region[0]).size
+        holes = holes_of(c) if c.holes.n else None
         try:
             for n in wanted:
                 b = self.block(n, self.core.block_align, False)
@@ -269,7 +272,8 @@ cdef class Bump(Allocator):
             c.freed -= nbytes
             c.peak_bytes = before.peak
             arenapy_lock_release(&c.lock)
-            give_back_growth(c, self.grows_from, before.regions, before.capacity)
+            give_back_growth(
+                c, self.grows_from, before.regions, before.capacity, size, holes)
             raise
         PyObject_GC_Track(<PyObject*>blocks)
         return blocks
@@ -343,21 +347,15 @@ cdef class Bump(Allocator):
         return moved(self, c, buffer, n)
 
     def _reserved(self):
-        cdef uintptr_t at, start, end, stop
-        cdef list ranges = []
-        cdef Extent* hole
+        ranges = []
+        holes = holes_of(self.core)
         for region in self.regions:
             at = region.address
-            end = at + <size_t>region.nbytes
-            while at < end:
-                arenapy_lock_acquire(&self.core.lock)
-                hole = extents_from(&self.core.holes, 0, at)
-                start = hole.start if hole != NULL and hole.start < end else end
-                stop = hole.end if start < end else end
-                arenapy_lock_release(&self.core.lock)
-                if start > at:
-                    ranges.append((at, start - at))
-                at = stop
+            for start, end in holes:         # of the only region
+                ranges.append((at, start - at))
+                at = end
+            if at < region.address + region.nbytes:
+                ranges.append((at, region.address + region.nbytes - at))
         return ranges
 
     def trim(self, keep_bytes=0):
@@ -393,7 +391,7 @@ cdef class Bump(Allocator):
         cdef Figures before
         c.open_check()
         before = c.figures()
-        give_back_growth(c, self.grows_from, 1, keep)
+        give_back_growth(c, self.grows_from, 1, keep, 1, [(0, <uintptr_t>-1)])
         if self.debug:
             c.operated()
         return before.capacity - c.figures().capacity

@@ -22,7 +22,6 @@ cdef class Arena(AllocatorCore):
     cdef size_t retired_bytes
 
     cdef int add_region(self, Region region, tuple regions) except -1
-    cdef int record_into(self, object recorder, object ended) except -1
     cdef Py_ssize_t in_use(self, Py_ssize_t keep) noexcept nogil
     cdef list drop_regions(self, Py_ssize_t keep)
     cdef void free_or_lease(self, Hold* hold) noexcept nogil

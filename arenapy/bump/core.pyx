@@ -148,18 +148,15 @@ cdef class Arena(AllocatorCore):
             arenapy_lock_release(&self.lock)
         return dropped
 
-    cdef int record_into(self, object recorder, object ended) except -1:
-        """The end of a recording says which of the blocks that resets ended are there still."""
+    cdef void recording_ends(self) noexcept nogil:
+        """Which of the blocks that resets ended are there still."""
         cdef Hold* hold
-        if (recorder is None and self.recorder != NULL
-                and (ended is None or <PyObject*>ended == self.recorder)):
-            arenapy_lock_acquire(&self.lock)
-            hold = self.retired
-            while hold != NULL:
-                record(self, EVENT_KEEP, <void*>hold.start, 0)
-                hold = hold.next
-            arenapy_lock_release(&self.lock)
-        return AllocatorCore.record_into(self, recorder, ended)
+        arenapy_lock_acquire(&self.lock)
+        hold = self.retired
+        while hold != NULL:
+            record(self, EVENT_KEEP, <void*>hold.start, 0)
+            hold = hold.next
+        arenapy_lock_release(&self.lock)
 
     # -- ranges that come back
 

@@ -34,6 +34,8 @@ cdef int grow_for(BumpCore c, object source, object max_bytes, Buffer b, Py_ssiz
                   Py_ssize_t align, Hold* hold) except -1
 # Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there.
 cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept
-# Give back free memory, but for so many regions and so much capacity.
+cdef list holes_of(BumpCore c)
+# Give back free memory: see growth.pyx.
 cdef int give_back_growth(
-    BumpCore c, object source, Py_ssize_t regions, size_t capacity) except -1
+    BumpCore c, object source, Py_ssize_t regions, size_t capacity, size_t size, list holes
+) except -1

@@ -308,14 +308,32 @@ cdef void made_free(BumpCore c, uintptr_t start, uintptr_t end) noexcept nogil:
         extents_insert(&c.free, start, end, 0)
 
 
+cdef list holes_of(BumpCore c):
+    """(start, end) of each hole."""
+    cdef list holes = []
+    cdef uintptr_t at = 0
+    cdef Extent hole
+    cdef Extent* found
+    while True:
+        arenapy_lock_acquire(&c.lock)
+        found = extents_from(&c.holes, 0, at)
+        if found != NULL:
+            hole = found[0]
+        arenapy_lock_release(&c.lock)
+        if found == NULL:
+            return holes
+        holes.append((hole.start, hole.end))
+        at = hole.end
+
+
 cdef int give_back_growth(
-    BumpCore c, object source, Py_ssize_t regions, size_t capacity
+    BumpCore c, object source, Py_ssize_t regions, size_t capacity, size_t size, list holes
 ) except -1:
-    """Let go of free memory, but for so many regions and so much capacity: regions at the end, or
-    all that lies in whole granules of the one that grows in place."""
+    """Let go of free memory, but for so much capacity: of regions at the end, but for so many; or
+    of the one that grows in place, at its end down to `size`, and in what is to be holes."""
     cdef InPlace place
     cdef Region region
-    cdef uintptr_t end
+    cdef uintptr_t start, end
     if not isinstance(source, InPlace):
         while c.n_regions > regions and c.capacity - (
                 <Region>c.regions[c.n_regions - 1]).size >= capacity:
@@ -329,15 +347,15 @@ cdef int give_back_growth(
                 region.detach()
         return 0
     place = <InPlace>source
-    while cut_end(c, place, capacity):
+    while cut_end(c, place, capacity, size):
         pass
-    end = <uintptr_t>-1
-    while dig_hole(c, place, capacity, &end):
-        pass
+    for start, end in holes or ():
+        while dig_hole(c, place, capacity, start, &end):
+            pass
     return 0
 
 
-cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
+cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) except -1:
     """Give back free memory at the end of the one region. True: there may be more to give back."""
     cdef Region region = <Region>c.regions[0]
     cdef Extent* hole
@@ -353,7 +371,7 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
         c.place()
     less = free_end(c) if extents_room(&c.free, 1) else 0
     less = min(less, c.capacity - min(capacity, c.capacity))
-    less = min(less, region.size - 1)        # a region has a byte
+    less = min(less, region.size - min(size, region.size))
     if less:
         shorten(c, region, less)
     end = <uintptr_t>region.ptr + region.size
@@ -379,7 +397,8 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
     arenapy_lock_acquire(&c.lock)
     hole = extents_last(&c.holes)
     done = (hole != NULL and hole.end == <uintptr_t>region.ptr + region.size
-            and hole.start >= last_position(c))
+            and hole.start >= last_position(c)
+            and hole.start >= <uintptr_t>region.ptr + size)
     if done:
         region.size = place.ready = hole.start - <uintptr_t>region.ptr
         extents_take(&c.holes, hole)
@@ -387,8 +406,10 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity) except -1:
     return done
 
 
-cdef bint dig_hole(BumpCore c, InPlace place, size_t capacity, uintptr_t* below) except -1:
-    """Give back the last free granules that lie below an address, which moves down to them.
+cdef bint dig_hole(
+    BumpCore c, InPlace place, size_t capacity, uintptr_t above, uintptr_t* below
+) except -1:
+    """Give back the last free granules between two addresses; the upper one moves down to them.
     False: there are none, or they have to stay."""
     cdef uintptr_t base = <uintptr_t>(<Region>c.regions[0]).ptr
     cdef size_t granule = max(place.page, <size_t>HUGE)
@@ -408,7 +429,7 @@ cdef bint dig_hole(BumpCore c, InPlace place, size_t capacity, uintptr_t* below)
             end = base + (min(e.end, below[0]) - base) // granule * granule
             start = base + (e.start - base + granule - 1) // granule * granule
             # The first granule stays, so that the region has a byte.
-            start = min(max(start, base + granule), end)
+            start = min(max(start, base + granule, above), end)
             start = max(start, end - min(most, <size_t>(end - start)))
             below[0] = e.start
             e = extents_below(&c.free, 0, e.start - 1)

@@ -354,6 +354,21 @@ def test_a_batch_that_fails_gives_back_what_it_made_the_arena_grow(arena_of):
     assert len(arena.alloc_many([MIB] * 7)) == 7
 
 
+def test_a_batch_that_fails_leaves_the_holes_as_they_were(arena_of):
+    arena = arena_of()
+    arrays = [arena.empty(nbytes, "u1") for nbytes in (100, 20 * MIB, 100)]
+    arena.reset()
+    del arrays[1]
+    arena.trim()
+    with arena.scope():
+        arena.alloc(23 * MIB)  # behind the hole
+    before = unchanged_view(arena), arena._reserved()
+    with pytest.raises(OutOfMemory):
+        arena.alloc_many([23 * MIB, 15 * MIB, 64 * MIB])
+    assert (unchanged_view(arena), arena._reserved()) == before
+    assert len(arena.alloc_many([23 * MIB, 15 * MIB])) == 2
+
+
 class Meddling(Host):
     """Runs something while it gives memory."""
 
