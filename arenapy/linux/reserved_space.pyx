@@ -236,14 +236,16 @@ def commit(size_t address, size_t nbytes):
     checked(rc)
 
 
-def decommit(size_t address, size_t nbytes, *, bint shared=False):
+def decommit(size_t address, size_t nbytes, *, int shared_by=0):
     """Give the pages of a part back, locked or not. It stays accessible, and reads as zeros.
 
-    Of shared memory they go from the file (``MADV_REMOVE``), so for every process.
+    Of shared memory they go from the file (``MADV_REMOVE``), so for every process. Therefore only
+    the process `shared_by` does so: a child may be forked while its parent makes this call.
     """
-    cdef int rc
+    cdef int rc = 0
     with nogil:
-        rc = vm_decommit(<void*>address, nbytes, shared)
+        if shared_by == 0 or shared_by == getpid():
+            rc = vm_decommit(<void*>address, nbytes, shared_by != 0)
     checked(rc)
 
 

@@ -2,6 +2,7 @@
 # Every function returns a negative errno on failure; none raises, none allocates.
 
 from libc.stdint cimport uint64_t
+from posix.types cimport pid_t
 
 # A descriptor, and the file that it was opened for. Programs close descriptors that they do not
 # know (daemons call os.closerange), and the number is then given to another file.
@@ -14,7 +15,7 @@ cdef struct OpenFile:
 # A file descriptor and its owner: it is closed when this object goes, if nobody has taken it over.
 cdef class Descriptor:
     cdef OpenFile file                 # none: there is none, or somebody else owns it
-    cdef readonly bint made            # the open of it made the file (O_EXCL)
+    cdef pid_t made_in                 # the process whose open of it made the file (O_EXCL), or 0
 
     # Take a new descriptor over; if it fails, that is closed.
     cdef int own(self, int fd) except -1

@@ -28,7 +28,7 @@ from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, MS_ASYNC,
     PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, msync, munlock, munmap,
 )
-from posix.unistd cimport close, ftruncate
+from posix.unistd cimport close, ftruncate, getpid
 
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.sealed cimport seal
@@ -148,7 +148,9 @@ cdef extern from * nogil:
             for (i = 0; i < n; i++) {
                 int fd;
                 memcpy(&fd, CMSG_DATA(one) + i * sizeof fd, sizeof fd);
-                if (k < most) files[k++] = fd; else close(fd);
+                if (k == most) close(fd);
+                else if ((fd = arenapy_above_standard(fd)) < 0) *lost = 1;
+                else files[k++] = fd;
             }
         }
         return got;
@@ -252,6 +254,7 @@ cdef extern from * nogil:
     int c_posix_fallocate "posix_fallocate"(int fd, long long offset, long long nbytes)
     int snprintf(char* out, size_t nbytes, const char* form, int value)
     int sched_yield()
+    int above_standard "arenapy_above_standard"(int fd)
     int open_above_standard "arenapy_open"(const char* name, int flags, int mode)
     int memfd_create "arenapy_memfd_create"(const char* name, unsigned flags)
     long mlock2 "arenapy_mlock2"(size_t address, size_t nbytes, int flags)
@@ -449,6 +452,11 @@ cdef class Descriptor:
             with nogil:
                 vm_close(&file)
 
+    @property
+    def made(self):
+        """Did this process make the file? A child that is forked meanwhile did not."""
+        return self.made_in == getpid()
+
     def fileno(self):
         """Its number, which is this object's; -1 if it owns none."""
         return self.file.fd
@@ -505,7 +513,7 @@ def open_file(path, int flags, int mode=0o666, list opened=None):
             fd = open_above_standard(name, flags, mode)
     if fd < 0:
         PyErr_SetFromErrnoWithFilenameObject(OSError, os.fspath(path))
-    file.made = flags & O_CREAT and flags & O_EXCL
+    file.made_in = getpid() if flags & O_CREAT and flags & O_EXCL else 0
     file.own(fd)
     return file
 
@@ -519,7 +527,7 @@ def duplicate_socket(int sock):
         If it is not a socket, or no descriptor is free.
     """
     from socket import SocketType
-    cdef int fd = fcntl(sock, F_DUPFD_CLOEXEC, 0)
+    cdef int fd = fcntl(sock, F_DUPFD_CLOEXEC, 3)        # not a standard file's number
     if fd < 0:
         fail()
     try:
@@ -576,6 +584,11 @@ def bundle(list files not None):
     cdef Py_ssize_t first
     if socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair):
         fail()
+    for n in range(2):
+        pair[n] = above_standard(pair[n])
+        if pair[n] < 0:
+            close(pair[1 - n])
+            fail()
     try:
         theirs.own(pair[1])
     except BaseException:
@@ -817,10 +830,12 @@ cdef class Renewal:
 
     cdef OpenFile file
     cdef long long before                # bytes; -1: nothing is to be undone
+    cdef pid_t process                   # a child that is forked meanwhile changes nothing
 
     def __cinit__(self):
         self.file.fd = -1
         self.before = -1
+        self.process = getpid()
 
     def __enter__(self):
         return self
@@ -840,6 +855,11 @@ cdef class Renewal:
         """Empty the file, and make it as large as that again. To be the last that may fail."""
         cdef int rc = EINTR if self.before > 0 else 0
         PyErr_CheckSignals()                 # and none from here on
+        if self.process != getpid():
+            raise ValueError(
+                "this process was forked while its parent mapped a file with mode='w+', which only "
+                "the parent may empty; map it anew"
+            )
         with nogil:
             while rc == EINTR:
                 rc = errno if ftruncate(self.file.fd, 0) else 0
@@ -851,7 +871,7 @@ cdef class Renewal:
         self.before = -1
 
     def __exit__(self, *_details):
-        if self.before >= 0:
+        if self.before >= 0 and self.process == getpid():
             with nogil:
                 ftruncate(self.file.fd, self.before)
             self.before = -1
@@ -867,7 +887,7 @@ seal(Renewal)
 def renewal(Descriptor file not None):
     """A new `Renewal` of an open file."""
     cdef Renewal self = Renewal.__new__(Renewal)       # before there is anything to own
-    cdef int fd = fcntl(file.file.fd, F_DUPFD_CLOEXEC, 0)
+    cdef int fd = fcntl(file.file.fd, F_DUPFD_CLOEXEC, 3)
     if fd < 0:
         fail()
     self.file = file.file

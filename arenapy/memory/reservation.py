@@ -14,6 +14,7 @@ To decommit a part is to punch a hole into the file, so its pages go for all pro
 that are free in the allocator are decommitted: no lease is on them, so nobody looks there.
 """
 
+import os
 import sys
 import time
 from contextlib import suppress
@@ -94,12 +95,14 @@ class Reservation:
     """
 
     __slots__ = (
-        "_failed", "_open", "_room", "_until", "_whole", "nbytes", "page_size", "region", "shared"
+        "_failed", "_open", "_room", "_shared_by", "_until", "_whole", "nbytes", "page_size",
+        "region", "shared",
     )  # fmt: skip
 
     def __init__(self, request: Request, region: Region) -> None:
         self._whole = request
         self.shared = region.kind == "shared"
+        self._shared_by = os.getpid() if self.shared else 0
         self._room, self._until = 0, 0.0
         self._open, self._failed = 0, False
         self.region = region
@@ -124,7 +127,7 @@ class Reservation:
             try:
                 opened = self._make_accessible(offset, nbytes)
                 if self.shared:  # others may have written there: what is committed is zero
-                    vm.decommit(address, nbytes, shared=True)
+                    vm.decommit(address, nbytes, shared_by=self._shared_by)
             except OSError as error:
                 raise request.explain_map(error) from error
             request.take(address)
@@ -146,7 +149,7 @@ class Reservation:
         ValueError, TypeError
             It is no part of this reservation, or the region is closed.
         """
-        vm.decommit(self._address(offset, nbytes), nbytes, shared=self.shared)
+        vm.decommit(self._address(offset, nbytes), nbytes, shared_by=self._shared_by)
 
     def _check(self, request: Request) -> None:
         """`request.check()`, unless what was free a moment ago is far more than was taken since.
@@ -185,7 +188,7 @@ class Reservation:
 
     def _give_back(self, address: int, nbytes: int, opened: bool) -> None:
         with suppress(OSError):  # shared memory that could not be made accessible
-            vm.decommit(address, nbytes, shared=self.shared)
+            vm.decommit(address, nbytes, shared_by=self._shared_by)
         with suppress(OSError):  # of either, if splitting the mapping needs one too many
             if self._whole.options.lock:
                 vm.unlock(address, nbytes)
