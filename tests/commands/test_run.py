@@ -573,6 +573,23 @@ def test_threads_that_use_arenapy_first_at_once(script, tmp_path):
     assert_alike(tmp_path, "script.py", status=0)
 
 
+def test_a_mocked_clock_is_the_program_s_alone(script, tmp_path):
+    script(
+        """
+        import time
+        from unittest import mock
+        import numpy as np
+        with mock.patch("time.perf_counter", side_effect=[10.0, 12.0]), mock.patch(
+            "time.process_time", side_effect=[5.0]
+        ):
+            start = time.perf_counter()
+            np.ones(1_000_000)
+            print(time.perf_counter() - start, time.process_time())
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
 def test_environment_set_before_numpy_has_its_effect(script, tmp_path):
     script(
         """

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
+from time import perf_counter, process_time
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +75,7 @@ class TimedHost:
         return None if reservation is None else _TimedReservation(reservation, self)
 
     def _counted(self, get: Callable[[], Got], nbytes: int) -> Got:
-        start = time.perf_counter(), time.process_time()
+        start = perf_counter(), process_time()
         try:
             got = get()
         except MemoryError as error:
@@ -84,7 +84,7 @@ class TimedHost:
         except BaseException as error:  # a signal's
             self.refusal = f"{type(error).__name__} interrupted the request for memory"
             raise
-        seconds, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+        seconds, cpu = perf_counter() - start[0], process_time() - start[1]
         pool = None if self.pool is None else self.pool()
         before = sum(size for _, size in pool._reserved()) if pool is not None else 0
         with self._lock:
