@@ -660,6 +660,9 @@ def test_a_program_without_numpy(script, tmp_path):
     assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
 
 
+NOT_OURS = "arenapy run: the program has its own numpy or finder, so there was no pool\n"
+
+
 def test_a_program_whose_own_finder_loads_numpy(script, tmp_path):
     script(
         """
@@ -670,7 +673,14 @@ def test_a_program_whose_own_finder_loads_numpy(script, tmp_path):
         """
     )
     report = assert_alike(tmp_path, "script.py", status=0)
-    assert report == "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
+    assert report == NOT_OURS
+
+
+@pytest.mark.parametrize("name", ["numpy.py", "numpy/__init__.py"])
+def test_a_program_with_a_numpy_of_its_own(script, tmp_path, name):
+    script("class ndarray: ...", name)
+    script("import numpy; print(vars(numpy)['ndarray'])")
+    assert assert_alike(tmp_path, "script.py", status=0) == NOT_OURS
 
 
 @pytest.mark.parametrize("options", [["--initial-bytes", "900T"], ["--max-bytes", "1"]])
