@@ -37,6 +37,7 @@ from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.pool.stream_cache cimport StreamCache, StreamCaches, new_stream_caches
 from arenapy.memory.region cimport ask_source
 
+from arenapy.allocator.allocator import note_reset
 from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
@@ -848,6 +849,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         >>> pool.stats().peak_bytes
         0
         """
+        note_reset(self)
         self.core.reset_peaks()
 
     def blocks(self):
