@@ -213,7 +213,7 @@ class Session:
         try:
             self.apart(self._report)
         except (ImportError, OSError, ValueError) as error:  # a closed or full file
-            _say(f"no report: {error}")
+            _say(f"the report is not complete: {error}")
 
     def _measured(self, when: str) -> None:
         """Write down what was measured, for ``arenapy compare``; what fails is left out."""
