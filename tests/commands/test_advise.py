@@ -767,6 +767,13 @@ def test_run_and_advise(tmp_path, monkeypatch):
     assert made.kind == "Pool, NumPy" and made.complete
 
 
+def test_a_trace_that_goes_with_the_advice_is_not_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(advise, "run_worker", Worker({"malloc": 2.0}))
+    done = run_advised(tmp_path, "import numpy", "--json", "a.json")
+    assert "arenapy run: NumPy's memory" in done.stderr and "  trace " not in done.stderr
+    assert json.loads((tmp_path / "a.json").read_text())["trace"] is None
+
+
 def test_a_program_without_numpy_has_no_advice(tmp_path):
     queue().save(tmp_path / "a.trace")  # of another program
     done = run_advised(tmp_path, "print(1)", "--trace", "a.trace")

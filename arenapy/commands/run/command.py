@@ -171,6 +171,7 @@ def command(
 
         settings["json"] = json_file and absolute(json_file)
         settings["trace"] = trace and absolute(trace)
+        settings["trace_stays"] = options.trace is not None  # else it is only for --advise
     environment[OPTIONS] = ascii(settings)
     return line, environment
 
@@ -215,6 +216,7 @@ def start_of(
         "report": False,
         "json": None,
         "trace": None,
+        "trace_stays": False,
         "sites": 0,
     }
     others = None if flags else kept["PYTHONPATH"]
