@@ -312,6 +312,11 @@ def _made(
     sock: socket.SocketType, head: bytes, file: vm.Descriptor
 ) -> Buffer | np.ndarray[Any, Any]:
     """The Buffer or array of a message. Its memory takes the descriptor over."""
+    # Now: to wait for more of what is no message may be to wait for ever.
+    if not MAGIC.startswith(head[: len(MAGIC)]):
+        raise _no_message(head)
+    if file.fileno() < 0:
+        raise ValueError("the message has no descriptor of shared memory; close the connection")
     head += _exactly(sock, HEAD.size - len(head))
     magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
     if (
@@ -325,10 +330,7 @@ def _made(
         or offset >= 1 << 62
         or at >= nbytes
     ):
-        raise ValueError(
-            f"{head[:16]!r} is not the head of a message of arenapy.send(): the other side sends "
-            "something else, or another version; close the connection"
-        )
+        raise _no_message(head)
     n = 2 * ndim if kind == ARRAY else ndim
     rest = _exactly(sock, 8 * n + n_dtype)
     layout = struct.unpack_from(f"<{n}q", rest)
@@ -336,8 +338,6 @@ def _made(
         typed = (layout, _dtype_of(rest[8 * n :])) if kind & TYPED else None
         place = _exactly(sock, PLACE_BYTES)
         return shared.receive_of_device(file, place, nbytes, bool(readonly), typed)
-    if file.fileno() < 0:
-        raise ValueError("the message has no descriptor of shared memory; close the connection")
     _check_memory(file.fileno(), offset, nbytes)
     page_size = vm.huge_page(file.fileno()) or vm.PAGE_SIZE
     received = (file, None, offset, nbytes, page_size, bool(readonly))
@@ -348,6 +348,13 @@ def _made(
         return shared.receive_buffer(*received, (layout, dtype))
     return shared.receive_array(
         received, layout[:ndim], layout[ndim:], at, dtype, writeable=not readonly
+    )
+
+
+def _no_message(head: bytes) -> ValueError:
+    return ValueError(
+        f"{head[:16]!r} is not the head of a message of arenapy.send(): the other side sends "
+        "something else, or another version; close the connection"
     )
 
 

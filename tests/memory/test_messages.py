@@ -617,9 +617,20 @@ def owned(x):
     raise AssertionError("no memory")
 
 
-def test_a_message_without_a_descriptor(pair):
-    pair[0].sendall(message())
-    with pytest.raises(ValueError, match="no descriptor"):
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (message(), "no descriptor"),
+        (message()[:1], "no descriptor"),
+        (b"done", "b'done' is not the head of a message"),
+        (b"\0\0\0\5hello", "is not the head of a message"),
+    ],
+)
+def test_a_message_without_a_descriptor(data, says, pair):
+    """Nor is more of it waited for: the other side may wait for an answer."""
+    pair[1].settimeout(10)
+    pair[0].sendall(data)
+    with pytest.raises(ValueError, match=says):
         arenapy.receive(pair[1])
 
 
