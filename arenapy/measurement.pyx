@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from arenapy.linux import vm
-from arenapy.allocator.allocator import Allocator, call_at_end, live_allocators
+from arenapy.allocator.allocator import Allocator, call_at_end, call_at_reset, live_allocators
 from arenapy.base.text import format_bytes, html_table
 
 __all__ = ["Measurement", "measure"]
@@ -316,6 +316,13 @@ class _Watch:
         self.read(allocator)
         self.peaks.pop(measurement, None)
         self.read(allocator)  # the one before is shown again, which is no less
+        self._drop_unused(allocator)
+
+    def note_reset(self, allocator: Allocator) -> None:
+        self._raise(allocator._exchange_peak(None))
+        self._drop_unused(allocator)
+
+    def _drop_unused(self, allocator: Allocator) -> None:
         if len(self.peaks) == 1 and _watches.get(id_of(allocator)) is self:
             del _watches[id_of(allocator)]
 
@@ -373,4 +380,12 @@ def _note_end(allocator: Allocator) -> None:
                 one._at_first.pop(id_of(allocator), None)
 
 
+def _note_reset(allocator: Allocator) -> None:
+    """Add the peak that an allocator is about to forget to those who measure it."""
+    if _running or _watches:
+        with _lock:
+            _watch(allocator).note_reset(allocator)
+
+
 call_at_end(_note_end)
+call_at_reset(_note_reset)

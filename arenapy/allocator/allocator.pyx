@@ -47,6 +47,7 @@ from arenapy.memory.sources import Existing, File, Host, Shared
 # Not in the module's dict, which the interpreter empties while allocators still end.
 cdef dict alive = {}         # weak references to all that live, by id
 cdef list at_end = []        # to be called with each that is about to end
+cdef list at_reset = []      # to be called with each whose peak is about to be restarted
 
 
 def live_allocators():
@@ -61,6 +62,17 @@ def call_at_end(note):
     It must be compiled: a signal's exception at a bytecode of it would be printed, and lost.
     """
     at_end.append(note)
+
+
+def call_at_reset(note):
+    """Call `note(allocator)` whenever the peak of an allocator is about to be restarted."""
+    at_reset.append(note)
+
+
+def note_reset(Allocator allocator):
+    """Before `reset_peak()`."""
+    for note in at_reset:
+        note(allocator)
 
 
 cdef int complete(Allocator one) except -1:

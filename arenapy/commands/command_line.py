@@ -119,7 +119,7 @@ def check_outputs(
     files = {option: path for option, (path, _) in written.items()} | dict(read or {})
     try:
         outputs.check_apart({what: path for what, path in files.items() if path is not None})
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -6,8 +6,11 @@ imports this when the user types ``%load_ext arenapy``, and hands itself over.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from arenapy.base.text import format_bytes, html_table
@@ -59,7 +62,7 @@ class _Cells:
         prefaulted, seconds = self.source.nbytes, self.source.seconds
         self.pool.reset_peak()
         faults, start = minor_faults(), time.perf_counter()
-        with self.memory:
+        with self.memory, _semicolon_of(self.shell, cell):
             result = self.shell.run_cell(cell)  # shows its value, or how it fails
         took, faults = time.perf_counter() - start, minor_faults() - faults
         after, lacks = self.pool.stats(), self.memory.stats()
@@ -85,17 +88,33 @@ class _Cells:
             raise error
 
 
+@contextmanager
+def _semicolon_of(shell: Any, cell: str) -> Iterator[None]:
+    """Meanwhile a semicolon at the end of `cell` silences its value, as that of a cell does.
+
+    IPython looks for one in its history, which has the line that called us.
+    """
+    hook = shell.displayhook
+    hook.quiet = lambda: hook.semicolon_at_end_of_expression(cell)
+    try:
+        yield
+    finally:
+        del hook.quiet
+
+
 def _show_no_more(shell: Any, error: BaseException) -> None:
     """Let IPython show nothing of an exception until the cell under way has ended."""
-    try:
-        error._render_traceback_ = list  # type: ignore[attr-defined]
-    except Exception:  # its class lets nobody set attributes: it is shown twice
-        return
+    show = shell.showtraceback
+
+    def show_others(exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
+        if (exc_tuple or sys.exc_info())[1] is not error:
+            show(exc_tuple, *arguments, **options)
 
     def ended(*_: object) -> None:
         shell.events.unregister("post_run_cell", ended)
-        vars(error).pop("_render_traceback_", None)
+        vars(shell).pop("showtraceback", None)
 
+    shell.showtraceback = show_others
     shell.events.register("post_run_cell", ended)
 
 

@@ -5,11 +5,15 @@ the check of a request against them. Nothing is cached: limits change while a pr
 
 Faulting in more than a cgroup allows ends in a SIGKILL, not in an error; so a region that is to be
 populated is compared with what is free before the first page is asked for.
+
+The functions of other modules are bound at the import, here and wherever an allocator asks for
+memory: a program's tests may replace ``open`` or ``os.path.join`` by a mock, and make arrays.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import F_OK, PathLike, access, listdir, sysconf
+from os.path import dirname, join, normpath
 from typing import NamedTuple, TypeAlias
 
 from arenapy.base.text import format_bytes, html_table
@@ -21,8 +25,9 @@ __all__ = [
     "numa_nodes", "read_limits",
 ]  # fmt: skip
 
-Folder: TypeAlias = str | os.PathLike[str]
+Folder: TypeAlias = str | PathLike[str]
 
+_open = open
 PROC = "/proc"
 SYS = "/sys"
 PAGE_TABLE_SHARE = 512  # one 8-byte entry for each 4 KiB page
@@ -258,14 +263,14 @@ def read_limits(proc: Folder = PROC) -> Iterator[Limit]:
 
 def machine_nbytes() -> int:
     """The memory of the machine in bytes, which needs neither ``/proc`` nor a descriptor."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGESIZE")
 
 
 def huge_pools(sys: Folder = SYS) -> dict[int, HugePool]:
     """The hugetlbfs pages by size; empty where the kernel has no support for them."""
     pools = {}
     folder = f"{sys}/kernel/mm/hugepages"
-    for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+    for entry in listdir(folder) if access(folder, F_OK) else ():
         if not (entry.startswith("hugepages-") and entry.endswith("kB")):
             continue
         size = int(entry.removeprefix("hugepages-").removesuffix("kB")) << 10
@@ -344,15 +349,15 @@ def _cgroup_folders(proc: Folder, version: _Version) -> Iterator[str]:
         if kind != version.filesystem or (version is _V1 and "memory" not in options.split(",")):
             continue
         root, point = (_unescape(word) for word in before.split(" ")[3:5])
-        group = mount = os.path.normpath(point)
+        group = mount = normpath(point)
         if name == root or name.startswith(root.rstrip("/") + "/"):
             inside = name.removeprefix(root.rstrip("/")).lstrip("/")
-            within = os.path.normpath(os.path.join(mount, inside))
-            if ".." not in inside.split("/") and os.path.isdir(within):
+            within = normpath(join(mount, inside))
+            if ".." not in inside.split("/") and access(within, F_OK):
                 group = within
         yield group
         while group != mount:
-            group = os.path.dirname(group)
+            group = dirname(group)
             yield group
         return  # further mounts show the same hierarchy
 
@@ -389,7 +394,7 @@ def _cgroup_limit(group: str, version: _Version) -> Limit | None:
 
 def _read(path: str) -> str | None:
     try:
-        with open(path, errors="surrogateescape") as file:
+        with _open(path, errors="surrogateescape") as file:
             return file.read().strip()
     except OSError:
         return None
@@ -408,7 +413,7 @@ def _pairs(path: str) -> dict[str, int]:
 
 def _meminfo(path: str) -> dict[str, int]:
     """The figures of ``/proc/meminfo`` that have a unit, in bytes."""
-    with open(path) as file:
+    with _open(path) as file:
         words = [line.split() for line in file]
     return {word[0].rstrip(":"): int(word[1]) << 10 for word in words if word[2:] == ["kB"]}
 

@@ -116,7 +116,7 @@ def check_apart(named: Mapping[str, Path]) -> None:
         try:
             found = os.stat(path)
         except OSError:
-            key: object = os.path.realpath(path)
+            key: object = os.path.realpath(absolute(path))
         else:
             if not stat.S_ISREG(found.st_mode):
                 continue  # a terminal or a pipe may be both standard input and output
@@ -141,20 +141,14 @@ def write(path: Path, data: bytes, kind: Kind) -> None:
         As `check`, or it cannot be written. The old file is then still there, unless neither the
         folder nor a mount lets it be replaced.
     """
-    done = False
-    while not done:  # until the file that was looked at is the one that is replaced
-        with _held(path, kind) as old:
-            place = _place(path)
-            if old is not None and _is_at(path, old) and not _has_name(place, old):
-                _write_over(path, data)
-                return
-            try:
-                done = _replace(place, data, old)
-            except OSError as error:
-                if old is None or error.errno not in IN_PLACE:
-                    raise
-                _write_over(path, data)
-                return
+    try:
+        while not _written(path, data, kind):
+            pass
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # it says which file
+            raise
+        text = f"{os.fspath(path)!r} cannot be written ({error.strerror}): name another file"
+        raise OSError(error.errno, text) from error
 
 
 def begin(path: Path, kind: Kind) -> vm.Descriptor:
@@ -191,6 +185,20 @@ def begin(path: Path, kind: Kind) -> vm.Descriptor:
             file.close()
             raise
         file.close()  # replaced in between: another file has the name
+
+
+def _written(path: Path, data: bytes, kind: Kind) -> bool:
+    """False: the file that was looked at is not the one that would be replaced."""
+    with _held(path, kind) as old:
+        place = _place(path)
+        if old is None or not _is_at(path, old) or _has_name(place, old):
+            try:
+                return _replace(place, data, old)
+            except OSError as error:
+                if old is None or error.errno not in IN_PLACE:
+                    raise
+        _write_over(path, data)
+        return True
 
 
 @contextmanager
@@ -251,7 +259,12 @@ def absolute(path: Path) -> str:
     Unlike ``os.path.abspath`` it leaves ".." in the name, which may follow a link to a folder.
     """
     name = os.fsdecode(path)
-    return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+    try:
+        return name if os.path.isabs(name) else os.path.join(os.getcwd(), name)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{name!r}: the current folder was removed; go to another"
+        ) from None
 
 
 def _place(path: Path) -> str:

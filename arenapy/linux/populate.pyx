@@ -11,6 +11,7 @@ Thread-safety: every function may be called from any thread; the GIL is released
 """
 
 import os
+from os import sched_getaffinity
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
@@ -208,7 +209,7 @@ def prefault(size_t address, size_t nbytes, *, bint writable=True, int threads=0
     cdef sigset_t everything, before
     nbytes = (nbytes + BASE_PAGE - 1) & ~(BASE_PAGE - 1)
     if threads <= 0:
-        threads = min(len(os.sched_getaffinity(0)), THREADS_DEFAULT)
+        threads = min(len(sched_getaffinity(0)), THREADS_DEFAULT)
         threads = <int>min(<size_t>threads, nbytes // (SLICE_MAX // 2))
     threads = min(max(threads, 1), THREADS_MAX)
     if slice_nbytes == 0:

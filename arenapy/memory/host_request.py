@@ -18,6 +18,7 @@ from arenapy.linux import vm
 from arenapy.linux.limits import check_request, huge_pools, memory_info, numa_nodes, read_limits
 from arenapy.linux.reserved_space import Mapping
 
+_open = open  # see limits
 MIB = 1 << 20
 THP_SIZE = 2 * MIB  # what huge_pages="auto" aligns to
 PAGE_SIZES = {None: vm.PAGE_SIZE, "auto": vm.PAGE_SIZE, "2M": 2 * MIB, "1G": 1024 * MIB}
@@ -248,7 +249,7 @@ def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Except
 
 def _mappings() -> tuple[int, int]:
     """How many mappings this process has, and may have."""
-    with open("/proc/self/maps", "rb") as lines, open("/proc/sys/vm/max_map_count") as most:
+    with _open("/proc/self/maps", "rb") as lines, _open("/proc/sys/vm/max_map_count") as most:
         return sum(1 for _ in lines), int(most.read())
 
 

@@ -91,19 +91,63 @@ def _let_go(sock: socket.SocketType, connection: socket.socket | Connection) -> 
 
 def _dtype_text(dtype: np.dtype[Any]) -> bytes:
     """The text of a dtype for `_dtype_of`: its name, or the fields of a structured one."""
-    text = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
-    return text.encode()
+    description = _description(dtype)
+    text = (description if isinstance(description, str) else repr(description)).encode()
+    try:
+        found = _dtype_of(text)
+        if found == dtype and found.type is dtype.type:
+            return text
+    except ValueError:
+        if dtype.hasobject:
+            raise
+    raise ValueError(
+        f"dtype={dtype} cannot be sent, because no text describes it: send a view of bytes "
+        "(x.view('u1'))"
+    )
+
+
+def _description(dtype: np.dtype[Any]) -> Any:
+    """A dtype in strings, numbers, tuples and dicts, for `_described`."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _description(base), shape
+    if dtype.fields is None or dtype.names is None:
+        # The `str` of a type that another package has, such as bfloat16, is that of its bytes.
+        return dtype.name if dtype.isbuiltin == 2 else dtype.str
+    fields = [dtype.fields[name] for name in dtype.names]
+    return {
+        "names": list(dtype.names),
+        "formats": [_description(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "titles": [field[2] if len(field) > 2 else None for field in fields],
+        "itemsize": dtype.itemsize,
+        "aligned": dtype.isalignedstruct,
+        "record": dtype.type is np.record,
+    }
+
+
+def _described(description: Any) -> np.dtype[Any]:
+    record = False
+    if isinstance(description, tuple):
+        base, shape = description
+        description = _described(base), shape
+    elif isinstance(description, dict):
+        record = description.pop("record")
+        description["formats"] = [_described(one) for one in description["formats"]]
+    found = np.dtype(description)
+    return np.dtype((np.record, found)) if record else found
 
 
 def _dtype_of(text: bytes) -> np.dtype[Any]:
     """The dtype of a text of a peer's, which may be anything."""
     try:
-        if text[:1] in b"[{(":
-            dtype = np.lib.format.descr_to_dtype(ast.literal_eval(text.decode()))
-        else:
-            dtype = np.dtype(text.decode())
+        structured = text[:1] in b"[{("
+        dtype = _described(ast.literal_eval(text.decode()) if structured else text.decode())
     except MALFORMED as error:  # not Exception: a signal's may come here
-        raise ValueError(f"dtype={text[:100]!r} cannot be understood") from error
+        raise ValueError(
+            f"dtype={text[:100]!r} cannot be understood; if a package has it (ml_dtypes has "
+            "bfloat16), import that first"
+        ) from error
     if dtype.hasobject:
         raise ValueError(f"dtype={dtype} holds references to Python objects")
     return dtype
@@ -136,8 +180,8 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
     CudaError
         If a stream that uses the Buffer is being captured into a graph. Nothing is sent.
     TypeError, ValueError
-        If `thing` is not a Buffer or an array, or is a closed Buffer, or if the connection cannot
-        carry descriptors. Nothing is sent.
+        If `thing` is not a Buffer or an array, or is a closed Buffer, if no text describes its
+        dtype, or if the connection cannot carry descriptors. Nothing is sent.
     OSError
         If the other side is gone, no descriptor is free, or too many messages were not received
         yet (``ETOOMANYREFS``). After a timeout in the middle of a message, close the connection.
@@ -236,7 +280,8 @@ def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, 
     EOFError
         If the other side closed the connection, or ended in the middle of a message.
     ValueError
-        If the data is not a whole message of :func:`send`. Close the connection.
+        If the data is not a whole message of :func:`send`, or no imported package has the type:
+        ``ml_dtypes`` has ``bfloat16``, for instance. Close the connection.
     OutOfMemory, OSError
         If no address space or descriptor is left, or the connection fails or times out.
 
@@ -267,6 +312,11 @@ def _made(
     sock: socket.SocketType, head: bytes, file: vm.Descriptor
 ) -> Buffer | np.ndarray[Any, Any]:
     """The Buffer or array of a message. Its memory takes the descriptor over."""
+    # Now: to wait for more of what is no message may be to wait for ever.
+    if not MAGIC.startswith(head[: len(MAGIC)]):
+        raise _no_message(head)
+    if file.fileno() < 0:
+        raise ValueError("the message has no descriptor of shared memory; close the connection")
     head += _exactly(sock, HEAD.size - len(head))
     magic, kind, readonly, ndim, n_dtype, offset, nbytes, at = HEAD.unpack(head)
     if (
@@ -280,10 +330,7 @@ def _made(
         or offset >= 1 << 62
         or at >= nbytes
     ):
-        raise ValueError(
-            f"{head[:16]!r} is not the head of a message of arenapy.send(): the other side sends "
-            "something else, or another version; close the connection"
-        )
+        raise _no_message(head)
     n = 2 * ndim if kind == ARRAY else ndim
     rest = _exactly(sock, 8 * n + n_dtype)
     layout = struct.unpack_from(f"<{n}q", rest)
@@ -291,8 +338,6 @@ def _made(
         typed = (layout, _dtype_of(rest[8 * n :])) if kind & TYPED else None
         place = _exactly(sock, PLACE_BYTES)
         return shared.receive_of_device(file, place, nbytes, bool(readonly), typed)
-    if file.fileno() < 0:
-        raise ValueError("the message has no descriptor of shared memory; close the connection")
     _check_memory(file.fileno(), offset, nbytes)
     page_size = vm.huge_page(file.fileno()) or vm.PAGE_SIZE
     received = (file, None, offset, nbytes, page_size, bool(readonly))
@@ -303,6 +348,13 @@ def _made(
         return shared.receive_buffer(*received, (layout, dtype))
     return shared.receive_array(
         received, layout[:ndim], layout[ndim:], at, dtype, writeable=not readonly
+    )
+
+
+def _no_message(head: bytes) -> ValueError:
+    return ValueError(
+        f"{head[:16]!r} is not the head of a message of arenapy.send(): the other side sends "
+        "something else, or another version; close the connection"
     )
 
 

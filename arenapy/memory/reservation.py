@@ -16,8 +16,8 @@ that are free in the allocator are decommitted: no lease is on them, so nobody l
 
 import os
 import sys
-import time
 from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from arenapy.base.text import format_bytes
@@ -157,7 +157,7 @@ class Reservation:
         A program that begins commits several parts at once. To read all limits takes longer than
         to fault in one of them, and a dozen turns of the interpreter's lock.
         """
-        now = time.monotonic()
+        now = monotonic()
         if request.mapped > self._room or now > self._until:
             self._room, self._until = request.check() // SHARE, now + MOMENT
         self._room -= request.mapped

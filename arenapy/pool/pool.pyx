@@ -8,8 +8,8 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-import time
 from collections.abc import Iterable, Mapping
+from time import monotonic, perf_counter
 
 from arenapy.allocator.allocator cimport (
     Allocator, begun, check_growth, check_source, complete, grown_in_c, moved,
@@ -37,6 +37,7 @@ from arenapy.pool.memory cimport PoolMemory, checked_limit
 from arenapy.pool.stream_cache cimport StreamCache, StreamCaches, new_stream_caches
 from arenapy.memory.region cimport ask_source
 
+from arenapy.allocator.allocator import note_reset
 from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.linux.limits import machine_nbytes
@@ -329,7 +330,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     cdef size_t trim_old(self) except? 0:
         cdef double now
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
-            now = time.monotonic()
+            now = monotonic()
             if now >= self.streams_due:
                 self.streams_due = now + self.core.timed / STREAM_LOOKS
                 if self.streams is not None:
@@ -663,8 +664,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """
         from arenapy.stats import Defragmented
 
-        start = time.perf_counter()
-        return Defragmented(self.trim(), 1e3 * (time.perf_counter() - start))
+        start = perf_counter()
+        return Defragmented(self.trim(), 1e3 * (perf_counter() - start))
 
     def _trim_stale(self):
         """Give back now what `trim_after` would give back; return the bytes."""
@@ -848,6 +849,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         >>> pool.stats().peak_bytes
         0
         """
+        note_reset(self)
         self.core.reset_peaks()
 
     def blocks(self):

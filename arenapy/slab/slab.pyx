@@ -23,6 +23,7 @@ from arenapy.memory.region cimport Region
 from arenapy.slab.core cimport SlabCore, SlabFigures, Stack
 from arenapy.slab.hot_path cimport cache_alloc, forbid_from
 
+from arenapy.allocator.allocator import note_reset
 from arenapy.base.text import format_bytes, reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.slab.check import listing, verify
@@ -485,6 +486,7 @@ cdef class Slab(Allocator):
         >>> slab.stats().peak_bytes
         0
         """
+        note_reset(self)
         self._exchange_peak(None)
 
     def _tally(self):

@@ -767,6 +767,13 @@ def test_run_and_advise(tmp_path, monkeypatch):
     assert made.kind == "Pool, NumPy" and made.complete
 
 
+def test_a_trace_that_goes_with_the_advice_is_not_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(advise, "run_worker", Worker({"malloc": 2.0}))
+    done = run_advised(tmp_path, "import numpy", "--json", "a.json")
+    assert "arenapy run: NumPy's memory" in done.stderr and "  trace " not in done.stderr
+    assert json.loads((tmp_path / "a.json").read_text())["trace"] is None
+
+
 def test_a_program_without_numpy_has_no_advice(tmp_path):
     queue().save(tmp_path / "a.trace")  # of another program
     done = run_advised(tmp_path, "print(1)", "--trace", "a.trace")
@@ -789,15 +796,15 @@ def test_a_program_that_is_killed_has_no_advice(tmp_path):
 
 
 def test_signals_reach_the_program(tmp_path):
-    """Ctrl-C goes to both processes, and the program alone obeys; a SIGTERM is passed on."""
+    """Those of the group once, as Ctrl-C, and those of the command. The program alone obeys."""
     (tmp_path / "work.py").write_text(
         textwrap.dedent("""
         import signal, sys, time
         def obey(number, frame):
             print(number, flush=True)
-            if number == signal.SIGTERM:
+            if number == signal.SIGQUIT:
                 sys.exit(7)
-        for number in signal.SIGINT, signal.SIGTERM:
+        for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT:
             signal.signal(number, obey)
         print("on", flush=True)
         while True:
@@ -811,9 +818,14 @@ def test_signals_reach_the_program(tmp_path):
         end = threading.Timer(TIMEOUT / 4, os.killpg, (process.pid, signal.SIGKILL))
         end.start()
         assert process.stdout.readline() == "on\n"
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout.readline() == f"{int(signal.SIGINT)}\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM:
+            process.send_signal(signal.SIGSTOP)
+            os.killpg(process.pid, number)
+            assert process.stdout.readline() == f"{int(number)}\n"
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)  # it may be passed on
+        for number in signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT:
+            process.send_signal(number)
+            assert process.stdout.readline() == f"{int(number)}\n"
         assert process.wait(TIMEOUT) == 7
         end.cancel()

@@ -573,6 +573,23 @@ def test_threads_that_use_arenapy_first_at_once(script, tmp_path):
     assert_alike(tmp_path, "script.py", status=0)
 
 
+def test_a_mocked_clock_is_the_program_s_alone(script, tmp_path):
+    script(
+        """
+        import time
+        from unittest import mock
+        import numpy as np
+        with mock.patch("time.perf_counter", side_effect=[10.0, 12.0]), mock.patch(
+            "time.process_time", side_effect=[5.0]
+        ):
+            start = time.perf_counter()
+            np.ones(1_000_000)
+            print(time.perf_counter() - start, time.process_time())
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
 def test_environment_set_before_numpy_has_its_effect(script, tmp_path):
     script(
         """
@@ -643,6 +660,9 @@ def test_a_program_without_numpy(script, tmp_path):
     assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
 
 
+NOT_OURS = "arenapy run: the program has its own numpy or finder, so there was no pool\n"
+
+
 def test_a_program_whose_own_finder_loads_numpy(script, tmp_path):
     script(
         """
@@ -653,7 +673,14 @@ def test_a_program_whose_own_finder_loads_numpy(script, tmp_path):
         """
     )
     report = assert_alike(tmp_path, "script.py", status=0)
-    assert report == "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
+    assert report == NOT_OURS
+
+
+@pytest.mark.parametrize("name", ["numpy.py", "numpy/__init__.py"])
+def test_a_program_with_a_numpy_of_its_own(script, tmp_path, name):
+    script("class ndarray: ...", name)
+    script("import numpy; print(vars(numpy)['ndarray'])")
+    assert assert_alike(tmp_path, "script.py", status=0) == NOT_OURS
 
 
 @pytest.mark.parametrize("options", [["--initial-bytes", "900T"], ["--max-bytes", "1"]])

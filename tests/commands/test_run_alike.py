@@ -204,10 +204,11 @@ def test_what_a_program_sees_however_python_is_started(both, start):
     assert both.alike(sees, ["script.py", "a"], python, env)
 
 
-def test_what_a_program_sees_without_a_locale(both):
-    """Python then sets LC_CTYPE, for its children, too: our own process must not have."""
-    unset = "LANG", "LC_ALL", "LC_CTYPE"
-    assert both.alike(sees, ["script.py", "a"], unset=unset, whole=True)
+@pytest.mark.parametrize("env", [{}, {"LC_CTYPE": "C"}, {"LC_CTYPE": "POSIX"}], ids=str)
+def test_what_a_program_sees_without_a_locale(both, env):
+    """Python then changes LC_CTYPE, for its children, too: our own process must not have."""
+    unset = {"LANG", "LC_ALL", "LC_CTYPE"} - env.keys()
+    assert both.alike(sees, ["script.py", "a"], env=env, unset=unset, whole=True)
 
 
 def test_without_site_it_is_refused(tmp_path):

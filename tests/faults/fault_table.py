@@ -179,7 +179,6 @@ TABLE = [
     row("trace record.*", "open", "ENOENT", "FileNotFoundError: No such file"),
     # What the file was before is asked twice.
     row("trace record.*", r"os\.f?stat", ANY, FINE, "OSError: Input/output error"),
-    row("region of (Host|Shared)", "os.stat", ANY, FINE),
     # NumPy's arrays are libc's if the pool cannot grow, and lazy zeros a mapping of their own.
     row("NumPy malloc, no libc", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NUMPY_NONE),
     row("NumPy malloc, libc's", "malloc", NO_MEMORY, NUMPY_NONE),

@@ -385,7 +385,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match=rf"{path}.*File too large.*another file"):
             outputs.write(path, b"arenatrc" + bytes(1 << 20), outputs.TRACE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -488,8 +488,20 @@ def test_pipes_and_devices_are_written_as_they_are(tmp_path):
     thread.join()
     assert found == [b"text"]
     outputs.write("/dev/null", b"text", outputs.PAGE)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"'/dev/full' cannot be written \(No space") as full:
         outputs.write("/dev/full", b"text", outputs.PAGE)
+    assert full.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("command", "line"), [(trace_command, ["x"]), (run, ["--json", "x", __file__])]
+)
+def test_a_folder_that_was_removed(tmp_path, monkeypatch, capsys, command, line):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(SystemExit):
+        command.main(line)
+    assert "'x': the current folder was removed; go to another" in capsys.readouterr().err
 
 
 def test_the_file_that_standard_output_goes_to_is_refused(tmp_path):
@@ -728,7 +740,9 @@ def test_a_run_writes_its_own_former_outputs_and_no_others(tmp_path):
     (tmp_path / "a.json").unlink()
     done = ours(tmp_path, "run", *written, "work.py", "a.json")
     assert (tmp_path / "a.json").read_text() == "precious"
-    assert f"no report: {str(tmp_path / 'a.json')!r} exists and is not" in done.stderr
+    assert (
+        f"the report is not complete: {str(tmp_path / 'a.json')!r} exists and is not" in done.stderr
+    )
     assert done.returncode == 0
     before = everything(tmp_path)
     done = ours(tmp_path, "run", "--json", "work.py", "a.json")

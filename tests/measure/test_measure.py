@@ -419,6 +419,25 @@ def test_a_copy_has_the_figures_so_far(copied, all_there_are):
         pass
 
 
+@pytest.mark.parametrize(
+    "make", [arenapy.Pool, lambda: arenapy.Slab(4096, count=512)], ids=["pool", "slab"]
+)
+@pytest.mark.parametrize("all_there_are", [False, True])
+def test_a_peak_that_is_reset_is_the_block_s(make, all_there_are):
+    one = make()
+    with measure(*[] if all_there_are else [one]) as m:
+        with measure(one) as inner:
+            del [one.alloc(4096) for _ in range(256)][:]
+            one.reset_peak()
+            one.alloc(4096)
+        with measure(one) as late:
+            one.alloc(4096)
+    assert m.peak >= inner.peak == one.stats().peak_bytes == MIB
+    assert late.peak == 4096
+    one.reset_peak()
+    assert one.stats().peak_bytes == 0
+
+
 def test_a_measurement_that_is_kept_keeps_no_allocator():
     one = Counting()
     gone = weakref.ref(one)

@@ -1,12 +1,22 @@
 """What every allocator does with a source that is none, cannot be one, or is more than it needs."""
 
 import gc
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from every import ALLOCATORS, ITEM, NBYTES, REUSING, adds_up, fill_up
 from helpers import PAGE, poke
 
-from arenapy import Existing, File, Host, OutOfMemory, Shared
+from arenapy import Existing, File, Host, OutOfMemory, Shared, memory_info
+
+#: What tests of programs replace, while arrays are made.
+MOCKED = [
+    *("builtins.open", "io.open", "os.access", "os.listdir", "os.open", "os.read", "os.stat"),
+    *("os.path.dirname", "os.path.exists", "os.path.isdir", "os.path.join", "os.path.normpath"),
+    *("os.cpu_count", "os.sched_getaffinity", "os.sysconf"),
+    *("time.monotonic", "time.perf_counter", "time.process_time", "time.time"),
+]
 
 
 @pytest.fixture(params=ALLOCATORS)
@@ -23,6 +33,17 @@ def test_read_only_memory_is_refused_with_the_reason_and_the_remedy(name, tmp_pa
         ALLOCATORS[name](source).alloc(8)
     assert any(remedy in str(caught.value) for remedy in ("r+", "buffer(", "readonly", "writable"))
     assert source.region().buffer()[:10].readonly, "the source was left as it was"
+
+
+@pytest.mark.parametrize("source", [Host, Shared])
+def test_mocks_of_a_program_are_not_called(name, source):
+    memory_info()  # some names are imported at their first use
+    with ExitStack() as stack:
+        mocks = [stack.enter_context(mock.patch(mocked)) for mocked in MOCKED]
+        block = ALLOCATORS[name](source()).alloc(8)
+        info = memory_info()
+    assert not any(one.mock_calls for one in mocks)
+    assert block.nbytes == 8 and info.available > 0
 
 
 def test_an_object_that_is_too_small_is_refused(name):

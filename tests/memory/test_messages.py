@@ -24,12 +24,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import in_child
+from numpy._core._rational_tests import rational
 
 import arenapy
 from arenapy import Bump, OutOfMemory, Pool, Shared, Slab
 from arenapy.memory import messages
 
 STRUCTURED = np.dtype([("a", "<i2"), ("b", "<f8", (2,)), ("c", "S3")])
+OVERLAPPING = {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2], "itemsize": 16}
+FIELDS = [
+    STRUCTURED[["c", "a"]],
+    np.dtype(OVERLAPPING | {"titles": [None, "title"]}),
+    np.dtype([("a", "i1"), ("b", STRUCTURED, (2,))], align=True),
+    np.dtype((np.record, [("a", "i4"), ("b", np.dtype((np.record, STRUCTURED)))])),
+]
 
 
 @pytest.fixture
@@ -93,6 +101,38 @@ def test_a_dtype_arrives(dtype, pair, pool):
     arenapy.send(pair[0], x)
     y = arenapy.receive(pair[1])
     assert y.dtype == x.dtype and y.tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FIELDS, ids=["order", "overlap", "aligned", "record"])
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_dtype_with_fields_arrives_as_it_is(dtype, typed, pair, pool):
+    x = pool.alloc(2 * dtype.itemsize)
+    arenapy.send(pair[0], x.view(2, dtype) if typed else x.array(2, dtype))
+    found = np.dtype(arenapy.receive(pair[1]).dtype)
+    assert repr(found) == repr(dtype) and found.fields == dtype.fields
+    assert found.isalignedstruct == dtype.isalignedstruct
+
+
+def test_a_type_of_another_package(pair, pool, monkeypatch):
+    """Its name says what it is where the package has registered it, and nothing else does."""
+    for x in pool.zeros(3, rational), pool.alloc(64).view(8, [("a", rational)]):
+        with pytest.raises(ValueError, match=r"rational.* cannot be sent.*x.view"):
+            arenapy.send(pair[0], x)
+        with monkeypatch.context() as registered:
+            registered.setitem(np.sctypeDict, "rational", rational)
+            arenapy.send(pair[0], x)
+            arenapy.send(pair[0], x)
+            assert arenapy.receive(pair[1]).dtype == x.dtype
+        with pytest.raises(ValueError, match=r"rational.*import that first"):
+            arenapy.receive(pair[1])
+
+
+def test_a_type_that_is_void_with_methods(pair, pool):
+    class Own(np.void):
+        pass
+
+    with pytest.raises(ValueError, match="cannot be sent"):
+        arenapy.send(pair[0], pool.zeros(2, np.dtype((Own, STRUCTURED))))
 
 
 def test_buffers_arrive_as_what_they_are(pair, pool):
@@ -540,6 +580,12 @@ HOSTILE = {
     "objects": ({"dtype": b"O"}, None, "references to Python objects"),
     "objects in a field": ({"dtype": b"[('a', '|O')]"}, None, "references to Python objects"),
     "code": ({"dtype": b"[__import__('os')]"}, None, "cannot be understood"),
+    "no fields": ({"dtype": b"{'record': 1}"}, None, "cannot be understood"),
+    "odd fields": (
+        {"dtype": b"{'record': 1, 'names': ['a'], 'formats': ['i4'], 'offsets': [-1]}"},
+        None,
+        "cannot be understood",
+    ),
     "no dtype": ({"dtype": b""}, None, "cannot be understood"),
     "deep": ({"dtype": b"[" * 5000}, None, "cannot be understood"),
     "a view": ({"kind": messages.TYPED, "layout": (513,)}, None, "4104|bytes"),
@@ -571,9 +617,20 @@ def owned(x):
     raise AssertionError("no memory")
 
 
-def test_a_message_without_a_descriptor(pair):
-    pair[0].sendall(message())
-    with pytest.raises(ValueError, match="no descriptor"):
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (message(), "no descriptor"),
+        (message()[:1], "no descriptor"),
+        (b"done", "b'done' is not the head of a message"),
+        (b"\0\0\0\5hello", "is not the head of a message"),
+    ],
+)
+def test_a_message_without_a_descriptor(data, says, pair):
+    """Nor is more of it waited for: the other side may wait for an answer."""
+    pair[1].settimeout(10)
+    pair[0].sendall(data)
+    with pytest.raises(ValueError, match=says):
         arenapy.receive(pair[1])
 
 

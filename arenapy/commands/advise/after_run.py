@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from arenapy.base.text import printable_lines
 from arenapy.commands.run.command import Options, command, program_words
@@ -36,7 +39,7 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
     OSError
         The program cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder, _group_witness() as witness:
         file = options.trace or os.path.join(folder, "program.trace")
         before = _state(file)
         # Until `_wait` knows what to do with a signal.
@@ -55,7 +58,7 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
             finally:
                 os._exit(127)  # and never this process's own exit
         os.close(write)
-        status = _wait(pid, mask)
+        status = _wait(pid, mask, witness)
         with open(error) as failure:
             if text := failure.read():
                 raise OSError(text)
@@ -89,14 +92,56 @@ def _advice(file: str | None, options: Options) -> list[str]:
     return ["arenapy advise", *(f"  {line}" for line in show(found))]
 
 
-def _wait(pid: int, mask: set[int]) -> int:
+@contextmanager
+def _group_witness() -> Iterator[socket.socket]:
+    """A process that knows which signals the whole process group got. See `_whole_group_got`."""
+    link, its_link = socket.socketpair()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            link.close()
+            while number := its_link.recv(1):
+                its_link.send(bytes([signal.sigtimedwait(number, 0) is not None]))
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    its_link.close()
+    try:
+        yield link
+    finally:
+        link.close()
+        os.waitpid(pid, 0)
+
+
+def _whole_group_got(number: int, witness: socket.socket) -> bool:
+    """True if a signal that came was sent to the process group, and not to this process alone."""
+    try:
+        witness.send(bytes([number]), socket.MSG_NOSIGNAL)
+        return witness.recv(1) == b"\1"
+    except OSError:  # it was killed
+        return False
+
+
+def _wait(pid: int, mask: set[int], witness: socket.socket) -> int:
     """The exit status of a child, which alone ends by Ctrl-C and what this process is sent.
 
     Meanwhile the signal mask is `mask`.
     """
+    came: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        came.append(number)
+        if len(came) > 1:  # this interrupted itself, and goes on
+            return
+        while came:
+            if not _whole_group_got(came[0], witness):
+                os.kill(pid, came[0])
+            del came[0]
+
     before = {number: signal.getsignal(number) for number in HEEDED}
     for number in PASSED_ON:
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.signal(number, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:

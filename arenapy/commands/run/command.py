@@ -134,10 +134,11 @@ def _seeing_environment(python: "Sequence[str]") -> list[str]:
     return line + ["-s", "-P"] * sys.flags.isolated
 
 
-def _had_at_start(name: str) -> bool:
-    """True if this process was started with an environment variable."""
+def _at_start(name: str) -> str | None:
+    """The value of an environment variable when this process started; None if there was none."""
     with open("/proc/self/environ", "rb") as file:
-        return any(word.startswith(f"{name}=".encode()) for word in file.read().split(b"\0"))
+        words = os.fsdecode(file.read()).split("\0")
+    return next((word[len(name) + 1 :] for word in words if word.startswith(f"{name}=")), None)
 
 
 def huge_heap(tunables: str | None) -> str:
@@ -170,6 +171,7 @@ def command(
 
         settings["json"] = json_file and absolute(json_file)
         settings["trace"] = trace and absolute(trace)
+        settings["trace_stays"] = options.trace is not None  # else it is only for --advise
     environment[OPTIONS] = ascii(settings)
     return line, environment
 
@@ -192,8 +194,11 @@ def start_of(
         hidden |= {name for name in environment if name.startswith("PYTHON")}
         line = _seeing_environment(python)
     kept = {name: environment.pop(name, None) for name in hidden}
-    if not _had_at_start("LC_CTYPE"):
-        environment.pop("LC_CTYPE", None)  # Python set it for a C locale, and will again
+    locale = _at_start("LC_CTYPE")  # Python changed it if it was C, and will again
+    if locale is None:
+        environment.pop("LC_CTYPE", None)
+    else:
+        environment["LC_CTYPE"] = locale
     settings: dict[str, Any] = {
         "pid": os.getpid(),  # execve keeps it
         "pool": pool,
@@ -211,6 +216,7 @@ def start_of(
         "report": False,
         "json": None,
         "trace": None,
+        "trace_stays": False,
         "sites": 0,
     }
     others = None if flags else kept["PYTHONPATH"]

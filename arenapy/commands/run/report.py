@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
+from time import perf_counter, process_time
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +75,7 @@ class TimedHost:
         return None if reservation is None else _TimedReservation(reservation, self)
 
     def _counted(self, get: Callable[[], Got], nbytes: int) -> Got:
-        start = time.perf_counter(), time.process_time()
+        start = perf_counter(), process_time()
         try:
             got = get()
         except MemoryError as error:
@@ -84,7 +84,7 @@ class TimedHost:
         except BaseException as error:  # a signal's
             self.refusal = f"{type(error).__name__} interrupted the request for memory"
             raise
-        seconds, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+        seconds, cpu = perf_counter() - start[0], process_time() - start[1]
         pool = None if self.pool is None else self.pool()
         before = sum(size for _, size in pool._reserved()) if pool is not None else 0
         with self._lock:
@@ -116,7 +116,7 @@ class ProgramMemory:
     options : mapping
         ``max_bytes``, ``initial_bytes``, ``huge_pages``, ``lock``, ``on_full``, ``libc``: as for
         `Pool`, `Host` and `numpy_memory`; ``trace`` (a file or None), ``sites``: as for
-        `trace.record`.
+        `trace.record`; ``trace_stays``: whether the report names the trace.
 
     Raises
     ------
@@ -131,6 +131,7 @@ class ProgramMemory:
         )
         self.source.pool = weakref.ref(self.pool)
         self.recording = self._begin_trace(options["trace"], options["sites"])
+        self.trace = self.recording.path if self.recording and options["trace_stays"] else None
         self.traced = ""  # for the report
         self.handler = numpy_memory(
             self.pool, on_full=options["on_full"], threads=True, libc=options["libc"]
@@ -153,9 +154,9 @@ class ProgramMemory:
         if self.recording is not None:
             try:
                 self.recording.stop()
-                nbytes = os.path.getsize(self.recording.path)
-                path = printable(self.recording.path)
-                self.traced = f"{path}, {format_bytes(nbytes)}; see arenapy trace"
+                if self.trace is not None:
+                    size = format_bytes(os.path.getsize(self.trace))
+                    self.traced = f"{printable(self.trace)}, {size}; see arenapy trace"
             except OSError as error:
                 self.traced = printable(str(error))
                 return False
@@ -193,7 +194,7 @@ class ProgramMemory:
             "fell_back": self.handler._figures(),
             "unreached_threads": sorted(self._unreached),
             "unreached_contexts": self._misses_contexts(),
-            "trace": None if self.recording is None else self.recording.path,
+            "trace": self.trace,
             "pool": pool,
         }
 

@@ -179,6 +179,8 @@ class Session:
 
     def begin(self) -> None:
         """NumPy is there: from now on its arrays are in a pool."""
+        if "numpy" in sys.modules and not any(map(_is_numpys_core, sys.modules.copy())):
+            return  # another module has this name
         try:
             if self.options["pool"]:
                 self.memory = self.apart(self._memory)
@@ -211,7 +213,7 @@ class Session:
         try:
             self.apart(self._report)
         except (ImportError, OSError, ValueError) as error:  # a closed or full file
-            _say(f"no report: {error}")
+            _say(f"the report is not complete: {error}")
 
     def _measured(self, when: str) -> None:
         """Write down what was measured, for ``arenapy compare``; what fails is left out."""
@@ -249,7 +251,7 @@ class Session:
         }
         text = "arenapy run: the program did not import NumPy, so there was no pool\n"
         if "numpy" in sys.modules:
-            text = "arenapy run: the program has its own finder for NumPy, so there was no pool\n"
+            text = "arenapy run: the program has its own numpy or finder, so there was no pool\n"
         if self.memory is not None:
             figures |= self.memory.figures()
             text = self.memory.text(figures)
@@ -325,6 +327,10 @@ def _remove_finders(these: "Callable[[object], bool]") -> None:
 
 def _top(name: str) -> str:
     return name.partition(".")[0]
+
+
+def _is_numpys_core(name: str) -> bool:
+    return name.startswith("numpy.") and name.endswith("core._multiarray_umath")
 
 
 def _finds(name: str, path: list[str]) -> bool:
