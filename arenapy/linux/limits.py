@@ -12,7 +12,7 @@ memory: a program's tests may replace ``open`` or ``os.path.join`` by a mock, an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os import F_OK, PathLike, access, listdir, sysconf
+from os import F_OK, PathLike, access, listdir, pread, sysconf
 from os.path import dirname, join, normpath
 from typing import NamedTuple, TypeAlias
 
@@ -392,10 +392,19 @@ def _cgroup_limit(group: str, version: _Version) -> Limit | None:
 # ---- reading -------------------------------------------------------------------------------
 
 
+def _contents(path: str) -> str:
+    """All of a file. Its position is not used: a child that is forked meanwhile would share it."""
+    parts, at = [], 0
+    with _open(path, "rb", buffering=0) as file:
+        while part := pread(file.fileno(), 1 << 16, at):
+            parts.append(part)
+            at += len(part)
+    return b"".join(parts).decode(errors="surrogateescape")
+
+
 def _read(path: str) -> str | None:
     try:
-        with _open(path, errors="surrogateescape") as file:
-            return file.read().strip()
+        return _contents(path).strip()
     except OSError:
         return None
 
@@ -413,8 +422,7 @@ def _pairs(path: str) -> dict[str, int]:
 
 def _meminfo(path: str) -> dict[str, int]:
     """The figures of ``/proc/meminfo`` that have a unit, in bytes."""
-    with _open(path) as file:
-        words = [line.split() for line in file]
+    words = [line.split() for line in _contents(path).splitlines()]
     return {word[0].rstrip(":"): int(word[1]) << 10 for word in words if word[2:] == ["kB"]}
 
 

@@ -302,9 +302,10 @@ def _check_access(path: Path, mode: int) -> None:
 def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
     """Put a new file in the place of an old one, or of none; False: another is there by now."""
     beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
+    opened: list[vm.Descriptor] = []
     try:
         with (
-            vm.open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as owner,
+            vm.open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, opened=opened) as owner,
             open(owner.fileno(), "wb", closefd=False) as file,
         ):
             if old is not None:
@@ -318,7 +319,8 @@ def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
         return True
     finally:
         with suppress(OSError):  # it has taken the place
-            os.unlink(beside)
+            if opened and opened[0].made:
+                os.unlink(beside)
 
 
 def _appear(beside: str, place: str, data: bytes) -> bool:

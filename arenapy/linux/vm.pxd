@@ -15,7 +15,8 @@ cdef struct OpenFile:
 # A file descriptor and its owner: it is closed when this object goes, if nobody has taken it over.
 cdef class Descriptor:
     cdef OpenFile file                 # none: there is none, or somebody else owns it
-    cdef pid_t made_in                 # the process whose open of it made the file (O_EXCL), or 0
+    cdef pid_t process                 # which opened it, if that was here
+    cdef bint new                      # that made the file (O_EXCL)
 
     # Take a new descriptor over; if it fails, that is closed.
     cdef int own(self, int fd) except -1

@@ -455,7 +455,7 @@ cdef class Descriptor:
     @property
     def made(self):
         """Did this process make the file? A child that is forked meanwhile did not."""
-        return self.made_in == getpid()
+        return self.new and self.process == getpid()
 
     def fileno(self):
         """Its number, which is this object's; -1 if it owns none."""
@@ -513,7 +513,7 @@ def open_file(path, int flags, int mode=0o666, list opened=None):
             fd = open_above_standard(name, flags, mode)
     if fd < 0:
         PyErr_SetFromErrnoWithFilenameObject(OSError, os.fspath(path))
-    file.made_in = getpid() if flags & O_CREAT and flags & O_EXCL else 0
+    file.process, file.new = getpid(), flags & O_CREAT and flags & O_EXCL
     file.own(fd)
     return file
 
@@ -652,6 +652,7 @@ def memfd(bytes name not None, size_t nbytes, size_t page_size=0):
         fd = memfd_create(c_name, flags)
     if fd < 0:
         fail()
+    file.process = getpid()
     file.own(fd)
     with nogil:
         rc = ftruncate(fd, nbytes)
@@ -830,12 +831,11 @@ cdef class Renewal:
 
     cdef OpenFile file
     cdef long long before                # bytes; -1: nothing is to be undone
-    cdef pid_t process                   # a child that is forked meanwhile changes nothing
+    cdef pid_t process                   # which opened it; its children change nothing
 
     def __cinit__(self):
         self.file.fd = -1
         self.before = -1
-        self.process = getpid()
 
     def __enter__(self):
         return self
@@ -892,6 +892,7 @@ def renewal(Descriptor file not None):
         fail()
     self.file = file.file
     self.file.fd = fd
+    self.process = file.process
     return self
 
 

@@ -206,6 +206,12 @@ cdef class Region(MemoryOwner):
             raise ValueError(f"fork={fork!r} is not one of {', '.join(FORKS)}")
         if n == 0 or start == 0 or start + <size_t>n < start:
             raise ValueError(f"no region of {n} bytes can lie at address {start:#x}")
+        if (fork == "closed" and descriptor is not None
+                and descriptor.process != 0 and descriptor.process != getpid()):
+            raise ValueError(
+                "this process was forked while its parent made this region, and both would hand "
+                "out its bytes; make another one"
+            )
         file.fd = -1
         if number_of_file >= 0:
             number = vm_identify(number_of_file, &file)

@@ -280,6 +280,7 @@ TABLE = [
     row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
     row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
     row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of"),
+    row("Bump in place.*", "malloc", NO_MEMORY, NO_TABLE, NO_RECORD),
     row(ANY, "malloc", NO_MEMORY, NO_RECORD),
     row("Pool blocks|trace.*", "realloc", NO_MEMORY, "MemoryError: a list of all blocks"),
     row(ANY, "posix_memalign", NO_MEMORY, "MemoryError: no memory for the bookkeeping of a"),

@@ -3,6 +3,10 @@
 Every program runs in an interpreter of its own, so that no thread of the test run is forked.
 """
 
+import subprocess
+import sys
+
+import forked_lines
 import pytest
 
 pytestmark = pytest.mark.sampled
@@ -454,3 +458,14 @@ def test_the_place_of_a_closed_region_is_free_in_a_child(run_script):
             os._exit(any(a < end and b > start for a, b in spans))
         assert os.waitpid(child, 0)[1] == 0
     """)
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("way", ["ends", "returns"])
+@pytest.mark.parametrize("case", forked_lines.CASES)
+def test_a_handler_may_fork_at_any_line(case, way):
+    """Neither what the child undoes on its way out, nor its going on, changes its parent's memory."""
+    command = [sys.executable, forked_lines.__file__, case, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20, "it was a call of Python code"
