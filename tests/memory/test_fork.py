@@ -464,7 +464,7 @@ def test_the_place_of_a_closed_region_is_free_in_a_child(run_script):
 @pytest.mark.parametrize("way", ["ends", "returns"])
 @pytest.mark.parametrize("case", forked_lines.CASES)
 def test_a_handler_may_fork_at_any_line(case, way):
-    """Neither what the child undoes on its way out, nor its going on, changes its parent's memory."""
+    """Neither what the child undoes, nor its going on, changes what its parent has."""
     command = [sys.executable, forked_lines.__file__, case, way]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
