@@ -497,6 +497,7 @@ cdef object make_reservation(object source, size_t nbytes):
             f"{source!r}.reserve({nbytes}) gave {region!r} with page_size={page}: a region that "
             f"grows begins on a page, whose size is a power of two from {PAGE}"
         )
+    region.partial = True
     return reservation, region
 
 

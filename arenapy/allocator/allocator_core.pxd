@@ -43,6 +43,7 @@ cdef class AllocatorCore(MemoryOwner):
     cdef int drop_region(self, Region region) except -1
     cdef void list_regions(self, tuple regions) noexcept
     # The regions as they are now; another thread may replace the tuple.
+    cdef bint belongs_to_stream(self) noexcept
     cdef tuple listed(self)
     cdef Py_ssize_t region_of(self, uintptr_t at) noexcept nogil
     cdef int open_check(self) except -1

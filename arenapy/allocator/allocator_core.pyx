@@ -103,7 +103,7 @@ cdef class AllocatorCore(MemoryOwner):
             self.hooks.leave(self.regions)
         # Forks, which C code makes without the GIL, leave it alone from here on.
         for i in range(self.n_regions):
-            (<Region>self.region[i]).detach()
+            (<Region>self.region[i]).detach(self.belongs_to_stream())
         unregister_core(self)
 
     cdef int take_region(self, Region region, tuple regions) except -1:
@@ -134,7 +134,7 @@ cdef class AllocatorCore(MemoryOwner):
             try:
                 check_alike(self, before, region)    # another thread may have been first
             except BaseException:
-                region.detach()
+                region.detach(False)
                 raise
             arenapy_lock_acquire(&self.lock)
             room = make_room(<void**>&self.region, &self.cap_regions, len(after), sizeof(PyObject*))
@@ -144,7 +144,7 @@ cdef class AllocatorCore(MemoryOwner):
                 self.capacity += region.size
             arenapy_lock_release(&self.lock)
         if not room:
-            region.detach()
+            region.detach(False)
             raise MemoryError("no memory for the bookkeeping of an allocator")
         return 0
 
@@ -164,8 +164,12 @@ cdef class AllocatorCore(MemoryOwner):
         self.forget(region)
         if self.hooks is not None:
             self.hooks.leave((region,))
-        region.detach()
+        region.detach(self.belongs_to_stream())
         return 0
+
+    cdef bint belongs_to_stream(self) noexcept:
+        """Is its memory free in the order of a stream, of which regions know nothing?"""
+        return self.hooks is not None and self.hooks.own is not None
 
     cdef tuple listed(self):
         cdef tuple regions

@@ -330,7 +330,8 @@ cdef class Bump(Allocator):
         if at_end and isinstance(self.grows_from, InPlace):
             size = buffer.size
             try:
-                grow_in_place(c, <InPlace>self.grows_from, self.max_bytes, n - size, 1, True)
+                grow_in_place(
+                    c, <InPlace>self.grows_from, self.max_bytes, n - max(size, 1), 1, True)
             except MemoryError:
                 pass                         # a free extent elsewhere may be large enough
             check_open(buffer)               # making room may have run code

@@ -344,7 +344,7 @@ cdef int give_back_growth(
                 record(c, EVENT_TRIM, region.ptr, region.size)
                 if c.hooks is not None:
                     c.hooks.leave((region,))
-                region.detach()
+                region.detach(c.belongs_to_stream())
         return 0
     place = <InPlace>source
     while cut_end(c, place, capacity, size):

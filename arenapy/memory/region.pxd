@@ -36,6 +36,8 @@ cdef class Region(MemoryOwner):
     cdef bint received                    # came from another process: its Buffers take leases
     cdef bint sent                        # in a message: other processes may see bytes of it
     cdef bint viewed                      # it had Buffers of its own
+    cdef bint partial                     # its allocator alone knows where there is memory
+    cdef bint spent                       # its allocator is gone, and it cannot be used again
     cdef bint newborn                     # nobody had it but the source that made it
     cdef uint64_t number                  # in the order in which they were made
     cdef Region parent                    # the region that this is a window of, or None
@@ -56,12 +58,14 @@ cdef class Region(MemoryOwner):
     # Before an allocator takes it: may other processes see its bytes?
     cdef bint seen_elsewhere(self) noexcept nogil
     cdef int attach(self, MemoryOwner core) except -1
-    cdef void detach(self) noexcept
+    # The allocator is gone, or (`streams`) its stream may still be at work there.
+    cdef void detach(self, bint streams) noexcept
     # The file, with an open file description of its own.
     cdef Descriptor reopened(self)
     cdef int leases(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
-    # Raise ValueError if no allocator can take it.
+    # Raise ValueError if it is closed, or spent; also if no allocator can take it.
+    cdef int check_usable(self) except -1
     cdef int check_unused(self) except -1
     # Between these two nobody closes it, but for a child that was forked meanwhile.
     cdef int pin(self) except -1

@@ -358,7 +358,8 @@ cdef class Region(MemoryOwner):
         Raises
         ------
         ValueError
-            If the range is not inside the region, or the region is closed.
+            If the range is not inside the region, or the region is closed; or if its allocator is
+            gone, and it is memory of a device or grew in place.
         BufferError
             If an allocator manages the region, because it may reuse the bytes.
 
@@ -370,8 +371,7 @@ cdef class Region(MemoryOwner):
         """
         cdef Py_ssize_t at = as_size(offset, "offset")
         cdef Py_ssize_t n
-        if self.gone:
-            raise ValueError(f"{self!r} is closed; make a new region from its source")
+        self.check_usable()
         if <size_t>at > self.size:
             raise ValueError(f"offset={at} is beyond the region's {self.size} bytes")
         n = <Py_ssize_t>self.size - at if nbytes is None else as_size(nbytes, "nbytes")
@@ -489,8 +489,7 @@ cdef class Region(MemoryOwner):
     cdef int check_unused(self) except -1:
         if self.user != NULL:
             raise ValueError(f"{self!r} already belongs to an allocator; give each its own region")
-        if self.gone:
-            raise ValueError(f"{self!r} is closed; make a new region from its source")
+        self.check_usable()
         if self.inherited:
             raise ValueError(
                 f"{self!r} belongs to the process that made it, and this is a forked child; make a "
@@ -513,6 +512,16 @@ cdef class Region(MemoryOwner):
             )
         if arenapy_load(&self.holds):
             raise ValueError(f"{self!r} has held Buffers of its own; pass another region")
+        return 0
+
+    cdef int check_usable(self) except -1:
+        if self.gone:
+            raise ValueError(f"{self!r} is closed; make a new region from its source")
+        if self.spent:
+            raise ValueError(
+                f"{self!r} belonged to an allocator that is gone: parts of it may have no memory, "
+                "or a stream may still use it; make a new region from its source"
+            )
         return 0
 
     cdef int attach(self, MemoryOwner core) except -1:
@@ -546,9 +555,10 @@ cdef class Region(MemoryOwner):
             or (not (self.received or self.shared)
                 and self.leases(start, start + self.size, &at, &stop))))
 
-    cdef void detach(self) noexcept:
+    cdef void detach(self, bint streams) noexcept:
         arenapy_registry_lock()
         self.user = NULL
+        self.spent = self.partial or streams
         arenapy_registry_unlock()
 
     cdef Descriptor reopened(self):

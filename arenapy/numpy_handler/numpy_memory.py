@@ -204,16 +204,19 @@ class numpy_memory(Context):
 
     def __call__(self, function: F) -> F:
         """Decorate a function, generator or coroutine: it is in force while its code runs."""
-        if inspect.isasyncgenfunction(function):
+        called = function, getattr(type(function), "__call__", None)  # of an object, it is that
+        if any(map(inspect.isasyncgenfunction, called)):
             wrapped: Any = self._around_async_generator(function)
-        elif inspect.iscoroutinefunction(function):
+        elif any(map(inspect.iscoroutinefunction, called)):
 
             async def wrapped(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return await function(*args, **kwargs)
+                return await self._awaited(function(*args, **kwargs))
 
-        elif inspect.isgeneratorfunction(function):
-            wrapped = self._around_generator(function)
+        elif any(map(inspect.isgeneratorfunction, called)):
+
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                return (yield from self._steps(function(*args, **kwargs)))
+
             code = getattr(function, "__code__", None)
             if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
                 wrapped = types.coroutine(wrapped)
@@ -226,27 +229,33 @@ class numpy_memory(Context):
         decorated: Any = functools.update_wrapper(wrapped, function)
         return decorated  # type: ignore[no-any-return]
 
-    def _around_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            generator = function(*args, **kwargs)
-            step, value = generator.send, None
-            while True:
-                try:
-                    with self:
-                        item = step(value)
-                except StopIteration as stop:
-                    return stop.value
-                try:
-                    value = yield item
-                    step = generator.send
-                except GeneratorExit:
-                    with self:
-                        generator.close()
-                    raise
-                except BaseException as error:  # what the caller throws in
-                    step, value = generator.throw, error
+    def _steps(self, code: Any) -> Any:
+        """What a generator or a coroutine yields, and in the end returns.
 
-        return wrapped
+        While it is suspended, others run: then the handler is not in force.
+        """
+        step, value = code.send, None
+        while True:
+            try:
+                with self:
+                    item = step(value)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                value = yield item
+                step = code.send
+            except GeneratorExit:
+                with self:
+                    result = code.close()
+                if result is None:
+                    raise
+                return result
+            except BaseException as error:  # what the caller throws in
+                step, value = code.throw, error
+
+    @types.coroutine
+    def _awaited(self, code: Any) -> Any:
+        return (yield from self._steps(code))
 
     def _around_async_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -254,16 +263,14 @@ class numpy_memory(Context):
             step, value = generator.asend, None
             while True:
                 try:
-                    with self:
-                        item = await step(value)
+                    item = await self._awaited(step(value))
                 except StopAsyncIteration:
                     return
                 try:
                     value = yield item
                     step = generator.asend
                 except GeneratorExit:
-                    with self:
-                        await generator.aclose()
+                    await self._awaited(generator.aclose())
                     raise
                 except BaseException as error:  # what the caller throws in
                     step, value = generator.athrow, error

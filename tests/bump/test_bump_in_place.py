@@ -98,6 +98,13 @@ def test_a_block_grows_in_place_as_far_as_the_addresses_go(arena_of):
     arena.check()
 
 
+@pytest.mark.parametrize("nbytes", [0, 1])
+def test_a_small_block_grows_to_the_end(arena_of, nbytes):
+    arena = arena_of(PAGE, 16 * MIB)
+    block = arena.alloc(nbytes)
+    assert arena.grow(block, 16 * MIB) is block
+
+
 def test_a_block_grows_over_memory_that_came_back_behind_it(arena_of):
     arena = arena_of(4 * PAGE)
     first, kept = arena.alloc(PAGE), arena.zeros(PAGE, "u1")

@@ -52,6 +52,16 @@ def test_another_stream_of_an_allocator(gpu):
     assert pool.stats().pending_bytes == 0, "nothing was queued there"
 
 
+def test_a_region_is_nobodys_else_after_its_allocator(gpu):
+    """Nobody knows any more which stream may be at work there."""
+    bump = Bump(MIB, cuda.Device(), stream=new_stream(gpu))
+    (region,) = bump.regions
+    del bump
+    gc.collect()
+    with pytest.raises(ValueError, match="a stream may still use it"):
+        region.buffer()
+
+
 @pytest.mark.parametrize("name", HOST_VISIBLE)
 @pytest.mark.parametrize("allocator", ["slab", "pool"])
 def test_memory_that_the_host_sees_has_no_own_stream(gpu, name, allocator):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kernel_view import OWN_FAULTS, is_mapped, numa_map, resident, smaps, vm_flags
 from reserved import MIB, PAGE, SIZE, accessible, both, read, reserve, rss, write
 
+from arenapy import Bump, Pool
 from arenapy.errors import OutOfMemory
 
 # The package's attribute of this name is the function.
@@ -425,3 +426,26 @@ def test_threads_commit_parts_of_their_own(source):
 
     in_threads(*(partial(work, 4 * MIB * i) for i in range(4)))
     assert rss(reservation) == 0
+
+
+@pytest.mark.parametrize("allocator", [Bump, Pool])
+@pytest.mark.parametrize("source", [Host, Shared])
+def test_nobody_knows_where_memory_is_once_the_allocator_is_gone(allocator, source):
+    one = allocator(64 * MIB, source(grow=True))
+    (region,) = one.regions
+    del one
+    gc.collect()
+    with pytest.raises(ValueError, match="gone"):
+        region.buffer()
+    with pytest.raises(ValueError, match="gone"):
+        Bump(MIB, Again(region))
+
+
+class Again:
+    """A source that has kept a region."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def region(self, nbytes):
+        return self.kept

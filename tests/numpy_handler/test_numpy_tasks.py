@@ -5,11 +5,13 @@ import contextvars
 import functools
 import gc
 import inspect
+import sys
 import threading
 import types
 
 import numpy as np
 import pytest
+from helpers import in_threads
 from numpy_arrays import three_pools, where
 
 from arenapy import Pool, handles, numpy_memory
@@ -47,6 +49,54 @@ def test_a_generator_that_is_a_coroutine(pools):
         assert await work() == 0
 
     asyncio.run(main())
+
+
+def test_nobody_else_has_it_while_a_coroutine_is_suspended(pools):
+    """Not every scheduler gives tasks contexts, and the end may be on another thread."""
+
+    @types.coroutine
+    def pause():
+        yield
+
+    @numpy_memory(pools[0])
+    async def work():
+        await pause()
+        return where(pools)
+
+    @numpy_memory(pools[0])
+    async def several():
+        await pause()
+        yield where(pools)
+
+    async def main():
+        return await work(), [one async for one in several()]
+
+    task = main()
+    for _ in range(2):
+        task.send(None)
+        assert where(pools) is None
+    ended = []
+
+    def end():
+        with pytest.raises(StopIteration) as stop:
+            task.send(None)
+        ended.append(stop.value.value)
+
+    in_threads(end)
+    assert ended == [(0, [0])] and where(pools) is None
+
+
+def test_a_generator_says_at_its_close_what_it_returns(pools):
+    @numpy_memory(pools[0])
+    def work():
+        try:
+            yield
+        except GeneratorExit:
+            return where(pools)
+
+    generator = work()
+    next(generator)
+    assert generator.close() == (0 if sys.version_info >= (3, 13) else None)
 
 
 def test_tasks_do_not_meet(pools):
