@@ -204,15 +204,25 @@ class numpy_memory(Context):
 
     def __call__(self, function: F) -> F:
         """Decorate a function, generator or coroutine: it is in force while its code runs."""
-        if inspect.isasyncgenfunction(function):
+        decorated: Any
+        if isinstance(function, (staticmethod, classmethod)):
+            decorated = type(function)(self(function.__func__))
+            return decorated  # type: ignore[no-any-return]
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"{function!r} is not a function; decorate functions and methods")
+
+        def either(is_such: Callable[[Any], bool]) -> bool:
+            return is_such(function) or is_such(type(function).__call__)
+
+        if either(inspect.isasyncgenfunction):
             wrapped: Any = self._around_async_generator(function)
-        elif inspect.iscoroutinefunction(function):
+        elif either(inspect.iscoroutinefunction):
 
             async def wrapped(*args: Any, **kwargs: Any) -> Any:
                 with self:
                     return await function(*args, **kwargs)
 
-        elif inspect.isgeneratorfunction(function):
+        elif either(inspect.isgeneratorfunction):
             wrapped = self._around_generator(function)
             code = getattr(function, "__code__", None)
             if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
@@ -223,7 +233,7 @@ class numpy_memory(Context):
                 with self:
                     return function(*args, **kwargs)
 
-        decorated: Any = functools.update_wrapper(wrapped, function)
+        decorated = functools.update_wrapper(wrapped, function)
         return decorated  # type: ignore[no-any-return]
 
     def _around_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
