@@ -24,6 +24,7 @@ from arenapy.commands.compare.verdict import (
     verdict,
 )
 from arenapy.commands.compare.worker import main as measure_child
+from arenapy.commands.run import command as run_command
 from arenapy.linux.libc_malloc import foreign_malloc
 
 COMMAND = [sys.executable, "-m", "arenapy", "compare"]
@@ -275,6 +276,26 @@ def test_the_next_step(changes, wanted):
     unsure = dataclasses.replace(said, final=False)
     if changes.get("startup") != (None, None):
         assert next_step(runs, unsure, "x.py", 30.0).endswith("compare --seconds 120 x.py")
+        assert "--seconds 1 x.py" in next_step(runs, unsure, "x.py", 0.01)
+
+
+def test_the_next_step_has_the_options_of_the_pool():
+    line = ["--max-bytes", "1.5G", "--initial-bytes", "1000", "--huge-pages", "none", "--lock"]
+    line += ["--on-full", "error", "--libc", "none"]
+    options = run_command._read([*line, "x.py"])
+    pool = run_command.pool_words(options)
+    again = run_command._read([*pool, "x.py"])
+    assert vars(again) == vars(options) and "1536M" in pool
+    assert run_command.pool_words(run_command._read(["--on-full", "system", "x.py"])) == []
+    words = " ".join(pool)
+    runs = made_up_runs(wall=(1.0, 0.8))
+    step = next_step(runs, verdict_on(runs), "x.py", 30.0, pool)
+    assert step == f"Next: arenapy run {words} x.py"
+    unsure = dataclasses.replace(verdict_on(runs), final=False)
+    step = next_step(runs, unsure, "x.py", 30.0, pool, ["jemalloc", "tcmalloc"])
+    assert step.endswith(f"compare --seconds 120 --with jemalloc,tcmalloc {words} x.py")
+    runs = made_up_runs(wall=(1.0, 1.4), startup=(0.1, 0.1))
+    assert "compare" not in next_step(runs, verdict_on(runs), "x.py", 30.0, pool)
 
 
 # ---- one run

@@ -311,7 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         *sentences(runs, comparison.chance),
         *reasons(runs),
-        next_step(runs, said, shlex.join(run.program_words(options)), options.seconds),
+        next_step(
+            runs,
+            said,
+            shlex.join(run.program_words(options)),
+            options.seconds,
+            run.pool_words(options),
+            options.others,
+        ),
     ]
     if options.json is not None:
         found = {
