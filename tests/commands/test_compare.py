@@ -706,7 +706,8 @@ def test_signals_that_come_together(begin):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_program_outlives_the_command(script, tmp_path, number):
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_no_program_outlives_the_command(script, tmp_path, number, kill):
     """Neither one that ignores SIGTERM, nor one whose command is killed."""
     path = script("""
         import os, signal, time
@@ -717,13 +718,26 @@ def test_no_program_outlives_the_command(script, tmp_path, number):
     """)
     with subprocess.Popen(
         [*COMMAND, "--show-output", path], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True,
     ) as process:  # fmt: skip
         child = int(next(iter(process.stdout.readline, "")))
-        process.send_signal(number)
+        kill(process.pid, number)
         process.stdout.read()  # until nobody has it
         assert process.wait(TIMEOUT) == (-number if number == signal.SIGKILL else 128 + number)
     assert not os.path.exists(f"/proc/{child}")
+
+
+def test_a_program_that_signals_its_process_group(script, tmp_path):
+    """As it ends its workers."""
+    script("""
+        import os, signal, subprocess
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        worker = subprocess.Popen(["sleep", "60"])
+        os.killpg(0, signal.SIGTERM)
+        assert worker.wait() == -signal.SIGTERM
+    """)
+    found = run(tmp_path, "-n", "1", "script.py", start_new_session=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.full
