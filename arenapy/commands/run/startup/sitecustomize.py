@@ -191,6 +191,9 @@ class Session:
 
     def _memory(self) -> object:
         _import_arenapy()
+        from arenapy._platform import require_numpy
+
+        require_numpy()
         from arenapy.commands.run.report import ProgramMemory
 
         # A forked child that imports NumPy gets a pool, too. The trace is the program's.
