@@ -702,7 +702,9 @@ def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):
         (["--trace", "/dev/full", "script.py"], "'/dev/full' is not a regular file"),
         ([], "SCRIPT"),
         (["-m"], "SCRIPT"),
-        (["--nope", "script.py"], "--nope"),
+        (["--nope", "script.py"], "unrecognized arguments: --nope"),
+        (["-OO", "script.py"], "this option of Python: python -OO -m arenapy run ..."),
+        (["--lock", "-X", "dev", "script.py"], "this option of Python: python -X -m arenapy run"),
     ],
 )
 def test_wrong_arguments(tmp_path, arguments, named):
