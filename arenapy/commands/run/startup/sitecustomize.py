@@ -317,6 +317,8 @@ class Session:
 
 def _say(text: str) -> None:
     """Write a line to the process's standard error, whatever the program did to `sys.stderr`."""
+    if sys.__stderr__ is None:  # it was closed, and a file of the program's may have the number
+        return
     try:  # noqa: SIM105  # contextlib is not built in
         os.write(2, f"arenapy run: {text}\n".encode(errors="replace"))
     except OSError:
