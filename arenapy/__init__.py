@@ -12,7 +12,8 @@ from arenapy._version import __version__
 
 TYPE_CHECKING = False  # without importing typing
 
-_program = getattr(sys, "argv", [""])[:1]
+# A program may put there what it likes.
+_program = list(map(str, getattr(sys, "argv", None) or ()))[:1]
 if _program == ["-m"]:
     # ``python -m arenapy`` and the like. Python's own arguments end with the name.
     _program = ["".join(sys.orig_argv[-len(sys.argv) :][:1])]

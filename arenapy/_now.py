@@ -5,13 +5,14 @@ another. Python's lock of an import does that, and knows a deadlock.
 """
 
 import arenapy
-from arenapy._platform import explain_source_tree, require_supported
+from arenapy._platform import explain_source_tree, require_numpy, require_supported
 
 __all__: list[str] = []
 
 
 def _import_all() -> None:
     require_supported()
+    require_numpy()
     try:
         from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled
     except ModuleNotFoundError as error:

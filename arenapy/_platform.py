@@ -31,6 +31,18 @@ def require_supported() -> None:
         )
 
 
+def require_numpy() -> None:
+    """Raise ``ImportError`` if this NumPy is too old: a compiled module would not say so."""
+    import numpy
+
+    version = getattr(numpy, "__version__", "")
+    if version.startswith(("0.", "1.")):
+        raise ImportError(
+            f"arenapy needs NumPy 2.0 or newer, and this is NumPy {version}: "
+            f"{sys.executable} -m pip install 'numpy>=2.0'"
+        )
+
+
 def in_main_interpreter() -> bool:
     """True in the interpreter that the process began with."""
     try:

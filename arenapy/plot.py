@@ -73,8 +73,9 @@ def memory_map(
     """Draw the live, idle (free) and pending blocks of an allocator in its memory.
 
     The memory is drawn in rows, like lines of text. Each region begins a new row, and is drawn up
-    to the end of its last block. The legend shows the bytes and blocks of each kind. The sizes of
-    the largest blocks are written in.
+    to the end of its last block. The title and the labels of regions show the bytes of all blocks,
+    and the legend shows the bytes and blocks of each kind. The sizes of the largest blocks are
+    written in.
 
     Parameters
     ----------
@@ -168,6 +169,8 @@ class _Layout:
         inside, region = self._regions_of(blocks)
         ends = blocks.start + blocks.nbytes
         np.maximum.at(self.shown, region, ends[inside] - self.addresses[region])
+        self.in_blocks = np.zeros_like(self.sizes)
+        np.add.at(self.in_blocks, region, blocks.nbytes[inside])
         self.row_bytes = row_bytes or self._good_row()
         rows = np.maximum(-(-self.shown // self.row_bytes), 1)
         self.first_rows = np.concatenate([[0], np.cumsum(rows)])[:-1]
@@ -327,19 +330,22 @@ def _explain(ax: Axes, layout: _Layout, name: str, shown: dict[str, _Extents]) -
     )
     regions = len(layout.sizes)
     ax.set_title(
-        f"{name}: {format_bytes(int(layout.sizes.sum()))} in {regions} "
+        f"{name}: {format_bytes(int(layout.in_blocks.sum()))} in {regions} "
         f"region{'s' * (regions != 1)}, {format_bytes(layout.row_bytes)} a row"
     )
 
 
 def _row_labels(layout: _Layout) -> tuple[list[int], list[str]]:
-    """Rows that are labelled, and their labels: a region's address and size, or an offset."""
+    """Rows that are labelled, and their labels.
+
+    These are the address of a region and the bytes of its blocks, or an offset.
+    """
     every = max(-(-layout.rows // TICKS), 1)
     rows: list[int] = []
     labels: list[str] = []
     firsts = [int(row) for row in layout.first_rows]
     for index, first in enumerate(firsts):
-        size = format_bytes(int(layout.sizes[index]))
+        size = format_bytes(int(layout.in_blocks[index]))
         last = firsts[index + 1] if index + 1 < len(firsts) else layout.rows
         for row in range(first, last, every):
             offset = format_bytes((row - first) * layout.row_bytes)

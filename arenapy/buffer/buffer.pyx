@@ -722,6 +722,18 @@ def refuse_objects(str format not None, other):
         )
 
 
+def as_bytes(thing):
+    """`thing`, or the bytes of an array for whose type NumPy has no buffer, such as dates."""
+    try:
+        memoryview(thing)
+    except ValueError:
+        if getattr(getattr(thing, "flags", None), "forc", False):
+            return thing.reshape(-1, order="A").view("u1")
+    except (TypeError, BufferError):
+        pass
+    return thing
+
+
 cdef int copy_in(Block block, object source, object stream) except -1:
     cdef StreamHooks hooks = either_hooks(block, source)
     if hooks is not None:
@@ -768,8 +780,14 @@ cdef int copy_bytes(Block block, object other, bint inward) except -1:
     cdef Py_buffer o
     if not inward and isinstance(other, bytes):
         raise BufferError("target is bytes, which cannot be written; give a bytearray")
-    PyObject_GetBuffer(
-        other, &o, PyBUF_ANY_CONTIGUOUS | PyBUF_FORMAT | (0 if inward else PyBUF_WRITABLE))
+    cdef int flags = PyBUF_ANY_CONTIGUOUS | PyBUF_FORMAT | (0 if inward else PyBUF_WRITABLE)
+    try:
+        PyObject_GetBuffer(other, &o, flags)
+    except ValueError:
+        memory = as_bytes(other)
+        if memory is other:
+            raise
+        PyObject_GetBuffer(memory, &o, flags)
     try:
         if o.format != NULL and strchr(o.format, c"O") != NULL:
             refuse_objects((<bytes>o.format).decode("utf-8", "replace"), other)

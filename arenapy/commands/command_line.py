@@ -25,6 +25,7 @@ __all__ = [
 MOST = 2**63 - 1  # of a number
 MAX_SECONDS = 1e9
 SIZE = re.compile(r"([0-9]+)(?:\.([0-9]+))?\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+PYTHONS = {f"-{letter}" for letter in "bBdEiIOPqRsuvWxX"}  # Python's options
 SHOWN = 40  # characters of a wrong argument that a message repeats
 
 
@@ -36,6 +37,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and end with status 2."""
+        unknown, found, words = message.partition("unrecognized arguments: ")
+        if found and not unknown and words[:2] in PYTHONS:
+            word = words.split()[0]
+            message += f"; for this option of Python: python {word} -m {self.prog} ..."
         super().error(printable_lines(message))
 
 

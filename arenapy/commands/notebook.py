@@ -95,11 +95,12 @@ def _semicolon_of(shell: Any, cell: str) -> Iterator[None]:
     IPython looks for one in its history, which has the line that called us.
     """
     hook = shell.displayhook
-    hook.quiet = lambda: hook.semicolon_at_end_of_expression(cell)
+    if hasattr(hook, "semicolon_at_end_of_expression"):  # not in old versions
+        hook.quiet = lambda: hook.semicolon_at_end_of_expression(cell)
     try:
         yield
     finally:
-        del hook.quiet
+        vars(hook).pop("quiet", None)
 
 
 def _show_no_more(shell: Any, error: BaseException) -> None:

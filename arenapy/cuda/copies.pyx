@@ -38,7 +38,7 @@ from arenapy.cuda.fence cimport (
 )
 from arenapy.base.sealed cimport seal
 
-from arenapy.buffer.buffer import refuse_objects
+from arenapy.buffer.buffer import as_bytes, refuse_objects
 from arenapy.memory.host_request import checked_index
 
 
@@ -260,7 +260,7 @@ cdef int of_buffer(Side side, bint to) except -1:
     """Describe a side that is an object of the host with a buffer."""
     side.on_host = True
     try:
-        side.view = memoryview(side.thing)
+        side.view = memoryview(as_bytes(side.thing))
     except TypeError:
         raise TypeError(
             f"{said(side.thing)} is not a Buffer, and has neither a buffer nor "

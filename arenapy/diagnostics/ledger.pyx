@@ -19,6 +19,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memmove, memset
 
 import os
+import sys
 
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release, rank_spin
 from arenapy.base.interval_set cimport make_room
@@ -27,6 +28,10 @@ from arenapy.diagnostics.call_sites cimport NO_SITE, SITE_IN_C, call_site, site_
 
 cdef enum:
     TEXT = 4096              # bytes of a message, at most
+
+
+# Where it was closed when Python started, a file of the program's may have its number.
+cdef bint has_stderr = getattr(sys, "__stderr__", None) is not None
 
 
 cdef bint damaged(const Stretch* s, Damage* damage) noexcept nogil:
@@ -224,7 +229,8 @@ cdef class Ledger:
             arenapy_spin_release(&self.lock)
             if more:
                 describe(text, self, &damage)
-                fprintf(stderr, b"arenapy: %s\n", text)
+                if has_stderr:
+                    fprintf(stderr, b"arenapy: %s\n", text)
 
     cdef str take_damage(self):
         cdef char[TEXT] text
@@ -251,6 +257,8 @@ cdef class Ledger:
         if i < self.n and self.items[i].start <= at:
             s = self.items[i]
         arenapy_spin_release(&self.lock)
+        if not has_stderr:
+            return
         if s.block == 0:
             fprintf(stderr, b"arenapy: %s(%p) at %s: no block begins there, and none did\n",
                     call, <void*>at, site_text(place))

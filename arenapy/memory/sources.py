@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.block import Block
-from arenapy.buffer.buffer import refuse_objects
+from arenapy.buffer.buffer import as_bytes, refuse_objects
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.linux.limits import read_limits
@@ -752,7 +752,7 @@ class Existing:
     def __repr__(self) -> str:
         """Not what the object holds."""
         try:
-            size = f" of {memoryview(self.obj).nbytes} bytes"
+            size = f" of {memoryview(as_bytes(self.obj)).nbytes} bytes"
         except (TypeError, ValueError, BufferError):  # it was closed meanwhile
             size = ""
         return f"Existing(<{type(self.obj).__name__}{size}>{', readonly=True' * self.readonly})"
@@ -798,7 +798,7 @@ class Existing:
 def viewed(obj: Any, readonly: bool) -> memoryview:
     """A view of an object's memory, if a region can be made of it."""
     try:
-        view = memoryview(obj)
+        view = memoryview(as_bytes(obj))
     except TypeError:
         raise TypeError(
             f"Existing needs an object with a buffer, but {type(obj).__name__} has none"

@@ -204,15 +204,24 @@ class numpy_memory(Context):
 
     def __call__(self, function: F) -> F:
         """Decorate a function, generator or coroutine: it is in force while its code runs."""
-        called = function, getattr(type(function), "__call__", None)  # of an object, it is that
-        if any(map(inspect.isasyncgenfunction, called)):
+        decorated: Any
+        if isinstance(function, (staticmethod, classmethod)):
+            decorated = type(function)(self(function.__func__))
+            return decorated  # type: ignore[no-any-return]
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"{function!r} is not a function; decorate functions and methods")
+
+        def either(is_such: Callable[[Any], bool]) -> bool:
+            return is_such(function) or is_such(type(function).__call__)
+
+        if either(inspect.isasyncgenfunction):
             wrapped: Any = self._around_async_generator(function)
-        elif any(map(inspect.iscoroutinefunction, called)):
+        elif either(inspect.iscoroutinefunction):
 
             async def wrapped(*args: Any, **kwargs: Any) -> Any:
                 return await self._awaited(function(*args, **kwargs))
 
-        elif any(map(inspect.isgeneratorfunction, called)):
+        elif either(inspect.isgeneratorfunction):
 
             def wrapped(*args: Any, **kwargs: Any) -> Any:
                 return (yield from self._steps(function(*args, **kwargs)))
@@ -226,7 +235,7 @@ class numpy_memory(Context):
                 with self:
                     return function(*args, **kwargs)
 
-        decorated: Any = functools.update_wrapper(wrapped, function)
+        decorated = functools.update_wrapper(wrapped, function)
         return decorated  # type: ignore[no-any-return]
 
     def _steps(self, code: Any) -> Any:

@@ -318,6 +318,27 @@ def test_copy_to_and_between_buffers(arena, buffer):
     assert (matrix == 9).all()
 
 
+def test_copies_of_types_without_a_buffer(arena):
+    """NumPy exports no dates, and no types of other packages. It has their bytes."""
+    dates = np.arange(6).astype("M8[D]").reshape(2, 3)
+    fields = np.zeros(4, [("day", "M8[s]"), ("span", "m8[us]")])
+    for source in dates, np.asfortranarray(dates), fields, dates[0, 1:2].reshape(()):
+        block = arena.alloc(source.nbytes)
+        block.copy_from(source)
+        assert peek(block.address, source.nbytes) == source.tobytes("A")
+        block.fill(0)
+        block[0 : source.nbytes] = source
+        target = np.zeros_like(source)
+        block.copy_to(target)
+        assert (target == source).all()
+    dates.flags.writeable = False
+    for target in dates, np.zeros(12, "M8[D]")[::2]:
+        with pytest.raises(ValueError, match=r"read-only|contiguous"):
+            arena.alloc(48).copy_to(target)
+    with pytest.raises(TypeError, match="references"):
+        arena.alloc(16).copy_from(np.zeros(1, [("day", "M8[s]"), ("thing", object)]))
+
+
 def test_copying_over_itself_is_a_move(buffer):
     buffer[10:90].copy_from(buffer[0:80])
     assert peek(buffer.address, 100) == PATTERN[:10] + PATTERN[:80] + PATTERN[90:]

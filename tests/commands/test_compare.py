@@ -24,6 +24,7 @@ from arenapy.commands.compare.verdict import (
     verdict,
 )
 from arenapy.commands.compare.worker import main as measure_child
+from arenapy.commands.run import command as run_command
 from arenapy.linux.libc_malloc import foreign_malloc
 
 COMMAND = [sys.executable, "-m", "arenapy", "compare"]
@@ -275,6 +276,26 @@ def test_the_next_step(changes, wanted):
     unsure = dataclasses.replace(said, final=False)
     if changes.get("startup") != (None, None):
         assert next_step(runs, unsure, "x.py", 30.0).endswith("compare --seconds 120 x.py")
+        assert "--seconds 1 x.py" in next_step(runs, unsure, "x.py", 0.01)
+
+
+def test_the_next_step_has_the_options_of_the_pool():
+    line = ["--max-bytes", "1.5G", "--initial-bytes", "1000", "--huge-pages", "none", "--lock"]
+    line += ["--on-full", "error", "--libc", "none"]
+    options = run_command._read([*line, "x.py"])
+    pool = run_command.pool_words(options)
+    again = run_command._read([*pool, "x.py"])
+    assert vars(again) == vars(options) and "1536M" in pool
+    assert run_command.pool_words(run_command._read(["--on-full", "system", "x.py"])) == []
+    words = " ".join(pool)
+    runs = made_up_runs(wall=(1.0, 0.8))
+    step = next_step(runs, verdict_on(runs), "x.py", 30.0, pool)
+    assert step == f"Next: arenapy run {words} x.py"
+    unsure = dataclasses.replace(verdict_on(runs), final=False)
+    step = next_step(runs, unsure, "x.py", 30.0, pool, ["jemalloc", "tcmalloc"])
+    assert step.endswith(f"compare --seconds 120 --with jemalloc,tcmalloc {words} x.py")
+    runs = made_up_runs(wall=(1.0, 1.4), startup=(0.1, 0.1))
+    assert "compare" not in next_step(runs, verdict_on(runs), "x.py", 30.0, pool)
 
 
 # ---- one run
@@ -685,7 +706,8 @@ def test_signals_that_come_together(begin):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_program_outlives_the_command(script, tmp_path, number):
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_no_program_outlives_the_command(script, tmp_path, number, kill):
     """Neither one that ignores SIGTERM, nor one whose command is killed."""
     path = script("""
         import os, signal, time
@@ -696,13 +718,26 @@ def test_no_program_outlives_the_command(script, tmp_path, number):
     """)
     with subprocess.Popen(
         [*COMMAND, "--show-output", path], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True,
     ) as process:  # fmt: skip
         child = int(next(iter(process.stdout.readline, "")))
-        process.send_signal(number)
+        kill(process.pid, number)
         process.stdout.read()  # until nobody has it
         assert process.wait(TIMEOUT) == (-number if number == signal.SIGKILL else 128 + number)
     assert not os.path.exists(f"/proc/{child}")
+
+
+def test_a_program_that_signals_its_process_group(script, tmp_path):
+    """As it ends its workers."""
+    script("""
+        import os, signal, subprocess
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        worker = subprocess.Popen(["sleep", "60"])
+        os.killpg(0, signal.SIGTERM)
+        assert worker.wait() == -signal.SIGTERM
+    """)
+    found = run(tmp_path, "-n", "1", "script.py", start_new_session=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.full

@@ -660,6 +660,22 @@ def test_a_program_without_numpy(script, tmp_path):
     assert "did not import NumPy" in run([*OURS, "script.py"], tmp_path).stderr
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        "sys.argv[0] = pathlib.Path(sys.argv[0])", "sys.argv = [b'x']", "sys.argv = None",
+        "del sys.argv", "del sys.__stderr__",
+    ],
+)  # fmt: skip
+@pytest.mark.sampled
+def test_what_the_program_leaves_in_sys(script, tmp_path, act):
+    script(f"import sys, pathlib; {act}")
+    report = assert_alike(tmp_path, "script.py", status=0)
+    assert report.startswith("arenapy run: ") == ("stderr" not in act)
+    alike.ours(["--json", "a.json", "script.py"], cwd=tmp_path)
+    assert json.loads((tmp_path / "a.json").read_text())["numpy"] is False
+
+
 NOT_OURS = "arenapy run: the program has its own numpy or finder, so there was no pool\n"
 
 
@@ -702,7 +718,9 @@ def test_a_pool_that_cannot_be_is_said_in_one_line(script, tmp_path, options):
         (["--trace", "/dev/full", "script.py"], "'/dev/full' is not a regular file"),
         ([], "SCRIPT"),
         (["-m"], "SCRIPT"),
-        (["--nope", "script.py"], "--nope"),
+        (["--nope", "script.py"], "unrecognized arguments: --nope"),
+        (["-OO", "script.py"], "this option of Python: python -OO -m arenapy run ..."),
+        (["--lock", "-X", "dev", "script.py"], "this option of Python: python -X -m arenapy run"),
     ],
 )
 def test_wrong_arguments(tmp_path, arguments, named):

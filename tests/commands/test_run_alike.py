@@ -596,6 +596,20 @@ def test_a_standard_file_that_is_closed(both, closed, told):
     assert found == [(0, told, "")] * 3
 
 
+def test_a_message_where_standard_error_was_closed(tmp_path):
+    """A file of the program's has its number."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import os; data = open('data', 'w'); print(data.fileno()); os.rmdir('out')"
+    )
+    line = [sys.executable, MAIN, "run", "--json", "out/a.json", "script.py"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *line], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, timeout=TIMEOUT, check=True,
+    )  # fmt: skip
+    assert done.stdout == "2\n" and (tmp_path / "data").read_text() == ""
+
+
 def at_a_terminal(line, cwd, typed):
     """What a terminal shows."""
     import pty

@@ -38,6 +38,14 @@ def test_between_any_two_kinds(gpu, to, source, stream):
     assert content(a) == bytes(range(100)) * 100
 
 
+def test_dates_for_which_numpy_has_no_buffer(gpu):
+    dates, found = np.arange(9).astype("M8[D]"), np.zeros(9, "M8[D]")
+    block = Pool(16 * MIB, cuda.Device()).alloc(dates.nbytes)
+    block.copy_from(dates)
+    block.copy_to(found)
+    assert (found == dates).all()
+
+
 def test_without_one_it_is_done_when_it_returns(gpu):
     pool = Pool(16 * MIB, cuda.Device())
     a, b = pool.alloc(1000), pool.alloc(1000)

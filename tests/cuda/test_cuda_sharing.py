@@ -38,7 +38,7 @@ import arenapy
 from arenapy import Bump, OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda import sharing
 from arenapy.linux import vm
-from arenapy.memory import shared
+from arenapy.memory import messages, shared
 
 GRANULE = 2 * MIB
 ALLOCATORS = {
@@ -349,8 +349,8 @@ def test_a_message_with_other_descriptors(gpu, tmp_path, kind):
 
 
 def test_a_peer_that_lies_about_the_device(pair):
-    head = arenapy.memory.messages.HEAD.pack(b"arenapy1", 6, 0, 0, 0, 0, 100, 0)  # an array there
-    pair[0].sendall(head)
+    head = messages.HEAD.pack(b"arenapy1", 6, 0, 0, 0, 0, 100, 0)  # an array there
+    socket.send_fds(pair[0], [head], [pair[0].fileno()])
     with pytest.raises(ValueError, match="is not the head"):
         arenapy.receive(pair[1])
 

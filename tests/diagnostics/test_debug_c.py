@@ -89,6 +89,20 @@ def test_frees_of_no_block_are_told(kind, capfd):
     assert calls.free(allocator, block) == 0
 
 
+def test_nothing_is_told_where_standard_error_was_closed(tmp_path):
+    """A file of the program's has its number."""
+    program = """
+        import ctypes, helpers, arenapy
+        pool = arenapy.Pool(debug=True)
+        with open("data", "w") as data:
+            assert data.fileno() == 2
+            assert helpers.c_function("pool_free", ctypes.c_int, ctypes.c_void_p)(pool, 4096) == -1
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], cwd=tmp_path, check=True)
+    assert (tmp_path / "data").read_text() == ""
+
+
 def test_double_frees_of_bump(capfd):
     arena = exact(1 << 16, debug=True)
     free = c_function("bump_free", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)

@@ -4,6 +4,7 @@ import gc
 from contextlib import ExitStack
 from unittest import mock
 
+import numpy as np
 import pytest
 from every import ALLOCATORS, ITEM, NBYTES, REUSING, adds_up, fill_up
 from helpers import PAGE, poke
@@ -44,6 +45,14 @@ def test_mocks_of_a_program_are_not_called(name, source):
         info = memory_info()
     assert not any(one.mock_calls for one in mocks)
     assert block.nbytes == 8 and info.available > 0
+
+
+def test_memory_of_an_array_without_a_buffer(name):
+    """NumPy exports no dates."""
+    dates = np.zeros(2 * NBYTES // 8, "M8[s]")
+    block = ALLOCATORS[name](Existing(dates)).alloc(ITEM)
+    block.fill(1)
+    assert dates.view("u1").sum() == ITEM and repr(Existing(dates)).count(f"{dates.nbytes} bytes")
 
 
 def test_an_object_that_is_too_small_is_refused(name):

@@ -99,6 +99,43 @@ def test_a_generator_says_at_its_close_what_it_returns(pools):
     assert generator.close() == (0 if sys.version_info >= (3, 13) else None)
 
 
+def test_an_object_with_an_asynchronous_call(pools):
+    class Handler:
+        async def __call__(self):
+            await asyncio.sleep(0)
+            return where(pools)
+
+    assert asyncio.run(numpy_memory(pools[0])(Handler())()) == 0
+
+
+def test_methods_of_all_kinds(pools):
+    class Owner:
+        @numpy_memory(pools[0])
+        @staticmethod
+        def static():
+            return where(pools)
+
+        @numpy_memory(pools[1])
+        @classmethod
+        def of_class(cls):
+            return cls, where(pools)
+
+        @numpy_memory(pools[2])
+        @classmethod
+        async def task(cls):
+            return cls, where(pools)
+
+    for owner in Owner, Owner():
+        assert (owner.static(), owner.of_class()) == (0, (Owner, 1))
+        assert asyncio.run(owner.task()) == (Owner, 2)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, Pool])
+def test_what_is_no_function_is_not_decorated(pools, wrong):
+    with pytest.raises(TypeError, match="is not a function"):
+        numpy_memory(pools[0])(wrong)
+
+
 def test_tasks_do_not_meet(pools):
     async def work(index, first, then):
         with numpy_memory(pools[index]):

@@ -189,6 +189,24 @@ else:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize(
+    "act", ["import arenapy", "from arenapy import Pool", "import arenapy.cuda"]
+)
+def test_an_old_numpy_is_refused_in_one_sentence(act):
+    program = f"""
+import sys, types
+numpy = sys.modules["numpy"] = types.ModuleType("numpy")
+numpy.__version__ = "1.26.4"
+try:
+    {act}
+except ImportError as error:
+    assert "needs NumPy 2.0 or newer, and this is NumPy 1.26.4: " in str(error), error
+else:
+    raise AssertionError("imported")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_source_tree_says_that_it_is_not_built(tmp_path):
     """A clone hides the installed package from a Python that starts in it."""
     unbuilt = shutil.ignore_patterns("*.so", "__pycache__")

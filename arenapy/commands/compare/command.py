@@ -178,8 +178,11 @@ class Comparison:
         spec_file.write_text(json.dumps(spec))  # a word of a command may have 128 KiB at most
         line = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), "/dev/stdin"]
         with open(os.memfd_create("result"), "w+b") as result:  # the folder may be full
-            # By SIGTERM it ends the program that it measures.
-            with child_process(line, subprocess.Popen.terminate, stdin=result) as worker:
+            # By SIGTERM it ends the program that it measures. It also gets that if we are killed;
+            # a signal that kills our process group must not kill it, too.
+            with child_process(
+                line, subprocess.Popen.terminate, stdin=result, process_group=0
+            ) as worker:
                 if worker.wait():
                     how = _how(worker.returncode)
                     raise OSError(f"the process that measures the program ended: {how}")
@@ -311,7 +314,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         *sentences(runs, comparison.chance),
         *reasons(runs),
-        next_step(runs, said, shlex.join(run.program_words(options)), options.seconds),
+        next_step(
+            runs,
+            said,
+            shlex.join(run.program_words(options)),
+            options.seconds,
+            run.pool_words(options),
+            options.others,
+        ),
     ]
     if options.json is not None:
         found = {

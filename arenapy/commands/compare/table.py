@@ -225,9 +225,28 @@ def reasons(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def next_step(
-    runs: Mapping[str, Sequence[Run]], said: Verdict, program: str, seconds: float
+    runs: Mapping[str, Sequence[Run]],
+    said: Verdict,
+    program: str,
+    seconds: float,
+    pool: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> str:
-    """The command that the user should type next, and why."""
+    """The command that the user should type next, and why.
+
+    Parameters
+    ----------
+    runs, said
+        The figures, and the verdict about them.
+    program : str
+        The words of the program on a command line.
+    seconds : float
+        The time for this comparison.
+    pool, others : sequence of str
+        Its options for the pool, and the ways of ``--with``.
+    """
+    in_pool = " ".join([*pool, program])
+    again = f"--with {','.join(others)} {in_pool}" if others else in_pool
     startup, steady = _medians(runs, "startup"), _medians(runs, "steady")
     if not startup:
         return (
@@ -235,11 +254,13 @@ def next_step(
             "Compare the program that does the work."
         )
     if not said.final:
-        return f"To be surer: arenapy compare --seconds {4 * seconds:.0f} {program}"
+        return f"To be surer: arenapy compare --seconds {max(4 * seconds, 1):.0f} {again}"
     if said.word in ("worth it", "a little faster"):
+        step = f"Next: arenapy run {in_pool}"
+        if pool:
+            return step
         return (
-            f"Next: arenapy run {program}; or write into the program, before its first array: "
-            "import arenapy; "
+            f"{step}; or write into the program, before its first array: import arenapy; "
             'arenapy.numpy_memory(arenapy.Pool(), threads=True, libc="keep").install()'
         )
     gain, cost = steady[0] - steady[1], startup[1] - startup[0] + _prefault(runs)
@@ -250,14 +271,15 @@ def next_step(
             f"{_seconds(max(cost, 0.0))} once. Next: arenapy compare with an input that takes at "
             f"least {max(2.0, 2 * longer):.0f} times as long."
         )
-    if said.word == "not worth it" and steady[1] > steady[0] * (1 + WORTH):
-        return f"Next: arenapy compare --libc none {program}"
+    slower = said.word == "not worth it" and steady[1] > steady[0] * (1 + WORTH)
+    if slower and "--libc" not in pool:
+        return f"Next: arenapy compare --libc none {again}"
     if statistics.median(run.kernel_share for run in runs[PLAIN]) < MANY_FAULTS:
         return (
             "The program spends little time on memory. Next, find where it spends its time: "
             f"python -m cProfile -s tottime {program}"
         )
-    return f"Next, to see which memory the pool did not serve, and why: arenapy run {program}"
+    return f"Next, to see which memory the pool did not serve, and why: arenapy run {in_pool}"
 
 
 def show(

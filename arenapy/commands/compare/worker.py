@@ -59,12 +59,12 @@ def _waited(pid: int) -> float:
 
 
 def _end(pid: int) -> None:
-    """End the program by SIGTERM, or by SIGKILL if it does not end by that."""
-    os.kill(pid, signal.SIGTERM)
+    """End the program and its group by SIGTERM, or by SIGKILL if it does not end by that."""
+    os.killpg(pid, signal.SIGTERM)
     late = time.monotonic() + PATIENCE
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is None:
         if time.monotonic() > late:
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
@@ -97,6 +97,7 @@ def main(spec_file: str, result: str) -> None:
             spec["command"],
             spec["environment"],
             file_actions=actions,
+            setpgroup=0,  # or signals that it sends to its group would end us
             setsigmask=mask,
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, a shell does not
         )

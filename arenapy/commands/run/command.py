@@ -73,6 +73,17 @@ def add_pool_options(parser: "argparse.ArgumentParser") -> None:
     )  # fmt: skip
 
 
+def pool_words(options: Options) -> list[str]:
+    """The options of the pool that were given, as words of a command line."""
+    words: list[str] = []
+    for name in "max_bytes", "initial_bytes", "huge_pages", "on_full", "libc":
+        value = getattr(options, name)
+        if value != getattr(Options, name):
+            in_mib = name.endswith("_bytes") and value % (1 << 20) == 0
+            words += ["--" + name.replace("_", "-"), f"{value >> 20}M" if in_mib else str(value)]
+    return words + ["--lock"] * options.lock
+
+
 def add_program(parser: "argparse.ArgumentParser") -> None:
     """Add the program; all that follows it is its own."""
     import argparse

@@ -191,6 +191,9 @@ class Session:
 
     def _memory(self) -> object:
         _import_arenapy()
+        from arenapy._platform import require_numpy
+
+        require_numpy()
         from arenapy.commands.run.report import ProgramMemory
 
         # A forked child that imports NumPy gets a pool, too. The trace is the program's.
@@ -212,7 +215,7 @@ class Session:
         _remove_finders(lambda finder: isinstance(finder, AfterImport))
         try:
             self.apart(self._report)
-        except (ImportError, OSError, ValueError) as error:  # a closed or full file
+        except Exception as error:  # a closed or full file, or what the program did to `sys`
             _say(f"the report is not complete: {error}")
 
     def _measured(self, when: str) -> None:
@@ -244,7 +247,7 @@ class Session:
             from arenapy.linux.vm import minor_faults
         figures = {
             "report": "arenapy run",
-            "program": sys.argv[:1],
+            "program": list(map(str, getattr(sys, "argv", None) or ()))[:1],
             "seconds": self.clock() - self.began,
             "minor_faults": minor_faults() - self.faults,
             "numpy": self.memory is not None,
@@ -255,7 +258,7 @@ class Session:
         if self.memory is not None:
             figures |= self.memory.figures()
             text = self.memory.text(figures)
-        errors = None if self.refused else sys.__stderr__
+        errors = None if self.refused else getattr(sys, "__stderr__", None)
         try:
             if self.options["json"] is not None:
                 import json
@@ -314,6 +317,8 @@ class Session:
 
 def _say(text: str) -> None:
     """Write a line to the process's standard error, whatever the program did to `sys.stderr`."""
+    if getattr(sys, "__stderr__", None) is None:
+        return  # it was closed, and a file of the program's may have its number
     try:  # noqa: SIM105  # contextlib is not built in
         os.write(2, f"arenapy run: {text}\n".encode(errors="replace"))
     except OSError:
