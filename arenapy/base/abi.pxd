@@ -8,7 +8,7 @@
 cdef enum:
     ARENAPY_ABI = 15
 
-cdef void built_for_arenapy_abi_14() noexcept nogil
+cdef void built_for_arenapy_abi_15() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_14()
+    built_for_arenapy_abi_15()

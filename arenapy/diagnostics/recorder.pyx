@@ -23,7 +23,8 @@ the lock is free and nothing is running, so a child neither hangs nor writes int
 """
 cimport cython
 from cpython.object cimport PyObject
-from posix.unistd cimport SEEK_END, ftruncate, lseek, pread, pwrite
+from posix.types cimport pid_t
+from posix.unistd cimport SEEK_END, ftruncate, getpid, lseek, pread, pwrite
 from libc.errno cimport EBADF, EINTR, ENOMEM, ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset, strncpy
@@ -428,6 +429,7 @@ cdef class Recorder:
         from arenapy.linux import outputs
 
         cdef Descriptor file = None
+        cdef pid_t process = getpid()        # a child that a handler forks below has no buffers
         biased_acquire(&tape.lock)
         used, self.used = self.used, True
         biased_release(&tape.lock)
@@ -438,6 +440,11 @@ cdef class Recorder:
             if buffers == NULL:
                 raise no_pages(errno)
             file = outputs.begin(self.path, outputs.TRACE)
+            if getpid() != process:
+                raise ValueError(
+                    f"this process was forked while its parent began to record into {self.path!r}; "
+                    "record into another file"
+                )
             fd = file.fileno()
             memset(&header, 0, sizeof(Header))
             memcpy(header.magic, b"arenatrc", 8)
@@ -445,7 +452,7 @@ cdef class Recorder:
             header.header_nbytes = sizeof(Header)
             header.event_nbytes = sizeof(Event)
             header.clock = self.clock
-            header.process = os.getpid()
+            header.process = process
             strncpy(header.kind, kind, KIND - 1)
             header.started = time_ns()
             header.monotonic = kernel_ns()
@@ -456,7 +463,7 @@ cdef class Recorder:
                 raise OSError(failed, os.strerror(failed), self.path)
         except BaseException:
             self.used = False
-            if buffers != NULL:
+            if buffers != NULL and getpid() == process:
                 munmap(buffers, BUFFERS)
             if file is not None:
                 file.close()

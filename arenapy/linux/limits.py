@@ -12,7 +12,7 @@ memory: a program's tests may replace ``open`` or ``os.path.join`` by a mock, an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os import F_OK, PathLike, access, listdir, pread, sysconf
+from os import F_OK, O_RDONLY, PathLike, access, listdir, pread, sysconf
 from os.path import dirname, join, normpath
 from typing import NamedTuple, TypeAlias
 
@@ -27,7 +27,6 @@ __all__ = [
 
 Folder: TypeAlias = str | PathLike[str]
 
-_open = open
 PROC = "/proc"
 SYS = "/sys"
 PAGE_TABLE_SHARE = 512  # one 8-byte entry for each 4 KiB page
@@ -395,7 +394,7 @@ def _cgroup_limit(group: str, version: _Version) -> Limit | None:
 def _contents(path: str) -> str:
     """All of a file. Its position is not used: a child that is forked meanwhile would share it."""
     parts, at = [], 0
-    with _open(path, "rb", buffering=0) as file:
+    with vm.open_file(path, O_RDONLY) as file:
         while part := pread(file.fileno(), 1 << 16, at):
             parts.append(part)
             at += len(part)

@@ -304,13 +304,13 @@ def _replace(place: str, data: bytes, old: os.stat_result | None) -> bool:
     beside = os.path.join(os.path.dirname(place), f".arenapy-{os.urandom(8).hex()}")
     opened: list[vm.Descriptor] = []
     try:
-        with (
-            vm.open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, opened=opened) as owner,
-            open(owner.fileno(), "wb", closefd=False) as file,
-        ):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with vm.open_file(beside, flags, opened=opened) as file:
             if old is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
-            file.write(data)
+            at = 0
+            while at < len(data):  # not at the file's position, which a forked child shares
+                at += os.pwrite(file.fileno(), memoryview(data)[at:], at)
         if old is None:
             return _appear(beside, place, data)
         if not _is_at(place, old):

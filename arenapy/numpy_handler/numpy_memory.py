@@ -217,15 +217,13 @@ class numpy_memory(Context):
         if either(inspect.isasyncgenfunction):
             wrapped: Any = self._around_async_generator(function)
         elif either(inspect.iscoroutinefunction):
+            awaited = types.coroutine(self._around_generator(function))
 
             async def wrapped(*args: Any, **kwargs: Any) -> Any:
-                return await self._awaited(function(*args, **kwargs))
+                return await awaited(*args, **kwargs)
 
         elif either(inspect.isgeneratorfunction):
-
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                return (yield from self._steps(function(*args, **kwargs)))
-
+            wrapped = self._around_generator(function)
             code = getattr(function, "__code__", None)
             if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
                 wrapped = types.coroutine(wrapped)
@@ -238,48 +236,51 @@ class numpy_memory(Context):
         decorated = functools.update_wrapper(wrapped, function)
         return decorated  # type: ignore[no-any-return]
 
-    def _steps(self, code: Any) -> Any:
-        """What a generator or a coroutine yields, and in the end returns.
+    def _around_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Around what makes a generator, or a coroutine, which has the same methods.
 
         While it is suspended, others run: then the handler is not in force.
         """
-        step, value = code.send, None
-        while True:
-            try:
-                with self:
-                    item = step(value)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                value = yield item
-                step = code.send
-            except GeneratorExit:
-                with self:
-                    result = code.close()
-                if result is None:
-                    raise
-                return result
-            except BaseException as error:  # what the caller throws in
-                step, value = code.throw, error
 
-    @types.coroutine
-    def _awaited(self, code: Any) -> Any:
-        return (yield from self._steps(code))
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            code = function(*args, **kwargs)
+            step, value = code.send, None
+            while True:
+                try:
+                    with self:
+                        item = step(value)
+                except StopIteration as stop:
+                    return stop.value
+                try:
+                    value = yield item
+                    step = code.send
+                except GeneratorExit:
+                    with self:
+                        result = code.close()
+                    if result is None:
+                        raise
+                    return result
+                except BaseException as error:  # what the caller throws in
+                    step, value = code.throw, error
+
+        return wrapped
 
     def _around_async_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        awaited = types.coroutine(self._around_generator(lambda step: step))
+
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             generator = function(*args, **kwargs)
             step, value = generator.asend, None
             while True:
                 try:
-                    item = await self._awaited(step(value))
+                    item = await awaited(step(value))
                 except StopAsyncIteration:
                     return
                 try:
                     value = yield item
                     step = generator.asend
                 except GeneratorExit:
-                    await self._awaited(generator.aclose())
+                    await awaited(generator.aclose())
                     raise
                 except BaseException as error:  # what the caller throws in
                     step, value = generator.athrow, error

@@ -46,7 +46,7 @@ DETAILS = {0: ("syscall", SYSCALLS), 1: ("fcntl", FCNTL), 2: ("madvise", ADVICE)
 
 #: What Python code of ours calls, by where it finds it.
 PYTHON_CALLS = {f"os.{name}": [("os", name)] for name in ("stat", "fstat", "pwrite", "dup")} | {
-    "open()": [("builtins", "open"), ("io", "open"), ("arenapy.linux.limits", "_open")]
+    "open()": [("builtins", "open"), ("io", "open")]
 }
 
 
