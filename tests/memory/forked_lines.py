@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 import arenapy
-from arenapy import Bump, File, Pool, Shared
+from arenapy import Bump, File, Pool, Shared, trace
+from arenapy.linux import outputs
 
 MIB = 1 << 20
 PACKAGE = str(Path(arenapy.__file__).parent)
@@ -34,6 +35,29 @@ def grown(arena):
     return lambda _path: arena.empty(NBYTES, "u1")
 
 
+def recorded(path):
+    recorder = trace.Recorder(path)
+    recorder.start()
+    for number in range(1000):
+        recorder.add("alloc", 4096 + number, 1)
+
+    def check():
+        recorder.stop()
+        assert len(trace.load(path)) == 1000
+
+    return check
+
+
+def written(path):
+    data = b'{"report": "run"}'
+    outputs.write(path, data, outputs.report("run"))
+
+    def check():
+        assert path.read_bytes() == data
+
+    return check
+
+
 CASES = {
     "region": lambda: lambda _path: Bump(NBYTES, Shared()).empty(NBYTES, "u1"),
     "growth": lambda: grown(Bump(4096, Shared(grow=True), 64 * MIB)),
@@ -43,6 +67,8 @@ CASES = {
     "new file": lambda: lambda path: Bump(NBYTES, File(path, "w+")).empty(NBYTES, "u1"),
     "old file": lambda: lambda path: Bump(NBYTES, File(path, "w+")).empty(NBYTES, "u1"),
     "file to change": lambda: lambda path: Bump(NBYTES, File(path, "r+")).empty(NBYTES, "u1"),
+    "recording": lambda: recorded,
+    "report": lambda: written,
 }
 
 
@@ -81,7 +107,7 @@ def strike(case, line, way):
         at_line = AtLine(line, way)
         try:
             sys.settrace(at_line)
-            array = act(path)
+            made = act(path)
         except BaseException:
             if at_line.child == 0:
                 os._exit(3)  # and leaves the folder alone
@@ -90,7 +116,8 @@ def strike(case, line, way):
             sys.settrace(None)
         if at_line.child is None:
             return False
-        array[:] = 7 if at_line.child else 9
+        if not callable(made):
+            made[:] = 7 if at_line.child else 9
         if at_line.child == 0:
             os._exit(0)
         os.close(at_line.pipe)
@@ -98,7 +125,10 @@ def strike(case, line, way):
         assert status in (0, 3), f"line {line}: the child ended with {status}"
         if "file" in case:
             assert path.stat().st_size == NBYTES, f"line {line}: {path.stat().st_size} bytes"
-        assert (array == 7).all(), f"line {line}: {(array != 7).sum()} bytes changed"
+        if callable(made):
+            made()
+        else:
+            assert (made == 7).all(), f"line {line}: {(made != 7).sum()} bytes changed"
         return True
 
 
