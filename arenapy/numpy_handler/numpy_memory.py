@@ -75,6 +75,14 @@ class Handle:
 _handlers: dict[weakref.ref[Pool], dict[str, PoolHandler]] = {}
 
 
+def _can_be_awaited(function: Any) -> bool:
+    """Whether ``types.coroutine`` made it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
+
+
 class numpy_memory(Context):
     """Put the data of NumPy arrays that are made in a context into a pool.
 
@@ -217,15 +225,14 @@ class numpy_memory(Context):
         if either(inspect.isasyncgenfunction):
             wrapped: Any = self._around_async_generator(function)
         elif either(inspect.iscoroutinefunction):
-            awaited = types.coroutine(self._around_generator(function))
 
             async def wrapped(*args: Any, **kwargs: Any) -> Any:
-                return await awaited(*args, **kwargs)
+                with self:
+                    return await function(*args, **kwargs)
 
         elif either(inspect.isgeneratorfunction):
             wrapped = self._around_generator(function)
-            code = getattr(function, "__code__", None)
-            if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
+            if either(_can_be_awaited):
                 wrapped = types.coroutine(wrapped)
         else:
 
@@ -237,50 +244,49 @@ class numpy_memory(Context):
         return decorated  # type: ignore[no-any-return]
 
     def _around_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Around what makes a generator, or a coroutine, which has the same methods.
-
-        While it is suspended, others run: then the handler is not in force.
-        """
-
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            code = function(*args, **kwargs)
-            step, value = code.send, None
+            generator = function(*args, **kwargs)
+            step, value = generator.send, None
             while True:
                 try:
                     with self:
                         item = step(value)
                 except StopIteration as stop:
                     return stop.value
+                finally:
+                    value = None  # the traceback of an exception has this frame, and its arrays
                 try:
                     value = yield item
-                    step = code.send
+                    step = generator.send
                 except GeneratorExit:
                     with self:
-                        result = code.close()
+                        result = generator.close()
                     if result is None:
                         raise
                     return result
                 except BaseException as error:  # what the caller throws in
-                    step, value = code.throw, error
+                    step, value = generator.throw, error
 
         return wrapped
 
     def _around_async_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        awaited = types.coroutine(self._around_generator(lambda step: step))
-
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             generator = function(*args, **kwargs)
             step, value = generator.asend, None
             while True:
                 try:
-                    item = await awaited(step(value))
+                    with self:
+                        item = await step(value)
                 except StopAsyncIteration:
                     return
+                finally:
+                    value = None  # as above
                 try:
                     value = yield item
                     step = generator.asend
                 except GeneratorExit:
-                    await awaited(generator.aclose())
+                    with self:
+                        await generator.aclose()
                     raise
                 except BaseException as error:  # what the caller throws in
                     step, value = generator.athrow, error

@@ -165,7 +165,9 @@ TABLE = [
     row("region of .*File.*", "mmap", "ENOMEM", FINE, NO_MAP),
     row("region of .*File.*", "mmap", "EACCES", FINE, NOT_MAPPED),
     row("region of .*File.*", "fallocate", "EOPNOTSUPP|EINTR", FINE),
-    # A limit that cannot be read is none, but what the machine has must be known.
+    # A limit that cannot be read is none.
+    row("(Bump|Slab|Pool|reserve|region of (Host|Shared)).*", "open", "EMFILE|ENOENT", FINE),
+    # But what the machine has must be known.
     row("region of .*", r"open\(\)", "EMFILE", FINE, "OSError: /smaps"),
     row(
         "region of .*",

@@ -11,7 +11,6 @@ import types
 
 import numpy as np
 import pytest
-from helpers import in_threads
 from numpy_arrays import three_pools, where
 
 from arenapy import Pool, handles, numpy_memory
@@ -51,39 +50,48 @@ def test_a_generator_that_is_a_coroutine(pools):
     asyncio.run(main())
 
 
-def test_nobody_else_has_it_while_a_coroutine_is_suspended(pools):
-    """Not every scheduler gives tasks contexts, and the end may be on another thread."""
+def test_what_can_be_awaited_can_be_once_decorated(pools):
+    class Step:
+        @types.coroutine
+        def __call__(self):
+            yield
+            return where(pools)
 
-    @types.coroutine
-    def pause():
-        yield
+    for step in Step(), functools.partial(Step.__call__, Step()):
 
+        async def main(step=step):
+            return await numpy_memory(pools[0])(step)()
+
+        assert asyncio.run(main()) == 0
+
+
+def test_an_inner_context_stays_in_force_in_a_coroutine(pools):
     @numpy_memory(pools[0])
     async def work():
-        await pause()
-        return where(pools)
+        with numpy_memory(pools[1]):
+            await asyncio.sleep(0)
+            inside = where(pools)
+        await asyncio.sleep(0)
+        return inside, where(pools)
 
-    @numpy_memory(pools[0])
-    async def several():
-        await pause()
-        yield where(pools)
+    assert asyncio.run(work()) == (1, 0)
 
-    async def main():
-        return await work(), [one async for one in several()]
 
-    task = main()
-    for _ in range(2):
-        task.send(None)
-        assert where(pools) is None
-    ended = []
+def test_what_is_thrown_into_a_generator_keeps_no_array():
+    pool = Pool(max_bytes=64 << 20)
 
-    def end():
-        with pytest.raises(StopIteration) as stop:
-            task.send(None)
-        ended.append(stop.value.value)
+    @numpy_memory(pool, on_full="error")
+    def work():
+        array = np.ones(1 << 20)
+        yield array.nbytes
 
-    in_threads(end)
-    assert ended == [(0, [0])] and where(pools) is None
+    for _ in range(20):
+        generator = work()
+        next(generator)
+        with pytest.raises(KeyError):
+            generator.throw(KeyError())
+        del generator
+    assert pool.stats().allocated_bytes == 0
 
 
 def test_a_generator_says_at_its_close_what_it_returns(pools):
