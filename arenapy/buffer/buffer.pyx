@@ -727,8 +727,10 @@ def as_bytes(thing):
     try:
         memoryview(thing)
     except ValueError:
-        if getattr(getattr(thing, "flags", None), "forc", False):
-            return thing.reshape(-1, order="A").view("u1")
+        if hasattr(getattr(thing, "flags", None), "forc"):
+            import numpy
+            array = numpy.asarray(thing)     # of no class that has methods of its own
+            return array.view(f"V{array.itemsize}")
     except (TypeError, BufferError):
         pass
     return thing

@@ -95,7 +95,7 @@ def _dtype_text(dtype: np.dtype[Any]) -> bytes:
     text = (description if isinstance(description, str) else repr(description)).encode()
     try:
         found = _dtype_of(text)
-        if found == dtype and found.type is dtype.type:
+        if found == dtype and _are_alike(found, dtype):
             return text
     except ValueError:
         if dtype.hasobject:
@@ -124,6 +124,17 @@ def _description(dtype: np.dtype[Any]) -> Any:
         "aligned": dtype.isalignedstruct,
         "record": dtype.type is np.record,
     }
+
+
+def _are_alike(found: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Whether the scalars of equal types are of one class; C has several integers of a size."""
+    if dtype.subdtype is not None:
+        return _are_alike(found.base, dtype.base)
+    if found.type is not dtype.type and dtype.kind not in "iu":
+        return False
+    if found.fields is None or dtype.fields is None:
+        return True
+    return all(_are_alike(found.fields[name][0], field[0]) for name, field in dtype.fields.items())
 
 
 def _described(description: Any) -> np.dtype[Any]:

@@ -322,10 +322,12 @@ def test_copies_of_types_without_a_buffer(arena):
     """NumPy exports no dates, and no types of other packages. It has their bytes."""
     dates = np.arange(6).astype("M8[D]").reshape(2, 3)
     fields = np.zeros(4, [("day", "M8[s]"), ("span", "m8[us]")])
-    for source in dates, np.asfortranarray(dates), fields, dates[0, 1:2].reshape(()):
+    masked = np.ma.masked_array(dates, dates > dates[0, 1])
+    alone = dates[0, 1:2].reshape(())
+    for source in dates, np.asfortranarray(dates), fields, alone, masked:
         block = arena.alloc(source.nbytes)
         block.copy_from(source)
-        assert peek(block.address, source.nbytes) == source.tobytes("A")
+        assert peek(block.address, source.nbytes) == np.asarray(source).tobytes("A")
         block.fill(0)
         block[0 : source.nbytes] = source
         target = np.zeros_like(source)

@@ -95,7 +95,9 @@ def test_an_array_arrives_as_the_view_it_is(name, way, pair, pool):
         assert (y == 6).all()
 
 
-@pytest.mark.parametrize("dtype", ["?", ">i2", "c16", "S7", "U3", "V5", "M8[us]", "f2", STRUCTURED])
+@pytest.mark.parametrize(
+    "dtype", ["?", ">i2", "c16", "S7", "U3", "V5", "M8[us]", "f2", "q", STRUCTURED]
+)
 def test_a_dtype_arrives(dtype, pair, pool):
     x = whole(pool, dtype) if dtype != "?" else pool.zeros(3, "?")
     arenapy.send(pair[0], x)
@@ -131,8 +133,10 @@ def test_a_type_that_is_void_with_methods(pair, pool):
     class Own(np.void):
         pass
 
-    with pytest.raises(ValueError, match="cannot be sent"):
-        arenapy.send(pair[0], pool.zeros(2, np.dtype((Own, STRUCTURED))))
+    own = np.dtype((Own, STRUCTURED))
+    for dtype in own, np.dtype([("field", own, 2)]):
+        with pytest.raises(ValueError, match="cannot be sent"):
+            arenapy.send(pair[0], pool.zeros(2, dtype))
 
 
 def test_buffers_arrive_as_what_they_are(pair, pool):
