@@ -795,10 +795,15 @@ def test_a_program_that_is_killed_has_no_advice(tmp_path):
     assert (done.returncode, done.stderr) == (128 + 15, "")
 
 
-def test_signals_reach_the_program(tmp_path):
-    """Those of the group once, as Ctrl-C, and those of the command. The program alone obeys."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_signals_reach_the_program(tmp_path, leaves):
+    """Those of the group once, as Ctrl-C, and those of the command. The program alone obeys.
+
+    If it `leaves` the group, what the group gets is passed on to it.
+    """
     (tmp_path / "work.py").write_text(
-        textwrap.dedent("""
+        ("import os; os.setpgrp()\n" if leaves else "")
+        + textwrap.dedent("""
         import signal, sys, time
         def obey(number, frame):
             print(number, flush=True)
@@ -819,7 +824,8 @@ def test_signals_reach_the_program(tmp_path):
         end.start()
         assert process.stdout.readline() == "on\n"
         for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM:
-            process.send_signal(signal.SIGSTOP)
+            if not leaves:
+                process.send_signal(signal.SIGSTOP)
             os.killpg(process.pid, number)
             assert process.stdout.readline() == f"{int(number)}\n"
             process.send_signal(signal.SIGCONT)

@@ -728,9 +728,10 @@ def test_no_program_outlives_the_command(script, tmp_path, number, kill):
 
 
 def test_a_program_that_signals_its_process_group(script, tmp_path):
-    """As it ends its workers."""
+    """As it ends its workers. In a session of its own, no terminal stops it, either."""
     script("""
         import os, signal, subprocess
+        assert os.getsid(0) == os.getpid()
         signal.signal(signal.SIGTERM, lambda *_: None)
         worker = subprocess.Popen(["sleep", "60"])
         os.killpg(0, signal.SIGTERM)

@@ -13,15 +13,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from arenapy.base.text import printable_lines
 from arenapy.commands.run.command import Options, command, program_words
 
 __all__ = ["run_and_advise"]
 
-PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-HEEDED = (*PASSED_ON, signal.SIGINT)
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> int:
@@ -135,14 +134,15 @@ def _wait(pid: int, mask: set[int], witness: socket.socket) -> int:
         if len(came) > 1:  # this interrupted itself, and goes on
             return
         while came:
-            if not _whole_group_got(came[0], witness):
-                os.kill(pid, came[0])
+            with suppress(ProcessLookupError):  # it has ended
+                apart = os.getpgid(pid) != os.getpgrp()  # it has left the group
+                if apart or not _whole_group_got(came[0], witness):
+                    os.kill(pid, came[0])
             del came[0]
 
     before = {number: signal.getsignal(number) for number in HEEDED}
-    for number in PASSED_ON:
+    for number in HEEDED:
         signal.signal(number, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -97,7 +97,9 @@ def main(spec_file: str, result: str) -> None:
             spec["command"],
             spec["environment"],
             file_actions=actions,
-            setpgroup=0,  # or signals that it sends to its group would end us
+            # Or signals that it sends to its group would end us. In a group of this session, it
+            # would be stopped when it asks the terminal.
+            setsid=True,
             setsigmask=mask,
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, a shell does not
         )
