@@ -252,23 +252,25 @@ def test_a_signal_leaves_no_process_and_no_file(tmp_path, name, number):
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         end = time.monotonic() + TIMEOUT
-        while not any(child in line for line in session(process.pid)):
+        while not any(child in line for line in others(process.pid, folder)):
             assert process.poll() is None and time.monotonic() < end, process.stderr.read()
             time.sleep(0.05)
         process.send_signal(number)
         _, errors = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, errors) == (128 + number, "")
-    assert not session(process.pid) and not list(folder.iterdir())
+    assert not others(process.pid, folder) and not list(folder.iterdir())
 
 
-def session(leader):
-    """The command lines of the processes in a session, but that of its leader."""
+def others(leader, folder):
+    """The command lines of the processes with a temporary folder, but that of their leader."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            line = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ")
-            if int(pid) != leader and os.getsid(int(pid)) == leader:
-                found.append(line.decode())
+            environment = Path("/proc", pid, "environ").read_bytes()
+            if int(pid) != leader and b"TMPDIR=%b\0" % os.fsencode(folder) in environment:
+                found.append(
+                    Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
     return found
 
 
