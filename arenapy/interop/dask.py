@@ -11,6 +11,7 @@ which no such copy runs (actors', and those that tasks start) get the handler as
 from __future__ import annotations
 
 import contextvars
+import importlib.util
 from typing import Any
 
 from arenapy.memory.sources import Source
@@ -47,8 +48,10 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         Seconds after which unused memory is returned, as in :class:`arenapy.Pool`.
     device : Source, optional
         The source of device memory for a second Pool of each worker, such as
-        ``arenapy.cuda.Device(grow=True)``. It serves the arrays of CuPy. It is pickled. By default
-        there is no such Pool, since it takes a CUDA context in each worker.
+        ``arenapy.cuda.Device(grow=True)``. It serves the arrays of CuPy, and RMM if that is
+        installed: cuDF, and the arrays of CuPy that arrive from other workers, use RMM's memory.
+        It is pickled. By default there is no such Pool, since it takes a CUDA context in each
+        worker.
 
     Attributes
     ----------
@@ -141,7 +144,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             for module in (tcp, utils):
                 self._replace(module, "host_array", self._memory(module.host_array))
             if self._device is not None:
-                self._serve_cupy()
+                self._serve_device()
             for name, figure in self._metrics().items():
                 worker.metrics[PREFIX + name] = figure
                 self._served.append(name)
@@ -164,6 +167,8 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         if self.device_pool is not None:
             allocator, self._cupy._default_memory_pool = self._cupys
             self._cupy.cuda.set_allocator(allocator)
+            if self._rmm is not None:
+                self._rmm.set_per_device_resource(*self._rmms)
             self.device_pool = None
         self._context.run(self._memory.uninstall)
         for name in self._served:
@@ -174,15 +179,24 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         self._replaced.append((place, name, vars(place).get(name), ours))
         setattr(place, name, ours)
 
-    def _serve_cupy(self) -> None:
+    def _serve_device(self) -> None:
         from arenapy.interop import cupy as arenapy_cupy
-        from arenapy.interop.device_pools import library
+        from arenapy.interop import rmm as arenapy_rmm
+        from arenapy.interop.device_pools import by_device, library
 
         pool = Pool(source=self._device)
+        (ordinal,) = by_device((pool,))
         self._cupy = library("cupy", arenapy_cupy.OLDEST)
+        self._rmm = None
+        if importlib.util.find_spec("rmm") is not None:
+            resource = arenapy_rmm.resource(pool)
+            self._rmm = library("rmm", arenapy_rmm.OLDEST).mr
+            self._rmms = ordinal, self._rmm.get_per_device_resource(ordinal)
         self._cupys = self._cupy.cuda.get_allocator(), self._cupy._default_memory_pool
         arenapy_cupy.use(pool)
         self.device_pool = pool
+        if self._rmm is not None:
+            self._rmm.set_per_device_resource(ordinal, resource)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options, "_device": self._device}

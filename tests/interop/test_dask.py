@@ -7,18 +7,20 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import types
 
 import numpy as np
 import pytest
 from browser import browser, keep, needs_browser
+from dask_cluster import clusters, until
 from simulated_driver import simulated
 
 import arenapy
 from arenapy import cuda
 from arenapy.interop import cupy as arenapy_cupy
 from arenapy.interop import dask as arenapy_dask
+from arenapy.interop import device_pools
+from arenapy.interop import rmm as arenapy_rmm
 from arenapy.interop.dask import ArenaPlugin
 
 MIB = 1 << 20
@@ -31,30 +33,9 @@ def distributed():
 
 
 @pytest.fixture
-def cluster(distributed):
-    """Make clusters of so many workers of one thread: `cluster(2, memory_limit=...)`."""
-    import dask
-
-    made = []
-
-    def make(workers, config=(), **options):
-        scope = dask.config.set({
-            "distributed.diagnostics.nvml": False,
-            # It drops one of two copies, and a test may want that one.
-            "distributed.scheduler.active-memory-manager.start": False,
-            **dict(config),
-        })  # fmt: skip
-        made.append(scope)
-        options = {"dashboard_address": ":0", **options}
-        one = distributed.LocalCluster(n_workers=workers, threads_per_worker=1, **options)
-        made.append(one)
-        client = distributed.Client(one)
-        made.append(client)
-        return client
-
-    yield make
-    for one in reversed(made):
-        one.__exit__(None, None, None)
+def cluster():
+    with clusters() as make:
+        yield make
 
 
 # ---- what tasks do, in the workers ------------------------------------------------------------
@@ -161,13 +142,6 @@ def untouched(dask_worker):
         frames and memory and isinstance(dask_worker, worker.Worker)
         and not replaced & {"execute", "get_process_memory"} and ArenaPlugin._of_process is None
     )  # fmt: skip
-
-
-def until(probe):
-    end = time.monotonic() + 20
-    while not probe():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 # ---- more than there is memory, and workers that die ------------------------------------------
@@ -398,10 +372,34 @@ def cupy(monkeypatch):
     module.cuda = types.SimpleNamespace(get_allocator=lambda: module.served)
     module.cuda.set_allocator = functools.partial(setattr, module, "served")
     module.served = module._default_memory_pool = "CuPy's"
+    monkeypatch.setitem(sys.modules, "rmm", None)
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(arenapy_cupy, "allocator", lambda pool: pool)
-    monkeypatch.setattr(arenapy_cupy, "library", lambda name, oldest: module)
+    monkeypatch.setattr(device_pools, "library", lambda name, oldest: sys.modules[name])
     return module
+
+
+@pytest.fixture
+def rmm(monkeypatch, cupy):
+    """A stand-in for RMM, whose resource arenapy replaces."""
+    module = types.ModuleType("rmm")
+    module.__spec__, module.__version__ = object(), "26.10.0"
+    served = {0: "RMM's"}
+    module.mr = types.SimpleNamespace(
+        get_per_device_resource=served.get, set_per_device_resource=served.__setitem__
+    )
+    monkeypatch.setitem(sys.modules, "rmm", module)
+    monkeypatch.setattr(arenapy_rmm, "resource", lambda pool: pool)
+    return served
+
+
+def test_rmm_takes_from_the_pool_of_the_device(distributed, rmm):
+    with simulated() as driver, driver.on(0):
+        worker, plugin = a_worker(), ArenaPlugin(device=cuda.Device())
+        plugin.setup(worker)
+        assert rmm == {0: plugin.device_pool}
+        plugin.teardown(worker)
+        assert rmm == {0: "RMM's"}
 
 
 def test_a_pool_of_the_device(distributed, cupy):
