@@ -92,6 +92,8 @@ cdef object as_dtype(object argument):
         )
     if (<cnp.dtype>dtype).itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
         raise ValueError(f"dtype={argument!r} has no size; pass one with a size, like 'S8'")
+    if (<cnp.dtype>dtype).itemsize < 0:  # NumPy adds the sizes of fields up in a C int
+        raise ValueError(f"dtype={dtype} is too large: NumPy takes its size for {dtype.itemsize}")
     # A set is asked of a type only, whose hash and equality are its identity.
     if ARENAPY_GIL and (
         is_own(dtype) if argument is dtype

@@ -17,6 +17,7 @@ import array
 import ast
 import errno
 import fcntl
+import math
 import socket
 import struct
 from typing import Any, Protocol
@@ -161,7 +162,22 @@ def _dtype_of(text: bytes) -> np.dtype[Any]:
         ) from error
     if dtype.hasobject:
         raise ValueError(f"dtype={dtype} holds references to Python objects")
+    if not _is_inside(dtype, dtype.itemsize):
+        raise ValueError(f"dtype={text[:100]!r} has fields that lie outside of it")
     return dtype
+
+
+def _is_inside(dtype: np.dtype[Any], room: int) -> bool:
+    """Whether a dtype and its fields lie in so many bytes. NumPy's sums of sizes may overflow."""
+    if not 0 <= dtype.itemsize <= room:
+        return False
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return base.itemsize * math.prod(shape) <= room and _is_inside(base, room)
+    return dtype.fields is None or all(
+        field[1] >= 0 and _is_inside(field[0], dtype.itemsize - field[1])
+        for field in dtype.fields.values()
+    )
 
 
 def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any, Any]) -> None:

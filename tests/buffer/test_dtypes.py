@@ -253,6 +253,14 @@ def test_no_size_is_refused_each_time_by_name(one, argument):
         assert f"dtype={argument!r}" in str(caught.value)
 
 
+def test_a_size_that_overflows_is_refused(one):
+    dtype = np.dtype({"names": ["a", "b"], "formats": ["V2147483647", "V2147482647"]})
+    assert dtype.itemsize < 0
+    for make in (one.empty, one.alloc(4096).view, one.alloc(4096).array):
+        with pytest.raises(ValueError, match="is too large"):
+            make(3, dtype)
+
+
 @pytest.mark.parametrize("bases", [(), (np.void,), (np.float64,)], ids=repr)
 def test_a_class_may_change_what_it_means(one, bases):
     changing = type("Changing", bases, {})

@@ -590,6 +590,19 @@ HOSTILE = {
         None,
         "cannot be understood",
     ),
+    "fields whose sum overflows": (
+        {
+            "dtype": b"{'record': 0, 'names': ['a', 'b', 'c'],"
+            b" 'formats': ['V2147483647', 'V2147483647', 'V10']}"
+        },
+        None,
+        "fields that lie outside",
+    ),
+    "fields of negative size": (
+        {"dtype": b"{'record': 0, 'names': ['a', 'b'], 'formats': ['V2147483647', 'V2147482647']}"},
+        None,
+        "fields that lie outside",
+    ),
     "no dtype": ({"dtype": b""}, None, "cannot be understood"),
     "deep": ({"dtype": b"[" * 5000}, None, "cannot be understood"),
     "a view": ({"kind": messages.TYPED, "layout": (513,)}, None, "4104|bytes"),
