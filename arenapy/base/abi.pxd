@@ -6,9 +6,9 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 15
+    ARENAPY_ABI = 16
 
-cdef void built_for_arenapy_abi_15() noexcept nogil
+cdef void built_for_arenapy_abi_16() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_15()
+    built_for_arenapy_abi_16()

@@ -15,6 +15,10 @@ cdef int64_t slot_offset() noexcept nogil
 # locks, before there is a second thread that uses them.
 cdef void prepare_takeovers() noexcept nogil
 
+cdef extern from "Python.h":
+    # `threading.get_ident()`. In a forked child, the thread that forked has the same.
+    uint64_t this_thread "PyThread_get_thread_ident"() noexcept nogil
+
 cdef extern from *:
     """
     #ifndef ARENAPY_SLOT_H

@@ -82,6 +82,10 @@ cdef class BumpCore(Arena):
     cdef uint64_t live_mark  # its id; 0: none
     cdef Hold note           # of no block: other processes may see bytes from now on
     cdef uint64_t noted      # atomic: 1 while that is in `ended_list`
+    # The thread whose call grows or shortens the one region in place, or 0. That may run code that
+    # uses the arena, which then cannot grow: two calls would give the same bytes memory, and the one
+    # that fails take it away. In a forked child, the call of the thread that forked goes on.
+    cdef uint64_t growing
 
     cdef int open(self, Region region) except -1
     # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.

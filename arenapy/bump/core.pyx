@@ -64,6 +64,7 @@ from arenapy.allocator.allocator_core cimport (
     AllocatorCore, forbid, forbid_new, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
+from arenapy.base.thread_slot cimport this_thread
 from arenapy.memory.children cimport (
     Seen, children_nbytes, children_settle, children_unsettled, seen_add, seen_drop, seen_new,
 )
@@ -815,6 +816,11 @@ cdef class BumpCore(Arena):
                 &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
         self.limit = self.cursor             # no hit
         self.update_fast_path()
+
+    cdef void fork_unlock(self, bint child) noexcept nogil:
+        if child and self.growing != this_thread():
+            self.growing = 0                 # another thread's call, which ended there
+        Arena.fork_unlock(self, child)
 
     cdef void forked(self, bint unmapped) noexcept nogil:
         """As `disable`, while nothing can be relied on: what is free is not found any more."""

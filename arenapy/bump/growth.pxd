@@ -1,6 +1,4 @@
 # How an arena grows.
-from posix.types cimport pid_t
-
 from arenapy.bump.core cimport BumpCore
 from arenapy.buffer.block cimport Hold
 from arenapy.buffer.buffer cimport Buffer
@@ -12,7 +10,6 @@ cdef class InPlace:
     cdef object reservation
     cdef Region its_region
     cdef size_t room, ready, nbytes, page
-    cdef pid_t busy
 
     cdef size_t with_memory(self, size_t nbytes) noexcept
     cdef int extend(self, size_t nbytes) except -1

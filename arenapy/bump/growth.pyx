@@ -9,9 +9,8 @@ What lives here: how large the growth is, and that it has room for the request. 
 blocks go in it (core).
 """
 cimport cython
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from posix.unistd cimport getpid
 
 from arenapy.allocator.allocator cimport make_region, make_reservation
 from arenapy.allocator.allocator_core cimport forbid_new, permit, record
@@ -22,6 +21,7 @@ from arenapy.base.interval_set cimport (
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
+from arenapy.base.thread_slot cimport this_thread
 from arenapy.buffer.block cimport HOLD_EMPTY, Hold, born_held, drop_hold
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.bump.core cimport BumpCore
@@ -42,9 +42,7 @@ cdef enum:
 cdef class InPlace:
     """A source whose one region grows in place, for one arena. Internal.
 
-    The region begins with `ready` bytes of memory, and its addresses go on to `room`. `busy` is
-    this process while the source is at work. That may run code that uses the arena, which then
-    cannot grow: two calls would give the same bytes memory, and the one that fails take it away.
+    The region begins with `ready` bytes of memory, and its addresses go on to `room`.
     """
 
     def region(self, nbytes):
@@ -248,7 +246,7 @@ cdef int grow_in_place(
     cdef bint found = False
     c.open_check()
     n += n == 0
-    if place.busy == getpid():
+    if c.growing:
         raise OutOfMemory(c.full(n, align, max_bytes))
     arenapy_lock_acquire(&c.lock)
     left = place.room - region.size if place.room > region.size else 0
@@ -263,7 +261,7 @@ cdef int grow_in_place(
         if not found:
             raise OutOfMemory(c.full(n, align, max_bytes))
         end = most = start + n
-        place.busy = getpid()                # nobody else changes the holes, and the size
+        c.growing = this_thread()    # nobody else changes the holes, and the size
         missing = without_memory(c, start, end, granule, parts, &n_parts)
         missing += end - base - region.size if end > base + region.size else 0
         spare = max(<size_t>HUGE, region.size // GROWTH_SHARE)
@@ -278,7 +276,7 @@ cdef int grow_in_place(
             without_memory(c, start, end, granule, parts, &n_parts)    # no more than has to be
             give_memory(c, place, parts, n_parts, max(end - base, region.size))
     finally:
-        place.busy = 0
+        c.growing = 0
         free(parts)
     return 0
 
@@ -362,7 +360,7 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) excep
     cdef size_t less
     cdef uintptr_t end
     cdef bint done = False
-    if place.busy == getpid():
+    if c.growing:
         return False
     arenapy_lock_acquire(&c.lock)
     catch_up(c)
@@ -377,7 +375,7 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) excep
     end = <uintptr_t>region.ptr + region.size
     arenapy_lock_release(&c.lock)
     if less:
-        place.busy = getpid()
+        c.growing = this_thread()
         try:
             place.shorten(region.size, c.hooks.own if c.hooks is not None else None)
             done = True
@@ -389,7 +387,7 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) excep
                 if extents_room(&c.free, 1):
                     lengthen(c, region, less)
                 arenapy_lock_release(&c.lock)
-            place.busy = 0
+            c.growing = 0
         if not done:
             return False
         record(c, EVENT_TRIM, <void*>end, less)
@@ -417,7 +415,7 @@ cdef bint dig_hole(
     cdef size_t most
     cdef Extent* e
     cdef bint done = False
-    if place.busy == getpid():
+    if c.growing:
         return False
     arenapy_lock_acquire(&c.lock)
     catch_up(c)
@@ -439,7 +437,7 @@ cdef bint dig_hole(
     arenapy_lock_release(&c.lock)
     if start == end:
         return False
-    place.busy = getpid()
+    c.growing = this_thread()
     try:
         place.decommit(start - base, end - start, c.hooks.own if c.hooks is not None else None)
         done = True
@@ -451,7 +449,7 @@ cdef bint dig_hole(
             if extents_room(&c.free, 1) and extents_room(&c.holes, 1):
                 fill(c, start, end)
             arenapy_lock_release(&c.lock)
-        place.busy = 0
+        c.growing = 0
     if done:
         record(c, EVENT_TRIM, <void*>start, end - start)
     return done

@@ -42,7 +42,7 @@ cdef class Region(MemoryOwner):
     cdef uint64_t number                  # in the order in which they were made
     cdef Region parent                    # the region that this is a window of, or None
     cdef uint64_t holds                   # atomic: held Buffers whose owner this region is
-    cdef pid_t pinned_in                  # the process that changes its memory just now, or 0
+    cdef uint64_t pinned_by               # the thread that changes its memory just now, or 0
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
     cdef bint messages                    # carry `file`, where receivers have their leases
     cdef Seen* seens                      # what forked children see

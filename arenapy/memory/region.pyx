@@ -42,7 +42,7 @@ from arenapy.memory.claims cimport Claim, claims_lock, claims_unlock
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport (
-    RANK_REGISTRY, lock_released, lock_taken, next_core_locks,
+    RANK_REGISTRY, lock_released, lock_taken, next_core_locks, this_thread,
 )
 from arenapy.linux.vm cimport (
     Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_first_lease, vm_identify, vm_is_mapped,
@@ -416,7 +416,7 @@ cdef class Region(MemoryOwner):
         if guard.hooks is not None:
             guard.hooks.collect(<PyObject*>guard, False)
         arenapy_lock_acquire(&guard.lock)
-        held = (arenapy_load(&self.holds) != 0 or self.pinned_in == getpid()
+        held = (arenapy_load(&self.holds) != 0 or self.pinned_by != 0
                 or (user is not None and user.has_holds()))
         if not held:
             self.gone = GONE_CLOSED
@@ -538,14 +538,14 @@ cdef class Region(MemoryOwner):
         arenapy_lock_acquire(&guard.lock)
         gone = self.gone != 0
         if not gone:
-            self.pinned_in = getpid()
+            self.pinned_by = this_thread()
         arenapy_lock_release(&guard.lock)
         if gone:
             raise ValueError(f"{self!r} is closed; make a new region from its source")
         return 0
 
     cdef void unpin(self) noexcept:
-        self.pinned_in = 0
+        self.pinned_by = 0
 
     cdef bint seen_elsewhere(self) noexcept nogil:
         cdef uintptr_t at, stop, start = <uintptr_t>self.ptr
@@ -731,6 +731,8 @@ cdef bint _lease_to_child(PyObject* p) noexcept nogil:
 
 cdef void _inherit(PyObject* p, bint mapped) noexcept nogil:
     """In a forked child: what is it to have of a region?"""
+    if (<Region>p).pinned_by != this_thread():
+        (<Region>p).pinned_by = 0            # another thread's call, which ended there
     if (<Region>p).fork == FORK_CLOSED:
         (<Region>p).inherited = True
     if (<Region>p).gone == GONE_NOT and ((<Region>p).fork == FORK_SKIP or not mapped):

@@ -490,8 +490,7 @@ cdef class PoolCore(ThreadCaches):
     cdef void fork_unlock(self, bint child) noexcept nogil:
         cdef int i
         if child and (self.busy_pages or self.in_transit):
-            self.in_transit = 0
-            self.forget_growth()
+            self.in_transit = self.forget_growth()
         for i in range(1, self.top_slot + 1 if child else 0):
             if self.caches[i] != NULL:
                 biased_alone(&self.caches[i].lock)

@@ -21,6 +21,7 @@ from arenapy.pool.page_heap cimport (
     HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare, id_of,
 )
 from arenapy.pool.core cimport PoolCore
+from arenapy.base.thread_slot cimport this_thread
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport record
@@ -29,9 +30,6 @@ from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommi
 from arenapy.errors import OutOfMemory
 from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
-
-cdef extern from "Python.h":
-    uint64_t PyThread_get_thread_ident() noexcept nogil
 
 cdef extern from "<unistd.h>":
     int usleep(unsigned int microseconds) nogil
@@ -70,7 +68,7 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
 
 cdef void leave(list growing) noexcept:
     """Take this thread out of the list once. (list.remove may raise at the recursion limit.)"""
-    cdef uint64_t me = PyThread_get_thread_ident()
+    cdef uint64_t me = this_thread()
     cdef Py_ssize_t i
     with cython.critical_section(growing):
         for i in range(len(growing)):
@@ -143,7 +141,7 @@ cdef class PoolMemory:
     cdef bint wait_for_growth(self) except -1:
         cdef size_t busy = self.core.busy_pages
         cdef int n = 0
-        if busy == 0 or PyThread_get_thread_ident() in self.growing:
+        if busy == 0 or this_thread() in self.growing:
             return False
         while self.core.busy_pages == busy and n < PATIENCE:
             with nogil:
@@ -206,10 +204,9 @@ cdef class PoolMemory:
         cdef PoolCore c = self.core
         cdef Descriptor* d = &c.descriptors[id]
         cdef bint done = False
-        cdef uint32_t forks = c.forks
         arenapy_add(&c.in_transit, 1)
         try:
-            self.growing.append(PyThread_get_thread_ident())
+            self.growing.append(this_thread())
             if c.gone:
                 c.open_check()
             self.reservations[c.segments[d.segment].base].commit(
@@ -218,10 +215,9 @@ cdef class PoolMemory:
             done = True
         finally:                             # without a call of Python's, which may fail
             arenapy_spin_acquire(&c.heap_lock)
-            if c.forks == forks:             # else they are VOID in this child: it takes others
-                c.end_growth(id, done, c.own_cache().tick)
-                self.most_pages = max(self.most_pages, c.reserved_pages)
-                arenapy_sub(&c.in_transit, 1)
+            c.end_growth(id, done, c.own_cache().tick)
+            self.most_pages = max(self.most_pages, c.reserved_pages)
+            arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
             leave(self.growing)
         return 0
@@ -261,7 +257,7 @@ cdef class PoolMemory:
         if missing[0]:
             return False
         try:
-            self.growing.append(PyThread_get_thread_ident())
+            self.growing.append(this_thread())
             try:
                 region = make_region(self.core, self.source, want << PAGE_BITS)
             except MemoryError:
@@ -416,7 +412,6 @@ cdef class PoolMemory:
         cdef Segment* s = &c.segments[d.segment]
         cdef void* at = <void*>d.address
         cdef size_t nbytes = <size_t>d.pages << PAGE_BITS
-        cdef uint32_t forks = c.forks
         cdef bint shared, done = False
         if c.debug:
             c.ledger.forget(<uintptr_t>at, <uintptr_t>at + nbytes)
@@ -441,9 +436,8 @@ cdef class PoolMemory:
                 record(c, EVENT_TRIM, at, nbytes)
         finally:
             arenapy_spin_acquire(&c.heap_lock)
-            if c.forks == forks:             # else it is VOID in this child, as in `commit`
-                c.end_trim(id, done)
-                arenapy_sub(&c.in_transit, 1)
+            c.end_trim(id, done)
+            arenapy_sub(&c.in_transit, 1)
             arenapy_spin_release(&c.heap_lock)
         return done
 

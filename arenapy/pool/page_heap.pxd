@@ -55,7 +55,8 @@ cdef struct Descriptor:
     uint64_t live            # BLOCK, ODD: 1 if it is handed out; others: 0
     Detail detail
     uintptr_t address        # of its first byte
-    uint64_t size            # of a block, bytes. BLOCK: as many as its pages have. SPAN: a slot's
+    # Of a block, bytes. BLOCK: as many as its pages have. SPAN: a slot's. BUSY: the thread at work.
+    uint64_t size
     uint32_t page            # the first one, counted in its segment
     uint32_t pages           # >= 1
     uint32_t next, prev      # FREE, VOID: in the bin. SPAN: with others of its step that have slots
@@ -64,7 +65,7 @@ cdef struct Descriptor:
     uint16_t step            # BLOCK, SPAN
     uint8_t state
     uint8_t size_class       # BLOCK, SPAN: that of its blocks
-    uint16_t skew            # BLOCK: bytes that are skipped before the block
+    uint16_t skew            # BLOCK: bytes that are skipped before the block. BUSY: 1 if it grows
     uint32_t inverse         # SPAN: ceil(2 ** 32 / size), to divide offsets by the slot's size
     # SPAN: byte i: 1 if slot i is handed out. Others: 0. Each slot has a byte of its own, so that
     # threads that have slots of one span need no atomic instruction.
@@ -350,8 +351,9 @@ cdef class Segments(Pages):
     cdef void end_growth(self, uint32_t id, bint grown, uint32_t tick) noexcept nogil
     cdef uint32_t begin_trim(self, size_t most, bint enough, const Place* spared) noexcept nogil
     cdef void end_trim(self, uint32_t id, bint trimmed) noexcept nogil
-    # In a forked child, all locks held: what was between begin and end is nobody's here.
-    cdef void forget_growth(self) noexcept nogil
+    # In a forked child, all locks held: what was between begin and end on other threads is nobody's
+    # here. How many extents are BUSY on this thread, whose calls go on.
+    cdef uint32_t forget_growth(self) noexcept nogil
     cdef int add_segment(
         self, Region region, uint32_t granule, size_t most, uint32_t tick) except -1
     cdef int idle_segment(self, size_t most) noexcept nogil

@@ -19,7 +19,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
     arenapy_glance, arenapy_set_glanced, arenapy_spin_acquire, arenapy_spin_release, rank_spin,
 )
-from arenapy.base.thread_slot cimport RANK_GROWTH, RANK_HEAP
+from arenapy.base.thread_slot cimport RANK_GROWTH, RANK_HEAP, this_thread
 from arenapy.pool.page_heap cimport (
     extent_is_valid, granule_down, granule_up, heap_is_valid, is_listed, next_bin, trimmable_of,
 )
@@ -584,7 +584,7 @@ cdef class Segments(Pages):
         if d.pages > pages:
             rest = self.cut(id, pages)
             self.enter(rest)
-        d.state = BUSY
+        d.state, d.size, d.skew = BUSY, this_thread(), True
         self.set_boundary_tags(id)
         self.busy_pages += pages
         arenapy_assert(extent_is_valid(self, id), b"the extent is valid")
@@ -677,7 +677,8 @@ cdef class Segments(Pages):
             self.enter(id)
             self.age_insert(id, older)
             id = rest
-        self.descriptors[id].state = BUSY
+        d = &self.descriptors[id]
+        d.state, d.size, d.skew = BUSY, this_thread(), False
         self.set_boundary_tags(id)
         arenapy_assert(
             self.reserved_pages >= self.descriptors[id].pages, b"reserved pages were counted")
@@ -699,23 +700,29 @@ cdef class Segments(Pages):
                 forbid(self, d.address, d.address + (<size_t>d.pages << PAGE_BITS))
             self.free_extent(id, d.tick)
 
-    cdef void forget_growth(self) noexcept nogil:
+    cdef uint32_t forget_growth(self) noexcept nogil:
         cdef Segment* s
-        cdef uint32_t id, page
+        cdef Descriptor* d
+        cdef uint32_t id, page, kept = 0
         cdef int i
         self.busy_pages = 0
-        self.forks += 1                      # whoever forked while growing sees by it
+        self.forks += 1                      # for `busy_pages` of growth by a region
         for i in range(self.n_segments):
             s = &self.segments[self.order[i]]
             page = 0
             while page < s.pages and not (
                     s.frontier and page == self.descriptors[s.frontier].page):
                 id = s.map[scatter(page)]
-                if self.descriptors[id].state == BUSY:
+                d = &self.descriptors[id]
+                if d.state == BUSY and d.size == this_thread():
+                    kept += 1
+                    self.busy_pages += d.pages if d.skew else 0
+                elif d.state == BUSY:
                     self.join(id, VOID)
-                    self.descriptors[id].state = VOID
+                    d.state = VOID
                     self.enter(id)
-                page = self.descriptors[id].page + self.descriptors[id].pages
+                page = d.page + d.pages
+        return kept
 
     cdef int add_segment(
         self, Region region, uint32_t granule, size_t most, uint32_t tick

@@ -1,16 +1,18 @@
 """A program that a signal's handler forks at each line of a call: forked_lines.py CASE WAY
 
 The child waits until its parent has the memory and has filled it. Then it goes on in the copied
-call (WAY returns), or leaves it by an exception (WAY ends). Its parent's bytes must not change.
+call (WAY returns), or leaves it by an exception (WAY ends). Its parent's bytes must not change. If
+the memory is copied, the child's handler allocates, and the child's bytes must not change either.
 """
 
 import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import arenapy
-from arenapy import Bump, File, Pool, Shared, trace
+from arenapy import Bump, File, Host, Pool, Shared, trace
 from arenapy.linux import outputs
 
 MIB = 1 << 20
@@ -33,6 +35,47 @@ def trimmed(arena):
 
 def grown(arena):
     return lambda _path: arena.empty(NBYTES, "u1")
+
+
+class Copied:
+    """A call of an arena over memory that a child has a copy of."""
+
+    def __init__(self, arena, call):
+        self.arena, self.call, self.arrays = arena, call, []
+
+    def __call__(self, _path):
+        self.call()
+        return self.check
+
+    def use(self):
+        for _ in range(6):
+            try:
+                array = self.arena.empty(5 * MIB, "u1")
+            except MemoryError:  # it is growing just now
+                return
+            self.arrays.append(array)
+            array[:] = len(self.arrays)
+
+    def check(self):
+        self.use()
+        for number, array in enumerate(self.arrays, 1):
+            assert (array == number).all(), f"{(array != number).sum()} bytes changed"
+        self.arena.check()
+
+
+def copied_growth(arena):
+    return Copied(arena, lambda: arena.empty(20 * MIB, "u1"))
+
+
+def copied_trim(arena):
+    blocks = [arena.empty(6 * MIB, "u1") for _ in range(12)]
+    copied = Copied(arena, arena.trim)
+    copied.arrays = blocks[::3]
+    for number, array in enumerate(copied.arrays, 1):
+        array[:] = number
+    if isinstance(arena, Bump):
+        arena.reset()
+    return copied
 
 
 def recorded(path):
@@ -67,6 +110,9 @@ CASES = {
     "new file": lambda: lambda path: Bump(NBYTES, File(path, "w+")).empty(NBYTES, "u1"),
     "old file": lambda: lambda path: Bump(NBYTES, File(path, "w+")).empty(NBYTES, "u1"),
     "file to change": lambda: lambda path: Bump(NBYTES, File(path, "r+")).empty(NBYTES, "u1"),
+    "copied growth": lambda: copied_growth(Bump(8 * MIB, Host(grow=True), 256 * MIB)),
+    "copied growth of a pool": lambda: copied_growth(Pool(256 * MIB)),
+    "copied trim": lambda: copied_trim(Bump(8 * MIB, Host(grow=True), 256 * MIB)),
     "recording": lambda: recorded,
     "report": lambda: written,
 }
@@ -75,8 +121,8 @@ CASES = {
 class AtLine:
     """Forks at one line of the package, counted from the beginning of a call."""
 
-    def __init__(self, line, way):
-        self.left, self.way = line, way
+    def __init__(self, line, way, use):
+        self.left, self.way, self.use = line, way, use
         self.child = self.pipe = None
 
     def __call__(self, frame, event, _argument):
@@ -91,10 +137,22 @@ class AtLine:
                 if self.child == 0:
                     os.close(self.pipe)
                     os.read(reader, 1)  # the end of the file
+                    self.use()
                     if self.way == "ends":
                         raise SystemExit
                 os.close(reader)
         return self
+
+
+def leave(act, status):
+    """End the child."""
+    try:
+        if isinstance(act, Copied):
+            act.check()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    os._exit(status)  # and leaves the folder alone
 
 
 def strike(case, line, way):
@@ -104,13 +162,13 @@ def strike(case, line, way):
         if case in ("old file", "file to change"):
             path.write_bytes(bytes(NBYTES if case == "file to change" else 3))
         act = CASES[case]()
-        at_line = AtLine(line, way)
+        at_line = AtLine(line, way, act.use if isinstance(act, Copied) else lambda: None)
         try:
             sys.settrace(at_line)
             made = act(path)
         except BaseException:
             if at_line.child == 0:
-                os._exit(3)  # and leaves the folder alone
+                leave(act, 3)
             raise
         finally:
             sys.settrace(None)
@@ -119,7 +177,7 @@ def strike(case, line, way):
         if not callable(made):
             made[:] = 7 if at_line.child else 9
         if at_line.child == 0:
-            os._exit(0)
+            leave(act, 0)
         os.close(at_line.pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(at_line.child, 0)[1])
         assert status in (0, 3), f"line {line}: the child ended with {status}"
