@@ -82,9 +82,9 @@ cdef class BumpCore(Arena):
     cdef uint64_t live_mark  # its id; 0: none
     cdef Hold note           # of no block: other processes may see bytes from now on
     cdef uint64_t noted      # atomic: 1 while that is in `ended_list`
-    # The thread whose call grows or shortens the one region in place, or 0. That may run code that
-    # uses the arena, which then cannot grow: two calls would give the same bytes memory, and the one
-    # that fails take it away. In a forked child, the call of the thread that forked goes on.
+    # The thread whose call grows or shortens the one region in place, or 0. The call may run code
+    # that uses the arena, which then cannot grow: two calls would give the same bytes memory, and
+    # the one that fails take it away. In a forked child, the call of the forking thread goes on.
     cdef uint64_t growing
 
     cdef int open(self, Region region) except -1

@@ -9,7 +9,7 @@ What lives here: how large the growth is, and that it has room for the request. 
 blocks go in it (core).
 """
 cimport cython
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from arenapy.allocator.allocator cimport make_region, make_reservation

@@ -179,9 +179,10 @@ class Comparison:
         line = [sys.executable, "-I", "-S", str(CHILD), str(spec_file), "/dev/stdin"]
         with open(os.memfd_create("result"), "w+b") as result:  # the folder may be full
             # By SIGTERM it ends the program that it measures. It also gets that if we are killed;
-            # a signal that kills our process group must not kill it, too.
+            # a signal that kills our process group must not kill it, too. In a session of its own,
+            # no terminal stops the program when that asks it.
             with child_process(
-                line, subprocess.Popen.terminate, stdin=result, process_group=0
+                line, subprocess.Popen.terminate, stdin=result, start_new_session=True
             ) as worker:
                 if worker.wait():
                     how = _how(worker.returncode)

@@ -97,9 +97,9 @@ def main(spec_file: str, result: str) -> None:
             spec["command"],
             spec["environment"],
             file_actions=actions,
-            # Or signals that it sends to its group would end us. In a group of this session, it
-            # would be stopped when it asks the terminal.
-            setsid=True,
+            # Or signals that it sends to its group would end us. (The leader of a session could not
+            # make a group itself.)
+            setpgroup=0,
             setsigmask=mask,
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, a shell does not
         )
