@@ -152,7 +152,7 @@ def outcome(found):
     if found is None:
         return ""
     at = found["ran_out"]
-    return "done" if at is None else f"runs out at {at / found['events']:.0%}"
+    return "done" if at is None else f"runs out at {100 * at / found['events']:.0f} %"
 
 
 def main(argv=None):
