@@ -391,8 +391,9 @@ extern "C" __global__ void at(void** address) {
     work((arenapy::arena*)address[0], (arenapy::slab*)address[1]);
 }
 '''
+addresses = torch.tensor([arena.address, slab.address], device="cuda")
 kernel = torch.cuda._compile_kernel(code, "at", cuda_include_dirs=[cuda.include_dir()])
-kernel((1, 1, 1), (64, 1, 1), (torch.tensor([arena.address, slab.address], device="cuda"),))
+kernel((1, 1, 1), (64, 1, 1), (addresses,))
 torch.cuda.synchronize()
 """ + END)  # fmt: skip
 
@@ -427,8 +428,9 @@ void run(unsigned long long arena, unsigned long long slab);
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ m.def("run", &run); }}
 '''
 made = load_inline(
-    "uses_arenapy", declared, code + '''{RUN}''', extra_include_paths=[cuda.include_dir()],
-    no_implicit_headers=True, build_directory={str(tmp_path)!r},
+    "inline_kernel", cpp_sources=declared, cuda_sources=code + '''{RUN}''',
+    extra_include_paths=[cuda.include_dir()], no_implicit_headers=True,
+    build_directory={str(tmp_path)!r},
 )
 made.run(arena.address, slab.address)
 """ + END)  # fmt: skip
