@@ -180,7 +180,7 @@ def capsule(Buffer buffer not None, stream, max_version, dl_device, copy):
 cdef int check_ignored(Buffer buffer, tuple where, object stream) except -1:
     """A stream for memory without hooks. It must be None, but consumers of HIP's memory name one.
 
-    The exporter of that memory has synchronized its streams (interop/hip).
+    The exporter of that memory has synchronized its streams (interop/hip, never run on hardware).
     """
     if where[0] not in (KIND_ROCM, KIND_ROCM_HOST):
         raise ValueError(f"stream={stream!r}: {buffer.kind} memory takes stream=None")

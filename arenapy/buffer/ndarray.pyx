@@ -371,7 +371,7 @@ def cuda_interface(Buffer buffer not None):
     acquire(buffer, False)
     if hooks is not None:
         stream = hooks.offer(buffer)
-    else:                                    # 1 names no stream of HIP
+    else:                                    # 1 names no stream of HIP (never run on hardware)
         stream = None if buffer.owner.kind in ("hip", "hip pinned") else 1
     if buffer.size == 0:
         fields["data"] = (0, fields["data"][1])      # as it is specified

@@ -1,3 +1,4 @@
+# Never run on hardware: the tests replace the HIP runtime by a model of it.
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Never, Self, final

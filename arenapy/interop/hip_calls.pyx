@@ -3,6 +3,8 @@
 What lives here: each call after which something has to be undone. What does not: the sources, and
 what a copy is (hip).
 
+Never run on hardware: the tests replace the HIP runtime by a model of it.
+
 The exception of a signal's handler can come between any two bytecodes of Python code, as between an
 allocation and the line that notes its address. Compiled code has no such place.
 """

@@ -1,12 +1,13 @@
 """Launches of a graph whose memory was allocated in its capture, beside before it.
 
-    python asv_benches/gpu/bench_graphs.py [--quick]
+    python asv_benches/gpu/bench_graphs.py [--quick] [--into FILE --commit COMMIT]
 
 A graph has a number of steps. Each step fills a block and copies it to the result. "in the
 capture": the step allocates the block and drops it. "before it": all blocks exist before, so that
 none is shared. "one block before it": all steps share one. "the driver's": the step allocates and
 frees by cuMemAllocAsync, so that the graph has nodes for it. Ways take turns. A figure is one of
-many launches before a wait, by the wall. The bytes that a graph holds are shown, too.
+many launches before a wait, by the wall. The bytes that a graph holds are shown, too. `--into`
+stores the figures in the results file, beside report.py's.
 
 What this does not show: the time of a capture, and graphs that run steps at the same time.
 """
@@ -21,6 +22,7 @@ if not __package__:  # run as a script; behind what is installed
 
 from arenapy import Pool, cuda
 from asv_benches.gpu.latency import imported
+from asv_benches.support.results import Row, stamp, store
 from asv_benches.support.rounds import Line, turns
 from asv_benches.support.sizes import KIB, MIB, text
 
@@ -155,7 +157,7 @@ def compared(steps, nbytes, rounds):
         yield Line("launch", f"{what}, in the capture / {name}", ratio, "x", limit)
     for name, launches in ways.items():
         if name != "the driver's":  # whose memory is not the pool's
-            yield Line("memory", f"{what}, {name}", launches.held / MIB, "MiB", timed=False)
+            yield Line("memory", f"{what}, {name}, held", launches.held / MIB, "MiB", timed=False)
         launches.close()
 
 
@@ -163,11 +165,17 @@ def main():
     """Print all lines; exit status 1 if a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    missed = False
-    for line in report(parser.parse_args().quick):
+    parser.add_argument("--into", type=Path, metavar="FILE", help="store the figures there")
+    parser.add_argument("--commit", default="unknown", help="what is measured, for the stamp")
+    options = parser.parse_args()
+    lines, missed = [], False
+    for line in report(options.quick):
         limit = "" if line.limit is None else f"  (at most {line.limit}: {line.verdict})"
         print(f"{line.section:8}{line.what:56}{line.value:10.3f} {line.unit}{limit}", flush=True)
+        lines.append(Row.of(line))
         missed = missed or line.verdict == "MISSED"
+    if options.into:
+        store(options.into, "graphs", stamp(options.commit), lines=lines)
     return int(missed)
 
 

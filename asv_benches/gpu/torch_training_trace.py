@@ -1,6 +1,7 @@
 """Makes torch_training.npz on a machine with a GPU: the training of a small transformer.
 
-    python asv_benches/gpu/torch_training_trace.py [--steps N] [--out FILE] [--snapshot FILE]
+    python asv_benches/gpu/torch_training_trace.py [--longer] [--steps N] [--out FILE]
+        [--snapshot FILE]
 
 A decoder of 4 layers, 512 wide, in bfloat16 by autocast, trained with AdamW on random tokens whose
 batches vary in size and length; every fourth step is followed by an evaluation without gradients.
@@ -8,6 +9,9 @@ torch records its allocator from before the model is made until all is freed, an
 is that record, so parameters, optimizer state and cuBLAS's workspace are in the trace. Seeds are
 fixed: another run makes the same sizes in the same order, with the same torch. It is imported late,
 since asv imports every file here.
+
+With --longer it makes torch_longer.npz. Each batch has 16 sequences, and they are longer in each
+step, as in a training that goes from short texts to long ones.
 """
 
 import argparse
@@ -20,15 +24,16 @@ if not __package__:  # run as a script; behind what is installed
 import numpy as np
 
 from arenapy import trace
-from asv_benches.gpu.traces import TRAINING, pack
+from asv_benches.gpu.traces import LONGER, TRAINING, pack
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 4, 512, 8, 8192, 256
 BATCHES, SHORTEST = (4, 32), 64
 STEPS = 12
+LONGER_BATCH, LONGER_FIRST, LONGER_BY = 16, 128, 64  # sequences; tokens, and more in each step
 MAX_FILE_BYTES = 300_000
 
 
-def decoder():
+def decoder(longest=LONGEST):
     """A model that gives the loss of predicting the next token."""
     from torch import nn
     from torch.nn import functional as F
@@ -57,7 +62,7 @@ def decoder():
 
         def __init__(self):
             super().__init__()
-            self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
+            self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(longest, WIDTH)
             self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -71,27 +76,39 @@ def decoder():
     return Decoder()
 
 
-def batch(random, device):
-    """Tokens, as a data loader brings them."""
+def lengths(step):
+    """Of the sequences in a batch, if they become longer."""
+    return LONGER_FIRST + LONGER_BY * step
+
+
+def batch(random, device, longer_at=None):
+    """Tokens, as a data loader brings them.
+
+    longer_at : the step, if sequences become longer with each
+    """
     import torch
 
-    size = random.integers(*BATCHES, endpoint=True)
-    length = random.integers(SHORTEST, LONGEST)
+    if longer_at is None:
+        size = random.integers(*BATCHES, endpoint=True)
+        length = random.integers(SHORTEST, LONGEST)
+    else:
+        size, length = LONGER_BATCH, lengths(longer_at)
     return torch.from_numpy(random.integers(0, VOCABULARY, (size, length))).to(device)
 
 
-def train(steps, device="cuda"):
+def train(steps, device="cuda", longer=False):
     """The losses."""
     import torch
 
     torch.manual_seed(14)
     random = np.random.default_rng(14)
-    model = decoder().to(device)
+    model = decoder(lengths(steps) if longer else LONGEST).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     losses = []
     for step in range(steps):
+        at = step if longer else None
         with torch.autocast(device, torch.bfloat16):
-            loss = model(batch(random, device))
+            loss = model(batch(random, device, at))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -100,7 +117,7 @@ def train(steps, device="cuda"):
         if step % 4 == 3:
             model.eval()
             with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-                losses.append(model(batch(random, device)).item())
+                losses.append(model(batch(random, device, at)).item())
             model.train()
     return losses
 
@@ -109,27 +126,29 @@ def main():
     """Train, convert, write; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=Path, default=TRAINING)
+    parser.add_argument("--longer", action="store_true", help="ever longer sequences")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--snapshot", metavar="FILE", help="torch's own file too")
     options = parser.parse_args()
+    out = options.out or (LONGER if options.longer else TRAINING)
     import torch
 
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)
-    losses = train(options.steps)
+    losses = train(options.steps, longer=options.longer)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_reserved(), torch.cuda.memory_stats()["requested_bytes.all.peak"]
     made = trace.from_torch(torch.cuda.memory._snapshot())
     if options.snapshot:
         torch.cuda.memory._dump_snapshot(options.snapshot)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    pack(made, options.out)
-    size = options.out.stat().st_size
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pack(made, out)
+    size = out.stat().st_size
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     print(f"losses {', '.join(f'{loss:.3f}' for loss in losses)}")
     print(made.summary())
     print(f"peak: {peak[0]} bytes reserved, {peak[1]} requested, as torch counts them")
-    print(f"{options.out}: {size} bytes")
+    print(f"{out}: {size} bytes")
     if size > MAX_FILE_BYTES:
         print(f"that is more than {MAX_FILE_BYTES}: give fewer --steps", file=sys.stderr)
         return 1

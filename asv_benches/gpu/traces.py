@@ -20,6 +20,8 @@ LARGEST_LOG_NORMAL = 512 * MIB
 
 #: Made by torch_training_trace.py.
 TRAINING = Path(__file__).resolve().parent / "torch_training.npz"
+#: The same with --longer.
+LONGER = TRAINING.with_name("torch_longer.npz")
 
 
 def uniform(largest):
@@ -78,11 +80,17 @@ def random_trace(seed, sizes, allocations=ALLOCATIONS, most_bytes=MAX_BYTES):
     return Trace(events, f"random, seed {seed}")
 
 
-def growing_sequences(seed=0, phases=12, tensors=8, first=64 * MIB):
+#: Bytes of the blocks that stay in `growing_sequences`. torch has memory of its own for blocks of
+#: up to 1 MiB, so only larger ones keep it from giving back the memory of an earlier batch.
+SMALL, MEDIUM = (64 << 10, 512 << 10), (2 * MIB, 4 * MIB)
+
+
+def growing_sequences(seed=0, phases=12, tensors=8, first=64 * MIB, kept=SMALL):
     """Batches of tensors, each batch larger than the one before, as of ever longer sequences.
 
-    Beside each tensor a small block is made, which stays. So no region of memory that was taken for
-    a batch becomes free entirely, and none of its holes is large enough for the next batch.
+    Beside each tensor a block of `kept` bytes is made, which stays. So no region of memory that was
+    taken for a batch becomes free entirely, and none of its holes is large enough for the next
+    batch.
     """
     random = np.random.default_rng(seed)
     out, made = [], 0
@@ -90,7 +98,7 @@ def growing_sequences(seed=0, phases=12, tensors=8, first=64 * MIB):
         batch = []
         for _ in range(tensors):
             large = int(first * (1 + phase / 6) * random.uniform(0.95, 1.05))
-            small = int(random.integers(64 << 10, 512 << 10))
+            small = int(random.integers(*kept))
             for nbytes in (large, small):
                 made += 1
                 out.append((OPERATIONS["alloc"], made, nbytes))
@@ -145,5 +153,17 @@ def traces(quick=False):
 
 
 def made_to_fragment(quick=False):
-    """{name: Trace} of those that only a range which grows in place serves without waste."""
-    return {"growing sequences": growing_sequences(first=(8 if quick else 64) * MIB)}
+    """{name: Trace} of those that only a range which grows in place serves without waste.
+
+    Two are made up, the training is recorded if the file is there. The sizes of a training's blocks
+    grow with the length of its sequences, as in the others, but it has many of each size, and most
+    of its blocks that stay are made before the first batch.
+    """
+    first = (8 if quick else 64) * MIB
+    found = {
+        "growing sequences": growing_sequences(first=first),
+        "growing sequences, larger blocks stay": growing_sequences(first=first, kept=MEDIUM),
+    }
+    if LONGER.exists():
+        found["torch training, longer batches"] = unpack(LONGER)
+    return found

@@ -1,13 +1,14 @@
 """Is the advice of `arenapy advise` good? Ten recorded programs, and what longer replays say of it.
 
     python asv_benches/host/advice.py [--only NAME ...] [--seconds S] [--rounds N] [--scale X]
+        [--into FILE --commit COMMIT]
 
 Each program is recorded. `advise` gets the recording, as its command does. Then all settings that
 it measured are replayed again, in rounds of their own, all in every round: what is faster is taken
 from these rounds alone. The table says, of the advised setting, how many settings are faster by 3 %
 and more ("beaten by"), and how many are at all ("rank"), by medians. A program is passed if at most
-one is faster by 3 %: the advice is among the best two. The exit status is 1 if fewer than nine of
-ten are passed.
+one is faster by 3 %: the advice is among the best two. `--into` stores the figures in the results
+file. The exit status is 1 if fewer than nine of ten are passed.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from arenapy.commands.run.command import TRACE_KIND
 from arenapy.diagnostics.recorder import Recording
 from asv_benches.numpy_programs.traces import images, train
 from asv_benches.numpy_programs.workloads import fft_convolution, heat, n_body, network
+from asv_benches.support.results import Row, stamp, store
 from asv_benches.support.sizes import MIB
 
 NEEDED = 0.9  # of the programs
@@ -149,11 +151,13 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=30.0, help="for each advice")
     parser.add_argument("--rounds", type=int, default=25, help="of the replays that judge")
     parser.add_argument("--scale", type=float, default=0.1, help="of the programs' data")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="store the figures there")
+    parser.add_argument("--commit", default="unknown", help="what is measured, for the stamp")
     options = parser.parse_args(argv)
     table = Table()
     for name in "", "advice", "word", "beaten by", "rank", "of the best", "of malloc":
         table.add_column(name, justify="left" if name in ("", "advice") else "right")
-    passed = 0
+    passed, lines = 0, []
     chosen = options.only or list(PROGRAMS)
     for name in chosen:
         with tempfile.TemporaryDirectory() as folder:
@@ -165,6 +169,8 @@ def main(argv=None):
         own = medians[found["use"]]
         beaten_by = sum(own > (1 + WORTH) * other for other in medians.values())
         passed += beaten_by < 2
+        what = f"{name}: settings faster than the advised one"
+        lines.append(Row(what, beaten_by, "1", beaten_by < 2, "≤ 1"))
         table.add_row(
             name, found["use"], found["word"], str(beaten_by),
             str(1 + sum(own > other for other in medians.values())),
@@ -174,6 +180,11 @@ def main(argv=None):
         print(name, {one: f"{1e3 * two:.3f} ms" for one, two in medians.items()}, flush=True)
     Console(width=120).print(table)
     print(f"{passed} of {len(chosen)} are among the best two; {NEEDED:.0%} are needed")
+    if options.into:
+        needed = NEEDED * len(chosen)
+        what = f"advice among the best two, of {len(chosen)} programs"
+        lines.insert(0, Row(what, passed, "1", passed >= needed, f"≥ {needed:g}"))
+        store(options.into, "advice", stamp(options.commit), lines=lines)
     return passed < NEEDED * len(chosen)
 
 

@@ -1,6 +1,8 @@
 """On a real GPU: memory that grows in place."""
 
 import gc
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +32,16 @@ def free():
     return cuda.memory_info(0).free_bytes
 
 
+def in_use_by_nvidia_smi(gpu):
+    """MiB of the device, of all processes."""
+    bus = gpu.driver.cuDeviceGetPCIBusId(32, gpu.ordinal)[1].partition(b"\0")[0].decode()
+    ran = subprocess.run(
+        ["nvidia-smi", f"--id={bus}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return int(ran.stdout)
+
+
 def filled(block, byte):
     block.fill(byte)
     return block
@@ -51,6 +63,19 @@ def test_trim_gives_back_what_lies_between_live_blocks(gpu):
     again = [filled(pool.alloc(64 * MIB), 9) for _ in range(3)]
     assert all(has(block, 9) for block in again) and free() == before
     pool.check()
+
+
+def test_nvidia_smi_shows_what_a_trim_gives_back(gpu):
+    if not shutil.which("nvidia-smi"):
+        pytest.skip("needs nvidia-smi")
+    pool = Pool(source=cuda.Device(grow=True))
+    blocks = [filled(pool.alloc(128 * MIB), i) for i in range(6)]
+    before = in_use_by_nvidia_smi(gpu)
+    del blocks[1:5]
+    assert in_use_by_nvidia_smi(gpu) >= before - 16  # the pool keeps it
+    assert pool.trim() == 512 * MIB
+    assert abs(before - in_use_by_nvidia_smi(gpu) - 512) <= 16
+    assert has(blocks[0], 0) and has(blocks[1], 5)
 
 
 def test_all_of_it_comes_back(gpu):

@@ -1,6 +1,7 @@
 """Memory that kernels allocate from, on a real GPU: programs of kernels that nobody thought of."""
 
 import itertools
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels import Kernels
-from real_gpu import output_of
+from real_gpu import output_of, why_none
 
 from arenapy import Pool, cuda
 
@@ -335,19 +336,21 @@ def test_the_host_sees_what_a_kernel_made(gpu):
     assert arena.used() == 0
 
 
-START = """
-from arenapy import cuda
-arena = cuda.KernelArena(1 << 20)
-slab = cuda.KernelSlab(64, 1000)
-code = '''
+CODE = """
 #include "arenapy.cuh"
-extern "C" __global__ void k(arenapy::arena* arena, arenapy::slab* slab) {
+__device__ void work(arenapy::arena* arena, arenapy::slab* slab) {
     int* p = (int*)arenapy::arena_alloc(arena, 16);
     int* q = (int*)arenapy::slab_alloc(slab);
     if (p) p[0] = 1;
     if (q && threadIdx.x % 2) arenapy::slab_free(slab, q);
 }
-'''
+extern "C" __global__ void k(arenapy::arena* arena, arenapy::slab* slab) { work(arena, slab); }
+"""
+START = f"""
+from arenapy import cuda
+arena = cuda.KernelArena(1 << 20)
+slab = cuda.KernelSlab(64, 1000)
+code = '''{CODE}'''
 folder = "-I" + cuda.include_dir()
 """
 END = """
@@ -378,20 +381,79 @@ stream.sync()
 """ + END)  # fmt: skip
 
 
+@pytest.mark.usefixtures("torch")
+def test_torch():
+    """torch passes an integer as 32 bits, so the addresses are in a tensor."""
+    output_of(START + """
+import torch
+code += '''
+extern "C" __global__ void at(void** address) {
+    work((arenapy::arena*)address[0], (arenapy::slab*)address[1]);
+}
+'''
+addresses = torch.tensor([arena.address, slab.address], device="cuda")
+kernel = torch.cuda._compile_kernel(code, "at", cuda_include_dirs=[cuda.include_dir()])
+kernel((1, 1, 1), (64, 1, 1), (addresses,))
+torch.cuda.synchronize()
+""" + END)  # fmt: skip
+
+
+def the_nvcc():
+    """The compiler; without one, the test is skipped."""
+    found = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if found is None:
+        pytest.skip("needs nvcc")
+    return found
+
+
+#: A C++ function that starts the kernel.
+RUN = """
+void run(unsigned long long arena, unsigned long long slab) {
+    k<<<1, 64>>>((arenapy::arena*)arena, (arenapy::slab*)slab);
+}
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("torch")
+def test_torch_with_nvcc(tmp_path):
+    the_nvcc()
+    if not shutil.which("ninja"):
+        pytest.skip("needs ninja")
+    output_of(START + f"""
+from torch.utils.cpp_extension import load_inline
+declared = '''
+#include <pybind11/pybind11.h>
+void run(unsigned long long arena, unsigned long long slab);
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ m.def("run", &run); }}
+'''
+made = load_inline(
+    "inline_kernel", cpp_sources=declared, cuda_sources=code + '''{RUN}''',
+    extra_include_paths=[cuda.include_dir()], no_implicit_headers=True,
+    build_directory={str(tmp_path)!r},
+)
+made.run(arena.address, slab.address)
+""" + END)  # fmt: skip
+
+
 @pytest.mark.full
 def test_nvcc(tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
-    source = tmp_path / "k.cu"
-    source.write_text(
-        '#include "arenapy.cuh"\n#include <cstdio>\n'
-        "__global__ void k(arenapy::arena* a) { arenapy::arena_alloc(a, 16); }\nint main() {}\n"
-    )
+    """It compiles without a warning everywhere, and runs where there is a GPU."""
+    has_gpu = why_none() is None
+    source, library = tmp_path / "k.cu", tmp_path / "k.so"
+    source.write_text(CODE + f'extern "C" {{ {RUN} }}')
     subprocess.run(
-        ["nvcc", "-Werror", "all-warnings", "-arch=sm_90", f"-I{cuda.include_dir()}", "-c",
-         str(source), "-o", str(tmp_path / "k.o")],
+        [the_nvcc(), "-Werror", "all-warnings", f"-arch={'native' if has_gpu else 'sm_90'}",
+         f"-I{cuda.include_dir()}", "-shared", "-Xcompiler", "-fPIC", str(source),
+         "-o", str(library)],
         check=True,
     )  # fmt: skip
+    if has_gpu:
+        output_of(START + f"""
+import ctypes
+addresses = ctypes.c_uint64(arena.address), ctypes.c_uint64(slab.address)
+ctypes.CDLL({str(library)!r}).run(*addresses)
+""" + END)  # fmt: skip
 
 
 def test_numba():

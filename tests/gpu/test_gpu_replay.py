@@ -16,6 +16,7 @@ from arenapy.commands.replay.program import program
 
 sys.path.append(str(Path(__file__).parents[2]))  # behind what is installed
 
+from asv_benches.gpu import growth
 from asv_benches.gpu import replay as gpu_replay
 from asv_benches.gpu import traces as gpu_traces
 
@@ -271,6 +272,26 @@ def test_packed_traces(tmp_path, streams):
         range(0 if 0 in numbers else 1, len(numbers) + (0 not in numbers))
     )
     assert numbers.get(0, 0) == 0
+
+
+def test_who_runs_out_keeps_no_block():
+    lines = gpu_heaps.script(program(MADE), gpu_replay.streams_of(MADE), [None] * 9)
+    assert growth.ran_out(Pages(), lines) is None
+    heap = Pages(fails_at=3)
+    assert growth.ran_out(heap, lines) == 3
+    assert len(heap.calls) == 3 + 1 and not heap.live
+
+
+def test_only_a_range_that_grows_serves_growing_blocks_within_the_limit():
+    for kept in (gpu_traces.SMALL, gpu_traces.MEDIUM):
+        made = gpu_traces.growing_sequences(kept=kept)
+        with a_gpu() as gpu:
+            gpu.memory.sizes = gpu.MEMORY = (16 << 30, 1 << 30)
+            gpu.memory.fresh = None
+            ours = growth.figures("arenapy-grow", made, lambda: gpu.memory.used[0])
+            regions = growth.figures("arenapy", made, lambda: gpu.memory.used[0])
+        assert ours["ran_out"] is None and ours["ratio"] < 1.04
+        assert 0 < regions["ran_out"] < len(made.events) and regions["ratio"] > 1.15
 
 
 def test_what_is_compared():

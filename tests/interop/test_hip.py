@@ -537,6 +537,16 @@ def test_nothing_is_called_once_the_interpreter_ends(run_script):
     )
 
 
+def test_whatever_names_hip_says_that_it_never_ran():
+    root = Path(__file__).parents[2]
+    files = [root / "tests/support/simulated_hip.py", *root.glob("arenapy/interop/hip*.py*")]
+    files += [page for page in root.glob("docs/*.md") if "interop.hip" in page.read_text()]
+    files.remove(root / "docs/reference.md")  # made of what the modules say
+    assert len(files) > 6
+    silent = [one for one in files if "never run on hardware" not in one.read_text().lower()]
+    assert not silent
+
+
 def test_the_guides_program_runs(runtime):
     guide = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text()
     (program,) = [

@@ -5,6 +5,8 @@ device is mapped twice: at its address the host may not touch it (PROT_NONE: a r
 and the runtime uses the second mapping. Copies inside devices are queued until somebody waits for
 that device. A test lets calls fail (`fails`, `plan`), reads what was called (`calls`) and what was
 misused (`errors`), and may put anything in between (`before_call`).
+
+Never run on hardware: nobody compared this model with an AMD GPU.
 """
 
 import contextlib
