@@ -11,7 +11,8 @@ which no such copy runs (actors', and those that tasks start) get the handler as
 from __future__ import annotations
 
 import contextvars
-import importlib.util
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from arenapy.memory.sources import Source
@@ -138,6 +139,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         ArenaPlugin._of_process = self
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._served: list[str] = []  # metrics
+        self._of_device: list[tuple[Any, Any, Any, Any]] = []  # what libraries allocate from
         try:
             self._replace(worker, "execute", self._memory(worker.execute))
             self._replace(worker.monitor, "get_process_memory", self._trimmed)
@@ -164,15 +166,13 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             else:
                 setattr(place, name, before)
         ArenaPlugin._of_process = None
-        if self.device_pool is not None:
-            allocator, self._cupy._default_memory_pool = self._cupys
-            self._cupy.cuda.set_allocator(allocator)
-            if self._rmm is not None:
-                self._rmm.set_per_device_resource(*self._rmms)
-            self.device_pool = None
         self._context.run(self._memory.uninstall)
         for name in self._served:
             worker.metrics.pop(PREFIX + name, None)
+        self.device_pool = None
+        for read, write, before, ours in self._of_device:
+            if read() is ours:
+                write(before)
 
     def _replace(self, place: Any, name: str, ours: Any) -> None:
         """Ours instead of what an object has there, or its class."""
@@ -186,17 +186,27 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
 
         pool = Pool(source=self._device)
         (ordinal,) = by_device((pool,))
-        self._cupy = library("cupy", arenapy_cupy.OLDEST)
-        self._rmm = None
-        if importlib.util.find_spec("rmm") is not None:
+        cupy = library("cupy", arenapy_cupy.OLDEST)
+        allocator = arenapy_cupy.allocator(pool)
+        self._serve(cupy.cuda.get_allocator, cupy.cuda.set_allocator, allocator)
+        self._serve(
+            lambda: cupy._default_memory_pool,
+            lambda one: setattr(cupy, "_default_memory_pool", one),
+            allocator,
+        )
+        with suppress(ImportError):  # RMM is missing or too old, and arrays of CuPy do without it
             resource = arenapy_rmm.resource(pool)
-            self._rmm = library("rmm", arenapy_rmm.OLDEST).mr
-            self._rmms = ordinal, self._rmm.get_per_device_resource(ordinal)
-        self._cupys = self._cupy.cuda.get_allocator(), self._cupy._default_memory_pool
-        arenapy_cupy.use(pool)
+            mr = library("rmm", arenapy_rmm.OLDEST).mr
+            self._serve(
+                partial(mr.get_per_device_resource, ordinal),
+                partial(mr.set_per_device_resource, ordinal),
+                resource,
+            )
         self.device_pool = pool
-        if self._rmm is not None:
-            self._rmm.set_per_device_resource(ordinal, resource)
+
+    def _serve(self, read: Any, write: Any, ours: Any) -> None:
+        self._of_device.append((read, write, read(), ours))
+        write(ours)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options, "_device": self._device}

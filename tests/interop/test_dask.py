@@ -402,6 +402,29 @@ def test_rmm_takes_from_the_pool_of_the_device(distributed, rmm):
         assert rmm == {0: "RMM's"}
 
 
+def test_what_others_allocate_from_since_stays(distributed, cupy, rmm):
+    with simulated() as driver, driver.on(0):
+        worker, plugin = a_worker(), ArenaPlugin(device=cuda.Device())
+        plugin.setup(worker)
+        cupy.served, rmm[0] = "another", "another"
+        plugin.teardown(worker)
+        assert (cupy.served, cupy._default_memory_pool, rmm[0]) == ("another", "CuPy's", "another")
+
+
+def test_a_resource_that_rmm_refuses(distributed, rmm, monkeypatch):
+    def refuse(ordinal, resource):
+        raise RuntimeError("no")
+
+    with simulated() as driver, driver.on(0):
+        worker, before = a_worker(), of_process()
+        execute = worker.execute
+        monkeypatch.setattr(sys.modules["rmm"].mr, "set_per_device_resource", refuse)
+        with pytest.raises(RuntimeError, match="no"):
+            ArenaPlugin(device=cuda.Device()).setup(worker)
+        assert (worker.execute, worker.metrics, of_process()) == (execute, {}, before)
+        assert sys.modules["cupy"].served == "CuPy's"
+
+
 def test_a_pool_of_the_device(distributed, cupy):
     with simulated() as driver, driver.on(0):
         plugin = pickle.loads(pickle.dumps(ArenaPlugin(device=cuda.Device())))
