@@ -17,6 +17,10 @@ cdef class Batch:
     cdef object stream               # a StreamRef whose fence is still to be made, or None
 
 
+cdef class Parked:
+    cdef tuple regions
+
+
 cdef class Ordering(StreamHooks):
     cdef int generation              # of the driver: see there
     cdef void* arrived               # atomic: Holds that ended, newest first, linked by ended_next

@@ -7,6 +7,9 @@ from arenapy.buffer.block import Block, MemoryOwner, StreamHooks
 class Batch: ...
 
 @final
+class Parked: ...
+
+@final
 class Ordering(StreamHooks): ...  # type: ignore[misc]
 
 def note_end(one: Allocator) -> None: ...

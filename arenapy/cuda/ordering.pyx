@@ -99,6 +99,27 @@ cdef class Batch:
 seal(Batch)
 
 
+@cython.final
+@cython.no_gc_clear                  # its end needs them
+cdef class Parked:
+    """Regions of an allocator that is gone, which nobody closes while streams use them. Internal."""
+
+    def __dealloc__(self):
+        for region in self.regions or ():
+            (<Region>region).delist(NULL)
+
+
+seal(Parked)
+
+
+cdef Parked parked(tuple regions):
+    cdef Parked made = Parked.__new__(Parked)
+    for region in regions:
+        (<Region>region).enlist(NULL)
+    made.regions = regions
+    return made
+
+
 @cython.no_gc_clear                  # blocks may wait to the last
 cdef class Ordering(StreamHooks):
     """When memory that streams use may be used again. Internal."""
@@ -555,8 +576,8 @@ cdef class Ordering(StreamHooks):
             while self.advance(owner, True, None):
                 pass
         if callable_(self.generation) and (self.open or self.batches):
-            # As during a capture, where a stream cannot be waited for.
-            park(memory, self.abandon(owner))
+            # As during a capture, where a stream cannot be waited for, or for a graph.
+            park(parked(memory), self.abandon(owner))
         PyErr_Restore(kind, value, trace)
 
     cdef void leave(self, tuple regions) noexcept:

@@ -558,7 +558,7 @@ cdef class Region(MemoryOwner):
     cdef void detach(self, bint streams) noexcept:
         arenapy_registry_lock()
         self.user = NULL
-        self.spent = self.partial or streams
+        self.spent = self.partial or streams or arenapy_load(&self.holds) != 0
         arenapy_registry_unlock()
 
     cdef Descriptor reopened(self):

@@ -252,3 +252,30 @@ def test_an_integer_of_two_allocators(gpu):
     gc.collect()
     backwards(gpu)
     assert not gpu.errors
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_nobody_closes_or_uses_what_a_graph_has(allocator, source):
+    """A region that somebody kept of an allocator that is gone."""
+    with a_gpu(leaks=True) as gpu:
+        stream = Wrapped(new_stream(gpu).handle_)
+        made = ALLOCATORS[allocator](SOURCES[source]())
+        block = made.alloc(N)
+        address = block.address
+        (region,) = [r for r in made.regions if r.address <= address < r.address + r.nbytes]
+        gpu.begin_capture(stream.handle_, RELAXED)
+        block.fill(OURS, stream=stream)
+        graph = graph_of(gpu, stream)
+        del block, made
+        gc.collect()
+        with pytest.raises(BufferError, match="that streams still use"):
+            region.close()
+        with pytest.raises(ValueError, match="belonged to an allocator that is gone"):
+            region.buffer()
+        gpu.replay(graph, stream.handle_)
+        gpu.drain()
+        assert not gpu.errors
+        gpu.destroy_graph(graph)
+        settled()
+        region.close()
