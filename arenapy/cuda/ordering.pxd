@@ -18,6 +18,7 @@ cdef class Batch:
 
 
 cdef class Parked:
+    cdef object memory
     cdef tuple regions
 
 

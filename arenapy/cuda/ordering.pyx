@@ -102,7 +102,10 @@ seal(Batch)
 @cython.final
 @cython.no_gc_clear                  # its end needs them
 cdef class Parked:
-    """Regions of an allocator that is gone, which nobody closes while streams use them. Internal."""
+    """What owns memory that streams use. Nobody closes the regions in it meanwhile. Internal.
+
+    That are those of an allocator that is gone, or any object, which owned a region.
+    """
 
     def __dealloc__(self):
         for region in self.regions or ():
@@ -112,11 +115,14 @@ cdef class Parked:
 seal(Parked)
 
 
-cdef Parked parked(tuple regions):
+cdef Parked parked(object memory):
     cdef Parked made = Parked.__new__(Parked)
-    for region in regions:
-        (<Region>region).enlist(NULL)
-    made.regions = regions
+    made.memory = memory
+    if type(memory) is tuple:
+        regions = tuple([one for one in memory if isinstance(one, Region)])
+        for region in regions:
+            (<Region>region).enlist(NULL)
+        made.regions = regions
     return made
 
 
