@@ -34,7 +34,8 @@ from arenapy.cuda.stream_ref cimport (
     says_captured, spread,
 )
 from arenapy.cuda.fence cimport (
-    Retained, follow, follow_as, give_up, look, park, retain, retain_until, synchronize,
+    Retained, follow, follow_as, give_up, look, park, refuse_other_capture, retain, retain_until,
+    synchronize,
 )
 from arenapy.base.sealed cimport seal
 
@@ -248,6 +249,10 @@ cdef Side side_of(object thing, bint to, CudaMemory leading, object stream):
     array = of_interface(thing, used_by)
     if array is not None:
         of_array(side, array, to)
+        if side.producer is not None:
+            if used_by is None:
+                used_by = leading.own_stream() if stream is None else leading.named(stream)
+            refuse_other_capture(used_by, side.producer)
         return side
     if PyObject_CheckBuffer(thing) or not hasattr(thing, "__dlpack__"):
         of_buffer(side, to)
@@ -381,7 +386,7 @@ cdef int prepare(Side side, StreamRef s, int state, bint now, set joined) except
         else:
             m.use(block, s)
     elif side.producer is not None:
-        follow(s, side.producer, False)
+        follow(s, side.producer, True)
     if side.under is not None:
         side.foreign = False                 # its block waits, and is not kept from its allocator
     if not now and side.foreign and side.on_host:

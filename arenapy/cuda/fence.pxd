@@ -38,9 +38,14 @@ cdef int let_wait(StreamRef stream, object use) except -1
 # The same, where one of both may be being captured; `use` is a StreamRef, or what `work_of` made of
 # one. While `stream` is captured, this thread waits in its place. CudaError if `use` is, since
 # nobody can wait for what it was given before; but if not `strict`, nothing is waited for then.
+# Only `__cuda_array_interface__` is not strict: it cannot know who reads. A reader in the same
+# capture needs no wait, and to refuse would refuse that reader, too.
 cdef int follow(StreamRef stream, object use, bint strict) except -1
 # The same, of another stream than `stream`, whose state the caller has asked for.
 cdef int follow_as(StreamRef stream, int state, object use, bint strict) except -1
+# Before `stream` follows the stream of another library's array. CudaError if that one is captured
+# and `stream` is not in the same capture. Nothing is changed.
+cdef int refuse_other_capture(StreamRef stream, StreamRef producer) except -1
 # The same for this thread.
 cdef int wait_here(object use, bint strict) except -1
 cdef int synchronize(StreamRef stream) except -1

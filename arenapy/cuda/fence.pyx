@@ -338,6 +338,19 @@ cdef int follow_as(StreamRef stream, int state, object use, bint strict) except 
     return let_wait(stream, use)
 
 
+cdef int refuse_other_capture(StreamRef stream, StreamRef producer) except -1:
+    cdef void* graph = NULL
+    if (producer is stream or not producer.captures()
+            or stream.captures()
+            and capture_of(stream, &graph) == capture_of(producer, &graph)):
+        return 0
+    raise CudaError(
+        f"{producer!r}, the stream that the array names, is being captured into a graph, and "
+        f"{stream!r} is not part of this capture, so it cannot wait for the array: pass a stream "
+        "of the capture as stream=, or do this before or after the capture"
+    )
+
+
 cdef int wait_here(object use, bint strict) except -1:
     cdef Fence fence
     if isinstance(use, StreamRef) and (<StreamRef>use).captures():

@@ -21,7 +21,7 @@ from arenapy.buffer.dlpack cimport (
 from arenapy.memory.region cimport Region
 
 from arenapy.cuda.driver cimport SUCCESS, callable_, checked, driver, generation, need, primary
-from arenapy.cuda.fence cimport follow
+from arenapy.cuda.fence cimport follow, refuse_other_capture
 from arenapy.cuda.ordering cimport Ordering
 from arenapy.cuda.stream_ref cimport FREE_TO_USE, StreamRef, number_of, stream_of
 from arenapy.base.sealed cimport seal
@@ -443,7 +443,8 @@ cdef object borrow(Foreign array, object stream):
         hooks = <Ordering>memory.bound(LEGACY if stream is None else stream)
         hooks.borrowed = True
         if array.producer is not None:
-            follow(hooks.own_stream(), array.producer, False)
+            refuse_other_capture(hooks.own_stream(), array.producer)
+            follow(hooks.own_stream(), array.producer, True)
     region = Region.from_address(
         array.address or NOWHERE, max(array.nbytes, 1), kind=array.kind, owner=array.owner,
         readonly=array.readonly, device_id=array.device_id,

@@ -7,6 +7,8 @@ from arenapy.cuda.ordering import memory_of
 from arenapy.interop import raw_blocks
 from arenapy.pool.pool import Pool
 
+# Packages instead of an extra of arenapy: the wheels are made for one version of CUDA, and an extra
+# cannot know which one the user has.
 INSTALL = {
     "cupy": "pip install cupy-cuda13x, or cupy-cuda12x",
     "numba_cuda": "pip install 'numba-cuda[cu13]', or 'numba-cuda[cu12]'",

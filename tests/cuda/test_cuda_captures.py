@@ -4,6 +4,7 @@ import contextlib
 import gc
 
 import pytest
+from capsules import Array
 from cuda_support import (
     ALLOCATORS,
     HOST_VISIBLE,
@@ -514,3 +515,51 @@ def test_the_legacy_stream_is_not_gone_if_its_context_cannot_be_entered(gpu, use
     gpu.plan.clear()
     gpu.destroy_graph(graph_of(gpu, captured))
     assert not gpu.errors
+
+
+# A producer's stream that captures --------------------------------------------------------------
+
+TAKES = {
+    "asbuffer": lambda b, array, s: cuda.asbuffer(array, stream=s),
+    "copy_from": lambda b, array, s: b.copy_from(array, stream=s),
+    "copy_to": lambda b, array, s: b.copy_to(array, stream=s),
+    "copy_batch": lambda b, array, s: cuda.copy_batch([(b, b"\2" * 4096), (b, array)], stream=s),
+}
+
+
+@pytest.mark.parametrize("mine", [None, "other", "of another capture"])
+@pytest.mark.parametrize("take_it", TAKES)
+def test_the_producers_stream_is_captured_and_ours_is_not_in_that_capture(gpu, take_it, mine):
+    theirs, other = new_stream(gpu), new_stream(gpu)
+    b, foreign = (Pool(4 * MIB, cuda.Device()).alloc(4096) for _ in range(2))
+    b.fill(1), foreign.fill(1)
+    gpu.begin_capture(theirs.handle_, RELAXED)
+    if mine == "of another capture":
+        gpu.begin_capture(other.handle_, RELAXED)
+    array = Array(foreign.address, (4096,), stream=theirs.handle_)
+    s = None if mine is None else other
+    with pytest.raises(cuda.CudaError, match=r"stream that the array names.*stream of the capture"):
+        TAKES[take_it](b, array, s)
+    if mine == "of another capture":
+        gpu.destroy_graph(graph_of(gpu, other))
+    gpu.destroy_graph(graph_of(gpu, theirs))
+    assert not gpu.errors and not gpu.queue
+    assert set(content(b)) == set(content(foreign)) == {1}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("take_it", TAKES)
+def test_the_producers_stream_is_in_the_capture_of_ours(gpu, take_it, joined):
+    theirs = cuda.Stream()
+    s = cuda.Stream() if joined else theirs
+    foreign = Pool(4 * MIB, cuda.Device()).alloc(4096)
+    b = Pool(4 * MIB, cuda.Device(), stream=s).alloc(4096)
+    gpu.begin_capture(theirs.handle, RELAXED)
+    if joined:
+        s.wait(theirs.record())
+    taken = TAKES[take_it](b, Array(foreign.address, (4096,), stream=theirs.handle), s)
+    if joined:
+        theirs.wait(s.record())
+    gpu.destroy_graph(graph_of(gpu, theirs.handle))
+    assert not gpu.errors
+    del taken
