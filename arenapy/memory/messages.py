@@ -198,7 +198,7 @@ def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any,
         A connected Unix stream socket, blocking or with a timeout; or a connection of
         multiprocessing, from ``Pipe()`` or from a ``Listener`` or ``Client`` with a path.
     thing : Buffer or numpy.ndarray
-        An array may be any view: strided, reversed, read-only.
+        An array may be any view: strided, reversed, read-only. Metadata of its dtype is left out.
 
     Raises
     ------

@@ -41,12 +41,15 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
     with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder, _group_witness() as witness:
         file = options.trace or os.path.join(folder, "program.trace")
         before = _state(file)
+        error, write = os.pipe()  # closed where the program starts
         # Until `_wait` knows what to do with a signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
-        error, write = os.pipe()  # closed where the program starts
         pid = os.fork()
         if pid == 0:
             try:
+                for number in HEEDED:  # as of the program that is to start
+                    if signal.getsignal(number) != signal.SIG_IGN:
+                        signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 words, environment = command(
                     options, report=report, json_file=json_file, trace=file, sites=options.sites
@@ -57,6 +60,10 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
             finally:
                 os._exit(127)  # and never this process's own exit
         os.close(write)
+        for number in signal.sigpending() & {*HEEDED}:  # the program lacks it if it came before
+            signal.sigtimedwait([number], 0)
+            _whole_group_got(number, witness)
+            os.kill(pid, number)
         status = _wait(pid, mask, witness)
         with open(error) as failure:
             if text := failure.read():
