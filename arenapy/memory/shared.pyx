@@ -16,6 +16,7 @@ description locks").
 cimport cython
 import importlib
 import os
+import sys
 import warnings
 import weakref
 from contextlib import suppress
@@ -114,6 +115,11 @@ def install():
     for kind in (Buffer, _View):
         reduction.ForkingPickler.register(kind, reduce_buffer)
     reduction.ForkingPickler.register(np.ndarray, reduce_array)
+    # multiprocessing looks up the exact class. numpy.ma is not imported for this: it takes 10 ms.
+    for kind in (np.matrix, np.recarray):
+        reduction.ForkingPickler.register(kind, reduce_subclass)
+    if "numpy.ma" in sys.modules:
+        reduction.ForkingPickler.register(np.ma.MaskedArray, reduce_subclass)
     reduction.ForkingPickler.register(Region, reduce_region)
 
 
@@ -236,6 +242,24 @@ def reduce_array(array):
     return receive_array, (
         received[:6], array.shape, array.strides, at, array.dtype, array.flags.writeable
     )
+
+
+_SUBCLASS = (
+    "a {} of {} bytes in Shared memory was copied into a message, so the receiver's writes are "
+    "not seen here. Only arrays of the class numpy.ndarray are shared. Send x.view(numpy.ndarray), "
+    "or x.data and x.mask of a masked array, and make such an array of it in the receiver. This is "
+    "said once"
+)
+
+
+def reduce_subclass(array):
+    """A copy, which is what the class itself makes."""
+    global _warned
+    if not _warned and array.nbytes and in_shared_memory(array.__array_interface__["data"][0]):
+        _warned = True
+        warnings.warn(
+            _SUBCLASS.format(type(array).__name__, array.nbytes), RuntimeWarning, stacklevel=3)
+    return array.__reduce_ex__(2)
 
 
 def reduce_region(Region region not None):

@@ -606,6 +606,35 @@ def test_an_array_of_shared_memory_that_is_copied_is_told_of_once(make, not_warn
         ours.send(pool.copy(x))
 
 
+def a_matrix(pool):
+    return pool.zeros((4, 4)).view(np.matrix)
+
+
+def a_recarray(pool):
+    return pool.zeros(10, "i4,f4").view(np.recarray)
+
+
+def a_masked_array(pool):
+    return np.ma.masked_array(pool.zeros((4, 4)))
+
+
+@pytest.mark.parametrize("make", [a_matrix, a_recarray, a_masked_array])
+def test_an_array_of_a_subclass_is_copied_and_told_of_once(make, not_warned):
+    assert np.ma, "it has to be imported before"
+    pool = Pool(source=Shared())
+    x = make(pool)
+    ours, theirs = mp.Pipe()
+    says = rf"a {type(x).__name__} of {x.nbytes} bytes in Shared .* copied.*view\(numpy.ndarray\)"
+    with pytest.warns(RuntimeWarning, match=says) as said:
+        ours.send(x)
+    assert said[0].filename == __file__
+    received = theirs.recv()
+    assert type(received) is type(x) and received.tolist() == x.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.send(x)
+
+
 def test_nothing_is_said_of_arrays_elsewhere(not_warned):
     pool = Pool(source=Shared())
     host = Pool()
@@ -617,6 +646,7 @@ def test_nothing_is_said_of_arrays_elsewhere(not_warned):
         ours.send(np.ones(1000))
         ours.send(pool.zeros(10))
         ours.send(pool.zeros(0))
+        ours.send(np.ones((4, 4)).view(np.matrix))
 
 
 def put_and_end(pipe):
