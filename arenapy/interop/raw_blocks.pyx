@@ -31,6 +31,7 @@ from arenapy.buffer.block cimport CLOSED, Block, Hold, MemoryOwner
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.hot_path cimport cache_alloc
+from arenapy.pool.page_heap cimport PAGE_BITS
 from arenapy.pool.pool cimport Pool
 from arenapy.pool.stream_cache cimport StreamCache
 
@@ -183,6 +184,8 @@ cdef dict special = {}       # Buffers of blocks that the library has, by addres
 cdef dict told = {}          # by address: what else uses such a block, as the hooks name it
 cdef uint64_t n_special = 0  # atomic: in `special` and `told` together
 cdef object stream_named = None      # (device, handle) -> what the handle names
+cdef dict most_reserved = {}  # by ordinal: the peak of the Pool's reserved bytes
+cdef dict refusals = {}      # by ordinal: requests that did not fit
 adding = threading.Lock()    # held while a route is added
 
 
@@ -266,6 +269,8 @@ cdef void* general_alloc(
         ptr = block_of(n, device, stream)
     except BaseException as error:
         out_of_memory[0] = isinstance(error, MemoryError)
+        if out_of_memory[0]:
+            refusals[device] = refusals.get(device, 0) + 1
         text = (str(error) or repr(error)).encode(errors="replace")
         message[0] = <char*>malloc(len(text) + 1)
         if message[0] != NULL:
@@ -286,6 +291,7 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
         )
     name = stream_named(device, <uintptr_t>stream)
     block = pool.alloc(n, stream=name)
+    note_reserved(device, pool)              # a pool grows only here
     if route_of(device, stream) == NULL:
         user = pool.streams.owner_of(name)
         if <uintptr_t>stream != PER_THREAD and isinstance(user, MemoryOwner):
@@ -299,6 +305,13 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
         special[<uintptr_t>ptr] = block
         arenapy_add(&n_special, 1)
     return <void*>ptr
+
+
+cdef int note_reserved(int device, Pool pool) except -1:
+    cdef size_t now = pool.core.reserved_pages << PAGE_BITS
+    if now > <size_t>most_reserved.get(device, 0):
+        most_reserved[device] = now
+    return 0
 
 
 cdef MemoryOwner owner_for(int device, void* stream):
@@ -454,6 +467,19 @@ arenapy_raw_record, arenapy_raw_trim = raw_record, raw_trim
 def pools_in_use():
     """The Pools that C functions allocate from, by ordinal of the device."""
     return dict(pools)
+
+
+def counts(int device):
+    """The peak of a Pool's reserved bytes, as far as it was seen, and requests that did not fit."""
+    cdef Pool pool = pools.get(device)
+    if pool is not None:
+        note_reserved(device, pool)
+    return most_reserved.get(device, 0), refusals.get(device, 0)
+
+
+def restart_peak(int device):
+    """Let the peak of the reserved bytes begin anew."""
+    most_reserved.pop(device, None)
 
 
 def serve(dict by_device not None, named):

@@ -47,10 +47,20 @@ def use(*pools: Pool) -> None:
     -----
     The memory of a dropped tensor is reused at once on its stream. ``tensor.record_stream`` keeps
     it until the other stream is done. ``torch.cuda.empty_cache`` trims the Pools.
-    ``torch.cuda.memory_stats`` and the functions built on it show the figures of the Pools. Only
-    ``requested_bytes`` and the figures of torch's own small and large pool are 0. A request that
-    does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Tensors that are made in
-    ``torch.cuda.graph`` belong to the graph. Its argument ``pool=`` is ignored.
+    ``torch.cuda.memory_stats`` and the functions built on it show the figures of the Pools. These
+    figures differ from torch's:
+
+    - The peaks of ``allocation``, ``active``, ``segment`` and ``inactive_split_bytes`` are the
+      present values. Those of ``allocated_bytes``, ``active_bytes`` and ``reserved_bytes`` are
+      real. The peak of ``reserved_bytes`` is taken when torch allocates and when it is asked for,
+      so growth for another library counts only if the Pool has not shrunk since.
+    - ``num_ooms`` counts the requests that did not fit since the program began. The other
+      ``num_`` figures, ``requested_bytes``, ``inactive_split``, the oversize figures, the bytes
+      allocated and freed in total, and the figures of torch's small and large pool are 0.
+    - ``reset_accumulated_memory_stats`` does nothing.
+
+    A request that does not fit raises ``torch.OutOfMemoryError`` with the Pool's figures. Tensors
+    that are made in ``torch.cuda.graph`` belong to the graph. Its argument ``pool=`` is ignored.
 
     Thread-safety: torch's threads allocate and free without the GIL. A Pool with a recorder,
     ``trim_after=`` or ``debug=True`` takes the GIL for each tensor.
@@ -243,6 +253,7 @@ def _memory_stats(device: int) -> dict[str, Any]:
     pool = raw_blocks.pools_in_use().get(device)
     figures: dict[str, Any] = {}
     stats = pool.stats() if pool is not None else None
+    most_reserved, refusals = raw_blocks.counts(device)
 
     def stat(current: int = 0, peak: int = 0, allocated: int = 0, freed: int = 0) -> dict[str, Any]:
         none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
@@ -259,13 +270,14 @@ def _memory_stats(device: int) -> dict[str, Any]:
     figures["allocation"] = stat(blocks, blocks, total, total - blocks)
     figures["allocated_bytes"] = figures["active_bytes"] = stat(live, max(peak, live))
     figures["active"] = figures["allocation"]
-    figures["reserved_bytes"] = stat(reserved, reserved)
+    figures["reserved_bytes"] = stat(reserved, max(most_reserved, reserved))
     figures["inactive_split_bytes"] = stat(idle, idle)
     figures["segment"] = stat(regions, regions)
     figures["inactive_split"] = figures["requested_bytes"] = stat()
     for name in ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
                  "num_device_free"):  # fmt: skip
         figures[name] = 0
+    figures["num_ooms"] = refusals
     figures["max_split_size"] = -1
     for name in ("oversize_allocations", "oversize_segments"):
         figures[name] = stat()["all"]
@@ -276,6 +288,7 @@ def _reset_peak(device: int) -> None:
     pool = raw_blocks.pools_in_use().get(device)
     if pool is not None:
         pool.reset_peak()
+    raw_blocks.restart_peak(device)
 
 
 def _keep_totals(device: int) -> None:

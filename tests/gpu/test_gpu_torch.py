@@ -45,11 +45,15 @@ def test_figures():
         del x
         assert torch.cuda.memory_allocated() == 0
         assert torch.cuda.max_memory_allocated() == 8 << 20
-        torch.cuda.reset_peak_memory_stats()
-        assert torch.cuda.max_memory_allocated() == 0
-        assert "Active memory" in torch.cuda.memory_summary()
+        most = torch.cuda.max_memory_reserved()
+        assert most == torch.cuda.memory_reserved() >= 8 << 20
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() == 0
+        assert torch.cuda.max_memory_reserved() == most
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == torch.cuda.max_memory_reserved() == 0
+        assert torch.cuda.memory_stats()["num_ooms"] == 0
+        assert "Active memory" in torch.cuda.memory_summary()
     """)
 
 

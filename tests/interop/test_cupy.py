@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import sys
 import types
 from itertools import count
@@ -109,6 +110,44 @@ def test_an_array_is_a_block(arenapy_cupy, pool, known):
     y = cupy.empty((100, 10), "f4")
     assert y.data.ptr == block.address
     del y
+    pool.check()
+
+
+@pytest.mark.parametrize("on", ["legacy", "stream"])
+def test_a_forked_child(arenapy_cupy, pool, driver, current, on):
+    """Neither way gives it a block, and it frees nothing of the parent's."""
+    if on == "stream":
+        current.use(Stream(driver))
+    cupy.cuda.set_allocator(arenapy_cupy.allocator(pool))
+    kept, idle = cupy.empty(MIB, "u1"), cupy.empty(100, "u1")
+    at = idle.data.ptr
+    del idle
+    asked = sum(driver.calls.values())
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            cupy.empty(100, "u1")
+        except Exception as error:
+            code = 0 if "fork" in str(error) else 2
+        del kept
+        os._exit(code or 3 * (sum(driver.calls.values()) != asked))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.stats().active_allocations == 1
+    assert cupy.empty(100, "u1").data.ptr == at
+    del kept
+    assert pool.stats().active_allocations == 0
+    pool.check()
+
+
+def test_a_region_under_it_cannot_be_closed(arenapy_cupy, driver):
+    pool = Pool(4 * MIB, cuda.Device())
+    cupy.cuda.set_allocator(arenapy_cupy.allocator(pool))
+    x = cupy.empty(100, "u1")
+    with pytest.raises(BufferError, match="Buffers that were exported and are alive"):
+        pool.regions[0].close()
+    assert x.data.ptr == pool.regions[0].address
+    cupy.empty(100, "u1")
     pool.check()
 
 

@@ -365,6 +365,37 @@ def test_a_source_in_a_forked_child(rmm, driver):
     assert len(lender.seen) == 1
 
 
+@pytest.mark.parametrize("library", ["numba", "rmm"])
+def test_a_forked_child(request, library, pool, driver):
+    """It gets no block, and frees nothing of the parent's."""
+    if library == "numba":
+        allocate = request.getfixturevalue("manager").memalloc
+    else:
+        resource = arenapy_rmm.resource(request.getfixturevalue("rmm") and pool)
+        allocate = resource.allocate
+    kept = allocate(MIB)
+    asked = sum(driver.calls.values())
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            allocate(100)
+        except Exception as error:
+            code = 0 if "fork" in str(error) else 2
+        if library == "rmm":
+            resource.deallocate(kept, MIB)
+        del kept
+        os._exit(code or 3 * (sum(driver.calls.values()) != asked))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.stats().active_allocations == 1
+    if library == "rmm":
+        resource.deallocate(kept, MIB)
+    del kept
+    gc.collect()
+    assert pool.stats().active_allocations == 0
+    pool.check()
+
+
 # ---- these and CuPy ---------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from simulated_gpu import RELAXED
 
 from arenapy import OutOfMemory, Pool, cuda
 from arenapy.interop import raw_blocks
+from arenapy.interop import torch as arenapy_torch
 
 MIB = 1 << 20
 LEGACY = 1  # torch's default stream, by the handle 0
@@ -135,6 +136,25 @@ def test_no_memory(driver, serve, capfd):
     assert pool.stats().allocated_bytes == 0
     free(alloc(2 * MIB, 0, 0), 2 * MIB, 0, 0)
     pool.check()
+
+
+def test_figures_as_torch_asks_for_them(driver, serve):
+    pool = serve(Pool(max_bytes=8 * MIB, source=cuda.Device()))
+    arenapy_torch._reset_peak(0)
+    before = arenapy_torch._memory_stats(0)["num_ooms"]
+    free(alloc(4 * MIB, 0, 0), 4 * MIB, 0, 0)
+    reserved = pool.stats().reserved_bytes
+    pool.trim()
+    assert alloc(100 * MIB, 0, 0) is None
+    stats = arenapy_torch._memory_stats(0)
+    assert stats["num_ooms"] - before == 1
+    assert stats["allocated_bytes"]["all"]["peak"] == 4 * MIB
+    assert reserved >= 4 * MIB
+    assert stats["reserved_bytes"]["all"] == {
+        "current": 0, "peak": reserved, "allocated": 0, "freed": 0
+    }  # fmt: skip
+    arenapy_torch._reset_peak(0)
+    assert arenapy_torch._memory_stats(0)["reserved_bytes"]["all"]["peak"] == 0
 
 
 def test_a_device_without_a_pool(driver, serve, capfd):

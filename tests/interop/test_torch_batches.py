@@ -225,6 +225,15 @@ class Killing(Samples):
         return {**super().__getitem__(i), "fatal": Fatal(i == self.at)}
 
 
+def torchs_files():
+    return {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 def epoch(loader):
     """The number of batches until a worker is killed."""
     n = 0
@@ -237,7 +246,8 @@ def epoch(loader):
     return n
 
 
-def test_killed_workers_leave_nothing(pytestconfig, monkeypatch):
+@pytest.mark.parametrize("batches", [1000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_killed_workers_leave_nothing(pytestconfig, monkeypatch, batches):
     """More workers are killed than there are items, and each item is used again.
 
     The workers kill themselves. If the program did, one might have a lock of torch's at the time,
@@ -248,11 +258,19 @@ def test_killed_workers_leave_nothing(pytestconfig, monkeypatch):
     monkeypatch.setitem(default_collate_fn_map, Fatal, fatal)
     collate = arenapy_torch.collate(slab_of(8))
     files = len(os.listdir("/proc/self/fd"))
-    kills = 12 if pytestconfig.getoption("--tier") == "quick" else 100
-    for i in range(kills):
+    shared = torchs_files()
+    quick = pytestconfig.getoption("--tier") == "quick"
+    seen = kills = memory = 0
+    while seen < batches and not (quick and kills == 12):
+        i, kills = kills, kills + 1
         data = Killing(100, at=4 * (i % 20), within=i % 3 > 0)
         loader = DataLoader(data, batch_size=4, num_workers=2, collate_fn=collate)
-        assert epoch(loader) <= i % 20
+        found = epoch(loader)
+        assert found <= i % 20
+        seen += found
+        if kills == 100:
+            gc.collect()
+            memory = resident()
     loader = DataLoader(Killing(400), batch_size=4, num_workers=2, collate_fn=collate)
     assert epoch(loader) == 100
     assert soon(
@@ -261,6 +279,8 @@ def test_killed_workers_leave_nothing(pytestconfig, monkeypatch):
     assert all_can_be_taken(collate)
     gc.collect()  # torch's threads close their pipes
     assert soon(lambda: len(os.listdir("/proc/self/fd")) <= files + 2)
+    assert soon(lambda: torchs_files() <= shared)
+    assert kills < 200 or resident() < memory + (16 << 20)
 
 
 def test_a_batch_of_a_worker_that_has_ended():
