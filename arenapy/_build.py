@@ -31,7 +31,6 @@ NUMPY_MODULES = {
 
 # An allocation, a free, an export and a recorded event run these, so they are compiled with -O3.
 # The rest makes system calls, checks or reports. It gets -Og, which takes less than half as long.
-# So do the modules of cuda and interop: -O3 saves 1 % of an allocation on a stream there.
 HOT = {
     f"arenapy.{folder}.{module}"
     for folder, modules in {
@@ -40,7 +39,9 @@ HOT = {
         "buffer": "block buffer dlpack ndarray",
         "bump": "bump core",
         "commands.replay": "loop",
+        "cuda": "ordering resource stream_ref",
         "diagnostics": "call_sites recorder",
+        "interop": "cupy_blocks raw_blocks",
         "numpy_handler": "handler",
         "pool": "c_api core page_heap pool stream_cache thread_cache",
         "slab": "core slab",
