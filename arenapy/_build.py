@@ -39,7 +39,7 @@ HOT = {
         "buffer": "block buffer dlpack ndarray",
         "bump": "bump core",
         "commands.replay": "loop",
-        "cuda": "ordering resource stream_ref",
+        "cuda": "driver fence ordering resource stream_ref",
         "diagnostics": "call_sites recorder",
         "interop": "cupy_blocks raw_blocks",
         "numpy_handler": "handler",
