@@ -268,7 +268,7 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
         arguments = _of(dict | None, recipe.get("arguments"))
         # The other kinds of faults that the search had set aside.
         allow = [_of(str, kind) for kind in _of(list | None, recipe.get("allow")) or ()]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of steps of arenapy.testing: {error!r}") from error
     machine = find(name, file)
     if arguments is not None:

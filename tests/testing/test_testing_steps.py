@@ -214,7 +214,9 @@ def test_a_machine_made_in_a_function_says_so(tmp_path):
     assert "made within a function" in done.stderr
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "{}", '{"arenapy.testing": 9}', "[1]"])
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", "{}", '{"arenapy.testing": 9}', "[1]", "[" * 5000], ids=len
+)
 def test_other_files_are_refused(text, tmp_path):
     path = tmp_path / "other"
     path.write_text(text)
