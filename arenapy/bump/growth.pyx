@@ -261,7 +261,7 @@ cdef int grow_in_place(
         if not found:
             raise OutOfMemory(c.full(n, align, max_bytes))
         end = most = start + n
-        c.growing = this_thread()    # nobody else changes the holes, and the size
+        c.growing = this_thread()            # nobody else changes the holes, and the size
         missing = without_memory(c, start, end, granule, parts, &n_parts)
         missing += end - base - region.size if end > base + region.size else 0
         spare = max(<size_t>HUGE, region.size // GROWTH_SHARE)

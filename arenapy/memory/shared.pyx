@@ -218,25 +218,29 @@ def bytes_of(array):
 _warned = False
 
 _COPIED = (
-    "an array of {} bytes in Shared memory was copied into a message, so the receiver's writes are "
+    "an array of {1} bytes in Shared memory was copied into a message, so the receiver's writes are "
     "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or it was made by "
     "stride tricks or another library. To share it, allocate it with empty(), zeros() or copy() of "
     "an allocator over Shared(), and make such views in the receiver. This is said once"
 )
 
 
+cdef object copy_of(object array, str says):
+    """A copy, which is what the class itself makes. Of shared memory it is told of, once."""
+    global _warned
+    if not _warned and array.nbytes and in_shared_memory(array.__array_interface__["data"][0]):
+        _warned = True
+        text = says.format(type(array).__name__, array.nbytes)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    # The pickler does not say its protocol. This form goes with every one.
+    return array.__reduce_ex__(2)
+
+
 def reduce_array(array):
     """A handle if a Buffer over shared memory keeps the array's bytes, else a copy."""
-    global _warned
     found = bytes_of(array)
     if found is None:
-        if not _warned and array.nbytes and in_shared_memory(
-            array.__array_interface__["data"][0]
-        ):
-            _warned = True
-            warnings.warn(_COPIED.format(array.nbytes), RuntimeWarning, stacklevel=3)
-        # The pickler does not say its protocol. This form goes with every one.
-        return array.__reduce_ex__(2)
+        return copy_of(array, _COPIED)
     buffer, at = found
     received = reduce_buffer(buffer)[1]
     return receive_array, (
@@ -253,13 +257,8 @@ _SUBCLASS = (
 
 
 def reduce_subclass(array):
-    """A copy, which is what the class itself makes."""
-    global _warned
-    if not _warned and array.nbytes and in_shared_memory(array.__array_interface__["data"][0]):
-        _warned = True
-        warnings.warn(
-            _SUBCLASS.format(type(array).__name__, array.nbytes), RuntimeWarning, stacklevel=3)
-    return array.__reduce_ex__(2)
+    """A copy: only arrays of the class numpy.ndarray go as handles."""
+    return copy_of(array, _SUBCLASS)
 
 
 def reduce_region(Region region not None):

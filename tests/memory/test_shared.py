@@ -588,6 +588,12 @@ def of_stride_tricks(pool):
     return np.lib.stride_tricks.sliding_window_view(pool.zeros(100), 10)  # its base is no array
 
 
+def send_and_be_told(connection, x, says):
+    with pytest.warns(RuntimeWarning, match=says) as said:
+        connection.send(x)
+    assert said[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     "make", [of_numpy, of_another_library, of_a_closed_buffer, of_stride_tricks]
 )
@@ -595,10 +601,8 @@ def test_an_array_of_shared_memory_that_is_copied_is_told_of_once(make, not_warn
     pool = Pool(source=Shared())
     x = make(pool)
     ours, theirs = mp.Pipe()
-    says = rf"{x.nbytes} bytes in Shared .* copied.*empty\(\)"
-    with pytest.warns(RuntimeWarning, match=says) as said:
-        ours.send(x)
-    assert said[0].filename == __file__
+    says = rf"an array of {x.nbytes} bytes in Shared .* copied.*empty\(\)"
+    send_and_be_told(ours, x, says)
     assert (theirs.recv() == x).all()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -625,9 +629,7 @@ def test_an_array_of_a_subclass_is_copied_and_told_of_once(make, not_warned):
     x = make(pool)
     ours, theirs = mp.Pipe()
     says = rf"a {type(x).__name__} of {x.nbytes} bytes in Shared .* copied.*view\(numpy.ndarray\)"
-    with pytest.warns(RuntimeWarning, match=says) as said:
-        ours.send(x)
-    assert said[0].filename == __file__
+    send_and_be_told(ours, x, says)
     received = theirs.recv()
     assert type(received) is type(x) and received.tolist() == x.tolist()
     with warnings.catch_warnings():
