@@ -218,10 +218,10 @@ def bytes_of(array):
 _warned = False
 
 _COPIED = (
-    "an array of {1} bytes in Shared memory was copied into a message, so the receiver's writes are "
-    "not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or it was made by "
-    "stride tricks or another library. To share it, allocate it with empty(), zeros() or copy() of "
-    "an allocator over Shared(), and make such views in the receiver. This is said once"
+    "an array of {1} bytes in Shared memory was copied into a message, so the receiver's writes "
+    "are not seen here. No open Buffer keeps its memory: numpy_memory allocated it, or it was made "
+    "by stride tricks or another library. To share it, allocate it with empty(), zeros() or copy() "
+    "of an allocator over Shared(), and make such views in the receiver. This is said once"
 )
 
 
