@@ -1,24 +1,31 @@
-"""A plugin of pytest that runs CuPy's own tests with their arrays in a Pool.
+"""A plugin of pytest that runs CuPy's own tests with their arrays in Pools, one for each device.
 
 CuPy's wheel has no tests. In the ``tests`` folder of its sources, at the tag of the installed
 version: ``PYTHONPATH=TREE/tests/gpu pytest -p cupy_in_pool cupy_tests/core_tests``, where TREE is
-this tree.
+this tree. The folder's own settings come from ``pyproject.toml`` beside it.
 """
 
+import cupy
 import pytest
 
 import arenapy
 from arenapy import cuda
 from arenapy.interop import cupy as arenapy_cupy
 
-POOL = arenapy.Pool(source=cuda.Device())
+DEVICES = range(cupy.cuda.runtime.getDeviceCount())
+POOLS = [arenapy.Pool(source=cuda.Device(i)) for i in DEVICES]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    arenapy_cupy.use(POOL)
+    arenapy_cupy.use(*POOLS)
+
+
+def pytest_sessionfinish():
+    for pool in POOLS:
+        pool.check()
 
 
 def pytest_terminal_summary(terminalreporter):
-    POOL.check()
-    terminalreporter.write_line(f"{POOL.stats().total_allocations} allocations in {POOL!r}")
+    for pool in POOLS:
+        terminalreporter.write_line(f"{pool.stats().total_allocations} allocations in {pool!r}")
