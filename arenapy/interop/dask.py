@@ -11,10 +11,15 @@ which no such copy runs (actors', and those that tasks start) get the handler as
 from __future__ import annotations
 
 import contextvars
+import logging
+import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from arenapy.cuda import Device
+from arenapy.cuda.driver import device_count
+from arenapy.cuda.errors import Unavailable
 from arenapy.memory.sources import Source
 from arenapy.numpy_handler.numpy_memory import numpy_memory
 from arenapy.pool.pool import Pool
@@ -25,6 +30,8 @@ except ImportError:
     WorkerPlugin = object
 
 __all__ = ["ArenaPlugin"]
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "pool_"  # of the metrics
 ROOM = 32  # of this part of the limit
@@ -47,19 +54,21 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         The source of host memory for each Pool. It is pickled. By default ``arenapy.Host()``.
     trim_after : float, optional
         Seconds after which unused memory is returned, as in :class:`arenapy.Pool`.
-    device : Source, optional
-        The source of device memory for a second Pool of each worker, such as
-        ``arenapy.cuda.Device(grow=True)``. It serves the arrays of CuPy, and RMM if that is
-        installed: cuDF, and the arrays of CuPy that arrive from other workers, use RMM's memory.
-        It is pickled. By default there is no such Pool, since it takes a CUDA context in each
-        worker.
+    device : Source or bool, optional
+        Whether each worker also has a Pool of device memory. It serves the arrays of CuPy, and RMM
+        if that is installed: cuDF, and the arrays of CuPy that arrive from other workers, use RMM's
+        memory. By default (True) a worker that sees exactly one CUDA device gets this Pool with the
+        first task after CuPy was imported. A worker that does not import CuPy makes no CUDA
+        context. An allocator or a resource that the program gave to CuPy or RMM before stays. A
+        source, such as ``arenapy.cuda.Device(grow=True)``, is pickled. Its Pool is made at once,
+        and takes the place of what the program gave. False: no such Pool.
 
     Attributes
     ----------
     pool : arenapy.Pool
         The Pool of this worker: ``get_worker().plugins["arenapy"].pool``.
     device_pool : arenapy.Pool or None
-        The Pool over `device` of this worker.
+        The Pool of device memory of this worker.
     trimmed_bytes : int
         Bytes that the Pool returned because the worker was above its memory limit.
 
@@ -80,8 +89,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
 
     The metrics of a worker include ``pool_allocated_bytes``, ``pool_idle_bytes``,
     ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``
-    (served by libc), and with `device` ``pool_device_allocated_bytes``, ``pool_device_idle_bytes``
-    and so on. Dask's dashboard shows them on the page of its workers.
+    (served by libc). With a Pool of device memory, they also include
+    ``pool_device_allocated_bytes``, ``pool_device_idle_bytes`` and so on. Dask's dashboard shows
+    them on the page of its workers.
 
     Thread-safety: a worker calls it in the thread of its event loop.
 
@@ -105,7 +115,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         max_bytes: int | None = None,
         source: Source | None = None,
         trim_after: float | None = None,
-        device: Source | None = None,
+        device: Source | bool = True,
     ) -> None:
         _tcp()
         self._options: dict[str, Any] = {
@@ -113,8 +123,11 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             "source": source,
             "trim_after": trim_after,
         }
-        if not (device is None or callable(getattr(device, "region", None))):
-            raise TypeError(f"device={device!r} is not a source; give arenapy.cuda.Device()")
+        if not (isinstance(device, bool) or callable(getattr(device, "region", None))):
+            raise TypeError(
+                f"device={device!r} is neither a source nor a bool; give arenapy.cuda.Device(), or "
+                "leave it out"
+            )
         self._device = device
         numpy_memory(Pool(**self._options))
 
@@ -139,17 +152,17 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         ArenaPlugin._of_process = self
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._served: list[str] = []  # metrics
+        self._looks_for_device = self._device is True
         self._of_device: list[tuple[Any, Any, Any, Any]] = []  # what libraries allocate from
         try:
-            self._replace(worker, "execute", self._memory(worker.execute))
+            execute = self._memory(worker.execute)
+            self._replace(worker, "execute", partial(self._execute, worker, execute))
             self._replace(worker.monitor, "get_process_memory", self._trimmed)
             for module in (tcp, utils):
                 self._replace(module, "host_array", self._memory(module.host_array))
-            if self._device is not None:
-                self._serve_device()
-            for name, figure in self._metrics().items():
-                worker.metrics[PREFIX + name] = figure
-                self._served.append(name)
+            self._show(worker, self._metrics())
+            if not isinstance(self._device, bool):
+                self._serve_device(worker, self._device)
         except BaseException:
             self.teardown(worker)
             raise
@@ -169,6 +182,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         self._context.run(self._memory.uninstall)
         for name in self._served:
             worker.metrics.pop(PREFIX + name, None)
+        self._return_device()
+
+    def _return_device(self) -> None:
         self.device_pool = None
         for read, write, before, ours in self._of_device:
             if read() is ours:
@@ -179,12 +195,31 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         self._replaced.append((place, name, vars(place).get(name), ours))
         setattr(place, name, ours)
 
-    def _serve_device(self) -> None:
+    def _show(self, worker: Any, metrics: dict[str, Any]) -> None:
+        for name, figure in metrics.items():
+            worker.metrics[PREFIX + name] = figure
+            self._served.append(name)
+
+    def _execute(self, worker: Any, execute: Any, *args: Any, **kwargs: Any) -> Any:
+        """The worker's own, for a task; and the Pool of device memory, once CuPy is imported."""
+        cupy = sys.modules.get("cupy")
+        # A thread may be importing it. This is the worker's event loop, which must not wait for it.
+        if self._looks_for_device and cupy and not getattr(cupy.__spec__, "_initializing", False):
+            self._looks_for_device = False
+            try:
+                if _takes_a_pool(cupy):
+                    self._serve_device(worker, Device())
+            except Exception:
+                self._return_device()
+                logger.exception("The worker goes on without a Pool of device memory.")
+        return execute(*args, **kwargs)
+
+    def _serve_device(self, worker: Any, source: Source) -> None:
         from arenapy.interop import cupy as arenapy_cupy
         from arenapy.interop import rmm as arenapy_rmm
         from arenapy.interop.device_pools import by_device, library
 
-        pool = Pool(source=self._device)
+        pool = Pool(source=source)
         (ordinal,) = by_device((pool,))
         cupy = library("cupy", arenapy_cupy.OLDEST)
         allocator = arenapy_cupy.allocator(pool)
@@ -197,12 +232,15 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         with suppress(ImportError):  # RMM is missing or too old, and arrays of CuPy do without it
             resource = arenapy_rmm.resource(pool)
             mr = library("rmm", arenapy_rmm.OLDEST).mr
-            self._serve(
-                partial(mr.get_per_device_resource, ordinal),
-                partial(mr.set_per_device_resource, ordinal),
-                resource,
-            )
+            read = partial(mr.get_per_device_resource, ordinal)
+            if self._device is not True or type(read()) is mr.CudaMemoryResource:
+                self._serve(read, partial(mr.set_per_device_resource, ordinal), resource)
         self.device_pool = pool
+        figures: dict[str, Any] = {
+            f"device_{name}": lambda worker, name=name: getattr(pool.stats(), name)
+            for name in FIGURES
+        }
+        self._show(worker, figures)
 
     def _serve(self, read: Any, write: Any, ours: Any) -> None:
         self._of_device.append((read, write, read(), ours))
@@ -236,9 +274,6 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         figures: dict[str, Any] = {name: lambda worker, name=name: figure(name) for name in FIGURES}
         figures["trimmed_bytes"] = lambda worker: self.trimmed_bytes
         figures["system_bytes"] = lambda worker: self._memory.stats().system_bytes
-        if (device := self.device_pool) is not None:
-            for name in FIGURES:
-                figures[f"device_{name}"] = lambda worker, name=name: getattr(device.stats(), name)
         return figures
 
 
@@ -258,6 +293,15 @@ def _tcp() -> Any:
             "pip install --upgrade 'arenapy-memory[dask]'"
         )
     return tcp
+
+
+def _takes_a_pool(cupy: Any) -> bool:
+    """Whether the process sees one CUDA device, and CuPy allocates as it does by default."""
+    try:
+        count = device_count()
+    except Unavailable:
+        return False
+    return count == 1 and cupy.cuda.get_allocator() == cupy.get_default_memory_pool().malloc
 
 
 def _lowest_limit(manager: Any) -> int | None:

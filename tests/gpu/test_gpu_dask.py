@@ -100,6 +100,17 @@ def test_arrays_of_cupy_are_in_the_pools_of_two_workers(cupy, cluster):
     assert client.submit(total, made).result() == float(block(7).sum()), "it outlives its Pool"
 
 
+def test_a_device_pool_without_a_word(cupy, cluster):
+    if cuda.devices()[1:]:
+        pytest.skip("it takes one device")
+    client = cluster(1)
+    client.register_plugin(ArenaPlugin())
+    made = client.submit(block, 7)  # imports CuPy
+    made.result()
+    assert client.submit(in_pool).result() == [True]
+    assert client.submit(total, made).result() == float(block(7).sum())
+
+
 def test_a_worker_that_is_killed_changes_no_sum(cupy, cluster):
     client = cluster(2, {"distributed.worker.memory.terminate": False}, memory_limit="4 GiB")
     client.register_plugin(ArenaPlugin(device=cuda.Device(grow=True)))

@@ -297,7 +297,7 @@ def test_a_distributed_that_is_too_old(monkeypatch):
         ({"source": "host"}, TypeError, "source='host'"),
         ({"trim_after": -1}, ValueError, "trim_after=-1"),
         ({"source": cuda.Device()}, BufferError, "device"),
-        ({"device": 0}, TypeError, "device=0 is not a source"),
+        ({"device": 0}, TypeError, "device=0 is neither a source nor a bool"),
     ],
 )
 def test_options_are_checked_before_a_worker_sees_them(distributed, options, error, text):
@@ -372,6 +372,7 @@ def cupy(monkeypatch):
     module.cuda = types.SimpleNamespace(get_allocator=lambda: module.served)
     module.cuda.set_allocator = functools.partial(setattr, module, "served")
     module.served = module._default_memory_pool = "CuPy's"
+    module.get_default_memory_pool = lambda: types.SimpleNamespace(malloc="CuPy's")
     monkeypatch.setitem(sys.modules, "rmm", None)
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(arenapy_cupy, "allocator", lambda pool: pool)
@@ -386,7 +387,9 @@ def rmm(monkeypatch, cupy):
     module.__spec__, module.__version__ = object(), "26.10.0"
     served = {0: "RMM's"}
     module.mr = types.SimpleNamespace(
-        get_per_device_resource=served.get, set_per_device_resource=served.__setitem__
+        CudaMemoryResource=str,
+        get_per_device_resource=served.get,
+        set_per_device_resource=served.__setitem__,
     )
     monkeypatch.setitem(sys.modules, "rmm", module)
     monkeypatch.setattr(arenapy_rmm, "resource", lambda pool: pool)
@@ -438,6 +441,98 @@ def test_a_pool_of_the_device(distributed, cupy):
         plugin.teardown(worker)
         assert (cupy.served, cupy._default_memory_pool) == ("CuPy's", "CuPy's")
         assert (plugin.device_pool, worker.metrics, of_process()) == (None, {}, before)
+
+
+def a_task(worker):
+    """Let the worker run one, in which nothing happens."""
+    assert worker.execute() == 1
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(arenapy_dask, "device_count", lambda: 1)
+
+
+@pytest.mark.parametrize("already", [True, False])
+def test_a_worker_with_one_device_has_a_pool_of_it_once_it_has_cupy(
+    distributed, rmm, one_device, monkeypatch, already
+):
+    module = sys.modules["cupy"]
+    with simulated():
+        worker, plugin = a_worker(), pickle.loads(pickle.dumps(ArenaPlugin()))
+        execute, before = worker.execute, of_process()
+        monkeypatch.setitem(sys.modules, "cupy", module if already else None)
+        plugin.setup(worker)
+        assert plugin.device_pool is None
+        a_task(worker)
+        assert (plugin.device_pool is not None) == already
+        monkeypatch.setitem(sys.modules, "cupy", module)
+        module.__spec__ = types.SimpleNamespace(
+            _initializing=not already
+        )  # another thread is at it
+        a_task(worker)
+        assert (plugin.device_pool is not None) == already
+        module.__spec__._initializing = False
+        a_task(worker)
+        pool = plugin.device_pool
+        assert module.served is module._default_memory_pool is rmm[0] is pool
+        assert worker.metrics["pool_device_reserved_bytes"](worker) == 0
+        a_task(worker)
+        assert plugin.device_pool is pool
+        plugin.teardown(worker)
+        assert (module.served, module._default_memory_pool, rmm) == (
+            "CuPy's",
+            "CuPy's",
+            {0: "RMM's"},
+        )
+        assert (worker.execute, worker.metrics, of_process()) == (execute, {}, before)
+
+
+@pytest.mark.parametrize("case", ["two devices", "no driver", "an allocator", "False"])
+def test_a_worker_without_a_pool_of_a_device(distributed, cupy, monkeypatch, case):
+    if case == "an allocator":
+        cupy.served = "the program's"
+
+    def device_count():
+        if case == "no driver":
+            raise cuda.Unavailable("no driver")
+        return 2 if case == "two devices" else 1
+
+    monkeypatch.setattr(arenapy_dask, "device_count", device_count)
+    with simulated():
+        worker, plugin = a_worker(), ArenaPlugin(device=case != "False")
+        plugin.setup(worker)
+        a_task(worker)
+        assert (plugin.device_pool, cupy._default_memory_pool) == (None, "CuPy's")
+        assert not [name for name in worker.metrics if "device" in name]
+        plugin.teardown(worker)
+
+
+def test_a_resource_of_the_program_stays(distributed, cupy, rmm, one_device):
+    rmm[0] = resource = object()
+    with simulated():
+        worker, plugin = a_worker(), ArenaPlugin()
+        plugin.setup(worker)
+        a_task(worker)
+        assert cupy.served is plugin.device_pool is not None
+        assert rmm == {0: resource}
+        plugin.teardown(worker)
+
+
+def test_a_task_runs_without_the_pool_that_rmm_refuses(
+    distributed, cupy, rmm, one_device, monkeypatch, caplog
+):
+    def refuse(ordinal, resource):
+        raise RuntimeError("no")
+
+    with simulated():
+        worker, plugin = a_worker(), ArenaPlugin()
+        plugin.setup(worker)
+        monkeypatch.setattr(sys.modules["rmm"].mr, "set_per_device_resource", refuse)
+        a_task(worker)
+        assert "The worker goes on without a Pool of device memory" in caplog.text
+        assert (plugin.device_pool, cupy.served) == (None, "CuPy's")
+        plugin.teardown(worker)
 
 
 def test_a_device_without_cupy(distributed, monkeypatch):
