@@ -17,7 +17,6 @@ import array
 import ast
 import errno
 import fcntl
-import math
 import socket
 import struct
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from arenapy.buffer.buffer import Buffer, View
+from arenapy.buffer.ndarray import lies_in_itself
 from arenapy.linux import vm
 from arenapy.memory import shared
 
@@ -162,22 +162,9 @@ def _dtype_of(text: bytes) -> np.dtype[Any]:
         ) from error
     if dtype.hasobject:
         raise ValueError(f"dtype={dtype} holds references to Python objects")
-    if not _is_inside(dtype, dtype.itemsize):
+    if not lies_in_itself(dtype):
         raise ValueError(f"dtype={text[:100]!r} has fields that lie outside of it")
     return dtype
-
-
-def _is_inside(dtype: np.dtype[Any], room: int) -> bool:
-    """Whether a dtype and its fields lie in so many bytes. NumPy's sums of sizes may overflow."""
-    if not 0 <= dtype.itemsize <= room:
-        return False
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return base.itemsize * math.prod(shape) <= room and _is_inside(base, room)
-    return dtype.fields is None or all(
-        field[1] >= 0 and _is_inside(field[0], dtype.itemsize - field[1])
-        for field in dtype.fields.values()
-    )
 
 
 def send(connection: socket.socket | Connection, thing: Buffer | np.ndarray[Any, Any]) -> None:

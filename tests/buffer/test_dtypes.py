@@ -253,12 +253,21 @@ def test_no_size_is_refused_each_time_by_name(one, argument):
         assert f"dtype={argument!r}" in str(caught.value)
 
 
-def test_a_size_that_overflows_is_refused(one):
-    dtype = np.dtype({"names": ["a", "b"], "formats": ["V2147483647", "V2147482647"]})
-    assert dtype.itemsize < 0
-    for make in (one.empty, one.alloc(4096).view, one.alloc(4096).array):
-        with pytest.raises(ValueError, match="is too large"):
-            make(3, dtype)
+@pytest.mark.parametrize("itemsize", [-1002, 64, 2064])
+def test_a_size_that_overflows_is_refused(one, itemsize):
+    """NumPy adds the sizes of fields up in a C int: the last one's are negative, or small again."""
+    last = (itemsize + 2) % (1 << 31)
+    sizes = [2147483647] * (1 if itemsize < 0 else 2) + [last]
+    dtype = np.dtype(
+        {"names": list("abc"[: len(sizes)]), "formats": [f"V{size}" for size in sizes]}
+    )
+    if itemsize > 0:
+        assert dtype.itemsize == itemsize
+    for nested in (dtype, np.dtype([("x", dtype), ("y", "f4")]), np.dtype((dtype, (2,)))):
+        for make in (one.empty, one.alloc(4096).view, one.alloc(4096).array):
+            for _ in range(2):
+                with pytest.raises(ValueError, match="is too large"):
+                    make(3, nested)
 
 
 @pytest.mark.parametrize("bases", [(), (np.void,), (np.float64,)], ids=repr)
