@@ -65,6 +65,12 @@ cdef struct Lent:
     uint32_t heads[BUCKETS]  # of idle blocks, the one that was given back last first
 
 
+# A thread that the source is at work for, in the frame of its call.
+cdef struct Grower:
+    uint64_t thread
+    Grower* next
+
+
 cdef class PoolCore(ThreadCaches):
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
     cdef double timed        # trim_after, or -1
@@ -77,6 +83,7 @@ cdef class PoolCore(ThreadCaches):
     cdef uint64_t pending_blocks[N_CLASSES]
 
     cdef uint64_t in_transit         # atomic: threads that give pages memory, or take it away
+    cdef Grower* growers     # under heap_lock
     cdef Lent* lent          # of each other stream; under lent_lock, as are the figures below it
     cdef arenapy_spin lent_lock
     cdef size_t lent_idle    # bytes of all that is idle there

@@ -26,7 +26,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
 from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
 from arenapy.base.sealed cimport seal
-from arenapy.base.thread_slot cimport RANK_STREAMS
+from arenapy.base.thread_slot cimport RANK_STREAMS, this_thread
 from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
 from arenapy.memory.children cimport Seen, seen_add
 
@@ -489,8 +489,14 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
         cdef int i
+        cdef Grower** at = &self.growers
         if child and (self.busy_pages or self.in_transit):
             self.in_transit = self.forget_growth()
+        while child and at[0] != NULL:
+            if at[0].thread == this_thread():
+                at = &at[0].next
+            else:                            # another thread's, which ended there
+                at[0] = at[0].next
         for i in range(1, self.top_slot + 1 if child else 0):
             if self.caches[i] != NULL:
                 biased_alone(&self.caches[i].lock)

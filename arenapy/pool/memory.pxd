@@ -25,7 +25,6 @@ cdef class PoolMemory:
     cdef size_t idle_allowed         # idle pages that growth leaves alone
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
-    cdef list growing                # threads that the source is at work for
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.

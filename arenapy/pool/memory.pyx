@@ -20,7 +20,7 @@ from arenapy.base.atomic cimport (
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare, id_of,
 )
-from arenapy.pool.core cimport PoolCore
+from arenapy.pool.core cimport Grower, PoolCore
 from arenapy.base.thread_slot cimport this_thread
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
@@ -66,15 +66,32 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
     return max_bytes
 
 
-cdef void leave(list growing) noexcept:
-    """Take this thread out of the list once. (list.remove may raise at the recursion limit.)"""
-    cdef uint64_t me = this_thread()
-    cdef Py_ssize_t i
-    with cython.critical_section(growing):
-        for i in range(len(growing)):
-            if <uint64_t>growing[i] == me:
-                del growing[i]
-                break
+cdef void enter(PoolCore c, Grower* me) noexcept:
+    """From now on the source is at work for this thread; `me` lives until `leave`."""
+    me.thread = this_thread()
+    arenapy_spin_acquire(&c.heap_lock)
+    me.next = c.growers
+    c.growers = me
+    arenapy_spin_release(&c.heap_lock)
+
+
+cdef void leave(PoolCore c, Grower* me) noexcept:
+    """Under the lock of the heap."""
+    cdef Grower** at = &c.growers
+    while at[0] != me:
+        at = &at[0].next
+    at[0] = me.next
+
+
+cdef bint is_growing(PoolCore c) noexcept:
+    """Is the source at work for this thread?"""
+    cdef Grower* one
+    arenapy_spin_acquire(&c.heap_lock)
+    one = c.growers
+    while one != NULL and one.thread != this_thread():
+        one = one.next
+    arenapy_spin_release(&c.heap_lock)
+    return one != NULL
 
 
 @cython.final
@@ -98,7 +115,6 @@ cdef class PoolMemory:
             # A device has memory by the huge page: the limit is the next one.
             self.max_pages = (max_pages + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         self.reservations = {}
-        self.growing = []
 
     cdef int begin(self, size_t nbytes) except -1:
         cdef size_t missing = 0
@@ -141,7 +157,7 @@ cdef class PoolMemory:
     cdef bint wait_for_growth(self) except -1:
         cdef size_t busy = self.core.busy_pages
         cdef int n = 0
-        if busy == 0 or this_thread() in self.growing:
+        if busy == 0 or is_growing(self.core):
             return False
         while self.core.busy_pages == busy and n < PATIENCE:
             with nogil:
@@ -204,9 +220,10 @@ cdef class PoolMemory:
         cdef PoolCore c = self.core
         cdef Descriptor* d = &c.descriptors[id]
         cdef bint done = False
+        cdef Grower me
         arenapy_add(&c.in_transit, 1)
+        enter(c, &me)
         try:
-            self.growing.append(this_thread())
             if c.gone:
                 c.open_check()
             self.reservations[c.segments[d.segment].base].commit(
@@ -218,8 +235,8 @@ cdef class PoolMemory:
             c.end_growth(id, done, c.own_cache().tick)
             self.most_pages = max(self.most_pages, c.reserved_pages)
             arenapy_sub(&c.in_transit, 1)
+            leave(c, &me)
             arenapy_spin_release(&c.heap_lock)
-            leave(self.growing)
         return 0
 
     cdef int drop_room(self, int segment) except -1:
@@ -246,6 +263,7 @@ cdef class PoolMemory:
         cdef size_t least = pages + padded
         cdef size_t left, want
         cdef uint32_t forks
+        cdef Grower me
         cdef Region region = None
         arenapy_spin_acquire(&c.heap_lock)
         forks = c.forks
@@ -256,8 +274,8 @@ cdef class PoolMemory:
         arenapy_spin_release(&c.heap_lock)
         if missing[0]:
             return False
+        enter(c, &me)
         try:
-            self.growing.append(this_thread())
             try:
                 region = make_region(self.core, self.source, want << PAGE_BITS)
             except MemoryError:
@@ -273,8 +291,8 @@ cdef class PoolMemory:
         finally:
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
+            leave(c, &me)
             arenapy_spin_release(&c.heap_lock)
-            leave(self.growing)
         self.unaligned = True                # ask for one page more from now on
         region = None
         return self.grow_region(pages, wished, missing)

@@ -469,3 +469,64 @@ def test_a_handler_may_fork_at_any_line(case, way):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "it was a call of Python code"
+
+
+def test_a_new_thread_is_not_taken_for_one_that_the_parent_had(run_script):
+    """A thread is known by the number that the C library gives it, which comes again."""
+    run_script("""
+import os, threading
+from arenapy import Host, OutOfMemory, Pool
+
+MIB = 1 << 20
+plain, at_work, go = Host(), threading.Event(), threading.Event()
+
+class Slow:
+    def region(self, nbytes):
+        if threading.current_thread().name == "slow":
+            at_work.set()
+            go.wait()
+            raise OutOfMemory("no more")
+        return plain.region(nbytes)
+
+pool = Pool(16 * MIB, Slow())
+pool.alloc(MIB).release()
+
+def grow(nbytes, got):
+    try:
+        got.append(pool.alloc(nbytes).nbytes)
+    except OutOfMemory:
+        got.append(None)
+
+def slow(nbytes):
+    thread = threading.Thread(target=grow, args=(nbytes, []), name="slow")
+    thread.start()
+    at_work.wait()
+    return thread
+
+first = slow(12 * MIB)
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        at_work.clear()
+        may_ask, got = threading.Event(), []
+        same = threading.Thread(target=lambda: may_ask.wait() and grow(10 * MIB, got))
+        same.start()
+        assert same.ident == first.ident, "the C library gives each thread another number"
+        another = slow(12 * MIB)
+        may_ask.set()
+        same.join(0.2)
+        go.set()
+        same.join()
+        another.join()
+        assert got == [10 * MIB], got
+        pool.check()
+        code = 0
+    finally:
+        os._exit(code)
+status = os.waitpid(child, 0)[1]
+go.set()
+first.join()
+pool.check()
+assert status == 0, status
+""")
