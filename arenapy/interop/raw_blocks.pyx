@@ -27,7 +27,7 @@ from arenapy.base.atomic cimport (
     arenapy_store_ptr, arenapy_sub, likely,
 )
 from arenapy.base.sizes cimport MAX_BYTES, SMALL_MOST
-from arenapy.buffer.block cimport CLOSED, Block, Hold, MemoryOwner
+from arenapy.buffer.block cimport CLOSED, GONE_FORKED, Block, Hold, MemoryOwner
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.hot_path cimport cache_alloc
@@ -335,24 +335,26 @@ cdef void raw_free(void* block, int device, void* stream) noexcept nogil:
             return
     route = route_of(device, stream)
     if route == NULL:
-        refuse(block)
+        refuse(block, NULL)
         return
     core = route.core
     if route.cache == NULL:
         if not (likely(not (<PoolCore>core).fast_path_off)
                 and (<PoolCore>core).uncached_free_at(<char*>block)
                 or (<PoolCore>core).free_block_at(<char*>block)):
-            refuse(block)
+            refuse(block, core)
         return
     block_id = (<PoolCore>core).find(<char*>block)
     if block_id == 0:
-        refuse(block)
+        refuse(block, core)
         return
     (<StreamCache>route.cache).take_back(<char*>block, block_id)
 
 
-cdef void refuse(void* block) noexcept nogil:
-    if not arenapy_finalizing():
+cdef void refuse(void* block, PyObject* core) noexcept nogil:
+    # In a forked child, an inherited block is the parent's. Dropping it there is no mistake.
+    cdef bint parents = core != NULL and (<PoolCore>core).gone == GONE_FORKED
+    if not parents and not arenapy_finalizing():
         say_refused(<uintptr_t>block)
 
 
