@@ -203,8 +203,10 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
     def _execute(self, worker: Any, execute: Any, *args: Any, **kwargs: Any) -> Any:
         """The worker's own, for a task; and the Pool of device memory, once CuPy is imported."""
         cupy = sys.modules.get("cupy")
+        spec = getattr(cupy, "__spec__", None)
         # A thread may be importing it. This is the worker's event loop, which must not wait for it.
-        if self._looks_for_device and cupy and not getattr(cupy.__spec__, "_initializing", False):
+        initializing = getattr(spec, "_initializing", False)
+        if self._looks_for_device and cupy is not None and not initializing:
             self._looks_for_device = False
             try:
                 if _takes_a_pool(cupy):

@@ -111,16 +111,20 @@ cdef list _devices():
 
 
 def install():
-    """Teach multiprocessing's pickler Buffers, arrays and Regions. Again, it does nothing."""
+    """Teach multiprocessing's pickler Buffers, arrays and Regions.
+
+    What the program has registered for a class itself stays. Again, it does nothing.
+    """
+    known = reduction.ForkingPickler._extra_reducers
     for kind in (Buffer, _View):
-        reduction.ForkingPickler.register(kind, reduce_buffer)
-    reduction.ForkingPickler.register(np.ndarray, reduce_array)
+        known.setdefault(kind, reduce_buffer)
+    known.setdefault(np.ndarray, reduce_array)
     # multiprocessing looks up the exact class. numpy.ma is not imported for this: it takes 10 ms.
     for kind in (np.matrix, np.recarray):
-        reduction.ForkingPickler.register(kind, reduce_subclass)
+        known.setdefault(kind, reduce_subclass)
     if "numpy.ma" in sys.modules:
-        reduction.ForkingPickler.register(np.ma.MaskedArray, reduce_subclass)
-    reduction.ForkingPickler.register(Region, reduce_region)
+        known.setdefault(np.ma.MaskedArray, reduce_subclass)
+    known.setdefault(Region, reduce_region)
 
 
 cdef Region _region_of(Buffer buffer):

@@ -637,6 +637,17 @@ def test_an_array_of_a_subclass_is_copied_and_told_of_once(make, not_warned):
         ours.send(x)
 
 
+@pytest.mark.parametrize("kind", [np.ndarray, np.matrix, np.recarray, np.ma.MaskedArray])
+def test_what_the_program_registered_with_multiprocessing_stays(kind, monkeypatch):
+    def mine(array):
+        raise AssertionError
+
+    monkeypatch.setitem(ForkingPickler._extra_reducers, kind, mine)
+    pool = Pool(source=Shared())
+    pool.zeros(10)
+    assert ForkingPickler._extra_reducers[kind] is mine
+
+
 def test_nothing_is_said_of_arrays_elsewhere(not_warned):
     pool = Pool(source=Shared())
     host = Pool()
