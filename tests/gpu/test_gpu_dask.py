@@ -106,7 +106,7 @@ def test_a_device_pool_without_a_word(cupy, cluster):
     client = cluster(1)
     client.register_plugin(ArenaPlugin())
     made = client.submit(block, 7)  # imports CuPy
-    made.result()
+    client.submit(len, made).result()
     assert client.submit(in_pool).result() == [True]
     assert client.submit(total, made).result() == float(block(7).sum())
 
