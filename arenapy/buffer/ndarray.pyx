@@ -13,8 +13,6 @@ from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport uintptr_t
 
-from math import prod
-
 import numpy as np
 cimport numpy as cnp
 
@@ -27,7 +25,6 @@ cdef extern from "Python.h":
     long PyLong_AsLongAndOverflow(object o, int* overflow) except? -1
     object PyNumber_Index(object o)
     bint PyIndex_Check(object o)
-    int PyDict_Next(PyObject* d, Py_ssize_t* at, PyObject** key, PyObject** value)
 
 cdef extern from *:
     """
@@ -48,10 +45,39 @@ cdef extern from "numpy/arrayobject.h":
         pass
     int PyArray_DescrConverter(object argument, Descr** dtype) except 0
     int NPY_HALF                         # the last of NumPy's own types
-    int NPY_VOID
     int NPY_ITEM_HASOBJECT
     ctypedef struct PyArrayObject_fields:
         PyObject* base
+
+cdef extern from *:
+    """
+    static int arenapy_is_inside(PyObject *dtype, Py_ssize_t room) {
+        PyArray_Descr *d = (PyArray_Descr *)dtype;
+        Py_ssize_t size = PyDataType_ELSIZE(d), at = 0;
+        PyObject *name, *field, *fields;
+        PyArray_ArrayDescr *items;
+        if (size < 0 || size > room) return 0;
+        if (d->type_num != NPY_VOID) return 1;
+        items = PyDataType_SUBARRAY(d);
+        if (items != NULL) {
+            Py_ssize_t all = PyDataType_ELSIZE(items->base);
+            for (at = 0; at < PyTuple_GET_SIZE(items->shape); at++) {
+                Py_ssize_t n = PyLong_AsSsize_t(PyTuple_GET_ITEM(items->shape, at));
+                if (n < 0 || __builtin_mul_overflow(all, n, &all)) return 0;
+            }
+            return all <= size && arenapy_is_inside((PyObject *)items->base, size);
+        }
+        fields = PyDataType_FIELDS(d);
+        while (fields != NULL && PyDict_Check(fields) && PyDict_Next(fields, &at, &name, &field)) {
+            Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GET_ITEM(field, 1));
+            if (offset < 0 || !arenapy_is_inside(PyTuple_GET_ITEM(field, 0), size - offset))
+                return 0;
+        }
+        return 1;
+    }
+    """
+    # Whether a dtype and its fields lie in so many bytes. NumPy adds sizes up in a C int.
+    bint is_inside "arenapy_is_inside"(PyObject* dtype, Py_ssize_t room) noexcept
 
 cnp.import_array()
 
@@ -69,20 +95,15 @@ cdef struct Meaning:
     PyObject* dtype
 
 cdef Meaning[MEANINGS] meanings
-cdef PyObject* checked[MEANINGS]  # dtypes whose fields lie in them, each counted
 cdef frozenset scalar_types = frozenset(
     [bool, int, float, complex, *[np.dtype(code).type for code in np.typecodes["All"]]]
 )
 cdef dict described = {}          # dtype -> (itemsize, typestr, format)
 
 
-cdef inline size_t slot_of(object argument) noexcept:
-    """Where it would be in a table. Strings and types are 64 bytes apart, or nearly."""
-    return (<uintptr_t><PyObject*>argument >> 6) % MEANINGS
-
-
 cdef inline Meaning* meaning_of(object argument) noexcept:
-    return &meanings[slot_of(argument)]
+    """Where it would be. Strings and types are 64 bytes apart, or nearly."""
+    return &meanings[(<uintptr_t><PyObject*>argument >> 6) % MEANINGS]
 
 
 cdef object as_dtype(object argument):
@@ -101,8 +122,11 @@ cdef object as_dtype(object argument):
         )
     if (<cnp.dtype>dtype).itemsize == 0 and dtype.kind in "SUV" and dtype.names is None:
         raise ValueError(f"dtype={argument!r} has no size; pass one with a size, like 'S8'")
-    if (<cnp.dtype>dtype).type_num == NPY_VOID:
-        check_fields(dtype)
+    if not lies_in_itself(dtype):
+        raise ValueError(
+            f"dtype={dtype} is too large: NumPy adds the sizes of its fields up to "
+            f"{dtype.itemsize}, and some lie outside of it"
+        )
     # A set is asked of a type only, whose hash and equality are its identity.
     if ARENAPY_GIL and (
         is_own(dtype) if argument is dtype
@@ -113,51 +137,9 @@ cdef object as_dtype(object argument):
     return dtype
 
 
-cdef int check_fields(object dtype) except -1:
-    """ValueError if a field lies outside of the dtype."""
-    cdef PyObject** slot = &checked[slot_of(dtype)]
-    if ARENAPY_GIL and slot[0] == <PyObject*>dtype:
-        return 0
-    if not lies_in_itself(dtype):
-        raise ValueError(
-            f"dtype={dtype} is too large: NumPy adds the sizes of its fields up to "
-            f"{dtype.itemsize}, and some lie outside of it"
-        )
-    cdef PyObject* before = slot[0]
-    if ARENAPY_GIL:
-        Py_INCREF(dtype)
-        slot[0] = <PyObject*>dtype
-        Py_XDECREF(before)
-    return 0
-
-
-cdef bint is_inside(PyObject* descr, Py_ssize_t room) except -1:
-    """Whether a dtype and its fields lie in so many bytes. NumPy adds sizes up in a C int."""
-    cdef cnp.dtype dtype = <cnp.dtype>descr
-    cdef PyObject* fields
-    cdef PyObject* name
-    cdef PyObject* field
-    cdef Py_ssize_t at = 0, offset
-    if not 0 <= dtype.itemsize <= room:
-        return False
-    if dtype.type_num != NPY_VOID:
-        return True
-    if cnp.PyDataType_HASSUBARRAY(dtype):
-        base, shape = (<object>dtype).subdtype
-        return base.itemsize * prod(shape) <= room and is_inside(<PyObject*>base, room)
-    fields = cnp.PyDataType_FIELDS(dtype)
-    while fields != NULL and <object>fields is not None and PyDict_Next(fields, &at, &name, &field):
-        offset = <Py_ssize_t>(<tuple>field)[1]
-        if offset < 0 or not is_inside(
-            PyTuple_GET_ITEM(<object>field, 0), dtype.itemsize - offset
-        ):
-            return False
-    return True
-
-
-def lies_in_itself(dtype):
+cpdef bint lies_in_itself(cnp.dtype dtype):
     """Whether all fields of a dtype lie in its bytes."""
-    return is_inside(<PyObject*>dtype, (<cnp.dtype>dtype).itemsize)
+    return is_inside(<PyObject*>dtype, dtype.itemsize)
 
 
 cdef bint is_own(object dtype) except -1:

@@ -65,7 +65,7 @@ cdef struct Lent:
     uint32_t heads[BUCKETS]  # of idle blocks, the one that was given back last first
 
 
-# A thread that the source is at work for, in the frame of its call.
+# A thread that the source is at work for.
 cdef struct Grower:
     uint64_t thread
     Grower* next

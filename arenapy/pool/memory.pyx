@@ -11,6 +11,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
 
 from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
@@ -66,13 +67,18 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
     return max_bytes
 
 
-cdef void enter(PoolCore c, Grower* me) noexcept:
-    """From now on the source is at work for this thread; `me` lives until `leave`."""
+cdef Grower* enter(PoolCore c) except NULL:
+    """From now on the source is at work for this thread."""
+    # Not in the caller's frame: a greenlet's stack moves, and a thread may end amid the call.
+    cdef Grower* me = <Grower*>malloc(sizeof(Grower))
+    if me == NULL:
+        raise MemoryError("no memory for the bookkeeping of a pool")
     me.thread = this_thread()
     arenapy_spin_acquire(&c.heap_lock)
     me.next = c.growers
     c.growers = me
     arenapy_spin_release(&c.heap_lock)
+    return me
 
 
 cdef void leave(PoolCore c, Grower* me) noexcept:
@@ -81,6 +87,7 @@ cdef void leave(PoolCore c, Grower* me) noexcept:
     while at[0] != me:
         at = &at[0].next
     at[0] = me.next
+    free(me)
 
 
 cdef bint is_growing(PoolCore c) noexcept:
@@ -220,10 +227,10 @@ cdef class PoolMemory:
         cdef PoolCore c = self.core
         cdef Descriptor* d = &c.descriptors[id]
         cdef bint done = False
-        cdef Grower me
+        cdef Grower* me = NULL
         arenapy_add(&c.in_transit, 1)
-        enter(c, &me)
         try:
+            me = enter(c)
             if c.gone:
                 c.open_check()
             self.reservations[c.segments[d.segment].base].commit(
@@ -235,7 +242,8 @@ cdef class PoolMemory:
             c.end_growth(id, done, c.own_cache().tick)
             self.most_pages = max(self.most_pages, c.reserved_pages)
             arenapy_sub(&c.in_transit, 1)
-            leave(c, &me)
+            if me != NULL:
+                leave(c, me)
             arenapy_spin_release(&c.heap_lock)
         return 0
 
@@ -263,7 +271,7 @@ cdef class PoolMemory:
         cdef size_t least = pages + padded
         cdef size_t left, want
         cdef uint32_t forks
-        cdef Grower me
+        cdef Grower* me = NULL
         cdef Region region = None
         arenapy_spin_acquire(&c.heap_lock)
         forks = c.forks
@@ -274,8 +282,8 @@ cdef class PoolMemory:
         arenapy_spin_release(&c.heap_lock)
         if missing[0]:
             return False
-        enter(c, &me)
         try:
+            me = enter(c)
             try:
                 region = make_region(self.core, self.source, want << PAGE_BITS)
             except MemoryError:
@@ -291,7 +299,8 @@ cdef class PoolMemory:
         finally:
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
-            leave(c, &me)
+            if me != NULL:
+                leave(c, me)
             arenapy_spin_release(&c.heap_lock)
         self.unaligned = True                # ask for one page more from now on
         region = None

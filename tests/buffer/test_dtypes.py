@@ -270,6 +270,16 @@ def test_a_size_that_overflows_is_refused(one, itemsize):
                     make(3, nested)
 
 
+def test_a_dtype_that_was_changed_is_looked_at_again(one):
+    dtype = np.dtype("u1,u1")
+    assert one.empty(3, dtype).nbytes == 6
+    far = {"f0": (np.dtype("u1"), 0), "f1": (np.dtype("V64"), 1 << 20)}
+    dtype.__setstate__((3, "|", None, ("f0", "f1"), far, 2, 1, 16))
+    for make in (one.empty, one.alloc(4096).view, one.alloc(4096).array):
+        with pytest.raises(ValueError, match="is too large"):
+            make(3, dtype)
+
+
 @pytest.mark.parametrize("bases", [(), (np.void,), (np.float64,)], ids=repr)
 def test_a_class_may_change_what_it_means(one, bases):
     changing = type("Changing", bases, {})
