@@ -80,6 +80,16 @@ cdef size_t class_bytes(size_t n) noexcept nogil:
 
 # ---- arguments --------------------------------------------------------------------------------
 
+cdef str _shown(object value):
+    """A wrong argument, for a message: not all of the data that somebody gave for its size."""
+    try:
+        if len(value) > 100:
+            return f"<{len(value)} items>"
+    except TypeError:
+        pass
+    return repr(value)
+
+
 cdef Py_ssize_t as_size(object value, str what) except -1:
     """A count of bytes: an integer from 0 to the largest Py_ssize_t."""
     cdef object index
@@ -88,7 +98,8 @@ cdef Py_ssize_t as_size(object value, str what) except -1:
         index = PyNumber_Index(value)
     except TypeError:
         raise TypeError(
-            f"{what}={value!r} is of type {type(value).__name__}; give a whole number of bytes"
+            f"{what}={_shown(value)} is of type {type(value).__name__}; give a whole number of "
+            "bytes"
         ) from None
     if index < 0:
         raise ValueError(f"{what}={index} is negative; give 0 or more bytes")

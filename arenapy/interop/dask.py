@@ -15,6 +15,7 @@ import logging
 import sys
 from contextlib import suppress
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from arenapy.cuda import Device
@@ -179,6 +180,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             else:
                 setattr(place, name, before)
         ArenaPlugin._of_process = None
+        self._looks_for_device = False
         self._context.run(self._memory.uninstall)
         for name in self._served:
             worker.metrics.pop(PREFIX + name, None)
@@ -203,17 +205,21 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
     def _execute(self, worker: Any, execute: Any, *args: Any, **kwargs: Any) -> Any:
         """The worker's own, for a task; and the Pool of device memory, once CuPy is imported."""
         cupy = sys.modules.get("cupy")
-        spec = getattr(cupy, "__spec__", None)
-        # A thread may be importing it. This is the worker's event loop, which must not wait for it.
-        initializing = getattr(spec, "_initializing", False)
-        if self._looks_for_device and cupy is not None and not initializing:
+        # A thread may be importing it, and a module of another class may be one that imports it
+        # when it is asked for something. The worker's event loop must do neither.
+        if (
+            self._looks_for_device
+            and type(cupy) is ModuleType
+            and not getattr(cupy.__spec__, "_initializing", False)
+        ):
             self._looks_for_device = False
             try:
                 if _takes_a_pool(cupy):
                     self._serve_device(worker, Device())
             except Exception:
-                self._return_device()
                 logger.exception("The worker goes on without a Pool of device memory.")
+                with suppress(Exception):
+                    self._return_device()
         return execute(*args, **kwargs)
 
     def _serve_device(self, worker: Any, source: Source) -> None:

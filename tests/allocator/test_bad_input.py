@@ -44,6 +44,14 @@ def test_sizes_out_of_range(arena, nbytes):
     assert not block.closed
 
 
+def test_data_in_the_place_of_a_size(arena):
+    """The message has its type, and not all of the data."""
+    refuse(arena, TypeError, lambda: arena.alloc(b"12"), "nbytes=b'12' is of type bytes")
+    for make in (arena.alloc, Bump, Pool):
+        with pytest.raises(TypeError, match=r"=<1048576 items> is of type bytes; give"):
+            make(bytes(1 << 20))
+
+
 def test_only_blocks_of_a_bump_or_pool_grow(arena):
     item = Slab(4096, count=1).alloc()
     whole = Host().region(4096).buffer()

@@ -508,6 +508,35 @@ def test_a_worker_without_a_pool_of_a_device(distributed, cupy, monkeypatch, cas
         plugin.teardown(worker)
 
 
+class Lazy(types.ModuleType):
+    """A module that imports itself when it is asked for something."""
+
+    def __getattribute__(self, name):
+        raise ImportError(f"asked for {name}")
+
+
+def test_a_module_that_imports_itself_is_left_alone(distributed, one_device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", Lazy("cupy"))
+    worker, plugin = a_worker(), ArenaPlugin()
+    plugin.setup(worker)
+    a_task(worker)
+    assert plugin.device_pool is None
+    plugin.teardown(worker)
+
+
+def test_a_plugin_that_was_taken_back_serves_no_device(distributed, cupy, one_device, monkeypatch):
+    with simulated():
+        worker, plugin = a_worker(), ArenaPlugin()
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        plugin.setup(worker)
+        ours = worker.execute
+        worker.execute = lambda: ours()  # somebody else's, which stays
+        plugin.teardown(worker)
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        a_task(worker)
+        assert (plugin.device_pool, cupy.served, worker.metrics) == (None, "CuPy's", {})
+
+
 def test_a_resource_of_the_program_stays(distributed, cupy, rmm, one_device):
     rmm[0] = resource = object()
     with simulated():
