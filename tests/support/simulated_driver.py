@@ -130,8 +130,11 @@ class SimulatedDriver(gpu.Gpu):
         def call(*arguments):
             self._hook(name)
             try:
-                with self.exclusive():
+                self.enter()  # `exclusive` would take twice as long, in tests of million calls
+                try:
                     return self._called(name, method, arguments)
+                finally:
+                    self.leave()
             except BaseException as error:  # nothing can be raised through a C function
                 self.raised = self.raised or error
                 return UNKNOWN
@@ -140,8 +143,10 @@ class SimulatedDriver(gpu.Gpu):
 
     def _hook(self, name):
         """before_call, which may itself lead to calls: those have none."""
+        if not self.before_call:
+            return
         me = threading.get_native_id()
-        if self.before_call and me not in self.hooked:
+        if me not in self.hooked:
             self.hooked.add(me)
             try:
                 self.before_call(name)
@@ -155,13 +160,14 @@ class SimulatedDriver(gpu.Gpu):
         if self.closed:
             return DEINITIALIZED
         self.calls[name] += 1
-        planned = self.plan.pop((name, self.calls[name]), self.fails.get(name, SUCCESS))
-        if planned:
-            return planned
+        if self.plan or self.fails:
+            planned = self.plan.pop((name, self.calls[name]), self.fails.get(name, SUCCESS))
+            if planned:
+                return planned
         if self.lost and name not in WITHOUT_CONTEXT and self._of_a_lost_device(name, arguments):
             return LOST
         try:
-            if threading.get_native_id() in self.destroying:
+            if self.destroying and threading.get_native_id() in self.destroying:
                 raise Refused(gpu.NOT_PERMITTED, "called by the destructor of a user object")
             return method(*arguments) or SUCCESS if method else INVALID_VALUE
         except Refused as refused:

@@ -122,22 +122,27 @@ class Gpu:
     @contextmanager
     def exclusive(self):
         """One thread at a time. Destructors run after it: the driver has a thread for them."""
-        doomed = []
+        self.enter()
         try:
-            with self.lock:
-                self.depth += 1
-                try:
-                    yield
-                finally:
-                    self.depth -= 1
-                    if not self.depth:
-                        doomed, self.doomed = self.doomed, doomed
+            yield
         finally:
+            self.leave()
+
+    def enter(self):
+        self.lock.acquire()
+        self.depth += 1
+
+    def leave(self):
+        self.depth -= 1
+        doomed = ()
+        if self.doomed and not self.depth:
+            doomed, self.doomed = self.doomed, []
+        self.lock.release()
+        for one in doomed:
             me = threading.get_native_id()
-            for one in doomed:
-                self.destroying.add(me)
-                ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.destroy)(one.pointer)
-                self.destroying.discard(me)
+            self.destroying.add(me)
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.destroy)(one.pointer)
+            self.destroying.discard(me)
 
     # ---- what runs when ----
 
