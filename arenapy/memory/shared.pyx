@@ -14,7 +14,9 @@ asks for foreign locks before it hands bytes out again (F_OFD_GETLK; see fcntl(2
 description locks").
 """
 cimport cython
+import copyreg
 import importlib
+import operator
 import os
 import sys
 import warnings
@@ -229,6 +231,20 @@ _COPIED = (
 )
 
 
+class _AsItself:
+    """An array that is pickled as if multiprocessing's pickler had no reducer of ours for it.
+
+    A reducer does not know the protocol, on which the form of an array depends. This method does.
+    """
+
+    def __init__(self, array):
+        self.array = array
+
+    def __reduce_ex__(self, protocol):
+        reduce = copyreg.dispatch_table.get(type(self.array))
+        return reduce(self.array) if reduce else self.array.__reduce_ex__(protocol)
+
+
 cdef object copy_of(object array, str says):
     """A copy, which is what the class itself makes. Of shared memory it is told of, once."""
     global _warned
@@ -236,8 +252,7 @@ cdef object copy_of(object array, str says):
         _warned = True
         text = says.format(type(array).__name__, array.nbytes)
         warnings.warn(text, RuntimeWarning, stacklevel=3)
-    # The pickler does not say its protocol. This form goes with every one.
-    return array.__reduce_ex__(2)
+    return operator.getitem, ((_AsItself(array),), 0)      # the array, without a function of ours
 
 
 def reduce_array(array):

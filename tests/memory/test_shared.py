@@ -5,6 +5,7 @@ step is known to have happened before the next; nothing here waits for a time to
 """
 
 import contextlib
+import copyreg
 import ctypes
 import gc
 import multiprocessing as mp
@@ -635,6 +636,47 @@ def test_an_array_of_a_subclass_is_copied_and_told_of_once(make, not_warned):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours.send(x)
+
+
+def frozen(dtype):
+    return np.frombuffer(bytes(range(16)), dtype)
+
+
+ELSEWHERE = [
+    frozen(">i4"), frozen("<f8"), np.asfortranarray(np.ones((2, 3))), np.ones(6)[::2], np.ones(0),
+    np.zeros(3, "i4,f8"), np.array(["a", None], object), np.ones((2, 2)).view(np.matrix),
+    np.rec.array([(1, 2.0)]), np.ma.masked_array([1, 2], [0, 1]), np.float64(3.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("array", ELSEWHERE, ids=lambda x: type(x).__name__)
+def test_an_array_elsewhere_is_pickled_as_without_us(array, protocol):
+    shared.install()
+    received = pickle.loads(ForkingPickler.dumps([array, array], protocol))
+    expected = pickle.loads(pickle.dumps([array, array], protocol))[0]
+    assert received[0] is received[1]
+    assert (type(received[0]), received[0].dtype) == (type(array), expected.dtype)
+    assert received[0].tolist() == array.tolist()
+    assert received[0].strides == expected.strides
+    assert received[0].flags.writeable == expected.flags.writeable
+
+
+def test_what_the_program_registered_with_copyreg_is_asked(monkeypatch):
+    asked = []
+
+    def mine(array):
+        asked.append(type(array))
+        return array.__reduce_ex__(2)
+
+    pool = Pool(source=Shared())
+    for kind in (np.ndarray, np.matrix, np.recarray):
+        monkeypatch.setitem(copyreg.dispatch_table, kind, mine)
+        ForkingPickler.dumps(np.zeros((2, 2)).view(kind))
+    assert asked == [np.ndarray, np.matrix, np.recarray]
+    handle = ForkingPickler.dumps(pool.zeros(10))
+    assert asked[3:] == [], "an array of Shared memory goes as a handle"
+    pickle.loads(handle)
 
 
 @pytest.mark.parametrize("kind", [np.ndarray, np.matrix, np.recarray, np.ma.MaskedArray])
