@@ -179,15 +179,20 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
     outputs.write(path, header.tobytes() + records.tobytes(), outputs.TRACE)
 
 
+def check_file(path: str | os.PathLike[str]) -> None:
+    """ValueError for a pipe, which would be waited for, or a device, which may have no end."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(
+            f"{os.fspath(path)!r} is a pipe or a device, and a trace needs a file with a length: "
+            "save it to a file first"
+        )
+
+
 def read(path: str | os.PathLike[str], make: type[ContentsT]) -> ContentsT:
     """Read a file. The errors are those of `arenapy.trace.load`."""
     name = os.fspath(path)
-    mode = os.stat(path).st_mode  # before a pipe without a writer is opened
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(
-            f"{name!r} is a pipe or a device, and a trace needs a file with a length: save it to a "
-            "file first"
-        )
+    check_file(path)
     with open(path, "rb") as file:
         text = file.read(HEADER.itemsize)
         if text[: len(MAGIC)] != MAGIC or len(text) < HEADER.itemsize:

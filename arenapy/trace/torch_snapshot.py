@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arenapy.base.text import printable
-from arenapy.trace.format import Frame, Site
+from arenapy.trace.format import Frame, Site, check_file
 
 __all__ = ["History", "Snapshot", "history", "is_pickle"]
 
@@ -142,6 +142,7 @@ def _check_sizes(text: bytes) -> None:
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    check_file(path)
     text = Path(path).read_bytes()
     try:
         _check_sizes(text)

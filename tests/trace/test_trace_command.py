@@ -146,6 +146,9 @@ def test_a_pipe_is_no_file(tmp_path, recorded, command):
         file.flush()
         with pytest.raises(ValueError, match="is a pipe or a device"):
             trace.load(f"/dev/fd/{reader}")
+    for path in (pipe, "/dev/zero"):
+        with pytest.raises(ValueError, match="is a pipe or a device"):
+            trace.from_torch(path)
 
 
 def test_what_else_is_refused(tmp_path, recorded, capsys):
