@@ -182,8 +182,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         ArenaPlugin._of_process = None
         self._looks_for_device = False
         self._context.run(self._memory.uninstall)
-        for name in self._served:
-            worker.metrics.pop(PREFIX + name, None)
+        if self._served:
+            kept = {name: one for name, one in worker.metrics.items() if name not in self._served}
+            worker.metrics = kept
         self._return_device()
 
     def _return_device(self) -> None:
@@ -198,9 +199,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         setattr(place, name, ours)
 
     def _show(self, worker: Any, metrics: dict[str, Any]) -> None:
-        for name, figure in metrics.items():
-            worker.metrics[PREFIX + name] = figure
-            self._served.append(name)
+        # A new dict: a heartbeat may be amid the old one, and would end the worker.
+        worker.metrics = {**worker.metrics, **{PREFIX + name: one for name, one in metrics.items()}}
+        self._served.extend(PREFIX + name for name in metrics)
 
     def _execute(self, worker: Any, execute: Any, *args: Any, **kwargs: Any) -> Any:
         """The worker's own, for a task; and the Pool of device memory, once CuPy is imported."""

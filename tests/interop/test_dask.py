@@ -508,6 +508,20 @@ def test_a_worker_without_a_pool_of_a_device(distributed, cupy, monkeypatch, cas
         plugin.teardown(worker)
 
 
+def test_a_heartbeat_under_way_sees_the_metrics_that_it_began_with(distributed, cupy, one_device):
+    """distributed awaits between two of them, and closes the worker if they change."""
+    with simulated():
+        worker, plugin = a_worker(), ArenaPlugin()
+        worker.metrics = {"one": 1, "two": 2}
+        for change in (plugin.setup, a_task, plugin.teardown):
+            before = list(worker.metrics)
+            under_way = iter(worker.metrics)
+            first = next(under_way)
+            change(worker)
+            assert [first, *under_way] == before
+        assert worker.metrics == {"one": 1, "two": 2}
+
+
 class Lazy(types.ModuleType):
     """A module that imports itself when it is asked for something."""
 
