@@ -9,9 +9,9 @@ calls run without any lock: pages are marked BUSY meanwhile, and are nobody else
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.mem cimport PyObject_Free, PyObject_Malloc
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free, malloc
 
 from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
@@ -70,7 +70,7 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
 cdef Grower* enter(PoolCore c) except NULL:
     """From now on the source is at work for this thread."""
     # Not in the caller's frame: a greenlet's stack moves, and a thread may end amid the call.
-    cdef Grower* me = <Grower*>malloc(sizeof(Grower))
+    cdef Grower* me = <Grower*>PyObject_Malloc(sizeof(Grower))
     if me == NULL:
         raise MemoryError("no memory for the bookkeeping of a pool")
     me.thread = this_thread()
@@ -87,7 +87,7 @@ cdef void leave(PoolCore c, Grower* me) noexcept:
     while at[0] != me:
         at = &at[0].next
     at[0] = me.next
-    free(me)
+    PyObject_Free(me)
 
 
 cdef bint is_growing(PoolCore c) noexcept:

@@ -281,8 +281,7 @@ TABLE = [
     row("region .*|send.*|copy a Buffer|pickle a Buffer", "calloc|strdup", NO_MEMORY, NO_CLAIM),
     row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
     row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
-    # A growth that has no memory for its bookkeeping is tried again without spare pages.
-    row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of", FINE, POOL_FULL),
+    row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of"),
     row("Bump in place.*", "malloc", NO_MEMORY, NO_TABLE, NO_RECORD),
     row(ANY, "malloc", NO_MEMORY, NO_RECORD),
     row("Pool blocks|trace.*", "realloc", NO_MEMORY, "MemoryError: a list of all blocks"),
