@@ -37,7 +37,7 @@ for depth in range(150, 200):
     finally:
         sys.setrecursionlimit(1000)
     is_whole(pool)
-assert refused, "no request was"
+assert refused > 1, refused
 """
     )
 
@@ -62,7 +62,7 @@ for k in range(40):
         _testcapi.remove_mem_hooks()
     refused += error is not None
     is_whole(pool)
-assert refused, "no request was"
+assert refused > 1, refused
 """,
         quiet=False,  # a file whose open() failed half way is told of
     )
