@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from children import in_child
-from kernel_view import OWN_FAULTS, is_mapped, smaps
+from kernel_view import OWN_FAULTS, faults_of, is_mapped, smaps, write_pages
 
 from arenapy import Region
 from arenapy.linux import vm
@@ -27,13 +27,6 @@ EHWPOISON = 133  # a page of memory is broken; not in errno before Python 3.14
 needs_populate = pytest.mark.skipif(not vm.can_populate(), reason="needs MADV_POPULATE_WRITE")
 
 
-def fill(address, nbytes, step=PAGE):
-    """Write one byte of each page."""
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    for offset in range(0, nbytes, step):
-        memory[offset] = b"\x5a"
-
-
 def threads_of_the_kernel():
     """All threads of this process, those of libraries included."""
     return len(os.listdir("/proc/self/task"))
@@ -45,15 +38,6 @@ def all_ended_beyond(count):
     while threads_of_the_kernel() > count and time.monotonic() < deadline:
         time.sleep(0.001)
     return threads_of_the_kernel() <= count
-
-
-def faults_of(call, *args):
-    """Minor faults of this process during a call, the call's own code being warm."""
-    warm = ctypes.create_string_buffer(4096)
-    call(ctypes.addressof(warm), 1024)
-    before = vm.minor_faults()
-    call(*args)
-    return vm.minor_faults() - before
 
 
 @pytest.fixture
@@ -97,7 +81,7 @@ def test_mapping_is_aligned_and_nothing_else_stays(nbytes, guard, align):
     assert address % max(align, PAGE) == 0
     assert map_nbytes == pages + (2 * PAGE if guard else 0)
     assert map_address == address - (PAGE if guard else 0)
-    fill(address, nbytes)
+    write_pages(address, nbytes)
     if guard:
         assert smaps(address - 1)["permissions"] == "---p"
         assert smaps(address + pages)["permissions"] == "---p"
@@ -203,11 +187,11 @@ def test_address_of():
 def test_prefaulted_memory_does_not_fault(mapping, populate_error, nbytes, error, threads):
     fresh, ready = mapping(nbytes), mapping(nbytes)
     pages = -(-nbytes // PAGE)
-    fill(fresh, 1)
+    write_pages(fresh, 1)
     populate_error(error)
     vm.prefault(ready, nbytes, threads=threads, slice_nbytes=MIB // 4)
-    assert faults_of(fill, fresh, nbytes) >= pages - 1
-    assert faults_of(fill, ready, nbytes) <= OWN_FAULTS
+    assert faults_of(write_pages, fresh, nbytes) >= pages - 1
+    assert faults_of(write_pages, ready, nbytes) <= OWN_FAULTS
 
 
 @pytest.mark.parametrize("error", [0, errno.EINVAL])
@@ -220,7 +204,7 @@ def test_prefault_keeps_contents(memfd, mapping, populate_error, shared, error):
     populate_error(error)
     vm.prefault(address, MIB, threads=2, slice_nbytes=PAGE)
     assert ctypes.string_at(address, MIB) == content
-    assert faults_of(fill, address, MIB) <= OWN_FAULTS
+    assert faults_of(write_pages, address, MIB) <= OWN_FAULTS
 
 
 @pytest.mark.parametrize("error", [0, errno.EINVAL])
@@ -269,7 +253,7 @@ def test_interrupted_slices_are_done_again(mapping, populate_error, error, threa
     address = mapping(4 * MIB)
     populate_error(error, 50)
     vm.prefault(address, 4 * MIB, threads=threads, slice_nbytes=MIB // 2)
-    assert faults_of(fill, address, 4 * MIB) <= OWN_FAULTS
+    assert faults_of(write_pages, address, 4 * MIB) <= OWN_FAULTS
 
 
 @pytest.mark.parametrize("error", [errno.EFAULT, errno.ENOMEM, EHWPOISON])

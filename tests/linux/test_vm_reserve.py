@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kernel_view import OWN_FAULTS, is_mapped, resident, smaps, vm_flags
+from kernel_view import OWN_FAULTS, faults_of, is_mapped, resident, smaps, vm_flags
 
 from arenapy.linux import vm
 
@@ -23,12 +23,6 @@ def mapped_bytes():
 
 def fill(address, nbytes):
     ctypes.memset(address, 0x5A, nbytes)
-
-
-def faults_of_filling(address, nbytes):
-    before = vm.minor_faults()
-    fill(address, nbytes)
-    return vm.minor_faults() - before
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def test_committed_memory_does_not_fault(reserved, populate_error, error):
     table = 0
     for grown in (PAGE, 3 * PAGE, MIB, 4 * MIB):  # in place, as tables grow
         vm.commit(address + table, grown - table)
-        assert faults_of_filling(address + table, grown - table) <= OWN_FAULTS
+        assert faults_of(fill, address + table, grown - table) <= OWN_FAULTS
         table = grown
     assert ctypes.string_at(address, table) == b"\x5a" * table
     assert smaps(address)["range"] == (address, address + table)  # one mapping, not four
@@ -108,7 +102,7 @@ def test_decommit_gives_pages_back_and_splits_nothing(reserved, locked):
         assert smaps(address)["range"] == (address, address + 4 * MIB)
     assert ctypes.string_at(address + MIB - 1, 1) == ctypes.string_at(address + 3 * MIB, 1) == b"Z"
     vm.commit(address + MIB, 2 * MIB)
-    assert faults_of_filling(address + MIB, 2 * MIB) <= OWN_FAULTS
+    assert faults_of(fill, address + MIB, 2 * MIB) <= OWN_FAULTS
     vm.decommit(address + MIB, 2 * MIB)
     assert not ctypes.string_at(address + MIB, 2 * MIB).strip(b"\0")
 
@@ -124,7 +118,7 @@ def test_failed_commit_leaves_no_page(reserved, populate_error):
     assert caught.value.errno == errno.ENOMEM
     assert resident(address, 4 * MIB) == MIB
     vm.commit(address + MIB, MIB)
-    assert faults_of_filling(address + MIB, MIB) <= OWN_FAULTS
+    assert faults_of(fill, address + MIB, MIB) <= OWN_FAULTS
 
 
 @pytest.mark.no_sanitizer
@@ -133,7 +127,7 @@ def test_interrupted_commit_is_done_again(reserved, populate_error, error):
     address = reserved(MIB)
     populate_error(error, 3)
     vm.commit(address, MIB)
-    assert faults_of_filling(address, MIB) <= OWN_FAULTS
+    assert faults_of(fill, address, MIB) <= OWN_FAULTS
 
 
 def test_protect(reserved):

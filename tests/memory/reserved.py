@@ -4,7 +4,7 @@ import ctypes
 import os
 
 import pytest
-from kernel_view import resident, smaps
+from kernel_view import faults_of, resident, smaps
 
 from arenapy.linux import vm
 from arenapy.memory.sources import Host, Shared
@@ -26,13 +26,11 @@ def reserve(nbytes=SIZE, source=Host, **options):
 
 def write(reservation, offset, nbytes, byte=0x5A):
     """Fill a part; gives the number of page faults that took."""
-    scratch = ctypes.create_string_buffer(1)
-    # The first round takes the faults of the interpreter itself, which a fork leaves many of.
-    for address, count in ((ctypes.addressof(scratch), 1), (None, nbytes)):
-        before = vm.minor_faults()
-        ctypes.memset(address or reservation.region.address + offset, byte, count)
-        faults = vm.minor_faults() - before
-    return faults
+
+    def fill(address, nbytes):
+        ctypes.memset(address, byte, nbytes)
+
+    return faults_of(fill, reservation.region.address + offset, nbytes)
 
 
 def read(reservation, offset, nbytes):

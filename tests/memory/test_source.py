@@ -20,11 +20,13 @@ from children import in_child
 from kernel_view import (
     OWN_FAULTS,
     closed_in_child,
+    faults_of,
     is_mapped,
     nothing_leaks,
     numa_map,
     resident,
     vm_flags,
+    write_pages,
 )
 
 from arenapy.errors import OutOfMemory
@@ -42,19 +44,10 @@ PAGE = vm.PAGE_SIZE
 PREFAULTING = [Host(), Host(huge_pages=None), Shared(), Shared(huge_pages=None)]
 
 
-def write_pages(region):
-    """Write to each page; gives the page faults that took, the process's own among them."""
-    memory = (ctypes.c_char * region.nbytes).from_address(region.address)
-    before = vm.minor_faults()
-    for offset in range(0, region.nbytes, PAGE):
-        memory[offset] = b"x"
-    return vm.minor_faults() - before
-
-
 def assert_prefaulted(region):
     """Each page is there, and may be written: not the shared page of zeros, as after a read."""
     assert resident(region.address, region.nbytes) == -(-region.nbytes // PAGE) * PAGE
-    assert write_pages(region) <= OWN_FAULTS
+    assert faults_of(write_pages, region.address, region.nbytes) <= OWN_FAULTS
 
 
 def content(region, nbytes=None):
@@ -100,7 +93,8 @@ def test_region_is_prefaulted_and_as_large_as_asked(source, nbytes):
 @pytest.mark.parametrize("source", [Host(prefault=False), Shared(prefault=False)], ids=repr)
 def test_without_prefault_pages_come_on_touch(source):
     region = source.region(64 * PAGE)
-    assert write_pages(region) >= 4  # a fault may map several pages
+    # A fault may map several pages.
+    assert faults_of(write_pages, region.address, region.nbytes) >= 4
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,24 @@ LIBC = ctypes.CDLL(None)
 ENTRY = 8  # bytes of /proc/self/pagemap for each page
 PRESENT = 63  # the highest bit of an entry
 SANITIZED = "asan" in Path("/proc/self/maps").read_text()  # gcc's library or clang's
-#: At most, beside those of a test's memory: the interpreter's, its collector's, another thread's;
-#: a MiB has 256. AddressSanitizer's allocator gives each object that filling makes fresh memory.
+#: At most, beside those of a test's memory: the interpreter's and its collector's. A MiB has 256.
+#: AddressSanitizer's allocator gives each new object fresh memory.
 OWN_FAULTS = 64 if SANITIZED else 16
+
+
+def write_pages(address, nbytes):
+    """Write one byte of each page, in one call of C: the objects of a loop would fault, too."""
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    np.frombuffer(memory, "u1")[::PAGE] = ord("x")
+
+
+def faults_of(call, *args):
+    """Minor faults of this thread during `call(address, nbytes, ...)`, whose code is made warm."""
+    warm = ctypes.create_string_buffer(PAGE)
+    call(ctypes.addressof(warm), 1024)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    call(*args)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
 def smaps(address):
