@@ -166,7 +166,12 @@ TABLE = [
     row("region of .*File.*", "mmap", "EACCES", FINE, NOT_MAPPED),
     row("region of .*File.*", "fallocate", "EOPNOTSUPP|EINTR", FINE),
     # A limit that cannot be read is none.
-    row("(Bump|Slab|Pool|reserve|region of (Host|Shared)).*", "open", "EMFILE|ENOENT", FINE),
+    row(
+        "(Bump|Slab|Pool|PerThread|NumPy memory|reserve|region of (Host|Shared)).*",
+        "open",
+        "EMFILE|ENOENT",
+        FINE,
+    ),
     # But what the machine has must be known.
     row("region of .*", r"open\(\)", "EMFILE", FINE, "OSError: /smaps"),
     row(
@@ -282,6 +287,7 @@ TABLE = [
     row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
     row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
     row("Pool .*", "malloc", NO_MEMORY, "MemoryError: no memory for a list of"),
+    row("Bump in place, a block", "malloc|realloc", NO_MEMORY, FINE, NO_TABLE, NO_RECORD),
     row("Bump in place.*", "malloc", NO_MEMORY, NO_TABLE, NO_RECORD),
     row(ANY, "malloc", NO_MEMORY, NO_RECORD),
     row("Pool blocks|trace.*", "realloc", NO_MEMORY, "MemoryError: a list of all blocks"),
