@@ -257,7 +257,7 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
     >>> machine.__name__, again.steps[0] == program.steps[0]
     ('BumpMachine', True)
     """
-    with open(path, encoding="utf-8") as lines:
+    with open(os.fspath(path), encoding="utf-8") as lines:  # not the number of an open file
         first, *rest = lines.read().splitlines() or [""]
     try:
         recipe = json.loads(first)
