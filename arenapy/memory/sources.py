@@ -503,21 +503,24 @@ class File:
                 return region
 
     def _region(self, file: vm.Descriptor, nbytes: int | None, path: str | bytes) -> Region | None:
-        """None: another process has made the file, failed, and removed it meanwhile."""
-        fd = file.fileno()
+        """None: another process has removed the file that it made, or has changed the size."""
+        fd, asked = file.fileno(), nbytes
         huge = vm.huge_page(fd)
         writes = self.mode in ("r+", "w+")
         if self.mode == "w+" and nbytes:
             end = ALL_BYTES
         else:
-            nbytes = end = self._fitting(nbytes, vm.file_nbytes(fd))
+            nbytes = end = self._fitting(asked, vm.file_nbytes(fd))
         device, inode = _identity(file, huge)
         with (
             claim([(device, inode, 0, end, writes)], repr(self)) as claimed,
             vm.renewal(file) if self.mode == "w+" else nullcontext() as renewal,
         ):
             self._lock(fd, writes)
-            if self.mode == "w+" and not _names(path, file):
+            if self.mode != "w+":
+                if self._fitting(asked, vm.file_nbytes(fd)) != nbytes:
+                    return None
+            elif not _names(path, file):
                 return None
             if renewal is not None:
                 self._reserved(nbytes, huge, renewal.reserve)

@@ -233,6 +233,25 @@ def test_interrupt_from_outside(script, tmp_path):
     assert split(errors)[1]
 
 
+@pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
+def test_a_report_in_a_file_keeps_how_an_interrupted_program_ends(script, tmp_path, how):
+    """Python would forget it, for the report imports modules that make code of text."""
+    script("raise KeyboardInterrupt")
+    done = run([*OURS, "--json", "a.json", *how], tmp_path)
+    assert done.returncode == -signal.SIGINT
+    assert (tmp_path / "a.json").exists()
+
+
+@pytest.mark.full
+def test_an_interrupt_that_a_console_showed_is_not_the_programs_end(script, tmp_path):
+    script("import code\ncode.interact(local=globals())")
+    done = run(
+        [*OURS, "--json", "a.json", "script.py"], tmp_path, input="raise KeyboardInterrupt\n"
+    )
+    assert done.returncode == 0
+    assert "KeyboardInterrupt" in done.stderr
+
+
 def test_a_reader_that_goes_away(script, tmp_path):
     script("try: print('x' * 100_000, flush=True)\nexcept BrokenPipeError: raise SystemExit(9)")
     for command in PLAIN, OURS:

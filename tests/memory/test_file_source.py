@@ -215,6 +215,26 @@ def once_it_is_open(monkeypatch, act):
     monkeypatch.setattr(File, "_open", open_it)
 
 
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@pytest.mark.parametrize("size", [0, 100, 3 * PAGE])
+def test_a_file_is_as_long_as_its_last_owner_left_it(path, monkeypatch, mode, size):
+    """Who waits for the lock has seen the size of before."""
+    lock_file = vm.lock_file
+
+    def lock_later(fd, writes):
+        monkeypatch.setattr(vm, "lock_file", lock_file)
+        os.truncate(path, size)  # as the owner does; then it ends
+        return False
+
+    monkeypatch.setattr(vm, "lock_file", lock_later)
+    if size:
+        assert File(path, mode).region().nbytes == size
+    else:
+        with pytest.raises(ValueError, match="is empty"):
+            File(path, mode).region()
+    assert path.stat().st_size == size
+
+
 def test_a_new_file_that_another_region_has_by_then_is_not_removed(tmp_path, monkeypatch):
     path = tmp_path / "new"
     regions = []

@@ -217,6 +217,13 @@ class Session:
             self.apart(self._report)
         except Exception as error:  # a closed or full file, or what the program did to `sys`
             _say(f"the report is not complete: {error}")
+        if _interrupted():
+            # Python has noted that, to end by SIGINT, and forgets it at any exec() of a text, as
+            # those of `typing`, which the report imports.
+            try:  # noqa: SIM105  # contextlib is not built in
+                exec("raise KeyboardInterrupt")
+            except KeyboardInterrupt:
+                pass
 
     def _measured(self, when: str) -> None:
         """Write down what was measured, for ``arenapy compare``; what fails is left out."""
@@ -313,6 +320,14 @@ class Session:
         if base.startswith("__init__."):
             folder = os.path.dirname(folder)
         return folder not in self.path
+
+
+def _interrupted() -> bool:
+    """True if the program has ended by a KeyboardInterrupt."""
+    error = getattr(sys, "last_value", None)
+    trace = getattr(error, "__traceback__", None)
+    # One that a console of the program's has shown came through the console's frames.
+    return type(error) is KeyboardInterrupt and (trace is None or trace.tb_frame.f_back is None)
 
 
 def _say(text: str) -> None:
