@@ -324,6 +324,12 @@ class numpy_memory(Context):
         -------
         list of str
 
+        Notes
+        -----
+        A thread has the handler from where it enters the context to where it leaves it. What code
+        gets or lacks with a copied context is not seen: `asyncio.to_thread` gives its thread the
+        handler, and that thread is listed.
+
         Examples
         --------
         >>> memory = arenapy.numpy_memory(arenapy.Pool())
