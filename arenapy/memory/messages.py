@@ -298,6 +298,8 @@ def receive(connection: socket.socket | Connection) -> Buffer | np.ndarray[Any, 
         ``ml_dtypes`` has ``bfloat16``, for instance. Close the connection.
     OutOfMemory, OSError
         If no address space or descriptor is left, or the connection fails or times out.
+    cuda.Unavailable
+        If the memory is a GPU's, and CUDA cannot be used here.
 
     Examples
     --------

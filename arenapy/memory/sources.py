@@ -481,10 +481,11 @@ class File:
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
         # Not abspath: without its last slash, the name of a folder would be that of a file.
-        if isinstance(path, bytes):
-            path = os.path.join(os.getcwdb(), path)
-        else:
-            path = os.path.join(os.getcwd(), path)
+        if not os.path.isabs(path):  # else the folder is not asked for: it may have been removed
+            if isinstance(path, bytes):
+                path = os.path.join(os.getcwdb(), path)
+            else:
+                path = os.path.join(os.getcwd(), path)
         while True:
             opened: list[vm.Descriptor] = []
             try:

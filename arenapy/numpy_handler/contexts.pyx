@@ -280,19 +280,36 @@ cdef class Starts:
 
     cdef Py_ssize_t users
     cdef list defaults               # those that are installed for all threads
-    cdef object wrappers             # that somebody still has
+    cdef list wrappers               # weak references to those that somebody may still have
 
     def __cinit__(self):
         self.defaults = []
-        self.wrappers = weakref.WeakSet()
+        self.wrappers = []
+
+    cdef bint is_ours(self, object start):
+        for reference in self.wrappers:
+            if reference() is start:
+                return True
+        return False
+
+    cdef int forget_the_dead(self) except -1:
+        """In place: a new list could begin a collection of garbage, which runs other code."""
+        cdef Py_ssize_t i = len(self.wrappers)
+        while i > 0:
+            i -= 1
+            if self.wrappers[i]() is None:
+                del self.wrappers[i]
+        return 0
 
     cdef int cover(self, Context default) except -1:
         start = threading.Thread.start
         ours = None
         # Ours may still be there: another wrapper of it was taken away late.
-        if self.users == 0 and start not in self.wrappers:
+        if self.users == 0 and not self.is_ours(start):
             ours = wrapper(start)
-            self.wrappers.add(ours)
+            reference = weakref.ref(ours)
+            self.forget_the_dead()
+            self.wrappers.append(reference)
         if default is not None:
             self.defaults.append(default)
         if ours is not None:
@@ -305,7 +322,7 @@ cdef class Starts:
             self.defaults.remove(default)
         # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
         start = threading.Thread.start
-        if self.users == 1 and start in self.wrappers:
+        if self.users == 1 and self.is_ours(start):
             threading.Thread.start = start.__wrapped__
         self.users -= 1
         return 0

@@ -3,6 +3,8 @@
 `OPERATIONS` has both, by name.
 """
 
+import threading
+
 import every
 import numpy as np
 from fault_allocators import figures
@@ -11,6 +13,7 @@ from helpers import in_threads
 from injection import MIB, Act
 
 from arenapy import Bump, PerThread, Pool, measure, numpy_memory, trace
+from arenapy.linux.libc_malloc import keepers
 
 __all__ = ["OPERATIONS"]
 
@@ -118,12 +121,14 @@ def handler_operation(name, use, **options):
     def make():
         blocks = Pool(max_bytes=16 * MIB)
         memory = numpy_memory(blocks, **options)
+        of_the_process = threading.Thread.start, keepers()
 
         def view():
             made = [np.ones(100), *in_threads(lambda: np.ones(100))]
             blocks.check()
             assert figures(blocks)[1] == 0
             assert memory.unreached() == numpy_memory(Pool()).unreached(), "a thread has it still"
+            assert of_the_process == (threading.Thread.start, keepers())
             del made
 
         return Act(lambda: use(memory) and None, view=view)

@@ -235,6 +235,15 @@ def test_a_file_is_as_long_as_its_last_owner_left_it(path, monkeypatch, mode, si
     assert path.stat().st_size == size
 
 
+def test_an_absolute_path_needs_no_current_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which it puts back at the end
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert File(path).region().nbytes == path.stat().st_size
+
+
 def test_a_new_file_that_another_region_has_by_then_is_not_removed(tmp_path, monkeypatch):
     path = tmp_path / "new"
     regions = []

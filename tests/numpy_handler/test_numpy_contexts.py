@@ -6,10 +6,12 @@ The handler in force is read from the arrays that are made, `where` says which p
 import gc
 import inspect
 import itertools
+import sys
 import threading
 
 import numpy as np
 import pytest
+from helpers import in_threads
 from numpy_arrays import three_pools, where
 
 from arenapy import Pool, handles, numpy_memory
@@ -421,3 +423,32 @@ def test_no_list_of_a_call_is_to_be_found(run_script):
         on = False
         assert not arenapy.handles(np.empty(1000))
     """)
+
+
+@pytest.mark.parametrize("install", [False, True])
+@pytest.mark.parametrize("options", [{}, {"threads": True}, {"libc": "keep", "threads": True}])
+def test_what_enters_and_leaves_calls_no_function_of_python(options, install):
+    """There a signal could strike, or another thread go on."""
+    memory = numpy_memory(Pool(), **options)
+    called = []
+
+    def note(frame, event, _):
+        if event == "call":
+            called.append(frame.f_code)
+
+    def body():
+        collects = gc.isenabled()
+        gc.disable()  # finalizers may be Python's
+        sys.setprofile(note)
+        try:
+            memory._install() if install else memory.__enter__()
+            memory._uninstall() if install else memory.__exit__(None, None, None)
+        finally:
+            sys.setprofile(None)
+            if collects:
+                gc.enable()
+
+    body()
+    in_threads(body)
+    body()
+    assert called == []
