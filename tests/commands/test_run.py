@@ -243,6 +243,14 @@ def test_a_report_in_a_file_keeps_how_an_interrupted_program_ends(script, tmp_pa
 
 
 @pytest.mark.full
+def test_a_prompt_after_an_interrupted_program_ends_as_python_does(script, tmp_path):
+    script("raise KeyboardInterrupt")
+    plain = [sys.executable, "-i"]
+    for start in plain, [*plain, *OURS[1:], "--json", "a.json"]:
+        assert run([*start, "script.py"], tmp_path, input="1\n").returncode == 0
+
+
+@pytest.mark.full
 def test_an_interrupt_that_a_console_showed_is_not_the_programs_end(script, tmp_path):
     script("import code\ncode.interact(local=globals())")
     done = run(

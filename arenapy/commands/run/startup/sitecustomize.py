@@ -324,6 +324,8 @@ class Session:
 
 def _interrupted() -> bool:
     """True if the program has ended by a KeyboardInterrupt."""
+    if sys.flags.inspect or os.environ.get("PYTHONINSPECT"):
+        return False  # what was typed afterwards decides
     error = getattr(sys, "last_value", None)
     trace = getattr(error, "__traceback__", None)
     # One that a console of the program's has shown came through the console's frames.
