@@ -190,7 +190,8 @@ step_other_pythons() {
 # step `guided` needs no build of its own. Cython adds 0 to a NULL, which pointer-overflow objects to.
 # -O0 compiles in a third of the processor time of -O1, and the tests take as long. Its frames are
 # larger, so a recursion up to CPython's limit needs more stack. AddressSanitizer records few frames
-# for each allocation, because CPython allocates every object.
+# for each allocation, and keeps few freed ones from reuse, because CPython allocates every object. A
+# watchdog for each test, which is a thread, takes a tenth of the time here.
 SANITIZERS_TREE=$WORK/sanitizers
 step_sanitizers() {
     need clang clang
@@ -203,9 +204,9 @@ step_sanitizers() {
     ulimit -S -s 32768
     env LD_PRELOAD="$(asan_runtime) $(gcc -print-file-name=libstdc++.so)" \
         PYTHONMALLOC=malloc \
-        ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:malloc_context_size=4:log_path=$tree/report" \
+        ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:allocator_may_return_null=1:malloc_context_size=4:quarantine_size_mb=16:log_path=$tree/report" \
         UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$tree/report" \
-        .venv/bin/python -m pytest -q -n 2 --durations 20 -m 'not no_sanitizer' \
+        .venv/bin/python -m pytest -q -n 2 --durations 20 -o faulthandler_timeout=0 -m 'not no_sanitizer' \
         $(without_redundant) $(printf ' tests/%s' $COMPILED trace) || code=$?
     # A test that expects its child to fail may hide a report.
     ! cat report.* 2>/dev/null || code=1

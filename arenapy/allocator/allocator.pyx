@@ -516,9 +516,10 @@ cdef void* _grown(Allocator one, size_t nbytes, size_t align) noexcept:
     try:
         return one.slow_c(nbytes, align)
     except BaseException as error:
-        # A nogil caller cannot have it. There is no memory, which it is told; or a signal's handler
-        # wants something else to happen, and Python will have it.
-        if not is_refusal(error):
+        # A nogil caller cannot have it. There is no memory, which it is told, or the allocator was
+        # closed meanwhile; or a signal's handler wants something else to happen, and Python will
+        # have it.
+        if not (is_refusal(error) or isinstance(error, ValueError) and one.base.shut):
             raise_later(error)
     finally:
         PyErr_Restore(kind, value, trace)

@@ -380,6 +380,8 @@ cdef class AllocatorCore(MemoryOwner):
         if child and self.parents:
             self.forked(False)
         if self.debug:
+            if child:
+                self.ledger.n_looking = 0
             arenapy_spin_release(&self.ledger.lock)
         MemoryOwner.fork_unlock(self, child)
 
@@ -387,7 +389,7 @@ cdef class AllocatorCore(MemoryOwner):
         if why != GONE_NOT:
             self.gone = why
         if self.debug and why == GONE_CLOSED:
-            self.ledger.forget(0, <uintptr_t>-1)     # from now on it is not told what is freed
+            self.ledger.close()
         permit_all(self)
         self.shut = True
 

@@ -33,7 +33,8 @@ cdef class Ledger:
     cdef Damage[MAX_DAMAGES] found
     cdef Py_ssize_t n_found
     cdef uint32_t place              # of a reset that is under way
-    cdef bint over                   # the allocator is gone: nothing is handed out any more
+    cdef bint over                   # the allocator is gone, or its memory: nothing is handed out
+    cdef Py_ssize_t n_looking        # threads that read or fill memory without the lock
     cdef readonly str what           # "pool", "slab" or "arena"; in C:
     cdef const char* name
     cdef bytes spelled               # keeps it
@@ -51,6 +52,8 @@ cdef class Ledger:
     cdef void end(self, uintptr_t start, uintptr_t end, bint fill) noexcept nogil
     # It is not ours any more.
     cdef void forget(self, uintptr_t start, uintptr_t end) noexcept nogil
+    # The memory is about to go: from now on nothing here reads or fills it.
+    cdef void close(self) noexcept nogil
     # Look at all that is free of [start, end), and fill again what was damaged.
     cdef void scan(self, uintptr_t start, uintptr_t end) noexcept nogil
     # Where the live block that begins there was allocated; NO_SITE: there is none.
@@ -61,6 +64,8 @@ cdef class Ledger:
     # The oldest of what was found, which is then forgotten; None: nothing.
     cdef str take_damage(self)
     # internal
+    cdef bint look(self) noexcept nogil
+    cdef void have_looked(self) noexcept nogil
     cdef Py_ssize_t first(self, uintptr_t at) noexcept nogil
     cdef Py_ssize_t split(self, uintptr_t at) noexcept nogil
     cdef void insert(self, Py_ssize_t i, Stretch stretch) noexcept nogil

@@ -17,6 +17,7 @@ from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdio cimport fprintf, snprintf, stderr
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memmove, memset
+from posix.unistd cimport usleep
 
 import os
 import sys
@@ -28,6 +29,7 @@ from arenapy.diagnostics.call_sites cimport NO_SITE, SITE_IN_C, call_site, site_
 
 cdef enum:
     TEXT = 4096              # bytes of a message, at most
+    MOMENT = 20              # us
 
 
 # Where it was closed when Python started, a file of the program's may have its number.
@@ -131,7 +133,8 @@ cdef class Ledger:
         cdef Stretch s
         cdef Damage damage
         # Nobody else has these bytes: they are looked at without the lock.
-        while at < end:
+        cdef bint looks = self.look()
+        while looks and at < end:
             arenapy_spin_acquire(&self.lock)
             i = self.first(at)
             s = Stretch(end, end, 0, 0, NO_SITE, NO_SITE, False)
@@ -144,6 +147,8 @@ cdef class Ledger:
                 arenapy_spin_acquire(&self.lock)
                 self.note(&damage)
                 arenapy_spin_release(&self.lock)
+        if looks:
+            self.have_looked()
         arenapy_spin_acquire(&self.lock)
         i = self.split(start)
         j = self.split(end)
@@ -166,8 +171,10 @@ cdef class Ledger:
     cdef void end(self, uintptr_t start, uintptr_t end, bint fill) noexcept nogil:
         cdef uint32_t gone = self.place if self.place else <uint32_t>SITE_IN_C
         cdef Py_ssize_t i, j
+        fill = fill and self.look()
         if fill:                             # nobody else has these bytes
             memset(<void*>start, FREED_BYTE, end - start)
+            self.have_looked()
         arenapy_spin_acquire(&self.lock)
         i = self.split(start)
         j = self.split(end)
@@ -184,6 +191,29 @@ cdef class Ledger:
         arenapy_spin_acquire(&self.lock)
         i = self.split(start)
         self.remove(i, self.split(end))
+        arenapy_spin_release(&self.lock)
+
+    cdef bint look(self) noexcept nogil:
+        """False: there is nothing to look at. Else `have_looked` follows soon."""
+        arenapy_spin_acquire(&self.lock)
+        cdef bint may = not self.over
+        self.n_looking += may
+        arenapy_spin_release(&self.lock)
+        return may
+
+    cdef void have_looked(self) noexcept nogil:
+        arenapy_spin_acquire(&self.lock)
+        self.n_looking -= 1
+        arenapy_spin_release(&self.lock)
+
+    cdef void close(self) noexcept nogil:
+        arenapy_spin_acquire(&self.lock)
+        self.over = True
+        self.remove(0, self.n)
+        while self.n_looking:                # who looks takes no other lock meanwhile
+            arenapy_spin_release(&self.lock)
+            usleep(MOMENT)
+            arenapy_spin_acquire(&self.lock)
         arenapy_spin_release(&self.lock)
 
     # -- what is wrong

@@ -1,4 +1,4 @@
-"""A program that a signal's handler forks at each line of a call: forked_lines.py CASE WAY
+"""A program that a signal's handler forks at lines of a call: forked_lines.py CASE WAY FIRST STEP
 
 The child waits until its parent has the memory and has filled it. Then it goes on in the copied
 call (WAY returns), or leaves it by an exception (WAY ends). Its parent's bytes must not change. If
@@ -191,10 +191,10 @@ def strike(case, line, way):
 
 
 def main():
-    case, way = sys.argv[1:]
-    line = 0
+    case, way = sys.argv[1:3]
+    line, step = map(int, sys.argv[3:])
     while strike(case, line, way):
-        line += 1
+        line += step
     print(line)
 
 

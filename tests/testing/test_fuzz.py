@@ -123,7 +123,7 @@ def test_a_library_that_is_not_a_file(tmp_path):
 @pytest.mark.sampled
 def test_other_mallocs(name, threads):
     """Nothing in jemalloc; in mimalloc, of some versions, that 256 bytes are not aligned to 256."""
-    done = fuzz("--library", name, "--threads", threads, "--examples", "20", "--seed", "2")
+    done = fuzz("--library", name, "--threads", threads, "--examples", "10", "--seed", "2")
     if done.returncode == 2:
         pytest.skip(f"{name} is not there")
     if done.returncode == 1:
@@ -317,7 +317,7 @@ TOYS = ["FreeList", *(pytest.param(name, marks=pytest.mark.full) for name in ("A
 def test_the_planted_bug_is_the_first_line(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     target = f"{planted(name, tmp_path)}:{name}"
-    few = ("--seed", "1", "--examples", "25", "--steps", "25", "--shrink", "1")
+    few = ("--seed", "1", "--examples", "25", "--steps", "25", "--shrink", "0.5")
     done = fuzz(target, *few)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("found: overlap: ")
