@@ -176,7 +176,8 @@ class SlabStats(Figures):
     reserved_bytes : int
         Bytes of all regions.
     peak_bytes : int
-        The peak of `allocated_bytes`.
+        The peak of `allocated_bytes`. With several threads it may lack as much as the caches of the
+        threads can hold.
     metadata_bytes : int
         Bytes of the bookkeeping, which lies elsewhere and is not in `reserved_bytes`.
     regions : int

@@ -559,6 +559,8 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_acquire(&self.heap_lock)
         if f.n_large == LARGE_MOST:
             self.flush_large(f)
+        elif self.n_caches > 1:
+            self.add_up(f, d.size_class, False)
         self.heap_free(id_of(block_id))
         arenapy_spin_release(&self.heap_lock)
         return True
@@ -702,6 +704,9 @@ cdef class ThreadCaches(Segments):
         cdef uint32_t[LARGE_MOST] ids
         cdef uint32_t n = 0, gap, i, j, id
         cdef int s
+        # Now and then, or the peak would rise by all that the cache of a thread has ever freed.
+        if self.n_caches > 1:
+            self.add_up_own(f)
         for s in range(N_EXACT - N_SMALL):
             if f.n_large == n:
                 break

@@ -322,7 +322,7 @@ def test_one_thread_allocates_what_another_drops(make, nbytes, kept):
             done.put(True)
 
     def producer():
-        for _ in range(40):
+        for turn in range(40):
             blocks = [allocator.alloc(nbytes) for _ in range(batch)]
             for number, block in enumerate(blocks):
                 poke(block.address, 8, number)
@@ -330,7 +330,8 @@ def test_one_thread_allocates_what_another_drops(make, nbytes, kept):
             waiting.put(blocks)
             del blocks, block  # the last references are in the queue
             done.get()
-            reserved.append(allocator.stats().reserved_bytes)
+            if turn in (10, 39):  # not each time: stats() adds up what caches have counted
+                reserved.append(allocator.stats().reserved_bytes)
         waiting.put(None)
 
     in_threads(producer, consumer)
@@ -338,7 +339,7 @@ def test_one_thread_allocates_what_another_drops(make, nbytes, kept):
     assert stats.total_allocations == 40 * batch
     assert stats.active_allocations == 0
     assert abs(stats.peak_bytes - batch * nbytes) <= 2 * kept * nbytes
-    assert reserved[10] == reserved[-1]
+    assert reserved[0] == reserved[1]
     allocator.check()
     allocator.trim()  # what is in all caches and depots, too
     allocator.check()
