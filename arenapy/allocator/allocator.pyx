@@ -8,8 +8,8 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.string cimport memcpy, memset
+from posix.unistd cimport getpid
 
-import threading
 import weakref
 from collections.abc import Mapping
 
@@ -35,6 +35,7 @@ cdef extern from "Python.h":
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
     int Py_AddPendingCall(int (*function)(void*) except -1, void* argument) noexcept
+    unsigned long PyThread_get_thread_native_id() noexcept
 
 cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
@@ -535,7 +536,8 @@ cdef bint is_refusal(object error) noexcept:
 
 cdef void raise_later(object error) noexcept:
     """In the main thread, which runs the handlers of signals; of another thread, it is reported."""
-    if threading.get_ident() == threading.main_thread().ident:
+    # threading.main_thread() is Python code, in which another signal's exception could strike.
+    if PyThread_get_thread_native_id() == <unsigned long>getpid():
         Py_INCREF(error)
         if Py_AddPendingCall(raise_now, <void*>error) == 0:
             return
