@@ -126,5 +126,5 @@ def test_arrow(name, base):
     if name not in pyarrow.supported_memory_backends():
         pytest.skip(f"this pyarrow has no {name}")
     machine = type("Arrow", (base,), {"pool": getattr(pyarrow, f"{name}_memory_pool")()})
-    run_state_machine_as_test(machine, settings=settings(max_examples=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=12))
     assert machine.tally.steps > 100 and machine.tally.found_at is None
