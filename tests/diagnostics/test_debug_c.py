@@ -4,6 +4,7 @@ C calls are made through the capsules that `cimport` uses: with the GIL (PYFUNCT
 place is a line of Python, or without (CFUNCTYPE).
 """
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 
 import pytest
@@ -23,17 +25,19 @@ from arenapy import Bump, Pool, Shared, Slab
 from arenapy.debug import live_blocks
 from arenapy.errors import MemoryCorruption
 
+MIB = 1 << 20
+
 MINE = os.path.basename(__file__)
 
 
 class Calls:
-    """The C calls of a kind of allocator, for blocks of up to 100 bytes."""
+    """The C calls of a kind of allocator, for blocks of so many bytes or a Slab's."""
 
-    def __init__(self, kind, gil=False):
+    def __init__(self, kind, gil=False, nbytes=100):
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         if kind == "pool":
             alloc = c_function("pool_alloc", pointer, size, size, gil=gil)
-            self.alloc = lambda pool: alloc(pool, 100, 64)
+            self.alloc = lambda pool: alloc(pool, nbytes, 64)
             self.free = c_function("pool_free", ctypes.c_int, pointer, gil=gil)
         else:
             self.alloc = c_function("slab_alloc_slow", pointer, gil=gil)
@@ -44,6 +48,9 @@ MAKE = {
     "pool": lambda: Pool(source=Pages(), debug=True),
     "slab": lambda: Slab(100, 32, Pages(), debug=True),
 }
+
+
+LARGE = {"pool": lambda: Pool(debug=True), "slab": lambda: Slab(MIB, 16, debug=True)}
 
 
 @pytest.fixture(params=MAKE)
@@ -337,6 +344,29 @@ def test_places_run_out_gracefully():
 
 
 # ---- other threads and processes --------------------------------------------------------------
+
+
+def test_nothing_is_filled_once_its_region_is_closed(kind):
+    """By C threads, whose blocks do not keep it: its addresses may be somebody else's by then."""
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # late frees are refused, with a line
+            allocator, calls = LARGE[kind](), Calls(kind, nbytes=MIB)
+
+            def in_c(allocator=allocator, calls=calls):
+                while True:
+                    calls.free(allocator, calls.alloc(allocator))
+
+            for _ in range(3):
+                threading.Thread(target=in_c, daemon=True).start()
+            time.sleep(0.01)
+            with contextlib.suppress(BufferError):  # its memory grows just now
+                for region in allocator.regions:
+                    region.close()
+            time.sleep(0.01)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_threads_are_not_accused(kind, monkeypatch):
