@@ -130,19 +130,33 @@ cdef Entry new_entry(object capsule, Context memory, bint installed):
 _stack = ContextVar("arenapy_numpy_memory", default=())
 
 
+cdef int set_handler(object handler) except -1:
+    """A context variable that is set has the value although there was no memory for its token, which
+    raises an error."""
+    try:
+        PyDataMem_SetHandler(handler)
+    except BaseException:
+        if PyDataMem_GetHandler() is not handler:
+            raise
+    return 0
+
+
 cdef int put_in_force(tuple stack) except -1:
     """The last of these is what arrays are made under from now on; if it fails, nothing changes.
 
     The caller keeps the stack that was in force, so nothing ends in here.
     """
     cdef bint collects = no_collection()
+    cdef tuple kept = stack if len(stack) > 1 else ()
     try:
-        before = PyDataMem_SetHandler((<Entry>stack[len(stack) - 1]).capsule)
+        before = PyDataMem_GetHandler()
+        set_handler((<Entry>stack[len(stack) - 1]).capsule)
         try:
-            _stack.set(stack if len(stack) > 1 else ())
+            _stack.set(kept)
         except BaseException:
-            PyDataMem_SetHandler(before)
-            raise
+            if _stack.get() is not kept:     # else as in set_handler
+                set_handler(before)
+                raise
     finally:
         if collects:
             collection_again()

@@ -452,3 +452,33 @@ def test_what_enters_and_leaves_calls_no_function_of_python(options, install):
     in_threads(body)
     body()
     assert called == []
+
+
+@pytest.mark.parametrize("options", [{}, {"threads": True}])
+def test_without_memory_for_an_object(run_script, options):
+    """It is entered as a whole or not at all, and left."""
+    pytest.importorskip("_testcapi")
+    run_script(f"""
+        import _testcapi, threading
+        import numpy as np
+        from arenapy import Pool, handles, numpy_memory
+
+        start, refused = threading.Thread.start, 0
+        memory = numpy_memory(Pool(max_bytes=1 << 20), **{options})
+        with memory:
+            np.ones(3)
+        for k in range(1, 40):
+            error = False
+            _testcapi.set_nomemory(k, k + 1)
+            try:
+                with memory:
+                    pass
+            except MemoryError:
+                error = True
+            finally:
+                _testcapi.remove_mem_hooks()
+            refused += error
+            assert handles(np.ones(3)) is None, k
+            assert threading.Thread.start is start, k
+        assert refused > 1, refused
+    """)
