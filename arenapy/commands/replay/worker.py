@@ -153,6 +153,8 @@ def measure(
     touch = "pages" if written else "nothing" if name == "loop" else "first"
     with open("/proc/self/statm") as file:
         statm = file.fileno()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)  # what malloc has free and resident would not be counted
         before = resident(statm)
         heap = make_heap(name, program, settings)
         at_once = resident(statm) - before
