@@ -131,8 +131,7 @@ _stack = ContextVar("arenapy_numpy_memory", default=())
 
 
 cdef int set_handler(object handler) except -1:
-    """A context variable that is set has the value although there was no memory for its token, which
-    raises an error."""
+    """Without memory for the token, setting a context variable raises an error, and it is set."""
     try:
         PyDataMem_SetHandler(handler)
     except BaseException:
