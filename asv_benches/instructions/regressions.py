@@ -18,8 +18,9 @@ A change that costs something on purpose says so in its commit's message, a line
     Instructions-accepted: pool.alloc(64) (a guard against double frees)
     Instructions-accepted: np.* (what this buys)
 
-`*` stands for anything, and there must be a reason. A benchmark that the base does not have is
-listed, not judged. Exit status: 0 kept, 1 not, 77 nothing to compare with (it says why).
+`*` stands for anything. There must be a reason, and it has no " (" in it. A benchmark that the base
+does not have is listed, not judged. Exit status: 0 kept, 1 not, 77 nothing to compare with (it says
+why).
 """
 
 import argparse
@@ -140,7 +141,7 @@ def accepted_since(base, root=ROOT):
     found = []
     for line in git("log", f"--format={form}", f"{base}..HEAD", root=root).splitlines():
         if line.strip():
-            entry = re.fullmatch(r"(\S.*?) \((.*\S.*)\)", line.strip())
+            entry = re.fullmatch(r"(\S.*) \((.*\S.*)\)", line.strip())  # a name may have " ("
             if entry is None:
                 raise ValueError(f"{TRAILER}: {line.strip()!r} should be: NAME (reason)")
             found.append((entry[1], entry[2]))

@@ -99,8 +99,12 @@ def test_messages_of_all_commits_since_accept(repository):
     repository.commit(f"a\n\nInstructions-accepted: {NAME} (a guard)")
     repository.commit("b\n\nInstructions-accepted: np.* (what this buys)\nOther: x")
     repository.commit("c: Instructions-accepted: nothing (not a trailer)\n\nand more")
+    fields = "pool.empty(8, [('x', 'f4'), ('n', 'i4')])"
+    repository.commit(f"d\n\nInstructions-accepted: {fields} (a reason)")
     found = regressions.accepted_since(first, repository.root)
-    assert sorted(found) == [("np.*", "what this buys"), (NAME, "a guard")]
+    assert sorted(found) == sorted(
+        [("np.*", "what this buys"), (NAME, "a guard"), (fields, "a reason")]
+    )
 
 
 @pytest.mark.parametrize("line", [NAME, f"{NAME} ()", f"{NAME} ( )", "(a reason)"])
