@@ -5,11 +5,15 @@ RESULTS=$WORK/results     # a line for each step that has ended
 # Runs one step in a subshell that stops at its first error, and notes how it went. A step that
 # cannot apply to this machine ends with `not_here REASON`, which is shown in the summary.
 run_step() {
-    local name=$1 begun=$SECONDS code=0 how=passed why="" me=$BASHPID busy
-    busy=$(processor_seconds $me)
+    local name=$1 begun=$SECONDS code=0 how=passed why=""
     printf '\n===== %s =====\n' "$name"
     set +e
-    (set -euo pipefail; STEP=$name; "step_$name") </dev/null
+    (
+        trap 'processor_seconds $BASHPID >"$WORK/busy.$name"' EXIT
+        set -euo pipefail
+        STEP=$name
+        "step_$name"
+    ) </dev/null
     code=$?
     set -e
     if [[ $code -ne 0 ]]; then
@@ -18,13 +22,13 @@ run_step() {
         how=skipped why=$(<"$WORK/not-here.$name")
     fi
     printf '%-7s %-16s %4d s %5d s of processors  %s\n' "$how" "$name" $((SECONDS - begun)) \
-        $(($(processor_seconds $me) - busy)) "$why" | tee -a "$RESULTS"
+        "$(<"$WORK/busy.$name")" "$why" | tee -a "$RESULTS"
 }
 
-# What the ended children of a process have used so far: processor_seconds PID
+# What a process and its ended children have used so far: processor_seconds PID
 processor_seconds() {
-    awk -v ticks="$(getconf CLK_TCK)" '{ sub(/.*\) /, ""); printf "%d", ($14 + $15) / ticks }' \
-        "/proc/$1/stat"
+    awk -v ticks="$(getconf CLK_TCK)" \
+        '{ sub(/.*\) /, ""); printf "%d", ($12 + $13 + $14 + $15) / ticks }' "/proc/$1/stat"
 }
 
 run_steps() {
