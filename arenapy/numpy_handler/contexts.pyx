@@ -116,14 +116,15 @@ cdef class Entry:
     cdef object capsule
     cdef Context memory              # None for the first
     cdef bint installed
+    cdef Turn turn                   # that entered; None: the memory itself did
 
 
 seal(Entry)
 
 
-cdef Entry new_entry(object capsule, Context memory, bint installed):
+cdef Entry new_entry(object capsule, Context memory, bint installed, Turn turn):
     cdef Entry entry = Entry.__new__(Entry)
-    entry.capsule, entry.memory, entry.installed = capsule, memory, installed
+    entry.capsule, entry.memory, entry.installed, entry.turn = capsule, memory, installed, turn
     return entry
 
 
@@ -191,11 +192,17 @@ cdef class Context:
         self._handler, self.threads, self._keeps = handler, threads, keeps
 
     def __enter__(self):
-        self.enter(False, True)
+        self.enter(False, True, None)
         return self
 
     def __exit__(self, *_error):
-        self.leave(False, True)
+        self.leave(False, True, None)
+
+    def _turn(self):
+        """For a `with` that may be suspended."""
+        cdef Turn turn = Turn.__new__(Turn)
+        turn.memory = self
+        return turn
 
     def _install(self):
         """False: it is installed in this context already."""
@@ -203,20 +210,21 @@ cdef class Context:
         for entry in _stack.get():
             if entry.installed and entry.memory is self:
                 return False
-        self.enter(True, True)
+        self.enter(True, True, None)
         return True
 
     def _uninstall(self):
         """False: it is not installed in this context."""
-        return self.leave(True, True)
+        return self.leave(True, True, None)
 
     # `asked`: by the user, and not for a thread that was started under it. Changes to the
     # whole process are made for the user alone.
 
-    cdef int enter(self, bint installed, bint asked) except -1:
+    cdef int enter(self, bint installed, bint asked, Turn turn) except -1:
         cdef bint cover = asked and (self.threads or self._keeps)
         cdef Presence mine
-        cdef tuple old = _stack.get() or (new_entry(PyDataMem_GetHandler(), None, False),)
+        cdef tuple old = _stack.get() or (
+            new_entry(PyDataMem_GetHandler(), None, False, None),)
         cdef tuple stack
         cdef Py_ssize_t at = len(old)
         if self._handler is None:
@@ -225,7 +233,7 @@ cdef class Context:
         mine = self._handler.here()
         while installed and at > 1 and not (<Entry>old[at - 1]).installed:
             at -= 1
-        entry = new_entry(self._handler.capsule, self, installed)
+        entry = new_entry(self._handler.capsule, self, installed, turn)
         stack = old[:at] + (entry,) + old[at:]    # "(*old, ...)" is a list first, which others find
         if cover:
             with cython.critical_section(starts):
@@ -243,24 +251,24 @@ cdef class Context:
             keep()
         return 0
 
-    cdef bint leave(self, bint installed, bint asked) except -1:
+    cdef bint leave(self, bint installed, bint asked, Turn turn) except -1:
         global reserve
         try:
-            return self.leave_with(installed, asked)
+            return self.leave_with(installed, asked, turn)
         except MemoryError:
             if reserve is None:
                 raise
         reserve = None
-        return self.leave_with(installed, asked)
+        return self.leave_with(installed, asked, turn)
 
-    cdef bint leave_with(self, bint installed, bint asked) except -1:
+    cdef bint leave_with(self, bint installed, bint asked, Turn turn) except -1:
         """The same with the memory that there is. If it raises, it can be called again."""
         cdef tuple stack = _stack.get()
         cdef Py_ssize_t at = len(stack) - 1
         cdef Entry entry
         while at > 0:
             entry = <Entry>stack[at]
-            if entry.memory is self and entry.installed == installed:
+            if entry.memory is self and entry.installed == installed and entry.turn is turn:
                 break
             at -= 1
         if at > 0:                   # else this is another context than the one that was entered
@@ -283,6 +291,26 @@ cdef class Context:
                     starts.uncover(self if installed else None)
                 self.covers -= 1
         return covered
+
+
+@cython.final
+cdef class Turn:
+    """One `with` of a memory, which ends this one and no other of the same memory.
+
+    What is suspended in it may be dropped. The collector then ends it in any context, where the
+    memory may be in force for somebody else.
+    """
+
+    cdef Context memory
+
+    def __enter__(self):
+        self.memory.enter(False, True, self)
+
+    def __exit__(self, *_error):
+        self.memory.leave(False, True, self)
+
+
+seal(Turn)
 
 
 # ---- threads -----------------------------------------------------------------------------
@@ -388,11 +416,11 @@ cdef object run_under(Context memory, object thread, object own):
     reference = weakref.ref(thread)  # `thread.run` is this closure: no cycle
 
     def wrapped(*_):
-        memory.enter(False, False)
+        memory.enter(False, False, None)
         try:
             run()
         finally:
-            memory.leave(False, False)
+            memory.leave(False, False, None)
             restore_run(reference(), me(), own)
 
     me = weakref.ref(wrapped)        # no cycle either

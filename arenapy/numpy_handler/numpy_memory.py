@@ -227,7 +227,7 @@ class numpy_memory(Context):
         elif either(inspect.iscoroutinefunction):
 
             async def wrapped(*args: Any, **kwargs: Any) -> Any:
-                with self:
+                with self._turn():
                     return await function(*args, **kwargs)
 
         elif either(inspect.isgeneratorfunction):
@@ -275,7 +275,7 @@ class numpy_memory(Context):
             step, value = generator.asend, None
             while True:
                 try:
-                    with self:
+                    with self._turn():
                         item = await step(value)
                 except StopAsyncIteration:
                     return
@@ -285,7 +285,7 @@ class numpy_memory(Context):
                     value = yield item
                     step = generator.asend
                 except GeneratorExit:
-                    with self:
+                    with self._turn():
                         await generator.aclose()
                     raise
                 except BaseException as error:  # what the caller throws in

@@ -348,6 +348,7 @@ NEVER_SEEN = {
     "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.block.StreamHooks",
     "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",
     "arenapy.numpy_handler.contexts.Presence", "arenapy.numpy_handler.contexts.Starts",
+    "arenapy.numpy_handler.contexts.Turn",
     "arenapy.pool.page_heap.Pages",
     "arenapy.memory.region.Backing", "arenapy.allocator.allocator_core.AllocatorCore",
     "arenapy.commands.replay.loop.Heap", "arenapy.pool.page_heap.Segments",

@@ -77,6 +77,37 @@ def test_an_inner_context_stays_in_force_in_a_coroutine(pools):
     assert asyncio.run(work()) == (1, 0)
 
 
+@types.coroutine
+def pause():
+    yield
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "async generator"])
+@pytest.mark.parametrize("same", [True, False])
+def test_what_is_dropped_in_another_context_ends_itself_alone(pools, kind, same):
+    memory = numpy_memory(pools[0])
+
+    @memory
+    async def work():
+        await pause()
+
+    @memory
+    async def numbers():
+        await pause()
+        yield
+
+    def begin():
+        suspended = [work()] if kind == "coroutine" else [generator := numbers(), anext(generator)]
+        suspended[-1].send(None)
+        return suspended
+
+    suspended = contextvars.copy_context().run(begin)
+    with memory if same else numpy_memory(pools[1]):
+        suspended.clear()
+        assert where(pools) == (0 if same else 1)
+    assert where(pools) is None
+
+
 def test_what_is_thrown_into_a_generator_keeps_no_array():
     pool = Pool(max_bytes=64 << 20)
 
