@@ -339,7 +339,7 @@ class numpy_memory(Context):
         ...     "MainThread" in memory.unreached()
         False
         """
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        names = {thread.ident: str(thread.name) for thread in threading.enumerate()}
         idents = sys._current_frames().keys() - self._handler.reached()
         return sorted(names.get(ident, f"thread {ident}") for ident in idents)
 

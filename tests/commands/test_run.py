@@ -507,6 +507,44 @@ def test_what_fell_back_and_why(script, tmp_path):
     assert "threads, which the pool does not reach: thread " in report
 
 
+@pytest.mark.parametrize("name", ["None", "property(lambda self: 1 / 0, lambda self, name: None)"])
+def test_threads_with_odd_names_are_waited_for(script, tmp_path, name):
+    script(
+        f"""
+        import threading, time
+
+        class Worker(threading.Thread):
+            name = {name}
+
+            def run(self):
+                threading.main_thread().join()
+                time.sleep(0.2)
+                print("done")
+
+        Worker().start()
+        threading.Thread(target=threading.main_thread().join).start()
+        import numpy
+        """
+    )
+    assert_alike(tmp_path, "script.py", status=0)
+
+
+def test_numpy_again_after_the_finders_were_put_back(script, tmp_path):
+    """There is one pool. Another one could not have the same trace."""
+    script(
+        """
+        import importlib, sys, warnings
+        from unittest import mock
+        warnings.simplefilter("ignore")
+        with mock.patch.object(sys, "meta_path", sys.meta_path[:]):
+            import numpy
+        importlib.reload(numpy)
+        """
+    )
+    done = run([*OURS, "--trace", "t", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.full
 def test_numpy_that_a_task_imports_is_told(script, tmp_path):
     program = """

@@ -390,6 +390,47 @@ print("own" in sys.modules)
     assert both.alike(make, ["script.py"]) == "True\n"
 
 
+def test_the_list_of_finders_stays_the_same_list(both):
+    def make(folder):
+        (folder / "script.py").write_text("""
+from sys import meta_path
+import numpy
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        print("asked for", name)
+
+meta_path.append(Finder)
+try:
+    import nowhere
+except ImportError as error:
+    print(error)
+""")
+
+    assert "asked for nowhere" in both.alike(make, ["script.py"])
+
+
+def test_a_finder_that_imports_numpy(both):
+    """The import that asked it goes on with the finder that follows."""
+
+    def make(folder):
+        (folder / "own.py").touch()
+        (folder / "script.py").write_text("""
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "own":
+            import numpy
+
+sys.meta_path.insert(sys.meta_path.index(PathFinder), Finder)
+import own
+""")
+
+    both.alike(make, ["script.py"])
+
+
 def test_a_program_without_numpy_is_not_told_of_ours(both):
     """A failing import of NumPy looks as it does in Python."""
 

@@ -163,9 +163,13 @@ class ProgramMemory:
         return True
 
     def see_threads(self) -> None:
-        """Note which threads run now and do not have the pool."""
+        """Note which threads run now and do not have the pool.
+
+        Never raises: Python would not wait for the program's threads.
+        """
         if os.getpid() == self._pid:
-            self._unreached.update(self.handler.unreached())
+            with contextlib.suppress(Exception):  # what the program did to its threads
+                self._unreached.update(self.handler.unreached())
 
     def _misses_contexts(self) -> bool:
         """True if this thread has the pool, but in another context than the present one.

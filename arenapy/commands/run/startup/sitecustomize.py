@@ -87,7 +87,8 @@ class AfterImport:
             loader.exec_module(module)
         finally:
             self.under_way -= 1
-        if not self.under_way and self in sys.meta_path:
+        if not self.under_way and self.names and self in sys.meta_path:
+            self.names = ()  # the program may put back a list with this in it
             _remove_finders(lambda finder: finder is self)
             self.then()
 
@@ -298,7 +299,7 @@ class Session:
         for name in hidden:
             sys.modules.pop(name, None)
         before, finder = set(sys.modules), _InThisThread(self.path, hidden)
-        sys.meta_path = [finder, *sys.meta_path]
+        _set_finders([finder, *sys.meta_path])
         try:
             return act()
         finally:
@@ -343,8 +344,31 @@ def _say(text: str) -> None:
 
 
 def _remove_finders(these: "Callable[[object], bool]") -> None:
-    """Make a new list: from one that became shorter, a thread that reads it would skip a finder."""
-    sys.meta_path = [finder for finder in sys.meta_path if not these(finder)]
+    _set_finders([finder for finder in sys.meta_path if not these(finder)])
+
+
+def _set_finders(finders: "list[Any]") -> None:
+    """Keep the list, which other modules may have (`from sys import meta_path`), where that is safe.
+
+    Who reads a list that becomes shorter skips an item.
+    """
+    if type(sys.meta_path) is list and not _finders_may_be_read():
+        sys.meta_path[:] = finders
+    else:
+        sys.meta_path = finders
+
+
+def _finders_may_be_read() -> bool:
+    """True if there are other threads, or if a finder began the import that is under way."""
+    if _thread._count():
+        return True
+    try:
+        raise RuntimeError  # sys._getframe() would be an event for audit hooks
+    except RuntimeError as error:
+        frame = error.__traceback__.tb_frame if error.__traceback__ else None
+    while frame is not None and frame.f_code.co_name != "_find_spec":  # importlib's
+        frame = frame.f_back
+    return frame is not None
 
 
 def _top(name: str) -> str:
