@@ -1,11 +1,16 @@
+from collections.abc import Callable
+from threading import Thread
 from types import TracebackType
-from typing import Never, Self, final
+from typing import Any, Never, Self, final
 
 from typing_extensions import disjoint_base
 
 from arenapy.numpy_handler.handler import Counts
 
+START: Callable[[Thread], None]
+
 def get_handler() -> object: ...
+def start_thread(original: Any, thread: Thread) -> None: ...
 
 @final
 class Presence:

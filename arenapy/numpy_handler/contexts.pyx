@@ -19,11 +19,14 @@ import threading
 import weakref
 from contextvars import ContextVar
 from threading import get_ident
+from types import CellType, FunctionType
 
 cimport cython
 
 from arenapy.base.sealed cimport seal
 from arenapy.linux.libc_malloc cimport keep, keep_no_more
+
+from arenapy.numpy_handler.thread_start import start_by
 
 cdef extern from *:
     """
@@ -375,29 +378,38 @@ cdef Starts starts = Starts.__new__(Starts)
 
 
 cdef object wrapper(object original):
-    """The `Thread.start` that gives a thread the handler of the context it is started in."""
-    @cython.binding(True)            # it is a method
-    def start(self):
-        memory = of_new_thread()
-        own = ours = None
-        if memory is not None:
-            try:
-                own = vars(self).get("run")
-                ours = run_under(memory, self, own)
-                self.run = ours
-            except Exception:
-                ours = None          # a class whose `run` cannot be set: the thread goes without
-        try:
-            original(self)
-        except BaseException:
-            restore_run(self, ours, own)
-            raise
+    """The `Thread.start` that gives a thread the handler of the context it is started in.
 
+    As `start_by(start_thread, original)`, which is a call of Python code.
+    """
+    cells = CellType(start_thread), CellType(original)
+    start = FunctionType(START.__code__, START.__globals__, "start", None, cells)
     for name in functools.WRAPPER_ASSIGNMENTS:   # as functools.wraps does, which is Python code
         if hasattr(original, name):
             setattr(start, name, getattr(original, name))
     start.__wrapped__ = original
     return start
+
+
+def start_thread(original, thread):
+    """What the wrapper of `Thread.start` does."""
+    memory = of_new_thread()
+    own = ours = None
+    if memory is not None:
+        try:
+            own = vars(thread).get("run")
+            ours = run_under(memory, thread, own)
+            thread.run = ours
+        except Exception:
+            ours = None              # a class whose `run` cannot be set: the thread goes without
+    try:
+        original(thread)
+    except BaseException:
+        restore_run(thread, ours, own)
+        raise
+
+
+START = start_by(start_thread, None)
 
 
 cdef Context of_new_thread():

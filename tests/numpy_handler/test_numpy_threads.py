@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import inspect
 import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from numpy._core.multiarray import get_handler_name
@@ -367,6 +369,17 @@ def test_another_wrapper_of_start_that_is_taken_away_late(pools):
     with memory:
         assert in_thread(where, pools) == 0
     assert Thread.start is original
+
+
+def test_start_is_a_function(pools):
+    """A mock that is made after it is a method. One that is made after another callable is not."""
+    thread = Thread(target=print)
+    with numpy_memory(pools[0], threads=True):
+        assert inspect.isfunction(Thread.start)
+        assert inspect.signature(Thread.start) == inspect.signature(Thread.start.__wrapped__)
+        with mock.patch("threading.Thread.start", autospec=True) as start:
+            thread.start()
+        start.assert_called_once_with(thread)
 
 
 def test_start_is_ours_only_while_it_is_wanted(pools):

@@ -348,7 +348,7 @@ def _remove_finders(these: "Callable[[object], bool]") -> None:
 
 
 def _set_finders(finders: "list[Any]") -> None:
-    """Keep the list, which other modules may have (`from sys import meta_path`), where that is safe.
+    """Where it is safe, keep the list: other modules may have it (`from sys import meta_path`).
 
     Who reads a list that becomes shorter skips an item.
     """
