@@ -5,6 +5,7 @@ inline (those are in slab.pxd). What does not: which items are free (core), arra
 (allocator/allocator).
 """
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
@@ -336,6 +337,7 @@ cdef class Slab(Allocator):
                 raise OutOfMemory(self._full(wanted, "the interpreter is ending"))
             with nogil:
                 usleep(MOMENT)
+            PyErr_CheckSignals()             # the source may take long
             return 0
         try:
             items = c.idle()

@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import os
 import random
+import signal
 import threading
 import weakref
 from functools import partial
@@ -321,6 +323,38 @@ def test_threads_that_find_it_full_wait_for_the_one_that_grows():
     in_threads(*[work] * 8)
     assert len({item.address for item in items}) == 256 == slab.capacity
     assert slab.source.calls == 9, "each time it was full, one thread asked the source"
+    slab.check()
+
+
+def test_a_signal_ends_the_wait_for_a_thread_that_grows():
+    entered, struck = threading.Event(), threading.Event()
+
+    class Slow(Regions):
+        def region(self, nbytes):
+            if self.calls:
+                entered.set()
+                assert struck.wait(60)
+            return super().region(nbytes)
+
+    def strike(*_):
+        struck.set()
+        raise KeyError("struck")
+
+    slab = arenapy.Slab(64, 1, Slow(), max_count=16)
+    items = [slab.alloc()]
+    thread = threading.Thread(target=lambda: items.append(slab.alloc()))
+    before = signal.signal(signal.SIGUSR1, strike)
+    try:
+        thread.start()
+        entered.wait()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(KeyError, match="struck"):
+            slab.alloc()
+    finally:
+        struck.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert len(items) == slab.count == 2
     slab.check()
 
 
