@@ -92,6 +92,14 @@ def kind_of(error: BaseException) -> str:
     return error.kind if isinstance(error, Fault) else type(error).__name__
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an exception, which code of the attacked allocator may make."""
+    try:
+        return str(error)
+    except Exception:
+        return f"a {type(error).__name__} that has no text: its __str__ raises an exception"
+
+
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Findings in the order of `KINDS`."""
     ranks = {kind: rank for rank, kind in enumerate(KINDS)}

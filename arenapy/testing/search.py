@@ -23,7 +23,14 @@ from hypothesis.stateful import run_state_machine_as_test
 from arenapy.linux import outputs
 from arenapy.linux.child_process import signals_later
 from arenapy.testing.crashes import smaller
-from arenapy.testing.faults import ENDS_THE_PROCESS, Finding, kind_of, varies, worst_first
+from arenapy.testing.faults import (
+    ENDS_THE_PROCESS,
+    Finding,
+    kind_of,
+    text_of,
+    varies,
+    worst_first,
+)
 from arenapy.testing.steps import VERSION, Program
 from arenapy.testing.tally import NewKind, Tally
 
@@ -166,7 +173,7 @@ def _shrink(
             Program.parse(program).run(machine)
         except Exception as error:
             if kind_of(error) == finding.kind:
-                finding.message = str(error)
+                finding.message = text_of(error)
                 return True
         return False
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import hypothesis
 
-from arenapy.testing.faults import Finding, kind_of, worst_first
+from arenapy.testing.faults import Finding, kind_of, text_of, worst_first
 from arenapy.testing.steps import Program
 
 __all__ = ["NewKind", "Tally"]
@@ -107,7 +107,7 @@ class Tally:
         before = self.findings.get(kind)
         lines = program.lines()
         if before is None or _size(lines) <= _size(before.program):
-            self.findings[kind] = Finding(kind, str(error), lines)
+            self.findings[kind] = Finding(kind, text_of(error), lines)
         if before is None and self.watch is not None:
             raise NewKind(kind) from error
 

@@ -557,6 +557,25 @@ def test_a_smaller_program_that_crashes_is_no_further_kind(tmp_path, monkeypatch
     assert processes.limits == [(None, 10), (0.0, 5)]
 
 
+def test_an_exception_without_a_text_is_a_fault():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    class Broken(AllocatorMachine):
+        def make(self):
+            return None
+
+        def allocate(self, state, nbytes, align):
+            raise Mute
+
+        def address(self, block):
+            return 0
+
+    found = attack(Broken, examples=5, shrink=0)
+    assert list(found.findings) == ["Mute"] and "has no text" in found.error
+
+
 @pytest.mark.parametrize("end", ["crash", "hang"])
 @pytest.mark.full
 def test_programs_are_made_smaller_in_children(end, monkeypatch, tmp_path):
