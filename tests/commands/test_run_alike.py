@@ -390,6 +390,21 @@ print("own" in sys.modules)
     assert both.alike(make, ["script.py"]) == "True\n"
 
 
+@pytest.mark.parametrize("name", ["mmap", "queue", "dataclasses", "json"])
+@pytest.mark.parametrize("instead", ["None", "types.ModuleType('instead')", "mock.MagicMock()"])
+def test_a_module_that_the_program_has_put_something_else_for(both, name, instead):
+    def make(folder):
+        (folder / "script.py").write_text(f"""
+import sys, types
+from unittest import mock
+sys.modules["{name}"] = put = {instead}
+import numpy
+print(numpy.ones(2), sys.modules["{name}"] is put)
+""")
+
+    assert both.alike(make, ["script.py"]) == "[1. 1.] True\n"
+
+
 def test_the_list_of_finders_stays_the_same_list(both):
     def make(folder):
         (folder / "script.py").write_text("""

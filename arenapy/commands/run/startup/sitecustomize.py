@@ -312,11 +312,16 @@ class Session:
             sys.modules.update(hidden)
 
     def _is_of_program(self, name: str) -> bool:
-        """True if a module comes from a folder in which the interpreter alone does not look."""
+        """True if a module comes from a folder in which the interpreter alone does not look.
+
+        Also if it comes from nowhere: the program put something in its place, perhaps None.
+        """
         module = sys.modules.get(name)
         spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
-        if not file or getattr(spec, "origin", None) == "frozen":
+        if getattr(spec, "origin", None) in ("built-in", "frozen"):
             return False
+        if not isinstance(file, str):
+            return True
         folder, base = os.path.split(file)
         if base.startswith("__init__."):
             folder = os.path.dirname(folder)
