@@ -120,6 +120,8 @@ cdef class Entry:
     cdef Context memory              # None for the first
     cdef bint installed
     cdef Turn turn                   # that entered; None: the memory itself did
+    # What was in force when it entered, if that is nobody's in the stack: another library's.
+    cdef object foreign
 
 
 seal(Entry)
@@ -144,8 +146,8 @@ cdef int set_handler(object handler) except -1:
     return 0
 
 
-cdef int put_in_force(tuple stack) except -1:
-    """The last of these is what arrays are made under from now on; if it fails, nothing changes.
+cdef int put_in_force(object handler, tuple stack) except -1:
+    """What arrays are made under from now on; if it fails, nothing changes.
 
     The caller keeps the stack that was in force, so nothing ends in here.
     """
@@ -153,7 +155,7 @@ cdef int put_in_force(tuple stack) except -1:
     cdef tuple kept = stack if len(stack) > 1 else ()
     try:
         before = PyDataMem_GetHandler()
-        set_handler((<Entry>stack[len(stack) - 1]).capsule)
+        set_handler(handler)
         try:
             _stack.set(kept)
         except BaseException:
@@ -226,10 +228,12 @@ cdef class Context:
     cdef int enter(self, bint installed, bint asked, Turn turn) except -1:
         cdef bint cover = asked and (self.threads or self._keeps)
         cdef Presence mine
-        cdef tuple old = _stack.get() or (
-            new_entry(PyDataMem_GetHandler(), None, False, None),)
+        in_force = PyDataMem_GetHandler()
+        cdef tuple old = _stack.get() or (new_entry(in_force, None, False, None),)
         cdef tuple stack
         cdef Py_ssize_t at = len(old)
+        cdef Entry top = <Entry>old[at - 1]
+        cdef Entry entry
         if self._handler is None:
             raise TypeError(f"this {type(self).__name__} was never initialized; call the class")
         fill_reserve()
@@ -237,6 +241,9 @@ cdef class Context:
         while installed and at > 1 and not (<Entry>old[at - 1]).installed:
             at -= 1
         entry = new_entry(self._handler.capsule, self, installed, turn)
+        if at == len(old):
+            entry.foreign = None if top.capsule is in_force else in_force
+            in_force = entry.capsule
         stack = old[:at] + (entry,) + old[at:]    # "(*old, ...)" is a list first, which others find
         if cover:
             with cython.critical_section(starts):
@@ -244,7 +251,7 @@ cdef class Context:
                     starts.cover(self if installed else None)
                 self.covers += 1
         try:
-            put_in_force(stack)
+            put_in_force(in_force, stack)
         except BaseException:
             if cover:
                 self.uncover(installed)
@@ -276,7 +283,11 @@ cdef class Context:
             at -= 1
         if at > 0:                   # else this is another context than the one that was entered
             mine = self._handler.here()
-            put_in_force(stack[:at] + stack[at + 1:])
+            if at < len(stack) - 1:
+                in_force = PyDataMem_GetHandler()
+            else:
+                in_force = entry.foreign or (<Entry>stack[at - 1]).capsule
+            put_in_force(in_force, stack[:at] + stack[at + 1:])
             (<Presence>mine).times -= 1
         elif installed:
             return False

@@ -193,11 +193,23 @@ def steps_path() -> str:
     return os.environ.get("ARENAPY_STEPS") or default
 
 
+def _descriptor() -> int:
+    """The file of this process. What is attacked may close it, and give its number to another."""
+    fd, identity = _opened(os.getpid())
+    try:
+        if os.path.samestat(os.fstat(fd), identity):
+            return fd
+    except OSError:
+        pass
+    _opened.cache_clear()
+    return _opened(os.getpid())[0]
+
+
 @functools.lru_cache(maxsize=1)
-def _descriptor(owner: int) -> int:
+def _opened(owner: int) -> tuple[int, os.stat_result]:
     path = steps_path()
     outputs.check(path, outputs.STEPS)
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def remove() -> None:
         # A process that gets here did not crash. Forked children leave the file alone.
@@ -208,20 +220,19 @@ def _descriptor(owner: int) -> int:
     if multiprocessing := sys.modules.get("multiprocessing.util"):
         # Its children end without the functions of atexit.
         multiprocessing.Finalize(None, remove, exitpriority=0)
-    return fd
+    return fd, os.fstat(fd)
 
 
 def begin(recipe: Mapping[str, Any]) -> None:
     """Start the file of this process again: `recipe` says which machine the steps are of."""
-    fd = _descriptor(os.getpid())
+    fd = _descriptor()
     os.ftruncate(fd, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
     os.write(fd, (json.dumps({"arenapy.testing": VERSION, **recipe}) + "\n").encode())
 
 
 def write_down(step: Step) -> None:
     """Add a step to the file, before it runs."""
-    os.write(_descriptor(os.getpid()), (step.line() + "\n").encode())
+    os.write(_descriptor(), (step.line() + "\n").encode())
 
 
 def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:

@@ -3,6 +3,9 @@
 The handler in force is read from the arrays that are made, `where` says which pool of `pools`.
 """
 
+import contextlib
+import contextvars
+import ctypes
 import gc
 import inspect
 import itertools
@@ -12,9 +15,11 @@ import threading
 import numpy as np
 import pytest
 from helpers import in_threads
+from numpy._core import multiarray
 from numpy_arrays import three_pools, where
 
 from arenapy import Pool, handles, numpy_memory
+from arenapy.numpy_handler.contexts import get_handler
 
 Thread = threading.Thread
 
@@ -37,6 +42,39 @@ def test_one_object_is_reusable_and_reentrant(pools):
                 assert where(pools) == 1
             assert where(pools) == 0
         assert where(pools) is None
+
+
+def test_handlers_of_another_library_between_ours(pools):
+    """Here it gives arrays NumPy's own."""
+    memory, other = numpy_memory(pools[0]), numpy_memory(pools[1])
+    with memory:
+        with numpys_own():
+            with memory, other:
+                assert where(pools) == 1
+                memory.install()
+                memory.uninstall()
+                assert where(pools) == 1
+            assert where(pools) is None
+            memory.install()
+            assert where(pools) is None
+            with other:
+                assert where(pools) == 1
+            memory.uninstall()
+            assert where(pools) is None
+        assert where(pools) == 0
+
+
+@contextlib.contextmanager
+def numpys_own():
+    capsule = ctypes.pythonapi.PyCapsule_GetPointer
+    capsule.restype, capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    functions = ctypes.cast(capsule(multiarray._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+    set_handler = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(functions[304])
+    before = set_handler(contextvars.Context().run(get_handler))
+    try:
+        yield
+    finally:
+        set_handler(before)
 
 
 def test_policies_nest(pools):

@@ -127,6 +127,22 @@ def test_the_file_has_every_step_before_it_runs():
     assert machine is Crashing
 
 
+def test_a_file_with_the_number_of_the_steps_is_not_written_to(run_script, tmp_path):
+    """As when what is attacked makes a daemon of itself."""
+    (tmp_path / "precious").write_text("precious")
+    run_script("""
+import os
+from arenapy.testing import BumpMachine, Program, Step, load, steps_path
+program = Program((Step("start", {"config": {"nbytes": 4096, "max_bytes": None}}),))
+program.run(BumpMachine)
+os.closerange(3, 100)
+files = [os.open("precious", os.O_RDWR) for _ in range(20)]
+program.run(BumpMachine)
+assert load(steps_path())[1].steps[0] == program.steps[0]
+""")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 @pytest.mark.long
 @pytest.mark.no_sanitizer  # which has its own way to end
 def test_a_segfault_leaves_a_file_that_crashes_again(tmp_path):
