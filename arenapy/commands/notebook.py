@@ -95,17 +95,25 @@ def _semicolon_of(shell: Any, cell: str) -> Iterator[None]:
     IPython looks for one in its history, which has the line that called us.
     """
     hook = shell.displayhook
+    own = vars(hook).get("quiet")
     if hasattr(hook, "semicolon_at_end_of_expression"):  # not in old versions
         hook.quiet = lambda: hook.semicolon_at_end_of_expression(cell)
     try:
         yield
     finally:
-        vars(hook).pop("quiet", None)
+        _put_back(hook, "quiet", own)
+
+
+def _put_back(one: Any, name: str, own: Any) -> None:
+    """The attribute that it had of its own; None: it had the one of its class."""
+    vars(one).pop(name, None)
+    if own is not None:
+        setattr(one, name, own)
 
 
 def _show_no_more(shell: Any, error: BaseException) -> None:
     """Let IPython show nothing of an exception until the cell under way has ended."""
-    show = shell.showtraceback
+    own, show = vars(shell).get("showtraceback"), shell.showtraceback
 
     def show_others(exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
         if (exc_tuple or sys.exc_info())[1] is not error:
@@ -113,7 +121,7 @@ def _show_no_more(shell: Any, error: BaseException) -> None:
 
     def ended(*_: object) -> None:
         shell.events.unregister("post_run_cell", ended)
-        vars(shell).pop("showtraceback", None)
+        _put_back(shell, "showtraceback", own)
 
     shell.showtraceback = show_others
     shell.events.register("post_run_cell", ended)

@@ -258,6 +258,10 @@ cdef object copy_of(object array, str says):
 def reduce_array(array):
     """A handle if a Buffer over shared memory keeps the array's bytes, else a copy."""
     found = bytes_of(array)
+    if found is None and array.dtype.hasobject:
+        # All protocols have one form of it, in which it may contain itself. It is in no memory of
+        # ours.
+        return _AsItself(array).__reduce_ex__(2)
     if found is None:
         return copy_of(array, _COPIED)
     buffer, at = found

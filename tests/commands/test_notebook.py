@@ -94,6 +94,18 @@ def test_a_cell_that_fails_is_reported_and_fails(magic, error):
     assert arenapy.handles(np.empty(9)) is None
 
 
+def test_what_somebody_else_has_set_of_the_shell_stays(magic):
+    """As rich.traceback.install() does."""
+    shell, run = magic
+    shell.showtraceback = show = lambda exc_tuple=None: None
+    shell.displayhook.quiet = quiet = lambda: True
+    shell.displayhook.semicolon_at_end_of_expression = lambda cell: False
+    with pytest.raises(ZeroDivisionError):
+        run("", "1 / 0")
+    shell.end_cell()
+    assert shell.showtraceback is show and shell.displayhook.quiet is quiet
+
+
 def test_the_report_is_a_table_and_lines(magic):
     report = magic[1]("", "")
     assert repr(report).startswith("%%arenapy\n  time         0.0")

@@ -562,6 +562,10 @@ def test_other_arrays_cross_with_every_protocol(arena, protocol):
     for x in (np.arange(10), np.asfortranarray(np.ones((2, 3)))[:, ::2], np.array([None])):
         y = pickle.loads(ForkingPickler.dumps(x, protocol))
         assert (x == y).all()
+    x = np.array([None])
+    x[0] = x  # it contains itself
+    y = pickle.loads(ForkingPickler.dumps(x, protocol))
+    assert y[0] is y
 
 
 @pytest.fixture
