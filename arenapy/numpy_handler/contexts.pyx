@@ -439,12 +439,12 @@ cdef object run_under(Context memory, object thread, object own):
     reference = weakref.ref(thread)  # `thread.run` is this closure: no cycle
 
     def wrapped(*_):
+        restore_run(reference(), me(), own)    # first: the program may copy the thread's fields
         memory.enter(False, False, None)
         try:
             run()
         finally:
             memory.leave(False, False, None)
-            restore_run(reference(), me(), own)
 
     me = weakref.ref(wrapped)        # no cycle either
     return wrapped

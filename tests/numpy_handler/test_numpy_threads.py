@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import copy
 import gc
 import inspect
 import sys
@@ -224,6 +225,30 @@ def test_a_threads_own_run_is_covered(pools):
         thread.start()
     thread.join()
     assert seen == [0] and thread.run is own
+
+
+def test_a_thread_that_runs_has_its_own_fields(pools):
+    """A program may copy it, to start another one like it, or save what it has."""
+    seen = []
+
+    class Step(Thread):
+        number = 0
+
+        def run(self):
+            seen.append((self.number, where(pools), "run" in vars(self)))
+            if self.number < 2 and len(seen) < 5:
+                after = copy.copy(self)
+                Thread.__init__(after)
+                after.number += 1
+                after.start()
+                after.join()
+
+    with numpy_memory(pools[0], threads=True):
+        in_thread(lambda: None)
+        thread = Step()
+        thread.start()
+        thread.join()
+    assert seen == [(0, 0, False), (1, 0, False), (2, 0, False)]
 
 
 def wrap_run(patch):
