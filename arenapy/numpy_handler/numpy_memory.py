@@ -258,13 +258,7 @@ class numpy_memory(Context):
                 try:
                     value = yield item
                     step = generator.send
-                except GeneratorExit:
-                    with self:
-                        result = generator.close()
-                    if result is None:
-                        raise
-                    return result
-                except BaseException as error:  # what the caller throws in
+                except BaseException as error:  # what the caller throws in, or its close() does
                     step, value = generator.throw, error
 
         return wrapped
@@ -284,11 +278,7 @@ class numpy_memory(Context):
                 try:
                     value = yield item
                     step = generator.asend
-                except GeneratorExit:
-                    with self._turn():
-                        await generator.aclose()
-                    raise
-                except BaseException as error:  # what the caller throws in
+                except BaseException as error:  # as above
                     step, value = generator.athrow, error
 
         return wrapped

@@ -1,6 +1,7 @@
 """`numpy_memory` in coroutines, async generators, asyncio's tasks and copied contexts."""
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import gc
@@ -136,6 +137,37 @@ def test_a_generator_says_at_its_close_what_it_returns(pools):
     generator = work()
     next(generator)
     assert generator.close() == (0 if sys.version_info >= (3, 13) else None)
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_generator_that_goes_on_after_its_close(pools, decorated):
+    """Decorated it does what it does."""
+
+    def numbers():
+        for number in range(9):
+            with contextlib.suppress(GeneratorExit):
+                yield number
+
+    async def async_numbers():
+        for number in range(9):
+            with contextlib.suppress(GeneratorExit):
+                yield number
+
+    if decorated:
+        numbers, async_numbers = map(numpy_memory(pools[0]), (numbers, async_numbers))
+    generator = numbers()
+    assert next(generator) == 0 and generator.throw(GeneratorExit) == 1
+    with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
+        generator.close()
+    assert next(generator) == 3 and list(generator) == [4, 5, 6, 7, 8]
+
+    async def main():
+        generator = async_numbers()
+        assert await anext(generator) == 0 and await generator.athrow(GeneratorExit) == 1
+        with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
+            await generator.aclose()
+
+    asyncio.run(main())
 
 
 def test_an_object_with_an_asynchronous_call(pools):
