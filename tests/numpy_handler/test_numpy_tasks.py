@@ -145,12 +145,12 @@ def test_a_generator_that_goes_on_after_its_close(pools, decorated):
 
     def numbers():
         for number in range(9):
-            with contextlib.suppress(GeneratorExit):
+            with contextlib.suppress(*[GeneratorExit][: number < 2]):
                 yield number
 
     async def async_numbers():
         for number in range(9):
-            with contextlib.suppress(GeneratorExit):
+            with contextlib.suppress(*[GeneratorExit][: number < 2]):
                 yield number
 
     if decorated:
@@ -159,7 +159,8 @@ def test_a_generator_that_goes_on_after_its_close(pools, decorated):
     assert next(generator) == 0 and generator.throw(GeneratorExit) == 1
     with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
         generator.close()
-    assert next(generator) == 3 and list(generator) == [4, 5, 6, 7, 8]
+    assert next(generator) == 3
+    generator.close()
 
     async def main():
         generator = async_numbers()
