@@ -93,10 +93,11 @@ cdef class PoolHandler:
             mine = Presence.__new__(Presence)
             self.local.presence = mine
             presences, reference = self.presences, weakref.ref(mine)
-            with cython.critical_section(presences):
-                for ident in [k for k, other in presences.items() if other() is None]:
-                    del presences[ident]
-                presences[get_ident()] = reference
+            # Of a copy: other code may run meanwhile, and a critical section lets others in then.
+            for ident, other in presences.copy().items():
+                if other() is None and presences.get(ident) is other:
+                    presences.pop(ident, None)
+            presences[get_ident()] = reference
         return mine
 
     def reached(self):
@@ -408,9 +409,10 @@ def start_thread(original, thread):
     own = ours = None
     if memory is not None:
         try:
-            own = vars(thread).get("run")
-            ours = run_under(memory, thread, own)
-            thread.run = ours
+            if thread.ident is None:     # else it was started before, and may begin to run just now
+                own = vars(thread).get("run")
+                ours = run_under(memory, thread, own)
+                thread.run = ours
         except Exception:
             ours = None              # a class whose `run` cannot be set: the thread goes without
     try:
