@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from threading import Thread
 from types import TracebackType
 from typing import Any, Never, Self, final
@@ -10,6 +10,7 @@ from arenapy.numpy_handler.handler import Counts
 START: Callable[[Thread], None]
 
 def get_handler() -> object: ...
+def begin_unseen(generator: AsyncGenerator[Any, Any]) -> Awaitable[Any]: ...
 def start_thread(original: Any, thread: Thread) -> None: ...
 
 @final

@@ -15,6 +15,7 @@ What lives here: entering, leaving, and the wrapper of `threading.Thread.start`.
 handler itself (handler), decorators and arguments (numpy_memory), what libc keeps (libc_malloc).
 """
 import functools
+import sys
 import threading
 import weakref
 from contextvars import ContextVar
@@ -326,6 +327,19 @@ cdef class Turn:
 
 
 seal(Turn)
+
+
+def begin_unseen(generator):
+    """The first step of an async generator, of which no event loop is told.
+
+    A loop that ends closes all that it was told of at once. This one is closed by its wrapper.
+    """
+    told = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return generator.asend(None)
+    finally:
+        sys.set_asyncgen_hooks(told[0], told[1])
 
 
 # ---- threads -----------------------------------------------------------------------------

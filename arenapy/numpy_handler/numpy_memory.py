@@ -23,7 +23,7 @@ from arenapy.linux.libc_malloc import foreign_malloc
 from arenapy.memory.host_request import check_flag
 from arenapy.memory.region import Region
 from arenapy.memory.sources import BASES
-from arenapy.numpy_handler.contexts import Context, PoolHandler
+from arenapy.numpy_handler.contexts import Context, PoolHandler, begin_unseen
 from arenapy.numpy_handler.handler import buffer_block, handler_block, make_handler, refuse_closed
 from arenapy.pool.pool import Pool
 
@@ -246,17 +246,18 @@ class numpy_memory(Context):
     def _around_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             generator = function(*args, **kwargs)
+            del args, kwargs  # this frame keeps no arrays: it lives long, and is in tracebacks
             step, value = generator.send, None
             while True:
                 try:
                     with self:
-                        item = step(value)
+                        item = [step(value)]
                 except StopIteration as stop:
                     return stop.value
                 finally:
-                    value = None  # the traceback of an exception has this frame, and its arrays
+                    value = None
                 try:
-                    value = yield item
+                    value = yield item.pop()
                     step = generator.send
                 except BaseException as error:  # what the caller throws in, or its close() does
                     step, value = generator.throw, error
@@ -266,17 +267,18 @@ class numpy_memory(Context):
     def _around_async_generator(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             generator = function(*args, **kwargs)
-            step, value = generator.asend, None
+            del args, kwargs  # as above
+            step, value = begin_unseen, generator
             while True:
                 try:
                     with self._turn():
-                        item = await step(value)
+                        item = [await step(value)]
                 except StopAsyncIteration:
                     return
                 finally:
-                    value = None  # as above
+                    value = None
                 try:
-                    value = yield item
+                    value = yield item.pop()
                     step = generator.asend
                 except BaseException as error:  # as above
                     step, value = generator.athrow, error

@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -137,6 +138,52 @@ def test_a_generator_says_at_its_close_what_it_returns(pools):
     generator = work()
     next(generator)
     assert generator.close() == (0 if sys.version_info >= (3, 13) else None)
+
+
+def test_a_suspended_generator_keeps_neither_what_it_took_nor_what_it_gave(pools):
+    @numpy_memory(pools[0])
+    def numbers(array):
+        del array
+        yield np.ones(3)
+
+    @numpy_memory(pools[0])
+    async def async_numbers(array):
+        del array
+        yield np.ones(3)
+
+    async def main():
+        arrays = [np.ones(3), np.ones(3)]
+        taken = [weakref.ref(array) for array in arrays]
+        generators = numbers(arrays[0]), async_numbers(arrays[1])
+        given = [weakref.ref(next(generators[0])), weakref.ref(await anext(generators[1]))]
+        arrays.clear()
+        return [reference() is None for reference in taken + given]
+
+    assert asyncio.run(main()) == [True] * 4
+
+
+def test_an_event_loop_that_ends_closes_an_async_generator_once(pools):
+    """It knows the decorated one, which closes the other one."""
+    kept, closed = [], []
+
+    @numpy_memory(pools[0])
+    async def numbers():
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0.01)
+            closed.append(where(pools))
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: closed.append(context))
+        hooks = sys.get_asyncgen_hooks()
+        for _ in range(3):
+            kept.append(numbers())
+            await anext(kept[-1])
+        assert sys.get_asyncgen_hooks() == hooks
+
+    asyncio.run(main())
+    assert closed == [0, 0, 0]
 
 
 @pytest.mark.parametrize("decorated", [True, False])
