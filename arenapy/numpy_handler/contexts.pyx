@@ -285,9 +285,9 @@ cdef class Context:
             at -= 1
         if at > 0:                   # else this is another context than the one that was entered
             mine = self._handler.here()
-            if at < len(stack) - 1:
-                in_force = PyDataMem_GetHandler()
-            else:
+            in_force = PyDataMem_GetHandler()
+            # Another one is not ours to change: one of those above, or of another library, since.
+            if at == len(stack) - 1 and in_force is entry.capsule:
                 in_force = entry.foreign or (<Entry>stack[at - 1]).capsule
             put_in_force(in_force, stack[:at] + stack[at + 1:])
             (<Presence>mine).times -= 1

@@ -425,6 +425,37 @@ except ImportError as error:
     assert "asked for nowhere" in both.alike(make, ["script.py"])
 
 
+def test_numpy_amid_a_loop_over_the_finders(both):
+    def make(folder):
+        (folder / "script.py").write_text("""
+import importlib.metadata, sys
+from sys import meta_path
+
+class Distribution(importlib.metadata.Distribution):
+    def read_text(self, name):
+        return "Name: mine\\nVersion: 1\\n" if name == "METADATA" else None
+
+    def locate_file(self, path):
+        return path
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        pass
+
+    def find_distributions(context):
+        return [Distribution()]
+
+meta_path.append(Finder)
+names = []
+for one in importlib.metadata.distributions():
+    import numpy
+    names.append(one.metadata["Name"])
+print(names[-1])
+""")
+
+    assert both.alike(make, ["script.py"]) == "mine\n"
+
+
 def test_a_finder_that_imports_numpy(both):
     """The import that asked it goes on with the finder that follows."""
 

@@ -64,6 +64,18 @@ def test_handlers_of_another_library_between_ours(pools):
         assert where(pools) == 0
 
 
+def test_a_handler_of_another_library_that_ends_before_ours(pools):
+    memory, other = numpy_memory(pools[0]), numpy_memory(pools[1])
+    with other:
+        with numpys_own():
+            memory.install()
+            memory.__enter__()
+        assert where(pools) == 1
+        memory.__exit__(None, None, None)
+        memory.uninstall()
+        assert where(pools) == 1
+
+
 @contextlib.contextmanager
 def numpys_own():
     capsule = ctypes.pythonapi.PyCapsule_GetPointer

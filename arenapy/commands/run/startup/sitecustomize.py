@@ -353,27 +353,29 @@ def _remove_finders(these: "Callable[[object], bool]") -> None:
 
 
 def _set_finders(finders: "list[Any]") -> None:
-    """Where it is safe, keep the list: other modules may have it (`from sys import meta_path`).
+    """Keep the list if another module has it (`from sys import meta_path`), and nobody reads it.
 
     Who reads a list that becomes shorter skips an item.
     """
-    if type(sys.meta_path) is list and not _finders_may_be_read():
-        sys.meta_path[:] = finders
+    now = sys.meta_path
+    if type(now) is list and _others_have(now) and not _thread._count() and not _is_read(now):
+        now[:] = finders
     else:
         sys.meta_path = finders
 
 
-def _finders_may_be_read() -> bool:
-    """True if there are other threads, or if a finder began the import that is under way."""
-    if _thread._count():
-        return True
-    try:
-        raise RuntimeError  # sys._getframe() would be an event for audit hooks
-    except RuntimeError as error:
-        frame = error.__traceback__.tb_frame if error.__traceback__ else None
-    while frame is not None and frame.f_code.co_name != "_find_spec":  # importlib's
-        frame = frame.f_back
-    return frame is not None
+def _others_have(one: object) -> bool:
+    of_a_module: dict[str, list[Any]] = {"": []}
+    another = of_a_module[""]
+    return sys.getrefcount(one) > sys.getrefcount(another) + 1  # `now`
+
+
+def _is_read(one: "list[Any]") -> bool:
+    """True if there is an iterator over it, in a loop of importlib's, say."""
+    import gc  # seldom needed, and built in
+
+    iterators = type(iter(one)), type(reversed(one))
+    return any(isinstance(other, iterators) for other in gc.get_referrers(one))
 
 
 def _top(name: str) -> str:
