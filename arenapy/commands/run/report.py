@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter, process_time
 from typing import Any, TypeVar
@@ -59,11 +60,14 @@ class TimedHost:
         self.nbytes = self.peak = 0
         self.refusal = ""
         self.pool: weakref.ref[Pool] | None = None
-        self._lock = lock = threading.RLock()
-        # A child would find it held by a thread that it does not have.
-        os.register_at_fork(
-            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
-        )
+        self._new: deque[tuple[float, float, int, int]] = deque()
+        # Only tried: a signal's handler may run while it is held, and wait for a lock of the
+        # program's. A child would find it held by a thread that it does not have.
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     def region(self, nbytes: int) -> Region:
         """As that of `Host`."""
@@ -87,13 +91,24 @@ class TimedHost:
         seconds, cpu = perf_counter() - start[0], process_time() - start[1]
         pool = None if self.pool is None else self.pool()
         before = sum(size for _, size in pool._reserved()) if pool is not None else 0
-        with self._lock:
-            self.seconds += seconds
-            self.cpu += cpu
-            self.nbytes += nbytes
-            self.peak = max(self.peak, before + nbytes)
-            self.refusal = ""
+        self._new.append((seconds, cpu, nbytes, before + nbytes))
+        self.refusal = ""
+        self.add_up()
         return got
+
+    def add_up(self) -> None:
+        """Add what is new to the figures, unless somebody does so just now."""
+        lock = self._lock
+        if lock.acquire(blocking=False):
+            try:
+                while self._new:
+                    seconds, cpu, nbytes, reserved = self._new.popleft()
+                    self.seconds += seconds
+                    self.cpu += cpu
+                    self.nbytes += nbytes
+                    self.peak = max(self.peak, reserved)
+            finally:
+                lock.release()
 
 
 class _TimedReservation:
@@ -182,6 +197,7 @@ class ProgramMemory:
     def figures(self) -> dict[str, Any]:
         """The figures so far, as plain data. Sizes are bytes."""
         self.see_threads()
+        self.source.add_up()
         # Not stats(): the program's end would wait for the import of the dataclasses.
         pool = _with_shares(self.pool._figures())
         pool["classes"] = [_with_shares(one) for one in pool["classes"]]
@@ -205,6 +221,7 @@ class ProgramMemory:
     def measured(self) -> dict[str, Any]:
         """The figures for ``arenapy compare``, which are ready at once. The peak begins anew."""
         blocks, nbytes, _ = self.pool._tally()
+        self.source.add_up()
         return {
             "blocks": blocks,
             "served_bytes": nbytes,
