@@ -372,7 +372,7 @@ class NumpyMemoryStats(Figures):
     ----------
     system_allocations, system_bytes
         Total served by libc, because the pool was exhausted, closed (in a forked child), or over a
-        file that shrank.
+        file that shrank, or had no block for an array that was resized.
     lazy_allocations, lazy_bytes
         Total of zeros of 32 MiB or more, which get their memory when they are touched.
     system_live, lazy_live

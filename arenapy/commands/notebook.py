@@ -80,7 +80,12 @@ class _Cells:
             ),
         ]
         if fell_back := lacks.system_allocations - lacked.system_allocations:
-            rows.append(("fell back", f"{_blocks(fell_back)} to malloc: memory ran out"))
+            rows.append(
+                (
+                    "fell back",
+                    f"{_blocks(fell_back)} to malloc: memory ran out, or arrays were resized",
+                )
+            )
         self.shell.display_pub.publish(*self.shell.display_formatter.format(CellReport(rows)))
         error = result.error_before_exec or result.error_in_exec
         if error is not None:

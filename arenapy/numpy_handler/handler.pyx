@@ -242,6 +242,19 @@ cdef void* zeros(Handler* h, size_t count, size_t size) noexcept nogil:
     return block
 
 
+cdef void* alloc_at_once(Handler* h, size_t n) noexcept nogil:
+    """As general_alloc, but rather libc's than growth, while which other code runs: NumPy has made
+    sure before that nobody else sees the array, whose block this is to replace."""
+    cdef void* block = NULL
+    cdef uint64_t block_id
+    if h.fallback:
+        if not (<PoolCore>h.core).shrunk():
+            block = (<PoolCore>h.core).alloc_block(n, ALIGN, False, &block_id)
+        if block == NULL:
+            block = system_block(h, n, False)
+    return block if block != NULL else general_alloc(h, n)
+
+
 cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     cdef size_t size
     cdef void* moved = NULL
@@ -259,9 +272,9 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     if size >= n > size // 2:
         return block
     if n > size > LARGE:                     # else one that grows byte by byte is always copied
-        moved = general_alloc(h, n + n // 8)
+        moved = alloc_at_once(h, n + n // 8)
     if moved == NULL:
-        moved = general_alloc(h, n)
+        moved = alloc_at_once(h, n)
     if moved != NULL:
         memcpy(moved, block, min(size, n))
         other_free(h, block)

@@ -95,8 +95,9 @@ class numpy_memory(Context):
     pool : Pool
         A pool over host-accessible memory.
     on_full : {"system", "error"}
-        If the pool is exhausted, or over a file that shrank: "system" takes the memory from libc
-        and counts it, and "error" lets NumPy raise ``MemoryError``.
+        If the pool is exhausted, or over a file that shrank, or has no block for an array that is
+        resized: "system" takes the memory from libc and counts it. With "error" the pool grows for
+        such an array, and else NumPy raises ``MemoryError``.
     threads : bool
         If True, threads that ``threading.Thread.start`` (and therefore an executor) starts in this
         context get this handler. Other threads begin with NumPy's own handler.
@@ -116,6 +117,8 @@ class numpy_memory(Context):
     Notes
     -----
     Thread-safety: any number of threads may use one object at once, also nested in itself.
+
+    While the pool grows, other code runs: see the guide about what must not be changed meanwhile.
 
     Every array is aligned to 64 bytes. ``np.zeros`` of 32 MiB or more is mapped lazily, outside
     the pool.

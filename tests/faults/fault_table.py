@@ -190,6 +190,7 @@ TABLE = [
     row("NumPy malloc, no libc", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NUMPY_NONE),
     row("NumPy malloc, libc's", "malloc", NO_MEMORY, NUMPY_NONE),
     row("NumPy memory, installed", "malloc", NO_MEMORY, "MemoryError: a NumPy handler"),
+    row("NumPy realloc, growing", "malloc", NO_MEMORY, FINE),  # then the pool grows
     row("NumPy.*", f"{MEMORY}|realloc", ANY, FINE),
     # An arena that grows in place. Accessible is only the part, if the rest behind it cannot be.
     row("Bump in place, Host, made", "mmap", f"{NO_MEMORY}|EACCES", NO_ADDRESSES),

@@ -183,6 +183,27 @@ def test_resize_keeps_what_there_is_and_zeros_the_rest(nbytes, where):
     assert live(pool) == 0
 
 
+def test_nothing_else_runs_while_an_array_is_resized():
+    """NumPy has made sure that nobody else sees the block. A source that is asked could show it."""
+    seen = []
+
+    class Seeing(Regions):
+        def region(self, nbytes):
+            seen.append(nbytes)
+            return super().region(nbytes)
+
+    pool = Pool(max_bytes=64 * MIB, source=Seeing())
+    memory = numpy_memory(pool)
+    with memory:
+        array = np.ones(1000)
+        asked = len(seen)
+        array.resize(5 * MIB, refcheck=False)
+        assert len(seen) == asked and memory.stats().system_live == 1
+        assert array[:1000].sum() == 1000 == array.sum()
+        del array
+    assert memory.stats().system_live == 0 == live(pool)
+
+
 @pytest.mark.parametrize("nbytes", [1, 64, 100, 512, 4096, 33_000, 70_000])
 def test_resize_stays_in_its_block(nbytes, pool):
     """Sizes around that of the block, and beside it others that must not be touched."""

@@ -269,10 +269,10 @@ class ProgramMemory:
         if found["system_allocations"]:
             limit = self.pool.max_bytes
             why = "memory ran out" if limit is None else f"--max-bytes is {format_bytes(limit)}"
-            why = printable(self.source.refusal) or f"the pool was full ({why})"
+            full = f"the pool was full ({why}), or arrays were resized"
             lines.append(
                 f"{_count(found['system_allocations'], 'block')}, "
-                f"{format_bytes(found['system_bytes'])}, to malloc: {why}"
+                f"{format_bytes(found['system_bytes'])}, to malloc: {printable(self.source.refusal) or full}"
             )
         if found["lazy_allocations"]:
             lines.append(
