@@ -268,11 +268,12 @@ class ProgramMemory:
         found, lines = figures["fell_back"], []
         if found["system_allocations"]:
             limit = self.pool.max_bytes
-            why = "memory ran out" if limit is None else f"--max-bytes is {format_bytes(limit)}"
-            full = f"the pool was full ({why}), or arrays were resized"
+            full = "memory ran out" if limit is None else f"--max-bytes is {format_bytes(limit)}"
+            why = f"the pool was full ({full}), or arrays were resized"
             lines.append(
                 f"{_count(found['system_allocations'], 'block')}, "
-                f"{format_bytes(found['system_bytes'])}, to malloc: {printable(self.source.refusal) or full}"
+                f"{format_bytes(found['system_bytes'])}, to malloc: "
+                f"{printable(self.source.refusal) or why}"
             )
         if found["lazy_allocations"]:
             lines.append(
