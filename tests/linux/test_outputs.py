@@ -672,7 +672,7 @@ def test_steps_are_written_over_steps_only(tmp_path, monkeypatch):
     path = tmp_path / "precious.py"
     path.write_bytes(SCRIPT)
     monkeypatch.setenv("ARENAPY_STEPS", str(path))
-    steps._descriptor.cache_clear()
+    steps._opened.cache_clear()
     try:
         with pytest.raises(FileExistsError, match="is not a file of steps"):
             steps.begin({"machine": "a:b"})
@@ -680,10 +680,10 @@ def test_steps_are_written_over_steps_only(tmp_path, monkeypatch):
         path.unlink()
         for _ in range(2):
             steps.begin({"machine": "a:b"})
-            os.close(steps._descriptor(os.getpid()))
-            steps._descriptor.cache_clear()
+            os.close(steps._descriptor())
+            steps._opened.cache_clear()
     finally:
-        steps._descriptor.cache_clear()
+        steps._opened.cache_clear()
 
 
 @pytest.mark.parametrize("option", [["--minimize"], ["--merge", "other"]])
