@@ -59,6 +59,7 @@ class _Cells:
                 f"%%arenapy takes no options, and got {line.strip()!r}; leave them out"
             )
         before, lacked = self.pool.stats(), self.memory.stats()
+        self.source.add_up()
         prefaulted, seconds = self.source.nbytes, self.source.seconds
         self.pool.reset_peak()
         faults, start = minor_faults(), time.perf_counter()
@@ -66,6 +67,7 @@ class _Cells:
             result = self.shell.run_cell(cell)  # shows its value, or how it fails
         took, faults = time.perf_counter() - start, minor_faults() - faults
         after, lacks = self.pool.stats(), self.memory.stats()
+        self.source.add_up()
         blocks = after.total_allocations - before.total_allocations
         hits = after.pool_hits - before.pool_hits
         rows = [

@@ -135,6 +135,27 @@ class Reservation:
             self._give_back(address, nbytes, opened)
             raise
 
+    def ready(self) -> tuple[int, int, int, bool] | None:
+        """The addresses that are accessible; the bytes that may get memory without a look at the
+        limits; whether it is to be faulted in. None: parts take more than that. Internal."""
+        options = self._whole.options
+        if self.shared or self._failed or options.lock or self.region.closed:
+            return None
+        start = self.region.address
+        room = max(self._room, 0) if options.prefault else self.nbytes
+        return start, start + self._open, room, options.prefault
+
+    def look_ahead(self) -> None:
+        """Make more accessible, and look at the limits. Internal."""
+        if self.region.closed:
+            return
+        now = monotonic()
+        self._room, self._until = self._whole.part(THP_SIZE).check() // SHARE, now + MOMENT
+        stop = min(self._open + AHEAD, self.nbytes)
+        if not self._failed and stop > self._open:
+            vm.protect(self.region.address + self._open, stop - self._open, True)
+            self._open = stop
+
     def decommit(self, offset: int, nbytes: int, stream: object = None) -> None:
         """Give the memory of a part back. To use it again, commit it again.
 

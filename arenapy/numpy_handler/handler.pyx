@@ -177,7 +177,9 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
     PyErr_Restore(kind, value, trace)
     if pool is not None:                     # else there is nothing that knows the source
         growing = 1
+        (<Pool>pool).memory.at_once = True
         block = grown_in_c(<Pool>pool, n, ALIGN)
+        (<Pool>pool).memory.at_once = False
         growing = 0
     return block
 
@@ -354,6 +356,10 @@ def make_handler(Pool pool not None, bint fallback):
             pool.alloc(1).release()          # its source shows what memory it has
         except Exception:
             pass                             # then there is nothing to be seen
+    try:
+        pool.memory.prepare()
+    except Exception:
+        pass                                 # growth asks again, and says why
     if not core.host_accessible:
         raise BufferError(
             f"pool={pool!r} has {core.kind} memory, which the host cannot access; give NumPy a "

@@ -1,5 +1,5 @@
 # How a pool gets memory from its source and gives it back.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.page_heap cimport Place
@@ -25,6 +25,20 @@ cdef class PoolMemory:
     cdef size_t idle_allowed         # idle pages that growth leaves alone
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
+    # NumPy asks, in the middle of one of its functions: no other code is to run, if that can be.
+    cdef bint at_once
+    # For that: the newest Reservation of a Host; its addresses that are accessible, with memory or
+    # without; and how many bytes may get memory without a look at the limits.
+    cdef object ready
+    cdef uintptr_t ready_from
+    cdef uintptr_t ready_end
+    cdef size_t ready_bytes
+    cdef size_t ready_least          # if there is less, more is made ready
+    cdef bint ready_asked            # that is on its way
+    cdef bint prefaults              # its memory is faulted in
+    cdef size_t faulted_in           # bytes, by commits at once, and the seconds that took
+    cdef double fault_seconds
+    cdef size_t peak_pages           # the most that were ever reserved
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.
@@ -38,6 +52,8 @@ cdef class PoolMemory:
     # Wait until another thread's growth, if one is under way, has ended. False: there was none.
     cdef bint wait_for_growth(self) except -1
     cdef int add_region(self, Region region) except -1
+    # Make ready what growth at once takes, if the source can.
+    cdef int prepare(self) except -1
     # Pages that could be given back now. Merges everything that is free.
     cdef size_t trimmable(self) noexcept
     # Give back free pages, longest unused first: so many, or what there is. Regions go as a whole:
@@ -57,6 +73,10 @@ cdef class PoolMemory:
     cdef bint grow_reservation(
         self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
     cdef int commit(self, uint32_t id) except -1
+    cdef int commit_by_source(self, uint32_t id) except -1
+    cdef bint commit_at_once(self, uintptr_t address, size_t nbytes) noexcept
+    cdef int note_ready(self, object reservation) except -1
+    cdef bint add_reservation(self, size_t pages) except -1
     cdef int drop_room(self, int segment) except -1
     cdef bint decommit(self, uint32_t id) except -1
     cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1

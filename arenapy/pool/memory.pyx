@@ -11,6 +11,8 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyObject_Free, PyObject_Malloc
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+from libc.errno cimport EAGAIN, EINTR
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
@@ -26,11 +28,43 @@ from arenapy.base.thread_slot cimport this_thread
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport record
+from arenapy.linux.populate cimport vm_populate
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommit
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
+
+cdef extern from "Python.h":
+    """
+    #include <time.h>
+    /* Of this interpreter, this thread's left out. The GIL is held. */
+    static int arenapy_other_threads(void) {
+    #ifdef Py_GIL_DISABLED
+        return 1;
+    #else
+        PyThreadState *first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+        return first != NULL && PyThreadState_Next(first) != NULL;
+    #endif
+    }
+    static double arenapy_seconds(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    }
+    /* Pending calls are the main interpreter's. The function takes over a reference. */
+    static int arenapy_make_ready_later(int (*act)(void *), PyObject *memory) {
+        if (PyInterpreterState_Get() != PyInterpreterState_Main()) return 0;
+        Py_INCREF(memory);
+        if (Py_AddPendingCall(act, memory) == 0) return 1;
+        Py_DECREF(memory);
+        return 0;
+    }
+    """
+    bint other_threads "arenapy_other_threads" () noexcept
+    double seconds "arenapy_seconds" () noexcept
+    bint make_ready_later "arenapy_make_ready_later" (
+        int (*act)(void*) except -1, PyObject* memory) noexcept
 
 cdef extern from "<unistd.h>":
     int usleep(unsigned int microseconds) nogil
@@ -39,6 +73,9 @@ cdef enum:
     MOMENT = 200             # microseconds
     PATIENCE = 50_000        # moments
     NO_LIMIT = 1 << 30
+    AHEAD_LEAST = 128 << 20  # bytes: half of what a reservation makes accessible
+    AT_ONCE_MOST = 64 << 20  # bytes
+    AT_ONCE_SHARED = 4 << 20     # bytes: in about a millisecond
     RECYCLED_FIRST = 8       # in units of what is reserved, as is
     RECYCLED_AGAIN = 1
     IDLE_SHARE = 16          # a share: of what is reserved, so much may lie idle at first
@@ -207,20 +244,25 @@ cdef class PoolMemory:
                 missing[0] = pages - self.left()
                 return False
             # No address space as large as that: get more of it.
-            made = make_reservation(
-                self.source, max(pages << PAGE_BITS, self.min_reservation))
-            if made is None:
+            if not self.add_reservation(pages):
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)
-            reservation, region = made
-            self.reservations[region.address] = reservation
-            try:
-                c.add_segment(
-                    region, region.page_size >> PAGE_BITS, NO_LIMIT, c.own_cache().tick)
-            except BaseException:
-                del self.reservations[region.address]
-                raise
             fresh = True
+
+    cdef bint add_reservation(self, size_t pages) except -1:
+        """Address space for so many pages, which have no memory. False: the source has none."""
+        cdef PoolCore c = self.core
+        made = make_reservation(self.source, max(pages << PAGE_BITS, self.min_reservation))
+        if made is None:
+            return False
+        reservation, region = made
+        self.reservations[region.address] = reservation
+        try:
+            c.add_segment(region, region.page_size >> PAGE_BITS, NO_LIMIT, c.own_cache().tick)
+        except BaseException:
+            del self.reservations[region.address]
+            raise
+        return True
 
     cdef int commit(self, uint32_t id) except -1:
         """Give a BUSY extent memory, or make it VOID again. Nobody closes its region meanwhile."""
@@ -233,18 +275,86 @@ cdef class PoolMemory:
             me = enter(c)
             if c.gone:
                 c.open_check()
-            self.reservations[c.segments[d.segment].base].commit(
-                <size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
+            if not self.at_once or not self.commit_at_once(
+                    d.address, <size_t>d.pages << PAGE_BITS):
+                self.commit_by_source(id)
             record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
             done = True
         finally:                             # without a call of Python's, which may fail
             arenapy_spin_acquire(&c.heap_lock)
             c.end_growth(id, done, c.own_cache().tick)
             self.most_pages = max(self.most_pages, c.reserved_pages)
+            self.peak_pages = max(self.peak_pages, c.reserved_pages)
             arenapy_sub(&c.in_transit, 1)
             if me != NULL:
                 leave(c, me)
             arenapy_spin_release(&c.heap_lock)
+        return 0
+
+    cdef int commit_by_source(self, uint32_t id) except -1:
+        cdef Descriptor* d = &self.core.descriptors[id]
+        reservation = self.reservations[self.core.segments[d.segment].base]
+        try:
+            reservation.commit(<size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
+        except BaseException:
+            self.ready_end = 0               # not all before it may be accessible now
+            raise
+        self.note_ready(reservation)
+        return 0
+
+    cdef bint commit_at_once(self, uintptr_t address, size_t nbytes) noexcept:
+        """The same, but no other code runs: no Python code, and this thread keeps the GIL.
+
+        If there are other threads, much memory comes as it is touched: they all would wait.
+        """
+        cdef bint others = other_threads()
+        cdef double start
+        cdef int rc = 0
+        if (nbytes > self.ready_bytes
+                or not self.ready_from <= address < address + nbytes <= self.ready_end):
+            return False
+        if self.prefaults and not others and nbytes > AT_ONCE_MOST:
+            return False                     # several threads fault it in
+        if self.prefaults and not (others and nbytes > AT_ONCE_SHARED):
+            start = seconds()
+            rc = -EAGAIN
+            while rc == -EAGAIN or rc == -EINTR:
+                rc = vm_populate(address, nbytes, True)
+            if rc != 0:
+                return False
+            self.faulted_in += nbytes
+            self.fault_seconds += seconds() - start
+        self.ready_bytes -= nbytes
+        if not self.ready_asked and (
+                self.ready_bytes < self.ready_least
+                or self.ready_end - address - nbytes < AHEAD_LEAST):
+            self.ready_asked = make_ready_later(make_more_ready, <PyObject*>self)
+        return True
+
+    cdef int note_ready(self, object reservation) except -1:
+        """What is ready in a reservation that has just got memory."""
+        reservation = getattr(reservation, "timed", reservation)
+        if type(reservation) is not Reservation:
+            return 0
+        ready = reservation.ready()
+        if ready is None:
+            self.ready_end = 0
+            return 0
+        self.ready_from, self.ready_end, self.ready_bytes, self.prefaults = ready
+        self.ready_least = self.ready_bytes // 2
+        self.ready = reservation
+        return 0
+
+    cdef int prepare(self) except -1:
+        if not self.may_reserve or self.ready is not None:
+            return 0
+        if not self.reservations and not self.add_reservation(1):
+            return 0
+        for reservation in self.reservations.values():
+            self.note_ready(reservation)
+        if self.ready is not None:
+            self.ready.look_ahead()
+            self.note_ready(self.ready)
         return 0
 
     cdef int drop_room(self, int segment) except -1:
@@ -253,6 +363,7 @@ cdef class PoolMemory:
         cdef Segment* s = &c.segments[segment]
         cdef Region region = None
         cdef ReservedArray array
+        self.ready, self.ready_end = None, 0
         c.lock_all()
         if s.frontier and c.descriptors[s.frontier].pages == s.pages:
             region = <Region><PyObject*>s.region
@@ -477,6 +588,23 @@ cdef class PoolMemory:
         c.flush_all(True)
         pages = c.stale_pages(tick)
         return self.trim(pages) if pages else 0
+
+
+cdef int make_more_ready(void* argument) except -1:
+    """In the main thread, between two bytecodes."""
+    cdef PoolMemory memory = <PoolMemory>argument
+    Py_DECREF(memory)
+    memory.ready_asked = False
+    arenapy_add(&memory.core.in_transit, 1)  # nobody closes its region meanwhile
+    try:
+        if memory.ready_end and not memory.core.gone:
+            memory.ready.look_ahead()
+            memory.note_ready(memory.ready)
+    except (MemoryError, OSError):
+        pass                                 # then growth asks the source, which says why
+    finally:
+        arenapy_sub(&memory.core.in_transit, 1)
+    return 0
 
 
 cdef size_t whole_pages(Region region) noexcept:

@@ -4,6 +4,8 @@ import os
 import pickle
 import resource
 import signal
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -181,6 +183,51 @@ def test_resize_keeps_what_there_is_and_zeros_the_rest(nbytes, where):
         assert address_of(array) % ALIGN == 0
         del array
     assert live(pool) == 0
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_pool_grows_amid_a_function_of_numpy_without_other_code(threads):
+    """Not even what a profiler sees. Before the main thread has made more ready, that is."""
+    pool, seen, kept, done = Pool(), [], [], threading.Event()
+    memory = numpy_memory(pool, on_full="error")
+    thread = threading.Thread(target=done.wait)
+    if threads:
+        thread.start()
+    try:
+        with memory:
+            sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_filename))
+            for _ in range(16):
+                kept.append(np.empty(2 * MIB, "u1"))
+            sys.setprofile(None)
+    finally:
+        done.set()
+    if threads:
+        thread.join()
+    assert not [name for name in seen if "arenapy" in name and "tests" not in name]
+    assert len(kept) == 16 and all(map(is_ours, kept)) and pool.stats().reserved_bytes >= 32 * MIB
+    pool.check()
+
+
+def test_an_array_of_a_list_that_another_thread_changes():
+    """With NumPy's own memory it is made between two of the thread's changes."""
+    items, kept, stop = [0.0] * 50_000, [], threading.Event()
+
+    def change():
+        while not stop.is_set():
+            items.append(1.0)
+            if len(items) > 100_000:
+                del items[50_000:]
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        with numpy_memory(Pool(), on_full="error"):
+            for _ in range(100):
+                kept.append(np.array(items))
+    finally:
+        stop.set()
+        thread.join()
+    assert len(kept) == 100
 
 
 def test_nothing_else_runs_while_an_array_is_resized():

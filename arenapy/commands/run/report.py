@@ -107,6 +107,13 @@ class TimedHost:
                     self.cpu += cpu
                     self.nbytes += nbytes
                     self.peak = max(self.peak, reserved)
+                pool = None if self.pool is None else self.pool()
+                if pool is not None:
+                    seconds, nbytes, reserved = pool._grown_at_once()
+                    self.seconds += seconds
+                    self.cpu += seconds
+                    self.nbytes += nbytes
+                    self.peak = max(self.peak, reserved)
             finally:
                 lock.release()
 
@@ -114,6 +121,7 @@ class TimedHost:
 class _TimedReservation:
     def __init__(self, reservation: Reservation, source: TimedHost) -> None:
         self._source = source
+        self.timed = reservation
         self._commit = reservation.commit
         self.decommit = reservation.decommit
         self.region = reservation.region
