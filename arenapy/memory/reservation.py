@@ -154,7 +154,7 @@ class Reservation:
         stop = min(self._open + AHEAD, self.nbytes)
         if not self._failed and stop > self._open:
             vm.protect(self.region.address + self._open, stop - self._open, True)
-            self._open = stop
+            self._open = max(self._open, stop)
 
     def decommit(self, offset: int, nbytes: int, stream: object = None) -> None:
         """Give the memory of a part back. To use it again, commit it again.

@@ -31,13 +31,14 @@ from arenapy.allocator.allocator_core cimport record
 from arenapy.linux.populate cimport vm_populate
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommit
 
+from time import perf_counter
+
 from arenapy.errors import OutOfMemory
 from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
 
 cdef extern from "Python.h":
     """
-    #include <time.h>
     /* Of this interpreter, this thread's left out. The GIL is held. */
     static int arenapy_other_threads(void) {
     #ifdef Py_GIL_DISABLED
@@ -46,11 +47,6 @@ cdef extern from "Python.h":
         PyThreadState *first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
         return first != NULL && PyThreadState_Next(first) != NULL;
     #endif
-    }
-    static double arenapy_seconds(void) {
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
     }
     /* Pending calls are the main interpreter's. The function takes over a reference. */
     static int arenapy_make_ready_later(int (*act)(void *), PyObject *memory) {
@@ -62,7 +58,6 @@ cdef extern from "Python.h":
     }
     """
     bint other_threads "arenapy_other_threads" () noexcept
-    double seconds "arenapy_seconds" () noexcept
     bint make_ready_later "arenapy_make_ready_later" (
         int (*act)(void*) except -1, PyObject* memory) noexcept
 
@@ -316,14 +311,14 @@ cdef class PoolMemory:
         if self.prefaults and not others and nbytes > AT_ONCE_MOST:
             return False                     # several threads fault it in
         if self.prefaults and not (others and nbytes > AT_ONCE_SHARED):
-            start = seconds()
+            start = perf_counter()
             rc = -EAGAIN
             while rc == -EAGAIN or rc == -EINTR:
                 rc = vm_populate(address, nbytes, True)
             if rc != 0:
                 return False
             self.faulted_in += nbytes
-            self.fault_seconds += seconds() - start
+            self.fault_seconds += perf_counter() - start
         self.ready_bytes -= nbytes
         if not self.ready_asked and (
                 self.ready_bytes < self.ready_least
@@ -593,6 +588,7 @@ cdef class PoolMemory:
 cdef int make_more_ready(void* argument) except -1:
     """In the main thread, between two bytecodes."""
     cdef PoolMemory memory = <PoolMemory>argument
+    cdef uint32_t forks = memory.core.forks
     Py_DECREF(memory)
     memory.ready_asked = False
     arenapy_add(&memory.core.in_transit, 1)  # nobody closes its region meanwhile
@@ -603,7 +599,8 @@ cdef int make_more_ready(void* argument) except -1:
     except (MemoryError, OSError):
         pass                                 # then growth asks the source, which says why
     finally:
-        arenapy_sub(&memory.core.in_transit, 1)
+        if memory.core.forks == forks:       # else this is a child, where nothing is in transit
+            arenapy_sub(&memory.core.in_transit, 1)
     return 0
 
 
