@@ -164,7 +164,8 @@ cdef bint forked = False
 cdef int generation = 0
 cdef void* contexts[MAX_DEVICES]     # primary ones, retained for good
 cdef int n_devices = 0
-cdef object loading = threading.Lock()
+# A signal handler, or a `__del__` that the collector runs, may ask for the driver in here.
+cdef object loading = threading.RLock()
 
 cdef str INSTALL = "pip install 'arenapy-memory[cuda]', for which an NVIDIA driver must be there"
 
@@ -185,9 +186,11 @@ def entry_points():
 
 cdef int take_entries(dict found) except -1:
     """Fill `driver` from {name: (address, signature)}."""
-    cdef void** entry = <void**>&driver
+    global driver
+    cdef Driver taken
+    cdef void** entry = <void**>&taken
     cdef Py_ssize_t i = 0
-    memset(&driver, 0, sizeof(driver))
+    memset(&taken, 0, sizeof(taken))
     for name, signature in ENTRIES:
         plain = name.removesuffix("_12")
         address, theirs = found.get(plain, (0, "nothing"))
@@ -199,6 +202,7 @@ cdef int take_entries(dict found) except -1:
                 "install a version from 12.6 to 13"
             )
         i += 1
+    driver = taken
     return 0
 
 
@@ -248,11 +252,12 @@ cdef int need() except -1:
             "start it with multiprocessing's 'spawn'"
         )
     if not ready:
+        found = entry_points()               # which imports: other code runs, without the lock
         with loading:
             if not ready:
                 starting = True
                 try:
-                    take_entries(entry_points())
+                    take_entries(found)
                     start()
                 finally:
                     starting = False

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from threading import get_ident
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -290,12 +291,16 @@ class _Line:
         self.device_id = device_id
         self.consumer = consumer
         self.readers: ThreadPoolExecutor
+        self.threads: set[int] = set()  # idents of those that read and copy
         self.next = 0  # the first byte that no task is to read yet
         # Items ahead, oldest first: memory of the device, and the end of the task that fills it.
         self.ahead: deque[tuple[Buffer, Future[Event]]] = deque()
         self.items: list[Buffer] = []  # pinned, one after the other
         self.copied: list[Event | None] = []  # of each item: the copy out of it
         self.tasks = 0
+
+    def executor(self, n: int, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(n, name, _note_this, (self.threads,))
 
     def begin(self) -> None:
         """Take all memory. Unavailable and other errors of CUDA are raised here."""
@@ -373,8 +378,8 @@ def _iterate(
         return
     with _shown(progress, total) as tell, line.source.open():
         line.begin()
-        executor = ThreadPoolExecutor(1, "arenapy chunks")
-        line.readers = ThreadPoolExecutor(
+        executor = line.executor(1, "arenapy chunks")
+        line.readers = line.executor(
             min(READERS, len(os.sched_getaffinity(0))), "arenapy chunks, reading"
         )
         try:
@@ -391,8 +396,14 @@ def _iterate(
         finally:
             # At the end of the interpreter the threads were joined already, and the name is None.
             if sys is not None and not sys.is_finalizing():
-                executor.shutdown(cancel_futures=True)
-                line.readers.shutdown()
+                # One of these threads may be the one that ends this: as the collector.
+                wait_for_them = get_ident() not in line.threads
+                executor.shutdown(wait_for_them, cancel_futures=True)
+                line.readers.shutdown(wait_for_them)
+
+
+def _note_this(threads: set[int]) -> None:
+    threads.add(get_ident())
 
 
 def _let_go(block: Buffer) -> None:

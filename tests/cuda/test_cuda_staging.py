@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 import arenapy
 from arenapy import cuda
-from arenapy.cuda import backing, driver
+from arenapy.cuda import backing, driver, staging
 
 pytestmark = pytest.mark.no_sanitizer  # it waits for threads, for some seconds at most
 
@@ -320,6 +321,39 @@ def test_an_early_end(gpu, tmp_path):
     gpu.drain()
     assert gpu.memory.used[0] == 0
     assert gpu.calls["cuStreamCreate"] == gpu.calls["cuStreamDestroy"] == 3
+
+
+@pytest.mark.parametrize("where", [(staging._Path, "read"), (staging._Line, "task")])
+def test_the_collector_ends_it_in_a_thread_of_its_own(gpu, tmp_path, monkeypatch, where):
+    path = write(tmp_path / "data", pattern(8 * KIB))
+    act, dropped = getattr(*where), threading.Event()
+
+    def collect_first(*arguments):
+        if n_calls := len(calls):
+            dropped.wait(60)
+            gc.collect()
+        calls.append(n_calls)
+        return act(*arguments)
+
+    class Reader:
+        def __init__(self):
+            self.chunks = cuda.chunks(path, KIB, depth=1, progress=self.tell)
+
+        def tell(self, done, total):
+            pass
+
+    calls = []
+    monkeypatch.setattr(*where, collect_first)
+    gc.disable()
+    try:
+        reader = Reader()
+        next(reader.chunks)
+        gone = weakref.ref(reader)
+        del reader
+        dropped.set()
+        until(lambda: gone() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_file_that_gets_shorter(gpu, tmp_path):
