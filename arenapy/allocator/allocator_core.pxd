@@ -32,8 +32,8 @@ cdef class AllocatorCore(MemoryOwner):
 
     # Note the kind of the source's memory, and the stream of blocks that name no other.
     cdef int adopt(self, object source, object stream) except -1
-    # Give back what streams were at work on; False: nothing. `wait`: until they are done.
-    cdef bint settle_streams(self, bint wait) except -1
+    # Give back what streams were at work on; False: nothing. Wait for `wait` blocks.
+    cdef bint settle_streams(self, Py_ssize_t wait) except -1
     # The first step when a core ends, while it is still whole.
     cdef void finish(self) noexcept
     # Take a region over, as the last one.

@@ -93,7 +93,7 @@ cdef class AllocatorCore(MemoryOwner):
         self.host_accessible = hooks.host_accessible
         self.device_accessible = hooks.device_accessible
 
-    cdef bint settle_streams(self, bint wait) except -1:
+    cdef bint settle_streams(self, Py_ssize_t wait) except -1:
         return self.hooks is not None and self.hooks.collect(<PyObject*>self, wait) > 0
 
     cdef void finish(self) noexcept:

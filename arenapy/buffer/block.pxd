@@ -90,9 +90,9 @@ cdef class StreamHooks:
     cdef int use(self, object block, object stream) except -1
     # A hold with uses has ended: `owner.finish_free` will be called with it.
     cdef void defer_hold(self, PyObject* owner, void* hold) noexcept
-    # Call `owner.finish_free` for what no stream uses any more; `wait`: for all, once that is so.
-    # How many those were.
-    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept
+    # Call `owner.finish_free` for what no stream uses any more, and wait until that is so of `wait`
+    # blocks at least, or of all. How many those were.
+    cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1
     # The stream of DLPack's number; None: the consumer sees to the order itself.

@@ -556,7 +556,7 @@ cdef class StreamHooks:
     cdef void defer_hold(self, PyObject* owner, void* hold) noexcept:
         pass
 
-    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept:
+    cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
         return 0
 
     cdef int fence(self, object stream) except -1:

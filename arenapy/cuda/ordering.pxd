@@ -14,6 +14,7 @@ cdef class Batch:
     cdef Hold* last
     cdef size_t nbytes
     cdef list fences                # all have to be over
+    cdef uint64_t asked              # in which call of `advance` they were looked at last
     cdef object stream               # a StreamRef whose fence is still to be made, or None
 
 
@@ -30,6 +31,7 @@ cdef class Ordering(StreamHooks):
     cdef list open                   # unseen: Batches without a fence, one a stream
     cdef list batches                # unseen: others, oldest first
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
+    cdef uint64_t n_advances         # calls of `advance`
     # The memory is another library's, which may use it anew at once when it is gone: what the own
     # stream does counts, too.
     cdef bint borrowed
@@ -62,7 +64,7 @@ cdef class Ordering(StreamHooks):
     cdef void wait_for(self, Hold* hold) noexcept
     cdef Batch open_batch(self, StreamRef stream)
     cdef bint close(self, Batch batch) noexcept
-    cdef Py_ssize_t advance(self, PyObject* owner, bint wait, StreamRef waiter) noexcept
+    cdef Py_ssize_t advance(self, PyObject* owner, Py_ssize_t wait, StreamRef waiter) noexcept
     cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept
 
 

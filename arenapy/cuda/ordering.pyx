@@ -65,6 +65,7 @@ from arenapy.allocator.allocator import call_at_end
 from arenapy.cuda.errors import CudaError
 
 cdef extern from "Python.h":
+    const Py_ssize_t PY_SSIZE_T_MAX
     uint64_t PyThread_get_thread_ident() noexcept nogil
     Py_ssize_t Py_REFCNT(PyObject* o) noexcept
     void count_down "Py_DECREF" (PyObject* o) noexcept
@@ -560,7 +561,7 @@ cdef class Ordering(StreamHooks):
         self.batches.append(batch)
         return True
 
-    cdef Py_ssize_t collect(self, PyObject* owner, bint wait) noexcept:
+    cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
         look(True)
@@ -579,7 +580,7 @@ cdef class Ordering(StreamHooks):
         PyErr_Fetch(&kind, &value, &trace)
         wait_for_those(<void*>self)
         for _ in range(2):                   # a call may fail once
-            while self.advance(owner, True, None):
+            while self.advance(owner, PY_SSIZE_T_MAX, None):
                 pass
         if callable_(self.generation) and (self.open or self.batches):
             # As during a capture, where a stream cannot be waited for, or for a graph.
@@ -628,8 +629,9 @@ cdef class Ordering(StreamHooks):
         self.open, self.batches = unseen_list(), unseen_list()
         return waits
 
-    cdef Py_ssize_t advance(self, PyObject* owner, bint wait, StreamRef waiter) noexcept:
-        """Free what is over, or (`wait`) will be for `waiter`, None: this thread. How many."""
+    cdef Py_ssize_t advance(self, PyObject* owner, Py_ssize_t wait, StreamRef waiter) noexcept:
+        """Free what is over, and at least `wait` blocks that will be for `waiter` (None: this
+        thread). How many."""
         cdef uint64_t nobody = 0
         cdef uint64_t me = PyThread_get_thread_ident()
         cdef Py_ssize_t n = 0
@@ -645,6 +647,7 @@ cdef class Ordering(StreamHooks):
             waited = True
             with nogil:
                 usleep(MOMENT)
+        self.n_advances += 1
         while moved:
             moved = False
             self.take_arrived()
@@ -656,7 +659,10 @@ cdef class Ordering(StreamHooks):
                 else:
                     self.close(batch)
             for batch in list(self.batches):
-                if batch_done(batch, wait and n == 0, waiter):
+                if batch.asked == self.n_advances:
+                    continue                 # in this call
+                batch.asked = self.n_advances
+                if batch_done(batch, n < wait, waiter):
                     self.batches.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True

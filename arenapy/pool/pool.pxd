@@ -32,7 +32,7 @@ cdef class Pool(Allocator):
     cdef char* source_alloc(self, size_t n, size_t align, bint hooks,
                             uint64_t* block_id) except NULL
     # Get memory for a request. False: none, but something was freed.
-    cdef bint more(self, size_t n, size_t align, bint hooks) except -1
+    cdef bint more(self, size_t n, size_t align, bint hooks, int round) except -1
     cdef size_t growth(self) noexcept
     cdef str full(self, size_t n, str why)
     cdef int take_batch(self, BlockBatch batch) except -1

@@ -59,6 +59,7 @@ cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
     MAX_GROWTH = 8           # on a device, where memory is scarcer, by so many of those at most,
     DEVICE_SHARE = 256       # or by this part
+    FEW_ROUNDS = 2           # of a request; each further one waits for twice as many blocks
 
 
 cdef inline object quick_alloc(PyObject* core, object nbytes):
@@ -686,9 +687,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     ) except NULL:
         cdef char* ptr = NULL
         cdef bint miss
+        cdef int round = 0
         while ptr == NULL:
             try:
-                miss = self.more(n, align, hooks)
+                miss = self.more(n, align, hooks, round)
             except OutOfMemory:
                 # Others may have let go meanwhile.
                 ptr = self.core.alloc_block(n, align, False, block_id)
@@ -696,10 +698,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                     raise
                 return ptr
             ptr = self.core.alloc_block(n, align, miss, block_id)
+            round += 1
         return ptr
 
-    cdef bint more(self, size_t n, size_t align, bint hooks) except -1:
+    cdef bint more(self, size_t n, size_t align, bint hooks, int round) except -1:
         cdef PoolCore c = self.core
+        # Each round asks about all blocks that are pending: so there should be few.
+        cdef Py_ssize_t wait = 1 << min(max(round - FEW_ROUNDS, 0), 30)
         cdef StreamCaches streams = self.streams
         cdef size_t missing = 0, wished, before, idle, least
         cdef size_t pages = c.pages_for(n, align)
@@ -741,11 +746,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
         # Memory that other streams keep or still work on; in the order of the pool's own.
-        if (streams is not None and streams.give_back_all(False, 0) or c.settle_streams(True)
-                or streams is not None and (streams.give_back_all(True, 0)
-                                            or streams.wait_for_chains())
-                or (hooks and self.on_oom is not None and self.on_oom(n))):
-            c.settle_streams(True)
+        if streams is not None and streams.give_back_all(False, 0):
+            c.settle_streams(wait)
+            return False
+        if c.settle_streams(wait):
+            return False
+        if (streams is not None and (streams.give_back_all(True, 0) or streams.wait_for_chains())
+                or hooks and self.on_oom is not None and self.on_oom(n)):
+            c.settle_streams(wait)
             return False
         if error is not None:
             raise OutOfMemory(
@@ -787,6 +795,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef PoolCore c = self.core
         cdef bint miss = False
         cdef Py_ssize_t got
+        cdef int round = 0
         c.open_check()
         batch.begin(c)
         try:
@@ -798,7 +807,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                     got = batch.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
-                    miss = self.more(batch.sizes[batch.done], c.block_align, True)
+                    miss = self.more(batch.sizes[batch.done], c.block_align, True, round)
+                round = 0 if got else round + 1
         except BaseException:
             batch.undo(c)
             raise

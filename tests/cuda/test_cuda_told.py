@@ -450,3 +450,20 @@ def test_events_that_are_over_do_not_pile_up_on_a_block(gpu):
     before = gpu.calls.total()
     block.__dlpack__(stream=consumer.handle)
     assert gpu.calls.total() - before < 200
+
+
+def test_a_request_that_waits_for_many_blocks_asks_about_each_a_few_times(gpu):
+    n, kib64 = 256, 64 << 10
+    pool = Pool(n * kib64, cuda.Device())
+    streams = [cuda.Stream() for _ in range(20)]
+    blocks = [pool.alloc(kib64) for _ in range(n)]
+    for i, block in enumerate(blocks):
+        block.record_stream(streams[i % 20])
+        slowly_fill(gpu, streams[i % 20].handle, block, 1)
+        block.release()
+        if i % 4 == 3:
+            pool.stats()  # which begins to wait for what was released so far
+    gpu.calls.clear()
+    pool.alloc(n * kib64).release()
+    assert gpu.calls["cuEventQuery"] < 30 * n
+    gpu.drain()
