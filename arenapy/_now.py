@@ -12,8 +12,11 @@ __all__: list[str] = []
 
 def _import_all() -> None:
     require_supported()
-    require_numpy()
     try:
+        # It has to do what takes no time only in a process without threads, and NumPy starts some.
+        from arenapy.base import thread_slot  # noqa: F401
+
+        require_numpy()
         from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled
     except ModuleNotFoundError as error:
         explain_source_tree(error)

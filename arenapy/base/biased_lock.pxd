@@ -43,7 +43,7 @@ cdef extern from *:
     static int arenapy_membarrier(int command) {
         return syscall(SYS_membarrier, command, 0, 0) == 0;
     }
-    /* Asks only. `prepare_takeovers` (thread_slot) registers. A thread that takes a lock from its
+    /* Asks only. thread_slot registers when it is imported. A thread that takes a lock from its
        owner before that is done registers itself. */
     static int arenapy_may_own(void) {
         static int may = -1;

@@ -11,9 +11,6 @@ cdef enum:
 cdef uint64_t thread_number() noexcept nogil
 # Where the thread's slot lies, from its thread pointer: the same for all threads.
 cdef int64_t slot_offset() noexcept nogil
-# Soon, a thread can take a biased lock from its owner without a wait. Called by whatever has such
-# locks, before there is a second thread that uses them.
-cdef void prepare_takeovers() noexcept nogil
 
 cdef extern from "Python.h":
     # `threading.get_ident()`. In a forked child, the thread that forked has the same.

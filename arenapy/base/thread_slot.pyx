@@ -1,6 +1,7 @@
 """Threads: numbered, so that what is kept by thread has few owners and goes on to new threads.
 
-This module also prepares the process for threads that take locks from their owners (biased_lock).
+The import of this module also prepares the process for threads that take locks from their owners
+(biased_lock).
 
 In a forked child only the thread that forked has a number. Data kept under the others is whole,
 or is forgotten there: the locks that guard it are taken around a fork, and freelists emptied
@@ -117,8 +118,8 @@ cdef int64_t slot_offset() noexcept nogil:
     return offset_of_slot()
 
 
-cdef void prepare_takeovers() noexcept nogil:
-    register_soon()
+# Now, so that a thread soon takes a biased lock from its owner without a wait.
+register_soon()
 
 
 # ---- the order of locks: in assertion builds only ------------------------------------------

@@ -51,7 +51,7 @@ from arenapy.linux.reserved_space cimport (
     ReservedArray, array_close, array_open, vm_fill, vm_protect,
 )
 from arenapy.base.thread_slot cimport (
-    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, prepare_takeovers, slot_offset,
+    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
 )
 
 cdef enum:
@@ -113,7 +113,6 @@ cdef class ThreadCaches(Segments):
         """Make ready, for about so many pages; there is no memory yet."""
         cdef int s, i
         cdef size_t size
-        prepare_takeovers()
         if not self.open_arrays(pages):
             raise MemoryError(
                 "no address space for the bookkeeping of a pool, which takes some 800 KiB at "

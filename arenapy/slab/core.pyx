@@ -30,7 +30,7 @@ from arenapy.allocator.allocator_core cimport (
 from arenapy.base.sealed cimport seal
 from arenapy.slab.hot_path cimport cache_free, forbid_from, pop, push, push_at, stow
 from arenapy.base.thread_slot cimport (
-    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, prepare_takeovers, slot_offset,
+    N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
 )
 from arenapy.slab.core cimport Group, item_is_live, name_is_valid, nth_group, stack_is_valid
 from arenapy.memory.children cimport Seen, seen_add
@@ -123,7 +123,6 @@ cdef class Items(AllocatorCore):
         self.parts = <Part*>(self.part_array.at + PARTS_AT)
         rank_spin(&self.births, RANK_BIRTHS)
         self.slot_offset = slot_offset()
-        prepare_takeovers()
         self.set_fast_path_off(self.fast_path_off)
         return 0
 
