@@ -247,7 +247,10 @@ cdef int grow_in_place(
     c.open_check()
     n += n == 0
     if c.growing:
-        raise OutOfMemory(c.full(n, align, max_bytes))
+        raise OutOfMemory(
+            f"{n} bytes aligned to {align} do not fit, and the arena is growing just now, in "
+            "another thread or for an allocation that this code interrupted: allocate afterwards, "
+            "or from another arena")
     arenapy_lock_acquire(&c.lock)
     left = place.room - region.size if place.room > region.size else 0
     if extents_room(&c.free, 3):

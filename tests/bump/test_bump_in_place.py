@@ -399,13 +399,13 @@ class Meddled:
             Meddling.during()
 
 
-def test_code_that_runs_while_it_grows_finds_the_arena_full(monkeypatch):
+def test_code_that_runs_while_it_grows_cannot_make_it_grow(monkeypatch):
     arena = Bump(PAGE, Meddling(grow=True), 64 * MIB)
     seen = []
 
     def during():
         Meddling.during = None
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemory, match="growing just now"):
             arena.alloc(MIB)
         seen.append(arena.trim())
         seen.append(arena.alloc(64))
@@ -418,6 +418,33 @@ def test_code_that_runs_while_it_grows_finds_the_arena_full(monkeypatch):
     assert set(peek(block.address, block.nbytes)) == {1}
     arena.check()
     arena.alloc(30 * MIB)  # and afterwards it grows again
+
+
+def test_a_check_amid_which_the_arena_is_trimmed():
+    """By a finalizer: where Python collects while C code allocates, so before 3.12."""
+    arena = Bump(PAGE, Host(grow=True), 64 * MIB)
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            arena.trim()
+
+    kept = [memoryview(arena.alloc(100)) for _ in range(3000)]  # many ranges to look at
+    mark = arena.mark()
+    thresholds = gc.get_threshold()
+    try:
+        for i in range(20):
+            arena.alloc(20 * MIB)
+            arena.reset(mark)
+            Cycle()
+            gc.set_threshold(50 + i)
+            arena.check()
+            gc.set_threshold(*thresholds)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(kept) == 3000
 
 
 @pytest.mark.parametrize("call", ["commit", "decommit"])
