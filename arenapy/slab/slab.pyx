@@ -330,7 +330,8 @@ cdef class Slab(Allocator):
             c.reclaim_leases()
         # Before others have to wait for this thread: a stream may be asked by code of the user.
         if c.settle_streams(False) or (
-                wanted > c.idle() + self.most - c.items and c.settle_streams(True)):
+                wanted > c.idle() + self.most - c.items
+                and c.settle_streams(missing(c, wanted))):
             return 0
         if not c.begin_growth():
             if arenapy_finalizing():         # that thread has ended, in its source
@@ -353,7 +354,7 @@ cdef class Slab(Allocator):
                 except MemoryError as e:
                     error = e
                 if region is None and items == 1:
-                    if c.settle_streams(True) or c.idle() >= wanted:
+                    if c.settle_streams(missing(c, wanted)) or c.idle() >= wanted:
                         return 0
                     raise OutOfMemory(self._full(
                         wanted, f"its source has no more ({reason_of(error)})")) from error
@@ -544,6 +545,12 @@ cdef class Slab(Allocator):
 
     def __reduce__(self):
         raise TypeError("a Slab is not pickled; only the process that made it allocates from it")
+
+
+cdef Py_ssize_t missing(SlabCore c, uint64_t wanted) noexcept:
+    """How many items a request waits for."""
+    cdef uint64_t idle = c.idle()
+    return <Py_ssize_t>(wanted - idle) if wanted > idle else 1
 
 
 cdef uint64_t as_count(object value, str what) except 0:

@@ -452,18 +452,24 @@ def test_events_that_are_over_do_not_pile_up_on_a_block(gpu):
     assert gpu.calls.total() - before < 200
 
 
-def test_a_request_that_waits_for_many_blocks_asks_about_each_a_few_times(gpu):
+@pytest.mark.parametrize("kind", [Pool, Slab])
+def test_a_request_that_waits_for_many_blocks_asks_about_each_a_few_times(gpu, kind):
     n, kib64 = 256, 64 << 10
-    pool = Pool(n * kib64, cuda.Device())
+    if kind is Pool:
+        arena = Pool(n * kib64, cuda.Device())
+        blocks = [arena.alloc(kib64) for _ in range(n)]
+    else:
+        arena = Slab(kib64, n, cuda.Device())
+        blocks = arena.alloc_many(n)
     streams = [cuda.Stream() for _ in range(20)]
-    blocks = [pool.alloc(kib64) for _ in range(n)]
     for i, block in enumerate(blocks):
         block.record_stream(streams[i % 20])
         slowly_fill(gpu, streams[i % 20].handle, block, 1)
         block.release()
         if i % 4 == 3:
-            pool.stats()  # which begins to wait for what was released so far
+            arena.stats()  # which begins to wait for what was released so far
     gpu.calls.clear()
-    pool.alloc(n * kib64).release()
+    again = [arena.alloc(n * kib64)] if kind is Pool else arena.alloc_many(n)
     assert gpu.calls["cuEventQuery"] < 30 * n
+    del again
     gpu.drain()
