@@ -329,13 +329,18 @@ cdef class Turn:
 seal(Turn)
 
 
+def leave_it(generator):
+    """What is done with an async generator that the collector found: nothing."""
+
+
 def begin_unseen(generator):
     """The first step of an async generator, of which no event loop is told.
 
-    A loop that ends closes all that it was told of at once. This one is closed by its wrapper.
+    A loop that ends closes all that it was told of at once. This one is closed by its wrapper, even
+    if the collector finds both and finalizes this one first.
     """
     told = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(None, None)
+    sys.set_asyncgen_hooks(None, leave_it)
     try:
         return generator.asend(None)
     finally:

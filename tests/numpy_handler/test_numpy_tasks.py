@@ -186,6 +186,30 @@ def test_an_event_loop_that_ends_closes_an_async_generator_once(pools):
     assert closed == [0, 0, 0]
 
 
+def test_an_async_generator_that_the_collector_finds(pools):
+    """The one inside, too, in the same collection."""
+    closed = []
+
+    @numpy_memory(pools[0])
+    async def numbers():
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            closed.append(where(pools))
+
+    async def main():
+        cycle = [generator := numbers()]
+        cycle.append(cycle)
+        await anext(generator)
+        del cycle, generator
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert closed == [0]
+
+
 @pytest.mark.parametrize("decorated", [True, False])
 def test_a_generator_that_goes_on_after_its_close(pools, decorated):
     """Decorated it does what it does."""
