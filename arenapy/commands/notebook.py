@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from arenapy.base.text import format_bytes, html_table
-from arenapy.commands.run.report import TimedHost
 from arenapy.linux.vm import minor_faults
-from arenapy.memory.sources import Host
 from arenapy.numpy_handler.numpy_memory import numpy_memory
 from arenapy.pool.pool import Pool
 
@@ -47,9 +44,7 @@ class _Cells:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.source = TimedHost(Host())
-        self.pool = Pool(source=self.source)
-        self.source.pool = weakref.ref(self.pool)
+        self.pool = Pool()
         self.memory = numpy_memory(self.pool)
 
     def run(self, line: str, cell: str) -> None:
@@ -59,15 +54,14 @@ class _Cells:
                 f"%%arenapy takes no options, and got {line.strip()!r}; leave them out"
             )
         before, lacked = self.pool.stats(), self.memory.stats()
-        self.source.add_up()
-        prefaulted, seconds = self.source.nbytes, self.source.seconds
+        prefaulted, seconds, *_ = self.pool._growth()
         self.pool.reset_peak()
         faults, start = minor_faults(), time.perf_counter()
         with self.memory, _semicolon_of(self.shell, cell):
             result = self.shell.run_cell(cell)  # shows its value, or how it fails
         took, faults = time.perf_counter() - start, minor_faults() - faults
         after, lacks = self.pool.stats(), self.memory.stats()
-        self.source.add_up()
+        prefaulted_then, seconds_then, *_ = self.pool._growth()
         blocks = after.total_allocations - before.total_allocations
         hits = after.pool_hits - before.pool_hits
         rows = [
@@ -77,8 +71,7 @@ class _Cells:
             ("peak", format_bytes(after.peak_bytes)),
             (
                 "prefault",
-                f"{format_bytes(self.source.nbytes - prefaulted)} "
-                f"in {self.source.seconds - seconds:.3f} s",
+                f"{format_bytes(prefaulted_then - prefaulted)} in {seconds_then - seconds:.3f} s",
             ),
         ]
         if fell_back := lacks.system_allocations - lacked.system_allocations:

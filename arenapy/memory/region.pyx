@@ -48,7 +48,7 @@ from arenapy.linux.vm cimport (
     Descriptor, OpenFile, vm_close, vm_file_nbytes, vm_first_lease, vm_identify, vm_is_mapped,
     vm_is_open, vm_reopen, vm_unmap,
 )
-from arenapy.linux.reserved_space cimport Mapping, vm_occupy
+from arenapy.linux.reserved_space cimport Mapping, vm_occupy, vm_protect
 from libc.stdlib cimport free
 
 from arenapy.base.text import format_bytes
@@ -431,6 +431,18 @@ cdef class Region(MemoryOwner):
             )
         self._unmap()
         self.owner = None
+
+    def _make_accessible(self, size_t offset, size_t nbytes):
+        """Make a part of a reservation accessible. False: it is closed, or a limit is reached.
+
+        Internal. Nobody closes it meanwhile, as `close` takes the same lock.
+        """
+        cdef MemoryOwner guard = self if self.user == NULL else <MemoryOwner>self.user
+        cdef bint done
+        arenapy_lock_acquire(&guard.lock)
+        done = not self.gone and vm_protect(self.ptr + offset, nbytes, True) == 0
+        arenapy_lock_release(&guard.lock)
+        return done
 
     def __reduce__(self):
         raise TypeError(

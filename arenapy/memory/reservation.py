@@ -95,7 +95,7 @@ class Reservation:
     """
 
     __slots__ = (
-        "_failed", "_open", "_room", "_shared_by", "_until", "_whole", "nbytes", "page_size",
+        "_open", "_room", "_shared_by", "_until", "_whole", "nbytes", "page_size",
         "region", "shared",
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ class Reservation:
         self.shared = region.kind == "shared"
         self._shared_by = os.getpid() if self.shared else 0
         self._room, self._until = 0, 0.0
-        self._open, self._failed = 0, False
+        self._open = 0  # all before it is accessible, and stays so
         self.region = region
         self.nbytes = region.nbytes
         self.page_size = region.page_size
@@ -122,24 +122,23 @@ class Reservation:
         address = self._address(offset, nbytes)
         request = self._whole.part(nbytes)
         self._check(request)
-        opened = False
         try:
             try:
-                opened = self._make_accessible(offset, nbytes)
+                self._make_accessible(offset, nbytes)
                 if self.shared:  # others may have written there: what is committed is zero
                     vm.decommit(address, nbytes, shared_by=self._shared_by)
             except OSError as error:
                 raise request.explain_map(error) from error
             request.take(address)
         except BaseException:
-            self._give_back(address, nbytes, opened)
+            self._give_back(address, nbytes)
             raise
 
     def ready(self) -> tuple[int, int, int, bool] | None:
         """The addresses that are accessible; the bytes that may get memory without a look at the
         limits; whether it is to be faulted in. None: parts take more than that. Internal."""
         options = self._whole.options
-        if self.shared or self._failed or options.lock or self.region.closed:
+        if self.shared or options.lock or self.region.closed:
             return None
         start = self.region.address
         room = max(self._room, 0) if options.prefault else self.nbytes
@@ -151,9 +150,8 @@ class Reservation:
             return
         now = monotonic()
         self._room, self._until = self._whole.part(THP_SIZE).check() // SHARE, now + MOMENT
-        stop = min(self._open + AHEAD, self.nbytes)
-        if not self._failed and stop > self._open:
-            vm.protect(self.region.address + self._open, stop - self._open, True)
+        start, stop = self._open, min(self._open + AHEAD, self.nbytes)
+        if stop > start and self.region._make_accessible(start, stop - start):
             self._open = max(self._open, stop)
 
     def decommit(self, offset: int, nbytes: int, stream: object = None) -> None:
@@ -183,39 +181,30 @@ class Reservation:
             self._room, self._until = request.check() // SHARE, now + MOMENT
         self._room -= request.mapped
 
-    def _make_accessible(self, offset: int, nbytes: int) -> bool:
-        """A part; and what lies behind it, if this is how the reservation grows. False: it was so.
+    def _make_accessible(self, offset: int, nbytes: int) -> None:
+        """A part; and what lies behind it, if this is how the reservation grows.
 
         mprotect waits for all threads that are faulting pages in, and they wait for it: a call for
         each part would let no two threads fault in at once.
         """
         end = offset + nbytes
-        if self._failed or offset > self._open:
-            vm.protect(self.region.address + offset, nbytes, True)
-            return True
-        if end <= self._open:
-            return False
         start, stop = self._open, min(end + AHEAD, self.nbytes)
-        try:
-            vm.protect(self.region.address + start, stop - start, True)
-        except OSError:  # a limit that counts what is accessible, and has room for the part maybe
-            if (start, stop) == (offset, end):
-                raise
-            self._failed = True
-            vm.protect(self.region.address + offset, nbytes, True)
-        else:
-            self._open = max(self._open, stop)
-        return True
+        if end <= start:
+            return
+        if offset <= start:
+            with suppress(OSError):  # a limit that counts what is accessible: with room for less?
+                vm.protect(self.region.address + start, stop - start, True)
+                self._open = max(self._open, stop)
+                return
+        vm.protect(self.region.address + offset, nbytes, True)
 
-    def _give_back(self, address: int, nbytes: int, opened: bool) -> None:
+    def _give_back(self, address: int, nbytes: int) -> None:
+        """As by `decommit`, and no longer locked."""
         with suppress(OSError):  # shared memory that could not be made accessible
             vm.decommit(address, nbytes, shared_by=self._shared_by)
-        with suppress(OSError):  # of either, if splitting the mapping needs one too many
-            if self._whole.options.lock:
+        if self._whole.options.lock:
+            with suppress(OSError):  # if splitting the mapping needs one too many
                 vm.unlock(address, nbytes)
-            if opened:
-                self._failed = True  # from now on not all that lies before `_open` is accessible
-                vm.protect(address, nbytes, False)
 
     def _address(self, offset: int, nbytes: int) -> int:
         """Where a part begins, if it is one."""

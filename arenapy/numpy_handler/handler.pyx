@@ -356,15 +356,15 @@ def make_handler(Pool pool not None, bint fallback):
             pool.alloc(1).release()          # its source shows what memory it has
         except Exception:
             pass                             # then there is nothing to be seen
-    try:
-        pool.memory.prepare()
-    except Exception:
-        pass                                 # growth asks again, and says why
     if not core.host_accessible:
         raise BufferError(
             f"pool={pool!r} has {core.kind} memory, which the host cannot access; give NumPy a "
             "pool over host memory"
         )
+    try:
+        pool.memory.prepare()
+    except Exception:
+        pass                                 # growth asks again, and says why
     h = <Capsule*>malloc(sizeof(Capsule))
     if h == NULL:
         raise MemoryError("no memory for a NumPy handler")

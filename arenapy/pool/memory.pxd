@@ -15,6 +15,7 @@ cdef struct Recurrence:
 
 
 cdef class PoolMemory:
+    cdef object __weakref__
     cdef PoolCore core
     cdef object source
     cdef bint unaligned              # the source's regions may not begin on a page
@@ -35,10 +36,16 @@ cdef class PoolMemory:
     cdef size_t ready_bytes
     cdef size_t ready_least          # if there is less, more is made ready
     cdef bint ready_asked            # that is on its way
+    cdef bint preparing              # a thread is in `prepare`
+    cdef object weak                 # a weak reference to this
     cdef bint prefaults              # its memory is faulted in
-    cdef size_t faulted_in           # bytes, by commits at once, and the seconds that took
-    cdef double fault_seconds
+    # Of all growth: bytes that were got at once, seconds by the clock and of the processor. Those
+    # of several threads at the same time all count. Under the lock of the heap.
+    cdef size_t grown_bytes
+    cdef double grown_seconds
+    cdef double grown_cpu
     cdef size_t peak_pages           # the most that were ever reserved
+    cdef object refusal              # why the source refused its last request, or None
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.
@@ -74,7 +81,8 @@ cdef class PoolMemory:
         self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
     cdef int commit(self, uint32_t id) except -1
     cdef int commit_by_source(self, uint32_t id) except -1
-    cdef bint commit_at_once(self, uintptr_t address, size_t nbytes) noexcept
+    cdef void note_growth(self, size_t nbytes, double seconds, double cpu) noexcept
+    cdef bint commit_at_once(self, uintptr_t address, size_t nbytes, bint* lazily) noexcept
     cdef int note_ready(self, object reservation) except -1
     cdef bint add_reservation(self, size_t pages) except -1
     cdef int drop_room(self, int segment) except -1

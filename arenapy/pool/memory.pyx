@@ -14,6 +14,9 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from libc.errno cimport EAGAIN, EINTR
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from posix.time cimport (
+    CLOCK_MONOTONIC, CLOCK_PROCESS_CPUTIME_ID, clock_gettime, clockid_t, timespec,
+)
 
 from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
@@ -31,7 +34,7 @@ from arenapy.allocator.allocator_core cimport record
 from arenapy.linux.populate cimport vm_populate
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommit
 
-from time import perf_counter
+import weakref
 
 from arenapy.errors import OutOfMemory
 from arenapy.memory.reservation import Reservation
@@ -49,17 +52,17 @@ cdef extern from "Python.h":
     #endif
     }
     /* Pending calls are the main interpreter's. The function takes over a reference. */
-    static int arenapy_make_ready_later(int (*act)(void *), PyObject *memory) {
+    static int arenapy_make_ready_later(int (*act)(void *), PyObject *weak_memory) {
         if (PyInterpreterState_Get() != PyInterpreterState_Main()) return 0;
-        Py_INCREF(memory);
-        if (Py_AddPendingCall(act, memory) == 0) return 1;
-        Py_DECREF(memory);
+        Py_INCREF(weak_memory);
+        if (Py_AddPendingCall(act, weak_memory) == 0) return 1;
+        Py_DECREF(weak_memory);
         return 0;
     }
     """
     bint other_threads "arenapy_other_threads" () noexcept
     bint make_ready_later "arenapy_make_ready_later" (
-        int (*act)(void*) except -1, PyObject* memory) noexcept
+        int (*act)(void*) except -1, PyObject* weak_memory) noexcept
 
 cdef extern from "<unistd.h>":
     int usleep(unsigned int microseconds) nogil
@@ -70,7 +73,6 @@ cdef enum:
     NO_LIMIT = 1 << 30
     AHEAD_LEAST = 128 << 20  # bytes: half of what a reservation makes accessible
     AT_ONCE_MOST = 64 << 20  # bytes
-    AT_ONCE_SHARED = 4 << 20     # bytes: in about a millisecond
     RECYCLED_FIRST = 8       # in units of what is reserved, as is
     RECYCLED_AGAIN = 1
     IDLE_SHARE = 16          # a share: of what is reserved, so much may lie idle at first
@@ -97,6 +99,13 @@ cdef object checked_limit(object max_bytes, size_t initial_bytes):
             f"initial_bytes={initial_bytes} is more than max_bytes={max_bytes}; give less"
         )
     return max_bytes
+
+
+cdef double now(clockid_t clock) noexcept:
+    """Seconds."""
+    cdef timespec t
+    clock_gettime(clock, &t)
+    return t.tv_sec + 1e-9 * t.tv_nsec
 
 
 cdef Grower* enter(PoolCore c) except NULL:
@@ -141,6 +150,7 @@ cdef class PoolMemory:
         self, PoolCore core not None, object source, size_t max_pages, size_t min_reservation
     ):
         self.core = core
+        self.weak = weakref.ref(self)
         self.source = source
         self.max_pages = max_pages
         self.min_reservation = min_reservation
@@ -263,72 +273,78 @@ cdef class PoolMemory:
         """Give a BUSY extent memory, or make it VOID again. Nobody closes its region meanwhile."""
         cdef PoolCore c = self.core
         cdef Descriptor* d = &c.descriptors[id]
-        cdef bint done = False
+        cdef size_t nbytes = <size_t>d.pages << PAGE_BITS
+        cdef bint done = False, lazily = False
+        cdef double start = now(CLOCK_MONOTONIC), cpu = now(CLOCK_PROCESS_CPUTIME_ID)
+        cdef double stop = start, cpu_stop = cpu
         cdef Grower* me = NULL
         arenapy_add(&c.in_transit, 1)
         try:
             me = enter(c)
             if c.gone:
                 c.open_check()
-            if not self.at_once or not self.commit_at_once(
-                    d.address, <size_t>d.pages << PAGE_BITS):
+            if not self.at_once or not self.commit_at_once(d.address, nbytes, &lazily):
                 self.commit_by_source(id)
-            record(c, EVENT_GROW, <void*>d.address, <size_t>d.pages << PAGE_BITS)
+            record(c, EVENT_GROW, <void*>d.address, nbytes)
+            stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
             done = True
         finally:                             # without a call of Python's, which may fail
             arenapy_spin_acquire(&c.heap_lock)
             c.end_growth(id, done, c.own_cache().tick)
             self.most_pages = max(self.most_pages, c.reserved_pages)
-            self.peak_pages = max(self.peak_pages, c.reserved_pages)
+            self.note_growth(0 if lazily or not done else nbytes, stop - start, cpu_stop - cpu)
             arenapy_sub(&c.in_transit, 1)
             if me != NULL:
                 leave(c, me)
             arenapy_spin_release(&c.heap_lock)
         return 0
 
+    cdef void note_growth(self, size_t nbytes, double seconds, double cpu) noexcept:
+        self.grown_bytes += nbytes
+        self.grown_seconds += seconds
+        self.grown_cpu += cpu
+        self.peak_pages = max(self.peak_pages, self.core.reserved_pages)
+
     cdef int commit_by_source(self, uint32_t id) except -1:
         cdef Descriptor* d = &self.core.descriptors[id]
         reservation = self.reservations[self.core.segments[d.segment].base]
         try:
             reservation.commit(<size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
-        except BaseException:
-            self.ready_end = 0               # not all before it may be accessible now
+        except BaseException as error:
+            self.refusal = refusal_of(error)
             raise
+        self.refusal = None
         self.note_ready(reservation)
         return 0
 
-    cdef bint commit_at_once(self, uintptr_t address, size_t nbytes) noexcept:
+    cdef bint commit_at_once(self, uintptr_t address, size_t nbytes, bint* lazily) noexcept:
         """The same, but no other code runs: no Python code, and this thread keeps the GIL.
 
-        If there are other threads, much memory comes as it is touched: they all would wait.
+        If there are other threads, the memory comes as it is touched: they all would wait.
         """
         cdef bint others = other_threads()
-        cdef double start
         cdef int rc = 0
         if (nbytes > self.ready_bytes
                 or not self.ready_from <= address < address + nbytes <= self.ready_end):
             return False
         if self.prefaults and not others and nbytes > AT_ONCE_MOST:
             return False                     # several threads fault it in
-        if self.prefaults and not (others and nbytes > AT_ONCE_SHARED):
-            start = perf_counter()
+        lazily[0] = others or not self.prefaults
+        if not lazily[0]:
             rc = -EAGAIN
             while rc == -EAGAIN or rc == -EINTR:
                 rc = vm_populate(address, nbytes, True)
             if rc != 0:
                 return False
-            self.faulted_in += nbytes
-            self.fault_seconds += perf_counter() - start
         self.ready_bytes -= nbytes
         if not self.ready_asked and (
                 self.ready_bytes < self.ready_least
                 or self.ready_end - address - nbytes < AHEAD_LEAST):
-            self.ready_asked = make_ready_later(make_more_ready, <PyObject*>self)
+            self.ready_asked = make_ready_later(make_more_ready, <PyObject*>self.weak)
         return True
 
     cdef int note_ready(self, object reservation) except -1:
         """What is ready in a reservation that has just got memory."""
-        reservation = getattr(reservation, "timed", reservation)
         if type(reservation) is not Reservation:
             return 0
         ready = reservation.ready()
@@ -341,15 +357,18 @@ cdef class PoolMemory:
         return 0
 
     cdef int prepare(self) except -1:
-        if not self.may_reserve or self.ready is not None:
+        if not self.may_reserve or self.ready is not None or self.preparing:
             return 0
-        if not self.reservations and not self.add_reservation(1):
-            return 0
-        for reservation in self.reservations.values():
-            self.note_ready(reservation)
-        if self.ready is not None:
-            self.ready.look_ahead()
-            self.note_ready(self.ready)
+        self.preparing = True                # for other threads, in which other handlers are made
+        try:
+            if self.reservations or self.add_reservation(1):
+                for reservation in list(self.reservations.values()):
+                    self.note_ready(reservation)
+                if self.ready is not None:
+                    self.ready.look_ahead()
+                    self.note_ready(self.ready)
+        finally:
+            self.preparing = False
         return 0
 
     cdef int drop_room(self, int segment) except -1:
@@ -377,6 +396,8 @@ cdef class PoolMemory:
         cdef size_t least = pages + padded
         cdef size_t left, want
         cdef uint32_t forks
+        cdef double start = now(CLOCK_MONOTONIC), cpu = now(CLOCK_PROCESS_CPUTIME_ID)
+        cdef double stop = start, cpu_stop = cpu
         cdef Grower* me = NULL
         cdef Region region = None
         arenapy_spin_acquire(&c.heap_lock)
@@ -399,12 +420,18 @@ cdef class PoolMemory:
                 region = make_region(self.core, self.source, least << PAGE_BITS)
             if whole_pages(region) >= pages:
                 self.add_region(region)
+                stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
+                self.refusal = None
                 return True
             if padded:
                 raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
+        except BaseException as error:
+            self.refusal = refusal_of(error)
+            raise
         finally:
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
+            self.note_growth(want if stop > start else 0, stop - start, cpu_stop - cpu)
             if me != NULL:
                 leave(c, me)
             arenapy_spin_release(&c.heap_lock)
@@ -555,8 +582,11 @@ cdef class PoolMemory:
                 pass
             elif type(reservation) is Reservation:       # what its `decommit` does
                 shared = reservation.shared
-                with nogil:
+                if self.at_once:
                     done = vm_decommit(at, nbytes, shared) >= 0
+                else:
+                    with nogil:
+                        done = vm_decommit(at, nbytes, shared) >= 0
             else:
                 try:
                     reservation.decommit(
@@ -587,21 +617,26 @@ cdef class PoolMemory:
 
 cdef int make_more_ready(void* argument) except -1:
     """In the main thread, between two bytecodes."""
-    cdef PoolMemory memory = <PoolMemory>argument
-    cdef uint32_t forks = memory.core.forks
-    Py_DECREF(memory)
+    weak = <object>argument
+    Py_DECREF(weak)
+    cdef PoolMemory memory = weak()          # the pool may have ended since it asked
+    if memory is None:
+        return 0
     memory.ready_asked = False
-    arenapy_add(&memory.core.in_transit, 1)  # nobody closes its region meanwhile
     try:
-        if memory.ready_end and not memory.core.gone:
+        if memory.ready_end:
             memory.ready.look_ahead()
             memory.note_ready(memory.ready)
     except (MemoryError, OSError):
         pass                                 # then growth asks the source, which says why
-    finally:
-        if memory.core.forks == forks:       # else this is a child, where nothing is in transit
-            arenapy_sub(&memory.core.in_transit, 1)
     return 0
+
+
+cdef str refusal_of(object error):
+    """Why the source has no memory, for a report."""
+    if type(error) is OutOfMemory:
+        return str(error)
+    return f"{type(error).__name__} interrupted the request for memory"
 
 
 cdef size_t whole_pages(Region region) noexcept:

@@ -668,13 +668,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         start = perf_counter()
         return Defragmented(self.trim(), 1e3 * (perf_counter() - start))
 
-    def _grown_at_once(self):
-        """Of growth amid functions of NumPy since the last call: seconds, bytes faulted in. And the
-        most bytes that were ever reserved."""
+    def _growth(self):
+        """Of all growth: bytes faulted in, seconds by the clock, and of the processor. The most
+        bytes that were ever reserved. Why the source refused its last request, or None."""
         cdef PoolMemory memory = self.memory
-        nbytes, seconds = memory.faulted_in, memory.fault_seconds
-        memory.faulted_in, memory.fault_seconds = 0, 0.0
-        return seconds, nbytes, memory.peak_pages << PAGE_BITS
+        return (memory.grown_bytes, memory.grown_seconds, memory.grown_cpu,
+                memory.peak_pages << PAGE_BITS, memory.refusal)
 
     def _trim_stale(self):
         """Give back now what `trim_after` would give back; return the bytes."""

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import alike
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from alike import REPORT, TIMEOUT, split
 
-from arenapy import Host, trace
+from arenapy import trace
 from arenapy.commands.command_line import size
 from arenapy.commands.run import report
 from arenapy.commands.run.command import huge_heap
@@ -351,38 +350,6 @@ def figures(tmp_path, *arguments):
     return json.loads((tmp_path / "figures.json").read_text()), done.stdout
 
 
-def test_a_fork_while_another_thread_notes_what_it_got(run_script):
-    """The child has no such thread, which would let go of the lock."""
-    run_script("""
-        import os, threading, time
-        from arenapy import Host
-        from arenapy.commands.run.report import TimedHost
-
-        source, held = TimedHost(Host()), threading.Event()
-
-        def note():
-            with source._lock:
-                held.set()
-                time.sleep(0.2)
-
-        thread = threading.Thread(target=note)
-        thread.start()
-        held.wait()
-        child = os.fork()
-        if not child:
-            source.region(1 << 16)
-            os._exit(source.nbytes != 1 << 16)
-        deadline = time.monotonic() + 10
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not ended[0]:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        thread.join()
-        assert ended == (child, 0), "the child waits for ever"
-    """)
-
-
 @pytest.mark.parametrize("options", [(), ("--quiet",), ("--quiet", "--json", "figures.json")])
 @pytest.mark.full
 def test_a_trace_that_is_cut_off_is_told(script, tmp_path, options):
@@ -424,18 +391,6 @@ def test_figures_are_those_of_the_program(script, tmp_path):
     assert found["peak_reserved_bytes"] - found["pool"]["peak_bytes"] == found["never_used_bytes"]
     assert found["fell_back"]["system_allocations"] == found["fell_back"]["lazy_allocations"] == 0
     assert found["unreached_threads"] == []
-
-
-def test_growth_waits_for_nobody_who_adds_up():
-    """A signal's handler may run there, and wait for a thread that grows the pool."""
-    source = report.TimedHost(Host(prefault=False))
-    with source._lock:
-        thread = threading.Thread(target=source.region, args=[1 << 16], daemon=True)
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive() and source.nbytes == 0
-    source.add_up()
-    assert source.nbytes == source.peak == 1 << 16
 
 
 def test_figures_are_named_as_in_the_stats():

@@ -19,7 +19,7 @@ from cuda_support import (
     slowly_fill,
 )
 
-from arenapy import Bump, OutOfMemory, Pool, cuda
+from arenapy import Bump, OutOfMemory, Pool, cuda, numpy_memory
 from arenapy.commands.replay.device import HEAPS, Watch
 from arenapy.commands.replay.program import program
 
@@ -50,6 +50,13 @@ def filled(block, byte):
 def used(gpu):
     """What the pool has of the device, but for the page that each reservation keeps."""
     return gpu.memory.used[0] - GRANULE
+
+
+def test_a_pool_that_numpy_cannot_use_reserves_nothing(gpu):
+    pool = pool_of()
+    with pytest.raises(BufferError, match="device memory, which the host cannot access"):
+        numpy_memory(pool)
+    assert pool.regions == () and gpu.calls["cuMemAddressReserve"] == 0
 
 
 def test_a_pool_has_one_region_and_maps_what_it_needs(gpu):

@@ -61,7 +61,7 @@ def test_failed_commit_is_undone(number, error, match, lock, before, populate_er
         reservation.commit(2 * MIB, 4 * MIB)
     assert getattr(caught.value, "errno", number) in (number, None)
     assert rss(reservation) == 2 * MIB
-    assert accessible(reservation, 2 * MIB) == before
+    assert accessible(reservation, 2 * MIB)  # as after `decommit`
     assert "lo" not in vm_flags(reservation.region.address + 2 * MIB)
     assert read(reservation, 0, 2 * MIB) == b"Z" * 2 * MIB
     reservation.commit(2 * MIB, 4 * MIB)
@@ -81,7 +81,6 @@ def test_commit_that_fails_half_way_gives_back_what_it_had(monkeypatch):
         with pytest.raises(OutOfMemory, match="out of it"):
             reservation.commit(0, 8 * MIB)
     assert rss(reservation) == 0
-    assert not accessible(reservation, 0)
 
 
 def test_ctrl_c_is_undone(populate_error):
@@ -93,7 +92,6 @@ def test_ctrl_c_is_undone(populate_error):
         reservation.commit(0, SIZE)
     timer.join()
     assert rss(reservation) == 0
-    assert not accessible(reservation, 0)
 
 
 @pytest.mark.parametrize("step", ["advise", "protect"])

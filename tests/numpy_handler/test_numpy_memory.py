@@ -1,11 +1,14 @@
 """`numpy_memory` and `handles`: what arrays are made of, and where their blocks go."""
 
+import ctypes
+import mmap
 import os
 import pickle
 import resource
 import signal
 import sys
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +32,14 @@ from sources import Only, Regions
 
 import arenapy
 from arenapy import File, Host, Pool, handles, numpy_memory
+from arenapy.linux import vm
+from arenapy.memory import reservation
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+PROT_NONE, MAP_FIXED_NOREPLACE = 0, 0x100000
 
 LAZY = 32 * MIB  # zeros of this much come when they are touched
 POLICIES = ["system", "error"]
@@ -47,6 +58,12 @@ def pool():
 def system_figures(memory):
     stats = memory.stats()
     return stats.system_allocations, stats.system_bytes, stats.system_live
+
+
+def access(address):
+    """Of the mapping that begins there, as /proc/self/maps has it, or None."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return next((line.split()[1] for line in maps if line.startswith(f"{address:x}-")), None)
 
 
 def make_dirty(pool, nbytes=8 * MIB):
@@ -185,11 +202,18 @@ def test_resize_keeps_what_there_is_and_zeros_the_rest(nbytes, where):
     assert live(pool) == 0
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("threads", [False, True])
-def test_a_pool_grows_amid_a_function_of_numpy_without_other_code(threads):
+def test_a_pool_grows_amid_a_function_of_numpy_without_other_code(
+    threads, interrupted, monkeypatch
+):
     """Not even what a profiler sees. Before the main thread has made more ready, that is."""
     pool, seen, kept, done = Pool(), [], [], threading.Event()
     memory = numpy_memory(pool, on_full="error")
+    if interrupted:  # once before, beyond what was ready
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(vm, "prefault", Mock(side_effect=KeyboardInterrupt))
+            pool.alloc(300 * MIB)
     thread = threading.Thread(target=done.wait)
     if threads:
         thread.start()
@@ -205,12 +229,32 @@ def test_a_pool_grows_amid_a_function_of_numpy_without_other_code(threads):
         thread.join()
     assert not [name for name in seen if "arenapy" in name and "tests" not in name]
     assert len(kept) == 16 and all(map(is_ours, kept)) and pool.stats().reserved_bytes >= 32 * MIB
+    for array in kept:
+        array[:] = 1
     pool.check()
 
 
-def test_an_array_of_a_list_that_another_thread_changes():
+def test_a_handler_that_is_made_while_another_one_is_made():
+    """In another thread, for which the source stands here. They reserve addresses once."""
+
+    class Meanwhile(Host):
+        def reserve(self, nbytes):
+            made.append(len(made))
+            if len(made) == 1:
+                numpy_memory(pool)
+            return super().reserve(nbytes)
+
+    made = []
+    pool = Pool(source=Meanwhile())
+    numpy_memory(pool)
+    assert made == [0] and len(pool.regions) == 1
+
+
+@pytest.mark.parametrize("recycles", [False, True])
+def test_an_array_of_a_list_that_another_thread_changes(recycles):
     """With NumPy's own memory it is made between two of the thread's changes."""
     items, kept, stop = [0.0] * 50_000, [], threading.Event()
+    pool = Pool()
 
     def change():
         while not stop.is_set():
@@ -221,13 +265,69 @@ def test_an_array_of_a_list_that_another_thread_changes():
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        with numpy_memory(Pool(), on_full="error"):
+        with numpy_memory(pool, on_full="error"):
+            if recycles:  # idle pieces that are too small
+                kept = [np.empty(100_000, "u1") for _ in range(400)]
+                del kept[::2]
+            before = len(kept)
             for _ in range(100):
                 kept.append(np.array(items))
     finally:
         stop.set()
         thread.join()
-    assert len(kept) == 100
+    assert len(kept) == before + 100
+
+
+def test_a_pool_of_a_thread_ends_while_the_main_thread_waits():
+    """The pool has asked the main thread, which runs no bytecode, to make more memory ready."""
+    ended = []
+
+    def work():
+        pool = Pool()
+        with numpy_memory(pool):
+            arrays = [np.empty(2 * MIB) for _ in range(10)]
+        assert all(map(is_ours, arrays))
+        address = pool.regions[0].address
+        del arrays, pool
+        ended.append(access(address) is None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("when", ["begin", "later"])
+def test_a_region_that_is_closed_while_more_is_made_ready(when, monkeypatch):
+    """What is mapped there afterwards is somebody else's, and is not made accessible."""
+    pool, mapped = Pool(max_bytes=1 << 30), []
+
+    def close():
+        if not mapped:
+            region = pool.regions[0]
+            region.close()
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+            mapped.append((region.address, region.nbytes))
+            assert libc.mmap(*mapped[0], PROT_NONE, flags, -1, 0) == region.address
+        return 0.0
+
+    def work():
+        with memory:
+            arrays = [np.empty(50 * MIB, "u1") for _ in range(3)]
+        assert all(map(is_ours, arrays)) and not mapped
+
+    if when == "later":
+        memory = numpy_memory(pool)
+        monkeypatch.setattr(reservation, "monotonic", close)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    else:
+        monkeypatch.setattr(reservation, "monotonic", close)
+        numpy_memory(pool)
+    [(address, nbytes)] = mapped
+    assert access(address) == "---p"
+    libc.munmap(address, nbytes)
 
 
 def test_nothing_else_runs_while_an_array_is_resized():

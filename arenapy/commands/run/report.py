@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
-from time import perf_counter, process_time
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -24,111 +21,11 @@ from arenapy._version import __version__
 from arenapy.base.text import format_bytes, printable
 from arenapy.diagnostics.recorder import Recorder, Recording
 from arenapy.linux.libc_malloc import foreign_malloc
-from arenapy.memory.region import Region
-from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
 from arenapy.numpy_handler.numpy_memory import numpy_memory
 from arenapy.pool.pool import Pool
 
-__all__ = ["ProgramMemory", "TimedHost"]
-
-Got = TypeVar("Got")
-
-
-class TimedHost:
-    """A `Host` that knows how long it took to get memory, and how much the pool ever had.
-
-    Attributes
-    ----------
-    seconds, cpu : float
-        Of all requests together, those of several threads at once included: mapping, faulting in.
-    nbytes : int
-        Ever faulted in.
-    peak : int
-        The most bytes that the pool had reserved, in blocks or idle.
-    refusal : str
-        The reason, if it had none at the last request.
-
-    Notes
-    -----
-    Thread-safety: may be used from any thread.
-    """
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.seconds = self.cpu = 0.0
-        self.nbytes = self.peak = 0
-        self.refusal = ""
-        self.pool: weakref.ref[Pool] | None = None
-        self._new: deque[tuple[float, float, int, int]] = deque()
-        # Only tried: a signal's handler may run while it is held, and wait for a lock of the
-        # program's. A child would find it held by a thread that it does not have.
-        self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-
-    def region(self, nbytes: int) -> Region:
-        """As that of `Host`."""
-        return self._counted(lambda: self.host.region(nbytes), nbytes)
-
-    def reserve(self, nbytes: int) -> _TimedReservation | None:
-        """As that of `Host`; addresses alone cost nothing."""
-        reservation = self.host.reserve(nbytes)
-        return None if reservation is None else _TimedReservation(reservation, self)
-
-    def _counted(self, get: Callable[[], Got], nbytes: int) -> Got:
-        start = perf_counter(), process_time()
-        try:
-            got = get()
-        except MemoryError as error:
-            self.refusal = str(error)
-            raise
-        except BaseException as error:  # a signal's
-            self.refusal = f"{type(error).__name__} interrupted the request for memory"
-            raise
-        seconds, cpu = perf_counter() - start[0], process_time() - start[1]
-        pool = None if self.pool is None else self.pool()
-        before = sum(size for _, size in pool._reserved()) if pool is not None else 0
-        self._new.append((seconds, cpu, nbytes, before + nbytes))
-        self.refusal = ""
-        self.add_up()
-        return got
-
-    def add_up(self) -> None:
-        """Add what is new to the figures, unless somebody does so just now."""
-        lock = self._lock
-        if lock.acquire(blocking=False):
-            try:
-                while self._new:
-                    seconds, cpu, nbytes, reserved = self._new.popleft()
-                    self.seconds += seconds
-                    self.cpu += cpu
-                    self.nbytes += nbytes
-                    self.peak = max(self.peak, reserved)
-                pool = None if self.pool is None else self.pool()
-                if pool is not None:
-                    seconds, nbytes, reserved = pool._grown_at_once()
-                    self.seconds += seconds
-                    self.cpu += seconds
-                    self.nbytes += nbytes
-                    self.peak = max(self.peak, reserved)
-            finally:
-                lock.release()
-
-
-class _TimedReservation:
-    def __init__(self, reservation: Reservation, source: TimedHost) -> None:
-        self._source = source
-        self.timed = reservation
-        self._commit = reservation.commit
-        self.decommit = reservation.decommit
-        self.region = reservation.region
-        self.nbytes, self.page_size = reservation.nbytes, reservation.page_size
-
-    def commit(self, offset: int, nbytes: int) -> None:
-        self._source._counted(lambda: self._commit(offset, nbytes), nbytes)
+__all__ = ["ProgramMemory"]
 
 
 class ProgramMemory:
@@ -148,11 +45,10 @@ class ProgramMemory:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.source = TimedHost(Host(huge_pages=options["huge_pages"], lock=options["lock"]))
+        source = Host(huge_pages=options["huge_pages"], lock=options["lock"])
         self.pool = Pool(
-            options["max_bytes"], source=self.source, initial_bytes=options["initial_bytes"]
+            options["max_bytes"], source=source, initial_bytes=options["initial_bytes"]
         )
-        self.source.pool = weakref.ref(self.pool)
         self.recording = self._begin_trace(options["trace"], options["sites"])
         self.trace = self.recording.path if self.recording and options["trace_stays"] else None
         self.traced = ""  # for the report
@@ -205,17 +101,16 @@ class ProgramMemory:
     def figures(self) -> dict[str, Any]:
         """The figures so far, as plain data. Sizes are bytes."""
         self.see_threads()
-        self.source.add_up()
+        prefault_bytes, prefault_seconds, _, peak_reserved, _ = self.pool._growth()
         # Not stats(): the program's end would wait for the import of the dataclasses.
         pool = _with_shares(self.pool._figures())
         pool["classes"] = [_with_shares(one) for one in pool["classes"]]
-        peak_reserved = max(self.source.peak, pool["reserved_bytes"])
         return {
             "arenapy": __version__,
             "numpy_version": np.__version__,
             "served_bytes": self.pool._tally()[1],
-            "prefault_seconds": self.source.seconds,
-            "prefault_bytes": self.source.nbytes,
+            "prefault_seconds": prefault_seconds,
+            "prefault_bytes": prefault_bytes,
             "peak_reserved_bytes": peak_reserved,
             "never_used_bytes": max(0, peak_reserved - pool["peak_bytes"]),
             "libc_keeps": self.handler.libc is not None and foreign_malloc() is None,
@@ -229,13 +124,13 @@ class ProgramMemory:
     def measured(self) -> dict[str, Any]:
         """The figures for ``arenapy compare``, which are ready at once. The peak begins anew."""
         blocks, nbytes, _ = self.pool._tally()
-        self.source.add_up()
+        _, seconds, cpu_seconds, peak_reserved, _ = self.pool._growth()
         return {
             "blocks": blocks,
             "served_bytes": nbytes,
             # Of a request that waits for a processor, not the wait.
-            "prefault": min(self.source.seconds, self.source.cpu),
-            "never_used_bytes": max(0, self.source.peak - self.pool._exchange_peak(None)),
+            "prefault": min(seconds, cpu_seconds),
+            "never_used_bytes": max(0, peak_reserved - self.pool._exchange_peak(None)),
         }
 
     def text(self, figures: Mapping[str, Any]) -> str:
@@ -281,7 +176,7 @@ class ProgramMemory:
             lines.append(
                 f"{_count(found['system_allocations'], 'block')}, "
                 f"{format_bytes(found['system_bytes'])}, to malloc: "
-                f"{printable(self.source.refusal) or why}"
+                f"{printable(self.pool._growth()[4] or why)}"
             )
         if found["lazy_allocations"]:
             lines.append(
