@@ -4,7 +4,6 @@ This is a module so that threads which use the package for the first time at onc
 another. Python's lock of an import does that, and knows a deadlock.
 """
 
-import arenapy
 from arenapy._platform import explain_source_tree, require_numpy, require_supported
 
 __all__: list[str] = []
@@ -14,7 +13,7 @@ def _import_all() -> None:
     require_supported()
     try:
         # It has to do what takes no time only in a process without threads, and NumPy starts some.
-        from arenapy.base import thread_slot  # noqa: F401
+        import arenapy.base.thread_slot
 
         require_numpy()
         from arenapy import pickling  # noqa: F401  # it teaches Buffers to be pickled

@@ -34,6 +34,8 @@ cdef Region make_region(AllocatorCore c, object source, Py_ssize_t n)
 cdef object make_reservation(object source, size_t nbytes)
 # Raise ValueError if other processes may see a region that an allocator is about to take.
 cdef int check_unseen(AllocatorCore c, Region region) except -1
+# Does the exception say that there is no memory? What a signal's handler raises does not.
+cdef bint is_refusal(object error) noexcept
 # `slow_c` for a nogil caller, whose own exception stays pending.
 cdef void* grown_in_c(Allocator one, size_t nbytes, size_t align) noexcept nogil
 # The last step of the constructor of an allocator.

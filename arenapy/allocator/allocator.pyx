@@ -41,6 +41,7 @@ cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
     PAGE = 4096
 
+from arenapy.base.system_errors import is_of_system
 from arenapy.diagnostics.leaks import remember
 from arenapy.memory.sources import Existing, File, Host, Shared
 
@@ -528,10 +529,8 @@ cdef void* _grown(Allocator one, size_t nbytes, size_t align) noexcept:
 
 
 cdef bint is_refusal(object error) noexcept:
-    """Does it say why there is no memory? (What the system says has a number.)"""
-    if isinstance(error, OSError):
-        return error.errno is not None
-    return isinstance(error, MemoryError)
+    """Does it say why there is no memory?"""
+    return isinstance(error, MemoryError) or is_of_system(error)
 
 
 cdef void raise_later(object error) noexcept:

@@ -62,10 +62,10 @@ cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept n
 # The core as an argument is loaded once; through the arena, after every store.
 
 cdef inline bint mark_again(BumpCore c, BumpMark* mark) noexcept nogil:
-    """One more mark of the last frame, if nothing was allocated since its newest."""
+    """One more mark of the last frame, if it has some in C, and nothing was allocated since."""
     cdef Frame* frame = c.top
     if not (c.fast_rewind and frame.cursor == c.cursor and frame.holds == NULL
-            and frame.run == c.n_runs - 1 and frame.id):
+            and frame.run == c.n_runs - 1 and frame.c_marks):
         return False
     c.stamp += 1
     frame.c_marks = c.stamp

@@ -423,7 +423,7 @@ cdef class Bump(Allocator):
         cdef Frame* frame
         arenapy_lock_acquire(&c.lock)
         catch_up(c)
-        frame = c.push_frame() if not c.shut else NULL
+        frame = c.push_frame(False) if not c.shut else NULL
         if frame != NULL:
             m.core = c
             begin_mark(m, c, frame)
@@ -727,7 +727,7 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
 
 
 cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil:
-    cdef Frame* frame = arena.core.push_frame() if not arena.core.shut else NULL
+    cdef Frame* frame = arena.core.push_frame(True) if not arena.core.shut else NULL
     if frame == NULL:
         return BumpMark(0, 0)
     arena.core.stamp += 1

@@ -102,7 +102,7 @@ cdef class BumpCore(Arena):
     cdef void rejoin_run(self, uintptr_t end) noexcept nogil
     cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,
                         bint empty) noexcept nogil
-    cdef Frame* push_frame(self) noexcept nogil
+    cdef Frame* push_frame(self, bint in_c) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil

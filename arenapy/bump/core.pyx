@@ -702,10 +702,14 @@ cdef class BumpCore(Arena):
         return (last == frame.run + 1 and self.runs[frame.run].end == frame.cursor
                 and self.cursor == self.runs[last].start)
 
-    cdef Frame* push_frame(self) noexcept nogil:
-        """The frame of a new mark: the last one if it is empty; NULL without memory."""
+    cdef Frame* push_frame(self, bint in_c) noexcept nogil:
+        """The frame of a new mark: the last one if it is empty; NULL without memory.
+
+        A frame has marks of C or of Python: neither of them know when the others end.
+        """
         cdef Frame* frame = self.top
-        if self.n_frames > 1 and self.is_empty(frame):
+        if (self.n_frames > 1 and self.is_empty(frame)
+                and (self.live_mark < frame.id if in_c else frame.c_marks == 0)):
             return frame
         if not make_room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
             return NULL

@@ -150,6 +150,7 @@ cdef DeviceBacking device_backing(int ordinal, size_t nbytes, bint managed):
     cdef void* context = primary(ordinal)
     cdef uint64_t address = 0
     cdef int result, mode
+    free_what_left()
     with nogil:
         result = relax(context, &mode)
         if result == SUCCESS:
@@ -499,6 +500,7 @@ cdef class DeviceReservation:
         need()
         if unended:
             end_what_left()
+        free_what_left()
         with nogil:
             result = relax(a.context, &mode)
             if result == SUCCESS:

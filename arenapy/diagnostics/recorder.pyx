@@ -32,6 +32,8 @@ import operator
 import os
 from time import time_ns
 
+from arenapy.base.system_errors import is_of_system
+
 from arenapy.diagnostics.call_sites cimport CallStacks, attached
 from arenapy.base.assertion cimport ASSERTS
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
@@ -171,8 +173,9 @@ cdef int best_clock() except -1:
         trusted = Path("/sys/devices/system/clocksource/clocksource0/available_clocksource")
         if {"constant_tsc", "nonstop_tsc"} <= {*flags} and "tsc" in trusted.read_text().split():
             return CLOCK_TSC
-    except OSError:
-        pass
+    except OSError as error:
+        if not is_of_system(error):
+            raise
     return CLOCK_OF_KERNEL
 
 

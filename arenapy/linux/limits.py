@@ -16,6 +16,7 @@ from os import F_OK, O_RDONLY, PathLike, access, listdir, pread, sysconf
 from os.path import dirname, join, normpath
 from typing import NamedTuple, TypeAlias
 
+from arenapy.base.system_errors import is_of_system
 from arenapy.base.text import format_bytes, html_table
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
@@ -233,7 +234,9 @@ def read_limits(proc: Folder = PROC) -> Iterator[Limit]:
     """Every bound on this process's memory; the machine's comes first."""
     try:
         machine = _meminfo(f"{proc}/meminfo")
-    except OSError:  # no /proc, or no free descriptor: what is in use is not known
+    except OSError as error:  # no /proc, or no free descriptor: what is in use is not known
+        if not is_of_system(error):
+            raise
         yield Limit("the machine (all of its memory)", machine_nbytes(), 0, "end other programs")
         machine = {}
     else:
@@ -404,7 +407,9 @@ def _contents(path: str) -> str:
 def _read(path: str) -> str | None:
     try:
         return _contents(path).strip()
-    except OSError:
+    except OSError as error:
+        if not is_of_system(error):
+            raise
         return None
 
 

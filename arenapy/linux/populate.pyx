@@ -13,6 +13,8 @@ Thread-safety: every function may be called from any thread; the GIL is released
 import os
 from os import sched_getaffinity
 
+from arenapy.base.system_errors import is_of_system
+
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from libc.stdint cimport int64_t, uint64_t
@@ -320,7 +322,9 @@ def huge_bytes(size_t address, size_t nbytes):
         return found
     try:
         return smaps_huge_bytes(address, nbytes)
-    except OSError:
+    except OSError as error:
+        if not is_of_system(error):
+            raise
         return None
 
 

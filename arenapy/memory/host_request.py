@@ -12,6 +12,7 @@ import operator
 import sys
 from typing import Any, Literal, Protocol
 
+from arenapy.base.system_errors import is_of_system
 from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
@@ -207,6 +208,8 @@ class Request:
 
 def refusal(error: OSError, text: str) -> Exception:
     """The error that says `text`: an `OutOfMemory` if memory is what the kernel did not have."""
+    if not is_of_system(error):
+        raise error
     return OutOfMemory(text) if error.errno == errno.ENOMEM else OSError(error.errno, text)
 
 
@@ -215,6 +218,8 @@ def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Except
 
     `huge` is the page size of the hugetlbfs that it is of, if it is.
     """
+    if not is_of_system(error):
+        raise error
     if error.errno == errno.ENOMEM and huge:
         pool = huge_pools().get(huge)
         free = "unknown" if pool is None else pool.free

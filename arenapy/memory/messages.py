@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from arenapy.base.system_errors import is_of_system
 from arenapy.buffer.buffer import Buffer, View
 from arenapy.buffer.ndarray import lies_in_itself
 from arenapy.linux import vm
@@ -408,7 +409,9 @@ def _check_memory(fd: int, offset: int, nbytes: int) -> None:
     """Refuse what would kill whoever touches it: memory that its owner can cut off."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # not a memfd
+    except OSError as error:  # not a memfd
+        if not is_of_system(error):
+            raise
         seals = 0
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ValueError(

@@ -16,10 +16,10 @@ that are free in the allocator are decommitted: no lease is on them, so nobody l
 
 import os
 import sys
-from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from arenapy.base.system_errors import IGNORED, is_of_system
 from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
@@ -59,7 +59,9 @@ def reserve(host: "Host", nbytes: int) -> "Reservation | None":
         return None
     try:
         mapping = vm.reserve(nbytes, align=THP_SIZE, guard=host.guard)
-    except OSError:
+    except OSError as error:
+        if not is_of_system(error):
+            raise
         return None
     with mapping:
         if host.fork == "skip":
@@ -191,19 +193,18 @@ class Reservation:
         start, stop = self._open, min(end + AHEAD, self.nbytes)
         if end <= start:
             return
-        if offset <= start:
-            with suppress(OSError):  # a limit that counts what is accessible: with room for less?
-                vm.protect(self.region.address + start, stop - start, True)
-                self._open = max(self._open, stop)
-                return
+        if offset <= start and self.region._make_accessible(start, stop - start):
+            self._open = max(self._open, stop)
+            return
+        # A limit counts what is accessible, and may have room for the part.
         vm.protect(self.region.address + offset, nbytes, True)
 
     def _give_back(self, address: int, nbytes: int) -> None:
         """As by `decommit`, and no longer locked."""
-        with suppress(OSError):  # shared memory that could not be made accessible
+        with IGNORED:  # shared memory that could not be made accessible
             vm.decommit(address, nbytes, shared_by=self._shared_by)
         if self._whole.options.lock:
-            with suppress(OSError):  # if splitting the mapping needs one too many
+            with IGNORED:  # if splitting the mapping needs one too many
                 vm.unlock(address, nbytes)
 
     def _address(self, offset: int, nbytes: int) -> int:

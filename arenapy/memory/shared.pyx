@@ -27,6 +27,7 @@ from multiprocessing import context, reduction
 
 import numpy as np
 
+from arenapy.base.system_errors import is_of_system
 from arenapy.linux import vm
 from arenapy.buffer.buffer import View as _View
 from arenapy.memory.claims import claim
@@ -75,7 +76,9 @@ cdef ReceivedFile _file_of(Descriptor received):
         kept = ReceivedFile.__new__(ReceivedFile)
         try:
             kept.file = vm.reopen(received.fileno())
-        except OSError:                        # there is no /proc, or no descriptor left
+        except OSError as error:               # there is no /proc, or no descriptor left
+            if not is_of_system(error):
+                raise
             return None
         _received[identity] = weakref.ref(kept, partial(_received.pop, identity))
     return kept

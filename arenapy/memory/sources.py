@@ -22,6 +22,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from arenapy.base.system_errors import IGNORED, is_of_system
 from arenapy.base.text import format_bytes
 from arenapy.buffer.block import Block
 from arenapy.buffer.buffer import as_bytes, refuse_objects
@@ -492,7 +493,7 @@ class File:
                 region = self._region(self._open(path, opened), nbytes, path)
             except BaseException:
                 for file in opened:
-                    with suppress(OSError):
+                    with IGNORED:
                         # Only with the lock, or it may be another's by now.
                         if file.made and vm.lock_file(file.fileno(), True) and _names(path, file):
                             os.unlink(path)
@@ -649,7 +650,7 @@ def _fill_holes(fd: int, nbytes: int) -> None:
 def _holes(fd: int, nbytes: int) -> int:
     """Bytes of the holes among the first `nbytes` of a file."""
     at = total = 0
-    with suppress(OSError):  # ENXIO: nothing but a hole follows, or the file shrank
+    with IGNORED:  # ENXIO: nothing but a hole follows, or the file shrank
         while at < nbytes:
             hole = os.lseek(fd, at, os.SEEK_HOLE)
             if hole >= nbytes:
@@ -692,7 +693,7 @@ def _identity(file: vm.Descriptor, huge: int) -> tuple[int, int]:
     """Device and inode as mappings have them: on some file systems, fstat says others."""
     if not huge:
         with (
-            suppress(OSError),  # no /proc, or it cannot be mapped
+            IGNORED,  # no /proc, or it cannot be mapped
             vm.map_memory(1, fd=file.fileno(), shared=True, writable=False) as page,
         ):
             for _, device, inode, *_ in vm.areas(page.address, 1):
@@ -894,6 +895,8 @@ def _is_file(name: bytes, device: int, inode: int) -> bool:
         return bool(device or inode)
     try:
         found = os.stat(name)
-    except (OSError, ValueError):  # deleted, or a memfd; "anon_inode:" is no file
+    except (OSError, ValueError) as error:  # deleted, or a memfd; "anon_inode:" is no file
+        if isinstance(error, OSError) and not is_of_system(error):
+            raise
         return name.startswith(b"/")
     return not (stat.S_ISCHR(found.st_mode) and found.st_ino == inode)

@@ -26,11 +26,12 @@ from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, 
 from arenapy.buffer.block cimport GONE_CLOSED, GONE_FORKED, Block, MemoryOwner, root_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.pool.page_heap cimport Descriptor, id_of, segment_of
+from arenapy.pool.memory cimport begin_at_once, end_at_once, is_at_once
 from arenapy.pool.pool cimport Pool
 from arenapy.pool.core cimport PoolCore, try_cache_alloc, try_cache_free, try_give, try_take
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport AllocatorCore, forbid, permit
-from arenapy.allocator.allocator cimport grown_in_c
+from arenapy.allocator.allocator cimport grown_in_c, is_refusal
 from arenapy.pool.thread_cache cimport ThreadCache
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.sanitizer cimport POISONS
@@ -54,8 +55,6 @@ cdef extern from "Python.h":
     #ifndef MADV_HUGEPAGE
     #define MADV_HUGEPAGE 14
     #endif
-    /* While this thread grows a pool: what its source allocates meanwhile is libc's. */
-    static __thread int arenapy_growing = 0;
     static inline int arenapy_times(size_t a, size_t b, size_t *product) {
         return !__builtin_mul_overflow(a, b, product);
     }
@@ -63,7 +62,6 @@ cdef extern from "Python.h":
     void PyErr_Fetch(PyObject** kind, PyObject** value, PyObject** trace) noexcept
     void PyErr_Restore(PyObject* kind, PyObject* value, PyObject* trace) noexcept
     const int MADV_HUGEPAGE
-    int growing "arenapy_growing"
     bint times "arenapy_times" (size_t a, size_t b, size_t* product) noexcept nogil
 
 cdef enum:
@@ -158,8 +156,9 @@ cdef void* general_alloc(Handler* h, size_t n) noexcept nogil:
 cdef void* take_from(PoolCore c, size_t n) noexcept nogil:
     cdef uint64_t block_id
     cdef void* block = c.alloc_block(n, ALIGN, False, &block_id)
-    # Growth is Python's: not where a source makes arrays itself, nor at the interpreter's end.
-    if block == NULL and not c.shut and not growing and not arenapy_finalizing():
+    # Growth is Python's: not where a source makes arrays itself, which are libc's, nor at the
+    # interpreter's end.
+    if block == NULL and not c.shut and not is_at_once() and not arenapy_finalizing():
         with gil:
             block = grown(c, n)
     c.tell()
@@ -167,7 +166,6 @@ cdef void* take_from(PoolCore c, size_t n) noexcept nogil:
 
 
 cdef void* grown(PoolCore c, size_t n) noexcept:
-    global growing
     cdef PyObject* kind = NULL
     cdef PyObject* value = NULL
     cdef PyObject* trace = NULL
@@ -175,12 +173,10 @@ cdef void* grown(PoolCore c, size_t n) noexcept:
     PyErr_Fetch(&kind, &value, &trace)       # the caller's own: nothing is called with it pending
     pool = c.allocator()
     PyErr_Restore(kind, value, trace)
-    if pool is not None:                     # else there is nothing that knows the source
-        growing = 1
-        (<Pool>pool).memory.at_once = True
+    # Without a pool there is nothing that knows the source.
+    if pool is not None and begin_at_once((<Pool>pool).memory):
         block = grown_in_c(<Pool>pool, n, ALIGN)
-        (<Pool>pool).memory.at_once = False
-        growing = 0
+        end_at_once()
     return block
 
 
@@ -354,8 +350,9 @@ def make_handler(Pool pool not None, bint fallback):
     if core.n_regions == 0 and not pool.memory.may_reserve:
         try:
             pool.alloc(1).release()          # its source shows what memory it has
-        except Exception:
-            pass                             # then there is nothing to be seen
+        except Exception as error:           # then there is nothing to be seen
+            if not is_refusal(error):
+                raise
     if not core.host_accessible:
         raise BufferError(
             f"pool={pool!r} has {core.kind} memory, which the host cannot access; give NumPy a "
@@ -363,8 +360,9 @@ def make_handler(Pool pool not None, bint fallback):
         )
     try:
         pool.memory.prepare()
-    except Exception:
-        pass                                 # growth asks again, and says why
+    except Exception as error:               # growth asks again, and says why
+        if not is_refusal(error):
+            raise
     h = <Capsule*>malloc(sizeof(Capsule))
     if h == NULL:
         raise MemoryError("no memory for a NumPy handler")

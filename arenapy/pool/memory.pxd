@@ -21,14 +21,13 @@ cdef class PoolMemory:
     cdef bint unaligned              # the source's regions may not begin on a page
     cdef bint may_reserve            # the source reserves address space
     cdef dict reservations           # its Reservations, by address
+    cdef uint64_t n_reserved         # Reservations that were ever made
     cdef size_t min_reservation      # bytes of address space that one takes at least
     cdef size_t most_pages           # the most that were reserved since the last trim
     cdef size_t idle_allowed         # idle pages that growth leaves alone
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
-    # NumPy asks, in the middle of one of its functions: no other code is to run, if that can be.
-    cdef bint at_once
-    # For that: the newest Reservation of a Host; its addresses that are accessible, with memory or
+    # For growth at once, see below: the newest Reservation of a Host; its addresses that are accessible, with memory or
     # without; and how many bytes may get memory without a look at the limits.
     cdef object ready
     cdef uintptr_t ready_from
@@ -36,7 +35,6 @@ cdef class PoolMemory:
     cdef size_t ready_bytes
     cdef size_t ready_least          # if there is less, more is made ready
     cdef bint ready_asked            # that is on its way
-    cdef bint preparing              # a thread is in `prepare`
     cdef object weak                 # a weak reference to this
     cdef bint prefaults              # its memory is faulted in
     # Of all growth: bytes that were got at once, seconds by the clock and of the processor. Those
@@ -81,6 +79,7 @@ cdef class PoolMemory:
         self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
     cdef int commit(self, uint32_t id) except -1
     cdef int commit_by_source(self, uint32_t id) except -1
+    cdef bint at_once(self) noexcept
     cdef void note_growth(self, size_t nbytes, double seconds, double cpu) noexcept
     cdef bint commit_at_once(self, uintptr_t address, size_t nbytes, bint* lazily) noexcept
     cdef int note_ready(self, object reservation) except -1
@@ -91,3 +90,9 @@ cdef class PoolMemory:
 
 
 cdef object checked_limit(object max_bytes, size_t initial_bytes)
+
+# This thread asks for memory in the middle of a function of NumPy's, until `end_at_once`: no other
+# code is to run, if that can be. False: it does so already, and its source allocates.
+cdef bint begin_at_once(PoolMemory memory) noexcept
+cdef bint is_at_once() noexcept nogil
+cdef void end_at_once() noexcept

@@ -18,7 +18,7 @@ from posix.time cimport (
     CLOCK_MONOTONIC, CLOCK_PROCESS_CPUTIME_ID, clock_gettime, clockid_t, timespec,
 )
 
-from arenapy.allocator.allocator cimport check_unseen, make_region, make_reservation
+from arenapy.allocator.allocator cimport check_unseen, is_refusal, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
@@ -36,6 +36,7 @@ from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommi
 
 import weakref
 
+from arenapy.base.text import reason_of
 from arenapy.errors import OutOfMemory
 from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
@@ -51,6 +52,8 @@ cdef extern from "Python.h":
         return first != NULL && PyThreadState_Next(first) != NULL;
     #endif
     }
+    /* The PoolMemory that this thread grows amid a function of NumPy's, or NULL. */
+    static __thread void *arenapy_grown_at_once;
     /* Pending calls are the main interpreter's. The function takes over a reference. */
     static int arenapy_make_ready_later(int (*act)(void *), PyObject *weak_memory) {
         if (PyInterpreterState_Get() != PyInterpreterState_Main()) return 0;
@@ -60,6 +63,7 @@ cdef extern from "Python.h":
         return 0;
     }
     """
+    void* grown_at_once "arenapy_grown_at_once"
     bint other_threads "arenapy_other_threads" () noexcept
     bint make_ready_later "arenapy_make_ready_later" (
         int (*act)(void*) except -1, PyObject* weak_memory) noexcept
@@ -255,11 +259,18 @@ cdef class PoolMemory:
             fresh = True
 
     cdef bint add_reservation(self, size_t pages) except -1:
-        """Address space for so many pages, which have no memory. False: the source has none."""
+        """Address space for so many pages, which have no memory. False: the source has none.
+
+        True as well if other code, of another thread perhaps, has added some meanwhile.
+        """
         cdef PoolCore c = self.core
+        cdef uint64_t before = self.n_reserved
         made = make_reservation(self.source, max(pages << PAGE_BITS, self.min_reservation))
         if made is None:
             return False
+        if self.n_reserved != before:
+            return True
+        self.n_reserved += 1
         reservation, region = made
         self.reservations[region.address] = reservation
         try:
@@ -283,8 +294,9 @@ cdef class PoolMemory:
             me = enter(c)
             if c.gone:
                 c.open_check()
-            if not self.at_once or not self.commit_at_once(d.address, nbytes, &lazily):
+            if not self.at_once() or not self.commit_at_once(d.address, nbytes, &lazily):
                 self.commit_by_source(id)
+            self.refusal = None
             record(c, EVENT_GROW, <void*>d.address, nbytes)
             stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
             done = True
@@ -298,6 +310,9 @@ cdef class PoolMemory:
                 leave(c, me)
             arenapy_spin_release(&c.heap_lock)
         return 0
+
+    cdef bint at_once(self) noexcept:
+        return grown_at_once == <void*>self
 
     cdef void note_growth(self, size_t nbytes, double seconds, double cpu) noexcept:
         self.grown_bytes += nbytes
@@ -313,7 +328,6 @@ cdef class PoolMemory:
         except BaseException as error:
             self.refusal = refusal_of(error)
             raise
-        self.refusal = None
         self.note_ready(reservation)
         return 0
 
@@ -357,18 +371,17 @@ cdef class PoolMemory:
         return 0
 
     cdef int prepare(self) except -1:
-        if not self.may_reserve or self.ready is not None or self.preparing:
+        if not self.may_reserve or self.ready is not None or not isinstance(self.source, Host):
             return 0
-        self.preparing = True                # for other threads, in which other handlers are made
-        try:
-            if self.reservations or self.add_reservation(1):
-                for reservation in list(self.reservations.values()):
-                    self.note_ready(reservation)
-                if self.ready is not None:
-                    self.ready.look_ahead()
-                    self.note_ready(self.ready)
-        finally:
-            self.preparing = False
+        if self.source.fork == "skip":       # a child could not use a pool that has addresses
+            return 0
+        if not self.reservations and not self.add_reservation(1):
+            return 0
+        for reservation in list(self.reservations.values()):
+            self.note_ready(reservation)
+        if self.ready is not None:
+            self.ready.look_ahead()
+            self.note_ready(self.ready)
         return 0
 
     cdef int drop_room(self, int segment) except -1:
@@ -431,7 +444,8 @@ cdef class PoolMemory:
         finally:
             arenapy_spin_acquire(&c.heap_lock)
             c.busy_pages -= want if c.forks == forks else 0
-            self.note_growth(want if stop > start else 0, stop - start, cpu_stop - cpu)
+            self.note_growth(
+                region.size if stop > start else 0, stop - start, cpu_stop - cpu)
             if me != NULL:
                 leave(c, me)
             arenapy_spin_release(&c.heap_lock)
@@ -558,8 +572,8 @@ cdef class PoolMemory:
             elif not self.decommit(id):
                 break
             freed += n
-        if freed and c.debug:
-            c.operated()
+        if freed and c.debug and not self.at_once():
+            c.operated()                     # which releases the GIL
         return freed
 
     cdef bint decommit(self, uint32_t id) except -1:
@@ -582,7 +596,7 @@ cdef class PoolMemory:
                 pass
             elif type(reservation) is Reservation:       # what its `decommit` does
                 shared = reservation.shared
-                if self.at_once:
+                if self.at_once():
                     done = vm_decommit(at, nbytes, shared) >= 0
                 else:
                     with nogil:
@@ -627,15 +641,33 @@ cdef int make_more_ready(void* argument) except -1:
         if memory.ready_end:
             memory.ready.look_ahead()
             memory.note_ready(memory.ready)
-    except (MemoryError, OSError):
-        pass                                 # then growth asks the source, which says why
-    return 0
+    except (MemoryError, OSError) as error:
+        if not is_refusal(error):            # a signal's: handlers run in this thread
+            raise
+    return 0                                 # refused, growth asks the source, which says why
+
+
+cdef bint begin_at_once(PoolMemory memory) noexcept:
+    global grown_at_once
+    if grown_at_once != NULL:
+        return False
+    grown_at_once = <void*>memory
+    return True
+
+
+cdef bint is_at_once() noexcept nogil:
+    return grown_at_once != NULL
+
+
+cdef void end_at_once() noexcept:
+    global grown_at_once
+    grown_at_once = NULL
 
 
 cdef str refusal_of(object error):
     """Why the source has no memory, for a report."""
-    if type(error) is OutOfMemory:
-        return str(error)
+    if is_refusal(error):
+        return reason_of(error)
     return f"{type(error).__name__} interrupted the request for memory"
 
 

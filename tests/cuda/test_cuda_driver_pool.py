@@ -25,7 +25,7 @@ from arenapy import Pool, Slab, cuda
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("later", ["region", "trim"])
+@pytest.mark.parametrize("later", ["region", "trim", "another source", "grown in place"])
 def test_a_region_that_is_freed_during_a_capture(gpu, known, later):
     source, stream = cuda.DriverPool(release_threshold=0), new_stream(gpu)
     if known:
@@ -42,6 +42,13 @@ def test_a_region_that_is_freed_during_a_capture(gpu, known, later):
         source.trim()
         assert gpu.memory.used[0] == MIB
         del region
+    elif later == "another source":
+        cuda.Device().region(MIB)
+        assert gpu.calls["cuMemFreeAsync"] == 3
+    elif later == "grown in place":
+        Pool(source=cuda.Device(grow=True)).alloc(MIB).release()
+        gc.collect()
+        assert gpu.calls["cuMemFreeAsync"] == 3
     source.trim()
     assert gpu.memory.used[0] == 0, "it was never given back"
     assert gpu.calls["cuMemFreeAsync"] == 3 + (later == "region")

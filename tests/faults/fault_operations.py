@@ -13,12 +13,14 @@ import os
 import pickle
 import socket
 import threading
+from functools import partial
 from multiprocessing import reduction
 from unittest import mock
 
 import fault_allocators  # adds its own
 import numpy as np
 from injection import MIB, OPERATIONS, Act, operation
+from kernel_view import resident
 
 import arenapy
 from arenapy import (
@@ -201,9 +203,6 @@ def reservation():
 
 
 def commit_operation(name, host):
-    def states(reserved):
-        return lambda: [vm_state(reserved.region.address + at) for at in (0, 2 * MIB)]
-
     @operation(f"commit {name}")
     def commit():
         reservations.AHEAD = 0  # so that each part takes a call of mprotect
@@ -215,23 +214,14 @@ def commit_operation(name, host):
             reserved.commit(2 * MIB, 2 * MIB)
             done.append(1)
 
-        return Act(act, view=states(reserved), end=lambda: done or act())
+        there = partial(resident, reserved.region.address, 6 * MIB)
+        return Act(act, view=there, end=lambda: done or act())
 
     @operation(f"decommit {name}")
     def decommit():
         reserved = reserve(host, 6 * MIB)
         reserved.commit(0, 4 * MIB)
         return Act(lambda: reserved.decommit(2 * MIB, 2 * MIB))
-
-
-def vm_state(address):
-    """Whether a page may be written to."""
-    with open("/proc/self/maps", encoding="utf-8") as lines:
-        for line in lines:
-            start, stop = (int(word, 16) for word in line.split()[0].split("-"))
-            if start <= address < stop:
-                return line.split()[1]
-    return None
 
 
 for _name, _host in {"Host": Host(), "Host lock": Host(lock=True)}.items():

@@ -243,6 +243,7 @@ TABLE = [
     row("trace .*", r"madvise\(.*FORK\)", "EINVAL", "OSError: memory to record in"),
     row("trace .*", r"madvise\(.*FORK\)", "EAGAIN", "BlockingIOError: memory to record in"),
     row(ANY, r"mmap|madvise\((HUGEPAGE|DONTFORK)\)", NO_MEMORY, NO_MAP),
+    row("commit.*", "mprotect", "ENOMEM|EACCES", FINE),  # it asks again, for the part
     row(ANY, "mprotect", NO_MEMORY, NO_MAP),
     row(ANY, r"madvise\(POPULATE_WRITE\)", NO_MEMORY, NO_PAGES),
     row(ANY, r"madvise\(POPULATE_WRITE\)", "EHWPOISON", BAD_PAGE),

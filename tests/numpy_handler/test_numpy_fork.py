@@ -151,6 +151,22 @@ assert well(array)
 """)
 
 
+@pytest.mark.parametrize("source", ["Host()", "Shared(grow=True)", "Host(fork='skip')"])
+def test_a_handler_alone_takes_no_pool_from_a_child(run_script, source):
+    run_script(
+        PRELUDE
+        + f"""
+pool = Pool(64 << 20, {source})
+memory = numpy_memory(pool)
+def child():
+    with memory:
+        array = ramp(1000)
+    assert well(array) and handles(array).allocator is pool
+in_child(child)
+"""
+    )
+
+
 @pytest.mark.parametrize("source", ["Host()", "Shared()", "Host(fork='skip')"])
 def test_the_child_of_a_busy_program_is_not_locked(run_script, source):
     run_script(

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from kernel_view import resident
 from numpy._core.multiarray import get_handler_name
 from numpy_arrays import (
     ALIGN,
@@ -31,7 +32,7 @@ from numpy_arrays import (
 from sources import Only, Regions
 
 import arenapy
-from arenapy import File, Host, Pool, handles, numpy_memory
+from arenapy import File, Host, OutOfMemory, Pool, handles, numpy_memory
 from arenapy.linux import vm
 from arenapy.memory import reservation
 
@@ -40,6 +41,11 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PROT_NONE, MAP_FIXED_NOREPLACE = 0, 0x100000
+TOUCHED_BY_GROWTH = (
+    "arenapy.linux.vm.prefault",
+    "arenapy.linux.limits._contents",
+    "arenapy.memory.reservation.monotonic",
+)
 
 LAZY = 32 * MIB  # zeros of this much come when they are touched
 POLICIES = ["system", "error"]
@@ -231,30 +237,89 @@ def test_a_pool_grows_amid_a_function_of_numpy_without_other_code(
     assert len(kept) == 16 and all(map(is_ours, kept)) and pool.stats().reserved_bytes >= 32 * MIB
     for array in kept:
         array[:] = 1
+    assert pool._growth()[4] is None  # nothing was refused last
     pool.check()
 
 
-def test_a_handler_that_is_made_while_another_one_is_made():
-    """In another thread, for which the source stands here. They reserve addresses once."""
+def alloc(pool):
+    pool.alloc(MIB).release()
+
+
+@pytest.mark.parametrize("first", [numpy_memory, alloc])
+@pytest.mark.parametrize("second", [numpy_memory, alloc])
+def test_two_that_ask_at_once_reserve_addresses_once(first, second):
+    """The source stands for the second one's thread."""
 
     class Meanwhile(Host):
         def reserve(self, nbytes):
-            made.append(len(made))
-            if len(made) == 1:
-                numpy_memory(pool)
+            asked.append(nbytes)
+            if len(asked) == 1:
+                second(pool)
             return super().reserve(nbytes)
 
-    made = []
+    asked = []
     pool = Pool(source=Meanwhile())
-    numpy_memory(pool)
-    assert made == [0] and len(pool.regions) == 1
+    first(pool)
+    assert len(asked) == 2 and len(pool.regions) == 1
+    pool.check()
+
+
+@pytest.mark.parametrize("of_numpy", [False, True])
+def test_only_growth_amid_numpys_functions_leaves_pages_to_be_touched(of_numpy, monkeypatch):
+    """Another thread's such growth is under way, for which the source is at work."""
+    pool, begun, go_on = Pool(), threading.Event(), threading.Event()
+    memory = numpy_memory(pool)
+    hole, kept = pool.alloc(8 * MIB), pool.alloc(2 * MIB)
+    hole.release()
+    assert pool.trim() >= 8 * MIB  # it is accessible, and the next growth is there
+    prefault = vm.prefault
+
+    def slowly(address, nbytes, **how):
+        if nbytes >= 300 * MIB:
+            begun.set()
+            go_on.wait(60)
+        else:
+            prefault(address, nbytes, **how)
+
+    def work():
+        with memory:
+            np.empty(300 * MIB, "u1")
+
+    monkeypatch.setattr(vm, "prefault", slowly)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert begun.wait(60)
+        with memory:
+            block = np.empty(8 * MIB, "u1") if of_numpy else pool.empty(8 * MIB, "u1")
+        assert resident(block.ctypes.data, block.nbytes) == (0 if of_numpy else block.nbytes)
+        assert kept.address == block.ctypes.data + 8 * MIB
+    finally:
+        go_on.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("place", TOUCHED_BY_GROWTH)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_time_limit_amid_growth_is_not_lost(place, policy, monkeypatch):
+    """A signal's handler may raise it anywhere, and it is an OSError."""
+    monkeypatch.setattr(reservation, "MOMENT", 0)  # the limits are looked at anew
+    pool = Pool()
+    memory = numpy_memory(pool, on_full=policy)
+    monkeypatch.setattr(place, Mock(side_effect=TimeoutError("time limit")))
+    with pytest.raises(TimeoutError, match="time limit"):
+        if place == "arenapy.memory.reservation.monotonic":
+            numpy_memory(Pool())
+        with memory:
+            np.empty(300 * MIB, "u1")
 
 
 @pytest.mark.parametrize("recycles", [False, True])
-def test_an_array_of_a_list_that_another_thread_changes(recycles):
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_array_of_a_list_that_another_thread_changes(recycles, debug):
     """With NumPy's own memory it is made between two of the thread's changes."""
     items, kept, stop = [0.0] * 50_000, [], threading.Event()
-    pool = Pool()
+    pool = Pool(debug=debug)
 
     def change():
         while not stop.is_set():
@@ -476,7 +541,12 @@ def test_an_error_of_the_source_is_raised_after_numpy_is_done():
             raise ZeroDivisionError("planned")
 
     source = Broken()
-    with numpy_memory(Pool(source=source)) as memory:
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        numpy_memory(Pool(source=source))  # it asks what memory that is
+    source.region = Mock(side_effect=OutOfMemory("planned"))
+    memory = numpy_memory(Pool(source=source))
+    del source.region
+    with memory:
         with pytest.raises(ZeroDivisionError, match="planned"):
             np.ones(100)
         with pytest.raises(ZeroDivisionError) as info:
@@ -485,7 +555,7 @@ def test_an_error_of_the_source_is_raised_after_numpy_is_done():
             except KeyError:
                 np.ones(100)
         assert isinstance(info.value.__context__, KeyError)
-    assert source.calls == 3 and memory.stats().system_allocations >= 2  # one was make_handler's
+    assert source.calls == 3 and memory.stats().system_allocations >= 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)

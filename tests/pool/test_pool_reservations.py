@@ -4,7 +4,7 @@ import os
 
 import pytest
 from helpers import PAGE, poke
-from sources import GRANULE, Granules, GranulesReserved
+from sources import GRANULE, Granules, GranulesReserved, Regions
 
 import arenapy
 from arenapy import Bump, Host, Pool, Region
@@ -150,3 +150,16 @@ def test_the_region_that_was_checked_is_the_one_that_is_used(kind, page_size):
     assert not source.made.regions[1].closed
     assert arenapy.handles(allocator.empty(100)).region is region
     allocator.check()
+
+
+@pytest.mark.parametrize("source", [Host, Regions])
+def test_what_growth_counts(source):
+    """For the report of `arenapy run`."""
+    pool = Pool(source=source())
+    blocks = [pool.alloc(3 * MIB) for _ in range(5)]
+    reserved = pool.stats().reserved_bytes
+    blocks.clear()
+    pool.trim()
+    nbytes, seconds, cpu_seconds, peak, refusal = pool._growth()
+    assert nbytes == peak == reserved >= 15 * MIB and refusal is None
+    assert seconds > 0 and cpu_seconds >= 0

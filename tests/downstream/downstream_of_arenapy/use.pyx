@@ -123,6 +123,16 @@ def reset_to_stale_mark_of_an_older_frame(Bump arena not None):
     return bump_reset(arena, newer)
 
 
+def mark_in_c(Bump arena not None):
+    """A mark, for `reset_in_c`."""
+    return bump_mark(arena)
+
+
+def reset_in_c(Bump arena not None, BumpMark mark):
+    """What the reset returns."""
+    return bump_reset(arena, mark)
+
+
 def free_under_a_mark(Bump arena not None, size_t nbytes):
     """What freeing a block returns that is older than the newest mark, and a reset to that."""
     cdef void* block = bump_alloc(arena, nbytes, 64)

@@ -78,6 +78,27 @@ def test_stale_mark_of_an_ended_frame_is_refused():
     arena.check()
 
 
+def test_marks_of_c_and_of_python_at_one_place_end_each_other():
+    arena = arenapy.Bump(MIB)
+    for _ in range(2):
+        older = arena.mark()
+        newer = use.mark_in_c(arena)
+        arena.reset(older)
+        block = arena.alloc(100)
+        assert use.reset_in_c(arena, newer) == -1 and not block.closed
+        arena.check()
+        arena.reset()
+        older = use.mark_in_c(arena)
+        newer = arena.mark()
+        assert use.reset_in_c(arena, older) == 0
+        block = arena.alloc(100)
+        with pytest.raises(ValueError, match="ended by a reset"):
+            arena.reset(newer)
+        assert not block.closed
+        arena.check()
+        arena.reset()
+
+
 def test_a_free_does_not_move_back_over_a_mark():
     arena = arenapy.Bump(MIB)
     assert use.free_under_a_mark(arena, 100) == (1, 0)
