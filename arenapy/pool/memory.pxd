@@ -27,8 +27,8 @@ cdef class PoolMemory:
     cdef size_t idle_allowed         # idle pages that growth leaves alone
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
-    # For growth at once, see below: the newest Reservation of a Host; its addresses that are accessible, with memory or
-    # without; and how many bytes may get memory without a look at the limits.
+    # For growth at once, see below: the newest Reservation of a Host; its addresses that are
+    # accessible, with memory or without; how many bytes may get memory without a look at the limits.
     cdef object ready
     cdef uintptr_t ready_from
     cdef uintptr_t ready_end

@@ -321,6 +321,25 @@ def test_a_forked_child_does_not_report(script, tmp_path):
     assert report.count(REPORT) == 1
 
 
+def test_a_time_limit_that_strikes_while_the_pool_comes(script, tmp_path):
+    """The program's handler raises it, for which a hook stands here."""
+    script("""
+        import sys
+
+        def hook(event, args):
+            if event == "import" and args[0] == "arenapy.commands.run.report":
+                raise TimeoutError("time limit")
+
+        sys.addaudithook(hook)
+        try:
+            import numpy
+        except TimeoutError as error:
+            print("caught:", error)
+    """)
+    done = run([*OURS, "--quiet", "script.py"], tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("caught: time limit\n", "", 0)
+
+
 def test_forked_children_that_import_numpy_first_do_not_record(script, tmp_path):
     script(
         """

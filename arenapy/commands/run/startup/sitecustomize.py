@@ -187,6 +187,8 @@ class Session:
                 self.memory = self.apart(self._memory)
             self._measured("ready")
         except (ImportError, MemoryError, OSError, ValueError) as error:
+            if isinstance(error, TimeoutError):  # of a signal's handler
+                raise
             self.refused = True
             raise SystemExit(f"arenapy run: {error}") from None
 
