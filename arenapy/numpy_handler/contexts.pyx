@@ -432,8 +432,8 @@ def start_thread(original, thread):
                 own = vars(thread).get("run")
                 ours = run_under(memory, thread, own)
                 thread.run = ours
-        except Exception:
-            ours = None              # a class whose `run` cannot be set: the thread goes without
+        except (AssertionError, AttributeError, TypeError):
+            ours = None              # its `run` cannot be set: the thread goes without
     try:
         original(thread)
     except BaseException:

@@ -28,7 +28,7 @@ cdef class PoolMemory:
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen
     # For growth at once, see below: the newest Reservation of a Host; its addresses that are
-    # accessible, with memory or without; how many bytes may get memory without a look at the limits.
+    # accessible, with memory or without; the bytes that may get it without a look at the limits.
     cdef object ready
     cdef uintptr_t ready_from
     cdef uintptr_t ready_end
