@@ -41,7 +41,6 @@ cdef enum:
     NOGIL_BYTES = 1 << 18    # clearing this much and more runs without the GIL
     PAGE = 4096
 
-from arenapy.base.system_errors import is_of_system
 from arenapy.diagnostics.leaks import remember
 from arenapy.memory.sources import Existing, File, Host, Shared
 
@@ -529,8 +528,10 @@ cdef void* _grown(Allocator one, size_t nbytes, size_t align) noexcept:
 
 
 cdef bint is_refusal(object error) noexcept:
-    """Does it say why there is no memory?"""
-    return isinstance(error, MemoryError) or is_of_system(error)
+    """Does it say why there is no memory? As `is_of_system`, but no signal's handler runs here."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno is not None
+        and not isinstance(error, TimeoutError))
 
 
 cdef void raise_later(object error) noexcept:

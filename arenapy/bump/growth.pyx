@@ -30,6 +30,8 @@ from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
 
 from arenapy.errors import OutOfMemory
+from arenapy.linux.reserved_space import decommit
+from arenapy.memory.reservation import Reservation
 
 
 cdef enum:
@@ -91,7 +93,11 @@ cdef class InPlace:
     cdef int decommit(self, size_t offset, size_t nbytes, object stream) except -1:
         self.its_region.pin()
         try:
-            self.reservation.decommit(offset, nbytes, stream)
+            if type(self.reservation) is Reservation:        # the same, but no handler runs amid it
+                decommit(<uintptr_t>self.its_region.ptr + offset, nbytes,
+                         shared_by=self.reservation._shared_by)
+            else:
+                self.reservation.decommit(offset, nbytes, stream)
         finally:
             self.its_region.unpin()
         return 0

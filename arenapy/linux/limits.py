@@ -29,6 +29,7 @@ __all__ = [
 Folder: TypeAlias = str | PathLike[str]
 
 PROC = "/proc"
+ADDRESSES = 1 << 46
 SYS = "/sys"
 PAGE_TABLE_SHARE = 512  # one 8-byte entry for each 4 KiB page
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
@@ -266,6 +267,12 @@ def read_limits(proc: Folder = PROC) -> Iterator[Limit]:
 def machine_nbytes() -> int:
     """The memory of the machine in bytes, which needs neither ``/proc`` nor a descriptor."""
     return sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGESIZE")
+
+
+def free_addresses() -> int:
+    """Bytes of addresses that may still be reserved ahead: half of the usual 47 bits are others'."""
+    pages = (_read(f"{PROC}/self/statm") or "0").split()
+    return max(ADDRESSES - int(pages[0]) * vm.PAGE_SIZE, 0)
 
 
 def huge_pools(sys: Folder = SYS) -> dict[int, HugePool]:

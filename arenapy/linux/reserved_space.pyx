@@ -249,6 +249,18 @@ def decommit(size_t address, size_t nbytes, *, int shared_by=0):
     checked(rc)
 
 
+def give_back(size_t address, size_t nbytes, *, int shared_by=0, bint locked=False):
+    """The same, and no longer locked, as far as the system does so: for what failed.
+
+    No error, and one call: no signal's handler runs before it is done.
+    """
+    with nogil:
+        if shared_by == 0 or shared_by == getpid():
+            vm_decommit(<void*>address, nbytes, shared_by != 0)
+        if locked:
+            munlock(<void*>address, nbytes)
+
+
 # ---- arrays that grow in place -----------------------------------------------------------
 # Tables: arrays of metadata that grow in place. array.pxd says what for.
 

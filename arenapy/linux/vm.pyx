@@ -35,13 +35,14 @@ from arenapy.base.sealed cimport seal
 from arenapy.linux.populate import (
     can_populate, can_scan_pages, huge_bytes, inject_populate_error, prefault, smaps_huge_bytes,
 )
-from arenapy.linux.reserved_space import commit, decommit, protect, reserve
+from arenapy.linux.reserved_space import commit, decommit, give_back, protect, reserve
 from arenapy.linux.reserved_space cimport Mapping, vm_reserve_within
 
 __all__ = [
     "PAGE_SIZE", "Descriptor", "address_of", "advise", "areas", "bind", "bundle", "can_populate",
     "can_scan_pages", "commit", "decommit", "duplicate_socket", "file_nbytes", "first_lease",
-    "foreign_lock", "huge_bytes", "huge_page", "identity", "inject_populate_error", "lease", "lock",
+    "foreign_lock", "give_back", "huge_bytes", "huge_page", "identity", "inject_populate_error",
+    "lease", "lock",
     "lock_file", "map_memory", "memfd", "minor_faults", "open_file", "prefault", "protect",
     "read_areas", "receive", "renewal", "reopen", "reserve", "reserve_blocks", "smaps_huge_bytes",
     "soft_limit", "unbundled", "unlock",

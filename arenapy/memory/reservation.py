@@ -19,7 +19,7 @@ import sys
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from arenapy.base.system_errors import IGNORED, is_of_system
+from arenapy.base.system_errors import is_of_system
 from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
@@ -123,6 +123,7 @@ class Reservation:
         """
         address = self._address(offset, nbytes)
         request = self._whole.part(nbytes)
+        locked = self._whole.options.lock
         self._check(request)
         try:
             try:
@@ -133,7 +134,7 @@ class Reservation:
                 raise request.explain_map(error) from error
             request.take(address)
         except BaseException:
-            self._give_back(address, nbytes)
+            vm.give_back(address, nbytes, shared_by=self._shared_by, locked=locked)
             raise
 
     def ready(self) -> tuple[int, int, int, bool] | None:
@@ -198,14 +199,6 @@ class Reservation:
             return
         # A limit counts what is accessible, and may have room for the part.
         vm.protect(self.region.address + offset, nbytes, True)
-
-    def _give_back(self, address: int, nbytes: int) -> None:
-        """As by `decommit`, and no longer locked."""
-        with IGNORED:  # shared memory that could not be made accessible
-            vm.decommit(address, nbytes, shared_by=self._shared_by)
-        if self._whole.options.lock:
-            with IGNORED:  # if splitting the mapping needs one too many
-                vm.unlock(address, nbytes)
 
     def _address(self, offset: int, nbytes: int) -> int:
         """Where a part begins, if it is one."""

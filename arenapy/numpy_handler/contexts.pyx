@@ -432,8 +432,10 @@ def start_thread(original, thread):
                 own = vars(thread).get("run")
                 ours = run_under(memory, thread, own)
                 thread.run = ours
-        except (AssertionError, AttributeError, TypeError):
-            ours = None              # its `run` cannot be set: the thread goes without
+        except Exception as error:
+            if isinstance(error, TimeoutError):      # of a signal's handler
+                raise
+            ours = None              # a class whose `run` cannot be set: the thread goes without
     try:
         original(thread)
     except BaseException:

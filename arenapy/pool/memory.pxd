@@ -78,7 +78,7 @@ cdef class PoolMemory:
     cdef bint grow_reservation(
         self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
     cdef int commit(self, uint32_t id) except -1
-    cdef int commit_by_source(self, uint32_t id) except -1
+    cdef object commit_by_source(self, uint32_t id)
     cdef bint at_once(self) noexcept
     cdef void note_growth(self, size_t nbytes, double seconds, double cpu) noexcept
     cdef bint commit_at_once(self, uintptr_t address, size_t nbytes, bint* lazily) noexcept

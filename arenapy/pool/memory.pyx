@@ -38,6 +38,7 @@ import weakref
 
 from arenapy.base.text import reason_of
 from arenapy.errors import OutOfMemory
+from arenapy.linux.limits import free_addresses
 from arenapy.memory.reservation import Reservation
 from arenapy.memory.sources import Host
 
@@ -77,6 +78,8 @@ cdef enum:
     NO_LIMIT = 1 << 30
     AHEAD_LEAST = 128 << 20  # bytes: half of what a reservation makes accessible
     AT_ONCE_MOST = 64 << 20  # bytes
+    ADDRESSES_SHARE = 32     # a share: of those that are left, which a pool reserves at once
+    LEAST_ADDRESSES = 256 << 20      # bytes
     RECYCLED_FIRST = 8       # in units of what is reserved, as is
     RECYCLED_AGAIN = 1
     IDLE_SHARE = 16          # a share: of what is reserved, so much may lie idle at first
@@ -265,7 +268,11 @@ cdef class PoolMemory:
         """
         cdef PoolCore c = self.core
         cdef uint64_t before = self.n_reserved
-        made = make_reservation(self.source, max(pages << PAGE_BITS, self.min_reservation))
+        cdef size_t wished = self.min_reservation
+        if c.hooks is None:                  # many pools leave addresses for others
+            wished = min(
+                wished, max(<size_t>free_addresses() // ADDRESSES_SHARE, <size_t>LEAST_ADDRESSES))
+        made = make_reservation(self.source, max(pages << PAGE_BITS, wished))
         if made is None:
             return False
         if self.n_reserved != before:
@@ -289,13 +296,14 @@ cdef class PoolMemory:
         cdef double start = now(CLOCK_MONOTONIC), cpu = now(CLOCK_PROCESS_CPUTIME_ID)
         cdef double stop = start, cpu_stop = cpu
         cdef Grower* me = NULL
+        cdef object reservation = None
         arenapy_add(&c.in_transit, 1)
         try:
             me = enter(c)
             if c.gone:
                 c.open_check()
             if not self.at_once() or not self.commit_at_once(d.address, nbytes, &lazily):
-                self.commit_by_source(id)
+                reservation = self.commit_by_source(id)
             self.refusal = None
             record(c, EVENT_GROW, <void*>d.address, nbytes)
             stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
@@ -309,6 +317,8 @@ cdef class PoolMemory:
             if me != NULL:
                 leave(c, me)
             arenapy_spin_release(&c.heap_lock)
+        if reservation is not None:          # after the memory is the pool's, since code runs
+            self.note_ready(reservation)
         return 0
 
     cdef bint at_once(self) noexcept:
@@ -320,7 +330,7 @@ cdef class PoolMemory:
         self.grown_cpu += cpu
         self.peak_pages = max(self.peak_pages, self.core.reserved_pages)
 
-    cdef int commit_by_source(self, uint32_t id) except -1:
+    cdef object commit_by_source(self, uint32_t id):
         cdef Descriptor* d = &self.core.descriptors[id]
         reservation = self.reservations[self.core.segments[d.segment].base]
         try:
@@ -328,8 +338,7 @@ cdef class PoolMemory:
         except BaseException as error:
             self.refusal = refusal_of(error)
             raise
-        self.note_ready(reservation)
-        return 0
+        return reservation
 
     cdef bint commit_at_once(self, uintptr_t address, size_t nbytes, bint* lazily) noexcept:
         """The same, but no other code runs: no Python code, and this thread keeps the GIL.

@@ -5,14 +5,16 @@ import gc
 import os
 import resource
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 from children import in_child
-from kernel_view import OWN_FAULTS, is_mapped, vm_flags
+from kernel_view import OWN_FAULTS, is_mapped, resident, vm_flags
 from reserved import MIB, SIZE, accessible, read, reserve, rss, write
 
+from arenapy import Bump, Pool
 from arenapy.errors import OutOfMemory
 
 # The package's attribute of this name is the function.
@@ -92,6 +94,38 @@ def test_ctrl_c_is_undone(populate_error):
         reservation.commit(0, SIZE)
     timer.join()
     assert rss(reservation) == 0
+
+
+@pytest.mark.parametrize(
+    "make", [Pool, lambda: Bump(4096, Host(grow=True), 1 << 30)], ids=["Pool", "Bump"]
+)
+def test_a_second_signal_while_what_the_first_interrupted_is_given_back(make, monkeypatch):
+    """A handler runs where a function of Python begins. A profiler stands for it."""
+    arena = make()
+    arena.alloc(100)
+    (region,) = arena.regions
+    before = resident(region.address, 64 * MIB)
+    prefault = vm.prefault
+
+    def second(frame, event, argument):
+        if event == "call":
+            sys.setprofile(None)
+            raise KeyboardInterrupt("second")
+
+    def interrupted(address, nbytes, **how):
+        prefault(address, nbytes, **how)
+        sys.setprofile(second)
+        raise KeyboardInterrupt("first")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(vm, "prefault", interrupted)
+        try:
+            arena.alloc(32 * MIB)
+        finally:
+            sys.setprofile(None)
+    assert resident(region.address, 64 * MIB) <= before
+    arena.alloc(32 * MIB)
+    arena.check()
 
 
 def test_other_refusals_of_the_kernel(monkeypatch):

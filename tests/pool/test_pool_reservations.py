@@ -1,6 +1,7 @@
 """A Pool over a source of the user's that reserves addresses: what the pool asks of it."""
 
 import os
+from pathlib import Path
 
 import pytest
 from helpers import PAGE, poke
@@ -8,7 +9,7 @@ from sources import GRANULE, Granules, GranulesReserved, Regions
 
 import arenapy
 from arenapy import Bump, Host, Pool, Region
-from arenapy.linux import vm
+from arenapy.linux import limits, vm
 
 MIB = 1 << 20
 
@@ -163,3 +164,19 @@ def test_what_growth_counts(source):
     nbytes, seconds, cpu_seconds, peak, refusal = pool._growth()
     assert nbytes == peak == reserved >= 15 * MIB and refusal is None
     assert seconds > 0 and cpu_seconds >= 0
+
+
+def test_a_pool_leaves_addresses_to_others(monkeypatch):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    monkeypatch.setattr(limits, "ADDRESSES", pages * PAGE + 32 * (400 << 20))
+    pools = [Pool() for _ in range(20)]
+    for one in pools:
+        one.alloc(MIB).release()
+    sizes = [one.regions[0].nbytes for one in pools]
+    assert 400 * MIB >= sizes[0] > sizes[19] == 256 * MIB
+    pool = pools[0]
+    blocks = [pool.alloc(nbytes * MIB) for nbytes in (200, 50, 100, 300)]
+    assert sum(region.nbytes for region in pool.regions) < 1 << 30
+    for block in blocks:
+        poke(block.address, 1, 1)
+    pool.check()
