@@ -30,7 +30,7 @@ from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
 
 from arenapy.errors import OutOfMemory
-from arenapy.linux.reserved_space import decommit
+from arenapy.linux.reserved_space import decommit as take_back
 from arenapy.memory.reservation import Reservation
 
 
@@ -94,8 +94,8 @@ cdef class InPlace:
         self.its_region.pin()
         try:
             if type(self.reservation) is Reservation:        # the same, but no handler runs amid it
-                decommit(<uintptr_t>self.its_region.ptr + offset, nbytes,
-                         shared_by=self.reservation._shared_by)
+                take_back(<uintptr_t>self.its_region.ptr + offset, nbytes,
+                          shared_by=self.reservation._shared_by)
             else:
                 self.reservation.decommit(offset, nbytes, stream)
         finally:

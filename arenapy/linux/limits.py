@@ -270,7 +270,7 @@ def machine_nbytes() -> int:
 
 
 def free_addresses() -> int:
-    """Bytes of addresses that may still be reserved ahead: half of the usual 47 bits are others'."""
+    """Bytes of addresses to reserve ahead: half of the usual 47 bits, less what is mapped."""
     pages = (_read(f"{PROC}/self/statm") or "0").split()
     return max(ADDRESSES - int(pages[0]) * vm.PAGE_SIZE, 0)
 
