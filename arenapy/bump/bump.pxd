@@ -62,10 +62,10 @@ cdef inline void* bump_alloc(Bump arena, size_t nbytes, size_t align) noexcept n
 # The core as an argument is loaded once; through the arena, after every store.
 
 cdef inline bint mark_again(BumpCore c, BumpMark* mark) noexcept nogil:
-    """One more mark of the last frame, if it has some in C, and nothing was allocated since."""
+    """One more mark of the last frame, if nothing was allocated since its newest."""
     cdef Frame* frame = c.top
     if not (c.fast_rewind and frame.cursor == c.cursor and frame.holds == NULL
-            and frame.run == c.n_runs - 1 and frame.c_marks):
+            and frame.run == c.n_runs - 1 and frame.id):
         return False
     c.stamp += 1
     frame.c_marks = c.stamp
@@ -76,7 +76,7 @@ cdef inline bint mark_again(BumpCore c, BumpMark* mark) noexcept nogil:
 cdef inline bint is_newest(BumpCore c, BumpMark mark) noexcept nogil:
     """Is this the newest mark of all, in C or Python?"""
     return (mark.id and c.top.id == mark.id and c.top.c_marks == mark.serial
-            and c.live_mark <= mark.id and not c.shut)
+            and c.top.python_marks <= mark.serial and not c.shut)
 
 
 cdef inline BumpMark bump_mark(Bump arena) noexcept nogil:

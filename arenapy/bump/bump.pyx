@@ -423,7 +423,7 @@ cdef class Bump(Allocator):
         cdef Frame* frame
         arenapy_lock_acquire(&c.lock)
         catch_up(c)
-        frame = c.push_frame(False) if not c.shut else NULL
+        frame = c.push_frame() if not c.shut else NULL
         if frame != NULL:
             m.core = c
             begin_mark(m, c, frame)
@@ -491,7 +491,7 @@ cdef class Bump(Allocator):
             raise ValueError(f"{mark!r} belongs to another arena; reset that arena")
         arenapy_lock_acquire(&c.lock)
         if mark is not None:
-            f = c.find_frame(mark.id) if mark.valid else -1
+            f = c.frame_of_mark(mark)
         if f >= 0 and strict:
             held = c.survivors(f)
             for i in range(f, c.n_frames):
@@ -505,6 +505,8 @@ cdef class Bump(Allocator):
             if status == 0:
                 while c.last_mark != NULL and c.last_mark != <PyObject*>mark:
                     end_mark(<Mark>c.last_mark)
+                if mark is not None:
+                    c.frames[f].c_marks = min(c.frames[f].c_marks, mark.serial)
         arenapy_lock_release(&c.lock)
         if f < 0:
             raise ValueError(f"{mark!r} was ended by a reset to an older one; take a new mark")
@@ -538,7 +540,7 @@ cdef class Bump(Allocator):
         try:
             # A region may have been closed, or a fork happened: then there is nothing to free.
             arenapy_lock_acquire(&c.lock)
-            stands = mark.valid and c.find_frame(mark.id) >= 0 and not c.shut
+            stands = c.frame_of_mark(mark) >= 0 and not c.shut
             arenapy_lock_release(&c.lock)
             if stands:
                 # An exception on its way is never masked: a strict arena then retires.
@@ -727,7 +729,7 @@ cdef int bump_free(Bump arena, void* block, size_t nbytes) noexcept nogil:
 
 
 cdef BumpMark bump_mark_slow(Bump arena) noexcept nogil:
-    cdef Frame* frame = arena.core.push_frame(True) if not arena.core.shut else NULL
+    cdef Frame* frame = arena.core.push_frame() if not arena.core.shut else NULL
     if frame == NULL:
         return BumpMark(0, 0)
     arena.core.stamp += 1
@@ -742,4 +744,5 @@ cdef int bump_reset_slow(Bump arena, BumpMark mark) noexcept nogil:
     if rewind(arena.core, f) < 0:
         return -1
     arena.core.frames[f].c_marks = mark.serial
+    arena.core.frames[f].python_marks = min(arena.core.frames[f].python_marks, mark.serial)
     return 0

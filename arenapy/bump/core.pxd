@@ -43,7 +43,11 @@ cdef struct Frame:
     uintptr_t cursor
     size_t live              # BumpCore.live at the mark
     Hold* holds              # held blocks allocated in it, not retired
-    uint64_t c_marks         # serial of its newest C mark, 0 if none: nobody tells when they end
+    # Serials: of its newest C mark, of its newest Mark; or of an older mark of the other kind, to
+    # which it was reset since, so that newer ones have ended. 0: none, for nobody tells when C
+    # marks end.
+    uint64_t c_marks
+    uint64_t python_marks
 
 
 # The figures of stats() and of the properties; bytes.
@@ -102,9 +106,10 @@ cdef class BumpCore(Arena):
     cdef void rejoin_run(self, uintptr_t end) noexcept nogil
     cdef bint move_back(self, uintptr_t start, uintptr_t end, uint64_t content, uint32_t pad,
                         bint empty) noexcept nogil
-    cdef Frame* push_frame(self, bint in_c) noexcept nogil
+    cdef Frame* push_frame(self) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil
+    cdef Py_ssize_t frame_of_mark(self, Mark mark) noexcept
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
     cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
     # Shall alloc() take its short way? It does while there are dead Buffers to take.
@@ -150,6 +155,7 @@ cdef inline bint bump_is_valid(BumpCore c) noexcept nogil:
 cdef class Mark:
     cdef BumpCore core
     cdef uint64_t id          # of its frame
+    cdef uint64_t serial      # among the marks of the frame, those in C included
     cdef bint valid           # not ended; then it is in the list that starts at core.last_mark
     cdef PyObject* older      # borrowed, as a mark leaves the list before it dies
     cdef PyObject* newer

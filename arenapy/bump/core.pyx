@@ -702,14 +702,10 @@ cdef class BumpCore(Arena):
         return (last == frame.run + 1 and self.runs[frame.run].end == frame.cursor
                 and self.cursor == self.runs[last].start)
 
-    cdef Frame* push_frame(self, bint in_c) noexcept nogil:
-        """The frame of a new mark: the last one if it is empty; NULL without memory.
-
-        A frame has marks of C or of Python: neither of them know when the others end.
-        """
+    cdef Frame* push_frame(self) noexcept nogil:
+        """The frame of a new mark: the last one if it is empty; NULL without memory."""
         cdef Frame* frame = self.top
-        if (self.n_frames > 1 and self.is_empty(frame)
-                and (self.live_mark < frame.id if in_c else frame.c_marks == 0)):
+        if self.n_frames > 1 and self.is_empty(frame):
             return frame
         if not make_room(<void**>&self.frames, &self.cap_frames, self.n_frames + 1, sizeof(Frame)):
             return NULL
@@ -721,7 +717,7 @@ cdef class BumpCore(Arena):
         frame.cursor = self.cursor
         frame.live = self.live
         frame.holds = NULL
-        frame.c_marks = 0
+        frame.c_marks = frame.python_marks = 0
         arenapy_assert(bump_is_valid(self), b"the arena is valid")
         return frame
 
@@ -751,6 +747,11 @@ cdef class BumpCore(Arena):
             else:
                 high = middle - 1
         return low if self.frames[low].id == id else -1
+
+    cdef Py_ssize_t frame_of_mark(self, Mark mark) noexcept:
+        """Index of the frame of a Mark, -1 if that was ended."""
+        cdef Py_ssize_t f = self.find_frame(mark.id) if mark.valid else -1
+        return f if f >= 0 and stands(&self.frames[f], mark) else -1
 
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil:
         """How many held blocks a reset to frame `f` would retire."""
@@ -881,13 +882,22 @@ seal(Mark, "a Mark is made by Bump.mark(), not by calling the class")
 
 
 cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept:
-    mark.id = frame.id
+    while core.last_mark != NULL and not stands(frame, <Mark>core.last_mark):
+        end_mark(<Mark>core.last_mark)
+    core.stamp += 1
+    mark.id, mark.serial = frame.id, core.stamp
+    frame.python_marks = mark.serial
     mark.valid = True
     mark.older = core.last_mark
     if mark.older != NULL:
         (<Mark>mark.older).newer = <PyObject*>mark
     core.last_mark = <PyObject*>mark
     core.live_mark = mark.id
+
+
+cdef bint stands(Frame* frame, Mark mark) noexcept:
+    """Has no reset in C ended it? It is of this frame, which may be the last one, or an older."""
+    return mark.id < frame.id or mark.id == frame.id and mark.serial <= frame.python_marks
 
 
 cdef void end_mark(Mark mark) noexcept:

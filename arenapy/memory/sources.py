@@ -601,6 +601,8 @@ class File:
         try:
             reserve(-(-nbytes // (huge or 1)) * (huge or 1) if self.mode == "w+" else nbytes)
         except OSError as error:
+            if not is_of_system(error):
+                raise
             if self.mode != "w+" and error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
                 return
             where = f"in huge pages of {format_bytes(huge)}" if huge else "on disk"
@@ -843,6 +845,8 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
         try:
             areas = vm.areas(start, nbytes)
         except OSError as error:
+            if not is_of_system(error):
+                raise
             if files and (alone or readonly):  # of a file, perhaps, which others map
                 raise OSError(
                     error.errno,

@@ -146,9 +146,9 @@ cdef void system_free(Handler* h, void* block) noexcept nogil:
 
 cdef void* general_alloc(Handler* h, size_t n) noexcept nogil:
     """A block when the thread cache has none; if the pool is full, or over a file that shrank, from
-    libc, if that is wanted."""
+    libc, if that is wanted, or if this is code amid growth, of which the caller knows nothing."""
     cdef void* block = NULL if (<PoolCore>h.core).shrunk() else take_from(<PoolCore>h.core, n)
-    if block == NULL and h.fallback:
+    if block == NULL and (h.fallback or is_at_once()):
         block = system_block(h, n, False)
     return block
 

@@ -7,6 +7,7 @@ import mmap
 import os
 from multiprocessing import shared_memory
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -602,3 +603,21 @@ def test_an_interrupted_call_leaves_no_file(tmp_path):
         with pytest.raises(Strike):
             File(path, "r+").region()
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        ("arenapy.linux.vm.reserve_blocks", lambda path: File(path, "r+").region(1 << 20)),
+        ("arenapy.linux.vm.map_memory", lambda path: File(path, "w+").region(1 << 20)),
+        ("arenapy.linux.vm.areas", lambda path: Existing(mmap.mmap(-1, 1 << 20)).region(1 << 20)),
+    ],
+)
+def test_a_time_limit_while_a_region_is_made_is_not_lost(place, make, tmp_path, monkeypatch):
+    """A signal's handler may raise it anywhere, and it is an OSError."""
+    path = tmp_path / "data"
+    path.touch()
+    os.truncate(path, 1 << 20)  # a hole
+    monkeypatch.setattr(place, Mock(side_effect=TimeoutError("time limit")))
+    with pytest.raises(TimeoutError, match="^time limit$"):
+        make(path)

@@ -626,6 +626,27 @@ def test_the_hook_is_asked_and_may_help():
     assert (handles(array) is None) == (memory.stats().system_live == 1)
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_arrays_of_code_that_runs_while_a_pool_grows(same):
+    """A handler of a signal may make some, for which the source stands here."""
+
+    class Interrupted(Regions):
+        def region(self, nbytes):
+            if armed:
+                with numpy_memory(other, on_full="error"):
+                    arrays.append(np.ones(MIB))
+            return super().region(nbytes)
+
+    arrays, armed = [], []
+    pool = Pool(source=Interrupted())
+    other = pool if same else Pool()
+    with numpy_memory(pool, on_full="error"):
+        armed.append(1)
+        arrays.append(np.ones(8 * MIB))
+    assert len(arrays) == 2 and [array.sum() for array in arrays] == [MIB, 8 * MIB]
+    assert handles(arrays[0]) is None and handles(arrays[1]).allocator is pool
+
+
 def test_a_source_may_use_numpy_itself():
     """Growing asks the source, which allocates under the handler that is growing."""
 

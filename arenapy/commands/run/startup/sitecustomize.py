@@ -187,7 +187,9 @@ class Session:
                 self.memory = self.apart(self._memory)
             self._measured("ready")
         except (ImportError, MemoryError, OSError, ValueError) as error:
-            if isinstance(error, TimeoutError):  # of a signal's handler
+            if isinstance(error, OSError) and (
+                error.errno is None or isinstance(error, TimeoutError)
+            ):  # of a signal's handler; see base/system_errors, which may not be there
                 raise
             self.refused = True
             raise SystemExit(f"arenapy run: {error}") from None
