@@ -619,5 +619,5 @@ def test_a_time_limit_while_a_region_is_made_is_not_lost(place, make, tmp_path, 
     path.touch()
     os.truncate(path, 1 << 20)  # a hole
     monkeypatch.setattr(place, Mock(side_effect=TimeoutError("time limit")))
-    with pytest.raises(TimeoutError, match="^time limit$"):
+    with pytest.raises(TimeoutError, match=r"^time limit$"):
         make(path)

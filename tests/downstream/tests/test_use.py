@@ -99,6 +99,23 @@ def test_marks_of_c_and_of_python_at_one_place_end_each_other():
         arena.reset()
 
 
+def test_marks_of_c_and_of_python_in_turn_take_no_memory():
+    arena = arenapy.Bump(MIB)
+    kept = None
+    for i in range(2000):
+        mark = arena.mark()
+        arena.alloc(100)
+        arena.reset(mark)
+        kept = mark if i % 2 else None
+        mark = use.mark_in_c(arena)
+        arena.alloc(100)
+        assert use.reset_in_c(arena, mark) == 0
+        if i == 10:
+            before = arena.stats().metadata_bytes
+    assert arena.stats().metadata_bytes == before
+    del kept
+
+
 def test_a_free_does_not_move_back_over_a_mark():
     arena = arenapy.Bump(MIB)
     assert use.free_under_a_mark(arena, 100) == (1, 0)
