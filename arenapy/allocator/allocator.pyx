@@ -385,10 +385,11 @@ cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t
         try:
             region = make_region(c, source, nbytes + (align - 1 if again == known else 0))
         except MemoryError:
-            if misfit:
-                return None
-            if known or again:
+            if not misfit and (known or again):
                 raise
+        if region is None and misfit:
+            return None
+        if region is None:
             continue
         check_unseen(c, region)
         start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)

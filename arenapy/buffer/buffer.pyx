@@ -724,15 +724,17 @@ def refuse_objects(str format not None, other):
 
 def as_bytes(thing):
     """`thing`, or the bytes of an array for whose type NumPy has no buffer, such as dates."""
+    cdef bint refused = False
     try:
         memoryview(thing)
     except ValueError:
-        if hasattr(getattr(thing, "flags", None), "forc"):
-            import numpy
-            array = numpy.asarray(thing)     # of no class that has methods of its own
-            return array.view(f"V{array.itemsize}")
+        refused = True
     except (TypeError, BufferError):
         pass
+    if refused and hasattr(getattr(thing, "flags", None), "forc"):
+        import numpy
+        array = numpy.asarray(thing)         # of no class that has methods of its own
+        return array.view(f"V{array.itemsize}")
     return thing
 
 

@@ -512,6 +512,10 @@ cdef class Bump(Allocator):
             raise ValueError(f"{mark!r} was ended by a reset to an older one; take a new mark")
         if status < 0:
             raise MemoryError("no memory for the bookkeeping of a reset")
+        if c.unrecorded:
+            raise MemoryError(
+                "no memory to record which bytes of this arena other processes see, so it hands "
+                "out none any more: make a new arena")
         if held:
             blocks = ", ".join([
                 f"{names[i][1]} bytes at {names[i][0]:#x}{c.born_at(names[i][0])}"

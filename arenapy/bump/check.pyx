@@ -53,6 +53,7 @@ def verify(BumpCore c not None):
     cdef uint64_t content
     cdef size_t[6] sums
     cdef uintptr_t end = 0
+    cdef Region last
     cdef const char* fault
     c.reclaim()
     arenapy_lock_acquire(&c.lock)
@@ -108,7 +109,8 @@ def verify(BumpCore c not None):
     n_frames, n_runs, content = c.n_frames, c.n_runs, c.content
     regions = c.regions        # a tuple: the arena may grow before it is looked at
     if regions:                # the last one may do so in place
-        end = <uintptr_t>(<Region>regions[-1]).ptr + (<Region>regions[-1]).size
+        last = <Region>regions[len(regions) - 1]
+        end = <uintptr_t>last.ptr + last.size
     sums[0], sums[1], sums[2] = c.capacity, used(c), c.free_bytes()
     sums[3], sums[4], sums[5] = c.retired_bytes, c.leased_bytes, c.live
     arenapy_lock_release(&c.lock)

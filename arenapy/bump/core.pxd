@@ -15,6 +15,7 @@ from arenapy.allocator.allocator_core cimport AllocatorCore
 # The parts of an arena's regions that it may not hand out.
 
 cdef class Arena(AllocatorCore):
+    cdef bint unrecorded     # what other processes see could not be: it hands out nothing
     cdef Extents free        # what is free, but for what the allocator has taken to hand out next
     cdef Extents holes       # of the one region, which grows in place: there is no memory
     cdef Hold* retired       # held blocks that outlived a reset
@@ -110,6 +111,7 @@ cdef class BumpCore(Arena):
     cdef void prune(self) noexcept nogil
     cdef Py_ssize_t find_frame(self, uint64_t id) noexcept nogil
     cdef Py_ssize_t frame_of_mark(self, Mark mark) noexcept
+    cdef void no_hits(self) noexcept nogil
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil
     cdef int rewind_slow(self, Py_ssize_t f) noexcept nogil
     # Shall alloc() take its short way? It does while there are dead Buffers to take.

@@ -191,7 +191,7 @@ cdef class Arena(AllocatorCore):
                 continue
             hold = new_hold(self) if extents_room(&self.free, 3) else NULL
             if hold == NULL:
-                self.shut = True             # the lease cannot be recorded: hand out nothing
+                self.shut = self.unrecorded = True   # hand out nothing
                 return
             extents_carve(&self.free, at, stop, region)
             hold.start, hold.end, hold.region, hold.flags = at, stop, region, 0
@@ -335,6 +335,8 @@ cdef class BumpCore(Arena):
         self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
         self.continue_at(<uintptr_t>region.ptr, 0)
         self.one_piece = self.leased == NULL
+        if self.unrecorded:
+            self.open_check()
         self.shut = False
         self.update_fast_path()
         return 0
@@ -429,6 +431,8 @@ cdef class BumpCore(Arena):
             self.push_run(low.start, low.region)
             self.cursor, self.limit = low.start, low.end
             extents_take(&self.free, low)
+        if self.unrecorded:
+            self.no_hits()
 
     # A spare run is an empty last run that no frame refers to.
 
@@ -816,11 +820,22 @@ cdef class BumpCore(Arena):
 
     cdef void disable(self, int why) noexcept nogil:
         AllocatorCore.disable(self, why)
+        self.no_hits()
+
+    cdef void no_hits(self) noexcept nogil:
+        """From now on no request is served of the current extent."""
         if extents_room(&self.free, 1):
             extents_insert(
                 &self.free, self.cursor, self.limit, self.runs[self.n_runs - 1].region)
-        self.limit = self.cursor             # no hit
+        self.limit = self.cursor
         self.update_fast_path()
+
+    cdef int open_check(self) except -1:
+        if self.unrecorded:
+            raise ValueError(
+                "there was no memory to record which bytes of this arena other processes see, so "
+                "it hands out none any more: make a new arena")
+        return Arena.open_check(self)
 
     cdef void fork_unlock(self, bint child) noexcept nogil:
         if child and self.growing != this_thread():

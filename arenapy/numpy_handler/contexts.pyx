@@ -329,18 +329,31 @@ cdef class Turn:
 seal(Turn)
 
 
-def leave_it(generator):
-    """What is done with an async generator that the collector found: nothing."""
+def close_alone(ended, finalizer, generator):
+    """What is done with an async generator that nobody has any more, as without a wrapper."""
+    if not ended or generator.ag_running:
+        return                               # its wrapper closes it; or nobody can, amid an await
+    if finalizer is not None:
+        finalizer(generator)                 # the event loop's
+        return
+    closing = generator.aclose()
+    try:
+        closing.send(None)
+    except (StopIteration, StopAsyncIteration, GeneratorExit):
+        return
+    closing.close()
+    raise RuntimeError("async generator ignored GeneratorExit")
 
 
-def begin_unseen(generator):
+def begin_unseen(ended, generator):
     """The first step of an async generator, of which no event loop is told.
 
     A loop that ends closes all that it was told of at once. This one is closed by its wrapper, even
-    if the collector finds both and finalizes this one first.
+    if the collector finds both and finalizes this one first. `ended` is not empty once that has
+    ended.
     """
     told = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(None, leave_it)
+    sys.set_asyncgen_hooks(None, functools.partial(close_alone, ended, told[1]))
     try:
         return generator.asend(None)
     finally:
@@ -428,13 +441,15 @@ def start_thread(original, thread):
     own = ours = None
     if memory is not None:
         try:
-            if thread.ident is None:     # else it was started before, and may begin to run just now
+            fresh = thread.ident is None     # else it may begin to run just now
+        except AssertionError:               # it is not initialized, as `start` says
+            fresh = False
+        try:                                 # no code of Python, in which a signal's handler may run
+            if fresh:
                 own = vars(thread).get("run")
                 ours = run_under(memory, thread, own)
                 thread.run = ours
-        except Exception as error:
-            if isinstance(error, TimeoutError):      # of a signal's handler
-                raise
+        except Exception:
             ours = None              # a class whose `run` cannot be set: the thread goes without
     try:
         original(thread)

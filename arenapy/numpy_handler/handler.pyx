@@ -36,6 +36,8 @@ from arenapy.pool.thread_cache cimport ThreadCache
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
 from arenapy.base.sanitizer cimport POISONS
 
+from arenapy.memory.sources import Existing, File, Host, Shared
+
 
 # ---- blocks ------------------------------------------------------------------------------
 # The blocks of NumPy's arrays, but for the short way: growth, libc's blocks, zeros, new sizes.
@@ -347,7 +349,8 @@ def make_handler(Pool pool not None, bint fallback):
     cdef Capsule* h
     cdef PoolCore core = pool.core
     counts = Counts()
-    if core.n_regions == 0 and not pool.memory.may_reserve:
+    if (core.n_regions == 0 and not pool.memory.may_reserve
+            and not isinstance(pool.memory.source, (Host, Shared, File, Existing))):
         try:
             pool.alloc(1).release()          # its source shows what memory it has
         except Exception as error:           # then there is nothing to be seen

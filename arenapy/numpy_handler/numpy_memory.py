@@ -271,20 +271,24 @@ class numpy_memory(Context):
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             generator = function(*args, **kwargs)
             del args, kwargs  # as above
-            step, value = begin_unseen, generator
-            while True:
-                try:
-                    with self._turn():
-                        item = [await step(value)]
-                except StopAsyncIteration:
-                    return
-                finally:
-                    value = None
-                try:
-                    value = yield item.pop()
-                    step = generator.asend
-                except BaseException as error:  # as above
-                    step, value = generator.athrow, error
+            ended: list[bool] = []
+            step, value = functools.partial(begin_unseen, ended), generator
+            try:
+                while True:
+                    try:
+                        with self._turn():
+                            item = [await step(value)]
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        value = None
+                    try:
+                        value = yield item.pop()
+                        step = generator.asend
+                    except BaseException as error:  # as above
+                        step, value = generator.athrow, error
+            finally:  # also by what a signal's handler raises here
+                ended.append(True)
 
         return wrapped
 

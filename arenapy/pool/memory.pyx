@@ -270,8 +270,9 @@ cdef class PoolMemory:
         cdef uint64_t before = self.n_reserved
         cdef size_t wished = self.min_reservation
         if c.hooks is None:                  # many pools leave addresses for others
-            wished = min(
-                wished, max(<size_t>free_addresses() // ADDRESSES_SHARE, <size_t>LEAST_ADDRESSES))
+            wished = min(wished, max(
+                <size_t>free_addresses() // ADDRESSES_SHARE, <size_t>LEAST_ADDRESSES,
+                c.reserved_pages << PAGE_BITS))
         made = make_reservation(self.source, max(pages << PAGE_BITS, wished))
         if made is None:
             return False

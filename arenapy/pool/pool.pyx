@@ -695,8 +695,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 ptr = self.core.alloc_block(n, align, False, block_id)
                 if ptr == NULL:
                     raise
-                return ptr
-            ptr = self.core.alloc_block(n, align, miss, block_id)
+            if ptr == NULL:
+                ptr = self.core.alloc_block(n, align, miss, block_id)
             round += 1
         return ptr
 
@@ -757,6 +757,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if error is not None:
             raise OutOfMemory(
                 self.full(n, f"its source has no more ({reason_of(error)})")) from error
+        self.memory.refusal = None           # this is another reason
         least = pages + self.memory.unaligned
         if least <= self.memory.max_pages:
             raise OutOfMemory(self.full(n, "it has reached its limit"))

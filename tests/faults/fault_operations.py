@@ -298,6 +298,27 @@ def leased():
     )
 
 
+@operation("use of leased memory by a Bump")
+def leased_and_reset():
+    arena = Bump(MIB, Shared())
+    sent = [arena.alloc(5000) for _ in range(100)]
+    received = [receive(block) for block in sent[::2]]
+    addresses = {block.address for block in sent[::2]}
+
+    def act():
+        sent.clear()
+        with contextlib.suppress(ValueError):  # it hands out none any more, as it said before
+            arena.reset()
+
+    def end():
+        """What comes afterwards, with memory or without, does not see what others see."""
+        with contextlib.suppress(ValueError):
+            for _ in range(20):
+                assert arena.alloc(5000).address not in addresses
+
+    return Act(act, view=lambda: (arena.check(), [one.nbytes for one in received]), end=end)
+
+
 class Handed:
     """In place of multiprocessing's handle, which takes another thread or process to open."""
 

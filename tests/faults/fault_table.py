@@ -119,6 +119,7 @@ SLAB_FULL = "OutOfMemory: do not fit into the slab, and its source has no more"
 NO_TABLE = "MemoryError: bookkeeping of a"
 NO_CLAIM = "MemoryError: no memory for the bookkeeping of a region"
 NO_ATFORK = "MemoryError: pthread_atfork failed"
+NO_LEASE_RECORD = "MemoryError: no memory to record which bytes"
 NO_RECORD = "MemoryError: no memory for the record of an export"
 NOT_MAPPED = "PermissionError: cannot map"
 BAD_PAGE = "OSError: hardware error"
@@ -266,7 +267,8 @@ TABLE = [
     row(ANY, "memfd_create|ftruncate", ANY, "OSError: cannot map a Shared region"),
     row(ANY, r"fcntl\(ADD_SEALS\)", "EPERM", "PermissionError: cannot map a Shared region"),
     row(ANY, r"fcntl\(ADD_SEALS\)", "EBUSY", "OSError: cannot map a Shared region"),
-    row("use of leased memory", r"fcntl\(OFD_GETLK\)", "EINVAL", FINE),  # as if it were leased
+    row("use of leased memory.*", r"fcntl\(OFD_GETLK\)", "EINVAL", FINE),  # as if it were leased
+    row("use of leased memory by a Bump", "malloc|realloc", NO_MEMORY, FINE, NO_LEASE_RECORD),
     row("use of leased memory", "malloc", NO_MEMORY, FINE),  # they are not handed out again
     row("unlock", "munlock", "ENOMEM", "OSError: Cannot allocate memory"),
     # Files.

@@ -151,7 +151,7 @@ assert well(array)
 """)
 
 
-@pytest.mark.parametrize("source", ["Host()", "Shared(grow=True)", "Host(fork='skip')"])
+@pytest.mark.parametrize("source", ["Host()", "Shared()", "Shared(grow=True)", "Host(fork='skip')"])
 def test_a_handler_alone_takes_no_pool_from_a_child(run_script, source):
     run_script(
         PRELUDE

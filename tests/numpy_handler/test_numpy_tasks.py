@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -208,6 +209,40 @@ def test_an_async_generator_that_the_collector_finds(pools):
 
     asyncio.run(main())
     assert closed == [0]
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+@pytest.mark.parametrize("decorated", [False, True])
+def test_an_async_generator_whose_wrapper_a_signal_ended(pools, decorated, awaits, monkeypatch):
+    """What a handler raises amid the wrapper's own code, for which `_turn` stands here."""
+    closed, memory = [], numpy_memory(pools[0])
+
+    async def numbers():
+        try:
+            yield 1
+            raise KeyError("as the signal does")
+        finally:
+            if awaits:
+                await asyncio.sleep(0)
+            closed.append(1)
+
+    async def main():
+        generator = memory(numbers)() if decorated else numbers()
+        await anext(generator)
+        if decorated:
+            monkeypatch.setattr(numpy_memory, "_turn", Mock(side_effect=KeyError))
+        try:
+            await anext(generator)
+        except KeyError:
+            pass
+        else:
+            raise AssertionError
+        del generator
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert closed == [1]
 
 
 @pytest.mark.parametrize("decorated", [True, False])
