@@ -444,7 +444,7 @@ def start_thread(original, thread):
             fresh = thread.ident is None     # else it may begin to run just now
         except AssertionError:               # it is not initialized, as `start` says
             fresh = False
-        try:                                 # no code of Python, in which a signal's handler may run
+        try:                                 # no code of Python, in which a handler could run
             if fresh:
                 own = vars(thread).get("run")
                 ours = run_under(memory, thread, own)
