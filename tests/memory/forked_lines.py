@@ -67,17 +67,6 @@ def copied_growth(arena):
     return Copied(arena, lambda: arena.empty(20 * MIB, "u1"))
 
 
-def copied_trim(arena):
-    blocks = [arena.empty(6 * MIB, "u1") for _ in range(12)]
-    copied = Copied(arena, arena.trim)
-    copied.arrays = blocks[::3]
-    for number, array in enumerate(copied.arrays, 1):
-        array[:] = number
-    if isinstance(arena, Bump):
-        arena.reset()
-    return copied
-
-
 def recorded(path):
     recorder = trace.Recorder(path)
     recorder.start()
@@ -112,7 +101,6 @@ CASES = {
     "file to change": lambda: lambda path: Bump(NBYTES, File(path, "r+")).empty(NBYTES, "u1"),
     "copied growth": lambda: copied_growth(Bump(8 * MIB, Host(grow=True), 256 * MIB)),
     "copied growth of a pool": lambda: copied_growth(Pool(256 * MIB)),
-    "copied trim": lambda: copied_trim(Bump(8 * MIB, Host(grow=True), 256 * MIB)),
     "recording": lambda: recorded,
     "report": lambda: written,
 }
