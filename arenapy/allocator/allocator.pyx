@@ -387,9 +387,9 @@ cdef Region aligned_region(AllocatorCore c, object source, size_t nbytes, size_t
         except MemoryError:
             if not misfit and (known or again):
                 raise
-        if region is None and misfit:
-            return None
         if region is None:
+            if misfit:
+                return None
             continue
         check_unseen(c, region)
         start = (<uintptr_t>region.ptr + (align - 1)) & ~<uintptr_t>(align - 1)

@@ -349,8 +349,8 @@ def begin_unseen(ended, generator):
     """The first step of an async generator, of which no event loop is told.
 
     A loop that ends closes all that it was told of at once. This one is closed by its wrapper, even
-    if the collector finds both and finalizes this one first. `ended` is not empty once that has
-    ended.
+    if the collector finds both and finalizes this one first. `ended` is not empty once the wrapper
+    has ended.
     """
     told = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, functools.partial(close_alone, ended, told[1]))

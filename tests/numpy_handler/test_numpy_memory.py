@@ -1,6 +1,5 @@
 """`numpy_memory` and `handles`: what arrays are made of, and where their blocks go."""
 
-import ctypes
 import mmap
 import os
 import pickle
@@ -29,6 +28,7 @@ from numpy_arrays import (
     small_pool,
     values,
 )  # fmt: skip
+from simulated_memory import PROT_NONE, libc
 from sources import Only, Regions
 
 import arenapy
@@ -36,11 +36,7 @@ from arenapy import File, Host, OutOfMemory, Pool, handles, numpy_memory
 from arenapy.linux import vm
 from arenapy.memory import reservation
 
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-PROT_NONE, MAP_FIXED_NOREPLACE = 0, 0x100000
+MAP_FIXED_NOREPLACE = 0x100000
 TOUCHED_BY_GROWTH = (
     "arenapy.linux.vm.prefault",
     "arenapy.linux.limits._contents",
