@@ -212,7 +212,7 @@ cdef CudaMemory new_memory(
 # ---- sides -------------------------------------------------------------------------------
 
 cdef str said(object thing):
-    if isinstance(thing, tuple):             # an array, and what keeps its memory
+    if isinstance(thing, tuple) and thing:   # an array, and what keeps its memory
         thing = thing[0]
     return name_of(<Block>thing) if isinstance(thing, Block) else f"this {type(thing).__name__}"
 

@@ -18,7 +18,7 @@ from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.foreign import asbuffer
 from arenapy.cuda.sources import Device, DriverPool, Managed
 from arenapy.cuda.stream import event_on
-from arenapy.memory.host_request import checked_index, checked_size
+from arenapy.memory.host_request import SIZE_LIMIT, checked_index, checked_size
 
 __all__ = ["KernelArena", "KernelSlab", "include_dir"]
 
@@ -274,7 +274,7 @@ class KernelArena(_KernelMemory):
 
     def __init__(self, nbytes: int, source: Device | DriverPool | Managed | None = None) -> None:
         size = _positive("nbytes", nbytes)
-        memory = _memory(STRUCT + size, source)
+        memory = _memory(STRUCT + size, source, f"nbytes={size}")
         self._begin(memory, STRUCT, ARENA.pack(size, 0, 0, 0), _size=size)
 
     def used(self, stream: object = None) -> int:
@@ -366,7 +366,7 @@ class KernelSlab(_KernelMemory):
         stride = -(-size // ALIGN) * ALIGN
         words = -(-count // WORD)
         first = STRUCT + -(-4 * words // LINE) * LINE
-        memory = _memory(first + stride * count, source)
+        memory = _memory(first + stride * count, source, f"nbytes={size}, count={count}")
         bitmap = bytearray(4 * words)
         if count % WORD:  # bits without an item
             bitmap[-4:] = (2**WORD - 2 ** (count % WORD)).to_bytes(4, "little")
@@ -408,8 +408,12 @@ class KernelSlab(_KernelMemory):
         return f"<KernelSlab {self._count} items of {item} at {self.address:#x}>"
 
 
-def _memory(nbytes: int, source: Device | DriverPool | Managed | None) -> Buffer:
+def _memory(nbytes: int, source: Device | DriverPool | Managed | None, asked: str) -> Buffer:
     source = Device() if source is None else source
+    if not hasattr(source, "region"):
+        raise TypeError(f"source={source!r} is not a source; give one, like arenapy.cuda.Device()")
+    if nbytes >= SIZE_LIMIT:
+        raise ValueError(f"{asked}: no address space holds as much; ask for less")
     memory = source.region(nbytes).buffer(0, nbytes)
     if memory.device_id < 0:
         raise ValueError(

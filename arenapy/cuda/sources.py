@@ -9,6 +9,7 @@ region, or the first allocator over it, is made.
 
 import importlib
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import SupportsIndex
 
 from arenapy.base.text import format_bytes
@@ -175,9 +176,14 @@ class Pinned:
         self._host()
         check_flag("portable", self.portable)
         check_flag("mapped", self.mapped)
-        if not 0 < float(self.max_ram_fraction) <= 1:
+        share = self.max_ram_fraction
+        if not isinstance(share, Real):
+            raise TypeError(
+                f"max_ram_fraction={share!r}: need a number, not {type(share).__name__}"
+            )
+        if not 0 < share <= 1:
             raise ValueError(
-                f"max_ram_fraction={self.max_ram_fraction!r} is not a valid share of the memory: "
+                f"max_ram_fraction={share!r} is not a valid share of the memory: "
                 "give more than 0, and at most 1"
             )
 
@@ -383,8 +389,12 @@ class DriverPool:
         """Refuse what cannot be, before anything depends on it."""
         check_ordinal(self.ordinal)
         threshold = self.release_threshold
-        if threshold is not None and checked_index("release_threshold", threshold) < 0:
-            raise ValueError(f"release_threshold={threshold!r}: need bytes, 0 or more, or None")
+        if threshold is not None and not (
+            0 <= checked_index("release_threshold", threshold) < 2**64
+        ):
+            raise ValueError(
+                f"release_threshold={threshold!r}: need bytes, from 0 to less than 2**64, or None"
+            )
 
     @property
     def hooks(self) -> StreamHooks:

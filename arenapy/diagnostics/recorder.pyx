@@ -381,10 +381,10 @@ cdef class Recorder:
 
     def __cinit__(self, path, kind="", sites=0):
         self.file.fd = -1
-        self.path = os.fsdecode(path)
+        self.path = str.__str__(os.fsdecode(path))    # not one of a subclass, as NumPy's
         if not isinstance(kind, str):
             raise TypeError(f"kind={kind!r}: need a str, not {type(kind).__name__}")
-        self.kind = kind
+        self.kind = str.__str__(kind)
         if len(kind.encode()) >= KIND or "\0" in kind:
             raise ValueError(f"kind={kind!r}: a name of at most {KIND - 1} bytes")
         if sites != 0:

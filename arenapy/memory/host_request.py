@@ -271,7 +271,7 @@ def checked_index(name: str, value: Any) -> int:
 
 
 def check_ordinal(value: Any) -> None:
-    if checked_index("ordinal", value) < 0:
+    if not 0 <= checked_index("ordinal", value) < 2**31:  # a C int
         raise ValueError(f"ordinal={value!r}: devices are counted from 0")
 
 

@@ -175,7 +175,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             source = Host()
         check_source(source)
         self.max_bytes, self.on_oom, self.trim_after = max_bytes, on_oom, trim_after
-        self.rounding, self.debug = rounding, core.watch(debug, verify)
+        self.rounding, self.debug = str.__str__(rounding), core.watch(debug, verify)
         core.timed = -1 if trim_after is None else trim_after
         core.adopt(source, stream)
         machine = machine_nbytes() if core.hooks is None else DEVICE_ROOM

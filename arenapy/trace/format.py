@@ -119,6 +119,11 @@ class Contents:
 
     def __post_init__(self) -> None:
         events = self.events
+        if getattr(events, "dtype", None) != EVENT:
+            raise TypeError(
+                f"events of type {getattr(events, 'dtype', type(events).__name__)}: need an array "
+                "of arenapy.trace.EVENT"
+            )
         known = np.isin(events["operation"], list(OPERATIONS.values()))
         if not known.all():
             raise ValueError(f"operation {events['operation'][~known][0]} is not known")

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from arenapy.memory.host_request import SIZE_LIMIT, checked_index
+
 __all__ = ["PHASES", "Phase", "draw"]
+
+MOST = 1 << 48  # what an event has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,12 @@ class Phase:
     smallest: int
     largest: int
 
+    def __post_init__(self) -> None:
+        """Refuse what a trace has no room for."""
+        smallest = checked_index("smallest", self.smallest)
+        if not 0 < smallest <= checked_index("largest", self.largest) < MOST:
+            raise ValueError(f"{self!r}: need 0 < smallest <= largest < {MOST}")
+
     @property
     def mean(self) -> float:
         """Bytes of the average block."""
@@ -51,10 +61,19 @@ def draw(
     seed: int, allocations: int, live_bytes: int, phases: Sequence[Phase]
 ) -> list[tuple[bool, int, int]]:
     """(whether it allocates, number of the block, bytes) of each step; see `trace.synthetic`."""
-    if not phases or allocations < len(phases):
-        raise ValueError(f"{allocations} allocations in {len(phases)} phases: nothing to do")
-    if live_bytes < max(phase.largest for phase in phases):
-        raise ValueError(f"live_bytes={live_bytes} has no room for the largest block of the phases")
+    if checked_index("seed", seed) < 0:
+        raise ValueError(f"seed={seed}: give 0 or more")
+    if not (phases and len(phases) <= checked_index("allocations", allocations) < MOST):
+        raise ValueError(
+            f"allocations={allocations} in {len(phases)} phases: give at least one for each phase, "
+            f"and less than {MOST}"
+        )
+    largest = max(phase.largest for phase in phases)
+    if not largest <= checked_index("live_bytes", live_bytes) < SIZE_LIMIT:
+        raise ValueError(
+            f"live_bytes={live_bytes}: need room for the largest block of the phases, which has "
+            f"{largest} bytes, and less than 2**63"
+        )
     random = np.random.default_rng(seed)
     ordered = list(phases)[:: -1 if seed % 2 else 1]
     bounds = np.linspace(0, allocations, len(ordered) + 1).astype(int)

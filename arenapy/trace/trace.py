@@ -242,7 +242,7 @@ class Trace(Contents):
         >>> len(arenapy.trace.load("made.trace"))
         200
         """
-        write(path, self)
+        write(os.fspath(path), self)
 
 
 def load(path: str | os.PathLike[str]) -> Trace:

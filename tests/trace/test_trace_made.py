@@ -114,5 +114,5 @@ def test_lifetimes_are_exponential():
 def test_synthetic_traces_that_make_no_sense():
     with pytest.raises(ValueError, match="live_bytes=5"):
         trace.synthetic(0, 10, 5)
-    with pytest.raises(ValueError, match="1 allocations in 2 phases"):
+    with pytest.raises(ValueError, match="allocations=1 in 2 phases"):
         trace.synthetic(0, 1)
