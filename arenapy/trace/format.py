@@ -107,6 +107,8 @@ class Contents:
     ValueError
         The events are none that an allocator can have had, or a file cannot hold them: an unknown
         operation, a site that there is not, times that go back, sizes beyond all memory.
+    TypeError
+        The events are not an array of EVENT.
     """
 
     events: Events

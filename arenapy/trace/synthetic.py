@@ -28,6 +28,11 @@ class Phase:
     smallest, largest : int
         Bytes of the smallest and the largest allocation of the phase.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If they are not sizes that a trace can store, the smallest first.
+
     Examples
     --------
     >>> from arenapy import trace

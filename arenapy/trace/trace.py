@@ -356,6 +356,11 @@ def synthetic(
     Trace
         A trace in which every block is freed.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is not a number in its range.
+
     Examples
     --------
     >>> from arenapy import trace
