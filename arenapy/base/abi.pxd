@@ -6,7 +6,7 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 18
+    ARENAPY_ABI = 19
 
 cdef void built_for_arenapy_abi_18() noexcept nogil
 

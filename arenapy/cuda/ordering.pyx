@@ -50,7 +50,7 @@ from arenapy.cuda.driver cimport (
 from arenapy.cuda.fence cimport (
     EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never, join_streams,
     late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park, synchronize,
-    wait_for_those, wait_here, wait_outside, work_of,
+    wait_for_those, wait_here, wait_outside, work_of, work_of_context,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
@@ -82,6 +82,7 @@ cdef enum:
     MAX_NAMED = 4            # streams that are found without a question
     LEGACY = 1               # the legacy default stream
     PER_THREAD = 2           # the calling thread's
+    PATIENT = 8              # so often a stream is found captured that a graph's block was used on
     MANY_USES = 16           # of a block: with so many more, it drops those that are over
 
 
@@ -474,7 +475,7 @@ cdef class Ordering(StreamHooks):
         if isinstance(<object>owner, AllocatorCore):
             self.capacity = (<AllocatorCore>owner).capacity
         if not h.flags & HOLD_IDLE:          # else a stream that captures is asked after that
-            fix_uses(<list>h.uses)
+            fix_uses(<list>h.uses, self.graph is not None)
         # Streams that the graph comes after are not among its uses any more.
         if self.graph is not None and <list>h.uses == [self.graph]:
             drop_uses(h)
@@ -499,7 +500,7 @@ cdef class Ordering(StreamHooks):
             self.take_arrived()
             for batch in list(self.open):
                 if batch.nbytes > OPEN_BYTES or batch.nbytes > self.capacity // OPEN_SHARE:
-                    self.close(batch)
+                    self.close(batch, False)
             arenapy_store(&self.busy, 0)
             nobody = 0
 
@@ -546,11 +547,16 @@ cdef class Ordering(StreamHooks):
         self.open.append(batch)
         return batch
 
-    cdef bint close(self, Batch batch) noexcept:
-        """Make the fence of an open batch. False: not now, and it stays open."""
+    cdef bint close(self, Batch batch, bint wait) noexcept:
+        """Make the fence of an open batch. False: not now, and it stays open.
+
+        A stream that is captured gets none. With `wait`, this thread waits for all in its context.
+        """
         cdef Fence fence = None
         try:
             fence = late_work_of(<StreamRef>batch.stream)
+            if fence is None and wait:
+                fence = work_of_context(<StreamRef>batch.stream)
         except Exception:
             pass
         if fence is None:                    # a stream that captures had them before
@@ -657,7 +663,9 @@ cdef class Ordering(StreamHooks):
                     n += self.pass_on(owner, batch, over)
                     moved = True
                 else:
-                    self.close(batch)
+                    # Of a graph that is gone: who asks only in captures of one stream asks in vain.
+                    self.close(batch, self.graph is not None
+                               and (wait != 0 or self.n_advances > PATIENT))
             for batch in list(self.batches):
                 if batch.asked == self.n_advances:
                     continue                 # in this call
@@ -711,11 +719,12 @@ cdef bint batch_done(Batch batch, bint wait, StreamRef waiter) noexcept:
     return True
 
 
-cdef void fix_uses(list uses) noexcept:
+cdef void fix_uses(list uses, bint of_graph) noexcept:
     """Make fences for what may be otherwise later.
 
-    A stream that may not exist by then; and one that is capturing, for its graph. Those for which
-    that fails stay what they are.
+    A stream that may not exist by then; and one that is capturing, for its graph. For a graph's
+    block, any: a program that captures one stream again and again may ask only in captures of it.
+    Those for which that fails stay what they are.
     """
     cdef Py_ssize_t i
     cdef StreamRef s
@@ -730,7 +739,7 @@ cdef void fix_uses(list uses) noexcept:
             continue
         s = <StreamRef>one
         try:
-            fence = None if s.lasting else event_outside(s)
+            fence = None if s.lasting and not of_graph else event_outside(s)
             if fence is not None:
                 uses[i] = fence
                 continue

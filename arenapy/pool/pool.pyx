@@ -641,7 +641,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if self.streams is not None:
             self.streams.give_back_all(False, 0)
             self.streams.settle_gone(None)
-            self.streams.settle_graphs()
+            self.streams.settle_graphs(False)
         c.settle_streams(False)
         c.flush_all(True)
         idle = c.figures().all.idle
@@ -715,7 +715,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if c.may_lease:
             c.settle_sends()
         if (c.settle_streams(False)
-                or streams is not None and (streams.settle_graphs() or streams.reclaim())):
+                or streams is not None and (streams.settle_graphs(False) or streams.reclaim())):
             return False
         wished = max(pages, <size_t>HUGE_PAGES, self.growth())
         if c.merges_first:                   # the driver takes so much, and nobody had the rest
@@ -745,7 +745,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
         # Memory that other streams keep or still work on; in the order of the pool's own.
-        if streams is not None and streams.give_back_all(False, 0):
+        if streams is not None and (streams.give_back_all(False, 0) or streams.settle_graphs(True)):
             c.settle_streams(wait)
             return False
         if c.settle_streams(wait):
@@ -852,7 +852,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.core.reclaim_leases()
         self.core.settle_streams(False)
         if self.streams is not None:
-            self.streams.settle_graphs()
+            self.streams.settle_graphs(False)
             self.streams.collect()
         return figures_of(self.core)
 

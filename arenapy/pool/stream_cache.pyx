@@ -489,7 +489,7 @@ cdef class StreamCaches:
         graph = self.core.hooks.graph_of(name)
         cache = self.of_graphs.get(graph)
         if cache is None:
-            self.settle_graphs()             # this one may get what others had
+            self.settle_graphs(False)        # this one may get what others had
             cache = self.of_graphs.setdefault(graph, new_stream_cache(self.core, graph, True))
         return <StreamCache>cache
 
@@ -526,14 +526,14 @@ cdef class StreamCaches:
         cache.reclaimed = 0
         return 0
 
-    cdef bint settle_graphs(self) except -1:
+    cdef bint settle_graphs(self, bint wait) except -1:
         cdef StreamCache cache
         cdef bint freed = False
         for graph, cache in self.of_graphs.copy().items():
             if not self.core.hooks.done(graph):
                 continue
             if cache.n_held:                 # those that were dropped after the capture
-                cache.hooks.collect(<PyObject*>cache, False)
+                cache.hooks.collect(<PyObject*>cache, wait)
             freed = cache.free_chain(cache.detach(0)) > 0 or freed
             if cache.lent.blocks == 0 and self.of_graphs.pop(graph, None) is not None:
                 cache.forgotten = True
@@ -646,7 +646,7 @@ cdef class StreamCaches:
         if self.give_back_all(False, age):
             self.core.note_time()
         self.settle_gone(None)
-        self.settle_graphs()
+        self.settle_graphs(False)
         return 0
 
     cdef bint wait_for_chains(self) except -1:

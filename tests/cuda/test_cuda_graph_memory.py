@@ -397,6 +397,40 @@ def test_one_capture_after_another_needs_no_more_memory(gpu):
     assert len(reserved) == 1
 
 
+@pytest.mark.parametrize("source", [cuda.Device, cuda.DriverPool, lambda: cuda.Device(grow=True)])
+@pytest.mark.parametrize(
+    "when",
+    ["before the launch", "before the graph goes", "afterwards", "in the next capture", "replaced"],
+)
+@pytest.mark.parametrize("nbytes", [20_000, 400_000])
+def test_a_program_that_asks_only_in_captures_needs_no_more_memory_or_time(
+    gpu, nbytes, when, source
+):
+    """All are of one stream, so it is captured whenever the pool looks for what is over."""
+    pool, s = Pool(2 * MIB, source()), new_stream(gpu)
+    calls, block = [], None
+    for _ in range(200):
+        before = gpu.calls["cuStreamIsCapturing"]
+        gpu.begin_capture(s.handle_)
+        if when == "in the next capture":
+            block = None
+        block = pool.alloc(nbytes, stream=s)
+        block.fill(1, stream=s)
+        graph = graph_of(gpu, s)
+        if when == "before the launch":
+            del block
+        gpu.replay(graph, s.handle_)
+        if when == "before the graph goes":
+            del block
+        gpu.destroy_graph(graph)
+        gpu.drain()
+        if when == "afterwards":
+            block = None
+        calls.append(gpu.calls["cuStreamIsCapturing"] - before)
+    assert max(calls[100:]) <= max(calls[:50])
+    pool.check()
+
+
 def test_a_pool_that_ends_keeps_only_regions_that_a_graph_has_blocks_in(gpu):
     pool, s = Pool(None, cuda.Device()), new_stream(gpu)
     gpu.begin_capture(s.handle_)
