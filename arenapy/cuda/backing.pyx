@@ -31,7 +31,7 @@ from arenapy.cuda.stream_ref cimport (
     StreamRef, current_device, is_done, known_in, made_stream, relax, restore_capture_mode,
     stream_of,
 )
-from arenapy.cuda.fence cimport Fence, late_work_of, synchronize
+from arenapy.cuda.fence cimport PATIENCE, Fence, late_work_of, synchronize
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
@@ -524,7 +524,7 @@ cdef class DeviceReservation:
         cdef Fence fence
         cdef int result, mode
         need()
-        fence = late_work_of(stream)
+        fence = late_work_of(stream, False)
         if fence is None or not fence.wait(None):
             raise CudaError(f"{stream!r} may be captured into a graph, so no code can wait for it")
         with nogil:
@@ -803,6 +803,7 @@ cdef class Leaving:
     cdef uint64_t address
     cdef list streams                    # or None, where there is a fence
     cdef list fences                    # of each stream, or None: it is still to be made
+    cdef int looks                       # how often that was tried
 
     cdef bint freed(self) except -1:
         """Free it, if that can be now."""
@@ -813,7 +814,9 @@ cdef class Leaving:
         cdef int result
         for i in range(len(self.streams)):
             if self.fences[i] is None:
-                self.fences[i] = late_work_of(<StreamRef>self.streams[i])
+                self.fences[i] = late_work_of(
+                    <StreamRef>self.streams[i], self.looks >= PATIENCE)
+        self.looks += 1
         if None in self.fences:
             return False
         for fence in self.fences:

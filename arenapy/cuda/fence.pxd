@@ -60,8 +60,13 @@ cdef Fence work_of(StreamRef stream)
 # context, and a plain Fence, which is over, comes back. OutOfMemory or CudaError: not now.
 cdef Fence work_of_context(StreamRef stream)
 # The same as `work_of` for a block, an array or an allocator that is gone: a stream that was only
-# to exist for so long is not asked. None, OutOfMemory or CudaError: not now.
-cdef Fence late_work_of(StreamRef stream)
+# to exist for so long is not asked. None, OutOfMemory or CudaError: not now. If the stream is captured
+# and `wait` is set, this thread waits as in `work_of_context`.
+cdef Fence late_work_of(StreamRef stream, bint wait)
+# A program that captures a stream again and again may ask only in captures of it. So who has asked in
+# vain so often waits.
+cdef enum:
+    PATIENCE = 8
 
 
 # -- objects that live until streams are done with their memory
@@ -69,6 +74,7 @@ cdef Fence late_work_of(StreamRef stream)
 cdef class Retained:
     cdef object thing
     cdef list waits                  # Tickets, and Streams whose fence is still to be made
+    cdef int looks                   # how often it was not over
     cdef bint queueing               # the call that uses it has not returned
     cdef void* by                    # whose end waits for it
     cdef int generation              # of the driver

@@ -253,10 +253,13 @@ cdef Fence event_outside(StreamRef stream):
     return None
 
 
-cdef Fence late_work_of(StreamRef stream):
+cdef Fence late_work_of(StreamRef stream, bint wait):
+    cdef Fence fence
     if stream.lasting or stream.thread or stream.of_allocator:
         try:
-            return event_outside(stream)
+            fence = event_outside(stream)
+            if fence is not None or not wait:
+                return fence
         except CudaError as error:
             if not is_gone(error.result):
                 raise
@@ -484,12 +487,13 @@ cdef bint uses_done(Retained one) noexcept:
     for use in one.waits:
         if isinstance(use, StreamRef):
             try:
-                use = late_work_of(<StreamRef>use) or use
+                use = late_work_of(<StreamRef>use, one.looks >= PATIENCE) or use
             except Exception:
                 pass
         if isinstance(use, StreamRef) or not (<Fence>use).passed():
             left.append(use)
     one.waits = left
+    one.looks += 1
     return not left
 
 

@@ -48,9 +48,9 @@ from arenapy.cuda.driver cimport (
     SUCCESS, callable_, driver, forget, forked, generation, need, primary,
 )
 from arenapy.cuda.fence cimport (
-    EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never, join_streams,
-    late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park, synchronize,
-    wait_for_those, wait_here, wait_outside, work_of, work_of_context,
+    PATIENCE, EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never,
+    join_streams, late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park,
+    synchronize, wait_for_those, wait_here, wait_outside, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
@@ -82,7 +82,6 @@ cdef enum:
     MAX_NAMED = 4            # streams that are found without a question
     LEGACY = 1               # the legacy default stream
     PER_THREAD = 2           # the calling thread's
-    PATIENT = 8              # so often a stream is found captured that a graph's block was used on
     MANY_USES = 16           # of a block: with so many more, it drops those that are over
 
 
@@ -475,7 +474,7 @@ cdef class Ordering(StreamHooks):
         if isinstance(<object>owner, AllocatorCore):
             self.capacity = (<AllocatorCore>owner).capacity
         if not h.flags & HOLD_IDLE:          # else a stream that captures is asked after that
-            fix_uses(<list>h.uses, self.graph is not None)
+            fix_uses(<list>h.uses)
         # Streams that the graph comes after are not among its uses any more.
         if self.graph is not None and <list>h.uses == [self.graph]:
             drop_uses(h)
@@ -548,15 +547,10 @@ cdef class Ordering(StreamHooks):
         return batch
 
     cdef bint close(self, Batch batch, bint wait) noexcept:
-        """Make the fence of an open batch. False: not now, and it stays open.
-
-        A stream that is captured gets none. With `wait`, this thread waits for all in its context.
-        """
+        """Make the fence of an open batch. False: not now, and it stays open."""
         cdef Fence fence = None
         try:
-            fence = late_work_of(<StreamRef>batch.stream)
-            if fence is None and wait:
-                fence = work_of_context(<StreamRef>batch.stream)
+            fence = late_work_of(<StreamRef>batch.stream, wait)
         except Exception:
             pass
         if fence is None:                    # a stream that captures had them before
@@ -611,7 +605,7 @@ cdef class Ordering(StreamHooks):
             if use is None:
                 use = own
                 try:
-                    use = late_work_of(own) or own
+                    use = late_work_of(own, False) or own
                 except Exception:
                     pass                     # when the region is freed, perhaps
             (<Ordering>order).earlier.append(use)
@@ -662,10 +656,9 @@ cdef class Ordering(StreamHooks):
                     self.open.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True
-                else:
-                    # Of a graph that is gone: who asks only in captures of one stream asks in vain.
-                    self.close(batch, self.graph is not None
-                               and (wait != 0 or self.n_advances > PATIENT))
+                elif not self.close(
+                        batch, 0 < wait < PY_SSIZE_T_MAX or self.vain >= PATIENCE):
+                    self.vain += 1
             for batch in list(self.batches):
                 if batch.asked == self.n_advances:
                     continue                 # in this call
@@ -719,13 +712,14 @@ cdef bint batch_done(Batch batch, bint wait, StreamRef waiter) noexcept:
     return True
 
 
-cdef void fix_uses(list uses, bint of_graph) noexcept:
+cdef void fix_uses(list uses) noexcept:
     """Make fences for what may be otherwise later.
 
-    A stream that may not exist by then; and one that is capturing, for its graph. For a graph's
-    block, any: a program that captures one stream again and again may ask only in captures of it.
-    Those for which that fails stay what they are.
+    A stream that may not exist by then; and one that is capturing, for its graph. Of a block that a
+    graph uses, any stream: it may be captured again whenever somebody asks. Those for which that
+    fails stay what they are.
     """
+    cdef bint of_graph
     cdef Py_ssize_t i
     cdef StreamRef s
     try:
@@ -733,6 +727,7 @@ cdef void fix_uses(list uses, bint of_graph) noexcept:
         uses[:] = as_now(uses)
     except Exception:
         pass                                 # then nobody can wait for it, and it is never free
+    of_graph = any([isinstance(one, GraphFence) for one in uses])
     for i in range(len(uses)):
         one = uses[i]
         if not isinstance(one, StreamRef):

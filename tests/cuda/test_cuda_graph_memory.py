@@ -397,38 +397,53 @@ def test_one_capture_after_another_needs_no_more_memory(gpu):
     assert len(reserved) == 1
 
 
-@pytest.mark.parametrize("source", [cuda.Device, cuda.DriverPool, lambda: cuda.Device(grow=True)])
+RECAPTURING = {**ALLOCATORS, "growing pool": lambda source: Pool(None, source)}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("of", ["the stream", "another one"])
+@pytest.mark.parametrize("library", ["ours", "another one"])
+@pytest.mark.parametrize("source", [*SOURCES.values(), lambda: cuda.Device(grow=True)])
+@pytest.mark.parametrize("allocator", RECAPTURING)
 @pytest.mark.parametrize(
     "when",
     ["before the launch", "before the graph goes", "afterwards", "in the next capture", "replaced"],
 )
-@pytest.mark.parametrize("nbytes", [20_000, 400_000])
 def test_a_program_that_asks_only_in_captures_needs_no_more_memory_or_time(
-    gpu, nbytes, when, source
+    gpu, when, allocator, source, library, of
 ):
-    """All are of one stream, so it is captured whenever the pool looks for what is over."""
-    pool, s = Pool(2 * MIB, source()), new_stream(gpu)
-    calls, block = [], None
-    for _ in range(200):
-        before = gpu.calls["cuStreamIsCapturing"]
-        gpu.begin_capture(s.handle_)
+    """All are of one stream, so it is captured whenever the allocator looks for what is over."""
+    one = RECAPTURING[allocator](source())
+    s = cuda.Stream() if library == "ours" else new_stream(gpu)
+    handle = s.__cuda_stream__()[1] if library == "ours" else s.handle_
+    name = s if of == "the stream" else new_stream(gpu)
+    calls, used, block = [], [], None
+    for _ in range(600):
+        before = gpu.calls.total()
+        if allocator == "bump":
+            one.reset()
+        gpu.begin_capture(handle, RELAXED)
         if when == "in the next capture":
             block = None
-        block = pool.alloc(nbytes, stream=s)
+        block = one.alloc(60_000, stream=name)
+        block.record_stream(s)
         block.fill(1, stream=s)
-        graph = graph_of(gpu, s)
+        graph = gpu.end_capture(handle)
         if when == "before the launch":
-            del block
-        gpu.replay(graph, s.handle_)
+            block = None
+        gpu.replay(graph, handle)
         if when == "before the graph goes":
-            del block
+            block = None
         gpu.destroy_graph(graph)
         gpu.drain()
         if when == "afterwards":
             block = None
-        calls.append(gpu.calls["cuStreamIsCapturing"] - before)
-    assert max(calls[100:]) <= max(calls[:50])
-    pool.check()
+        calls.append(gpu.calls.total() - before)
+        pinned = sum(host.nbytes for host in gpu.memory.registered.values())
+        used.append(gpu.memory.used[0] + pinned)
+    assert max(used) <= 24 * MIB  # 36 MB were allocated
+    assert sum(calls[500:]) <= 1.3 * sum(calls[300:400])
+    one.check()
 
 
 def test_a_pool_that_ends_keeps_only_regions_that_a_graph_has_blocks_in(gpu):

@@ -21,7 +21,7 @@ from cuda_support import (
 from helpers import in_threads
 from simulated_gpu import RELAXED
 
-from arenapy import OutOfMemory, Pool, cuda
+from arenapy import Pool, cuda
 
 KIB = 1 << 10
 MANY = 120  # streams
@@ -431,8 +431,7 @@ def trim(pool):
 
 
 def need_it(pool):
-    with pytest.raises(OutOfMemory, match="6291456 pending"):
-        pool.alloc(6 * MIB, stream=cuda.Stream())
+    pool.alloc(6 * MIB, stream=cuda.Stream())
 
 
 def let_time_pass(pool):
