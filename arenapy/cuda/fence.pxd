@@ -60,11 +60,11 @@ cdef Fence work_of(StreamRef stream)
 # context, and a plain Fence, which is over, comes back. OutOfMemory or CudaError: not now.
 cdef Fence work_of_context(StreamRef stream)
 # The same as `work_of` for a block, an array or an allocator that is gone: a stream that was only
-# to exist for so long is not asked. None, OutOfMemory or CudaError: not now. If the stream is captured
-# and `wait` is set, this thread waits as in `work_of_context`.
+# to exist for so long is not asked. None, OutOfMemory or CudaError: not now. If the stream is
+# captured and `wait` is set, this thread waits as in `work_of_context`.
 cdef Fence late_work_of(StreamRef stream, bint wait)
-# A program that captures a stream again and again may ask only in captures of it. So who has asked in
-# vain so often waits.
+# A program that captures a stream again and again may ask only in captures of it. So who has asked
+# in vain so often waits.
 cdef enum:
     PATIENCE = 8
 

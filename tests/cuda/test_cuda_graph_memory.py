@@ -415,7 +415,7 @@ def test_a_program_that_asks_only_in_captures_needs_no_more_memory_or_time(
     """All are of one stream, so it is captured whenever the allocator looks for what is over."""
     one = RECAPTURING[allocator](source())
     s = cuda.Stream() if library == "ours" else new_stream(gpu)
-    handle = s.__cuda_stream__()[1] if library == "ours" else s.handle_
+    handle = s.handle if library == "ours" else s.handle_
     name = s if of == "the stream" else new_stream(gpu)
     calls, used, block = [], [], None
     for _ in range(600):
@@ -444,6 +444,27 @@ def test_a_program_that_asks_only_in_captures_needs_no_more_memory_or_time(
     assert max(used) <= 24 * MIB  # 36 MB were allocated
     assert sum(calls[500:]) <= 1.3 * sum(calls[300:400])
     one.check()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_program_that_has_an_allocator_for_each_capture_needs_no_more_memory(
+    gpu, allocator, source
+):
+    """The memory of each is given back, or kept until it may be, while the stream is captured."""
+    s, one, block = cuda.Stream(), None, None
+    for _ in range(100):
+        gpu.begin_capture(s.handle, RELAXED)
+        one = ALLOCATORS[allocator](SOURCES[source]())
+        block = one.alloc(60_000, stream=s)
+        block.fill(1, stream=s)
+        graph = gpu.end_capture(s.handle)
+        gpu.replay(graph, s.handle)
+        gpu.destroy_graph(graph)
+        gpu.drain()
+        pinned = sum(host.nbytes for host in gpu.memory.registered.values())
+        assert gpu.memory.used[0] + pinned <= 48 * MIB
+    del one, block
 
 
 def test_a_pool_that_ends_keeps_only_regions_that_a_graph_has_blocks_in(gpu):
