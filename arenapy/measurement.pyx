@@ -17,6 +17,8 @@ and not in the middle: see numpy_handler/contexts.
 
 from __future__ import annotations
 
+from posix.unistd cimport usleep
+
 from arenapy.base.identity cimport id_of
 
 import os
@@ -31,6 +33,9 @@ from arenapy.allocator.allocator import Allocator, call_at_end, call_at_reset, l
 from arenapy.base.text import format_bytes, html_table
 
 __all__ = ["Measurement", "measure"]
+
+cdef enum:
+    MOMENT = 50                              # microseconds
 
 
 class _Figures(NamedTuple):
@@ -268,8 +273,17 @@ _lock = threading.RLock()
 _running: list[Measurement] = []  # oldest first
 _watches: dict[int, _Watch] = {}  # by id of the allocator
 
+
+def _lock_for_fork() -> None:
+    """A wait in `_lock.acquire` runs handlers of signals. Python drops what they raise in here and
+    forks without the lock, which the child could then never take."""
+    while not _lock.acquire(False):
+        with nogil:
+            usleep(MOMENT)
+
+
 os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    before=_lock_for_fork, after_in_parent=_lock.release, after_in_child=_lock.release
 )
 
 

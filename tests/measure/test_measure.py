@@ -495,6 +495,42 @@ def test_fork_while_another_thread_measures(run_script):
     """)
 
 
+def test_a_signal_while_a_fork_waits_for_another_thread_that_measures(run_script):
+    """Its handler raises: after the fork, and not in the wait, which would fork without the lock."""
+    run_script("""
+        import os, signal, sys, threading, time
+        import arenapy
+        from arenapy import measurement
+        pool, held, over = arenapy.Pool(), threading.Event(), threading.Event()
+        def busy():
+            with measurement._lock:
+                held.set()
+                time.sleep(0.3)
+        def interrupt(number, frame):
+            raise TimeoutError
+        signal.signal(signal.SIGALRM, interrupt)
+        unraisable = []
+        sys.unraisablehook = unraisable.append
+        thread = threading.Thread(target=busy)
+        thread.start()
+        held.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        child = None
+        try:
+            child = os.fork()
+            interrupted = False
+        except TimeoutError:
+            interrupted = True
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            with arenapy.measure(pool):
+                os._exit(0)
+        assert os.wait()[1] == 0 and interrupted and not unraisable
+        thread.join()
+    """)
+
+
 @pytest.mark.parametrize("measured", ["each", "all"])
 @pytest.mark.full
 def test_collections_of_garbage_that_measure(measured, monkeypatch):
