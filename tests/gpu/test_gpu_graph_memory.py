@@ -7,7 +7,7 @@ from cuda_support import until
 from real_gpu import content, done, judge
 from test_gpu_graphs import GLOBAL, RELAXED, THREAD_LOCAL, begin, destroy, end, launch
 
-from arenapy import Pool, cuda
+from arenapy import Pool, Slab, cuda
 
 KIB, MIB = 1 << 10, 1 << 20
 LAUNCHES = 1000
@@ -85,6 +85,34 @@ def test_a_pool_grows_in_a_capture(gpu, blocking, mode, source):
     destroy(gpu, graph, executable)
     gpu.synchronize()
     until(lambda: not pool.stats().pending_bytes)
+
+
+@pytest.mark.parametrize("when", ["before the launch", "afterwards", "in the next capture"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "make", [Pool, lambda nbytes, source: Slab(BLOCK, nbytes // BLOCK, source)]
+)
+def test_a_program_that_asks_only_in_captures(gpu, make, source, when):
+    """Of one stream: it is captured whenever the allocator looks for what is over. Room for 16
+    blocks."""
+    captured, one, block = cuda.Stream(), make(4 * MIB, SOURCES[source]()), None
+    for i in range(300):
+        begin(gpu, captured)
+        block = None
+        block = one.alloc(BLOCK, stream=captured)
+        gpu.write_slowly(captured, block.address, BLOCK, i)
+        gpu.count_wrong(captured, block.address, BLOCK, i)
+        block.fill(1, stream=captured)
+        graph, executable = end(gpu, captured)
+        if when == "before the launch":
+            block = None
+        launch(gpu, executable, captured)
+        destroy(gpu, graph, executable)
+        gpu.synchronize()
+        if when == "afterwards":
+            block = None
+    assert gpu.how_many_wrong() == 0
+    one.check()
 
 
 @pytest.mark.parametrize("blocking", [False, True])
