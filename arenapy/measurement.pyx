@@ -79,7 +79,7 @@ class Measurement:
     (1, 1024)
     """
 
-    __slots__ = ("_allocators", "_at_first", "_began", "_faults", "_figures", "_gone")
+    __slots__ = ("_allocators", "_at_first", "_began", "_faults", "_figures", "_gone", "_thread")
 
     def __init__(self, allocators: tuple[Allocator, ...] | None) -> None:
         self._allocators = allocators  # None: all there are
@@ -88,12 +88,14 @@ class Measurement:
         self._began: float | None = None
         self._faults = 0
         self._figures: _Figures | None = None  # final
+        self._thread = 0  # that began it
 
     def __enter__(self) -> Self:
         """Begin."""
         with _lock:
             if self._began is not None:
                 raise RuntimeError(f"{self!r} has already begun; call measure() for another one")
+            self._thread = threading.get_ident()
             # First: allocators that a collection of garbage makes meanwhile are younger than it.
             _running.append(self)
             try:
@@ -115,6 +117,8 @@ class Measurement:
     ) -> None:
         """End; an exception passes."""
         with _Lock():
+            if self._figures is not None:    # in a forked child, which has ended it
+                return
             measured = self._measured()
             try:
                 self._figures = self._now(measured)
@@ -282,8 +286,19 @@ def _lock_for_fork() -> None:
             usleep(MOMENT)
 
 
+def _begin_child() -> None:
+    """End what other threads measured: the child does not have them."""
+    me = threading.get_ident()
+    try:
+        for one in _running.copy():
+            if one._thread != me:
+                one.__exit__(None, None, None)
+    finally:
+        _lock.release()
+
+
 os.register_at_fork(
-    before=_lock_for_fork, after_in_parent=_lock.release, after_in_child=_lock.release
+    before=_lock_for_fork, after_in_parent=_lock.release, after_in_child=_begin_child
 )
 
 

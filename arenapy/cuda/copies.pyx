@@ -88,7 +88,7 @@ cdef class CudaMemory(Ordering):
             # One of them is a block of arenapy, and the other one has a buffer.
             for side in (target, origin):
                 if memory_under(side) is not None:
-                    memory_under(side).after_told(block_of(side), None)
+                    memory_under(side).ready(block_of(side), None)
             if target.block:
                 return copy_bytes(<Block>to, origin.thing, True)
             return copy_bytes(<Block>source, target.thing, False)
@@ -173,7 +173,7 @@ cdef class CudaMemory(Ordering):
         cdef int state, result
         if stream is None and self.host_accessible:
             writable(b)
-            self.after_told(b, None)
+            self.ready(b, None)
             return move_bytes(b, b.ptr, NULL, b.size, byte)
         side = side_of(b, True, self, stream)
         s = self.own_stream() if stream is None else <StreamRef>self.named(stream)

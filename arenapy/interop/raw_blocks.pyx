@@ -29,6 +29,8 @@ from arenapy.base.atomic cimport (
 from arenapy.base.sizes cimport MAX_BYTES, SMALL_MOST
 from arenapy.buffer.block cimport CLOSED, GONE_FORKED, Block, Hold, MemoryOwner
 from arenapy.buffer.buffer cimport Buffer
+from arenapy.cuda.fence cimport graph_fence_or_never
+from arenapy.cuda.stream_ref cimport StreamRef
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.hot_path cimport cache_alloc
 from arenapy.pool.page_heap cimport PAGE_BITS
@@ -427,11 +429,13 @@ cdef void record_use(uintptr_t at, void* stream) noexcept with gil:
                 special[at].record_stream(name)
                 break
             use = pool.core.hooks.named(name)
+            # As `Ordering.use`, without a Block. A graph that cannot be followed is for ever.
+            uses = [graph_fence_or_never(<StreamRef>use)] if (<StreamRef>use).captures() else []
+            uses.append(use)
             if at not in told:
                 told[at] = []
                 arenapy_add(&n_special, 1)
-            if use not in told[at]:
-                told[at].append(use)
+            told[at].extend([one for one in uses if one not in told[at]])
             break
     except BaseException as error:
         print(f"arenapy: record_stream of the block at {at:#x} failed: {error!r}",

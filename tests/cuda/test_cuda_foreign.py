@@ -317,6 +317,34 @@ def test_the_stream_waits_for_the_producers(gpu, kind, mine):
     assert seen == [b"\7" * N] and peek(target.address, N) == b"\7" * N
 
 
+@pytest.mark.parametrize("how", ["copied out", "to pinned", "by pinned", "copied in", "filled"])
+@pytest.mark.parametrize("mine", [None, "other"])
+@EACH
+def test_a_call_without_a_stream_waits_for_the_producers(gpu, kind, mine, how):
+    """Also where this processor copies or fills, and no stream does."""
+    theirs = new_handle(gpu)
+    address = memory(gpu, kind)
+    gpu.launch(theirs, lambda: poke(address, N, 7), [(address, N)])
+    array = Array(address, (N,), stream=theirs)
+    view = cuda.asbuffer(array, stream=None if mine is None else new_handle(gpu))
+    pinned, seen = Pool(1 << 20, cuda.Pinned(huge_pages=None)).alloc(N), bytearray(N)
+    if how == "copied in":
+        view.copy_from(b"\5" * N)
+    elif how == "filled":
+        view.fill(5)
+    elif how == "copied out":
+        view.copy_to(seen)
+    elif how == "to pinned":
+        view.copy_to(pinned)
+    else:
+        pinned.copy_from(view)
+    backwards(gpu)
+    if how in ("copied in", "filled"):
+        assert peek(address, N) == b"\5" * N
+    else:
+        assert (seen if how == "copied out" else peek(pinned.address, N)) == b"\7" * N
+
+
 @pytest.mark.parametrize("mine", [None, 1, 2, "a handle"])
 @pytest.mark.parametrize("kind", ["device", "managed"])
 def test_the_producer_is_told_the_stream(gpu, kind, mine):

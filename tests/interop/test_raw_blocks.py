@@ -247,6 +247,34 @@ def test_blocks_of_a_graph(driver, serve):
     pool.check()
 
 
+@pytest.mark.parametrize("recorded", ["in the capture", "also before", "twice"])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("named", ["object", "integer"])
+def test_a_block_that_a_capture_uses_is_the_graphs(driver, serve, named, own, recorded):
+    """It was allocated before, and is freed after the capture."""
+    captured, other = (driver.got("cuStreamCreate", ctypes.c_void_p, 1) for _ in range(2))
+    stream = captured if own else other
+    objects = {handle: Wrapped(handle) for handle in (captured, other)}
+    pool = Pool(2 * MIB, cuda.Device(), 2 * MIB)
+    serve(pool, lambda device, handle: objects[handle] if named == "object" else handle)
+    block = alloc(2 * MIB, 0, stream)
+    if recorded == "also before":
+        record_stream(block, captured)
+    driver.begin_capture(captured, RELAXED)
+    for _ in range(2 if recorded == "twice" else 1):
+        record_stream(block, captured)
+    graph = driver.end_capture(captured)
+    free(block, 2 * MIB, 0, stream)
+    driver.drain()
+    assert pool.stats().pending_bytes == 2 * MIB
+    assert alloc(2 * MIB, 0, stream) is None
+    driver.destroy_graph(graph)
+    driver.drain()
+    again = alloc(2 * MIB, 0, stream)
+    assert again == block
+    free(again, 2 * MIB, 0, stream)
+
+
 def test_a_recording_has_the_blocks(driver, serve, tmp_path):
     import arenapy.trace
 

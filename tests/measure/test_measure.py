@@ -495,6 +495,36 @@ def test_fork_while_another_thread_measures(run_script):
     """)
 
 
+def test_a_child_ends_what_other_threads_measured(run_script):
+    run_script("""
+        import os, threading
+        import arenapy
+        pool, begun, over = arenapy.Pool(), threading.Event(), threading.Event()
+        pool.alloc(1 << 20)
+        def other():
+            global theirs
+            with arenapy.measure(pool) as theirs:
+                pool.alloc(1000)
+                begun.set()
+                over.wait()
+        thread = threading.Thread(target=other)
+        thread.start()
+        begun.wait()
+        with arenapy.measure(pool) as mine:
+            child = os.fork()
+            pool.alloc(100_000)
+        if child == 0:
+            assert pool.stats().peak_bytes >= 1 << 20
+            assert theirs.allocations == mine.allocations == 1
+            os._exit(0)
+        over.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+        assert theirs.allocations == 2 and mine.allocations == 1
+        assert pool.stats().peak_bytes >= 1 << 20
+    """)
+
+
 def test_a_signal_while_a_fork_waits_for_another_thread_that_measures(run_script):
     """Its handler raises: after the fork, and not in the wait, which would fork without the lock."""
     run_script("""
