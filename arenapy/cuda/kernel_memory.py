@@ -17,7 +17,7 @@ from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.foreign import asbuffer
 from arenapy.cuda.sources import Device, DriverPool, Managed
-from arenapy.cuda.stream import event_on
+from arenapy.cuda.stream import wait_for
 from arenapy.memory.host_request import SIZE_LIMIT, checked_index, checked_size
 
 __all__ = ["KernelArena", "KernelSlab", "include_dir"]
@@ -155,7 +155,7 @@ class _KernelMemory:
                 f"from {start:#x} to {end:#x}; give what the kernel got"
             )
         if stream is not None:
-            event_on(stream, self.device_id).synchronize()
+            wait_for(stream, self.device_id)
         window = _Window(self._all, at, n)
         self._windows.add(window)
         if len(self._resets):  # which has looked for windows already, perhaps
@@ -205,10 +205,10 @@ class _KernelMemory:
     def _counters(self, stream: object) -> tuple[int, int, int]:
         found = bytearray(COUNTERS.size)
         if stream is not None:  # a copy on one that is captured would be a part of the graph
-            event_on(stream, self.device_id).synchronize()
+            wait_for(stream, self.device_id)
         self._all[LINE : LINE + COUNTERS.size].copy_to(found, stream=stream)
         if stream is not None:
-            event_on(stream, self.device_id).synchronize()
+            wait_for(stream, self.device_id)
         first, overflowed, misused = COUNTERS.unpack(found)
         return first, overflowed, misused
 

@@ -16,7 +16,9 @@ from libc.stdint cimport uint64_t, uintptr_t
 from arenapy.cuda.driver cimport (
     SUCCESS, checked, driver, enter, forget, leave, need, primary,
 )
-from arenapy.cuda.fence cimport Fence, create_event, join_streams, look, new_event, synchronize
+from arenapy.cuda.fence cimport (
+    Fence, create_event, join_streams, look, new_event, synchronize, wait_here,
+)
 from arenapy.cuda.stream_ref cimport (
     OwnStream, StreamRef, capture_of, free_to_use, made_stream, relax, restore_capture_mode,
     stream_of,
@@ -235,14 +237,19 @@ cdef class Stream(OwnStream):
         raise TypeError("a Stream cannot be pickled; make one where it is needed")
 
 
-def event_on(stream, int device_id):
-    """Internal: an Event for all that `stream`, anybody's, was given so far."""
+cdef Event event_on(object stream, int device_id):
+    """An Event for all that `stream`, anybody's, was given so far."""
     cdef Event event = Event.__new__(Event)
     cdef StreamRef named = stream_of(stream, device_id)
     cdef void* graph = NULL
     event.fence = new_event(named)
     event.capture = capture_of(named, &graph) if named.captures() else 0
     return event
+
+
+def wait_for(stream, int device_id):
+    """Internal: wait until `stream`, anybody's, has done what it was given so far."""
+    wait_here(stream_of(stream, device_id), True)
 
 
 def wait_on(stream, Event event not None, int device_id):

@@ -526,7 +526,7 @@ def test_a_child_ends_what_other_threads_measured(run_script):
 
 
 def test_a_signal_while_a_fork_waits_for_another_thread_that_measures(run_script):
-    """Its handler raises: after the fork, and not in the wait, which would fork without the lock."""
+    """Its handler raises after the fork. In the wait, it would make a fork without the lock."""
     run_script("""
         import os, signal, sys, threading, time
         import arenapy
