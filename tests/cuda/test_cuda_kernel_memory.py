@@ -66,7 +66,7 @@ def test_a_stream_that_is_captured_is_not_waited_for(gpu):
     arena, stream = cuda.KernelArena(1000), cuda.Stream()
     gpu.begin_capture(stream.handle)
     for ask in (arena.used, lambda s: arena.buffer(arena.address + 256, 16, stream=s)):
-        with pytest.raises(cuda.CudaError, match="captured into a graph.* do this before"):
+        with pytest.raises(cuda.CudaError, match=r"captured into a graph.*do this before"):
             ask(stream)
     gpu.destroy_graph(graph_of(gpu, stream.handle))
     assert arena.used(stream) == 0
