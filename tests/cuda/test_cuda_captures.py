@@ -373,7 +373,7 @@ def test_the_host_cannot_ask_for_an_event_of_a_capture(gpu, when):
     event = s.record()
     graph = None if when == "in the capture" else graph_of(gpu, s.handle)
     assert not event.done
-    with pytest.raises(cuda.CudaError, match="recorded during a capture"):
+    with pytest.raises(cuda.CudaError, match="is being captured into a graph"):
         event.synchronize()
     gpu.destroy_graph(graph or graph_of(gpu, s.handle))
 
@@ -384,7 +384,7 @@ def test_memory_of_kernels_while_a_stream_captures(gpu, what):
     s = cuda.Stream()
     memory = cuda.KernelSlab(64, 10) if what == "in_use" else cuda.KernelArena(MIB)
     gpu.begin_capture(s.handle, RELAXED)
-    with pytest.raises(cuda.CudaError, match="recorded during a capture"):
+    with pytest.raises(cuda.CudaError, match="is being captured into a graph"):
         if what == "buffer":
             memory.buffer(memory.address + 256, 64, stream=s)
         else:
