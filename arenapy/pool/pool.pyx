@@ -783,11 +783,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         """Why a request failed, and what to do."""
         cdef PoolFigures f = self.core.figures()
         limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
+        wait = ""
+        if f.all.pending and self.core.hooks is not None:
+            wait = ", or wait, outside of captures, for the streams that use the pending blocks"
         return (
             f"{n} bytes do not fit into the pool, and {why}. It has reserved {f.reserved} bytes "
             f"({limit}): {f.all.live} live, {f.all.pending} pending, {f.all.idle} idle. The "
             f"largest free block has {f.all.largest} bytes. Release blocks, "
-            "give a larger max_bytes, or free memory in on_oom"
+            f"give a larger max_bytes, or free memory in on_oom{wait}"
         )
 
     cdef int take_batch(self, BlockBatch batch) except -1:

@@ -181,7 +181,7 @@ def test_a_block_that_outlives_the_capture(gpu, name, when):
         late = samples(gpu, s, block)
         gpu.destroy_graph(graph)
         del block
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemory, match="wait, outside of captures, for the streams"):
             pool.alloc(2 * MIB, stream=other)
     else:
         with pytest.raises(OutOfMemory):
