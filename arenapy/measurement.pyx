@@ -276,21 +276,25 @@ def measure(*allocators: Allocator) -> Measurement:
 _lock = threading.RLock()
 _running: list[Measurement] = []  # oldest first
 _watches: dict[int, _Watch] = {}  # by id of the allocator
+_faults_at_fork = 0
 
 
 def _lock_for_fork() -> None:
     """A wait in `_lock.acquire` runs handlers of signals. Python drops what they raise in here and
     forks without the lock, which the child could then never take."""
+    global _faults_at_fork
     while not _lock.acquire(False):
         with nogil:
             usleep(MOMENT)
+    _faults_at_fork = vm.minor_faults()
 
 
 def _begin_child() -> None:
-    """End what other threads measured: the child does not have them."""
+    """End what other threads measured: the child does not have them. Its faults count from 0."""
     me = threading.get_ident()
     try:
         for one in _running.copy():
+            one._faults -= _faults_at_fork
             if one._thread != me:
                 one.__exit__(None, None, None)
     finally:

@@ -516,6 +516,7 @@ def test_a_child_ends_what_other_threads_measured(run_script):
         if child == 0:
             assert pool.stats().peak_bytes >= 1 << 20
             assert theirs.allocations == mine.allocations == 1
+            assert theirs.faults > 0 and mine.faults > 0
             os._exit(0)
         over.set()
         thread.join()
