@@ -17,8 +17,6 @@ and not in the middle: see numpy_handler/contexts.
 
 from __future__ import annotations
 
-from posix.unistd cimport usleep
-
 from arenapy.base.identity cimport id_of
 
 import os
@@ -32,10 +30,11 @@ from arenapy.linux import vm
 from arenapy.allocator.allocator import Allocator, call_at_end, call_at_reset, live_allocators
 from arenapy.base.text import format_bytes, html_table
 
-__all__ = ["Measurement", "measure"]
+cdef extern from "Python.h":
+    int PyGC_Disable()
+    int PyGC_Enable()
 
-cdef enum:
-    MOMENT = 50                              # microseconds
+__all__ = ["Measurement", "measure"]
 
 
 class _Figures(NamedTuple):
@@ -92,14 +91,15 @@ class Measurement:
 
     def __enter__(self) -> Self:
         """Begin."""
-        with _lock:
+        with _Section(must=False):
             if self._began is not None:
                 raise RuntimeError(f"{self!r} has already begun; call measure() for another one")
             self._thread = threading.get_ident()
             # First: allocators that a collection of garbage makes meanwhile are younger than it.
             _running.append(self)
             try:
-                for allocator in self._measured():
+                measured = self._measured()
+                for allocator in measured:
                     _watch(allocator, self).begin(allocator, self)
                     self._at_first[id_of(allocator)] = allocator._tally()[:2]
             except BaseException:
@@ -116,10 +116,11 @@ class Measurement:
         traceback: TracebackType | None,
     ) -> None:
         """End; an exception passes."""
-        with _Lock():
+        with _Section(must=True):
             if self._figures is not None:    # in a forked child, which has ended it
                 return
             measured = self._measured()
+            given = self._allocators         # an end of one would run other code
             try:
                 self._figures = self._now(measured)
             finally:
@@ -186,10 +187,11 @@ class Measurement:
         return live_allocators() if self._allocators is None else self._allocators
 
     def _read(self) -> _Figures:
-        with _lock:
+        with _Section(must=False):
             if self._began is None:
                 raise RuntimeError("nothing is measured yet; write `with arenapy.measure() as m:`")
-            return self._figures or self._now(self._measured())
+            measured = self._measured()
+            return self._figures or self._now(measured)
 
     def _now(self, measured: Sequence[Allocator]) -> _Figures:
         seconds = perf_counter() - (self._began or 0)
@@ -272,55 +274,62 @@ def measure(*allocators: Allocator) -> Measurement:
     return Measurement(tuple(unique.values()) or None)
 
 
-# Recursive, because the end of an allocator, which may come at any line, takes it too.
-_lock = threading.RLock()
+_lock = threading.RLock()  # of this process; recursive for the end of an allocator
 _running: list[Measurement] = []  # oldest first
 _watches: dict[int, _Watch] = {}  # by id of the allocator
 _faults_at_fork = 0
 
 
-def _lock_for_fork() -> None:
-    """A wait in `_lock.acquire` runs handlers of signals. Python drops what they raise in here and
-    forks without the lock, which the child could then never take."""
+
+def _begin_fork() -> None:
     global _faults_at_fork
-    while not _lock.acquire(False):
-        with nogil:
-            usleep(MOMENT)
     _faults_at_fork = vm.minor_faults()
 
 
 def _begin_child() -> None:
-    """End what other threads measured: the child does not have them. Its faults count from 0."""
+    """End what other threads measured: the child does not have them. Its faults count from 0.
+
+    The lock is not held over a fork, which waits for locks of others: their owners may be in a
+    finalizer that waits for this one. So the child has another lock.
+    """
+    global _lock
+    _lock = threading.RLock()
     me = threading.get_ident()
-    try:
-        for one in _running.copy():
-            one._faults -= _faults_at_fork
-            if one._thread != me:
-                one.__exit__(None, None, None)
-    finally:
-        _lock.release()
+    for one in _running.copy():
+        one._faults -= _faults_at_fork
+        if one._thread != me:
+            one.__exit__(None, None, None)
 
 
-os.register_at_fork(
-    before=_lock_for_fork, after_in_parent=_lock.release, after_in_child=_begin_child
-)
+os.register_at_fork(before=_begin_fork, after_in_child=_begin_child)
 
 
-class _Lock:
-    """The lock, for what has to be done. A signal's exception may end the wait for it: here it is
-    raised at the end."""
+class _Section:
+    """With the lock, and without a collection of garbage: finalizers may wait for locks whose
+    owners wait for this one. Nothing in a section lets go of the GIL, so only free-threaded builds
+    ever wait. `must`: a signal's exception that ends the wait is raised at the end.
+    """
+
+    __slots__ = ("collects", "interrupted", "lock", "must")
+
+    def __init__(self, must: bool) -> None:
+        self.must, self.lock, self.interrupted = must, _lock, None
 
     def __enter__(self) -> None:
-        self.interrupted = None
         while True:
             try:
-                _lock.acquire()
-                return
+                self.lock.acquire()
+                break
             except BaseException as error:
+                if not self.must:
+                    raise
                 self.interrupted = error
+        self.collects = PyGC_Disable()
 
     def __exit__(self, *_error: object) -> None:
-        _lock.release()
+        if self.collects:
+            PyGC_Enable()
+        self.lock.release()
         if self.interrupted is not None:
             raise self.interrupted
 
@@ -398,7 +407,7 @@ def _note_end(allocator: Allocator) -> None:
     """Add the figures of an allocator that is about to end to those who measure it."""
     if not (_running or _watches):
         return
-    with _Lock():
+    with _Section(must=True):
         watch = _watch(allocator)
         try:
             watch.read(allocator)
@@ -416,7 +425,7 @@ def _note_end(allocator: Allocator) -> None:
 def _note_reset(allocator: Allocator) -> None:
     """Add the peak that an allocator is about to forget to those who measure it."""
     if _running or _watches:
-        with _lock:
+        with _Section(must=False):
             _watch(allocator).note_reset(allocator)
 
 

@@ -526,39 +526,68 @@ def test_a_child_ends_what_other_threads_measured(run_script):
     """)
 
 
-def test_a_signal_while_a_fork_waits_for_another_thread_that_measures(run_script):
-    """Its handler raises after the fork. In the wait, it would make a fork without the lock."""
+def test_a_fork_does_not_wait_for_who_measures(run_script):
+    """Who holds the lock may wait for one that a fork takes, as logging's. The child has another."""
     run_script("""
-        import os, signal, sys, threading, time
+        import os, signal, threading
         import arenapy
         from arenapy import measurement
         pool, held, over = arenapy.Pool(), threading.Event(), threading.Event()
         def busy():
             with measurement._lock:
                 held.set()
-                time.sleep(0.3)
-        def interrupt(number, frame):
-            raise TimeoutError
-        signal.signal(signal.SIGALRM, interrupt)
-        unraisable = []
-        sys.unraisablehook = unraisable.append
+                over.wait()
         thread = threading.Thread(target=busy)
         thread.start()
         held.wait()
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        child = None
-        try:
-            child = os.fork()
-            interrupted = False
-        except TimeoutError:
-            interrupted = True
+        signal.alarm(20)
+        child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
-            with arenapy.measure(pool):
-                os._exit(0)
-        assert os.wait()[1] == 0 and interrupted and not unraisable
+            with arenapy.measure():
+                del pool
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        over.set()
         thread.join()
+    """)
+
+
+def test_finalizers_of_others_do_not_run_within_measure(run_script):
+    """One waits for a lock whose owner ends an allocator, which takes the lock of measure."""
+    run_script("""
+        import gc, signal, threading
+        import arenapy
+        lock, over, arenas = threading.RLock(), threading.Event(), {}
+        class Session:
+            def __init__(self):
+                self.me = self
+            def __del__(self):
+                with lock:
+                    pass
+        def end_some():
+            i = 0
+            while not over.is_set():
+                with lock:
+                    arenas[i] = arenapy.Bump(4096)
+                    arenas.pop(i - 20, None)
+                i += 1
+        kept = [arenapy.Bump(4096) for _ in range(100)]
+        gc.set_threshold(20)
+        signal.alarm(30)
+        thread = threading.Thread(target=end_some)
+        thread.start()
+        for _ in range(3000):
+            Session()
+            with arenapy.measure() as m:
+                m.peak
+        over.set()
+        thread.join()
+        assert gc.isenabled()
+        gc.disable()
+        with arenapy.measure() as m:
+            m.peak
+        assert not gc.isenabled()
     """)
 
 
