@@ -120,7 +120,7 @@ class Measurement:
             if self._figures is not None:    # in a forked child, which has ended it
                 return
             measured = self._measured()
-            given = self._allocators         # an end of one would run other code
+            _given = self._allocators        # an end of one would run other code
             try:
                 self._figures = self._now(measured)
             finally:
@@ -278,7 +278,6 @@ _lock = threading.RLock()  # of this process; recursive for the end of an alloca
 _running: list[Measurement] = []  # oldest first
 _watches: dict[int, _Watch] = {}  # by id of the allocator
 _faults_at_fork = 0
-
 
 
 def _begin_fork() -> None:
