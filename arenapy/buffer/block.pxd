@@ -19,6 +19,8 @@ cdef enum:
     KEPT_OBJECTS = 256   # dead roots in a freelist, about 30 KB
     FREELIST_BYTES = 128  # two cache lines, which processors fetch together
 
+    NEEDED = -1          # see `StreamHooks.collect`
+
     HOLD_RETIRED = 1     # outlived a reset of its frame
     HOLD_EMPTY = 2       # a 0-byte block
     HOLD_IDLE = 4        # its Buffer is gone: no capture that is on has the block
@@ -91,7 +93,7 @@ cdef class StreamHooks:
     # A hold with uses has ended: `owner.finish_free` will be called with it.
     cdef void defer_hold(self, PyObject* owner, void* hold) noexcept
     # Call `owner.finish_free` for what no stream uses any more, and wait until that is so of `wait`
-    # blocks at least, or of all. How many those were.
+    # blocks at least, or of all. How many those were. NEEDED: of none, but memory is needed.
     cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept
     # Let what uses the memory next wait for `stream`: its own stream, or else this thread.
     cdef int fence(self, object stream) except -1

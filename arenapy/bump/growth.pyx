@@ -22,7 +22,7 @@ from arenapy.base.interval_set cimport (
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport this_thread
-from arenapy.buffer.block cimport HOLD_EMPTY, Hold, born_held, drop_hold
+from arenapy.buffer.block cimport HOLD_EMPTY, NEEDED, Hold, born_held, drop_hold
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.bump.core cimport BumpCore
 from arenapy.bump.hot_path cimport arena_alloc, catch_up
@@ -594,6 +594,7 @@ cdef int grow_for(
                     grow_arena(c, source, max_bytes, n, align)
                 except MemoryError as e:
                     error = None if c.settle_streams(True) else e
+            c.settle_streams(NEEDED)
             c.reclaim()                      # others may have let go meanwhile
             tried = True
             arenapy_lock_acquire(&c.lock)

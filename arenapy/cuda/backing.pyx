@@ -31,7 +31,7 @@ from arenapy.cuda.stream_ref cimport (
     StreamRef, current_device, is_done, known_in, made_stream, relax, restore_capture_mode,
     stream_of,
 )
-from arenapy.cuda.fence cimport PATIENCE, Fence, late_work_of, synchronize
+from arenapy.cuda.fence cimport PATIENCE, Fence, late_work_of, look, synchronize
 from arenapy.base.sealed cimport seal
 
 from arenapy.cuda.driver import device_count
@@ -150,7 +150,7 @@ cdef DeviceBacking device_backing(int ordinal, size_t nbytes, bint managed):
     cdef void* context = primary(ordinal)
     cdef uint64_t address = 0
     cdef int result, mode
-    free_what_left()
+    make_room()
     with nogil:
         result = relax(context, &mode)
         if result == SUCCESS:
@@ -193,8 +193,9 @@ def managed_region(StreamHooks memory, size_t nbytes):
 
 # ---- device memory of another library ----------------------------------------------------
 
+# The collector does not see who lent it, and so does not take that one apart before.
 @cython.final
-@cython.no_gc_clear
+@cython.no_gc
 cdef class LentBacking(Backing):
     """Memory that goes back to whoever lent it, when the device has done its work. Internal."""
 
@@ -500,7 +501,7 @@ cdef class DeviceReservation:
         need()
         if unended:
             end_what_left()
-        free_what_left()
+        make_room()
         with nogil:
             result = relax(a.context, &mode)
             if result == SUCCESS:
@@ -767,6 +768,7 @@ def pinned_region(
             "mapped=True: this device cannot access host memory at the host's addresses; pass "
             "mapped=False, and copy"
         )
+    make_room()
     count(backing, nbytes, fraction)         # before its pages are touched
     host = source.region(nbytes)
     nbytes, start = host.size, host.ptr
@@ -850,6 +852,12 @@ cdef void free_what_left() noexcept:
         leaving.append(one)
 
 
+cdef void make_room() noexcept:
+    """Free what streams are done with, for memory is needed."""
+    free_what_left()
+    look(True, True)
+
+
 @cython.final
 @cython.no_gc_clear                  # the end of a region needs it
 cdef class DriverPoolHandle:
@@ -867,6 +875,7 @@ cdef class DriverPoolHandle:
         cdef uint64_t most = <uint64_t>-1 if threshold is None else threshold
         cdef int result, mode
         self.stream = made_stream(context, ordinal, NON_BLOCKING)
+        self.stream.serves = True
         memset(&props, 0, sizeof(props))
         props.allocation_type = ALLOCATION_PINNED
         props.location.type = ON_DEVICE
@@ -913,7 +922,8 @@ cdef class DriverPoolHandle:
         cdef Leaving one = Leaving.__new__(Leaving)
         cdef StreamRef _legacy = stream_of(LEGACY, self.ordinal)    # now it is known
         one.pool, one.address = self, address
-        one.streams = [use for use in known_in(self.context) if use is not self.stream]
+        one.streams = [
+            use for use in known_in(self.context) if not (<StreamRef>use).serves]
         one.fences = [None] * len(one.streams)
         for use in earlier:
             one.streams.append(use if isinstance(use, StreamRef) else None)
@@ -961,7 +971,7 @@ def pooled_region(StreamHooks memory, DriverPoolHandle pool not None, size_t nby
     cdef int result, mode
     cdef Region region
     need()
-    free_what_left()
+    make_room()
     with nogil:
         result = relax(pool.context, &mode)
         if result == SUCCESS:

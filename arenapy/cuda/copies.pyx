@@ -19,7 +19,7 @@ from cpython.buffer cimport PyObject_CheckBuffer
 from libc.stdint cimport uint64_t
 
 from arenapy.buffer.block cimport (
-    Block, is_readonly, name_of, note_use, pin, root_of, unpin, uses_of, writable,
+    Block, is_readonly, name_of, pin, root_of, unpin, uses_of, writable,
 )
 from arenapy.buffer.dlpack cimport KIND_CPU, as_pair
 from arenapy.buffer.buffer cimport copy_bytes, move_bytes
@@ -361,11 +361,11 @@ cdef int wait_or_keep(StreamRef s, list sides) except -1:
             m = memory_under(side)
             if m is not None:                # the next owner comes after its own stream anyway
                 if s is not m.own or m.host_accessible or m.borrowed:
-                    note_use(block_of(side), s)
+                    m.note(block_of(side), s)
             elif not (side.on_host and pageable(side.address, s.context)):
                 park((side.thing, memoryview(side.thing) if side.block else side.view), [s])
         raise
-    look(False)
+    look(False, False)
     return 0
 
 

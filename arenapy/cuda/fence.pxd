@@ -63,8 +63,8 @@ cdef Fence work_of_context(StreamRef stream)
 # to exist for so long is not asked. None, OutOfMemory or CudaError: not now. If the stream is
 # captured and `wait` is set, this thread waits as in `work_of_context`.
 cdef Fence late_work_of(StreamRef stream, bint wait)
-# A program that captures a stream again and again may ask only in captures of it. So who has asked
-# in vain so often waits.
+# A program that captures a stream again and again may ask only in captures of it. So who needs
+# memory waits, once so many looks were in vain.
 cdef enum:
     PATIENCE = 8
 
@@ -90,4 +90,4 @@ cdef void give_up(Retained one) noexcept
 # Keep memory that had to go while all that is in `waits` uses it.
 cdef void park(object memory, list waits) noexcept
 # Let go of what is over. A few are looked at, others next time; or all.
-cdef void look(bint all) noexcept
+cdef void look(bint all, bint needed) noexcept

@@ -441,7 +441,7 @@ seal(Retained)
 cdef Retained retain(object thing, void* by):
     cdef Retained one = Retained.__new__(Retained)
     one.thing, one.queueing, one.by = thing, True, by
-    look(False)
+    look(False, False)
     retained.append(one)
     return one
 
@@ -471,7 +471,7 @@ cdef void wait_for_those(void* by) noexcept:
             for use in one.waits:
                 if isinstance(use, Fence):
                     (<Fence>use).wait(None)
-    look(True)
+    look(True, False)
 
 
 cdef void park(object memory, list waits) noexcept:
@@ -480,14 +480,14 @@ cdef void park(object memory, list waits) noexcept:
     retained.append(one)
 
 
-cdef bint uses_done(Retained one) noexcept:
+cdef bint uses_done(Retained one, bint needed) noexcept:
     cdef list left = []
     if one.queueing or not callable_(one.generation):
         return one.generation != generation  # there is another driver, and nothing of that one
     for use in one.waits:
         if isinstance(use, StreamRef):
             try:
-                use = late_work_of(<StreamRef>use, one.looks >= PATIENCE) or use
+                use = late_work_of(<StreamRef>use, needed and one.looks >= PATIENCE) or use
             except Exception:
                 pass
         if isinstance(use, StreamRef) or not (<Fence>use).passed():
@@ -497,7 +497,7 @@ cdef bint uses_done(Retained one) noexcept:
     return not left
 
 
-cdef void look(bint all) noexcept:
+cdef void look(bint all, bint needed) noexcept:
     cdef uint64_t nobody = 0
     cdef Py_ssize_t n = len(retained)
     cdef list over = []
@@ -509,7 +509,7 @@ cdef void look(bint all) noexcept:
             one = <Retained>retained.popleft()
         except IndexError:
             break
-        if uses_done(one):
+        if uses_done(one, needed):
             over.append(one)
         else:
             retained.append(one)

@@ -73,3 +73,7 @@ cdef class Ordering(StreamHooks):
 cdef int give_back(Buffer block, object stream) except -1
 # The streams that were told of a block, and events of those that are gone.
 cdef list told_to(Block block)
+
+
+# Of a block's uses, the last so many: which it need not keep, and what to keep instead.
+cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) except -1

@@ -330,37 +330,21 @@ cdef class Ordering(StreamHooks):
         return self.note(block, s)
 
     cdef int note(self, object block, object use) except -1:
-        cdef Py_ssize_t n = note_use(<Block>block, use)
+        cdef Py_ssize_t n
+        if self.borrowed:
+            hide_owner(root_of(<Block>block).owner)
+        n = note_use(<Block>block, use)
         if n and n % MANY_USES == 0:
             self.forget_finished(block, n if not n & (n - 1) else 2 * MANY_USES)
         return 0
 
     cdef int forget_finished(self, object block, Py_ssize_t most) except -1:
-        """A block that many streams and graphs used one after the other need not keep them all.
-
-        Only work counts that a stream is given until the block is released. It is known already if
-        nobody else has its object. The last `most` uses are looked at.
-        """
-        cdef StreamRef s
-        cdef list uses = uses_of(<Block>block)
-        cdef dict captured = {}
-        cdef object first = next((one for one in uses if isinstance(one, GraphFence)), None)
-        for one in uses[-most:]:
-            if isinstance(one, StreamRef):
-                s = <StreamRef>one
-                if s.unnamed:                # the latest one stands for each earlier capture, too
-                    handle = (<uintptr_t>s.handle, <uintptr_t><void*>s.owner)
-                    if handle in captured:
-                        drop_use(<Block>block, captured[handle])
-                    captured[handle] = s
-                    continue
-                if s.id == 0 or not nobody_else_has(s) or s.state() != FREE_TO_USE:
-                    continue
-                if not s.idle():
-                    note_use(<Block>block, work_of(s))
-            # as_now() takes what comes after the first graph for named in a capture.
-            elif one is first or not (<Fence>one).passed():
-                continue
+        """A block that many streams and graphs used one after the other need not keep them all."""
+        cdef list over = [], instead = []
+        finished_uses(uses_of(<Block>block), most, over, instead)
+        for one in instead:
+            note_use(<Block>block, one)
+        for one in over:
             drop_use(<Block>block, one)
         return 0
 
@@ -564,9 +548,9 @@ cdef class Ordering(StreamHooks):
     cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
-        look(True)
+        look(True, wait != 0)
         # If the own stream is another thread's default one, the legacy stream would wait.
-        if wait and self.own is not None and not self.host_accessible and not (
+        if wait > 0 and self.own is not None and not self.host_accessible and not (
                 <StreamRef>self.own).gone() and not elsewhere(
                 <StreamRef>self.own) and (<StreamRef>self.own).state() == FREE_TO_USE:
             waiter = <StreamRef>self.own
@@ -641,7 +625,7 @@ cdef class Ordering(StreamHooks):
         if not callable_(self.generation):
             return 0
         while not arenapy_cas(&self.busy, &nobody, me):
-            if not wait or nobody == me:     # called by a destructor from in here
+            if wait <= 0 or nobody == me:    # called by a destructor from in here
                 return 0
             nobody = 0
             waited = True
@@ -656,8 +640,7 @@ cdef class Ordering(StreamHooks):
                     self.open.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True
-                elif not self.close(
-                        batch, 0 < wait < PY_SSIZE_T_MAX or self.vain >= PATIENCE):
+                elif not self.close(batch, wait != 0 and self.vain >= PATIENCE):
                     self.vain += 1
             for batch in list(self.batches):
                 if batch.asked == self.n_advances:
@@ -667,6 +650,10 @@ cdef class Ordering(StreamHooks):
                     self.batches.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True
+            # There is no other memory: this thread waits for streams that are captured. (A pool
+            # that ends parks their blocks instead.)
+            if not moved and n < wait < PY_SSIZE_T_MAX:
+                moved = any([self.close(batch, True) for batch in list(self.open)])
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
         over.clear()                         # last: a stream's object may run code of the user
@@ -743,6 +730,49 @@ cdef void fix_uses(list uses) noexcept:
         if s.state() in (CAPTURING, UNKNOWN):    # it stays, too, for what it was given before
             uses.append(graph_fence_or_never(s))
     uses.sort(key=is_stream)                 # fences first: they are looked at together
+
+
+cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) except -1:
+    """Of the last `most` uses of a block, those that it need not keep, and what to keep instead.
+
+    Only work counts that a stream is given until the block is released. It is known already if
+    nobody else has the stream's object.
+    """
+    cdef StreamRef s
+    cdef dict captured = {}
+    cdef object first = next((one for one in uses if isinstance(one, GraphFence)), None)
+    for one in uses[-most:]:
+        if isinstance(one, StreamRef):
+            s = <StreamRef>one
+            if s.unnamed:                    # the latest one stands for each earlier capture, too
+                handle = (<uintptr_t>s.handle, <uintptr_t><void*>s.owner)
+                if handle in captured:
+                    over.append(captured[handle])
+                captured[handle] = s
+                continue
+            if s.id == 0 or not nobody_else_has(s) or s.state() != FREE_TO_USE:
+                continue
+            if not s.idle():
+                instead.append(work_of(s))
+        # as_now() takes what comes after the first graph for named in a capture.
+        elif one is first or not (<Fence>one).passed():
+            continue
+        over.append(one)
+    return 0
+
+
+cdef void hide_owner(MemoryOwner region) noexcept:
+    """The object that borrowed memory belongs to lives until the streams are done.
+
+    Were it garbage together with the Buffer, the collector would take it apart, or run its
+    finalizer, before. So it does not see that object from here on.
+    """
+    cdef object owner = (<Region>region).owner
+    cdef list hidden
+    if owner is not None and type(owner) not in (list, tuple):
+        hidden = unseen_list()
+        hidden.append(owner)
+        (<Region>region).owner = hidden
 
 
 def is_stream(one):

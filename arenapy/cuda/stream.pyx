@@ -63,7 +63,7 @@ cdef class Event:
         need()
         over = not self.capture and self.fence.passed()    # the question makes a capture invalid
         if over:
-            look(True)
+            look(True, False)
         return over
 
     def synchronize(self):
@@ -81,7 +81,7 @@ cdef class Event:
         need()
         if self.capture or not self.fence.wait(None):
             raise CudaError("the event cannot be waited for: was it recorded during a capture?")
-        look(True)
+        look(True, False)
 
     def __reduce__(self):
         raise TypeError("an Event cannot be pickled")
@@ -167,7 +167,7 @@ cdef class Stream(OwnStream):
         >>> stream.synchronize()
         """
         synchronize(self.open_stream())
-        look(True)
+        look(True, False)
 
     def record(self):
         """Return an :class:`Event` for all work that the stream received so far.

@@ -20,6 +20,7 @@ cdef class StreamRef:
     # or one that `owner` keeps, and cannot close.
     cdef bint lasting
     cdef bint made                   # here, and it is destroyed with this
+    cdef bint serves                 # a DriverPool: it uses no memory
     cdef int generation              # the driver's, if so
     cdef bint ended                  # the user's object for one that was made here is gone
     cdef bint shut                   # that object is closed; the stream is there to the last

@@ -27,9 +27,12 @@ from arenapy.base.atomic cimport (
     arenapy_store_ptr, arenapy_sub, likely,
 )
 from arenapy.base.sizes cimport MAX_BYTES, SMALL_MOST
-from arenapy.buffer.block cimport CLOSED, GONE_FORKED, Block, Hold, MemoryOwner
+from arenapy.buffer.block cimport (
+    CLOSED, GONE_FORKED, Block, Hold, MemoryOwner, note_use,
+)
 from arenapy.buffer.buffer cimport Buffer
-from arenapy.cuda.fence cimport graph_fence_or_never
+from arenapy.cuda.fence cimport GraphFence, graph_fence_or_never
+from arenapy.cuda.ordering cimport finished_uses
 from arenapy.cuda.stream_ref cimport StreamRef
 from arenapy.pool.core cimport PoolCore
 from arenapy.pool.hot_path cimport cache_alloc
@@ -173,6 +176,7 @@ cdef extern from *:
 cdef enum:
     ROUTES = 256             # of streams; others take the other way every time
     PER_THREAD = 2           # the handle of the default stream of each thread
+    MANY_USES = 16           # of a block: each time it has so many more, those that are over go
 
 cdef struct Route:
     void* stream
@@ -432,16 +436,31 @@ cdef void record_use(uintptr_t at, void* stream) noexcept with gil:
             # As `Ordering.use`, without a Block. A graph that cannot be followed is for ever.
             uses = [graph_fence_or_never(<StreamRef>use)] if (<StreamRef>use).captures() else []
             uses.append(use)
-            if at not in told:
-                told[at] = []
-                arenapy_add(&n_special, 1)
-            told[at].extend([one for one in uses if one not in told[at]])
+            add_uses(at, uses)
             break
     except BaseException as error:
+        # Nobody knows who uses it, so it is never free again.
+        if at in special:
+            note_use(<Block>special[at], GraphFence.__new__(GraphFence))
+        else:
+            add_uses(at, [GraphFence.__new__(GraphFence)])
         print(f"arenapy: record_stream of the block at {at:#x} failed: {error!r}",
               file=sys.stderr)
         also_raise(error)
     PyErr_Restore(pending[0], pending[1], pending[2])
+
+
+cdef int add_uses(uintptr_t at, list uses) except -1:
+    cdef list known, over = [], instead = []
+    if at not in told:
+        told[at] = []
+        arenapy_add(&n_special, 1)
+    known = told[at]
+    known.extend([one for one in uses if one not in known])
+    if len(known) % MANY_USES == 0:
+        finished_uses(known, len(known), over, instead)
+        known[:] = [one for one in known if one not in over] + instead
+    return 0
 
 
 cdef void raw_trim() noexcept nogil:
@@ -524,8 +543,8 @@ def rmm_callbacks(Pool pool not None, int default):
         return <uintptr_t>block.ptr
 
     def deallocate(address, nbytes, stream):
-        used_by = stream.__cuda_stream__()[1] or default
-        blocks.pop(address).release(used_by)
+        blocks[address].release(stream.__cuda_stream__()[1] or default)
+        del blocks[address]                  # only now: one that may be in use is not free
 
     return allocate, deallocate
 

@@ -24,7 +24,7 @@ from arenapy.base.atomic cimport (
     arenapy_spin_acquire, arenapy_spin_release,
 )
 from arenapy.buffer.block cimport (
-    CLOSED, ONE_EXPORT, Freelist, MemoryOwner, born_held, check_open, freelist_of,
+    CLOSED, NEEDED, ONE_EXPORT, Freelist, MemoryOwner, born_held, check_open, freelist_of,
     init_freelists, is_open_locked, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
@@ -312,7 +312,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.open_check()
         if n <= <Py_ssize_t>MAX_BYTES:
             ptr = cache.pop(n, align, &block_id)
-            if ptr == NULL and cache.hooks.collect(<PyObject*>cache, False):
+            if ptr == NULL and cache.hooks.collect(<PyObject*>cache, NEEDED):
                 ptr = cache.pop(n, align, &block_id)
         if ptr == NULL:
             ptr = c.alloc_block(n, align, False, &block_id)
@@ -714,8 +714,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise OutOfMemory(self.full(n, "no address space is that large"))
         if c.may_lease:
             c.settle_sends()
-        if (c.settle_streams(False)
-                or streams is not None and (streams.settle_graphs(False) or streams.reclaim())):
+        if (c.settle_streams(NEEDED)
+                or streams is not None and (streams.settle_graphs(NEEDED) or streams.reclaim())):
             return False
         wished = max(pages, <size_t>HUGE_PAGES, self.growth())
         if c.merges_first:                   # the driver takes so much, and nobody had the rest

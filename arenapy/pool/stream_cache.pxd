@@ -62,7 +62,7 @@ cdef class StreamCaches:
         self, StreamCache cache, char* ptr, uint64_t block_id, size_t n, size_t align
     ) except -1
     # Blocks of graphs that are gone are the pool's. False: there were none.
-    cdef bint settle_graphs(self, bint wait) except -1
+    cdef bint settle_graphs(self, Py_ssize_t wait) except -1
     # Blocks of streams that are gone are others' when their work is done. Bytes. Those of the first
     # go to `heir`, the cache of a new stream, or None. If others keep much, its stream waits for
     # some of them, and has their blocks.

@@ -37,7 +37,7 @@ from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_count, arenapy_load
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport N_CLASSES, N_SMALL, rounded, step_bytes, step_of
 from arenapy.buffer.block cimport (
-    HELD, HOLD_IDLE, Block, Hold, MemoryOwner, StreamHooks, init_freelists,
+    HELD, HOLD_IDLE, NEEDED, Block, Hold, MemoryOwner, StreamHooks, init_freelists,
 )
 from arenapy.diagnostics.recorder cimport EVENT_FREE
 from arenapy.memory.region cimport register_core, unregister_core
@@ -489,7 +489,7 @@ cdef class StreamCaches:
         graph = self.core.hooks.graph_of(name)
         cache = self.of_graphs.get(graph)
         if cache is None:
-            self.settle_graphs(False)        # this one may get what others had
+            self.settle_graphs(NEEDED)       # this one may get what others had
             cache = self.of_graphs.setdefault(graph, new_stream_cache(self.core, graph, True))
         return <StreamCache>cache
 
@@ -526,7 +526,7 @@ cdef class StreamCaches:
         cache.reclaimed = 0
         return 0
 
-    cdef bint settle_graphs(self, bint wait) except -1:
+    cdef bint settle_graphs(self, Py_ssize_t wait) except -1:
         cdef StreamCache cache
         cdef bint freed = False
         for graph, cache in self.of_graphs.copy().items():

@@ -17,7 +17,9 @@ from arenapy.allocator.allocator cimport (
 from arenapy.base.sizes cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
-from arenapy.buffer.block cimport CLOSED, Freelist, born_held, init_freelists, freelist_of, track
+from arenapy.buffer.block cimport (
+    CLOSED, NEEDED, Freelist, born_held, init_freelists, freelist_of, track,
+)
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.memory.region cimport Region
@@ -329,7 +331,7 @@ cdef class Slab(Allocator):
             c.settle_sends()
             c.reclaim_leases()
         # Before others have to wait for this thread: a stream may be asked by code of the user.
-        if c.settle_streams(False) or (
+        if c.settle_streams(NEEDED) or (
                 wanted > c.idle() + self.most - c.items
                 and c.settle_streams(missing(c, wanted))):
             return 0

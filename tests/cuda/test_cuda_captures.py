@@ -146,6 +146,40 @@ def test_a_lane_whose_stream_captures(gpu):
     assert sample(content(b)) == {2}
 
 
+@pytest.mark.parametrize("source", [cuda.Device, lambda: cuda.Pinned(huge_pages=None)])
+@pytest.mark.parametrize("make", [Pool, lambda n, source: Slab(2 * MIB, 2, source)])
+def test_nobody_waits_for_the_device_if_another_block_will_do(gpu, make, source):
+    """Only an event is waited for: any other stream may wait for this thread."""
+    captured, other, one = cuda.Stream(), cuda.Stream(), make(4 * MIB, source())
+    blocks = [one.alloc(2 * MIB - 256) for _ in range(2)]
+    for block, stream in zip(blocks, (captured, other), strict=True):
+        block.record_stream(stream)
+        slowly_fill(gpu, stream.handle, block, 1)
+    del block, blocks[0]
+    gpu.begin_capture(captured.handle, RELAXED)
+    blocks.clear()
+    before = gpu.calls["cuMemFree"]
+    one.alloc(2 * MIB - 256)
+    assert gpu.calls["cuMemFree"] == before
+    gpu.destroy_graph(graph_of(gpu, captured.handle))
+
+
+def test_who_only_asks_waits_for_nobody(gpu):
+    """However often, while memory of a pool that has ended waits for the end of a capture."""
+    captured, other = cuda.Stream(), Pool(4 * MIB, cuda.Device())
+    pool = Pool(4 * MIB, cuda.Device())
+    block = pool.alloc(100)
+    block.record_stream(captured)
+    event = cuda.Stream().record()
+    gpu.begin_capture(captured.handle, RELAXED)
+    del block, pool
+    before = gpu.calls["cuMemFree"]
+    for _ in range(20):
+        event.done, other.stats(), other.trim()
+    assert gpu.calls["cuMemFree"] == before
+    gpu.destroy_graph(graph_of(gpu, captured.handle))
+
+
 @pytest.mark.parametrize("how", ["object", "integer"])
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_an_allocator_made_for_a_stream_that_captures(gpu, allocator, how):

@@ -10,9 +10,11 @@ import gc
 import pytest
 from capsules import Tensor
 from collecting import collect_from
-from cuda_support import MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
+from cuda_machine import Wrapped
+from cuda_support import LEGACY, MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
 
 from arenapy import Pool, cuda
+from arenapy.interop import raw_blocks, rmm
 
 N = 4096
 EACH_SOURCE = {**SOURCES, "growing device": lambda: cuda.Device(grow=True)}
@@ -87,6 +89,56 @@ def array_of_another_library(gpu, source):
     return block
 
 
+class InterfaceAlone:
+    """As numba's arrays. What it has in its attributes goes if the collector takes it apart."""
+
+    def __init__(self, address, on_end):
+        self.__cuda_array_interface__ = {
+            "shape": (N,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+        self.on_end = on_end
+
+    def __del__(self):
+        self.on_end()
+
+
+def array_without_dlpack(gpu, source):
+    address, s = gpu.got("cuMemAlloc", ctypes.c_uint64, N), new_stream(gpu)
+
+    def end():
+        if gpu.uses(address, N):
+            gpu.errors.append("its library may use its bytes while a kernel was to use them")
+
+    block = cuda.asbuffer(InterfaceAlone(address, end))
+    block.record_stream(s)
+    slowly_fill(gpu, s, block, 1)
+    return block
+
+
+class Lender:
+    """As RMM's CallbackMemoryResource."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.allocate, self.free = raw_blocks.rmm_callbacks(Pool(4 * MIB, cuda.Device()), LEGACY)
+
+    def deallocate(self, address, nbytes, stream=None):
+        if self.gpu.uses(address, nbytes):
+            self.gpu.errors.append("the memory was given back while a kernel was to use it")
+        self.free(address, nbytes, Wrapped(LEGACY))
+
+
+def pool_over_lent_memory(gpu, source):
+    lender = Lender(gpu)
+    lend = lender.allocate
+    lender.allocate = lambda nbytes, stream=None: lend(nbytes, Wrapped(LEGACY))
+    pool, s = Pool(2 * MIB, rmm.Source(lender)), new_stream(gpu)
+    block = pool.alloc(N)
+    block.record_stream(s)
+    slowly_fill(gpu, s, block, 1)
+    return pool
+
+
 MAKE = [
     pool_with_an_event,
     pool_with_a_stream,
@@ -94,6 +146,8 @@ MAKE = [
     pool_with_a_graph,
     region,
     array_of_another_library,
+    array_without_dlpack,
+    pool_over_lent_memory,
 ]
 
 

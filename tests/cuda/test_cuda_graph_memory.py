@@ -452,8 +452,9 @@ def test_a_program_that_has_an_allocator_for_each_capture_needs_no_more_memory(
     gpu, allocator, source
 ):
     """The memory of each is given back, or kept until it may be, while the stream is captured."""
-    s, one, block = cuda.Stream(), None, None
+    s, one, block, calls = cuda.Stream(), None, None, []
     for _ in range(100):
+        before = gpu.calls.total()
         gpu.begin_capture(s.handle, RELAXED)
         one = ALLOCATORS[allocator](SOURCES[source]())
         block = one.alloc(60_000, stream=s)
@@ -464,6 +465,8 @@ def test_a_program_that_has_an_allocator_for_each_capture_needs_no_more_memory(
         gpu.drain()
         pinned = sum(host.nbytes for host in gpu.memory.registered.values())
         assert gpu.memory.used[0] + pinned <= 48 * MIB
+        calls.append(gpu.calls.total() - before)
+    assert sum(calls[80:]) <= 1.3 * sum(calls[40:60])
     del one, block
 
 

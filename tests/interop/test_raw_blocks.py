@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from cuda_machine import StreamMachine, Wrapped
 from hypothesis.stateful import run_state_machine_as_test
-from simulated_driver import simulated
+from simulated_driver import UNKNOWN, simulated
 from simulated_gpu import RELAXED
 
 from arenapy import OutOfMemory, Pool, cuda
@@ -273,6 +273,38 @@ def test_a_block_that_a_capture_uses_is_the_graphs(driver, serve, named, own, re
     again = alloc(2 * MIB, 0, stream)
     assert again == block
     free(again, 2 * MIB, 0, stream)
+
+
+@pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuStreamGetCtx", "cuCtxPushCurrent"])
+def test_a_use_that_could_not_be_noted(driver, serve, call, capfd):
+    """Nobody knows who uses the block, so it is never free again."""
+    pool = serve(Pool(2 * MIB, cuda.Device(), 2 * MIB))
+    block = alloc(2 * MIB, 0, 0)
+    stream = driver.got("cuStreamCreate", ctypes.c_void_p, 1)
+    driver.fails[call] = UNKNOWN
+    record_stream(block, stream)
+    del driver.fails[call]
+    failed = "record_stream of the block" in capfd.readouterr().err
+    free(block, 2 * MIB, 0, 0)
+    driver.drain()
+    assert failed
+    assert pool.stats().pending_bytes == 2 * MIB
+    assert alloc(2 * MIB, 0, 0) is None
+
+
+def test_a_block_of_rmms_whose_release_fails(driver):
+    """It is not free, and may be given back again."""
+    pool = Pool(4 * MIB, cuda.Device())
+    allocate, deallocate = raw_blocks.rmm_callbacks(pool, LEGACY)
+    address = allocate(64, Wrapped(0))
+    stream = Wrapped(driver.got("cuStreamCreate", ctypes.c_void_p, 1))
+    driver.fails["cuStreamGetCtx"] = UNKNOWN
+    with pytest.raises(cuda.CudaError):
+        deallocate(address, 64, stream)
+    del driver.fails["cuStreamGetCtx"]
+    assert pool.stats().active_allocations == 1
+    deallocate(address, 64, stream)
+    assert pool.stats().active_allocations == 0
 
 
 def test_a_recording_has_the_blocks(driver, serve, tmp_path):
