@@ -17,6 +17,8 @@ and not in the middle: see numpy_handler/contexts.
 
 from __future__ import annotations
 
+from posix.unistd cimport getpid
+
 from arenapy.base.identity cimport id_of
 
 import os
@@ -205,7 +207,9 @@ class Measurement:
             nbytes += size
             peak += watch.peaks[self]
         gone = self._gone  # only now: one may have gone meanwhile
-        return _Figures(seconds, faults, allocations + gone[0], nbytes + gone[1], peak + gone[2])
+        # The class of a NamedTuple makes one in Python code, where a section would be left.
+        return tuple.__new__(_Figures, (
+            seconds, faults, allocations + gone[0], nbytes + gone[1], peak + gone[2]))
 
     def _forget(self) -> None:
         """Measure no longer, and give the allocators back the peaks that they show."""
@@ -274,10 +278,12 @@ def measure(*allocators: Allocator) -> Measurement:
     return Measurement(tuple(unique.values()) or None)
 
 
-_lock = threading.RLock()  # of this process; recursive for the end of an allocator
+_lock = threading.RLock()  # of `_process`; recursive for the end of an allocator
+_process = os.getpid()
 _running: list[Measurement] = []  # oldest first
 _watches: dict[int, _Watch] = {}  # by id of the allocator
 _faults_at_fork = 0
+_collects_after = False  # a section has turned the collector off
 
 
 def _begin_fork() -> None:
@@ -286,13 +292,7 @@ def _begin_fork() -> None:
 
 
 def _begin_child() -> None:
-    """End what other threads measured: the child does not have them. Its faults count from 0.
-
-    The lock is not held over a fork, which waits for locks of others: their owners may be in a
-    finalizer that waits for this one. So the child has another lock.
-    """
-    global _lock
-    _lock = threading.RLock()
+    """End what other threads measured: the child does not have them. Its faults count from 0."""
     me = threading.get_ident()
     for one in _running.copy():
         one._faults -= _faults_at_fork
@@ -312,9 +312,19 @@ class _Section:
     __slots__ = ("collects", "interrupted", "lock", "must")
 
     def __init__(self, must: bool) -> None:
+        # The lock is not held over a fork, which waits for locks of others: their owners may be in
+        # a finalizer that waits for this one. So a child has another lock, also before its hooks
+        # run: the locals of threads that it does not have end earlier.
+        global _lock, _process, _collects_after
+        if _process != getpid():
+            _lock, _process = threading.RLock(), getpid()
+            if _collects_after:              # another thread's, of a free-threaded build
+                _collects_after = False
+                PyGC_Enable()
         self.must, self.lock, self.interrupted = must, _lock, None
 
     def __enter__(self) -> None:
+        global _collects_after
         while True:
             try:
                 self.lock.acquire()
@@ -324,9 +334,12 @@ class _Section:
                     raise
                 self.interrupted = error
         self.collects = PyGC_Disable()
+        _collects_after = _collects_after or self.collects
 
     def __exit__(self, *_error: object) -> None:
+        global _collects_after
         if self.collects:
+            _collects_after = False
             PyGC_Enable()
         self.lock.release()
         if self.interrupted is not None:

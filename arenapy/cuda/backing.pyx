@@ -805,9 +805,9 @@ cdef class Leaving:
     cdef uint64_t address
     cdef list streams                    # or None, where there is a fence
     cdef list fences                    # of each stream, or None: it is still to be made
-    cdef int looks                       # how often that was tried
+    cdef int looks                       # how often that was tried when memory was needed
 
-    cdef bint freed(self) except -1:
+    cdef bint freed(self, bint needed) except -1:
         """Free it, if that can be now."""
         cdef Py_ssize_t i
         cdef void* context = self.pool.context
@@ -817,8 +817,8 @@ cdef class Leaving:
         for i in range(len(self.streams)):
             if self.fences[i] is None:
                 self.fences[i] = late_work_of(
-                    <StreamRef>self.streams[i], self.looks >= PATIENCE)
-        self.looks += 1
+                    <StreamRef>self.streams[i], needed and self.looks >= PATIENCE)
+        self.looks += needed
         if None in self.fences:
             return False
         for fence in self.fences:
@@ -836,7 +836,7 @@ cdef class Leaving:
 seal(Leaving)
 
 
-cdef void free_what_left() noexcept:
+cdef void free_what_left(bint needed) noexcept:
     """Each is one thread's at a time, and back on the list before that thread goes on."""
     cdef Leaving one
     for _ in range(len(leaving)):
@@ -845,7 +845,7 @@ cdef void free_what_left() noexcept:
         except IndexError:
             break
         try:
-            if one.pool.generation != generation or one.freed():
+            if one.pool.generation != generation or one.freed(needed):
                 continue
         except Exception:
             pass                             # later, perhaps
@@ -854,7 +854,7 @@ cdef void free_what_left() noexcept:
 
 cdef void make_room() noexcept:
     """Free what streams are done with, for memory is needed."""
-    free_what_left()
+    free_what_left(True)
     look(True, True)
 
 
@@ -929,13 +929,13 @@ cdef class DriverPoolHandle:
             one.streams.append(use if isinstance(use, StreamRef) else None)
             one.fences.append(use if isinstance(use, Fence) else None)
         leaving.append(one)
-        free_what_left()
+        free_what_left(False)
 
     def trim_to(self, size_t nbytes):
         """Let the driver give back what is beyond so many bytes."""
         cdef int result, mode
         need()
-        free_what_left()
+        free_what_left(False)
         synchronize(self.stream)             # it is free only then
         with nogil:
             result = relax(self.context, &mode)

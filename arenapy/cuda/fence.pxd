@@ -74,7 +74,7 @@ cdef enum:
 cdef class Retained:
     cdef object thing
     cdef list waits                  # Tickets, and Streams whose fence is still to be made
-    cdef int looks                   # how often it was not over
+    cdef int looks                   # how often it was not over when memory was needed
     cdef bint queueing               # the call that uses it has not returned
     cdef void* by                    # whose end waits for it
     cdef int generation              # of the driver

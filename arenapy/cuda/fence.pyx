@@ -493,7 +493,7 @@ cdef bint uses_done(Retained one, bint needed) noexcept:
         if isinstance(use, StreamRef) or not (<Fence>use).passed():
             left.append(use)
     one.waits = left
-    one.looks += 1
+    one.looks += needed
     return not left
 
 

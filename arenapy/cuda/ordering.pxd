@@ -32,7 +32,8 @@ cdef class Ordering(StreamHooks):
     cdef list batches                # unseen: others, oldest first
     cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
     cdef uint64_t n_advances         # calls of `advance`
-    cdef int vain                    # how often it found an open batch's stream captured
+    # How often requests found an open batch's stream captured, since one last was not.
+    cdef int vain
     # The memory is another library's, which may use it anew at once when it is gone: what the own
     # stream does counts, too.
     cdef bint borrowed

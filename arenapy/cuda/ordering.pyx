@@ -640,7 +640,12 @@ cdef class Ordering(StreamHooks):
                     self.open.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True
-                elif not self.close(batch, wait != 0 and self.vain >= PATIENCE):
+                    self.vain = 0
+                elif self.close(batch, False):
+                    self.vain = 0
+                elif wait and self.vain >= PATIENCE:
+                    self.close(batch, True)
+                elif wait:
                     self.vain += 1
             for batch in list(self.batches):
                 if batch.asked == self.n_advances:
@@ -653,7 +658,7 @@ cdef class Ordering(StreamHooks):
             # There is no other memory: this thread waits for streams that are captured. (A pool
             # that ends parks their blocks instead.)
             if not moved and n < wait < PY_SSIZE_T_MAX:
-                moved = any([self.close(batch, True) for batch in list(self.open)])
+                moved = any(self.close(batch, True) for batch in list(self.open))
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
         over.clear()                         # last: a stream's object may run code of the user

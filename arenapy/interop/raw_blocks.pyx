@@ -452,12 +452,14 @@ cdef void record_use(uintptr_t at, void* stream) noexcept with gil:
 
 cdef int add_uses(uintptr_t at, list uses) except -1:
     cdef list known, over = [], instead = []
+    cdef Py_ssize_t before
     if at not in told:
         told[at] = []
         arenapy_add(&n_special, 1)
     known = told[at]
+    before = len(known)
     known.extend([one for one in uses if one not in known])
-    if len(known) % MANY_USES == 0:
+    if len(known) // MANY_USES > before // MANY_USES:
         finished_uses(known, len(known), over, instead)
         known[:] = [one for one in known if one not in over] + instead
     return 0
@@ -543,8 +545,12 @@ def rmm_callbacks(Pool pool not None, int default):
         return <uintptr_t>block.ptr
 
     def deallocate(address, nbytes, stream):
-        blocks[address].release(stream.__cuda_stream__()[1] or default)
-        del blocks[address]                  # only now: one that may be in use is not free
+        block = blocks.pop(address)          # before others can be given its address
+        try:
+            block.release(stream.__cuda_stream__()[1] or default)
+        except BaseException:
+            blocks[address] = block          # it was not released, and may be in use
+            raise
 
     return allocate, deallocate
 

@@ -305,6 +305,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef Buffer b = new_block(cache, n)
         cdef uint64_t block_id
         cdef char* ptr = NULL
+        cdef char* fresh = NULL              # from the pool, and not the stream's as yet
         b.tag = 0                            # until there is a block
         b.word = CLOSED
         if c.checked:
@@ -312,12 +313,17 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         c.open_check()
         if n <= <Py_ssize_t>MAX_BYTES:
             ptr = cache.pop(n, align, &block_id)
-            if ptr == NULL and cache.hooks.collect(<PyObject*>cache, NEEDED):
+            if ptr == NULL and cache.hooks.collect(<PyObject*>cache, False):
                 ptr = cache.pop(n, align, &block_id)
         if ptr == NULL:
-            ptr = c.alloc_block(n, align, False, &block_id)
-            if ptr == NULL:
-                ptr = self.source_alloc(n, align, True, &block_id)
+            fresh = c.alloc_block(n, align, False, &block_id)
+            if (fresh == NULL and n <= <Py_ssize_t>MAX_BYTES
+                    and cache.hooks.collect(<PyObject*>cache, NEEDED)):
+                ptr = cache.pop(n, align, &block_id)
+            if fresh == NULL and ptr == NULL:
+                fresh = self.source_alloc(n, align, True, &block_id)
+        if fresh != NULL:
+            ptr = fresh
             self.streams.lend(cache, ptr, block_id, n, align)
         elif c.fast_path_off:
             c.handed_out(ptr, n, block_id)

@@ -553,6 +553,26 @@ def test_a_fork_does_not_wait_for_who_measures(run_script):
     """)
 
 
+def test_no_python_code_runs_within_measure(run_script):
+    """There a signal's handler could run, or another thread, and find the lock taken."""
+    run_script("""
+        import sys
+        import arenapy
+        from arenapy import measure
+        pool, dropped, ran = arenapy.Pool(), [arenapy.Bump(4096)], []
+        def trace(frame, event, argument):
+            ran.append(frame.f_code)
+        with measure(pool), measure() as m:
+            sys.settrace(trace)
+            m.peak, m.seconds, measure(pool)
+            with measure(pool, *dropped):
+                pool.reset_peak()
+            dropped.clear()
+            sys.settrace(None)
+        assert ran == [], ran
+    """)
+
+
 def test_finalizers_of_others_do_not_run_within_measure(run_script):
     """One waits for a lock whose owner ends an allocator, which takes the lock of measure."""
     run_script("""
@@ -572,6 +592,7 @@ def test_finalizers_of_others_do_not_run_within_measure(run_script):
                     arenas[i] = arenapy.Bump(4096)
                     arenas.pop(i - 20, None)
                 i += 1
+                over.wait(0.0001)
         kept = [arenapy.Bump(4096) for _ in range(100)]
         gc.set_threshold(100)
         signal.alarm(30)
