@@ -8,7 +8,7 @@
 cdef enum:
     ARENAPY_ABI = 19
 
-cdef void built_for_arenapy_abi_18() noexcept nogil
+cdef void built_for_arenapy_abi_19() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_18()
+    built_for_arenapy_abi_19()
