@@ -618,7 +618,7 @@ def test_collections_of_garbage_that_measure(measured, monkeypatch):
     """Blocks begin and end, and allocators are made, in the middle of what `measure` does."""
     unraisable = []
     monkeypatch.setattr("sys.unraisablehook", unraisable.append)
-    running, kept, failed = [], [], []
+    running, kept, failed = [], [arenapy.Bump(PAGE)], []
     memory = bytearray(1 << 16)
 
     def measure_too(phase, info):
