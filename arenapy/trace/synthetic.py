@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from arenapy.memory.host_request import SIZE_LIMIT, checked_index
+from arenapy.trace.format import SIZE_BITS
 
 __all__ = ["PHASES", "Phase", "draw"]
 
-MOST = 1 << 48  # what an event has room for
+MOST = 1 << SIZE_BITS  # what an event has room for
 
 
 @dataclass(frozen=True, slots=True)
