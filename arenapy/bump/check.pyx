@@ -55,7 +55,7 @@ def verify(BumpCore c not None):
     cdef uintptr_t end = 0
     cdef Region last
     cdef const char* fault
-    c.reclaim()
+    c.reclaim(False)
     arenapy_lock_acquire(&c.lock)
     fault = extents_fault(&c.free)           # else nothing below can be relied on
     if fault == NULL:

@@ -93,8 +93,9 @@ cdef class BumpCore(Arena):
     cdef uint64_t growing
 
     cdef int open(self, Region region) except -1
-    # Take note of Buffers that died, and of bytes that other processes let go of. Takes the lock.
-    cdef int reclaim(self) except -1
+    # Take note of Buffers that died, and of bytes that other processes and streams let go of:
+    # `wait` as in `StreamHooks.collect`. Takes the lock.
+    cdef int reclaim(self, Py_ssize_t wait) except -1
     cdef Figures figures(self)
     cdef str full(self, size_t n, size_t align, object max_bytes)
     cdef size_t free_bytes(self) noexcept nogil

@@ -451,7 +451,7 @@ cdef class BumpCore(Arena):
         """All figures of one moment."""
         cdef Figures f
         cdef Py_ssize_t i
-        self.reclaim()
+        self.reclaim(False)
         arenapy_lock_acquire(&self.lock)
         self.prune()                     # a Mark that dies leaves its frame to the next call
         f.capacity = self.capacity
@@ -476,10 +476,10 @@ cdef class BumpCore(Arena):
         arenapy_lock_release(&self.lock)
         return f
 
-    cdef int reclaim(self) except -1:
-        """Take note of Buffers that died, and of bytes that other processes let go of."""
+    cdef int reclaim(self, Py_ssize_t wait) except -1:
+        """Take note of Buffers that died, and of bytes that others let go of."""
         self.settle_sends()
-        self.settle_streams(False)
+        self.settle_streams(wait)
         arenapy_lock_acquire(&self.lock)
         if not self.shut:
             self.drain()

@@ -594,8 +594,7 @@ cdef int grow_for(
                     grow_arena(c, source, max_bytes, n, align)
                 except MemoryError as e:
                     error = None if c.settle_streams(True) else e
-            c.settle_streams(NEEDED)
-            c.reclaim()                      # others may have let go meanwhile
+            c.reclaim(NEEDED)                # others may have let go meanwhile
             tried = True
             arenapy_lock_acquire(&c.lock)
             start = arena_alloc(c, n, align, &b.pad)

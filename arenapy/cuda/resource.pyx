@@ -119,7 +119,9 @@ cdef class HandedOut:
                      <PyObject*>stream]
             return PyObject_Vectorcall(self.from_handle, given, 4, STREAM)
         except BaseException:
-            if self.blocks.pop(address, None) is not None:   # else it has given the block back
+            # Else it has given the block back, and another call may have it.
+            if self.blocks.get(address) is block:
+                del self.blocks[address]
                 self.uncount(block)
             raise
 

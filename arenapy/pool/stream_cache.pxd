@@ -61,7 +61,8 @@ cdef class StreamCaches:
     cdef int lend(
         self, StreamCache cache, char* ptr, uint64_t block_id, size_t n, size_t align
     ) except -1
-    # Blocks of graphs that are gone are the pool's. False: there were none.
+    # Blocks of graphs that are gone are the pool's. `wait`, for those that streams still use, as in
+    # `StreamHooks.collect`. False: there were none.
     cdef bint settle_graphs(self, Py_ssize_t wait) except -1
     # Blocks of streams that are gone are others' when their work is done. Bytes. Those of the first
     # go to `heir`, the cache of a new stream, or None. If others keep much, its stream waits for

@@ -366,6 +366,34 @@ def test_what_goes_wrong(gpu, monkeypatch):
         cuda.memory_resource(cuda.Device())
 
 
+def test_a_buffer_that_gives_back_before_it_fails(monkeypatch):
+    """The block may be another Buffer's by then."""
+    core = fake_core(monkeypatch)
+    pool = arenapy.Pool(1 << 20)
+    others = []
+
+    def from_handle(ptr, size, mr=None, owner=None, *, stream=None):
+        made = FakeBuffer(ptr, size, mr, stream)
+        if others:
+            return made
+        others.append(None)  # before the call below comes here
+        made.close()
+        others[0] = mr.allocate(size, stream=stream)
+        assert others[0].handle == ptr
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(core.Buffer, "from_handle", from_handle)
+    resource = cuda.memory_resource(pool)
+    with pytest.raises(KeyboardInterrupt):
+        resource.allocate(KIB, stream=None)
+    mine = resource.allocate(KIB, stream=None)
+    assert mine.handle != others[0].handle and pool.stats().active_allocations == 2
+    others[0].close()
+    mine.close()
+    assert pool.stats().active_allocations == 0
+    pool.check()
+
+
 def test_without_cuda_core(monkeypatch):
     for broken in (None, types.ModuleType("cuda.core")):
         monkeypatch.setitem(sys.modules, "cuda.core", broken)
