@@ -61,8 +61,9 @@ class Measurement:
     bytes : int
         Bytes of these blocks. A Pool and a Slab include their padding.
     peak : int
-        The sum of the allocators' peaks of live bytes during the block. Bytes that were live at
-        its beginning count, too. The peaks need not be at the same moment.
+        The sum of the allocators' peaks of live bytes during the block; of a Bump, of used bytes,
+        which include padding. Bytes that were live at its beginning count, too. The peaks need not
+        be at the same moment.
 
     Notes
     -----
@@ -121,6 +122,7 @@ class Measurement:
         with _Section(must=True):
             if self._figures is not None:    # in a forked child, which has ended it
                 return
+            self._must_have_begun()
             measured = self._measured()
             _given = self._allocators        # an end of one would run other code
             try:
@@ -188,10 +190,13 @@ class Measurement:
     def _measured(self) -> Sequence[Allocator]:
         return live_allocators() if self._allocators is None else self._allocators
 
+    def _must_have_begun(self) -> None:
+        if self._began is None:
+            raise RuntimeError("nothing is measured yet; write `with arenapy.measure() as m:`")
+
     def _read(self) -> _Figures:
         with _Section(must=False):
-            if self._began is None:
-                raise RuntimeError("nothing is measured yet; write `with arenapy.measure() as m:`")
+            self._must_have_begun()
             measured = self._measured()
             return self._figures or self._now(measured)
 

@@ -496,7 +496,7 @@ cdef class Recorder:
             The address of the block, or of the memory from or to the source. For a mark, and for a
             reset to it, the number of the mark, which is not 0.
         nbytes : int
-            The requested size of the block.
+            The requested size of the block, less than 2**48.
         stream : int
             Handle of the stream that orders the operation, 0 for none.
 
@@ -514,6 +514,10 @@ cdef class Recorder:
         cdef uint64_t handle = as_word(stream, "stream")
         if start + size < start:
             raise ValueError(f"nbytes={nbytes} at address={address:#x} end beyond the last address")
+        if size >> SIZE_BITS:
+            raise ValueError(f"nbytes={nbytes} are more than a trace can store, {(1 << 48) - 1}")
+        if operation == "mark" and start == 0:
+            raise ValueError("address=0 is no mark's number: give your marks numbers from 1")
         record_event(<PyObject*>self, OPERATIONS[operation], start, size, handle)
 
     def flush(self):

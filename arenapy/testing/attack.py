@@ -154,9 +154,7 @@ def machine_for(
     bases = (TwoThreadMachine, AdapterMachine) if threads > 1 else (AdapterMachine,)
     body = {
         "new": staticmethod(new),
-        "alignments": (
-            st.none() | alignments(max_align) if first.aligns and max_align > 1 else st.none()
-        ),
+        "alignments": alignments(max_align) if first.aligns and max_align > 1 else st.none(),
         "default_align": C_ALIGN if library is not None else 1,
         "allow": tuple(allow),
         "arguments": {

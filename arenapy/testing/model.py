@@ -102,7 +102,7 @@ class AllocatorModel(RuleBasedStateMachine):
     bounds: Any = None  #: ``bounds(state)``: the memory it has, as (start, nbytes) pairs.
 
     sizes: st.SearchStrategy[int] = sizes()
-    alignments: st.SearchStrategy[int | None] = st.none() | alignments()
+    alignments: st.SearchStrategy[int | None] = alignments()
     configs: st.SearchStrategy[dict[str, Any]] = st.just({})
     default_align: int = 1
     refusals: tuple[type[BaseException], ...] = (MemoryError,)

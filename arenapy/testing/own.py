@@ -32,7 +32,7 @@ class OwnMachine(AllocatorMachine):
 
     default_align = DEFAULT_ALIGN
     # Not more than a region is aligned to: what is served must not depend on where memory lies.
-    alignments = st.none() | alignments(PAGE)
+    alignments = alignments(PAGE)
     bad_request = (ValueError, MemoryError)
     source = PLAIN
 

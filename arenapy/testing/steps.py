@@ -75,15 +75,24 @@ class Step:
 
     @classmethod
     def parse(cls, line: str) -> Step:
-        """A step from its `line`."""
-        found = json.loads(line)
-        return cls(_of(str, found["step"]), _of(dict, found["arguments"]))
+        """A step from its `line`.
+
+        Raises
+        ------
+        ValueError
+            If it is no such line.
+        """
+        try:
+            found = _of(dict, json.loads(line))
+            return cls(_of(str, found.get("step")), _of(dict, found.get("arguments")))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{line!r} is not a line of a step: {error}") from error
 
 
 def _of(kind: Any, value: Any) -> Any:
     """The value, if it is of this kind."""
     if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not {kind}")
+        raise TypeError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
     return value
 
 
@@ -137,7 +146,13 @@ class Program:
 
     @classmethod
     def parse(cls, lines: Iterable[str]) -> Program:
-        """Return the program with these `lines`."""
+        """Return the program with these `lines`.
+
+        Raises
+        ------
+        ValueError
+            If a line is not the line of a step.
+        """
         return cls(tuple(Step.parse(line) for line in lines))
 
     def run(self, machine: type[Any], *, echo: bool = False) -> int:
@@ -250,7 +265,8 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
     Raises
     ------
     ValueError
-        If it is not such a file, or its machine cannot be imported.
+        If it is not such a file, or its machine cannot be imported. A last step that was only
+        written in part, as on a full disk, is left out.
     OSError
         If it cannot be read.
 
@@ -268,19 +284,25 @@ def load(path: str | os.PathLike[str]) -> tuple[type[Any], Program]:
     >>> machine.__name__, again.steps[0] == program.steps[0]
     ('BumpMachine', True)
     """
-    with open(os.fspath(path), encoding="utf-8") as lines:  # not the number of an open file
-        first, *rest = lines.read().splitlines() or [""]
+    with open(os.fspath(path), "rb") as file:  # not the number of an open file
+        text = file.read()
     try:
-        recipe = json.loads(first)
-        if recipe["arenapy.testing"] != VERSION:
-            raise ValueError(f"version {recipe['arenapy.testing']}, and not {VERSION}")
+        first, *rest = text.decode().splitlines() or [""]
+        if rest and not text.endswith(b"\n"):
+            try:
+                Step.parse(rest[-1])
+            except ValueError:
+                del rest[-1]  # the disk was full
+        recipe = _of(dict, json.loads(first))
+        if (version := recipe.get("arenapy.testing")) != VERSION:
+            raise ValueError(f"its version is {version}, and not {VERSION}")
         program = Program.parse(rest)
-        name, file = _of(str, recipe["machine"]), _of(str | None, recipe.get("file"))
+        name, file = _of(str, recipe.get("machine")), _of(str | None, recipe.get("file"))
         arguments = _of(dict | None, recipe.get("arguments"))
         # The other kinds of faults that the search had set aside.
         allow = [_of(str, kind) for kind in _of(list | None, recipe.get("allow")) or ()]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a file of steps of arenapy.testing: {error!r}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a file of steps of arenapy.testing: {error}") from error
     machine = find(name, file)
     if arguments is not None:
         try:

@@ -88,8 +88,8 @@ def sizes(
     return st.one_of(tiny, small, inside, any_size)
 
 
-def alignments(most: int = PAGE) -> st.SearchStrategy[int]:
-    """Alignments: powers of two, small ones more often.
+def alignments(most: int = PAGE) -> st.SearchStrategy[int | None]:
+    """Alignments: none, and powers of two, small ones more often.
 
     Parameters
     ----------
@@ -98,7 +98,8 @@ def alignments(most: int = PAGE) -> st.SearchStrategy[int]:
 
     Returns
     -------
-    strategy of int
+    strategy of int or None
+        None stands for a request without an alignment.
 
     Raises
     ------
@@ -113,14 +114,14 @@ def alignments(most: int = PAGE) -> st.SearchStrategy[int]:
     --------
     >>> from hypothesis import find
     >>> from arenapy.testing import alignments
-    >>> find(alignments(4096), lambda align: align > 1000)
+    >>> find(alignments(4096), lambda align: align is not None and align > 1000)
     1024
     """
     if most < 1 or most & (most - 1):
         raise ValueError(f"most={most}: need a power of two")
     top = most.bit_length() - 1
     small = st.integers(0, min(8, top))
-    return st.one_of(small, st.integers(0, top)).map(lambda log2: 1 << log2)
+    return st.none() | st.one_of(small, st.integers(0, top)).map(lambda log2: 1 << log2)
 
 
 def shapes_and_dtypes(

@@ -182,7 +182,8 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
     header["events"] = len(records)
     header["complete"] = contents.complete
     header["process"] = contents.process
-    header["kind"] = contents.kind.encode()
+    whole = printable(contents.kind).encode()[: HEADER["kind"].itemsize - 1].decode(errors="ignore")
+    header["kind"] = whole.encode()
     outputs.write(path, header.tobytes() + records.tobytes(), outputs.TRACE)
 
 

@@ -153,7 +153,8 @@ class Trace(Contents):
         later ones), ``operation`` (a value of `OPERATIONS`). For marks and resets ``address`` is
         the number of the mark.
     kind : str
-        Name of the allocator's class, or of the program that made the trace.
+        Name of the allocator's class, or of the program that made the trace. A file keeps its
+        first 31 bytes of UTF-8.
     complete : bool
         False if the recording did not end normally.
     started : int

@@ -3,6 +3,7 @@
 `Counting` is an allocator of nothing but figures; what holds for it is then asked of real ones.
 """
 
+import contextlib
 import copy
 import gc
 import mmap
@@ -398,6 +399,16 @@ def test_it_is_used_once():
     assert "<td>bytes allocated</td><td>1 bytes</td>" in m._repr_html_()
     with pytest.raises(RuntimeError, match="already begun"), m:
         pass
+    assert m.allocations == 1
+
+
+def test_an_end_before_the_beginning():
+    pool = arenapy.Pool()
+    m = measure(pool)
+    with pytest.raises(RuntimeError, match="nothing is measured yet"), contextlib.ExitStack() as s:
+        s.push(m)  # and not enter_context()
+    with m:
+        pool.alloc(1000)
     assert m.allocations == 1
 
 

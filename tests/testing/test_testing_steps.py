@@ -236,8 +236,31 @@ def test_a_machine_made_in_a_function_says_so(tmp_path):
 def test_other_files_are_refused(text, tmp_path):
     path = tmp_path / "other"
     path.write_text(text)
-    with pytest.raises(ValueError, match="not a file of steps"):
+    with pytest.raises(ValueError, match="other is not a file of steps"):
         load(path)
+
+
+def test_a_file_of_bytes_is_refused(tmp_path):
+    path = tmp_path / "other"
+    path.write_bytes(b"\x80" * 10)
+    with pytest.raises(ValueError, match="other is not a file of steps"):
+        load(path)
+
+
+def test_a_step_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "steps"
+    whole = as_file(path, BumpMachine, A_START).read_text()
+    for end in ('{"step": "allocate_bl', ""):
+        path.write_text(whole + end)
+        assert load(path) == (BumpMachine, Program((A_START,)))
+    path.write_text(whole.removesuffix("\n"))  # by an editor
+    assert load(path) == (BumpMachine, Program((A_START,)))
+
+
+@pytest.mark.parametrize("line", ['{"a": 1}', "[]", "nonsense", 1, None])
+def test_a_line_that_is_no_step(line):
+    with pytest.raises(ValueError, match="is not a line of a step"):
+        Program.parse([line])
 
 
 @pytest.mark.long
@@ -314,6 +337,6 @@ GOOD = {"arenapy.testing": 1, "machine": "arenapy.testing:BumpMachine"}
 def test_a_damaged_file_of_steps(tmp_path, recipe, step):
     path = tmp_path / "steps.jsonl"
     lines = [GOOD | recipe, *([] if step is None else [step])]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     with pytest.raises(ValueError, match=r"steps\.jsonl|package\.module"):
         load(path)

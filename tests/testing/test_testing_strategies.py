@@ -33,7 +33,11 @@ def test_sizes_reach_the_edges():
 
 @given(alignments(1 << 12))
 def test_alignments_are_powers_of_two(align):
-    assert 1 <= align <= 1 << 12 and align & (align - 1) == 0
+    assert align is None or 1 <= align <= 1 << 12 and align & (align - 1) == 0
+
+
+def test_requests_without_an_alignment_are_among_them():
+    assert find(alignments(64), lambda align: align is None) is None
 
 
 @pytest.mark.parametrize("most", [1, 1000])

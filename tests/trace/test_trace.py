@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arenapy import Bump, Pool, Shared, Slab, trace
+from arenapy.base.text import printable
 from arenapy.commands.replay.loop import NoHeap, run
 from arenapy.diagnostics.recorder import Recorder
 from arenapy.trace.format import HEADER
@@ -29,7 +30,7 @@ MAX_NBYTES = (1 << 48) - 1
 WORD = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
 SIZE = st.integers(0, MAX_NBYTES) | st.sampled_from([0, 1, MAX_NBYTES])
 CALL = st.tuples(st.sampled_from(NAMES), WORD, SIZE, st.just(0) | WORD).filter(
-    lambda call: call[1] + call[2] < 1 << 64
+    lambda call: call[1] + call[2] < 1 << 64 and call[:2] != ("mark", 0)
 )
 
 
@@ -91,19 +92,29 @@ def test_buffers_are_exchanged_without_loss(path, n, stream_at_the_end):
     assert calls_in(trace.load(path).events) == calls
 
 
-def test_more_bytes_than_a_file_can_say_are_the_most_that_it_can(path):
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (("alloc", 1, MAX_NBYTES + 1), "more than a trace can store"),
+        (("alloc", 2**64 - 100, 100), "beyond the last address"),
+        (("mark", 0), "no mark's number"),
+    ],
+)
+def test_what_no_file_can_hold_is_refused(path, call, why):
     recorder = started(path)
-    recorder.add("alloc", 1, MAX_NBYTES + 1)
-    recorder.stop()
-    assert trace.load(path).events["nbytes"].tolist() == [MAX_NBYTES]
-
-
-def test_a_block_beyond_the_last_address_is_refused(path):
-    recorder = started(path)
-    with pytest.raises(ValueError, match="beyond the last address"):
-        recorder.add("alloc", 2**64 - 100, 100)
+    with pytest.raises(ValueError, match=why):
+        recorder.add(*call)
     recorder.stop()
     assert len(trace.load(path)) == 0
+
+
+@pytest.mark.parametrize("kind", ["日本語" * 10, "a" * 40, "a\0b", "\ud800", "\x1b[2J" * 9])
+def test_a_kind_that_a_file_cannot_hold_is_cut(path, kind):
+    made = trace.synthetic(seed=1, allocations=10)
+    trace.Trace(made.events, kind).save(path)
+    found = trace.load(path).kind
+    assert printable(kind).startswith(found)
+    assert len(printable(kind).encode()) < 32 or 28 < len(found.encode()) < 32
 
 
 def test_the_header_says_what_was_recorded(path):

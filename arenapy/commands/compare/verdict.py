@@ -149,7 +149,8 @@ def verdict(ratio: Ratio, *, last: bool = False) -> Verdict:
     takes = f"the program takes {abs(change):.1%} {'less time' if change < 0 else 'longer'}"
     is_large = abs(change) >= WORTH
     if ratio.low is None or ratio.high is None:
-        bounds = f"{ratio.lowest - 1:+.1%} to {ratio.highest - 1:+.1%} in {ratio.rounds} rounds"
+        rounds = f"{ratio.rounds} round{'s' * (ratio.rounds != 1)}"
+        bounds = f"{ratio.lowest - 1:+.1%} to {ratio.highest - 1:+.1%} in {rounds}"
         few = f"({bounds}; {LEAST_ROUNDS} are needed to be sure)"
         if is_large and not ratio.lowest <= 1 <= ratio.highest:
             return Verdict(f"probably {'not ' * (change > 0)}worth it", f"{takes} {few}", False)
