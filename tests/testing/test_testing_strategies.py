@@ -33,7 +33,7 @@ def test_sizes_reach_the_edges():
 
 @given(alignments(1 << 12))
 def test_alignments_are_powers_of_two(align):
-    assert align is None or 1 <= align <= 1 << 12 and align & (align - 1) == 0
+    assert align is None or (1 <= align <= 1 << 12 and align & (align - 1) == 0)
 
 
 def test_requests_without_an_alignment_are_among_them():
