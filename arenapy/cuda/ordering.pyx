@@ -54,8 +54,8 @@ from arenapy.cuda.fence cimport (
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
-    free_to_use, elsewhere, handle_of, named_now, not_closed, number_of, refuse_unless_free, spread,
-    stream_of, thread_stream,
+    free_to_use, elsewhere, handle_of, named_now, not_closed, number_of, owns, refuse_unless_free,
+    spread, stream_of, thread_stream,
 )
 from arenapy.base.sealed cimport seal
 
@@ -744,18 +744,19 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
     nobody else has the stream's object.
     """
     cdef StreamRef s
-    cdef dict captured = {}
+    cdef dict latest = {}
     cdef object first = next((one for one in uses if isinstance(one, GraphFence)), None)
     for one in uses[-most:]:
         if isinstance(one, StreamRef):
             s = <StreamRef>one
-            if s.unnamed:                    # the latest one stands for each earlier capture, too
-                handle = (<uintptr_t>s.handle, <uintptr_t><void*>s.owner)
-                if handle in captured:
-                    over.append(captured[handle])
-                captured[handle] = s
+            if s.id == 0:
                 continue
-            if s.id == 0 or not nobody_else_has(s) or s.state() != FREE_TO_USE:
+            if s.unnamed or not nobody_else_has(s) or s.state() != FREE_TO_USE:
+                if not s.lasting:            # the latest name stands for the earlier ones, too
+                    name = name_given(s)
+                    if name in latest:
+                        over.append(latest[name])
+                    latest[name] = s
                 continue
             if not s.idle():
                 instead.append(work_of(s))
@@ -764,6 +765,18 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
             continue
         over.append(one)
     return 0
+
+
+cdef tuple name_given(StreamRef s):
+    """The same for two objects that name one stream, and of which one can stand for the other.
+
+    Where one is an object that may keep the stream, so is the other. An object that can be closed
+    stands for itself alone: it says whether the stream is still there.
+    """
+    cdef object owner = s.owner
+    return (
+        s.unnamed, <uintptr_t>s.handle if s.unnamed else s.id,
+        (type(owner), owns(owner)) if s.tells is None else <uintptr_t><void*>owner)
 
 
 cdef void hide_owner(MemoryOwner region) noexcept:

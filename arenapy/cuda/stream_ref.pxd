@@ -69,6 +69,8 @@ cdef object handle_of(object stream)
 cdef uintptr_t core_handle(object stream) noexcept
 # The default stream of this thread.
 cdef StreamRef thread_stream(int device, void* context)
+# Is it known that a stream exists for as long as the object that names it?
+cdef bint owns(object stream) noexcept
 # The ordinal of the device that an object says it is on; None: it does not say.
 cdef object device_of(object stream)
 # The ordinal of the current context's device; 0 if there is none.

@@ -330,7 +330,6 @@ OWNERS = {
 
 
 cdef bint owns(object stream) noexcept:
-    """Is it known that the stream exists for as long as the object does?"""
     try:
         known_to = OWNERS.get((type(stream).__module__, type(stream).__qualname__))
         # The code of one that can be closed runs whenever it is asked whether it was.

@@ -24,6 +24,7 @@ from cuda_support import (
 from helpers import in_threads, poke
 from simulated_driver import UNKNOWN
 from simulated_gpu import RELAXED
+from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda.fence import GraphFence
@@ -82,6 +83,41 @@ def test_graphs_that_are_gone_do_not_pile_up_on_a_block(gpu, source, named):
     assert slab.stats().pending_bytes == MIB, "a graph is left that uses it"
     gpu.destroy_graph(graph)
     slab.stats(), gpu.drain()
+    assert slab.stats().pending_bytes == 0
+
+
+#: Ways to name a stream again and again by a new object each time.
+RENAMED = {
+    name: make
+    for name, make in {"torch": KNOWN_OWNERS["torch"], **NOT_OWNERS}.items()
+    if not hasattr(make(None, 1), "close")
+}
+
+
+@pytest.mark.parametrize("way", ["in captures", "in one capture", "outside"])
+@pytest.mark.parametrize("named", RENAMED)
+def test_the_objects_that_named_one_stream_do_not_pile_up_on_a_block(gpu, named, way):
+    s = new_stream(gpu)
+    slab = Slab(MIB, 1, cuda.Device())
+    b = slab.alloc()
+    if way == "in one capture":
+        gpu.begin_capture(s.handle_)
+    for i in range(200):
+        if way == "in captures":
+            gpu.begin_capture(s.handle_)
+        b.fill(i, stream=RENAMED[named](gpu, s.handle_))
+        if way == "in captures":
+            gpu.destroy_graph(gpu.end_capture(s.handle_))
+    if way == "in one capture":
+        gpu.destroy_graph(gpu.end_capture(s.handle_))
+    before = gpu.calls.total()
+    b.copy_to(bytearray(MIB))
+    assert gpu.calls.total() - before < 300
+    slowly_fill(gpu, s, b, 1)  # the last object stands for all
+    del b
+    slab.stats()
+    assert slab.stats().pending_bytes == MIB
+    gpu.drain()
     assert slab.stats().pending_bytes == 0
 
 
