@@ -388,7 +388,7 @@ class File:
     Parameters
     ----------
     path : path-like
-        A regular file.
+        A regular file. A relative path starts at the folder that is the current one now.
     mode : {"r", "r+", "c", "w+"}
         "r": read-only. "r+": writes go to the file. "c": copy on write, the file never changes.
         "w+": make the file, or empty it. Disk space for writes is reserved at once, because a
@@ -403,9 +403,10 @@ class File:
     -----
     A writable region ("r+", "w+") has its bytes of the file for itself. While it lives, another
     region of the same file is refused, by whatever path, and before the file is changed. Regions in
-    the modes "r" and "c" may coexist. A lock on the open file keeps other processes away
-    (``fcntl(2)``, open file description locks), if they also use arenapy. If the file system has no
-    such locks, two processes can map one file for writing.
+    the modes "r" and "c" may coexist. A writable ``File`` changes no second file: if its path
+    leads to another one later, a region is refused. A lock on the open file keeps other processes
+    away (``fcntl(2)``, open file description locks), if they also use arenapy. If the file system
+    has no such locks, two processes can map one file for writing.
 
     The lock is on one byte far beyond the end of the file. ``lockf`` without a length locks this
     byte, too. While any process holds such a lock, the region is refused. While the region lives,
@@ -436,6 +437,11 @@ class File:
 
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes]
     mode: Literal["r", "r+", "c", "w+"] = "r"
+    # Allocators ask for more memory whenever they need it. So what the path meant at first counts.
+    _folder: bytes = field(default=b"", init=False, repr=False, compare=False)
+    _writes_to: dict[str, tuple[int, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything depends on it."""
@@ -444,6 +450,12 @@ class File:
         if isinstance(self.path, (str, bytes)):  # another may name it only when it is asked
             _encoded("path", self.path)
         check_choice("mode", self.mode, ("r", "r+", "c", "w+"))
+        with suppress(FileNotFoundError):  # it was removed, and an absolute path does not need it
+            object.__setattr__(self, "_folder", os.getcwdb())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has its own folder and files."""
+        return type(self), (self.path, self.mode)
 
     def region(self, nbytes: int | None = None) -> Region:
         """Map the first `nbytes` bytes of the file. The default is all of it.
@@ -466,7 +478,8 @@ class File:
             If the file is empty, shorter than `nbytes` or not a regular file; or if `nbytes` is
             missing in mode "w+".
         OutOfMemory
-            If another region has these bytes of the file, and one of the two is writable.
+            If another region has these bytes of the file, and one of the two is writable; or if the
+            path leads to another file than before, and this source is writable.
 
         Examples
         --------
@@ -482,11 +495,10 @@ class File:
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
         # Not abspath: without its last slash, the name of a folder would be that of a file.
-        if not os.path.isabs(path):  # else the folder is not asked for: it may have been removed
-            if isinstance(path, bytes):
-                path = os.path.join(os.getcwdb(), path)
-            else:
-                path = os.path.join(os.getcwd(), path)
+        if isinstance(path, bytes):
+            path = os.path.join(self._folder, path)
+        else:
+            path = os.path.join(os.fsdecode(self._folder), path)
         while True:
             opened: list[vm.Descriptor] = []
             try:
@@ -519,6 +531,12 @@ class File:
             vm.renewal(file) if self.mode == "w+" else nullcontext() as renewal,
         ):
             self._lock(fd, writes)
+            here = device, inode
+            if writes and not file.made and self._writes_to.get("file", here) != here:
+                raise OutOfMemory(
+                    f"{self.path!r} is another file than the one that this source had before: make "
+                    "a new File to map it"
+                )
             if self.mode != "w+":
                 if self._fitting(asked, vm.file_nbytes(fd)) != nbytes:
                     return None
@@ -561,6 +579,7 @@ class File:
                 )
             if renewal is not None and not file.made:  # last: who raises leaves what was there
                 self._reserved(nbytes, huge, renewal.renew)
+            self._writes_to["file"] = here
             return region
 
     def _open(self, path: str | bytes, opened: list[vm.Descriptor]) -> vm.Descriptor:

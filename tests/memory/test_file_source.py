@@ -1,10 +1,13 @@
 """Sources over what is there already: `File` and `Existing`."""
 
 import array
+import contextlib
+import copy
 import ctypes
 import errno
 import mmap
 import os
+import pickle
 from multiprocessing import shared_memory
 from pathlib import Path
 from unittest.mock import Mock
@@ -234,6 +237,68 @@ def test_a_file_is_as_long_as_its_last_owner_left_it(path, monkeypatch, mode, si
         with pytest.raises(ValueError, match="is empty"):
             File(path, mode).region()
     assert path.stat().st_size == size
+
+
+def grow_bump(file):
+    arena = Bump(1 << 16, file, max_bytes=1 << 20)
+    kept = arena.zeros(5000)
+    while True:
+        yield kept
+        kept = arena.zeros(1 << 16)
+
+
+def grow_slab(file):
+    slab = Slab(4096, 4, file, max_count=64)
+    kept = slab.alloc_many(3)
+    while True:
+        yield kept
+        kept += slab.alloc_many(3)
+
+
+def grow_pool(file):
+    pool = Pool(1 << 20, file)
+    while True:
+        kept = pool.zeros(1000)
+        yield kept
+        del kept
+        pool.trim()
+
+
+@pytest.mark.parametrize("mode", ["r+", "w+"])
+@pytest.mark.parametrize("grow", [grow_bump, grow_slab, grow_pool])
+@pytest.mark.parametrize("way", ["another folder", "another file"])
+def test_an_allocator_that_grows_changes_no_other_file(tmp_path, monkeypatch, grow, mode, way):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "file").write_bytes(b"precious" * (1 << 18))
+    monkeypatch.chdir(here)
+    growing = grow(File("file", mode))
+    next(growing)
+    if way == "another folder":
+        os.chdir(there)
+    else:
+        os.rename("file", "run.1")
+        os.rename(there / "file", "file")
+        there = here
+    with contextlib.suppress(OutOfMemory):
+        next(growing)
+    assert (there / "file").read_bytes() == b"precious" * (1 << 18)
+
+
+def test_a_copy_of_a_source_begins_anew(tmp_path, monkeypatch):
+    """As in another process, which may have another folder."""
+    monkeypatch.chdir(tmp_path)
+    source = File("file", "w+")
+    source.region(PAGE)
+    os.rename("file", "other")
+    (tmp_path / "file").touch()
+    with pytest.raises(OutOfMemory, match="another file than"):
+        source.region(PAGE)
+    assert (tmp_path / "file").stat().st_size == 0
+    copy.deepcopy(source).region(PAGE)
+    pickle.loads(pickle.dumps(source)).region(PAGE)
+    assert (tmp_path / "file").stat().st_size == PAGE
 
 
 def test_an_absolute_path_needs_no_current_folder(path, tmp_path, monkeypatch):
