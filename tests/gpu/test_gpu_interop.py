@@ -261,6 +261,23 @@ def test_torch_captures_a_graph_over_our_memory(gpu, torch):
     assert (content(block, "f4") == 3).all()
 
 
+def test_a_block_does_not_keep_each_object_that_named_torchs_stream(torch, pool):
+    block = pool.empty((1024,), "i4")
+    side = torch.cuda.Stream()
+    for i in range(100):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            block.fill(i, stream=torch.cuda.current_stream())  # a new object each time
+        graph.replay()
+        external = torch.cuda.ExternalStream(side.cuda_stream)
+        block.record_stream(external)
+        del graph, external
+        torch.cuda.synchronize()
+    assert (content(block, "u1") == 99).all()
+    gc.collect()
+    assert sum(isinstance(one, torch.cuda.Stream) for one in gc.get_objects()) < 60
+
+
 # ---- cuda.core ----
 
 
