@@ -63,9 +63,10 @@ cdef class StreamHooks:
     # The stream whose order blocks need no event for; None: there is none.
     cdef readonly object own
 
-    # One for blocks that belong to `stream`, as the user gave it; the same for an allocator, of
-    # which some streams cannot be.
+    # One for blocks that belong to `stream`, as the user gave it; the same for what the allocator
+    # keeps for a stream, and for an allocator, of which some streams cannot be.
     cdef StreamHooks bound(self, object stream)
+    cdef StreamHooks of_cache(self, object stream)
     cdef StreamHooks of_allocator(self, object stream)
     # The stream of a user's argument; None: no stream but the allocator's own, or none at all.
     cdef object named(self, object stream)

@@ -514,6 +514,9 @@ cdef class StreamHooks:
     cdef StreamHooks bound(self, object stream):
         raise NotImplementedError
 
+    cdef StreamHooks of_cache(self, object stream):
+        return self.bound(stream)
+
     cdef StreamHooks of_allocator(self, object stream):
         return self.bound(stream)
 

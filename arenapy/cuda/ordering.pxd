@@ -43,6 +43,7 @@ cdef class Ordering(StreamHooks):
     # The memory is what a graph has of an allocator, which belongs to no stream; None: it is not.
     cdef object graph
     cdef list recent                 # what was named last, and what it is; replaced, never changed
+    cdef Ordering names              # whose `recent` counts; None: this one's
     cdef bint keeps_own              # it counts in `own.of_allocator`
 
     # A new one of the same class.

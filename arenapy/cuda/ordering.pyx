@@ -173,6 +173,13 @@ cdef class Ordering(StreamHooks):
             self.keeps_own = False
             arenapy_sub(&(<StreamRef>self.own).of_allocator, 1)
 
+    cdef StreamHooks of_cache(self, object stream):
+        """The pool's hooks know the names: an object that these kept would keep its stream, whose
+        cache would stay, and keep these."""
+        cdef Ordering made = <Ordering>self.bound(stream)
+        made.names = self
+        return made
+
     cdef Ordering another(self):
         raise NotImplementedError
 
@@ -189,6 +196,7 @@ cdef class Ordering(StreamHooks):
         return o
 
     cdef object named(self, object stream):
+        cdef Ordering names = self if self.names is None else self.names
         cdef tuple known
         cdef StreamRef found
         cdef uintptr_t number
@@ -203,7 +211,7 @@ cdef class Ordering(StreamHooks):
                 if <uintptr_t>found.handle == LEGACY:
                     need()
                     return found
-            for known in self.recent:
+            for known in names.recent:
                 found = <StreamRef>known[1]
                 if ((known[0] is stream or number > PER_THREAD and
                         number == <uintptr_t>found.handle) and not found.gone()):
@@ -216,7 +224,7 @@ cdef class Ordering(StreamHooks):
                 need()
                 return found
         if ARENAPY_GIL:
-            for known in self.recent:        # whose owner sees to it that it still is
+            for known in names.recent:       # whose owner sees to it that it still is
                 found = <StreamRef>known[1]
                 if handle == <uintptr_t>found.handle and not found.gone():
                     return found
@@ -226,7 +234,7 @@ cdef class Ordering(StreamHooks):
         # may name another one later, as an integer may; it is found by its handle.
         if found.id and found.lasting:
             itself = stream if found.owner is stream else found
-            self.recent = [(itself, found), *self.recent[:MAX_NAMED - 1]]
+            names.recent = [(itself, found), *names.recent[:MAX_NAMED - 1]]
         return found
 
     cdef bint always(self, object stream, object named):
@@ -744,19 +752,24 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
     nobody else has the stream's object.
     """
     cdef StreamRef s
-    cdef dict latest = {}
+    cdef dict first_of = {}
     cdef object first = next((one for one in uses if isinstance(one, GraphFence)), None)
     for one in uses[-most:]:
         if isinstance(one, StreamRef):
             s = <StreamRef>one
-            if s.id == 0:
+            if s.id == 0 and not (s.ended and s.state() == FREE_TO_USE):
+                continue                     # a default stream, not of a thread that has ended
+            if s.unnamed and owns(s.owner) and s.state() == FREE_TO_USE:
+                named = named_now(s)         # which may end with its object
+                if named is not s:
+                    instead.append(named)
+                    over.append(s)
                 continue
             if s.unnamed or not nobody_else_has(s) or s.state() != FREE_TO_USE:
-                if not s.lasting:            # the latest name stands for the earlier ones, too
-                    name = name_given(s)
-                    if name in latest:
-                        over.append(latest[name])
-                    latest[name] = s
+                # The first name of a stream stands for the later ones, too. Its place is before
+                # later graphs, after which as_now() takes a stream to be used in them alone.
+                if not s.lasting and first_of.setdefault(name_given(s), s) is not s:
+                    over.append(s)
                 continue
             if not s.idle():
                 instead.append(work_of(s))

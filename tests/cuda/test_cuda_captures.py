@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 
 import pytest
 from capsules import Array
@@ -24,7 +25,7 @@ from cuda_support import (
 from helpers import in_threads, poke
 from simulated_driver import UNKNOWN
 from simulated_gpu import RELAXED
-from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS
+from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
 from arenapy.cuda.fence import GraphFence
@@ -119,6 +120,77 @@ def test_the_objects_that_named_one_stream_do_not_pile_up_on_a_block(gpu, named,
     assert slab.stats().pending_bytes == MIB
     gpu.drain()
     assert slab.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["graphs kept", "graphs dropped"])
+@pytest.mark.parametrize("n", [8, 13, 14, 21, 30, 46])
+@pytest.mark.parametrize("named", [*RENAMED, "one object"])
+@pytest.mark.sampled
+def test_work_between_captures_counts_however_many_there_were(gpu, named, n, kept):
+    """The block is named in captures alone, and the stream works with it before the last of them,
+    in which the block is dropped."""
+    s = new_stream(gpu)
+    slab = Slab(MIB, 1, cuda.Device())
+    b = slab.alloc()
+    graphs = []
+    for i in range(n):
+        gpu.drain()
+        ran = []
+        gpu.launch(s.handle_, lambda ran=ran: ran.append(True), [(b.address, MIB)])
+        gpu.begin_capture(s.handle_)
+        b.fill(i, stream=s if named == "one object" else RENAMED[named](gpu, s.handle_))
+        if i == n - 1:
+            b = None
+        graphs.append(gpu.end_capture(s.handle_))
+        if not kept:
+            gpu.destroy_graph(graphs.pop())
+    for graph in graphs:
+        gpu.destroy_graph(graph)
+    slab.stats()
+    assert ran or slab.stats().pending_bytes == MIB
+    gpu.drain()
+    assert slab.stats().pending_bytes == 0
+
+
+@pytest.mark.parametrize("named", ["CuPy", "numba", "older numba"])
+@pytest.mark.parametrize("way", ["copy", "record_stream", "captures of a block that stays"])
+def test_streams_end_with_their_objects(gpu, named, way):
+    pool = Pool(64 * MIB, cuda.Device())
+    stays = pool.alloc(4096)
+    for i in range(100):
+        handle = new_handle(gpu)
+        s = KNOWN_OWNERS[named](gpu, handle)
+        if way == "captures of a block that stays":
+            gpu.begin_capture(handle)
+            stays.fill(i, stream=s)
+            gpu.destroy_graph(gpu.end_capture(handle))
+        else:
+            b = pool.alloc(4096, stream=s)
+            if way == "copy":
+                b.copy_from(bytes(4096), stream=s)
+            b.record_stream(s)
+            del b
+        del s
+        gpu.drain()
+    pool.trim()
+    assert len(gpu.stream_handles.things) < 40
+
+
+def test_the_streams_of_threads_that_ended_do_not_pile_up_on_a_block(gpu):
+    b = Slab(MIB, 1, cuda.Device()).alloc()
+
+    def record():
+        with gpu.on(0):
+            b.record_stream(PER_THREAD)
+
+    for _ in range(200):
+        thread = threading.Thread(target=record)
+        thread.start()
+        thread.join()
+        gpu.drain()
+    before = gpu.calls.total()
+    b.copy_to(bytearray(MIB))
+    assert gpu.calls.total() - before < 800
 
 
 def test_nothing_disturbs_another_streams_capture(gpu):
