@@ -14,6 +14,7 @@ from typing import Any
 
 from arenapy.base.text import format_bytes, html_table
 from arenapy.linux.vm import minor_faults
+from arenapy.measurement import measure
 from arenapy.numpy_handler.numpy_memory import numpy_memory
 from arenapy.pool.pool import Pool
 
@@ -55,9 +56,8 @@ class _Cells:
             )
         before, lacked = self.pool.stats(), self.memory.stats()
         prefaulted, seconds, *_ = self.pool._growth()
-        self.pool.reset_peak()
         faults, start = minor_faults(), time.perf_counter()
-        with self.memory, _semicolon_of(self.shell, cell):
+        with measure(self.pool) as measured, self.memory, _semicolon_of(self.shell, cell):
             result = self.shell.run_cell(cell)  # shows its value, or how it fails
         took, faults = time.perf_counter() - start, minor_faults() - faults
         after, lacks = self.pool.stats(), self.memory.stats()
@@ -68,7 +68,7 @@ class _Cells:
             ("time", f"{took:.3f} s"),
             ("page faults", f"{faults:,} minor"),
             ("served", f"{_blocks(blocks)}, {hits:,} of them from memory that the pool had"),
-            ("peak", format_bytes(after.peak_bytes)),
+            ("peak", format_bytes(measured.peak)),
             (
                 "prefault",
                 f"{format_bytes(prefaulted_then - prefaulted)} in {seconds_then - seconds:.3f} s",

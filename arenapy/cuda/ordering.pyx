@@ -762,8 +762,9 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
             if s.unnamed and owns(s.owner) and s.state() == FREE_TO_USE:
                 named = named_now(s)         # which may end with its object
                 if named is not s:
-                    instead.append(named)
                     over.append(s)
+                    if named not in uses and named not in instead:
+                        instead.append(named)
                 continue
             if s.unnamed or not nobody_else_has(s) or s.state() != FREE_TO_USE:
                 # The first name of a stream stands for the later ones, too. Its place is before

@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import PurePath
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from arenapy.base.system_errors import IGNORED, is_of_system
 from arenapy.base.text import format_bytes
@@ -438,7 +439,7 @@ class File:
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes]
     mode: Literal["r", "r+", "c", "w+"] = "r"
     # Allocators ask for more memory whenever they need it. So what the path meant at first counts.
-    _folder: bytes = field(default=b"", init=False, repr=False, compare=False)
+    _folder: bytes = field(default=b"", init=False, repr=False)  # of a relative path
     _writes_to: dict[str, tuple[int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -450,12 +451,21 @@ class File:
         if isinstance(self.path, (str, bytes)):  # another may name it only when it is asked
             _encoded("path", self.path)
         check_choice("mode", self.mode, ("r", "r+", "c", "w+"))
-        with suppress(FileNotFoundError):  # it was removed, and an absolute path does not need it
-            object.__setattr__(self, "_folder", os.getcwdb())
+        if not (isinstance(self.path, (str, bytes, PurePath)) and os.path.isabs(self.path)):
+            with suppress(FileNotFoundError):  # it was removed
+                object.__setattr__(self, "_folder", os.getcwdb())
+
+    def __copy__(self) -> Self:
+        """Return this one: nothing changes it, and it is of one file."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return this one."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process has its own folder and files."""
-        return type(self), (self.path, self.mode)
+        """Another process may have another current folder."""
+        return _file_in, (type(self), self._folder, self.path, self.mode)
 
     def region(self, nbytes: int | None = None) -> Region:
         """Map the first `nbytes` bytes of the file. The default is all of it.
@@ -475,11 +485,11 @@ class File:
             If the file cannot be opened or mapped, or the disk is full. ``BlockingIOError`` if
             another process has mapped it in a conflicting mode, or a program has locked all of it.
         ValueError, TypeError
-            If the file is empty, shorter than `nbytes` or not a regular file; or if `nbytes` is
-            missing in mode "w+".
+            If the file is empty or not a regular file; or if `nbytes` is missing in mode "w+".
         OutOfMemory
-            If another region has these bytes of the file, and one of the two is writable; or if the
-            path leads to another file than before, and this source is writable.
+            If the file is shorter than `nbytes`. If another region has these bytes of the file, and
+            one of the two is writable. If the path leads to another file than before, and this
+            source is writable.
 
         Examples
         --------
@@ -543,7 +553,7 @@ class File:
             elif not _names(path, file):
                 return None
             if renewal is not None:
-                self._reserved(nbytes, huge, renewal.reserve)
+                self._reserved(nbytes, huge, functools.partial(_reserve, fd, renewal))
             elif writes:
                 self._reserved(nbytes, huge, functools.partial(_fill_holes, fd))
             try:
@@ -597,7 +607,7 @@ class File:
         if size == 0:
             raise ValueError(f"{self.path!r} is empty: there is nothing to map")
         if nbytes is not None and nbytes > size:
-            raise ValueError(
+            raise OutOfMemory(
                 f"cannot map {nbytes} bytes of {self.path!r}, which has {size}: ask for less, "
                 "enlarge the file first (os.posix_fallocate), or make a new one with mode 'w+'"
             )
@@ -634,6 +644,12 @@ class File:
             ) from error
 
 
+def _file_in(cls: type[File], folder: bytes, path: Any, mode: Any) -> File:
+    made = cls(path, mode)
+    object.__setattr__(made, "_folder", folder)
+    return made
+
+
 def _why_locked(holder: int | None, mode: str) -> str:
     if holder is None:
         return (
@@ -665,7 +681,21 @@ def _has_hole(fd: int, nbytes: int) -> bool:
 
 def _fill_holes(fd: int, nbytes: int) -> None:
     if _has_hole(fd, nbytes):
+        _check_room(fd, nbytes)
         vm.reserve_blocks(fd, nbytes)
+
+
+def _reserve(fd: int, renewal: vm.Renewal, nbytes: int) -> None:
+    if not vm.huge_page(fd):
+        _check_room(fd, nbytes)
+    renewal.reserve(nbytes)
+
+
+def _check_room(fd: int, nbytes: int) -> None:
+    """What a reservation got before it failed stays in the file, and others may write to it."""
+    room = os.fstatvfs(fd)
+    if room.f_blocks and _holes(fd, nbytes) > room.f_bfree * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _holes(fd: int, nbytes: int) -> int:
@@ -684,10 +714,7 @@ def _holes(fd: int, nbytes: int) -> int:
 
 def _fault_in(fd: int, address: int, nbytes: int) -> None:
     """Take the memory of holes in a file on tmpfs, which says EFAULT when it is full."""
-    room = os.fstatvfs(fd)
-    # What was faulted in cannot be given back: others may have written to it by then.
-    if room.f_blocks and _holes(fd, nbytes) > room.f_bfree * room.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    _check_room(fd, nbytes)
     try:
         vm.prefault(address, nbytes, writable=False)
     except OSError as error:

@@ -261,7 +261,7 @@ class MemorySuite:
     the allocator of `work` and is called once in each benchmark, after ``setup``. It then also gets
     ``track_allocated_peak_bytes`` ("bytes") and, for a Pool, ``track_hit_rate`` ("1"). ``params``,
     ``param_names``, ``setup`` and the rest are as in asv. To remove a benchmark, set it to None in
-    the subclass.
+    the subclass, or in a class that it inherits from.
 
     The base class itself has no benchmark, because asv looks at every class in a module.
 
@@ -298,7 +298,8 @@ class MemorySuite:
         super().__init_subclass__(**options)
         tracks = _TRACKS | (_ALLOCATOR_TRACKS if hasattr(cls, "allocator") else {})
         for name, (unit, title, body) in tracks.items():
-            if name not in vars(cls):
+            inherited = getattr(cls, name, _track)
+            if inherited is _track or getattr(inherited, "is_default", False):
                 setattr(cls, name, _track(name, body, unit, f"{cls.__name__}: {title}"))
 
 
@@ -310,6 +311,7 @@ def _track(
 
     track.__name__, track.__doc__ = name, body.__doc__
     decorated: Callable[..., float] = tracked(unit, pretty_name)(track)
+    decorated.is_default = True  # type: ignore[attr-defined]
     return decorated
 
 

@@ -80,6 +80,13 @@ def test_a_cell_that_runs_again_finds_the_memory(magic):
     assert again["served"] == "1 block, 1 of them from memory that the pool had"
 
 
+def test_a_cell_in_a_cell_has_its_own_peak(magic):
+    shell, run = magic
+    shell.names["run"] = run
+    peak = dict(run("", "x = np.empty(1 << 22); del x; run('', 'np.empty(9)')").rows)["peak"]
+    assert peak == "32 MiB"
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_cell_that_fails_is_reported_and_fails(magic, error):
     shell, run = magic

@@ -224,6 +224,15 @@ def test_resident_memory_is_what_the_allocator_holds(name):
     assert found.event_ns > 0 and found.written_ns > 0
 
 
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("name", ["bump", "pool"])
+def test_of_memory_that_stays_the_moment_with_the_most_live_counts(name):
+    calls = [("alloc", 1, MIB), ("free", 1)]
+    calls += [("alloc", i, MIB) for i in range(2, 66)] + [("free", i) for i in range(2, 66)]
+    (found,) = replay.replay(traced(*calls), [name])
+    assert found.fragmentation == pytest.approx(1 - 64 * MIB / found.peak_reserved)
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "cp037"])
 def test_the_encoding_of_the_users_text_does_not_matter(tmp_path, monkeypatch, encoding):
     program(traced(("alloc", 0, 9), ("free", 0))).save(tmp_path)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from kernel_view import closed_in_child, nothing_leaks, vm_flags
 
-from arenapy import Bump, Pool, Slab
+from arenapy import Bump, Pool, Slab, numpy_memory
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.memory.sources import Existing, File
@@ -109,7 +109,7 @@ def test_file_errors(path, tmp_path, nothing_leaks):
     with pytest.raises(ValueError, match=r"empty'\)? is empty"):
         File(empty).region()
     for mode in ("r", "r+", "c"):
-        with pytest.raises(ValueError, match=f"{size + 1} bytes.*{size}.*posix_fallocate.*w\\+"):
+        with pytest.raises(OutOfMemory, match=f"{size + 1} bytes.*{size}.*posix_fallocate.*w\\+"):
             File(path, mode).region(size + 1)
     for mode in ("r", "w+"):
         for other in (tmp_path, tmp_path / "fifo"):
@@ -286,19 +286,69 @@ def test_an_allocator_that_grows_changes_no_other_file(tmp_path, monkeypatch, gr
     assert (there / "file").read_bytes() == b"precious" * (1 << 18)
 
 
-def test_a_copy_of_a_source_begins_anew(tmp_path, monkeypatch):
-    """As in another process, which may have another folder."""
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
+)
+@pytest.mark.parametrize("kind", [str, os.fsencode, Path])
+def test_a_copy_of_a_source_is_of_the_same_file(tmp_path, monkeypatch, copied, kind):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "file").write_bytes(b"precious")
     monkeypatch.chdir(tmp_path)
-    source = File("file", "w+")
-    source.region(PAGE)
-    os.rename("file", "other")
-    (tmp_path / "file").touch()
-    with pytest.raises(OutOfMemory, match="another file than"):
-        source.region(PAGE)
-    assert (tmp_path / "file").stat().st_size == 0
-    copy.deepcopy(source).region(PAGE)
-    pickle.loads(pickle.dumps(source)).region(PAGE)
+    source = File(kind("file"), "w+")
+    os.chdir(there)
+    again = copied(source)
+    assert again == source != File(kind("file"), "w+")
+    again.region(PAGE)
+    assert (there / "file").read_bytes() == b"precious"
     assert (tmp_path / "file").stat().st_size == PAGE
+
+
+def test_absolute_paths_are_equal_in_all_folders(path, tmp_path, monkeypatch):
+    before = File(path)
+    monkeypatch.chdir(tmp_path)
+    assert before == File(path) and hash(before) == hash(File(path))
+
+
+def test_another_file_of_the_name_is_refused(tmp_path):
+    path = tmp_path / "file"
+    source = File(path, "w+")
+    source.region(PAGE)
+    path.rename(tmp_path / "other")
+    path.touch()
+    for one in (source, copy.deepcopy(source)):
+        with pytest.raises(OutOfMemory, match="another file than"):
+            one.region(PAGE)
+    assert path.stat().st_size == 0
+
+
+@pytest.mark.parametrize("mode", ["r+", "c"])
+def test_a_file_that_is_full_is_out_of_memory(tmp_path, mode):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    asked = []
+    pool = Pool(source=File(path, mode), initial_bytes=1 << 20, on_oom=lambda n: asked.append(n))
+    with pytest.raises(OutOfMemory):
+        pool.alloc(2 << 20)
+    assert asked
+    with numpy_memory(pool):
+        assert np.ones(1 << 18)[-1] == 1
+    with pytest.raises(OutOfMemory):
+        File(path, mode).region(2 << 20)
+
+
+@pytest.mark.parametrize("mode", ["r+", "w+"])
+def test_a_refused_file_takes_no_room_on_the_disk(tmp_path, monkeypatch, mode):
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 1 << 20)
+    there_is = os.fstatvfs
+    monkeypatch.setattr(
+        os, "fstatvfs", lambda fd: Mock(f_blocks=1 << 20, f_bfree=1, f_frsize=there_is(fd).f_frsize)
+    )
+    with pytest.raises(OSError, match="cannot reserve 1 MiB on disk"):
+        File(path, mode).region(1 << 20)
+    assert (path.stat().st_size, path.stat().st_blocks) == (1 << 20, 0)
 
 
 def test_an_absolute_path_needs_no_current_folder(path, tmp_path, monkeypatch):

@@ -166,6 +166,31 @@ def test_the_base_class_has_no_benchmarks_of_its_own():
         NoAllocator().track_page_faults()
 
 
+def test_what_a_parent_removed_or_has_is_inherited():
+    class Parent(MemorySuite):
+        track_peak_bytes = None
+
+        def track_page_faults(self):
+            return 42
+
+    class Mixin:
+        track_peak_bytes = None
+
+    class Child(Parent):
+        def work(self):
+            pass
+
+    class Mixed(Mixin, MemorySuite):
+        pass
+
+    class Named(Pooled):
+        pass
+
+    assert Child.track_peak_bytes is Mixed.track_peak_bytes is None
+    assert Child().track_page_faults() == 42
+    assert Named.track_hit_rate.pretty_name.startswith("Named: ")
+
+
 def test_a_suite_tracks_with_its_parameters():
     for blocks in Pooled.params:
         suite = Pooled()

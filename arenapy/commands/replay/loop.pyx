@@ -201,7 +201,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     peak : int
         The most bytes that were resident, less those before.
     at : int
-        The step at which they first were.
+        The step at which they were; of several, the one at which the most was live.
     """
     cdef Py_ssize_t n = slots.shape[0], i = 0, at = 0
     cdef int writes = TOUCH[touch]
@@ -211,6 +211,7 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
     cdef void* p
     cdef int32_t s
     cdef long now, most = 0, before = 0
+    cdef size_t live = 0, most_live = 0
     cdef bint unknown
     cdef unsigned char[::1] filled
     cdef uint64_t start, end
@@ -258,13 +259,14 @@ def run(Heap heap not None, const int32_t[::1] slots not None, const uint64_t[::
                 if statm >= 0:
                     now = anonymous_bytes(statm)
                     unknown |= now < 0
-                    if now > most:
-                        most = now
-                        at = i
+                    live += sizes[i]
+                    if now > most or now == most and live > most_live:
+                        most, most_live, at = now, live, i
             else:
                 s = ~s
                 if tape != NULL:
                     record_event(tape, EVENT_FREE, <uintptr_t>blocks[s], nbytes[s], 0)
+                live -= nbytes[s]            # which counts if there is a statm
                 if heap.give(blocks[s], nbytes[s]):
                     break
                 blocks[s] = NULL
