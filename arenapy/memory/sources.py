@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from arenapy.base.system_errors import IGNORED, is_of_system
@@ -451,7 +450,11 @@ class File:
         if isinstance(self.path, (str, bytes)):  # another may name it only when it is asked
             _encoded("path", self.path)
         check_choice("mode", self.mode, ("r", "r+", "c", "w+"))
-        if not (isinstance(self.path, (str, bytes, PurePath)) and os.path.isabs(self.path)):
+        if isinstance(self.path, (str, bytes)):
+            absolute = os.path.isabs(self.path)
+        else:
+            absolute = hasattr(self.path, "is_absolute") and self.path.is_absolute()  # of pathlib
+        if not absolute:
             with suppress(FileNotFoundError):  # it was removed
                 object.__setattr__(self, "_folder", os.getcwdb())
 
