@@ -757,8 +757,14 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
     for one in uses[-most:]:
         if isinstance(one, StreamRef):
             s = <StreamRef>one
-            if s.id == 0 and not (s.ended and s.state() == FREE_TO_USE):
-                continue                     # a default stream, not of a thread that has ended
+            if s.id == 0 and not s.ended:    # a default stream
+                continue
+            if s.id == 0 and s.state() != FREE_TO_USE:
+                over.append(s)               # of a thread that is gone: the legacy one waits for it
+                named = stream_of(LEGACY, s.device_id)
+                if named not in uses and named not in instead:
+                    instead.append(named)
+                continue
             if s.unnamed and owns(s.owner) and s.state() == FREE_TO_USE:
                 named = named_now(s)         # which may end with its object
                 if named is not s:
@@ -774,6 +780,11 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
                 continue
             if not s.idle():
                 instead.append(work_of(s))
+            if s.id:                         # it may be gone now, and with it its other names
+                over.extend([
+                    other for other in uses if isinstance(other, StreamRef) and other is not s
+                    and (<StreamRef>other).handle == s.handle
+                    and (<StreamRef>other).context == s.context])
         # as_now() takes what comes after the first graph for named in a capture.
         elif one is first or not (<Fence>one).passed():
             continue

@@ -193,6 +193,57 @@ def test_the_streams_of_threads_that_ended_do_not_pile_up_on_a_block(gpu):
     assert gpu.calls.total() - before < 800
 
 
+@pytest.mark.parametrize("where", ["in a capture", "outside"])
+@pytest.mark.parametrize("first", [True, False], ids=["the owner first", "the owner last"])
+@pytest.mark.parametrize("other", NOT_OWNERS)
+@pytest.mark.parametrize("owner", ["CuPy", "numba"])
+@pytest.mark.sampled
+def test_no_name_of_a_stream_outlives_it(gpu, owner, other, first, where):
+    """The block has forgotten the object that kept it."""
+    b = Pool(32 * MIB, cuda.Device()).alloc(MIB)
+    handle = new_handle(gpu)
+    stream = gpu.stream_handles.things[handle]
+    names = [KNOWN_OWNERS[owner](gpu, handle), NOT_OWNERS[other](gpu, handle)]
+    if where == "in a capture":
+        gpu.begin_capture(handle)
+    for name in names if first else names[::-1]:
+        b.record_stream(name)
+    if where == "in a capture":
+        graph = gpu.end_capture(handle)
+        gpu.replay(graph, handle)
+        gpu.destroy_graph(graph)
+    del names, name
+    gpu.drain()
+    for _ in range(50):
+        b.record_stream(KNOWN_OWNERS["CuPy"](gpu, new_handle(gpu)))
+    b.copy_to(bytearray(MIB))
+    b.release()
+    assert stream not in gpu.stream_handles.things.values()
+    assert not gpu.errors
+
+
+@pytest.mark.parametrize("way", ["captures its stream", "while another captures"])
+def test_threads_that_end_amid_captures_do_not_pile_up_on_a_block(gpu, way):
+    b = Pool(32 * MIB, cuda.Device(), stream=cuda.Stream()).alloc(MIB)
+    blocking = new_stream(gpu, 0)
+
+    def record():
+        with gpu.on(0):
+            captured = PER_THREAD if way == "captures its stream" else blocking.handle_
+            gpu.begin_capture(captured, RELAXED)
+            b.record_stream(PER_THREAD)
+            gpu.destroy_graph(gpu.end_capture(captured))
+
+    for _ in range(200):
+        thread = threading.Thread(target=record)
+        thread.start()
+        thread.join()
+        gpu.drain()
+    before = gpu.calls.total()
+    b.copy_to(bytearray(MIB))
+    assert gpu.calls.total() - before < 800
+
+
 def test_nothing_disturbs_another_streams_capture(gpu):
     pool, captured, s = Pool(32 * MIB, cuda.Device()), new_stream(gpu), new_stream(gpu)
     blocks = [pool.alloc(3 * MIB) for _ in range(4)]
