@@ -515,7 +515,7 @@ cdef class Recorder:
         if start + size < start:
             raise ValueError(f"nbytes={nbytes} at address={address:#x} end beyond the last address")
         if size >> SIZE_BITS:
-            raise ValueError(f"nbytes={nbytes} are more than a trace can store, {(1 << 48) - 1}")
+            raise ValueError(f"nbytes={nbytes} are more than a trace can store, {SIZE_MASK}")
         if operation == "mark" and start == 0:
             raise ValueError("address=0 is no mark's number: give your marks numbers from 1")
         record_event(<PyObject*>self, OPERATIONS[operation], start, size, handle)
