@@ -757,20 +757,13 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
     for one in uses[-most:]:
         if isinstance(one, StreamRef):
             s = <StreamRef>one
+            better = better_name(s)
+            if better is not s:
+                over.append(s)
+                if better not in uses and better not in instead:
+                    instead.append(better)
+                continue
             if s.id == 0 and not s.ended:    # a default stream
-                continue
-            if s.id == 0 and s.state() != FREE_TO_USE:
-                over.append(s)               # of a thread that is gone: the legacy one waits for it
-                named = stream_of(LEGACY, s.device_id)
-                if named not in uses and named not in instead:
-                    instead.append(named)
-                continue
-            if s.unnamed and owns(s.owner) and s.state() == FREE_TO_USE:
-                named = named_now(s)         # which may end with its object
-                if named is not s:
-                    over.append(s)
-                    if named not in uses and named not in instead:
-                        instead.append(named)
                 continue
             if s.unnamed or not nobody_else_has(s) or s.state() != FREE_TO_USE:
                 # The first name of a stream stands for the later ones, too. Its place is before
@@ -790,6 +783,15 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
             continue
         over.append(one)
     return 0
+
+
+cdef StreamRef better_name(StreamRef s):
+    """Of a stream that ends, perhaps, one that lasts or ends with its object."""
+    if s.id == 0 and s.ended and s.state() != FREE_TO_USE:
+        return stream_of(LEGACY, s.device_id)    # it waits for a thread that is gone
+    if s.unnamed and owns(s.owner) and s.state() == FREE_TO_USE:
+        return named_now(s)
+    return s
 
 
 cdef tuple name_given(StreamRef s):
