@@ -24,6 +24,7 @@ from arenapy.diagnostics.ledger cimport Ledger
 from arenapy.diagnostics.call_sites cimport NO_SITE, allocated_at, call_site
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.diagnostics.recorder cimport Recorder, record_event
+from arenapy.memory.claims cimport settle_claims
 from arenapy.memory.region cimport FORK_CLOSED, Region, register_core, unregister_core
 from arenapy.base.sealed cimport seal
 
@@ -256,8 +257,9 @@ cdef class AllocatorCore(MemoryOwner):
         arenapy_sub(&self.n_recording, 1)
 
     cdef int settle_sends(self) except -1:
-        """Messages that have arrived need not be kept open here any more."""
+        """Let go of messages that have arrived, and of blocks that children have left."""
         if self.may_lease:
+            settle_claims()
             shared = sys.modules.get("arenapy.memory.shared")
             if shared is not None:
                 shared.forget_arrived()

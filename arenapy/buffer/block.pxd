@@ -109,6 +109,8 @@ cdef class StreamHooks:
     # The owner ends: wait for the streams that use it, and free the holds. If that cannot be, keep
     # `memory`, which has its bytes, until they are done.
     cdef void finish(self, PyObject* owner, object memory) noexcept
+    # The owner ends, and another one takes its holds over: Holds, linked by ended_next.
+    cdef void* hand_over(self) noexcept
     # An allocator lets go of regions, which may outlive it and its stream.
     cdef void leave(self, tuple regions) noexcept
     # Copy a block, which its user is going to release, to the beginning of another one of this

@@ -580,6 +580,9 @@ cdef class StreamHooks:
     cdef void finish(self, PyObject* owner, object memory) noexcept:
         pass
 
+    cdef void* hand_over(self) noexcept:
+        return NULL
+
     cdef void leave(self, tuple regions) noexcept:
         pass
 

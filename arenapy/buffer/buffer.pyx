@@ -29,7 +29,7 @@ from arenapy.base.atomic cimport (
 from arenapy.buffer.block cimport (
     CLOSED, HELD, KEPT_OBJECTS, ONE_EXPORT, Block, Freelist, MemoryOwner, StreamHooks, acquire,
     check_open, end_hold, freelist_of, host_only, is_open, is_open_locked, is_readonly, name_of,
-    named_stream, place_of, root_of, take_shard, unacquire, why_closed, writable,
+    named_stream, pin, place_of, root_of, take_shard, unacquire, unpin, why_closed, writable,
 )
 from arenapy.base.sealed cimport seal
 
@@ -782,6 +782,8 @@ cdef StreamHooks either_hooks(Block block, object other):
 cdef int copy_bytes(Block block, object other, bint inward) except -1:
     """Copy between `block` and `other`, another object with a block, either way."""
     cdef Py_buffer o
+    if isinstance(other, Block):
+        return copy_block(block, <Block>other, inward)
     if not inward and isinstance(other, bytes):
         raise BufferError("target is bytes, which cannot be written; give a bytearray")
     cdef int flags = PyBUF_ANY_CONTIGUOUS | PyBUF_FORMAT | (0 if inward else PyBUF_WRITABLE)
@@ -795,11 +797,7 @@ cdef int copy_bytes(Block block, object other, bint inward) except -1:
     try:
         if o.format != NULL and strchr(o.format, c"O") != NULL:
             refuse_objects((<bytes>o.format).decode("utf-8", "replace"), other)
-        if o.len != block.size:
-            raise ValueError(
-                f"{name_of(block)} has {block.size} bytes and the other side has {o.len}; "
-                "slice the larger one"
-            )
+        same_size(block, o.len)
         if inward:
             move_bytes(block, block.ptr, <char*>o.buf, o.len, 0)
         else:
@@ -809,11 +807,38 @@ cdef int copy_bytes(Block block, object other, bint inward) except -1:
     return 0
 
 
+cdef int copy_block(Block block, Block other, bint inward) except -1:
+    """The same with another Buffer, which is not exported for it."""
+    if inward:
+        host_only(other)
+    else:
+        writable(other)
+    pin(other)                               # from here on its size stays
+    try:
+        same_size(block, other.size)
+        if inward:
+            move_bytes(block, block.ptr, other.ptr, other.size, 0)
+        else:
+            move_bytes(block, other.ptr, block.ptr, other.size, 0)
+    finally:
+        unpin(other)
+    return 0
+
+
+cdef int same_size(Block block, Py_ssize_t nbytes) except -1:
+    if nbytes != block.size:
+        raise ValueError(
+            f"{name_of(block)} has {block.size} bytes and the other side has {nbytes}; slice the "
+            "larger one"
+        )
+    return 0
+
+
 cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int byte) except -1:
     """Move n bytes (or set them, without a source), none of which `block` loses meanwhile.
 
-    Small moves happen under the owner's lock; large ones without the GIL, for which the
-    Buffer has to be held, and stays so as after an export.
+    Small moves happen under the owner's lock; large ones without the GIL, for which the Buffer is
+    pinned.
     """
     cdef MemoryOwner owner = root_of(block).owner
     cdef bint valid
@@ -828,10 +853,10 @@ cdef int move_bytes(Block block, char* to, const char* source, Py_ssize_t n, int
         if not valid:
             raise ValueError(why_closed(block))
         return 0
-    acquire(block, True)
+    pin(block)
     with nogil:
         _move_or_set(to, source, n, byte)
-    unacquire(block)
+    unpin(block)
     return 0
 
 

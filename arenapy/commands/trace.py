@@ -11,11 +11,10 @@ from rich.text import Text
 
 from arenapy.base.text import format_bytes, printable
 from arenapy.commands.command_line import Parser, check_outputs, console, whole
+from arenapy.commands.replay.command import add_device, read
 from arenapy.linux import outputs
-from arenapy.trace import from_torch, load
 from arenapy.trace.holders import WAYS
 from arenapy.trace.page import page
-from arenapy.trace.torch_snapshot import is_pickle
 from arenapy.trace.view import MAX_BLOCKS, View
 
 __all__ = ["main"]
@@ -40,7 +39,7 @@ def _parser() -> Parser:
         "--blocks", type=whole(), default=MAX_BLOCKS, metavar="N",
         help=f"draw N blocks separately, and merge the others (default: {MAX_BLOCKS})",
     )  # fmt: skip
-    parser.add_argument("--device", type=whole(), metavar="N", help="device, of torch's snapshot")
+    add_device(parser)
     return parser
 
 
@@ -75,10 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     check_outputs(parser, {"--html": (options.html, outputs.PAGE)}, {"FILE": options.file})
     try:
-        if is_pickle(options.file):
-            trace = from_torch(options.file, options.device)
-        else:
-            trace = load(options.file)
+        trace = read(options.file, options.device)
         view = View(trace, options.by, options.events or None, options.blocks)
     except ValueError as error:
         parser.error(str(error))

@@ -138,6 +138,7 @@ cdef Fence new_event(StreamRef stream):
     cdef int result
     fence.context, fence.generation = stream.context, generation
     fence.event = event
+    fence.of = stream.id if stream.id and not stream.unnamed else None
     not_closed(stream)
     # The handle may be another stream's by now; of one that captures this is not to be asked.
     asked = id and not stream.lasting and not stream.captures()

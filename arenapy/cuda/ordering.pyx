@@ -215,6 +215,7 @@ cdef class Ordering(StreamHooks):
                 found = <StreamRef>known[1]
                 if ((known[0] is stream or number > PER_THREAD and
                         number == <uintptr_t>found.handle) and not found.gone()):
+                    found.named_by(stream)
                     return found
         handle = handle_of(stream)
         if 0 <= handle <= LEGACY and self.own is not None:    # the usual stream of both, perhaps
@@ -227,6 +228,7 @@ cdef class Ordering(StreamHooks):
             for known in names.recent:       # whose owner sees to it that it still is
                 found = <StreamRef>known[1]
                 if handle == <uintptr_t>found.handle and not found.gone():
+                    found.named_by(stream)
                     return found
         need()
         found = stream_of(stream, self.device_id)
@@ -579,6 +581,22 @@ cdef class Ordering(StreamHooks):
             park(parked(memory), self.abandon(owner))
         PyErr_Restore(kind, value, trace)
 
+    cdef void* hand_over(self) noexcept:
+        cdef Hold* chain = NULL
+        cdef Hold* hold
+        cdef Hold* next
+        cdef Batch batch
+        self.take_arrived()
+        for batch in self.open + self.batches:
+            hold, batch.first = batch.first, NULL
+            while hold != NULL:
+                next = hold.ended_next
+                hold.ended_next = chain
+                chain = hold
+                hold = next
+        self.open, self.batches = unseen_list(), unseen_list()
+        return chain
+
     cdef void leave(self, tuple regions) noexcept:
         cdef PyObject* kind = NULL
         cdef PyObject* value = NULL
@@ -629,6 +647,7 @@ cdef class Ordering(StreamHooks):
         cdef Py_ssize_t n = 0
         cdef Batch batch
         cdef list over = []
+        cdef set busy = set()                # streams, an event of which is not over
         cdef bint moved = True, waited = False
         if not callable_(self.generation):
             return 0
@@ -659,7 +678,7 @@ cdef class Ordering(StreamHooks):
                 if batch.asked == self.n_advances:
                     continue                 # in this call
                 batch.asked = self.n_advances
-                if batch_done(batch, n < wait, waiter):
+                if batch_done(batch, n < wait, waiter, busy):
                     self.batches.remove(batch)
                     n += self.pass_on(owner, batch, over)
                     moved = True
@@ -705,9 +724,16 @@ cdef class Ordering(StreamHooks):
 seal(Ordering)
 
 
-cdef bint batch_done(Batch batch, bint wait, StreamRef waiter) noexcept:
+cdef bint batch_done(Batch batch, bint wait, StreamRef waiter, set busy) noexcept:
+    """Later events of a stream that is busy are not asked, unless they are waited for."""
+    cdef object stream
     for fence in batch.fences:
+        stream = (<EventFence>fence).of if type(fence) is EventFence else None
+        if stream is not None and not wait and stream in busy:
+            return False
         if not ((<Fence>fence).passed() or wait and (<Fence>fence).wait(waiter)):
+            if stream is not None:
+                busy.add(stream)
             return False
     return True
 

@@ -28,13 +28,15 @@ cdef class StreamRef:
     cdef object owner                # an object that stands for it, and may keep it
     cdef bint ends                   # when its owner does; a stream of a library's pool does not
     cdef object tells                # if the owner may destroy it before its own end: its protocol
-    cdef object namer                # weak, if the owner is not the user's: the first that named it
+    cdef object namer                # weak, if the owner is not the user's: one that named it
     cdef bint fence                  # see barrier_stream
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one
     cdef object graph                # the Fence of the capture in which it last used a block
     cdef uint64_t capture            # whose number this is
     cdef object __weakref__
 
+    # If `namer` is gone, this object is it from now on.
+    cdef int named_by(self, object stream) except -1
     # Calls the code of the user, but for one that is `lasting`: not under a lock.
     cdef bint gone(self) noexcept
     cdef int state(self) noexcept

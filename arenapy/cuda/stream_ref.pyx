@@ -159,6 +159,11 @@ cdef class StreamRef:
     def __repr__(self):
         return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
 
+    cdef int named_by(self, object stream) except -1:
+        if self.namer is not None and self.namer() is None and is_core_stream(stream):
+            self.namer = weakref.ref(stream)
+        return 0
+
     cdef bint gone(self) noexcept:
         """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
         if self.tells is None:
@@ -511,6 +516,7 @@ cdef StreamRef stream_of(object stream, int device_id):
         found.lasting = <uintptr_t>handle == LEGACY
         with knowing:
             found = known.setdefault(key, found)
+    found.named_by(stream)
     if keeps is not None and found.owner is None:
         if mine is not None:
             found.owner, found.lasting = mine, True

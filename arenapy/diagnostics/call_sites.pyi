@@ -1,8 +1,6 @@
 from typing import final
 
 CONTROL: tuple[bytes, bytes]
-IMPORTS: str
-RUNNER: str
 TABLE: bytes
 
 @final

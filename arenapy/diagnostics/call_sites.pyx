@@ -38,16 +38,25 @@ cdef extern from *:
     #define COLLECTOR_BACK(was) (void)(was)
     #endif
 
-    /* The innermost frames of this thread, without those of files whose name begins with `skip`
-       (NULL: all); the frames keep their code objects. */
+    /* What imports and what runs ``python -m``: tracebacks show neither. */
+    static int arenapy_is_machinery(PyObject *file) {
+        const char *name;
+        if (!PyUnicode_IS_COMPACT_ASCII(file)) return 0;
+        name = (const char *)PyUnicode_DATA(file);
+        return name[0] == '<' && (strncmp(name, "<frozen importlib", 17) == 0
+                                  || strcmp(name, "<frozen runpy>") == 0);
+    }
+
+    /* The innermost frames of this thread, without those of machinery and of files whose name
+       begins with `skip` (NULL: all); the frames keep their code objects. */
     static int arenapy_walk(arenapy_code_point *out, int max, PyObject *skip) {
         int n = 0, collected = COLLECTOR_OFF();
         PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
         while (frame != NULL && n < max) {
             PyFrameObject *back = PyFrame_GetBack(frame);
             PyCodeObject *code = PyFrame_GetCode(frame);
-            if (skip == NULL
-                || PyUnicode_Tailmatch(code->co_filename, skip, 0, PY_SSIZE_T_MAX, -1) != 1) {
+            if (!arenapy_is_machinery(code->co_filename) && (skip == NULL
+                || PyUnicode_Tailmatch(code->co_filename, skip, 0, PY_SSIZE_T_MAX, -1) != 1)) {
                 out[n].code = code;
                 out[n].instruction = PyFrame_GetLasti(frame);
                 n++;
@@ -161,11 +170,6 @@ cdef enum:
 CONTROL = bytes(range(32)), b"?" * 32
 TABLE = bytes.maketrans(*CONTROL)
 
-#: The outermost frames of ``python -m`` are not the program's, and what imports is shown in no
-#: traceback either.
-RUNNER = "<frozen runpy>"
-IMPORTS = "<frozen importlib"
-
 
 @cython.final
 @cython.no_gc
@@ -212,16 +216,13 @@ cdef class CallStacks:
 
 
 cdef bytes described(CodePoint* stack, int n):
-    """File, line and function of each frame that is the program's."""
+    """File, line and function of each frame."""
     cdef list fields = []
     cdef int i
     for i in range(n):
         code = <object>stack[i].code
-        if code.co_filename.endswith(RUNNER):
-            break
-        if not code.co_filename.startswith(IMPORTS):
-            line = f"{line_of(&stack[i])}".encode()  # as a C int, as in `add_site`
-            fields += plain(code.co_filename), line, plain(code.co_qualname)
+        line = f"{line_of(&stack[i])}".encode()  # as a C int, as in `add_site`
+        fields += plain(code.co_filename), line, plain(code.co_qualname)
     return b"\t".join(fields) + b"\n"
 
 

@@ -45,6 +45,8 @@ cdef class Claim:
     # The region goes, and these children still see its bytes. NULL: it cannot be known until when.
     cdef void outlive(self, Seen** seens) noexcept
 
+# Let go of what outlived its region, if no child sees it any more.
+cdef void settle_claims() noexcept
 # Held around a fork.
 cdef void claims_lock() noexcept nogil
 cdef void claims_unlock() noexcept nogil

@@ -15,7 +15,8 @@ Ranges are in trees, ordered by space and start, each node of which knows the gr
 exclusively are disjoint. Nothing under the lock calls Python or allocates.
 
 A claim may outlive its region. Where memory is seen by forked children too, the claim then keeps
-the region's record of them, and whether they have ended is asked when others claim something.
+the region's record of them, and whether they have ended is asked when others claim something, and
+when an allocator that they see looks for memory: the claim may keep a block of it.
 """
 cimport cython
 from cpython.object cimport PyObject
@@ -214,6 +215,14 @@ cdef void leave(Holding* holding) noexcept nogil:
     for i in range(holding.n):
         if holding.ranges[i].tree >= 0:
             remove(&holding.ranges[i])
+
+
+cdef void settle_claims() noexcept:
+    cdef Holding* over
+    arenapy_claims_lock()
+    over = sweep()
+    arenapy_claims_unlock()
+    forget(over)
 
 
 # Without the lock.

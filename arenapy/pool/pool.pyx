@@ -618,8 +618,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     def trim(self, keep_bytes=0):
         """Return idle memory to the source, starting with the memory that was idle for longest.
 
-        Over Host, single pages are returned, and over a device with ``grow=True``, single pages of
-        2 MiB. Over other sources, whole regions are returned.
+        Over Host and ``Shared(grow=True)``, single pages are returned, and over a device with
+        ``grow=True``, single pages of 2 MiB. Over other sources, whole regions are returned.
 
         Parameters
         ----------

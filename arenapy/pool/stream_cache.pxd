@@ -13,7 +13,6 @@ cdef class StreamCache(MemoryOwner):
     cdef uint64_t asked              # its allocations at the last look of `trim_after` or of growth
     cdef size_t reclaimed            # bytes that others have got of it since it missed last
     cdef list kept                   # what init_freelists gave
-    cdef bint forgotten              # by the pool, when it had no block
 
     # The newest idle block that fits, or NULL.
     cdef char* pop(self, size_t n, size_t align, uint64_t* block_id) noexcept nogil
@@ -32,6 +31,8 @@ cdef class StreamCache(MemoryOwner):
     cdef size_t idle(self) noexcept nogil
     cdef uint64_t allocations(self) noexcept nogil
     # internal
+    cdef void pass_pending(self) noexcept
+    cdef void defer(self, Hold* hold) noexcept
     cdef void take_back(self, char* ptr, uint64_t block_id) noexcept nogil
     cdef int reserve(self, uint32_t more) except -1
     cdef uint32_t unlink(self, uint32_t chain, char** ptr, uint64_t* block_id) noexcept nogil

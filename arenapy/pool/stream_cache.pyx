@@ -94,8 +94,10 @@ cdef class StreamCache(MemoryOwner):
         unregister_core(self)
         if lent == NULL:
             return
-        if lent.blocks or not self.forgotten:    # else no block waits, and nobody has to
+        if self.core.shut:
             self.hooks.finish(<PyObject*>self, self.core.regions)
+        else:
+            self.pass_pending()
         try:
             self.defer_chain(self.detach(0))
         except Exception:
@@ -290,10 +292,34 @@ cdef class StreamCache(MemoryOwner):
             hold.pad, hold.flags = 0, HOLD_IDLE
             hold.uses = <PyObject*>uses
             count_up(hold.uses)
-            self.core.set_aside(hold)        # which counts it in n_held, too
-            arenapy_count(&self.core.n_held, -1)
-            self.core.hooks.defer_hold(<PyObject*>self.core, hold)
+            self.defer(hold)
         return 0
+
+    cdef void pass_pending(self) noexcept:
+        """The pool waits for the blocks that are pending here, and for this stream."""
+        cdef Hold* next = <Hold*>self.hooks.hand_over()
+        cdef Hold* hold
+        cdef Descriptor* d
+        while next != NULL:
+            hold, next = next, next.ended_next
+            d = named(self.core, hold.tag)
+            lent_enter(self.core)
+            unlink_hold(&self.lent.aside, hold)
+            self.lent.pending_bytes[d.size_class] -= d.size
+            self.lent.pending_blocks[d.size_class] -= 1
+            self.lent.blocks -= 1
+            lent_leave(self.core)
+            arenapy_count(&self.n_held, -1)
+            if self.stream not in <list>hold.uses:
+                (<list>hold.uses).append(self.stream)
+            hold.flags |= HOLD_IDLE
+            self.defer(hold)
+
+    cdef void defer(self, Hold* hold) noexcept:
+        """A block that is no longer this stream's waits for its uses in the pool."""
+        self.core.set_aside(hold)            # which counts it in n_held, too
+        arenapy_count(&self.core.n_held, -1)
+        self.core.hooks.defer_hold(<PyObject*>self.core, hold)
 
     cdef int pass_chain(self, uint32_t chain, StreamCache other) except -1:
         cdef char* ptr
@@ -535,8 +561,8 @@ cdef class StreamCaches:
             if cache.n_held:                 # those that were dropped after the capture
                 cache.hooks.collect(<PyObject*>cache, wait)
             freed = cache.free_chain(cache.detach(0)) > 0 or freed
-            if cache.lent.blocks == 0 and self.of_graphs.pop(graph, None) is not None:
-                cache.forgotten = True
+            if cache.lent.blocks == 0:
+                self.of_graphs.pop(graph, None)
         return freed
 
     cdef size_t settle_gone(self, StreamCache heir) except? 0:
@@ -548,7 +574,7 @@ cdef class StreamCaches:
         cdef uint32_t chain
         cdef bint inherits = heir is not None
         for name, cache in self.of_streams.copy().items():
-            if not hooks.ended(name):
+            if cache is heir or not hooks.ended(name):
                 continue
             if cache.n_held:
                 cache.hooks.collect(<PyObject*>cache, False)
@@ -585,7 +611,6 @@ cdef class StreamCaches:
     cdef int forget(self, object name, StreamCache cache) except -1:
         if (cache.lent.blocks == 0 and self.core.hooks.ended(name)
                 and self.of_streams.pop(name, None) is not None):
-            cache.forgotten = True
             self.recent = tuple([
                 one for i in range(0, len(self.recent), 2) if self.recent[i + 1] is not cache
                 for one in self.recent[i:i + 2]])

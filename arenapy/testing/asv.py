@@ -137,7 +137,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     Raises
     ------
     NotImplementedError
-        If the kernel does not let a process reset its peak. asv then skips the benchmark.
+        If the kernel does not let a process reset its peak.
 
     Notes
     -----
@@ -259,9 +259,12 @@ class MemorySuite:
     A subclass defines ``work(self, *params)``, and gets ``track_page_faults`` (unit "faults") and
     ``track_peak_bytes`` ("bytes"). It may also define ``allocator(self, *params)``, which returns
     the allocator of `work` and is called once in each benchmark, after ``setup``. It then also gets
-    ``track_allocated_peak_bytes`` ("bytes") and, for a Pool, ``track_hit_rate`` ("1"). ``params``,
+    ``track_allocated_peak_bytes`` ("bytes") and ``track_hit_rate`` ("1"). ``params``,
     ``param_names``, ``setup`` and the rest are as in asv. To remove a benchmark, set it to None in
     the subclass, or in a class that it inherits from.
+
+    What cannot be measured is NaN, which asv shows as "n/a": hits of an allocator that is no Pool,
+    and resident bytes where `peak_bytes` is not implemented.
 
     The base class itself has no benchmark, because asv looks at every class in a module.
 
@@ -322,7 +325,10 @@ def _faults(suite: MemorySuite, work: Callable[[], object], *params: Any) -> flo
 
 def _peak(suite: MemorySuite, work: Callable[[], object], *params: Any) -> float:
     """Resident bytes that a call adds at its peak."""
-    return peak_bytes(work)
+    try:
+        return peak_bytes(work)
+    except NotImplementedError:
+        return float("nan")
 
 
 def _allocated_peak(suite: Any, work: Callable[[], object], *params: Any) -> float:
@@ -334,7 +340,7 @@ def _hits(suite: Any, work: Callable[[], object], *params: Any) -> float:
     """Share of allocations that the pool serves from what it has."""
     pool = suite.allocator(*params)
     if not isinstance(pool, Pool):
-        raise NotImplementedError(f"{pool!r} is not a Pool")
+        return float("nan")
     work()
     return hit_rate(pool, work, repeat=suite.repeat)
 

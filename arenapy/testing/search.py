@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -306,8 +308,13 @@ def report(tally: Tally, machine: type[Any]) -> str:
         if len(parts) == 1:
             others = [kind for kind in tally.findings if kind != finding.kind]
             header = {"arenapy.testing": VERSION, **machine.recipe(), "allow": others}
-            lines = [json.dumps(header), *finding.program]
-            path = os.path.join(tempfile.gettempdir(), f"arenapy-found-{machine.__name__}.jsonl")
-            outputs.write(path, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
-            parts.append(f"again: python -m arenapy.testing reproduce {path}")
+            data = "".join(f"{line}\n" for line in (json.dumps(header), *finding.program)).encode()
+            # Another program, as of another machine of this name, has another file.
+            name = f"arenapy-found-{machine.__name__}-{zlib.crc32(data):08x}.jsonl"
+            path = os.path.join(tempfile.gettempdir(), name)
+            try:
+                outputs.write(path, data, outputs.STEPS)
+                parts.append(f"again: python -m arenapy.testing reproduce {shlex.quote(path)}")
+            except OSError as error:
+                parts.append(f"no file to reproduce it: {error}")
     return "\n\n".join(filter(None, [*parts, varies(tally.restarts, tally.examples)]))

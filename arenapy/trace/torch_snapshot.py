@@ -240,7 +240,10 @@ def _chosen(there: list[int], device: int | None) -> int:
         raise ValueError(f"the snapshot has no allocations of any device; {REMEDY}")
     if device is None:
         if len(there) > 1:
-            raise ValueError(f"the snapshot has several devices, {there}: pass device=")
+            raise ValueError(
+                f"the snapshot has the history of devices {there}: choose one, with device=N or "
+                "with --device N"
+            )
         return there[0]
     if device not in there:
         raise ValueError(f"device={device!r}: the snapshot has the history of devices {there}")

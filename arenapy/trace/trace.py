@@ -141,6 +141,14 @@ class Summary:
         return text if self.complete else f"{text}; cut: the last events are missing"
 
 
+def no_allocation(trace: Trace, purpose: str) -> ValueError:
+    """The error for a trace that is of no use."""
+    why = "" if trace.complete else (
+        ", and it was cut: the program ended before its last events were written"
+    )  # fmt: skip
+    return ValueError(f"the trace has no allocation{why}; there is nothing to {purpose}")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace(Contents):
     """The events of a recording, in their order.

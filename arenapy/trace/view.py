@@ -27,7 +27,7 @@ from arenapy.trace.holders import (
 )
 from arenapy.trace.map import Axis, Image, axis, chosen, image
 from arenapy.trace.timeline import Blocks, Reserved, blocks, reserved
-from arenapy.trace.trace import Trace
+from arenapy.trace.trace import Trace, no_allocation
 
 __all__ = ["Curves", "View"]
 
@@ -95,7 +95,7 @@ class View:
         self.trace = trace
         self.blocks: Blocks = blocks(trace)
         if not len(self.blocks):
-            raise ValueError("the trace has no allocation: there is nothing to show")
+            raise no_allocation(trace, "show")
         self.times = trace.events["time"].astype("f8")  # ns
         self.is_timed = bool(self.times[-1] > self.times[0])
         self.by_events = not self.is_timed if by_events is None else by_events

@@ -10,7 +10,7 @@ import pytest
 from helpers import exact, peek, poke, readonly_buffer
 
 import arenapy
-from arenapy import Buffer
+from arenapy import Buffer, Bump, Existing, Pool, Slab
 
 MIB = 1 << 20
 PATTERN = bytes(range(100))
@@ -290,6 +290,33 @@ def test_fill(buffer):
     buffer[10:20].fill(1)
     assert peek(buffer.address, 100) == b"\xff" * 10 + b"\x01" * 10 + b"\xff" * 80
     assert not buffer.held
+
+
+@pytest.mark.parametrize("nbytes", [100, 1 << 20])
+@pytest.mark.parametrize("make", [Slab, Bump, Pool, "existing"])
+def test_moving_bytes_is_no_export(make, nbytes):
+    """Nobody sees them afterwards: they are free at once, and a strict scope may end."""
+    blocks = [new_block(make, nbytes) for _ in range(2)]
+    a, b = blocks
+    a.fill(1)
+    a.copy_from(bytes(nbytes))
+    a.copy_to(bytearray(nbytes))
+    a.copy_to(b)
+    a.copy_from(b[:])
+    a[1:] = b[1:]
+    b.copy_to(a.view((nbytes,), "u1"))
+    assert not a.held and not b.held
+    memoryview(b).release()
+    a.copy_from(b)
+    assert b.held and not a.held
+    a.release()
+    assert a.closed
+
+
+def new_block(make, nbytes):
+    if make == "existing":
+        return Existing(bytearray(nbytes)).region().buffer()
+    return make(nbytes, 1).alloc() if make is Slab else make(2 * nbytes + (2 << 20)).alloc(nbytes)
 
 
 @pytest.mark.parametrize("value", [-1, 256, 2**64])

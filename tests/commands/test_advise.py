@@ -40,6 +40,7 @@ from arenapy.commands.replay import worker
 from arenapy.commands.replay.device import HEAPS
 from arenapy.commands.replay.loop import MallocHeap, run
 from arenapy.commands.replay.program import program
+from arenapy.commands.run.command import TRACE_KIND
 
 MIB = 1 << 20
 CODES = trace.OPERATIONS
@@ -406,6 +407,8 @@ def test_what_cannot_be_is_refused(small, tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("not a trace")
     mine = tmp_path / "mine.py"
     mine.write_text("x = 1")
+    of_numpy = tmp_path / "numpy.trace"
+    traced(("alloc", 1, 5), kind=TRACE_KIND).save(of_numpy)
     for arguments, message in [
         ([tmp_path / "empty.trace"], "no allocation"),
         ([tmp_path / "none.trace"], "no allocation"),
@@ -417,6 +420,8 @@ def test_what_cannot_be_is_refused(small, tmp_path, capsys, monkeypatch):
         ([small, "--seconds", "0"], "'0' is not a number of seconds"),
         ([small, "--json", mine], "is not a report of arenapy advise"),
         ([small, "--json", small], "is not a report of arenapy advise"),
+        ([of_numpy, "--with", "pool,bump"], "'bump' cannot be tried with a trace of Pool, NumPy"),
+        ([small, "--with", "torch"], "'torch' cannot be tried with a trace of made: choose amo"),
         ([], "required"),
     ]:
         status, error = in_process(capsys, *arguments)

@@ -34,7 +34,7 @@ ROOT = Path(arenapy.__file__).parents[1]
 #: Every program with options, and a complete command line for it: `LINES` has what it needs.
 LINES = {
     "run": ["x.py"], "compare": ["x.py"], "trace": ["x.trace"], "advise": ["x.trace"],
-    "fuzz": ["a:b"],
+    "fuzz": ["a:b"], "replay": ["--synthetic", "1"],
 }  # fmt: skip
 PROGRAMS = {
     name: (importlib.import_module(module).main, LINES.get(name, []))
@@ -101,7 +101,7 @@ def numbers(parser):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_number_has_bounds(parsers, name):
     """No option has a type that takes whatever Python takes."""
-    parser, _ = parsers(name, *(["--synthetic", "1"] if name == "replay" else []))
+    parser, _ = parsers(name)
     assert isinstance(parser, common.Parser) and not parser.allow_abbrev
     for action in actions_of(parser):
         assert action.type not in (int, float, complex), action
@@ -114,7 +114,7 @@ def test_every_number_has_bounds(parsers, name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_as_nobody_writes_them(parsers, name, capsys):
-    parser, _ = parsers(name, *(["--synthetic", "1"] if name == "replay" else []))
+    parser, _ = parsers(name)
     main, line = PROGRAMS[name]
     for option, kind in numbers(parser):
         taken = 0

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -225,6 +226,22 @@ def test_resident_memory_is_what_the_allocator_holds(name):
 
 
 @pytest.mark.no_sanitizer
+@pytest.mark.parametrize("name", ["bump", "slab"])
+def test_what_python_needs_is_not_the_allocators(name):
+    """A long program of small blocks: the size of the allocator takes some lists to find out."""
+    calls = [("alloc" if i % 2 == 0 else "free", i // 2, 1000) for i in range(60_000)]
+    (found,) = replay.replay(traced(*calls), [name])
+    assert found.peak_reserved <= 64 << 10
+
+
+@pytest.mark.no_sanitizer
+def test_nobody_holds_less_than_is_live(tmp_path):
+    """A small malloc may get what Python had, which was resident before."""
+    program(traced(*[("alloc", i, 1000) for i in range(20)])).save(tmp_path)
+    assert replay.run_worker("malloc", tmp_path, "--written")["peak"] >= 20_000
+
+
+@pytest.mark.no_sanitizer
 @pytest.mark.parametrize("name", ["bump", "pool"])
 def test_of_memory_that_stays_the_moment_with_the_most_live_counts(name):
     calls = [("alloc", 1, MIB), ("free", 1)]
@@ -376,6 +393,9 @@ def test_a_trace_that_fits_an_arena(tmp_path):
 
 @pytest.mark.full
 def test_the_command_refuses(tmp_path, small):
+    entry = {"action": "alloc", "addr": 1, "size": 5, "time_us": 1, "stream": 0, "frames": []}
+    two_devices = tmp_path / "two.pickle"
+    two_devices.write_bytes(pickle.dumps({"segments": [], "device_traces": [[entry], [entry]]}))
     for arguments, status, message in [
         ([tmp_path / "none"], 1, "No such file"),
         ([""], 1, "No such file"),
@@ -384,6 +404,8 @@ def test_the_command_refuses(tmp_path, small):
         ([small, "--with", ","], 2, "at least one"),
         ([small, "--synthetic", "1"], 2, "not allowed"),
         ([], 2, "required"),
+        ([two_devices, "--with", "loop"], 2, "devices [0, 1]: choose one, with device=N or with"),
+        ([two_devices, "--with", "loop", "--device", "1"], 0, ""),
     ]:
         done = command(*arguments)
         assert done.returncode == status, done.stderr

@@ -476,6 +476,34 @@ def test_what_is_idle_goes_with_its_pool(gpu):
     gpu.destroy_graph(graph)
 
 
+@pytest.mark.parametrize("last", ["pool", "buffer"])
+def test_what_a_graph_uses_of_a_streams_memory_outlives_the_pool(gpu, last):
+    pool, stream, other = Pool(None, cuda.Device()), cuda.Stream(), cuda.Stream()
+    kept, block = pool.alloc(100), pool.alloc(6 * MIB, stream=stream)
+    slowly_fill(gpu, stream.handle, block, 7)
+    gpu.drain()
+    gpu.begin_capture(stream.handle, RELAXED)
+    block.record_stream(stream)
+    seen = samples(gpu, stream.handle, block)
+    graph = graph_of(gpu, stream.handle)
+    slowly_fill(gpu, other.handle, block, 7)
+    block.record_stream(other)
+    del block
+    if last == "pool":
+        del kept, pool
+    else:
+        del pool, kept
+    looks = Pool(None, cuda.Device())
+    looks.stats(), gpu.drain(), looks.stats()
+    assert gpu.memory.used[0] >= 6 * MIB
+    gpu.replay(graph, stream.handle)
+    gpu.drain()
+    assert seen == [{7}]
+    gpu.destroy_graph(graph)
+    looks.stats()
+    assert gpu.memory.used[0] == 0
+
+
 @pytest.mark.parametrize("point", range(1, 16))
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("whose", ["its own", "another"])

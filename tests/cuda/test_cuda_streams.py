@@ -20,7 +20,7 @@ from cuda_support import (
 from helpers import in_threads
 from stream_wrappers import Protocol
 
-from arenapy import Bump, Pool, cuda
+from arenapy import Bump, Pool, Slab, cuda
 
 # The own stream ------------------------------------------------------------------------------
 
@@ -327,3 +327,29 @@ def test_a_region_can_be_closed_after_streams_have_read_it(gpu, reusing):
     (region,) = reusing.regions
     region.close()
     assert region.closed
+
+
+@pytest.mark.parametrize("name", ["integer", "objects"])
+@pytest.mark.parametrize("items", [16, 128])
+def test_a_full_ring_asks_each_stream_and_not_each_block(gpu, items, name):
+    """This processor is ahead of the device: all items but one are always under work."""
+    slab = Slab(4096, items, cuda.Pinned())
+    streams = [cuda.Stream() for _ in range(2)]
+    under_way = []
+
+    def step(i):
+        stream = streams[i % 2]
+        item = slab.alloc()
+        slowly_fill(gpu, stream.handle, item, 1)
+        item.release(stream.handle if name == "integer" else stream)
+        under_way.append(stream)
+        if len(under_way) == items:
+            del under_way[0]
+            gpu.step()
+
+    for i in range(10 * items):
+        step(i)
+    before = gpu.calls.total()
+    for i in range(items):
+        step(i)
+    assert (gpu.calls.total() - before) / items < 100

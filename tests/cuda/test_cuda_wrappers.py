@@ -4,6 +4,7 @@ On the simulated driver, whose handles are used again at once. A stream that is 
 it was given; who has its handle next has nothing to do.
 """
 
+import contextlib
 import gc
 import itertools
 import weakref
@@ -17,11 +18,13 @@ from cuda_support import (
     SOURCES,
     backwards,
     content,
+    graph_of,
     sample,
     samples,
     slowly_fill,
 )
 from helpers import GIL, in_threads
+from simulated_gpu import RELAXED
 from stream_wrappers import (
     KNOWN_OWNERS,
     NOT_OWNERS,
@@ -163,6 +166,50 @@ def test_a_stream_of_cuda_core_that_is_closed_lives_as_long_as_its_blocks(gpu):
     for one in others:  # a few are remembered, and new ones make a pool look for those that ended
         pool.alloc(5000, stream=one)
     assert gpu.calls["cuStreamDestroy"] == 1, "the stream is kept for ever"
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("first", ["itself", "another object", "another pool"])
+def test_a_stream_that_an_object_named_which_is_gone(gpu, first, captured):
+    """Its blocks are its own, and a graph's and other streams' as long as those use them."""
+    pool, handle, other = Pool(2 * MIB, cuda.Device(), 2 * MIB), new_handle(gpu), cuda.Stream()
+    stream = core_own(gpu, handle)
+    staging = Pool(2 * MIB, cuda.Pinned())
+    if first == "another pool":
+        staging.alloc(64, stream=CoreStream._init(stream))
+    elif first == "another object":
+        pool.alloc(64).record_stream(CoreStream._init(stream))
+    block = pool.alloc(200_000, stream=stream)
+    address = block.address
+    slowly_fill(gpu, handle, block, 7)
+    gpu.drain()
+    if captured:
+        gpu.begin_capture(handle, RELAXED)
+        block.record_stream(stream)
+    seen = samples(gpu, handle, block)
+    block.record_stream(other)
+    slowly_fill(gpu, other.handle, block, 7)
+    graph = graph_of(gpu, handle) if captured else None
+    waits = gpu.calls["cuEventSynchronize"] + gpu.calls["cuMemFree"]
+    del block
+    assert gpu.calls["cuEventSynchronize"] + gpu.calls["cuMemFree"] == waits
+    taken = []
+    if captured:
+        for _ in range(30):
+            with contextlib.suppress(OutOfMemory):
+                while True:
+                    taken.append(pool.alloc(200_000, stream=other))
+        assert address not in [one.address for one in taken]
+    else:
+        taken.append(pool.alloc(200_000, stream=other))
+    for one in taken:
+        one.fill(99, stream=other)
+    backwards(gpu)
+    if captured:
+        gpu.replay(graph, handle)
+        gpu.drain()
+        gpu.destroy_graph(graph)
+    assert seen and all(one == {7} for one in seen)
 
 
 @pytest.mark.parametrize("who", NOT_OWNERS)

@@ -1,6 +1,7 @@
 """Allocation sites: the lines that ask for memory, in the file and read from it again."""
 
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -209,6 +210,27 @@ def test_import_machinery_and_runners_are_not_callers(path):
     (site,) = allocations(path)
     files = [frame.file for frame in site if frame.file != HERE]
     assert files == ["one.py", "two.py"]
+
+
+def test_what_is_no_caller_does_not_count(path):
+    """Neither in a trace nor in debug mode."""
+    recorder = Recorder(path, "Probe", 3)
+    recorder.start()
+    nest = "def f(then):\n    return then()"
+    slab = arenapy.Slab(64, 1, debug=True)
+    calls = lambda: (recorder.add("alloc", 1, 1), slab.alloc())  # noqa: E731
+    machinery = ["<frozen runpy>", "<frozen importlib._bootstrap>"] * 3
+    for name in ["three.py", *machinery, "two.py", "one.py"]:
+        space = {}
+        exec(compile(nest, name, "exec"), space)
+        calls = functools.partial(space["f"], calls)
+    _, block = calls()
+    recorder.stop()
+    (site,) = allocations(path)
+    assert [os.path.basename(frame.file) for frame in site] == [
+        os.path.basename(HERE), "three.py", "two.py"
+    ]  # fmt: skip
+    assert "three.py" in repr(block) and "two.py" in repr(block)
 
 
 @pytest.mark.no_sanitizer  # a long count; other tests run the same code there

@@ -28,6 +28,9 @@ from arenapy.testing import (
 )
 from arenapy.testing.attack import attack
 from arenapy.testing.crashes import crashes, smaller
+from arenapy.testing.faults import Finding
+from arenapy.testing.search import report
+from arenapy.testing.tally import Tally
 
 HERE = Path(__file__).parent
 A_START = Step("start", {"config": {}})
@@ -311,6 +314,23 @@ def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
     with pytest.raises(AssertionError, match="overlaps block"):
         machine, program = load(file)
         program.run(machine)
+
+
+def test_each_program_that_is_found_has_a_file_of_its_own(tmp_path, monkeypatch):
+    """And where none can be written, the fault is told all the same."""
+
+    def told(*steps):
+        tally = Tally()
+        tally.findings["overlap"] = Finding("overlap", "two blocks", list(Program(steps).lines()))
+        return report(tally, BumpMachine)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for steps in [A_START], [A_START], [A_START, A_START]:
+        file = re.search(r"testing reproduce (\S+)", told(*steps))[1]
+        assert len(load(file)[1].steps) == len(steps)
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert "two blocks" in told(A_START) and "no file to reproduce it: " in told(A_START)
 
 
 GOOD = {"arenapy.testing": 1, "machine": "arenapy.testing:BumpMachine"}

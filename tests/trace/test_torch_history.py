@@ -218,7 +218,7 @@ def test_the_device_is_the_one_with_a_history_or_the_one_named():
     assert trace.from_torch(torch.snapshot()).kind == "torch, device 1"
     torch.alloc(0x1000, 20, device=2)
     torch.add("snapshot", 0, 0, device=0)
-    with pytest.raises(ValueError, match=r"devices, \[1, 2\]: pass device="):
+    with pytest.raises(ValueError, match=r"devices \[1, 2\]: choose one"):
         trace.from_torch(torch.snapshot())
     assert rows(trace.from_torch(torch.snapshot(), 2)) == [("alloc", 0x1000, 20, 0)]
     for device in 0, 3, -1, "1":

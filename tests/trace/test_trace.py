@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from arenapy import Bump, Pool, Shared, Slab, trace
 from arenapy.base.text import printable
 from arenapy.commands.replay.loop import NoHeap, run
+from arenapy.commands.replay.program import program
 from arenapy.diagnostics.recorder import Recorder
 from arenapy.trace.format import HEADER
+from arenapy.trace.view import View
 
 PLACES = 10922  # events in one of the recorder's buffers, the clock event at the end included
 NAMES = list(trace.OPERATIONS)
@@ -262,12 +264,16 @@ KILLED = """
     [(10, "", 0, 0), (10, "recorder.flush()", 10, 10), (PLACES, "", 5, PLACES - 1)],
 )
 def test_a_killed_process_leaves_what_was_flushed(path, before, flush, after, kept):
-    program = textwrap.dedent(KILLED.format(before=before, flush=flush, after=after))
-    subprocess.run([sys.executable, "-c", program, path], check=False)
+    text = textwrap.dedent(KILLED.format(before=before, flush=flush, after=after))
+    subprocess.run([sys.executable, "-c", text, path], check=False)
     found = trace.load(path)
     assert found.events["address"].tolist() == list(range(kept))
     assert not found.complete
     assert "cut" in str(found.summary())
+    if not kept:
+        for use in (View, program):
+            with pytest.raises(ValueError, match="no allocation, and it was cut"):
+                use(found)
 
 
 FULL = """

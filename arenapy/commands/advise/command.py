@@ -32,7 +32,7 @@ from arenapy.commands.advise.settings import (
 )
 from arenapy.commands.command_line import Parser, check_outputs, console, seconds, whole
 from arenapy.commands.compare.verdict import LEAST_ROUNDS
-from arenapy.commands.replay.command import read, run_worker
+from arenapy.commands.replay.command import add_device, read, run_worker
 from arenapy.commands.replay.device import streams_of
 from arenapy.commands.replay.program import program, save_array
 from arenapy.commands.run.command import TRACE_KIND
@@ -67,6 +67,7 @@ def _parser() -> Parser:
         "how sure this is.",
     )
     parser.add_argument("file", metavar="FILE", help="a trace, or torch's memory snapshot")
+    add_device(parser)
     parser.add_argument(
         "--seconds", type=seconds, default=SECONDS, metavar="SECONDS",
         help=f"how long to measure (default: {SECONDS:.0f}); at least {LEAST_ROUNDS} rounds",
@@ -115,7 +116,7 @@ def advise(
     Raises
     ------
     ValueError
-        If the trace has no allocation.
+        If the trace has no allocation, or a name does not suit it.
     OutOfMemory
         If what the trace has live at once is more than this process can have.
     OSError
@@ -129,6 +130,12 @@ def advise(
         known, baseline, event_seconds = _on_a_device(trace)
     else:
         check_request(int(steps.live().max()), "a replay", "a smaller trace")
+    for name in names or ():
+        if name != baseline and name not in known:
+            raise ValueError(
+                f"{name!r} cannot be tried with a trace of {trace.kind}: choose among "
+                f"{', '.join(known)}"
+            )
     tried = [baseline, *(name for name in known if name in (names or known) and name != baseline)]
     part, passes = shortened(steps, seconds, repeat, event_seconds)
     with (
@@ -233,8 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_outputs(parser, {"--json": (options.json, REPORT)}, {"FILE": options.file})
     try:
         found = advise(
-            read(options.file), names=options.names, seconds=options.seconds, repeat=options.repeat
-        )
+            read(options.file, options.device),
+            names=options.names, seconds=options.seconds, repeat=options.repeat,
+        )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
     if options.json is not None:

@@ -30,7 +30,7 @@ from arenapy.linux.limits import check_request
 from arenapy.trace import Trace, from_torch, load, synthetic
 from arenapy.trace.torch_snapshot import is_pickle
 
-__all__ = ["Result", "failure", "main", "read", "replay", "run_worker", "waits"]
+__all__ = ["Result", "add_device", "failure", "main", "read", "replay", "run_worker", "waits"]
 
 #: A Bump or a Slab that needs more than this many times what is ever live is not run.
 ROOM = 8
@@ -268,6 +268,7 @@ def _parser() -> Parser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("file", nargs="?", metavar="FILE", help="a trace, or torch's memory snapshot")
     what.add_argument("--synthetic", type=whole(), metavar="SEED", help="use a random trace")
+    add_device(parser)
     parser.add_argument(
         "--with",
         dest="names",
@@ -280,9 +281,14 @@ def _parser() -> Parser:
     return parser
 
 
-def read(path: str) -> Trace:
+def add_device(parser: Parser) -> None:
+    """Let the user choose a device of a snapshot: `read` takes it."""
+    parser.add_argument("--device", type=whole(), metavar="N", help="device, of torch's snapshot")
+
+
+def read(path: str, device: int | None) -> Trace:
     """The trace of a file, which may be torch's memory snapshot."""
-    return from_torch(path) if is_pickle(path) else load(path)
+    return from_torch(path, device) if is_pickle(path) else load(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -297,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         seed = options.synthetic
-        trace = read(options.file) if seed is None else synthetic(seed)
+        trace = read(options.file, options.device) if seed is None else synthetic(seed)
         results = replay(trace, options.names)
     except ValueError as error:
         parser.error(str(error))

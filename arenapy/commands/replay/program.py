@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arenapy.trace import OPERATIONS, Trace
+from arenapy.trace.trace import no_allocation
 
 __all__ = ["ALIGN", "DEVICE_ALIGN", "Program", "program", "save_array"]
 
@@ -174,7 +175,7 @@ def program(trace: Trace) -> Program:
                         break
                     blocks.end(newest)
     if not allocated:
-        raise ValueError("the trace has no allocation: there is nothing to replay")
+        raise no_allocation(trace, "replay")
     return Program(
         np.array(blocks.slots, "i4"), np.array(blocks.sizes, "u8"), blocks.count, ignored
     )

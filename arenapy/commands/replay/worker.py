@@ -103,6 +103,15 @@ PEERS = {
 }
 
 
+def arguments_for(name: str, program: Program) -> Mapping[str, Any]:
+    """The arguments of an allocator that has to be told what the program needs."""
+    if name == "bump":
+        return {"nbytes": program.bump_bytes()}
+    if name == "slab":
+        return dict(zip(("item_size", "count"), program.slab_items(), strict=True))
+    return {}
+
+
 def make_heap(name: str, program: Program, settings: Mapping[str, Any] | None = None) -> Heap:
     """The allocator of this name, ready to run the program.
 
@@ -123,22 +132,23 @@ def make_heap(name: str, program: Program, settings: Mapping[str, Any] | None = 
         If memory that is got at once cannot be had.
     """
     peer = PEERS[name]
+    settings = settings or arguments_for(name, program)
     match name:
         case "loop":
             return NoHeap()
         case "bump":
             from arenapy.bump.bump import Bump
 
-            return BumpHeap(Bump(**(settings or {"nbytes": program.bump_bytes()})))
+            return BumpHeap(Bump(**settings))
         case "slab":
             from arenapy.slab.slab import Slab
 
-            return SlabHeap(Slab(*(() if settings else program.slab_items()), **(settings or {})))
+            return SlabHeap(Slab(**settings))
         case "pool" | "pool-class":
             from arenapy.pool.pool import Pool
 
             rounding: Literal["class", "step"] = "class" if name == "pool-class" else "step"
-            return PoolHeap(Pool(**{"rounding": rounding, **(settings or {})}))
+            return PoolHeap(Pool(**{"rounding": rounding, **settings}))
     library = ctypes.CDLL(peer.library)
     malloc, free = (ctypes.cast(library[symbol], ctypes.c_void_p).value for symbol in peer.symbols)
     assert malloc is not None and free is not None
@@ -150,6 +160,7 @@ def measure(
 ) -> dict[str, float]:
     """Run it here: seconds, steps done, peak of resident bytes and the step of it."""
     touch: Literal["nothing", "first", "pages"]
+    settings = settings or arguments_for(name, program)  # which leaves memory resident
     touch = "pages" if written else "nothing" if name == "loop" else "first"
     with open("/proc/self/statm") as file:
         statm = file.fileno()
@@ -169,7 +180,9 @@ def measure(
             )
             if steps < len(program):
                 break
-    return {"seconds": seconds, "steps": steps, "peak": at_once + peak, "at": at}
+    # A malloc may give out what Python has freed, which was resident before.
+    peak = max(at_once + peak, int(program.live().max()))
+    return {"seconds": seconds, "steps": steps, "peak": peak, "at": at}
 
 
 def measure_all(
@@ -180,6 +193,7 @@ def measure_all(
     The time is that of all threads on the processor: what others do meanwhile does not count, and
     a prefault by several threads is no faster than by one.
     """
+    settings = settings or arguments_for(name, program)
     start = time.process_time()
     heap = make_heap(name, program, settings)
     # A program has its malloc from the start.
